@@ -1,4 +1,4 @@
-"""The router's settings: where the nodes are, and how much may wait. Everything else comes from the nodes."""
+"""The router's settings: addresses of nodes, and limits of the queue. Everything else comes from the nodes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from outrider.service.config import SERVICE_SECTIONS, GatewayConfig
 from router.store_address import MEMORY, ValkeyAddress
 
 STORE = "store"
-"""`router.receipts`: in the store that routers share."""
+"""The value of `router.receipts` for the store that routers share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """A target is host:port; a name that resolves to several addresses is several nodes."""
+    """The router's settings. A target is host:port; a name that resolves to several addresses is several nodes."""
 
     prefill_targets: tuple[str, ...] = setting(
         (), help="Prefill nodes, host:port. Without one, decode nodes compute prompts."
@@ -86,15 +86,15 @@ class RouterConfig:
         help="Whether gateways may use the router as a vLLM engine (vllm.grpc.engine.VllmEngine), as the OpenAI API "
         "does. auto: where smg-grpc-proto is installed.",
     )
-    tls: TlsConfig = field(default_factory=TlsConfig)  # for clients, where they are shown another certificate
+    tls: TlsConfig = field(default_factory=TlsConfig)  # for clients, if they see another certificate
 
-    prefill_outstanding_tokens: int = fixed(1024)  # uncached, on a prefill node that does not say its chunks
-    open_timeout_seconds: float = fixed(10.0)  # for a decode node to grant or reject; it does so between two steps
+    prefill_outstanding_tokens: int = fixed(1024)  # uncached, for a prefill node that does not report its chunk size
+    open_timeout_seconds: float = fixed(10.0)  # for a decode node to grant or reject, which it does between steps
     kv_ready_timeout_seconds: float = fixed(10.0)  # from a prefill's end to complete KV; its last frames take less
-    resolve_interval_seconds: float = fixed(2.0)  # new containers are found soon, and a look-up is cheap
-    store_lease_seconds: float = fixed(2.0)  # an unrenewed request has no owner: as long as a lost router takes to see
-    store_append_seconds: float = fixed(0.2)  # tokens that a lost router has not stored are computed again
-    tokenizer_threads: int = fixed(2)  # a prompt is encoded in milliseconds; more would take a node's processors
+    resolve_interval_seconds: float = fixed(2.0)  # finds new containers soon, and a lookup is cheap
+    store_lease_seconds: float = fixed(2.0)  # unrenewed requests then have no owner: about when a router's loss shows
+    store_append_seconds: float = fixed(0.2)  # tokens that a lost router has not stored are recomputed
+    tokenizer_threads: int = fixed(2)  # a prompt is encoded in milliseconds; more would take CPUs from nodes
 
     def __post_init__(self) -> None:
         if self.store != MEMORY:
@@ -104,4 +104,4 @@ class RouterConfig:
 
 
 SECTIONS = {**SERVICE_SECTIONS, "router": RouterConfig, "gateway": GatewayConfig}
-"""What a router reads."""
+"""The configuration sections that a router reads."""

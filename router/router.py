@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from router.api.vllm_engine.servicer import VllmEngineServicer
 
 FINAL_STATUS_SECONDS = 0.5
-"""Time for final statuses to be sent."""
+"""Seconds for final statuses to be sent."""
 HANDOVER_SECONDS = 1.0
-"""How long a router that drains takes new requests: health is NOT_SERVING, which load balancers notice meanwhile."""
+"""Seconds that a draining router accepts new requests; load balancers see NOT_SERVING meanwhile."""
 GATEWAY_HANDOVER_SECONDS = 5.0
-"""The same where a gateway asks for the router's health: it asks each second, and leaves after three refusals."""
+"""The same if a gateway checks the router's health: it asks each second, and leaves after three refusals."""
 
 _INCARNATION_BYTES = 16
 
@@ -55,7 +55,7 @@ _log = get_logger("router")
 
 
 class Router:
-    """Implements `outrider.service.server.FrontService`. SERVING while a prefill and a decode node serve."""
+    """Implements `outrider.service.server.FrontService`. SERVING while a decode node serves."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Router:
         tracer: Tracer = NO_TRACER,
         reasoning_parser: str = "",
     ) -> None:
-        """`store`: instead of the one that `config` names. `shows_text`: on its page. `reasoning_parser`: of gateways.
+        """`store`: replaces the one from `config`. `shows_text`: on its page. `reasoning_parser`: of gateways.
 
         Raises: ConfigError.
         """
@@ -81,7 +81,7 @@ class Router:
         self._registry = registry
         identity = RouterIdentity(name=name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES))
         self.nodes = NodeDirectory(config, identity, resolver=resolver, security=security, on_lost=self._on_lost)
-        self.context: RouterContext | None = None  # None: no node has served yet
+        self.context: RouterContext | None = None  # None until a node serves
         self.requests = RequestRegistry(self.nodes, self._context_now, clients or Clients(), tracer)
         self.calls = OpenCalls(on_refused=lambda error: self.requests.count_failure(error.reason))
         self.servicer = RouterServicer(self.requests)
@@ -111,7 +111,7 @@ class Router:
             self._vllm_engine.add_to(server)
 
     async def start(self, address: str) -> None:
-        """Waits for the nodes."""
+        """Starts the router's parts and waits for the nodes."""
         self._tracer.start(self._name)
         self._clock = LoopClock()
         self.nodes.start()
@@ -154,15 +154,15 @@ class Router:
             )
 
     def pages(self) -> FindPage:
-        """See `outrider.service.server.FrontService`, as of the next."""
+        """Implements `outrider.service.server.FrontService`, as does the next method."""
         return RouterPages(self.requests, self.nodes, self._records, loop=asyncio.get_running_loop())
 
     def follow_readiness(self, tell: Callable[[bool], None]) -> None:
-        tell(bool(self.nodes.decode_nodes))  # where no prefill node serves, decode nodes compute prompts, too
+        tell(bool(self.nodes.decode_nodes))  # without prefill nodes, decode nodes compute prompts, too
         self.nodes.on_change(lambda: tell(bool(self.nodes.decode_nodes)))
 
     async def drain(self, deadline_seconds: float) -> None:
-        """After the handover no new request; running ones end, or are told at the deadline, the queue included."""
+        """Hands over, then refuses new requests; fails those left at the deadline, queued ones included."""
         deadline = asyncio.get_running_loop().time() + deadline_seconds
         self.requests.is_leaving = True
         has_gateway = self._vllm_engine is not None and self._vllm_engine.is_watched
@@ -181,7 +181,7 @@ class Router:
 
     async def stop(self) -> None:
         self.requests.is_draining = True
-        self.requests.fail_all(_stopping())  # a drain that was cut off has not told them
+        self.requests.fail_all(_stopping())  # in case a drain was cut off
         if self.requests.keeper is not None:
             await self.requests.keeper.stop()
         self.requests.close_all(_stopping())
@@ -214,17 +214,17 @@ class Router:
 
 
 def _stopping() -> PeerLostError:
-    """What other routers go on from: a client that has a resume window asks them."""
+    """Returns the error on which clients with a resume window continue at another router."""
     return PeerLostError("the router is stopping", reason="DRAINING")
 
 
 def _make_vllm_engine(wanted: str, requests: RequestRegistry, reasoning_parser: str) -> VllmEngineServicer | None:
-    """`wanted`: the setting `router.vllm_engine`. None: not served. Raises: ConfigError where it must be and cannot."""
+    """Makes the service for `router.vllm_engine`; None: off. Raises: ConfigError if it must run and cannot."""
     if wanted == "off":
         return None
     try:
         from router.api.vllm_engine.servicer import VllmEngineServicer
-    except Exception as error:  # not installed, or not for the protobuf and grpc that are
+    except Exception as error:  # not installed, or incompatible with the installed protobuf and grpc
         if wanted == "on":
             raise ConfigError(
                 f"router.vllm_engine is on, and smg-grpc-proto cannot be imported ({error}); "

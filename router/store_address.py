@@ -1,4 +1,4 @@
-"""Where a store is: what `router.store` says."""
+"""The address of the store, from `router.store`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from outrider.errors import ConfigError
 from outrider.extras import install_command
 
 MEMORY = "memory"
-"""Nobody shares it."""
-PASSWORD_VARIABLE = "OUTRIDER_STORE_PASSWORD"  # noqa: S105 the name of it
+"""The value of `router.store` for memory that no other router shares."""
+PASSWORD_VARIABLE = "OUTRIDER_STORE_PASSWORD"  # noqa: S105 its name
 DEFAULT_PORT = 6379
 _SCHEMES = ("valkey", "valkeys")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValkeyAddress:
-    """A server of Valkey's protocol. Its text has no password."""
+    """The address of a server of Valkey's protocol. Its text has no password."""
 
     host: str
     port: int = DEFAULT_PORT
@@ -32,7 +32,7 @@ class ValkeyAddress:
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Reads `valkey[s]://[[user][:password]@]host[:port][/database]`. Raises: ValueError, without the password."""
+        """Parses `valkey[s]://[[user][:password]@]host[:port][/database]`. Raises: ValueError, without the password."""
         form = "valkey://host:port/database (valkeys:// for TLS)"
         try:
             parts = urlsplit(url)
@@ -59,9 +59,9 @@ class ValkeyAddress:
 
 
 def store_address(url: str, environ: Mapping[str, str] = os.environ) -> ValkeyAddress:
-    """A store's; a password in the environment goes before one in the URL.
+    """Returns the store's address; a password in the environment overrides one in the URL.
 
-    Raises: ConfigError, also without the Valkey client.
+    Raises: ConfigError, also if the Valkey client is missing.
     """
     try:
         address = ValkeyAddress.parse(url)

@@ -1,1 +1,1 @@
-"""What both ends of a call need: channels, credentials, errors as statuses. No server, no logs, no metrics."""
+"""The part of RPC that both ends share: channels, credentials, errors as statuses. No server, logs or metrics."""

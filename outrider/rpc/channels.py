@@ -1,4 +1,4 @@
-"""The one factory of gRPC channels and of server options."""
+"""The only factory of gRPC channels and of server options."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ ChannelOptions = list[tuple[str, int | str]]
 def server_options(
     *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, max_connection_age_seconds: float | None = None
 ) -> ChannelOptions:
-    """Options of a grpc.aio server.
+    """Returns the options of a grpc.aio server.
 
-    Clients that ping are welcome: with gRPC's defaults a client that pings every second
-    is disconnected with ENHANCE_YOUR_CALM. A flood of pings, each of which costs some
-    microseconds, is: after 100 that came within 20 ms of the one before. The port is never
-    shared: with SO_REUSEPORT a second server on it would silently take half of the connections.
+    Clients may ping: with gRPC's defaults a client that pings every second is disconnected with
+    ENHANCE_YOUR_CALM. A client that floods is disconnected after 100 pings that each came within
+    20 ms of the previous one, since each costs some microseconds. The port is never shared: with
+    SO_REUSEPORT a second server on it would silently take half of the connections.
 
-    `max_connection_age_seconds`: after so long (gRPC varies it by a tenth) a client is asked to
-    connect again, and calls that run go on over the old connection for as long as they take.
+    `max_connection_age_seconds`: after this time (gRPC varies it by a tenth) a client is asked to
+    reconnect; running calls continue over the old connection for as long as they take.
     """
     options: ChannelOptions = [
         ("grpc.so_reuseport", 0),
@@ -38,7 +38,7 @@ def server_options(
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 30_000),
     ]
-    if max_connection_age_seconds is not None:  # without a grace: gRPC's default is none, and streams are not cut
+    if max_connection_age_seconds is not None:  # no grace period: gRPC's default is unlimited, so streams are not cut
         options.append(("grpc.max_connection_age_ms", round(max_connection_age_seconds * 1e3)))
     return options
 
@@ -46,11 +46,11 @@ def server_options(
 def channel_options(
     *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, bulk: bool = False, is_replaceable: bool = False
 ) -> ChannelOptions:
-    """Options of a channel.
+    """Returns the options of a channel.
 
-    `bulk`: a TCP connection of its own, so that payload never delays a token stream.
-    `is_replaceable`: another server can do the same, so one that does not answer pings for
-    some seconds is given up.
+    `bulk`: uses a separate TCP connection, so that payload never delays a token stream.
+    `is_replaceable`: another server can do the same, so the connection is dropped if pings are
+    unanswered for some seconds.
     """
     options: ChannelOptions = [
         ("grpc.enable_http_proxy", 0),
@@ -60,20 +60,20 @@ def channel_options(
         ("grpc.keepalive_timeout_ms", 3_000 if is_replaceable else 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # How long one attempt to connect may take, whatever its name says: a busy server needs a moment.
+        # Despite its name also the timeout of one attempt to connect: a busy server needs a moment.
         ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
     if not bulk:
-        # gRPC's own pings, by which it measures, hold the keepalive up until they time out: after a minute by default.
+        # gRPC's own pings, for measuring, block the keepalive until they time out: after a minute by default.
         # Behind payload on a slow network an answer may take as long.
         options.append(("grpc.http2.ping_timeout_ms", 3_000 if is_replaceable else 15_000))
     else:
         options += [
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.http2.max_frame_size", 1 << 20),
-            # Equal arguments share a connection even so within one pool key; make them unequal.
+            # Even so, equal arguments share a connection within one pool key; make them unequal.
             ("outrider.channel_id", next(_channel_ids)),
         ]
     return options
@@ -86,9 +86,9 @@ def open_channel(
     server_name: str = "",
     is_replaceable: bool = False,
 ) -> grpc.aio.Channel:
-    """A channel to "host:port" (or any gRPC target), plaintext without credentials. Dials lazily, without a proxy.
+    """Opens a channel to "host:port" (or any gRPC target), plaintext without credentials. Dials lazily, with no proxy.
 
-    `server_name`: what the other side's certificate must be for, where that is not the address.
+    `server_name`: the name required in the other side's certificate, if not the address.
     """
     options = channel_options(is_replaceable=is_replaceable)
     if credentials is None:
@@ -105,7 +105,7 @@ def open_sync_channel(
     bulk: bool = False,
     is_replaceable: bool = False,
 ) -> grpc.Channel:
-    """As `open_channel`, for threads without an event loop."""
+    """Opens a channel like `open_channel`, for threads without an event loop."""
     options = channel_options(max_message_bytes=max_message_bytes, bulk=bulk, is_replaceable=is_replaceable)
     if credentials is None:
         return grpc.insecure_channel(target, options=options)

@@ -1,4 +1,4 @@
-"""`outrider.errors` ⇄ gRPC statuses with rich details (google.rpc.Status). Nothing else knows status codes."""
+"""`outrider.errors` ⇄ gRPC statuses with rich details (google.rpc.Status). Status codes are used here only."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from outrider import errors
 ERROR_DOMAIN = "outrider"
 DETAILS_KEY = "grpc-status-details-bin"
 UNREACHABLE = "UNREACHABLE"
-"""Reason of a PeerLostError where gRPC itself says so: nobody answered, or the connection broke."""
+"""Reason of a PeerLostError made by gRPC itself: no answer, or a broken connection."""
 MAX_MESSAGE_BYTES = 1024
-"""Of an error's message as it travels: twice in the trailers, for which clients have 8 KiB by default."""
+"""Maximum bytes of an error's message: it is twice in the trailers, for which clients have 8 KiB by default."""
 
 _CODES: dict[type[errors.OutriderError], grpc.StatusCode] = {
     errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -39,7 +39,7 @@ _KINDS: dict[grpc.StatusCode, type[errors.OutriderError]] = {
 
 
 def status_code(error: BaseException) -> grpc.StatusCode:
-    """INTERNAL for everything outside the tree of `outrider.errors`, and for internal errors."""
+    """Returns the status code; INTERNAL for internal errors and errors from outside `outrider.errors`."""
     for kind in type(error).__mro__:
         if kind in _CODES:
             return _CODES[kind]
@@ -47,7 +47,7 @@ def status_code(error: BaseException) -> grpc.StatusCode:
 
 
 def to_status(error: BaseException) -> status_pb2.Status:
-    """The google.rpc.Status of an error. INTERNAL carries no details."""
+    """Returns the google.rpc.Status of an error. INTERNAL has no details of the error."""
     code = status_code(error)
     if not isinstance(error, errors.OutriderError) or code is grpc.StatusCode.INTERNAL:
         details = [_pack(error_details_pb2.ErrorInfo(reason=errors.InternalError.reason, domain=ERROR_DOMAIN))]
@@ -69,10 +69,10 @@ def to_status(error: BaseException) -> status_pb2.Status:
 
 
 def from_rpc_error(error: grpc.RpcError, *, target: str = "") -> errors.OutriderError:
-    """The error that the other side meant. Statuses that gRPC itself makes come without details.
+    """Returns the error that the other side raised. Statuses that gRPC itself makes have no details.
 
     Cancelled calls become AbortedError; passed deadlines AbortedError with reason
-    DEADLINE_EXCEEDED; a peer that cannot be reached PeerLostError with reason UNREACHABLE.
+    DEADLINE_EXCEEDED; an unreachable peer PeerLostError with reason UNREACHABLE.
     """
     code = error.code() if callable(getattr(error, "code", None)) else grpc.StatusCode.UNKNOWN
     message = (error.details() if callable(getattr(error, "details", None)) else None) or code.name
@@ -89,20 +89,20 @@ def from_rpc_error(error: grpc.RpcError, *, target: str = "") -> errors.Outrider
         arguments["retry_after_seconds"] = 1.0 if retry_after_seconds is None else retry_after_seconds
     if kind is errors.PeerLostError:
         arguments["node"] = info.metadata.get("node", target)
-        if not info.reason:  # made by gRPC itself: nobody answered
+        if not info.reason:  # made by gRPC itself: there was no answer
             arguments["reason"] = UNREACHABLE
             message = f"{target} cannot be reached: {message}" if target else message
     return kind(message, **arguments)
 
 
 def _cut(message: str) -> str:
-    """Names and values that a client sent may be part of a message, as long as they like."""
+    """Truncates a message: it may contain names and values from a client, of any length."""
     data = message.encode(errors="replace")
     return message if len(data) <= MAX_MESSAGE_BYTES else data[: MAX_MESSAGE_BYTES - 3].decode(errors="ignore") + "…"
 
 
 def _parse_details(error: grpc.RpcError) -> tuple[error_details_pb2.ErrorInfo, str, float | None]:
-    """(ErrorInfo, field, retry delay in seconds), each empty where the status has none."""
+    """Returns (ErrorInfo, field, retry delay in seconds), each empty or None if the status has none."""
     info, field, retry_after_seconds = error_details_pb2.ErrorInfo(), "", None
     status = status_pb2.Status()
     read_trailing: Any = getattr(error, "trailing_metadata", None)
@@ -120,7 +120,7 @@ def _parse_details(error: grpc.RpcError) -> tuple[error_details_pb2.ErrorInfo, s
             else:
                 detail.Unpack(info)
     except (ValueError, DecodeError):
-        pass  # details that do not parse are dropped
+        pass  # ignores details that do not parse
     return info, field, retry_after_seconds
 
 

@@ -1,4 +1,4 @@
-"""TLS and tokens of channels and servers, and mutual TLS between the services of a cluster."""
+"""TLS and tokens for channels and servers, and mutual TLS between the services of a cluster."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from outrider.errors import ConfigError
 from outrider.rpc.channels import open_channel, open_sync_channel
 
 AuthContext = Mapping[str, Any]
-"""`ServicerContext.auth_context()`: lists of bytes by property (the stubs of grpcio say otherwise)."""
+"""`ServicerContext.auth_context()`: lists of bytes by property (grpcio's stubs have another type)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsConfig:
-    """Files in PEM form. As a server: certificate and private key turn TLS on; as a client: any of them does."""
+    """Files in PEM form. On a server, certificate and private key turn TLS on; on a client, any of them does."""
 
     certificate: Path | None = setting(None, help="This side's certificate chain.")
     private_key: Path | None = setting(None, help="This side's private key.")
@@ -45,14 +45,14 @@ class TlsConfig:
 
 @dataclass(frozen=True, slots=True)
 class TlsMaterial:
-    """What the files of a `TlsConfig` contain."""
+    """The contents of the files of a `TlsConfig`."""
 
     certificate: bytes | None
     private_key: bytes | None
     authority: bytes | None
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Without an authority the system's are trusted."""
+        """Returns the credentials of a channel. Without an authority the system's are trusted."""
         return grpc.ssl_channel_credentials(
             root_certificates=self.authority, private_key=self.private_key, certificate_chain=self.certificate
         )
@@ -66,7 +66,7 @@ class TlsMaterial:
 
 
 def read_tls(tls: TlsConfig) -> TlsMaterial:
-    """Raises: ConfigError when a file cannot be read."""
+    """Reads the files. Raises: ConfigError if one cannot be read."""
     try:
         return TlsMaterial(*(None if path is None else path.read_bytes() for path in tls.files))
     except OSError as error:
@@ -74,9 +74,9 @@ def read_tls(tls: TlsConfig) -> TlsMaterial:
 
 
 def client_credentials(tls: TlsConfig | None, token: str | None) -> grpc.ChannelCredentials | None:
-    """None: plaintext. A `tls` that names no authority trusts the system's.
+    """Returns None for plaintext. A `tls` without an authority trusts the system's.
 
-    Raises: ConfigError for a file that cannot be read, and for a token that would travel in plaintext.
+    Raises: ConfigError if a file cannot be read, or if a token would be sent in plaintext.
     """
     if tls is None:
         if token is not None:
@@ -89,10 +89,10 @@ def client_credentials(tls: TlsConfig | None, token: str | None) -> grpc.Channel
 
 
 class TlsFiles:
-    """The newest files of a `TlsConfig` that are readable and fit together. Thread-safe.
+    """The latest files of a `TlsConfig` that are readable and match. Thread-safe.
 
-    Files are looked at whenever somebody connects, so a renewed certificate needs no restart. Half-written files
-    and a certificate without its key are refused: what was read before stays in force, and `on_refused` says why.
+    Files are checked on every connection, so a renewed certificate needs no restart. Half-written files
+    and a certificate without its key are rejected: the previous contents stay in use, and `on_refused` gets the reason.
     """
 
     def __init__(self, config: TlsConfig, *, on_refused: Callable[[str], None] = lambda _message: None) -> None:
@@ -103,7 +103,7 @@ class TlsFiles:
         self._material: TlsMaterial | None = None
 
     def newest(self) -> TlsMaterial:
-        """Raises: ConfigError where the files have never been usable."""
+        """Returns the current contents. Raises: ConfigError if the files have never been usable."""
         with self._lock:
             stamps = [file_stamp(path) for path in self._config.files if path]
             if self._material is None or stamps != self._stamps:
@@ -120,16 +120,16 @@ class TlsFiles:
             return self._material
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Of a server whose clients show a certificate, where there is an authority. Raises: ConfigError."""
+        """Returns a server's credentials; with an authority clients must show a certificate. Raises: ConfigError."""
         if self._config.certificate is None:
             raise ConfigError("tls: a server needs a certificate and its private key")
         in_force = self.newest()
 
-        def renewed() -> Any:  # the stubs know of no None
-            """Asked before each handshake; None where nothing has changed.
+        def renewed() -> Any:  # the stubs do not allow None
+            """Called before each handshake; returns None if nothing has changed.
 
-            gRPC's core (1.85) crashes when a configuration is replaced while another handshake fails: replacing it
-            each time, a few hundred plaintext connections in parallel ended a process.
+            gRPC's core (1.85) crashes if a configuration is replaced while another handshake fails: when it was
+            replaced each time, a few hundred plaintext connections in parallel ended a process.
             """
             nonlocal in_force
             newest = self.newest()
@@ -146,7 +146,7 @@ class TlsFiles:
 
 
 def _check_pair(config: TlsConfig) -> None:
-    """GRPC would say nothing before the first handshake fails. Raises: ConfigError."""
+    """Checks that the files match; gRPC reports nothing until the first handshake fails. Raises: ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         if config.certificate is not None and config.private_key is not None:
@@ -161,11 +161,11 @@ def _check_pair(config: TlsConfig) -> None:
 
 
 FileStamp = tuple[int, int, int]
-"""Inode, size and time of the last change in nanoseconds."""
+"""Inode, size, and time of the last change in nanoseconds."""
 
 
 def file_stamp(path: Path) -> FileStamp:
-    """What differs once a file was changed; zeros where it is missing."""
+    """Returns a value that differs once a file was changed; zeros if it is missing."""
     try:
         found = path.stat()
     except OSError:
@@ -175,7 +175,7 @@ def file_stamp(path: Path) -> FileStamp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecurityConfig:
-    """Section `security`: mutual TLS between the services of a cluster. All three files, or none: plaintext."""
+    """Section `security`: mutual TLS between the services of a cluster. All three files, or none for plaintext."""
 
     tls: TlsConfig = field(default_factory=TlsConfig)
     peer_name: str = setting(
@@ -197,13 +197,13 @@ class SecurityConfig:
 class PeerSecurity:
     """This process's certificate, and the names that it requires of others. Thread-safe.
 
-    Everything is plaintext, and everybody a peer, unless `is_enabled`. Files are read on first use.
+    Unless `is_enabled`, everything is plaintext and every caller counts as a peer. Files are read on first use.
     """
 
     def __init__(
         self, config: SecurityConfig | None = None, *, on_refused: Callable[[str], None] = lambda _message: None
     ) -> None:
-        """`on_refused` is told why changed files are not taken (see `TlsFiles`)."""
+        """`on_refused` is called with the reason if changed files are rejected (see `TlsFiles`)."""
         self._config = SecurityConfig() if config is None else config
         self._files = TlsFiles(self._config.tls, on_refused=on_refused) if self._config.tls.is_enabled else None
 
@@ -213,20 +213,20 @@ class PeerSecurity:
 
     @property
     def material(self) -> TlsMaterial | None:
-        """What a new connection shows and trusts: a channel that was opened with another goes on with that one.
+        """The material that a new connection presents and trusts; open channels keep theirs. None: plaintext.
 
-        None: plaintext. Raises: ConfigError.
+        Raises: ConfigError.
         """
         return None if self._files is None else self._files.newest()
 
     # ------------------------------------------------------------ dialling
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
-        """To a service of the cluster at "host:port". Raises: ConfigError."""
+        """Opens a channel to a service of the cluster at "host:port". Raises: ConfigError."""
         return open_channel(address, credentials=self._credentials(), server_name=self._config.peer_name)
 
     def open_bulk_channel(self, address: str, *, max_message_bytes: int) -> grpc.Channel:
-        """For payload, over a connection of its own, and threads without an event loop. Raises: ConfigError."""
+        """Opens a separate connection for payload, for threads without an event loop. Raises: ConfigError."""
         return open_sync_channel(
             address,
             credentials=self._credentials(),
@@ -241,7 +241,7 @@ class PeerSecurity:
     # ------------------------------------------------------------ serving
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """None: plaintext. Raises: ConfigError."""
+        """Returns the server's credentials; None for plaintext. Raises: ConfigError."""
         return None if self._files is None else self._files.server_credentials()
 
     def is_peer(self, auth_context: AuthContext) -> bool:
@@ -253,7 +253,7 @@ class PeerSecurity:
         return not self.is_enabled or self._config.operator_name in names_of(auth_context)
 
     def explain_refusal(self, auth_context: AuthContext) -> str:
-        """Error message for a caller that is no peer."""
+        """Returns the error message for a caller that is no peer."""
         shown = ", ".join(sorted(names_of(auth_context))) or "no name"
         return f"this call is for services whose certificate has the name {self._config.peer_name}; yours has {shown}"
 
@@ -262,5 +262,5 @@ PLAINTEXT = PeerSecurity()
 
 
 def names_of(auth_context: AuthContext) -> set[str]:
-    """The subject alternative names of the certificate that a caller has shown."""
+    """Returns the subject alternative names of the certificate that a caller has shown."""
     return {name.decode(errors="replace") for name in auth_context.get("x509_subject_alternative_name", ())}

@@ -1,1 +1,1 @@
-"""Proto ⇄ domain, one file for each proto. Nothing here decides anything."""
+"""Proto ⇄ domain conversions, one file per proto. No decisions are made here."""

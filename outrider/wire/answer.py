@@ -1,4 +1,4 @@
-"""router.proto's answers ⇄ `outrider.answer`."""
+"""The answers of router.proto ⇄ `outrider.answer`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from outrider.wire.enums import FINISH_REASONS
 from outrider.wire.fields import Conversion, Fields
 
 _MOST_HEADER_BYTES = 64
-"""Tags and lengths of a message's own fields."""
+"""Maximum bytes of the tags and lengths of a message's own fields."""
 _LENGTH_BYTES = 4
-"""Tag and length of a TokenLogprobs, which has at most 21 entries."""
+"""Bytes of the tag and length of a TokenLogprobs, which has at most 21 entries."""
 _MOST_LOGPROBS_BYTES = 20
-"""Of a TokenLogprobs, its length included, and of each of its alternatives."""
+"""Maximum bytes of a TokenLogprobs without alternatives (its length included); below, of each alternative."""
 _MOST_LOGPROB_BYTES = 13
 
 
@@ -51,7 +51,7 @@ def event_to_proto(event: AnswerEvent) -> router_pb2.GenerateResponse:
 
 
 def event_from_proto(proto: router_pb2.GenerateResponse) -> AnswerEvent | None:
-    """None for an event that this version does not know."""
+    """Returns None for an event that this version does not know."""
     match proto.WhichOneof("event"):
         case "delta":
             delta = proto.delta
@@ -67,14 +67,14 @@ def event_from_proto(proto: router_pb2.GenerateResponse) -> AnswerEvent | None:
 
 
 class CompleteResponseBuilder:
-    """Folds the events of an answer into one message as they come, each once."""
+    """Folds the events of an answer, each added once, into one message."""
 
     def __init__(self, num_samples: int) -> None:
         self._response = router_pb2.CompleteResponse()
         self._completions = [self._response.completions.add() for _ in range(num_samples)]
         self._texts: list[list[str]] = [[] for _ in range(num_samples)]
         self.num_bytes = _MOST_HEADER_BYTES * (num_samples + 1)
-        """The message's size, or a little more."""
+        """The message's size in bytes, or slightly more."""
 
     def add(self, event: AnswerEvent) -> None:
         match event:
@@ -104,13 +104,13 @@ class CompleteResponseBuilder:
 
 
 class PackedLogprobs(Sequence[TokenLogprobs]):
-    """Of a prompt, as nodes send them: a router sends them on as bytes. They become values when they are looked at.
+    """A prompt's logprobs in the nodes' encoding, which a router forwards as bytes. They are decoded on access.
 
-    A prompt of 2000 tokens with 20 alternatives has 42,000 entries, which would hold an event loop up.
+    A prompt of 2000 tokens with 20 alternatives has 42,000 entries, which would block an event loop.
     """
 
     def __init__(self, packed: bytes) -> None:
-        """`packed`: by `pack_logprobs`, in pieces that are appended to each other."""
+        """`packed`: concatenated results of `pack_logprobs`."""
         self.packed = packed
 
     @cached_property
@@ -125,12 +125,12 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
 
 
 def pack_logprobs(logprobs: Iterable[TokenLogprobs]) -> bytes:
-    """A serialized Started that has nothing else."""
+    """Serializes the logprobs as a Started that has no other field."""
     return router_pb2.Started(prompt_logprobs=map(token_logprobs_to_proto, logprobs)).SerializeToString()
 
 
 def num_packed_logprobs(packed: bytes) -> int:
-    """Raises: InternalError for what was not packed so."""
+    """Returns the number of packed logprobs. Raises: InternalError if `packed` is invalid."""
     try:
         return len(router_pb2.Started.FromString(packed).prompt_logprobs)
     except DecodeError as error:
@@ -138,7 +138,7 @@ def num_packed_logprobs(packed: bytes) -> int:
 
 
 def most_logprobs_bytes(num_tokens: int, num_top: int) -> int:
-    """What these take packed, with so many alternatives, at most."""
+    """Returns the maximum packed bytes of the logprobs of `num_tokens` with `num_top` alternatives each."""
     return num_tokens * (_MOST_LOGPROBS_BYTES + num_top * _MOST_LOGPROB_BYTES)
 
 
@@ -176,10 +176,10 @@ def complete_from_proto(proto: router_pb2.CompleteResponse) -> CompleteResult:
 
 
 def _delta_response(event: Delta) -> router_pb2.GenerateResponse:
-    """One for every token of every stream: filled in place, which takes half the time of keyword arguments."""
+    """Converts a delta, for every token of every stream: filling in place takes half the time of keyword arguments."""
     response = router_pb2.GenerateResponse()
     delta = response.delta
-    delta.start_position = event.start_position  # never 0: also what makes `delta` present
+    delta.start_position = event.start_position  # never 0, so it also makes `delta` present
     delta.token_ids.extend(event.token_ids)
     if event.text:
         delta.text = event.text
@@ -209,7 +209,7 @@ def logprobs_from_proto(protos: Iterable[router_pb2.TokenLogprobs]) -> tuple[Tok
 
 
 def _token_logprobs_from_proto(proto: router_pb2.TokenLogprobs) -> TokenLogprobs:
-    """A logprob that is unset (a prompt's first token) is NaN."""
+    """Converts logprobs; an unset logprob (of a prompt's first token) becomes NaN."""
     return TokenLogprobs(
         token_id=proto.token_id,
         logprob=proto.logprob if proto.HasField("logprob") else math.nan,

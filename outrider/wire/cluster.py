@@ -1,4 +1,4 @@
-"""router.proto's model and cluster ⇄ `outrider.node`."""
+"""The model and cluster messages of router.proto ⇄ `outrider.node`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOAD_FIGURES = (
     "look_ahead_hit_rate",
     "kv_bytes_per_second",
 )
-"""What clients see of a NodeLoad: fields of the status itself in the message."""
+"""The part of a NodeLoad that clients see; in the message these are fields of the status itself."""
 _STATUS = Fields(
     NodeStatus,
     router_pb2.NodeStatus,

@@ -23,13 +23,13 @@ from outrider.wire.request import OPTIONS
 DRAFT_STATUSES = EnumTable(DraftStatus, draft_pb2.DraftStatus, "DRAFT_STATUS")
 
 TOO_MANY_TOKENS = 256
-"""More than any branch may have; the decode node looks at no more to see that."""
+"""More tokens than any branch may have; the decode node reads no further to detect that."""
 
 MAX_GRADE = 16
-"""Acceptance is kept for each grade, so a peer cannot make more of them."""
+"""The highest grade: acceptance is tracked per grade, so a peer must not be able to create more."""
 
 MAX_STEP_MICROSECONDS = 10_000_000
-"""No step takes longer, and no draft node looks ahead for longer."""
+"""Maximum microseconds of a step, and of a draft node's look-ahead."""
 
 
 _HELLO = Fields(
@@ -50,7 +50,7 @@ def hello_from_proto(proto: draft_pb2.DraftHello) -> DraftHello:
 
 
 def updates_to_proto(updates: Iterable[SequenceUpdate], *, step_seconds: float) -> draft_pb2.DraftUpdate:
-    """One message. `step_seconds`: how long a step of the engine takes at present."""
+    """Returns one message with all updates. `step_seconds`: the current duration of an engine step."""
     message = draft_pb2.DraftUpdate(step_microseconds=step_to_proto(step_seconds))
     add = message.sequences.add
     for update in updates:
@@ -114,9 +114,9 @@ def proposals_to_proto(proposals: SequenceProposals) -> draft_pb2.SequencePropos
 
 
 def proposals_from_proto(proto: draft_pb2.SequenceProposals) -> SequenceProposals:
-    """As they came, but cut where they are too long to be true: they are untrusted until the decode node has looked.
+    """Returns the proposals, truncated to plausible lengths but not validated; the decode node validates them later.
 
-    Raises: ValueError for a status that this version does not know.
+    Raises: ValueError if this version does not know the status.
     """
     return SequenceProposals(
         proto.sequence_id,
@@ -134,8 +134,8 @@ def _tree_from(proto: draft_pb2.Branch) -> DraftTree:
         proto.prefix_hash,
         tuple(proto.token_ids[:TOO_MANY_TOKENS]),
         DRAFT_NODE,
-        min(proto.probability, 1.0) if proto.probability > 0.0 else 0.0,  # 0 for what is no number
-        # Most branches are chains, and certain of their tokens.
+        min(proto.probability, 1.0) if proto.probability > 0.0 else 0.0,  # NaN becomes 0
+        # Most branches are chains without distributions, so this path is fast.
         tuple(map(_distribution_from, distributions[:TOO_MANY_TOKENS])) if distributions else (),
         tuple(parent - 1 for parent in parents[:TOO_MANY_TOKENS]) if parents else (),
         min(proto.grade, MAX_GRADE),
@@ -148,10 +148,10 @@ def _distribution_from(proto: draft_pb2.TokenDistribution) -> TokenDistribution:
 
 
 def step_to_proto(step_seconds: float) -> int:
-    """Microseconds, as much as the field holds."""
+    """Returns microseconds, limited to `MAX_STEP_MICROSECONDS`."""
     return min(round(step_seconds * 1e6), MAX_STEP_MICROSECONDS)
 
 
 def step_from_proto(step_microseconds: int) -> float:
-    """Seconds."""
+    """Returns seconds."""
     return min(step_microseconds, MAX_STEP_MICROSECONDS) / 1e6

@@ -1,4 +1,4 @@
-"""router.proto's enums and ours: one table each, for every message that carries them."""
+"""The enums of router.proto and of Outrider: one table each, for every message that has them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Member = TypeVar("Member", bound=enum.Enum)
 
 
 class EnumTable(Generic[Member]):
-    """The members of a Python enum and their numbers on the wire. Member X is named PREFIX_X there."""
+    """The members of a Python enum and their numbers on the wire; the proto name of member X is PREFIX_X."""
 
     def __init__(self, members: type[Member], proto: Any, prefix: str) -> None:
         self.members = members
@@ -22,18 +22,18 @@ class EnumTable(Generic[Member]):
         self._by_number = {number: member for member, number in self._numbers.items()}
 
     def to_proto(self, member: Member | None) -> Any:
-        """None is UNSPECIFIED."""
+        """Returns the member's number; UNSPECIFIED for None."""
         return 0 if member is None else self._numbers[member]
 
     def from_proto(self, number: int) -> Member:
-        """Raises: ValueError for a number that this version does not know, and for UNSPECIFIED."""
+        """Returns the number's member. Raises: ValueError if this version does not know it, and for UNSPECIFIED."""
         member = self._by_number.get(number)
         if member is None:
             raise ValueError(f"{number} is not a known {self.members.__name__}")
         return member
 
     def or_else(self, unknown: Member | None) -> Conversion:
-        """`unknown` for a number that this version does not know, and for UNSPECIFIED."""
+        """Returns a conversion that gives `unknown` for UNSPECIFIED and for numbers that this version does not know."""
         return Conversion(self.to_proto, lambda number: self._by_number.get(number, unknown))
 
 

@@ -1,4 +1,4 @@
-"""Dataclasses ⇄ messages with fields of the same names. What goes over the wire for each token is copied by hand."""
+"""Dataclasses ⇄ messages with fields of the same names. Messages sent for each token are converted by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Proto = TypeVar("Proto", bound=Message)
 
 
 class Converter(Protocol):
-    """Converts one field's value, or each of a repeated field's."""
+    """Converts the value of a field, or each value of a repeated field."""
 
     @property
     def to_proto(self) -> Callable[[Any], Any]: ...
@@ -30,10 +30,10 @@ class Conversion:
 
 
 MAX_TRACEPARENT_LENGTH = 64
-"""Characters: of W3C's first version it has 55."""
+"""Maximum characters; the first version of W3C's format has 55."""
 
 TRACEPARENT = Conversion(str, lambda value: value if len(value) <= MAX_TRACEPARENT_LENGTH else "")
-"""Held as long as its request is; one that is too long is none."""
+"""A traceparent, which is held as long as its request; one that is too long is dropped."""
 
 _MICROSECONDS = Conversion(lambda seconds: round(seconds * 1e6), lambda microseconds: microseconds / 1e6)
 
@@ -43,15 +43,15 @@ class _Field(NamedTuple):
     proto_name: str
     to_proto: Callable[[Any], Any]
     from_proto: Callable[[Any], Any]
-    may_be_unset: bool  # then the dataclass's default stands
+    may_be_unset: bool  # if it is, the dataclass's default applies
 
 
 class Fields(Generic[Value, Proto]):
     """Copies field by field. A tuple is a repeated field; `…seconds` may be `…microseconds` in the message.
 
-    `elsewhere`: fields of either side that have no counterpart; the caller gives them with each value, or leaves them
-    out. `names`: what the message calls a field, where that is different. `converters`: by field of the dataclass.
-    Raises: TypeError where a field of either side is forgotten.
+    `elsewhere`: fields of either side without a counterpart; the caller passes them with each value, or leaves them
+    unset. `names`: the message's names of fields, if different. `converters`: by field of the dataclass.
+    Raises: TypeError if a field of either side is missing.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Fields(Generic[Value, Proto]):
             raise TypeError(f"{value_type.__name__} has no {', '.join(sorted(forgotten))}")
 
     def to_proto(self, value: Value, **others: Any) -> Proto:
-        """`others`: fields of the message that the value does not have. None is unset."""
+        """Returns the message. `others`: fields that the value does not have. None means unset."""
         for name, proto_name, to_proto, _, _ in self._fields:
             found = getattr(value, name)
             if found is not None:
@@ -94,7 +94,7 @@ class Fields(Generic[Value, Proto]):
         return self._proto_type(**others)
 
     def from_proto(self, proto: Proto, **others: Any) -> Value:
-        """`others`: fields of the value that the message does not have, or that have another value than there."""
+        """Returns the value. `others`: fields that the message does not have, or that override it."""
         for name, proto_name, _, from_proto, may_be_unset in self._fields:
             if name not in others and not (may_be_unset and not proto.HasField(proto_name)):
                 others[name] = from_proto(getattr(proto, proto_name))
@@ -102,7 +102,7 @@ class Fields(Generic[Value, Proto]):
 
 
 def _of_field(converter: Converter | None, *, is_list: bool) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """(to the message's value, from it)."""
+    """Returns (conversion to the message's value, conversion from it)."""
     if not is_list:
         return (converter.to_proto, converter.from_proto) if converter is not None else (_same, _same)
     if converter is None:

@@ -20,7 +20,7 @@ _INFO = Fields(
     state=NODE_STATES,
     model=Fields(ModelInfo, node_pb2.ModelInfo, features=FEATURES),
 )
-_RATE = Conversion(lambda rate: rate, lambda rate: rate if isfinite(rate) else 0.0)  # a peer may say anything
+_RATE = Conversion(lambda rate: rate, lambda rate: rate if isfinite(rate) else 0.0)  # peers' input is untrusted
 _LOAD = Fields(
     NodeLoad,
     node_pb2.NodeLoad,
@@ -30,7 +30,7 @@ _LOAD = Fields(
     kv_bytes_per_second=_RATE,
 )
 REPORT = Fields(NodeReport, node_pb2.NodeReport, state=NODE_STATES, load=_LOAD)
-"""`from_proto` raises ValueError for a state that this version does not know."""
+"""The report; `from_proto` raises ValueError if this version does not know the state."""
 
 
 def info_to_proto(info: NodeInfo) -> node_pb2.NodeInfo:
@@ -38,12 +38,12 @@ def info_to_proto(info: NodeInfo) -> node_pb2.NodeInfo:
 
 
 def info_from_proto(proto: node_pb2.NodeInfo) -> NodeInfo:
-    """Raises: ValueError for a role or state that this version does not know."""
+    """Raises: ValueError if this version does not know the role or state."""
     return _INFO.from_proto(proto, protocol_versions=versions_from_proto(proto))
 
 
 def versions_to_proto(versions: ProtocolVersions) -> dict[str, int]:
-    """The fields of a hello, whichever message that is."""
+    """Returns the version fields of a hello, for any message that has them."""
     return {"protocol_version": versions.newest, "oldest_protocol_version": versions.oldest}
 
 

@@ -23,7 +23,7 @@ def options_to_proto(options: ProfileOptions) -> node_pb2.ProfileRequest:
 
 
 def options_from_proto(proto: node_pb2.ProfileRequest) -> ProfileOptions:
-    """Raises: InvalidRequestError for a value out of range."""
+    """Raises: InvalidRequestError if a value is out of range."""
     return ProfileOptions(
         num_steps=proto.num_steps or DEFAULT_NUM_STEPS,
         num_traced_steps=proto.num_traced_steps,
@@ -38,4 +38,4 @@ _STEP = Fields(
     nanoseconds=Conversion(lambda parts: {part: max(spent, 0) for part, spent in parts.items()}, dict),
 )
 PROFILE = Fields(Profile, node_pb2.ProfileSummary, steps=_STEP)
-"""`from_proto` raises ValueError for a kind of step that this version does not know."""
+"""The profile; `from_proto` raises ValueError if this version does not know a step's kind."""

@@ -1,4 +1,4 @@
-"""The request in a receipt: a complete GenerateRequest ⇄ proto JSON, with the names of router.proto."""
+"""The request of a receipt: a complete GenerateRequest ⇄ proto JSON, with the names of router.proto."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.v1 import router_pb2
 
 
 def request_to_receipt(proto: router_pb2.GenerateRequest) -> dict[str, Any]:
-    """`proto` has its prompt as token ids, and loses its tokens: a list is made ten times as fast as message fields."""
+    """Converts `proto`, whose prompt is token ids, and clears its tokens: lists convert ten times as fast as fields."""
     prompt, generated = list(proto.token_ids.ids), list(proto.generated_token_ids)
     del proto.token_ids.ids[:], proto.generated_token_ids[:]
     fields: dict[str, Any] = json_format.MessageToDict(proto, preserving_proto_field_name=True)
@@ -20,12 +20,12 @@ def request_to_receipt(proto: router_pb2.GenerateRequest) -> dict[str, Any]:
 
 
 def request_from_receipt(fields: Mapping[str, Any]) -> router_pb2.GenerateRequest:
-    """Raises: ValueError for what is no complete request."""
+    """Raises: ValueError if the fields are not a complete request."""
     try:
         proto: router_pb2.GenerateRequest = json_format.ParseDict(dict(fields), router_pb2.GenerateRequest())
     except (
         *(json_format.ParseError, TypeError, AttributeError, ValueError, RecursionError),
-        *(OverflowError, SystemError),  # a number beyond a float's; half of a surrogate pair as a field's name
+        *(OverflowError, SystemError),  # a number beyond float's range; half of a surrogate pair as a field's name
     ) as error:
         raise ValueError(f"request: {error}") from error
     has_all = proto.token_ids.ids and proto.sampling.HasField("seed") and proto.sampling.HasField("max_tokens")

@@ -1,7 +1,7 @@
-"""router.proto's requests, and the options that nodes get of them ⇄ `outrider.request`.
+"""The requests of router.proto, and the request options for nodes ⇄ `outrider.request`.
 
-A public request is converted after the router has validated it: what is unset becomes the
-contract's default here, and nowhere else.
+A public request is converted after the router has validated it: unset fields get the
+contract's defaults here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def request_from_proto(
     cache_salt: bytes = b"",
     default_method: VerificationMethod = VerificationMethod.COUPLED,
 ) -> Request:
-    """The complete request. `seed` and `max_tokens` are the ones in force; `prompt_text` is for echo."""
+    """Returns the complete request. `seed` and `max_tokens` are the effective ones; `prompt_text` is for echo."""
     sampling = _sampling_from_proto(proto.sampling, seed=seed, max_tokens=max_tokens)
     method = VERIFICATION_METHODS.or_else(default_method).from_proto(proto.speculation.method)
     eos_token_ids = () if proto.stop.ignore_eos else eos_token_ids
@@ -49,7 +49,7 @@ def request_from_proto(
         stop_token_ids=tuple(sorted({*eos_token_ids, *proto.stop.token_ids})),
         logprobs=logprobs_request_from_proto(proto.output),
         num_speculative_tokens=num_speculative_tokens_from_proto(proto.speculation),
-        # With temperature 0 the target has one token only, and all methods are the same.
+        # With temperature 0 only one token of the target is possible, and all methods are the same.
         verification_method=VerificationMethod.COUPLED if sampling.is_greedy else method,
         priority=proto.priority,
         cache_salt=cache_salt,
@@ -77,11 +77,11 @@ _SAMPLING = Fields(
     elsewhere=("constraint", *ConstraintKind),
     logit_bias=Conversion(dict, lambda biases: tuple(sorted(biases.items()))),
 )
-"""Every field is set, defaults included; floats are the float32 that travels."""
+"""All fields are set, defaults included; floats are rounded to float32 on the wire."""
 
 
 def constraint_from_proto(proto: router_pb2.SamplingParams) -> Constraint | None:
-    """None: the output is free."""
+    """Returns the constraint; None if the output is unconstrained."""
     name = proto.WhichOneof("constraint")
     if name is None:
         return None
@@ -133,7 +133,7 @@ def num_samples(proto: router_pb2.SamplingParams) -> int:
 
 
 def logprobs_request_from_proto(proto: router_pb2.OutputOptions | node_pb2.RequestOptions) -> LogprobsRequest | None:
-    """None: no logprobs. A mode that is unspecified is MODEL, the contract's default."""
+    """Returns None if no logprobs are wanted. An unspecified mode is MODEL, the contract's default."""
     if not proto.HasField("top_logprobs"):
         return None
     mode = LOGPROBS_MODES.or_else(LogprobsMode.MODEL).from_proto(proto.logprobs_mode)
@@ -141,23 +141,23 @@ def logprobs_request_from_proto(proto: router_pb2.OutputOptions | node_pb2.Reque
 
 
 def skips_special_tokens(proto: router_pb2.OutputOptions | router_pb2.DetokenizeRequest) -> bool:
-    """Default true."""
+    """Returns whether special tokens are skipped; true by default."""
     return proto.skip_special_tokens if proto.HasField("skip_special_tokens") else True
 
 
 def num_speculative_tokens_from_proto(proto: router_pb2.SpeculationOptions) -> int | None:
-    """None: the server's. 0: plain decoding."""
+    """Returns the number; None: the server's default; 0: plain decoding."""
     if proto.HasField("enabled") and not proto.enabled:
         return 0
     return proto.num_speculative_tokens if proto.HasField("num_speculative_tokens") else None
 
 
 def chat_from_proto(proto: router_pb2.Chat) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(messages, variables of the template). Raises: InvalidRequestError for what is not JSON."""
+    """Returns (messages, variables of the template). Raises: InvalidRequestError if a value is not JSON."""
     messages = []
     for index, message in enumerate(proto.messages):
         members = _from_json(message.members, f"chat.messages[{index}].members")
-        # In this order, which a template may print.
+        # The order matters: a template may print it.
         messages.append({"role": message.role, "content": message.content} | members | {"role": message.role})
     is_open = (
         proto.add_generation_prompt if proto.HasField("add_generation_prompt") else not proto.continue_final_message
@@ -170,7 +170,7 @@ def chat_from_proto(proto: router_pb2.Chat) -> tuple[list[dict[str, Any]], dict[
 
 
 def _from_json(values: Mapping[str, str], field: str) -> dict[str, Any]:
-    """Raises: InvalidRequestError."""
+    """Parses the values. Raises: InvalidRequestError if one is not JSON."""
     found: dict[str, Any] = {}
     for name, text in sorted(values.items()):
         try:
@@ -181,7 +181,7 @@ def _from_json(values: Mapping[str, str], field: str) -> dict[str, Any]:
 
 
 def complete_proto(proto: router_pb2.GenerateRequest, request: Request) -> router_pb2.GenerateRequest:
-    """The public request that means the same anywhere: prompt as token ids, seed, length and method filled in."""
+    """Returns the public request with the same meaning everywhere: prompt as token ids; seed, length, method set."""
     complete = router_pb2.GenerateRequest()
     complete.CopyFrom(proto)
     complete.request_id = request.request_id

@@ -52,7 +52,7 @@ _COMMANDS: dict[str, Fields[Any, Any]] = {
 _COMMAND_KINDS = {fields.value_type: kind for kind, fields in _COMMANDS.items()}
 
 _GROUP = ("sequence_group_id",)
-"""An event's message is part of one that names the group."""
+"""Fields of the enclosing message, which has the group's id, and not of the event's own."""
 _EVENTS: dict[str, Fields[Any, Any]] = {
     "done": Fields(SampleDone, session_pb2.SampleDone, elsewhere=_GROUP, reason=FINISH_REASONS),
     "granted": Fields(Granted, session_pb2.Granted, elsewhere=_GROUP),
@@ -71,7 +71,7 @@ def command_to_proto(command: SequenceGroupCommand) -> session_pb2.SessionComman
 
 
 def command_from_proto(proto: session_pb2.SessionCommand) -> SequenceGroupCommand:
-    """Raises: InvalidRequestError for a message without a command, or with ids of the wrong size."""
+    """Raises: InvalidRequestError if the message has no command, or ids of the wrong size."""
     kind = proto.WhichOneof("command")
     if kind not in _COMMANDS:
         raise InvalidRequestError(f"a session command of kind {kind!r} is not expected here", field="command")
@@ -118,7 +118,7 @@ def event_to_proto(event: SequenceGroupEvent) -> session_pb2.SequenceGroupEvent:
 
 
 def event_from_proto(proto: session_pb2.SequenceGroupEvent) -> SequenceGroupEvent:
-    """Raises: InvalidRequestError for an event of no known kind; ValueError for a reason that is not known."""
+    """Raises: InvalidRequestError if the kind of event is unknown; ValueError if a reason is unknown."""
     group_id, kind = proto.sequence_group_id, proto.WhichOneof("event")
     if kind == "tokens":
         tokens = proto.tokens
@@ -127,7 +127,7 @@ def event_from_proto(proto: session_pb2.SequenceGroupEvent) -> SequenceGroupEven
             group_id,
             tokens.sample,
             tokens.start_position,
-            tuple(tokens.token_ids[:]),  # a slice is copied at once, an iterator calls for each
+            tuple(tokens.token_ids[:]),  # a slice is one copy, an iterator one call per token
             logprobs_from_proto(tokens.logprobs) if tokens.logprobs else (),
             counts,
             tuple(tokens.rejected_draft_token_ids[:]) if counts.num_draft_tokens else (),
@@ -141,7 +141,7 @@ def event_from_proto(proto: session_pb2.SequenceGroupEvent) -> SequenceGroupEven
 def _add_tokens(
     event: SampleTokens, proto: session_pb2.SampleTokens, counts: dict[int, session_pb2.SpeculationCounts]
 ) -> None:
-    """Fills in `proto`. `counts`: those of the same message by identity, as most verifications go like another one."""
+    """Fills in `proto`. `counts`: those of the same message by `id`, since most verifications have equal counts."""
     if event.sample:
         proto.sample = event.sample
     proto.start_position = event.start_position
@@ -170,7 +170,7 @@ def _counts_to_proto(counts: SpeculationCounts) -> session_pb2.SpeculationCounts
 
 
 def _counts_from_proto(proto: session_pb2.SpeculationCounts) -> SpeculationCounts:
-    if not proto.num_spec_steps:  # wanted, and nothing was there: one for nearly every token of plain text
+    if not proto.num_spec_steps:  # drafts were wanted but missing: true for nearly every token of plain text
         return SpeculationCounts(num_wanting_steps=proto.num_wanting_steps, num_hit_steps=proto.num_hit_steps)
     return SpeculationCounts(
         num_spec_steps=proto.num_spec_steps,

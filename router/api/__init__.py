@@ -1,1 +1,1 @@
-"""Who asks, for what, and whether they may: the public services, validation, clients, pages."""
+"""The public API: services, validation, clients, pages."""

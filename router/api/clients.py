@@ -1,4 +1,4 @@
-"""Who calls: clients name themselves in the metadata, or show a token from a file of hashes."""
+"""Identification of clients, by a `client_id` in the metadata or by a token from a file of hashes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from outrider.service.telemetry.logging import get_logger
 
 CLIENT_ID_KEY = "client_id"
 MAX_CLIENT_ID_LENGTH = 128
-TOKEN_KEY = "authorization"  # noqa: S105 the key of the metadata
+TOKEN_KEY = "authorization"  # noqa: S105 a metadata key
 SCHEME = "bearer "
 FORM = "NAME sha256:HEX [priority=N] [rate=N]"
 CHECK_SECONDS = 1.0
-"""How often a call looks whether the token file has changed."""
+"""Seconds between checks whether the token file has changed, which calls make."""
 OWNER_MARK = "·"
-"""Between a client's name and its name for a request. A request_id is ASCII, so no client can write it itself."""
+"""Separates a client's name from its request_id. A request_id is ASCII, so no client can contain the mark in one."""
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
@@ -32,19 +32,19 @@ _log = get_logger("clients")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """A client, as far as it is known."""
+    """A client, as far as it is identified."""
 
-    name: str = ""  # of its token; empty where nobody is asked for tokens
-    share: str = ""  # whose share of queue and threads it counts against
+    name: str = ""  # of its token; empty without authentication
+    share: str = ""  # the client whose share of queue and threads is charged
     max_priority: int | None = None  # None: any
-    cache_salt: bytes = b""  # seeds the block hashes of its prompts; empty: one tenant, or nobody is asked
+    cache_salt: bytes = b""  # seeds the block hashes of its prompts; empty: one tenant, or no authentication
 
     def key_of(self, request_id: str) -> str:
-        """The request's key on this router and in its store: under one id, every client has its own request."""
+        """Returns the request's key on this router and in its store: each client has its own request ids."""
         return f"{self.name}{OWNER_MARK}{request_id}" if self.name else request_id
 
     def check_priority(self, priority: int) -> None:
-        """Raises: NotAllowedError."""
+        """Raises: NotAllowedError if the priority is too high."""
         if self.max_priority is not None and priority > self.max_priority:
             raise NotAllowedError(
                 f"{self.name} may ask for priority {self.max_priority} at most, not {priority}", reason="PRIORITY"
@@ -52,29 +52,29 @@ class Caller:
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """(client's name, request_id)"""
+    """Splits a key into (client's name, request_id)."""
     name, _, request_id = key.rpartition(OWNER_MARK)
     return name, request_id
 
 
 class Clients:
-    """Those that nobody asks for tokens; calls without a `client_id` share the empty name. Owned by the event loop."""
+    """Unauthenticated clients; calls without a `client_id` share the empty name. Owned by the event loop."""
 
     def identify(self, metadata: Metadata | None) -> Caller:
-        """The caller, by a call's metadata. Raises: UnauthenticatedError."""
+        """Returns the caller of a call with this metadata. Raises: UnauthenticatedError."""
         return Caller(share=_text_of(metadata, CLIENT_ID_KEY)[:MAX_CLIENT_ID_LENGTH])
 
     def charge(self, caller: Caller) -> None:
-        """Counts one call. Raises: CapacityError beyond the client's rate."""
+        """Counts one call. Raises: CapacityError above the client's rate."""
 
     def named(self, name: str) -> Caller:
-        """The client whose request was begun on another router."""
+        """Returns the client whose request was started on another router."""
         return Caller(name=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLimits:
-    """What the tokens of one name allow."""
+    """The limits of all tokens of one name."""
 
     max_priority: int = 0
     calls_per_minute: int | None = None  # None: no limit
@@ -82,18 +82,18 @@ class TokenLimits:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a token file says."""
+    """The content of a token file."""
 
     names: dict[bytes, str]  # by the SHA-256 of the token
     limits: dict[str, TokenLimits]  # by name
 
 
 class TokenFile(Clients):
-    """Clients by the hashes of their tokens, one a line: `NAME sha256:HEX [priority=N] [rate=N]`.
+    """Clients by the hashes of their tokens, one per line: `NAME sha256:HEX [priority=N] [rate=N]`.
 
-    `priority` is the highest that a request may have (default 0), `rate` the calls in a minute. Several tokens of
-    one name are one client, so that a token can be replaced. The file is read again when it changes; one that does
-    not parse is refused, and the tokens that were read before stay valid.
+    `priority` is the highest that a request may have (default 0), `rate` the calls per minute. Several tokens of
+    one name are one client, so that a token can be replaced. The file is reloaded when it changes; if it does not
+    parse it is rejected, and the tokens loaded before stay valid.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -110,7 +110,7 @@ class TokenFile(Clients):
         if not shown.lower().startswith(SCHEME):
             raise UnauthenticatedError("this router asks for a token: authorization: Bearer TOKEN", reason="NO_TOKEN")
         self._reload_if_changed()
-        # Time tells at most how a hash begins, from which no token can be guessed.
+        # Timing reveals at most how a hash begins, from which no token can be guessed.
         name = self._tokens.names.get(hashlib.sha256(shown[len(SCHEME) :].strip().encode()).digest())
         if name is None:
             raise UnauthenticatedError("the token is not known here", reason="UNKNOWN_TOKEN")
@@ -154,7 +154,7 @@ class _Allowance:
     at: float
 
     def take(self, per_minute: int, now: float) -> float:
-        """0, or how many seconds to wait for the next call."""
+        """Takes one call from the bucket. Returns 0, or the seconds to wait for the next call."""
         self.left = min(self.left + (now - self.at) * per_minute / 60.0, per_minute)
         self.at = now
         if self.left < 1.0:
@@ -164,12 +164,12 @@ class _Allowance:
 
 
 def host_of_peer(peer: str) -> str:
-    """Of gRPC's name for the other end of a connection: "ipv4:192.0.2.1:5000", "ipv6:%5B::1%5D:5000", "unix:..."."""
+    """Strips the port from a gRPC peer: "ipv4:192.0.2.1:5000", "ipv6:%5B::1%5D:5000", "unix:..."."""
     return peer.rpartition(":")[0] or peer
 
 
 def read_tokens(path: Path) -> Tokens:
-    """Raises: ConfigError, naming file and line."""
+    """Reads a token file. Raises: ConfigError, naming file and line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -189,7 +189,7 @@ def read_tokens(path: Path) -> Tokens:
 
 
 def _read_line(words: list[str], tokens: Tokens) -> None:
-    """Adds a line to `tokens`. Raises: ValueError."""
+    """Parses a line into `tokens`. Raises: ValueError."""
     name, shown, *options = [*words, "", ""][: max(len(words), 2)]
     found = _HASH.fullmatch(shown)
     if not _NAME.fullmatch(name) or found is None:

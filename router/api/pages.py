@@ -1,6 +1,6 @@
 """The router's page on its metrics port, and the records and cluster figures behind it as JSON.
 
-The event loop makes copies, in one short call at a time; threads of HTTP turn them into JSON.
+The event loop makes copies, one short call at a time; HTTP threads turn them into JSON.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TokenText = Callable[[int], str]
 
 
 class RouterPages:
-    """Finds pages by path (`outrider.service.pages.FindPage`). One copy is taken at a time, however many ask."""
+    """Finds pages by path (`outrider.service.pages.FindPage`). Takes one copy at a time, however many clients ask."""
 
     def __init__(
         self,
@@ -99,14 +99,14 @@ class RouterPages:
         return NOTHING_HERE
 
     def _on_loop(self, copy: Callable[[], T]) -> T:
-        """Returns what `copy` returns on the event loop. Raises: TimeoutError; RuntimeError when the loop is closed."""
+        """Calls `copy` on the event loop and returns its result. Raises: TimeoutError; RuntimeError if it is closed."""
         future: Future[T] = Future()
 
         def run() -> None:
-            if future.set_running_or_notify_cancel():  # else nobody waits any more
+            if future.set_running_or_notify_cancel():  # else the caller has given up
                 try:
                     future.set_result(copy())
-                except Exception as error:  # noqa: BLE001 it is the caller's
+                except Exception as error:  # noqa: BLE001 raised in the caller
                     future.set_exception(error)
 
         if not self._turn.acquire(timeout=LOOP_SECONDS):
@@ -132,7 +132,7 @@ class RouterPages:
         return [_summary_json(record, now) for record in self._records]
 
     def _copy(self, serial: int) -> tuple[dict[str, Any], dict[str, Iterable[Any]]] | None:
-        """Returns (single values, lists); iterating over a list does what takes long."""
+        """Returns (single values, lists); iterating over a list does the slow part."""
         record = self._records.find(serial)
         if record is None:
             return None
@@ -163,7 +163,7 @@ class RouterPages:
 
 
 def _node_json(status: NodeStatus, link: NodeLink | None) -> dict[str, Any]:
-    """`link`: None for a target without an address."""
+    """Returns a node's status. `link`: None for a target without an address."""
     info = None if link is None else link.info
     return {
         "name": status.name,
@@ -180,17 +180,17 @@ def _node_json(status: NodeStatus, link: NodeLink | None) -> dict[str, Any]:
 
 
 def _object(fields: Mapping[str, Any], **lists: Iterable[Any]) -> bytes:
-    """Returns a JSON object, encoded list entry by list entry: the encoder holds the interpreter lock."""
+    """Returns a JSON object, encoded list entry by list entry, because the encoder holds the interpreter lock."""
     parts = [json.dumps(fields)[1:-1]] if fields else []
     parts += [f'"{name}": [{", ".join(map(json.dumps, entries))}]' for name, entries in lists.items()]
     return f"{{{', '.join(parts)}}}".encode()
 
 
-# ------------------------------------------------------------ seconds since a request's arrival; null: not known
+# ------------------------------------------------------------ seconds since a request's arrival; null: unknown
 
 
 def _summary_json(record: RequestRecord, now: float) -> dict[str, Any]:
-    """`now`: monotonic seconds."""
+    """Returns a record's summary. `now`: monotonic seconds."""
 
     def since_arrival(at: float | None) -> float | None:
         return None if at is None else round(at - record.arrived_at, 6)
@@ -220,7 +220,7 @@ def _span_json(span: Span, arrived_at: float) -> dict[str, Any]:
 
 
 def _step_json(step: Step, arrived_at: float, text: TokenText | None) -> dict[str, Any]:
-    """`text`: None where text is not to be shown."""
+    """Returns a step. `text`: None if text must not be shown."""
     values = step._asdict() | {"at": round(step.at - arrived_at, 6)}
     shown = {"tokens": values.pop("token_ids"), "rejected": values.pop("rejected_token_ids")}
     return values if text is None else values | {name: list(map(text, ids)) for name, ids in shown.items()}

@@ -1,7 +1,7 @@
-"""What the router's public services are made on: open a request, read its answer, abort it. It knows no gRPC.
+"""The transport-neutral API behind the public services: open a request, read its answer, abort it. It has no gRPC.
 
-A service turns its own messages into `router_pb2.GenerateRequest`, our public one, and answers' events into its own;
-so whatever a request can ask for, and whatever happens to it, is the same by every service.
+A service converts its own messages to the public `router_pb2.GenerateRequest`, and an answer's events to its own
+messages. So every service offers the same requests with the same behavior.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from router.requests.live import LiveRequest
 from router.requests.states import State
 
 IDLE_CHECK_SECONDS = 0.02
-"""How often a router that drains looks whether it is idle."""
+"""Seconds between checks whether a draining router is idle."""
 
 
 class Call(Protocol):
-    """What a service knows of a client's call, as gRPC's contexts name it."""
+    """A client's call as the services see it, with the method names of gRPC's contexts."""
 
     def invocation_metadata(self) -> Metadata | None:
-        """It says who calls."""
+        """Returns the metadata, which identify the caller."""
 
     def set_trailing_metadata(self, trailers: Trailers, /) -> object:
-        """What is told when it ends."""
+        """Sets the trailers, which are sent when the call ends."""
 
 
 class RequestRegistry:
-    """Requests by name. Owned by the event loop.
+    """Requests by key. Owned by the event loop.
 
-    `context` gives what requests use; it raises PeerLostError until the router serves.
+    `context` returns the requests' shared context; it raises PeerLostError until the router serves.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class RequestRegistry:
         self._tracer = tracer
         self._by_key: dict[str, LiveRequest] = {}
         self._batcher = DeliveryBatcher()
-        self.keeper: AnswerKeeper | None = None  # None: no shared store, an answer lives and dies with this router
-        self.is_leaving = False  # new requests are taken still, and gateways told to send them elsewhere
+        self.keeper: AnswerKeeper | None = None  # None: no shared store, so answers are lost with this router
+        self.is_leaving = False  # new requests are still accepted, but gateways are told to send them elsewhere
         self.is_draining = False
 
     def __len__(self) -> int:
-        """Names in use: resumable answers that have ended count."""
+        """The number of keys in use, including resumable answers that have ended."""
         return len(self._by_key)
 
     def __contains__(self, key: str) -> bool:
@@ -83,17 +83,17 @@ class RequestRegistry:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is computed and no stream is attached."""
+        """Whether nothing is computed and no stream is attached."""
         return all(live.is_idle for live in self._by_key.values())
 
-    # ------------------------------------------------------------ who calls
+    # ------------------------------------------------------------ callers
 
     def identify(self, call: Call) -> Caller:
-        """Raises: UnauthenticatedError."""
+        """Returns the caller. Raises: UnauthenticatedError."""
         return self._clients.identify(call.invocation_metadata())
 
     def charge(self, call: Call) -> Caller:
-        """Counts a call. Raises: UnauthenticatedError; CapacityError beyond the caller's rate."""
+        """Counts a call and returns its caller. Raises: UnauthenticatedError; CapacityError above the caller's rate."""
         caller = self.identify(call)
         self._clients.charge(caller)
         return caller
@@ -102,9 +102,9 @@ class RequestRegistry:
 
     @asynccontextmanager
     async def open(self, proto: router_pb2.GenerateRequest, call: Call) -> AsyncIterator[LiveRequest]:
-        """A new request, which the block reads with `LiveRequest.write`; without a resume window it ends with it.
+        """Opens a request that the block reads with `LiveRequest.write`; without a resume window it ends there.
 
-        However the block ends, the trailers say what there was of an answer. Raises: OutriderError.
+        However the block ends, the trailers describe the answer so far. Raises: OutriderError.
         """
         call.set_trailing_metadata(NOTHING_GENERATED)
         self._tracer.enter(call.invocation_metadata())
@@ -113,7 +113,7 @@ class RequestRegistry:
 
     @asynccontextmanager
     async def find(self, request_id: str, next_positions: Mapping[int, int], call: Call) -> AsyncIterator[LiveRequest]:
-        """The caller's request whose answer can be read again, here or from a router that is gone; as `open`.
+        """Finds the caller's resumable request, here or from a router that is gone; otherwise like `open`.
 
         Raises: OutriderError.
         """
@@ -123,7 +123,7 @@ class RequestRegistry:
             yield live
 
     async def begin(self, proto: router_pb2.GenerateRequest, caller: Caller) -> LiveRequest:
-        """Charges the caller and begins a request; one with a resume window is in the store when this returns.
+        """Charges the caller and starts a request; one with a resume window is in the store when this returns.
 
         Raises: OutriderError.
         """
@@ -136,7 +136,7 @@ class RequestRegistry:
             live = await self._begin(proto.request_id or str(uuid.uuid4()), proto, caller)
         if live.window_seconds is None or self.keeper is None:
             return live
-        try:  # while the prompt is being computed; nobody has been told of the request yet
+        try:  # while the prompt is being computed; no client has been told of the request yet
             stored = StoredRequest(
                 request_id=live.key,
                 fingerprint=info.fingerprint,
@@ -159,12 +159,12 @@ class RequestRegistry:
             if live.window_seconds is None:
                 raise NotFoundError(f"request {request_id!r} has no resume window", reason="NOT_RESUMABLE")
             is_ours = await self._is_ours(key)
-            if self._by_key.get(key) is not live:  # its window has ended, or another call has brought it back
+            if self._by_key.get(key) is not live:  # its window has ended, or another call has taken it over again
                 return await self._find(key, request_id, next_positions)
             if is_ours:
                 return live
             live.close(AbortedError("another router has taken the request over", reason=RESUMED_ELSEWHERE))
-        self._check_serving()  # a router that drains cannot tell whether another one has it
+        self._check_serving()  # a draining router cannot tell whether another one has it
         if self.keeper is not None and not self.keeper.is_claiming(key):
             self._check_known(request_id, await self.keeper.store.read(key), next_positions)
             if key in self._by_key:
@@ -185,10 +185,10 @@ class RequestRegistry:
         return stored is None or stored.is_ours
 
     def _check_known(self, request_id: str, stored: StoredAnswer | None, next_positions: Mapping[int, int]) -> None:
-        """Before the request is claimed from a router that may have all its tokens.
+        """Checks the client's positions before the request is claimed from a router that may have all its tokens.
 
-        Raises: NotFoundError when tokens that are not known here would be computed again, and could differ from
-        those that the client has.
+        Raises: NotFoundError if tokens that are unknown here would be recomputed, and could differ from those that
+        the client has.
         """
         if stored is None or self._is_exact(stored):
             return
@@ -199,15 +199,15 @@ class RequestRegistry:
             raise NotFoundError(f"request {request_id!r} cannot go on here", reason="NOT_REPRODUCIBLE")
 
     def _is_exact(self, stored: StoredAnswer) -> bool:
-        """Whether all nodes compute what they computed when the request began."""
+        """Whether all nodes have the numerics that they had when the request began, and these are exact."""
         numerics = stored.request.numerics
         return bool(numerics) and numerics == self._nodes.exact_numerics()
 
     async def abort(self, request_id: str, call: Call) -> bool:
-        """Whether there was something of the caller's to stop, here or on another router.
+        """Aborts the caller's request. Returns whether there was one to stop, here or on another router.
 
-        What frees is never refused; a call that stops nothing here is charged like others.
-        Raises: InvalidRequestError, UnauthenticatedError, StoreError; CapacityError beyond the caller's rate.
+        Aborting here is never refused, since it frees resources; a call that stops nothing here is charged like others.
+        Raises: InvalidRequestError, UnauthenticatedError, StoreError; CapacityError above the caller's rate.
         """
         check_request_id(request_id)
         caller = self.identify(call)
@@ -222,12 +222,12 @@ class RequestRegistry:
             return was_running
         if live is None:
             return await self.keeper.store.request_abort(key)
-        with suppress(StoreError):  # which another router may have taken over meanwhile
+        with suppress(StoreError):  # another router may have taken the request over meanwhile
             await self.keeper.store.request_abort(key)
         return was_running
 
     async def restore(self, stored: StoredAnswer) -> LiveRequest:
-        """Goes on with another router's request, from the tokens that are known of it. Raises: OutriderError."""
+        """Continues another router's request from its known tokens. Raises: OutriderError."""
         proto = router_pb2.GenerateRequest.FromString(stored.request.request)
         name, request_id = split_key(stored.request.request_id)
         with self.refusals_counted():
@@ -238,9 +238,9 @@ class RequestRegistry:
 
     @contextmanager
     def refusals_counted(self) -> Iterator[None]:
-        """Around all that comes before a request lives: what the block raises counts as a request that failed.
+        """Counts an error of the block, which precedes a request's start, as a failed request.
 
-        Those that live are counted at their end. A router counts nothing before its first node serves.
+        Started requests are counted when they end. A router counts nothing before its first node serves.
         """
         try:
             yield
@@ -252,18 +252,18 @@ class RequestRegistry:
             raise
 
     def count_failure(self, reason: str) -> None:
-        """Of a request that did not live."""
+        """Counts the failure of a request that never started."""
         with suppress(PeerLostError):  # no node has served yet
             self._context().metrics.add_failures(reason, 1)
 
     # ------------------------------------------------------------ model and cluster
 
     def served(self) -> ServedModel:
-        """Raises: PeerLostError while no node has served yet."""
+        """Returns the served model. Raises: PeerLostError while no node has served yet."""
         return self._nodes.model()
 
     def model(self) -> Model:
-        """Raises: PeerLostError while no node has served yet."""
+        """Returns the public description of the model. Raises: PeerLostError while no node has served yet."""
         served = self.served()
         info = served.info
         proposer, num_speculative_tokens = self._nodes.proposer()
@@ -286,7 +286,7 @@ class RequestRegistry:
         nodes = tuple(self._nodes.statuses())
         try:
             context = self._context()
-        except PeerLostError:  # no node serves yet: nothing runs, nothing waits
+        except PeerLostError:  # no node serves yet, so nothing runs or waits
             return ClusterStatus(nodes=nodes, num_requests_running=0, num_requests_waiting=0)
         queue = context.queue
         return ClusterStatus(
@@ -298,15 +298,15 @@ class RequestRegistry:
             num_moves=context.metrics.num_moves,
         )
 
-    # ------------------------------------------------------------ the router's end
+    # ------------------------------------------------------------ shutdown
 
     def fail_all(self, error: OutriderError) -> None:
-        """Every request that runs ends with this error."""
+        """Fails every running request with this error."""
         for live in tuple(self._by_key.values()):
             live.fail(error)
 
     def close_all(self, error: OutriderError) -> None:
-        """Drops every answer; those that have not ended end with this error."""
+        """Drops every answer; unfinished ones end with this error."""
         for live in tuple(self._by_key.values()):
             live.close(error)
 
@@ -318,12 +318,12 @@ class RequestRegistry:
         if self.is_draining:
             raise PeerLostError("the router is draining", reason="DRAINING")
 
-    # ------------------------------------------------------------ a request's beginning
+    # ------------------------------------------------------------ start of a request
 
     async def _begin(
         self, request_id: str, proto: router_pb2.GenerateRequest, caller: Caller, *, stored: StoredAnswer | None = None
     ) -> LiveRequest:
-        """Encodes the request, and starts it. `stored`: another router has begun it. Raises: OutriderError."""
+        """Encodes and starts the request. `stored`: it was started by another router. Raises: OutriderError."""
         context, key = self._context(), caller.key_of(request_id)
         if key in self:
             raise AlreadyRunningError(f"request {request_id!r} is running", reason="DUPLICATE_REQUEST_ID")
@@ -352,7 +352,7 @@ class RequestRegistry:
         method = VerificationMethod(context.config.verification_method)
         request = await read_request(proto, served, caller, request_id=request_id, default_method=method)
         encoding.close()
-        if stored is None or caller.key_of(request_id) not in self:  # it was closed meanwhile
+        if stored is None or caller.key_of(request_id) not in self:  # not a takeover, or closed meanwhile
             self._check_serving()
         started = Started(
             request_id=request.request_id,

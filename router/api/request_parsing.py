@@ -1,8 +1,8 @@
-"""A public request to a complete one: checked, encoded, defaults filled in.
+"""Turns a public request into a complete one: validated, encoded, with defaults filled in.
 
-`check_request` looks at the message alone, before any compute is spent; `read_request` encodes the prompt, checks what
-needs its tokens (`check_prompt`), and has the constraint compiled. Each raises InvalidRequestError that names the field
-by its path, such as "sampling.top_p".
+`check_request` validates the message alone, before any compute is spent; `read_request` encodes the prompt, validates
+what needs its tokens (`check_prompt`), and has the constraint compiled. They raise InvalidRequestError that names the
+field by its path, such as "sampling.top_p".
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ MAX_STOP_TOKENS = 64
 MAX_CONSTRAINT_BYTES = 65_536
 MAX_CHOICES = 1024
 MAX_DETOKENIZED = 1 << 20
-"""Token ids of one Detokenize: more than any window has, and checked within milliseconds."""
+"""Token ids per Detokenize: more than any context window has, and checked within milliseconds."""
 _PROMPT_FIELDS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
-_MAX_DURATION_SECONDS = 315_576_000_000  # google.protobuf.Duration's own range
+_MAX_DURATION_SECONDS = 315_576_000_000  # the range of google.protobuf.Duration
 MAX_RESUME_WINDOW_SECONDS = 3600.0
-"""Longest resume window; longer ones are cut to it, because unread answers take memory here and in the store."""
+"""Longest resume window in seconds; longer ones are cut, since unread answers take memory here and in the store."""
 SEED_LIMIT = 1 << 53
-"""Drawn seeds are below this, so they are exact in every language's floating-point numbers."""
+"""Drawn seeds are below this limit, so that floating-point numbers of any language represent them exactly."""
 
 
 async def read_request(
@@ -55,11 +55,11 @@ async def read_request(
     request_id: str,
     default_method: VerificationMethod = VerificationMethod.COUPLED,
 ) -> Request:
-    """Returns the request that nodes will see. `proto` has passed `check_request`.
+    """Returns the request for the nodes. `proto` has passed `check_request`.
 
-    `default_method`: how drafts are verified where the request does not say.
+    `default_method`: verification method if the request names none.
 
-    Raises: InvalidRequestError when the prompt does not fit or a constraint does not compile; CapacityError when too
+    Raises: InvalidRequestError if the prompt does not fit or a constraint does not compile; CapacityError if too
     many texts or constraints wait.
     """
     token_ids = await encode_prompt(proto, served, client=caller.share)
@@ -86,7 +86,7 @@ async def read_request(
 
 
 def resume_window_seconds(proto: router_pb2.GenerateRequest) -> float | None:
-    """Returns at most `MAX_RESUME_WINDOW_SECONDS`; None: the answer ends with its stream."""
+    """Returns at most `MAX_RESUME_WINDOW_SECONDS`; None if the answer ends with its stream."""
     if not proto.HasField("resume_window"):
         return None
     return min(proto.resume_window.seconds + proto.resume_window.nanos / 1e9, MAX_RESUME_WINDOW_SECONDS)
@@ -97,8 +97,8 @@ async def encode_prompt(
 ) -> list[int]:
     """Returns the prompt's token ids.
 
-    Raises: InvalidRequestError when the chat template refuses the messages or the window is too small for certain;
-    CapacityError when too many texts wait.
+    Raises: InvalidRequestError if the chat template refuses the messages or the text is certain to exceed the window;
+    CapacityError if too many texts wait.
     """
     tokenizer, max_tokens = served.tokenizer, served.info.max_model_len
     if isinstance(proto, router_pb2.GenerateRequest) and proto.HasField("token_ids"):
@@ -119,7 +119,7 @@ async def encode_prompt(
 
 
 def check_request(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
-    """Checks the message alone. Raises: InvalidRequestError, NotFoundError (model)."""
+    """Checks the message alone. Raises: InvalidRequestError; NotFoundError for another model."""
     check_request_id(proto.request_id)
     if proto.model and proto.model != model.name:
         raise NotFoundError(f"model {proto.model!r} is not served here, {model.name!r} is", reason="MODEL_NOT_FOUND")
@@ -133,10 +133,10 @@ def check_request(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
 
 
 def check_prompt(proto: router_pb2.GenerateRequest, token_ids: Sequence[int], model: ModelInfo) -> int:
-    """Checks what needs the encoded prompt, and returns the max_tokens in force.
+    """Checks what needs the encoded prompt, and returns the effective max_tokens.
 
-    Raises: InvalidRequestError when the window, or a message, is too small, or the model has no row for a token: a
-    tokenizer may know more ids than its model.
+    Raises: InvalidRequestError if the context window or a message is too small, or the model has no row for a token:
+    a tokenizer may have more ids than its model.
     """
     field = _PROMPT_FIELDS[proto.WhichOneof("prompt") or "text"]
     window, sampling, num_prompt_tokens = model.max_model_len, proto.sampling, len(token_ids)
@@ -174,7 +174,7 @@ def check_prompt(proto: router_pb2.GenerateRequest, token_ids: Sequence[int], mo
 
 
 def check_chat(chat: router_pb2.Chat, model: ModelInfo) -> None:
-    """Checks the number of messages first: an over-long chat is refused before each message is looked at."""
+    """Checks the number of messages first, so that an over-long chat is rejected before each message is checked."""
     num_messages = len(chat.messages)
     _require(num_messages > 0, "a chat has at least one message", field="chat.messages")
     _require(
@@ -222,14 +222,14 @@ def _check_prompt(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
             raise InvalidRequestError("one of text, token_ids and chat is needed", field="prompt")
         case "token_ids":
             num_ids = len(proto.token_ids.ids)
-            if not 0 < num_ids < model.max_model_len:  # it is refused before each of its ids is looked at
+            if not 0 < num_ids < model.max_model_len:  # rejected before each of its ids is checked
                 check_prompt(proto, proto.token_ids.ids, model)
         case "chat":
             check_chat(proto.chat, model)
 
 
 _Rule = tuple[str, Callable[[router_pb2.SamplingParams], bool], str]
-_SAMPLING_RULES: tuple[_Rule, ...] = (  # field, whether its value is allowed, what is allowed
+_SAMPLING_RULES: tuple[_Rule, ...] = (  # field, predicate on its value, allowed values as text
     ("temperature", lambda s: math.isfinite(s.temperature) and s.temperature >= 0, "finite and at least 0"),
     ("top_p", lambda s: not s.HasField("top_p") or 0 < s.top_p <= 1, "above 0 and at most 1"),
     ("min_p", lambda s: 0 <= s.min_p <= 1, "0 to 1"),
@@ -332,7 +332,7 @@ def _check_count(number: int, limit: int, what: str, *, field: str) -> None:
     _require(number <= limit, f"{number} {what}; at most {limit} are allowed", field=field)
 
 
-def _require(is_allowed: bool, message: str, *, field: str, reason: str | None = None) -> None:  # noqa: FBT001 as of `assert`
-    """Raises: InvalidRequestError."""
+def _require(is_allowed: bool, message: str, *, field: str, reason: str | None = None) -> None:  # noqa: FBT001 like `assert`
+    """Raises: InvalidRequestError if not allowed."""
     if not is_allowed:
         raise InvalidRequestError(message, field=field, reason=reason)

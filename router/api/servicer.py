@@ -1,4 +1,4 @@
-"""Our own public service: proto in, a call of `RequestRegistry`, proto out."""
+"""Outrider's own public service: converts protos to calls of `RequestRegistry`, and answers to protos."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ SERVICE_NAME = "outrider.v1.RouterService"
 DEFAULT_WATCH_SECONDS = 1.0
 LEAST_WATCH_SECONDS = 0.1
 MAX_WATCHES = 128
-"""WatchCluster calls at a time: each costs a message for every node, ten times a second."""
+"""Maximum concurrent WatchCluster calls: each costs a message with every node, up to ten times a second."""
 MAX_WATCHES_OF_ONE = 32
-"""Those of one client, by the name of its token, else by its address."""
+"""Maximum concurrent WatchCluster calls per client, by its token's name or else its address."""
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     def __init__(self, requests: RequestRegistry) -> None:
         self._requests = requests
-        self._has_ended = asyncio.Event()  # nothing is left to watch
+        self._has_ended = asyncio.Event()  # there is nothing left to watch
         self._watches: Counter[str] = Counter()  # by client
 
     def end_watches(self) -> None:
-        """Every WatchCluster ends, with a status that says why."""
+        """Ends every WatchCluster call with a status that gives the reason."""
         self._has_ended.set()
 
     async def Generate(self, request: router_pb2.GenerateRequest, context: Context) -> None:  # noqa: N802
@@ -50,7 +50,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
             async def add(event: AnswerEvent) -> None:
                 builder.add(event)
-                if builder.num_bytes > DEFAULT_MAX_MESSAGE_BYTES:  # what cannot be sent is not computed to its end
+                if builder.num_bytes > DEFAULT_MAX_MESSAGE_BYTES:  # ends early what could not be sent
                     raise InvalidRequestError(
                         f"the answer has more than the {DEFAULT_MAX_MESSAGE_BYTES} bytes of a message; "
                         "Generate streams it",
@@ -116,7 +116,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     @asynccontextmanager
     async def _watch(self, context: Context) -> AsyncIterator[None]:
-        """Raises: CapacityError beyond `MAX_WATCHES` or `MAX_WATCHES_OF_ONE`."""
+        """Counts a watch during the block. Raises: CapacityError above `MAX_WATCHES` or `MAX_WATCHES_OF_ONE`."""
         client = self._requests.identify(context).name or host_of_peer(context.peer())
         if self._watches.total() >= MAX_WATCHES:
             raise CapacityError(f"{MAX_WATCHES} calls watch the cluster already", reason="TOO_MANY_WATCHES")
@@ -128,4 +128,4 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             yield
         finally:
             self._watches[client] -= 1
-            self._watches += Counter()  # which drops those that have none
+            self._watches += Counter()  # removes clients without watches

@@ -1,1 +1,1 @@
-"""What outlives a router: the shared store and receipts."""
+"""Data that outlives a router: the shared store and receipts."""

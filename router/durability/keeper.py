@@ -1,4 +1,4 @@
-"""Keeps resumable requests in the store that routers share, and takes over those of routers that are gone."""
+"""Replicates resumable requests to the store that routers share, and takes over those of routers that are gone."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ from router.requests.answer import Answer
 from router.requests.live import LiveRequest
 
 MAX_SPAN_TOKENS = 4096
-"""Of one sample in one append."""
+"""Maximum tokens of one sample in one append."""
 MAX_APPEND_TOKENS = 65_536
-"""Of all requests in one append, which the store answers within milliseconds."""
+"""Tokens after which an append takes no further request, so that the store answers within milliseconds."""
 MAX_LOST_APPENDS = 5
-"""So often the last tokens of a request that failed here are sent; then they are left to be computed again."""
+"""Attempts to append the last tokens of a request that failed here; then they are left to be recomputed."""
 CREATES_AT_ONCE = 16
-"""When the store was emptied: round trips at a time. Renewals wait behind them."""
+"""Concurrent creates after the store was emptied. Renewals wait for them."""
 MAX_TO_DELETE = 4096
-"""Ids that are remembered while the store does not answer."""
+"""Ids remembered for deletion while the store does not answer."""
 
 _log = get_logger("store")
 
 Restore = Callable[[StoredAnswer], Awaitable[LiveRequest]]
-"""Begins a claimed request here."""
+"""Starts a claimed request on this router."""
 
 
 @dataclass(slots=True)
 class _Kept:
-    """One request of ours in the store."""
+    """A request of this router in the store."""
 
     running: LiveRequest
     stored: StoredRequest
-    positions: dict[int, int] = field(default_factory=dict)  # by sample: the next one to append; at first, its start
+    positions: dict[int, int] = field(default_factory=dict)  # by sample: the next to append; if absent, its start
     was_claimed: bool = False  # from another router
-    has_finished: bool = False  # the store has been told
-    is_refused: bool = False  # the store has not taken some tokens, and takes none behind them
+    has_finished: bool = False  # `finish` has been sent to the store
+    is_refused: bool = False  # the store has refused some tokens, and takes none after them
     num_lost_appends: int = 0
 
     def new_spans(self) -> Iterator[TokenSpan]:
-        """What the store does not have, a bounded part at a time.
+        """Yields the tokens that the store does not have, a bounded number per sample.
 
-        Tokens with logprobs, and those of a request of which it has refused some, are computed again instead.
+        Tokens with logprobs are recomputed instead, as are those of a request if the store has refused some of them.
         """
         answer = self.running.answer
         if answer.request.options.logprobs is not None or self.is_refused:
@@ -68,7 +68,7 @@ class _Kept:
 
     @property
     def may_continue_elsewhere(self) -> bool:
-        """It failed here for want of nodes or room: the store keeps it for other routers."""
+        """Whether it failed here for lack of nodes or room: the store keeps it for other routers."""
         answer = self.running.answer
         was_begun = self.was_claimed or answer.started is not None
         is_curable = isinstance(answer.failure, (PeerLostError, CapacityError)) and answer.failure.reason != LOSES_NODES
@@ -76,11 +76,11 @@ class _Kept:
 
 
 class AnswerKeeper:
-    """Keeps resumable requests in a store. Owned by the event loop.
+    """Replicates resumable requests to a store. Owned by the event loop.
 
-    Writes behind the token path, for all requests together.
+    Writes for all requests together, off the token path.
 
-    While the store does not answer, running requests go on and are written when it is back.
+    While the store does not answer, running requests continue and are written once it is back.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class AnswerKeeper:
         self._may_serve_without = may_serve_without
         self._append_seconds = append_seconds
         self._renew_seconds = renew_seconds
-        self._kept: dict[str, _Kept] = {}  # by request id, as the next one
-        self._resting: dict[str, _Kept] = {}  # those that only wait for their windows' ends: no turn looks at them
+        self._kept: dict[str, _Kept] = {}  # by request id
+        self._resting: dict[str, _Kept] = {}  # by request id: these wait for their windows' ends, unpolled
         self._claims: dict[str, asyncio.Task[LiveRequest]] = {}
         self._is_lost = False
         self._to_delete: dict[str, None] = {}  # ids, in the order in which they ended
@@ -106,9 +106,9 @@ class AnswerKeeper:
         self._work = asyncio.create_task(self._run(), name="store")
 
     async def keep(self, running: LiveRequest, stored: StoredRequest) -> bool:
-        """Stores a request, before its Started. False: it is served without the store.
+        """Stores a request before its Started message. Returns False if it is served without the store.
 
-        Raises: AlreadyRunningError when another router has the id; StoreError.
+        Raises: AlreadyRunningError if another router has the id; StoreError.
         """
         request_id = stored.request_id
         await self._take_name(request_id)
@@ -117,7 +117,7 @@ class AnswerKeeper:
         except AlreadyRunningError:
             raise
         except BaseException as error:
-            self._delete_later(request_id)  # it may have been stored all the same, and would hold the name
+            self._delete_later(request_id)  # it may have been stored anyway, and would block the id
             if not isinstance(error, StoreError):  # its client has left
                 raise
             self._note(error)
@@ -125,13 +125,13 @@ class AnswerKeeper:
                 raise
             return False
         self._kept[request_id] = _Kept(running, stored)
-        if running.answer.failure is not None:  # the queue is full: its name is free before the client hears of it
+        if running.answer.failure is not None:  # such as a full queue: frees the id before the client gets the error
             self._settle()
             await self._attempt(self._delete)
         return True
 
     async def resume(self, request_id: str, *, fingerprint: str) -> LiveRequest:
-        """Takes a request over. Raises: NotFoundError, MismatchError, StoreError."""
+        """Takes over a request from another router. Raises: NotFoundError, MismatchError, StoreError."""
         task = self._claims.get(request_id)
         if task is None:
             task = self._claims[request_id] = asyncio.create_task(self._claim(request_id, fingerprint))
@@ -139,20 +139,20 @@ class AnswerKeeper:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            task.add_done_callback(_begin_window)  # nobody may be left to read it
+            task.add_done_callback(_begin_window)  # it may have no reader left
             raise
 
     def wake(self, request_id: str) -> None:
-        """The request has a reader again, or is closed."""
+        """Resumes polling of a request that has a reader again or is closed."""
         if (kept := self._resting.pop(request_id, None)) is not None:
             self._kept[request_id] = kept
 
     def is_claiming(self, request_id: str) -> bool:
-        """Whether `resume` of this request is under way."""
+        """Whether `resume` of this request is in progress."""
         return request_id in self._claims
 
     async def stop(self) -> None:
-        """Writes what is known, and leaves the requests to other routers."""
+        """Writes what is left and releases the requests to other routers."""
         self._work.cancel()
         with suppress(asyncio.CancelledError):
             await self._work
@@ -165,7 +165,7 @@ class AnswerKeeper:
             await self.store.close()
 
     async def _take_name(self, request_id: str) -> None:
-        """An earlier request of this name is deleted now or not at all."""
+        """Frees the id: an earlier request with it is deleted now or not at all."""
         if request_id in self._to_delete:
             async with self._deleting:
                 self._to_delete.pop(request_id, None)
@@ -184,10 +184,10 @@ class AnswerKeeper:
         _log.info("request taken over", request_id=request_id, num_known_tokens=running.answer.num_generated_tokens)
         return running
 
-    # ------------------------------------------------------------ behind the token path
+    # ------------------------------------------------------------ off the token path
 
     async def _run(self) -> None:
-        """Renewals first: what cannot be appended is computed again, a lease that lapses is lost."""
+        """Replicates periodically. Renewals come first: lost tokens are recomputed, but a lapsed lease is lost."""
         loop = asyncio.get_running_loop()
         renew_at = loop.time()
         while True:
@@ -205,12 +205,12 @@ class AnswerKeeper:
             await step()
         except StoreError as error:
             return error
-        except Exception as error:  # noqa: BLE001 the others are still to be kept
+        except Exception as error:  # noqa: BLE001 the other requests still have to be replicated
             _log.exception("keeping requests failed", error=str(error))
         return None
 
     async def _append(self) -> bool:
-        """Whether there was something to append."""
+        """Appends new tokens. Returns whether there were any."""
         found: list[tuple[_Kept, list[TokenSpan]]] = []
         num_tokens = 0
         for kept in self._kept.values():
@@ -239,9 +239,9 @@ class AnswerKeeper:
         return True
 
     def _settle(self) -> None:
-        """Forgets requests that other routers may continue, once they are stored, and deletes other ended ones.
+        """Forgets stored requests that other routers may continue, and deletes other failed or closed ones.
 
-        Answers that are whole and stored rest until somebody reads them, or their windows end.
+        Complete answers that are stored rest until a reader attaches or their windows end.
         """
         for request_id, kept in tuple(self._kept.items()):
             if kept.may_continue_elsewhere:
@@ -255,11 +255,11 @@ class AnswerKeeper:
 
     def _delete_later(self, request_id: str) -> None:
         self._to_delete[request_id] = None
-        while len(self._to_delete) > MAX_TO_DELETE:  # the store has not answered for long: they expire by themselves
+        while len(self._to_delete) > MAX_TO_DELETE:  # the store has been away for long: they expire by themselves
             del self._to_delete[next(iter(self._to_delete))]
 
     async def _delete(self) -> None:
-        """In one call, after the one that is under way."""
+        """Deletes ended requests in one call, after the one in progress."""
         async with self._deleting:
             if request_ids := tuple(self._to_delete):
                 await self.store.delete(request_ids)
@@ -287,18 +287,18 @@ class AnswerKeeper:
                 self._kept[request_id].running.abort()
         missing = [self._kept[request_id] for request_id in renewal.missing if request_id in self._kept]
         renew_at = asyncio.get_running_loop().time() + self._renew_seconds
-        while missing and asyncio.get_running_loop().time() < renew_at:  # the next renewal tells of the others again
+        while missing and asyncio.get_running_loop().time() < renew_at:  # the next renewal reports the others again
             batch, missing = missing[:CREATES_AT_ONCE], missing[CREATES_AT_ONCE:]
             await asyncio.gather(*map(self._create_again, batch))
 
     async def _create_again(self, kept: _Kept) -> None:
-        """Of a request that the store has lost. Raises: StoreError."""
-        with suppress(AlreadyRunningError):  # another router's since: the next renewal says so
+        """Creates a request again that the store has lost. Raises: StoreError."""
+        with suppress(AlreadyRunningError):  # another router has it since: the next renewal reports it
             await self.store.create(kept.stored)
             kept.positions, kept.is_refused = {}, False
 
     def _note(self, error: StoreError | None) -> None:
-        """Says when the store is lost and when it is back."""
+        """Logs when the store is lost and when it is back."""
         if error is not None and not self._is_lost:
             _log.warning("the store does not answer", store=self.store.name, error=error.message)
         elif error is None and self._is_lost:
@@ -312,7 +312,7 @@ def _begin_window(claim: asyncio.Task[LiveRequest]) -> None:
 
 
 def take_known_tokens(answer: Answer, stored: StoredAnswer) -> None:
-    """Another router's tokens, as if they had been computed here. Logprobs are not stored: then none counts."""
+    """Takes tokens of another router as if they had been computed here; none with logprobs, which are not stored."""
     if answer.request.options.logprobs is not None:
         return
     for sample, token_ids in stored.token_ids.items():

@@ -1,1 +1,1 @@
-"""What the router knows of nodes: links, sessions, the directory."""
+"""The router's view of nodes: links, sessions, the directory."""

@@ -1,4 +1,4 @@
-"""Keeps requests away from a node that has failed them."""
+"""Keeps requests away from a node that has failed requests."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Callable
 FIRST_COOLDOWN_SECONDS = 1.0
 MAX_COOLDOWN_SECONDS = 60.0
 FORGET_SECONDS = 120.0
-"""Without a failure for so long, the next cooldown is the first one again."""
+"""Seconds without a failure after which the cooldown starts over at `FIRST_COOLDOWN_SECONDS`."""
 MAX_CAUSES = 64
-"""Requests that may be the cause of a failure themselves, of one node. Where more fail without a success, it is it."""
+"""Requests remembered per node that may have caused a failure themselves. If more fail, the node is at fault."""
 
 
 class Breaker:
     """A circuit breaker for one node. Owned by the event loop.
 
-    A failure opens it for a cooldown that doubles with each further one. Failures during a cooldown count once,
-    since a broken session ends many attempts. After the cooldown one request at a time is a trial: its success
-    closes the breaker, its failure opens it again. The first trial may come before that (`may_be_tried`), where
-    other nodes have no room.
+    A failure opens it for a cooldown that doubles with each further failure. Failures during a cooldown count
+    once, since a broken session ends many attempts. After the cooldown one request at a time is a trial: success
+    closes the breaker, failure opens it again. The first trial may come earlier (`may_be_tried`), if the other
+    nodes have no room.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._cooldown_seconds = 0.0  # 0: it has not failed lately
+        self._cooldown_seconds = 0.0  # 0: no recent failure
         self._failed_at = 0.0
         self._open_until: float | None = None  # None: closed
         self._is_on_trial = False
-        self._was_tried = False  # since it opened
-        self._causes: set[object] = set()  # of the failures since the last success, without those that are forgiven
+        self._was_tried = False  # whether a trial has begun since it opened
+        self._causes: set[object] = set()  # of the failures since the last success, except forgiven ones
 
     @property
     def is_open(self) -> bool:
@@ -37,14 +37,14 @@ class Breaker:
 
     @property
     def may_be_tried(self) -> bool:
-        """Whether one request may go there though it is open."""
+        """Whether a request may go to the node: the breaker is not open, or no trial has begun since it opened."""
         return not (self.is_open and self._was_tried)
 
     def begin(self) -> None:
-        """A request goes to the node."""
+        """Records that a request goes to the node."""
         if self._open_until is not None and self.may_be_tried:
             self._is_on_trial = self._was_tried = True
-            # Should the trial have no result, another follows.
+            # Allows another trial later if this one never reports a result.
             self._open_until = max(self._open_until, self._clock() + self._cooldown_seconds)
 
     def succeed(self) -> None:
@@ -53,7 +53,7 @@ class Breaker:
         self._causes.clear()
 
     def fail(self, cause: object = None) -> None:
-        """`cause`: the request, where it may have caused the failure itself; None: it was the node."""
+        """Records a failure. `cause`: the request if it may be at fault itself; None: the node is at fault."""
         self._causes.add(cause if len(self._causes) < MAX_CAUSES else None)
         now = self._clock()
         if self.is_open and not self._is_on_trial:
@@ -66,7 +66,7 @@ class Breaker:
         self._is_on_trial = False
 
     def forgive(self, cause: object) -> None:
-        """The request fails on other nodes, too. Closes the breaker, if nothing else has failed here."""
+        """Discounts a failure because the request fails on other nodes, too. Closes the breaker if no cause is left."""
         self._causes.discard(cause)
         if self._open_until is not None and not self._causes:
             self.succeed()

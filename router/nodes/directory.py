@@ -1,4 +1,4 @@
-"""All nodes behind the router's targets, and the model that they serve."""
+"""All nodes behind the router's targets, and the model they serve."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from router.text.tokenizer import Tokenizer
 
 WAITING_LOG_SECONDS = 5.0
 PREFILL_START_SECONDS = 5.0
-"""How long a router that starts waits for a prefill node beside a decode node: both load the same weights."""
+"""Seconds a starting router waits for a prefill node after a decode node: both load the same weights."""
 
 EXACT_NUMERICS = "exact ("
 
@@ -33,21 +33,21 @@ _log = get_logger("nodes")
 class ServedModel:
     """The model of the first prefill or decode node that served."""
 
-    info: ModelInfo  # with the shortest window of all nodes
+    info: ModelInfo  # with the shortest context window of all nodes
     text: CheckpointText
     tokenizer: Tokenizer
-    tokenizer_files: Mapping[str, bytes]  # by name, for a gateway: as `resolved_files`
+    tokenizer_files: Mapping[str, bytes]  # by name, for a gateway; from `resolved_files`
     constraints: ConstraintChecker
-    node: str  # its name
+    node: str  # name of that node
 
 
 class NodeDirectory:
-    """A link to each node behind the targets, and what they serve. Owned by the event loop.
+    """Links to all nodes behind the targets, and the model they serve. Owned by the event loop.
 
     Model, limits, tokenizer and fingerprint come from the first prefill or decode node
-    that serves; a node with another fingerprint is refused. So is one with other features
-    for a drafter head than those at work: prompts' features go to decode nodes with their KV.
-    Where nodes have windows of different lengths, because of their memory, the shortest is served.
+    that serves. A node with another fingerprint is refused, as is one that computes other features
+    for a drafter head than the nodes in use: prompt features go to decode nodes with their KV.
+    If context windows differ, because of the nodes' memory, the shortest is served.
     """
 
     def __init__(
@@ -82,31 +82,31 @@ class NodeDirectory:
         self._changed = asyncio.Event()
         self._on_change: list[Callable[[], None]] = []
         self._on_report: list[Callable[[], None]] = []
-        self._first_of_numerics: dict[str, str] = {}  # by numerics: the first node that computes so
+        self._first_of_numerics: dict[str, str] = {}  # by numerics: the name of the first node with them
         self.served: ServedModel | None = None
-        self.prefill_nodes: list[PrefillLink] = []  # that serve, as the next two
+        self.prefill_nodes: list[PrefillLink] = []  # serving nodes only, in all three lists
         self.decode_nodes: list[DecodeLink] = []
         self.late_nodes: list[NodeLink] = []
 
-    # ------------------------------------------------------------ what others ask
+    # ------------------------------------------------------------ queries
 
     def model(self) -> ServedModel:
-        """Raises: PeerLostError while no node has served yet."""
+        """Returns the served model. Raises: PeerLostError while no node has served yet."""
         if self.served is None:
             raise PeerLostError("no node serves a model yet", reason="NO_NODE")
         return self.served
 
     def exact_numerics(self) -> str:
-        """What all serving nodes compute by, where it is one kind and exact; empty otherwise."""
+        """Returns the numerics of all serving nodes if they are the same and exact, else an empty string."""
         kinds = {link.numerics for link in (*self.decode_nodes, *self.prefill_nodes)}
         numerics = kinds.pop() if len(kinds) == 1 else ""
         return numerics if numerics.startswith(EXACT_NUMERICS) else ""
 
     def proposer(self) -> tuple[str, int]:
-        """(the proposer in force, the default number of speculative tokens).
+        """Returns (the proposer in use, the default number of speculative tokens).
 
-        A draft node's proposer where one serves, else the decode nodes' own; of both, a model or a head
-        comes before look-up. How many are asked for is the decode nodes' choice.
+        The proposer is a draft node's if one serves, else the decode nodes' own; a model or a head
+        is preferred to lookup. The number is the decode nodes' choice.
         """
         drafts = [link for link in self._links() if link.role is NodeRole.DRAFT and link.is_serving]
         decodes = self.decode_nodes
@@ -116,14 +116,14 @@ class NodeDirectory:
 
     @property
     def misses_decode_node(self) -> bool:
-        """Whether a decode target has not said yet what it is: it has no address, or what is there does not serve."""
+        """Whether a decode target has no address, or a node there that does not serve and has not been refused."""
         nodes = self._nodes[NodeRole.DECODE]
         return bool(nodes.unresolved) or any(
             not (link.is_serving or link.refusal or link.is_alias) for link in nodes.peers
         )
 
     def statuses(self) -> list[NodeStatus]:
-        """Every node, by role and name; names are unique. A target without an address is one that is not there."""
+        """Returns every node by role and name; names are unique. A target without an address counts as one node."""
         found: list[NodeStatus] = []
         names: set[str] = set()
         for role, nodes in self._nodes.items():
@@ -146,29 +146,29 @@ class NodeDirectory:
         return found
 
     def link_of(self, status: NodeStatus) -> NodeLink | None:
-        """None: a target without an address."""
+        """Returns the link of a status; None for a target without an address."""
         return None if status.role is None else self._nodes[status.role].find(status.target)
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """`listener` is called when nodes come and go, and when their standing changes. It must not block."""
+        """Calls `listener` when nodes come, go or change their liveness state. It must not block."""
         self._on_change.append(listener)
 
     def on_report(self, listener: Callable[[], None]) -> None:
-        """`listener` is called after every report as well: many times a second."""
+        """Calls `listener` on changes and after every report: many times a second. It must not block."""
         self._on_change.append(listener)
         self._on_report.append(listener)
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ lifecycle
 
     def start(self) -> None:
         for nodes in self._nodes.values():
             nodes.start()
 
     async def wait_until_serving(self) -> None:
-        """Until a decode node serves, and a prefill node where one comes soon after; says what it waits for."""
+        """Waits for a decode node, and for a prefill node if one comes soon after; logs what is missing."""
         loop = asyncio.get_running_loop()
         log_at = loop.time() + WAITING_LOG_SECONDS
-        until: float | None = None  # prefill nodes are waited for, once a decode node serves
+        until: float | None = None  # deadline for prefill nodes, set once a decode node serves
         while missing := self._missing():
             if self.decode_nodes:
                 until = loop.time() + PREFILL_START_SECONDS if until is None else until
@@ -178,14 +178,14 @@ class NodeDirectory:
                 log_at = min(log_at, until)
             self._changed.clear()
             try:
-                async with asyncio.timeout_at(log_at):  # each failed try is a change: they must not put the line off
+                async with asyncio.timeout_at(log_at):  # each failed try is a change and must not delay the log line
                     await self._changed.wait()
             except TimeoutError:
                 _log.info("waiting for nodes", missing=missing, **self._reasons_to_wait())
                 log_at = loop.time() + WAITING_LOG_SECONDS
 
     async def stop(self) -> None:
-        """Ends every link; their listeners are told. A second call does nothing."""
+        """Ends every link and notifies its listeners. Idempotent."""
         await asyncio.gather(*(nodes.stop() for nodes in self._nodes.values()))
         if self.served is not None:
             self.served.tokenizer.close()
@@ -196,7 +196,7 @@ class NodeDirectory:
         return [what for what, nodes in found if not nodes]
 
     def _reasons_to_wait(self) -> dict[str, dict[str, str]]:
-        """Why the nodes that are known, and the names that are not, do not serve."""
+        """Returns why known nodes do not serve and names do not resolve."""
         links = [link for link in self._links() if not link.is_serving]
         return {
             "unresolved": {target: why for nodes in self._nodes.values() for target, why in nodes.unresolved.items()},
@@ -221,7 +221,7 @@ class NodeDirectory:
         )
 
     def link_changed(self) -> None:
-        """Of a `LinkOwner`, as the next ones."""
+        """Implements `LinkOwner`, as do the next two."""
         serving = [link for link in self._links() if link.is_serving]
         self.prefill_nodes = [link for link in serving if isinstance(link, PrefillLink)]
         self.decode_nodes = [link for link in serving if isinstance(link, DecodeLink)]
@@ -239,7 +239,7 @@ class NodeDirectory:
         self._on_lost(link.role)
 
     def _follow_windows(self) -> None:
-        """Serves the shortest window of all nodes, those that are away included: a request must fit any of them."""
+        """Serves the shortest window of all nodes, including disconnected ones: a request must fit any of them."""
         windows = {link.max_model_len: link.name for link in self._links() if link.max_model_len}
         if self.served is None or not windows or min(windows) == self.served.info.max_model_len:
             return
@@ -249,7 +249,10 @@ class NodeDirectory:
     # ------------------------------------------------------------ approval
 
     async def approve(self, link: NodeLink, info: NodeInfo) -> str:
-        """The fingerprint served. Raises: MismatchError naming both sides; OutriderError when the tokenizer fails."""
+        """Returns the served fingerprint.
+
+        Raises: MismatchError naming both sides; OutriderError if the tokenizer fails.
+        """
         if info.model is None:
             raise MismatchError(f"{info.name} serves no model")
         link.is_alias = any(
@@ -275,7 +278,7 @@ class NodeDirectory:
         return served.info.fingerprint
 
     def _compare_numerics(self, name: str, numerics: str) -> None:
-        """Nodes that compute differently serve together; what that weakens is said once for each kind."""
+        """Warns once for each kind of numerics: nodes that compute differently may serve together."""
         if not numerics or numerics in self._first_of_numerics:
             return
         self._first_of_numerics[numerics] = name
@@ -307,7 +310,7 @@ class NodeDirectory:
             )
 
     async def _adopt(self, link: NodeLink, name: str, model: ModelInfo) -> None:
-        """The model of the first node that has sent its tokenizer; one that stops half-way keeps no other from that."""
+        """Adopts the model of the first node that has sent its tokenizer; one that stalls does not block the others."""
         async with racing(link.transport.tokenizer_files(), self._has_model.wait()) as (sent, _), self._adopting:
             if self.served is not None:
                 return
@@ -321,7 +324,7 @@ class NodeDirectory:
 
 
 def _describe_difference(name: str, model: ModelInfo, served: ServedModel) -> str:
-    """Why KV of one is none of the other, in the words of the settings; the fingerprints are in the nodes' logs."""
+    """Explains why the nodes' KV is incompatible, in terms of settings; the fingerprints are in the nodes' logs."""
     ours, node = served.info, served.node
     if model.name != ours.name or model.vocab_size != ours.vocab_size:
         return f"{name} serves {model.name} ({model.vocab_size} tokens), {node} {ours.name} ({ours.vocab_size} tokens)"
@@ -338,7 +341,7 @@ def _models(links: Iterable[NodeLink]) -> list[ModelInfo]:
 
 
 def _status_of(link: NodeLink, name: str) -> NodeStatus:
-    report = link.report  # None where the node does not serve
+    report = link.report  # None if the node does not serve
     return NodeStatus(
         name=name,
         role=link.role,

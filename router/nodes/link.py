@@ -1,4 +1,4 @@
-"""The router's connection to one node, and all that it knows of it: dial → identify → approve → follow, repeatedly."""
+"""The router's connection to one node and the node's known state: dial → identify → approve → follow, in a loop."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ from router.nodes.transport import DecodeSession, NodeTransport, RouterIdentity,
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0
 POLL_GROWTH = 1.1
-"""What still loads, and another address of a known node, is asked again after a tenth of the time so far."""
+"""Backoff factor while a node is loading or is an alias: it is polled again after a tenth of the time so far."""
 IDENTIFY_SECONDS = 2.0
 MAX_CONDITION = 200
-"""Characters of `NodeStatus.condition`."""
+"""Maximum characters of `NodeStatus.condition`."""
 MAX_REFUSALS = 16
-"""Kept of a node: requests of so many sizes."""
+"""Refusals kept per node, one per request size."""
 NOTICE_SECONDS = 0.1
-"""Between a call's end and the end of the reports, where a process has ended."""
+"""Seconds between the end of a call and the end of the reports when a process has ended."""
 
 _log = get_logger("nodes")
 
 
 def shorten_condition(condition: str) -> str:
-    """On one line, printable, and no longer than the contract says: peers' words are in it."""
+    """Makes a condition one printable line of at most `MAX_CONDITION` characters: it contains text from peers."""
     printable = (character if character.isprintable() else " " for character in condition[: 2 * MAX_CONDITION])
     line = " ".join("".join(printable).split())
     return line if len(line) <= MAX_CONDITION else f"{line[: MAX_CONDITION - 1]}…"
 
 
 class LinkOwner(Protocol):
-    """Who has the links (`router.nodes.directory.NodeDirectory`). Only `approve` may wait."""
+    """The owner of the links (`router.nodes.directory.NodeDirectory`). Only `approve` may wait."""
 
     async def approve(self, link: NodeLink, info: NodeInfo) -> str:
-        """The fingerprint served. Raises: MismatchError for a node that does not fit; OutriderError."""
+        """Returns the fingerprint served. Raises: MismatchError if the node does not fit; OutriderError."""
 
     def link_changed(self) -> None: ...
 
     def link_reported(self) -> None:
-        """Nothing but the load has changed: many times a second."""
+        """Called when only the load has changed: many times a second."""
 
     def link_lost(self, link: NodeLink) -> None: ...
 
 
 class NodeLink:
-    """One address. Owned by the event loop; `run` goes on until it is cancelled.
+    """A link to one address. Owned by the event loop; `run` continues until it is cancelled.
 
-    A node is SERVING here when it says so, its model fits, and its reports arrive. While a
-    report or its step is overdue it is late; when its progress stays away it is LOST, with
-    no report, until it serves again.
+    A node is SERVING here if it reports so, its model fits, and its reports arrive. While a
+    report or its step is overdue the node is late; if it still makes no progress it is LOST and
+    has no report, until it serves again.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class NodeLink:
         self.role = role
         self.address = address
         self.info: NodeInfo | None = None
-        self.stamp = NodeStamp("", "", "", "")  # what requests say of it, once it has been identified
+        self.stamp = NodeStamp("", "", "", "")  # how requests name the node, once it has been identified
         self.report: NodeReport | None = None
         self.state = NodeState.STARTING
-        self.refusal = ""  # why the node is not used; empty when it may be
-        self.last_error = ""  # why it could not be reached, while it cannot
-        self.max_model_len = 0  # of the target model that it was last approved with
+        self.refusal = ""  # why the node must not be used; empty if it may be
+        self.last_error = ""  # why it cannot be reached; empty if it can
+        self.max_model_len = 0  # from the target model in its last approval
         self.is_alias = False  # another link leads to the same process
-        self.num_hedges = 0  # requests that were opened elsewhere because it is late
+        self.num_hedges = 0  # requests opened elsewhere because this node is late
         self.breaker = Breaker()
-        self.chosen_at = 0  # when placement chose it last, as a count of its choices
+        self.chosen_at = 0  # placement's choice counter when it last chose this node
         self.transport = transport
         self._identity = identity
         self._owner = owner
@@ -99,17 +99,17 @@ class NodeLink:
 
     @property
     def name(self) -> str:
-        """The node's own, or role and address before it has said it."""
+        """The node's own name, or role and address until it is known."""
         return self.info.name if self.info is not None else f"{self.role.name.lower()}@{self.address}"
 
     @property
     def incarnation(self) -> bytes:
-        """Of the process that was identified last; empty before."""
+        """The incarnation of the process that was last identified; empty before."""
         return self.info.incarnation if self.info is not None else b""
 
     @property
     def numerics(self) -> str:
-        """How it computes; empty before it has said so."""
+        """The node's numerics; empty until known."""
         return self.info.model.numerics if self.info is not None and self.info.model is not None else ""
 
     @property
@@ -118,27 +118,27 @@ class NodeLink:
 
     @property
     def is_connected(self) -> bool:
-        """Whether reports arrive: also from a node that drains."""
+        """Whether reports arrive, including those of a draining node."""
         return self.report is not None
 
     @property
     def is_approved(self) -> bool:
-        """It fits, and was not lost since it said so."""
+        """Whether the node has been approved and not lost since."""
         return bool(self._fingerprint)
 
     @property
     def is_late(self) -> bool:
-        """Its progress is overdue; it is not lost yet."""
+        """Whether progress is overdue; the node is not lost yet."""
         return self._progress.standing >= Standing.LATE
 
     @property
     def is_silent(self) -> bool:
-        """It is late, and no report has come for longer."""
+        """Whether the node is late and has sent no report for longer still."""
         return self._progress.standing >= Standing.SILENT
 
     @property
     def condition(self) -> str:
-        """What is wrong with it, on one line for people to read; empty when nothing is."""
+        """The node's problem, on one line for people; empty if there is none."""
         if self.last_error and self.last_error != self.refusal:
             return shorten_condition(f"unreachable: {self.last_error}")
         if self.refusal:
@@ -146,14 +146,14 @@ class NodeLink:
         return "late" if self.is_late else ""
 
     def add_listener(self, listener: Callable[[], None]) -> None:
-        """It is called when the node becomes late, is on time again, drains or is lost. It must not block."""
+        """Calls `listener` when the node becomes late, is on time again, drains or is lost. It must not block."""
         self._listeners.add(listener)
 
     def remove_listener(self, listener: Callable[[], None]) -> None:
         self._listeners.discard(listener)
 
     async def run(self) -> None:
-        """Keeps the link up. Ends only by cancellation."""
+        """Keeps the link up until it is cancelled."""
         pause = growth = 0.0
         try:
             while True:
@@ -173,7 +173,7 @@ class NodeLink:
             await self.transport.close()
 
     async def _identify(self, info: NodeInfo) -> bool:
-        """Whether the node may be used now. Raises: MismatchError."""
+        """Identifies the node and returns whether it may be used now. Raises: MismatchError."""
         if info.role is not self.role:
             raise MismatchError(
                 f"{self.address} is a {info.role.name.lower()} node, not a {self.role.name.lower()} node"
@@ -191,7 +191,7 @@ class NodeLink:
         return not self.is_alias
 
     async def _follow(self, info: NodeInfo) -> None:
-        """Takes the node's reports until it is lost. Raises: PeerLostError."""
+        """Reads the node's reports until it is lost. Raises: PeerLostError."""
         await self._until_lost(self._read_reports(info))
 
     async def _read_reports(self, info: NodeInfo) -> None:
@@ -200,7 +200,7 @@ class NodeLink:
                 self._take_report(report)
 
     async def _until_lost(self, reading: Coroutine[Any, Any, None]) -> None:
-        """`reading` takes reports; it is ended when they stay away. Raises: PeerLostError, MismatchError."""
+        """Runs `reading`, which takes reports, until they stop arriving. Raises: PeerLostError, MismatchError."""
         self._progress = ProgressDeadline(grace_seconds=self._liveness_timeout_seconds)
         async with racing(reading, watch_progress(self._progress, self._on_overdue)) as (ended, _):
             if ended.done():
@@ -257,15 +257,15 @@ class NodeLink:
 
 
 class PrefillLink(NodeLink):
-    """A prefill node: prompts go there."""
+    """A link to a prefill node, which computes prompts."""
 
-    num_outstanding_tokens = 0  # uncached prompt tokens that this router sent
-    num_scored_tokens = 0  # of its prompts there whose logprobs are wanted
+    num_outstanding_tokens = 0  # uncached prompt tokens in flight from this router
+    num_scored_tokens = 0  # tokens in flight of prompts whose logprobs are wanted
 
     async def prefill(self, call: PrefillCall) -> PrefillFigures:
-        """Has the prompt's KV computed and pushed. Cancelling stops both.
+        """Has the node compute and push the prompt's KV. Cancelling stops both.
 
-        Raises: PeerLostError for whatever kept the node from it; UNREACHABLE is the reason where the node is lost.
+        Raises: PeerLostError for any failure, with the reason UNREACHABLE if the node is lost.
         """
         lost = asyncio.get_running_loop().create_future()
 
@@ -282,7 +282,7 @@ class PrefillLink(NodeLink):
                 raise PeerLostError(f"prefill node {self.name} is lost", node=self.name, reason=UNREACHABLE)
             figures = work.result()
         except OutriderError as error:
-            if error.reason == UNREACHABLE:  # the end of the process is noticed with it, or a little later
+            if error.reason == UNREACHABLE:  # the loss of the process is noticed now or a little later
                 await asyncio.wait((lost,), timeout=NOTICE_SECONDS)
             reason = UNREACHABLE if lost.done() else None
             message = f"prefill node {self.name} failed: {error.message}"
@@ -300,7 +300,7 @@ class PrefillLink(NodeLink):
 
 
 class Size(NamedTuple):
-    """Of a request, as far as it decides how much room it needs on a decode node."""
+    """The size of a request, as far as it determines the room it needs on a decode node."""
 
     num_tokens: int
     num_samples: int
@@ -308,25 +308,25 @@ class Size(NamedTuple):
 
 @dataclass(slots=True)
 class Refusal:
-    """A decode node had no room for a request of this size. Of smaller ones that says nothing, but for `wait_seconds`.
+    """A decode node's rejection of a request of this size. It keeps smaller ones out for `wait_seconds` only.
 
-    The node is not asked again with a whole prompt that is no smaller before a report shows what was missing, as much
-    of this router's has ended there, or `NO_ROOM_RETRY_SECONDS` have passed.
+    A whole prompt that is no smaller is not sent to the node until a report shows the missing room, as many tokens
+    of this router's requests have ended there, or `NO_ROOM_RETRY_SECONDS` have passed.
     """
 
     rejected: Rejected
     at: float  # monotonic seconds
     size: Size
-    num_freed_tokens: int = 0  # since then: of this router's requests that ended there, without those that came
+    num_freed_tokens: int = 0  # since then: of this router's requests that ended there, minus those that started
     num_freed_samples: int = 0
 
     def keeps_out(self, size: Size, load: NodeLoad, now: float) -> bool:
-        """Whether the node is not to be asked now for room of this size."""
+        """Whether the node must not be asked for room of this size now."""
         wanted = self.rejected
         if now >= self.at + NO_ROOM_RETRY_SECONDS:
             return False
         if now < self.at + wanted.wait_seconds:
-            return True  # the node makes this router wait, whatever it asks for
+            return True  # the node makes this router wait, whatever the size
         num_sequences = max(load.num_sequences_free, self.num_freed_samples)
         if num_sequences < min(size.num_samples, wanted.num_sequences_needed):
             return True
@@ -336,15 +336,15 @@ class Refusal:
 
 
 class DecodeLink(NodeLink):
-    """A decode node: followed by its session, which carries its reports."""
+    """A link to a decode node: it follows the node's session, which carries the reports."""
 
     session: DecodeSession | None = None
-    num_placed = 0  # requests that this router placed there
-    refusals: Sequence[Refusal] = ()  # that may still count, the latest last
+    num_placed = 0  # requests of this router that are placed there
+    refusals: Sequence[Refusal] = ()  # those that may still apply, the latest last
 
     @property
     def is_serving(self) -> bool:
-        """Its session is open, too."""
+        """Whether the node serves and its session is open."""
         return super().is_serving and self.session is not None and self.session.is_open
 
     async def _follow(self, info: NodeInfo) -> None:
@@ -360,32 +360,32 @@ class DecodeLink(NodeLink):
         finally:
             self.session = None
             try:
-                self._owner.link_changed()  # nothing is placed there any more
+                self._owner.link_changed()  # placement must not use the node any more
             finally:
                 session.close(error)
 
     def has_room(self, size: Size, now: float) -> bool:
-        """False: it has refused a request that was no larger, and nothing shows that there is more room."""
+        """Whether room is likely: no refusal of a request that was no larger still applies."""
         if not self.refusals or self.report is None:
             return True
         load = self.report.load
         return not any(refusal.keeps_out(size, load, now) for refusal in self.refusals)
 
     def change_room(self, size: Size, sign: int) -> None:
-        """A request of this size has come (-1), or has gone (1)."""
+        """Updates the refusals for a request of this size that has come (`sign` -1) or gone (1)."""
         for refusal in self.refusals:
             refusal.num_freed_tokens += sign * size.num_tokens
             refusal.num_freed_samples += sign * size.num_samples
 
     def add_refusal(self, rejected: Rejected, size: Size) -> None:
-        """It had no room for a request of this size."""
+        """Records that the node had no room for a request of this size."""
         now = time.monotonic()
         load = NodeLoad() if self.report is None else self.report.load
         others = [other for other in self.refusals if other.size != size and other.keeps_out(other.size, load, now)]
         self.refusals = (*others, Refusal(rejected, now, size))[-MAX_REFUSALS:]
 
     def open_session(self) -> DecodeSession:
-        """The session in force. Raises: PeerLostError."""
+        """Returns the current session. Raises: PeerLostError."""
         if self.session is None or not self.session.is_open:
             raise PeerLostError(f"decode node {self.name} is lost", node=self.name)
         return self.session

@@ -1,4 +1,4 @@
-"""What the router asks of a node over gRPC, and its session with a decode node: commands out, events in."""
+"""The router's gRPC calls to a node, and its session with a decode node: commands out, events in."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SessionCall = grpc.aio.StreamStreamCall[session_pb2.SessionCommand, session_pb2.
 
 @asynccontextmanager
 async def racing(*works: Coroutine[Any, Any, Any]) -> AsyncIterator[tuple[asyncio.Task[Any], ...]]:
-    """Enters the block once the first of these has ended; behind it, all have."""
+    """Runs coroutines as tasks: enters the block when the first ends, cancels and awaits the others on exit."""
     tasks = tuple(map(asyncio.ensure_future, works))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -58,13 +58,13 @@ async def racing(*works: Coroutine[Any, Any, Any]) -> AsyncIterator[tuple[asynci
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterIdentity:
-    """How this router introduces itself to decode nodes."""
+    """The identity by which this router introduces itself to decode nodes."""
 
     name: str
-    incarnation: bytes  # 16 random bytes, from the start of the process
+    incarnation: bytes  # 16 random bytes, chosen when the process starts
 
     def hello(self, *, fingerprint: str, reached_at: str) -> session_pb2.SessionHello:
-        """The first message of a session. `fingerprint`: of the model; `reached_at`: the node's address."""
+        """Returns a session's first message. `fingerprint`: of the model; `reached_at`: the node's address."""
         return session_pb2.SessionHello(
             protocol_version=SUPPORTED_VERSIONS.newest,
             oldest_protocol_version=SUPPORTED_VERSIONS.oldest,
@@ -76,7 +76,7 @@ class RouterIdentity:
 
 
 class NodeTransport:
-    """Owns the channel to one address. Every method raises nothing but OutriderErrors."""
+    """Owns the channel to one address. Its methods raise OutriderErrors only."""
 
     def __init__(self, security: PeerSecurity, *, address: str) -> None:
         self._security = security
@@ -91,7 +91,7 @@ class NodeTransport:
         self._prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
 
     async def identify(self, *, timeout_seconds: float) -> NodeInfo:
-        """The first call of a connection: nothing else runs on the channel, and renewed certificates are shown."""
+        """Identifies the node, as a connection's first call: the channel is idle and can take renewed certificates."""
         if self._security.material is not self._material:
             old = self._channel
             self._open_channel()
@@ -115,7 +115,7 @@ class NodeTransport:
         return {name: bytes(data) for name, data in files.items()}
 
     async def reports(self, *, incarnation: bytes) -> AsyncGenerator[NodeReport, None]:
-        """The reports of this process, until it is lost. Raises: PeerLostError."""
+        """Yields the reports of the process `incarnation` until it is lost. Raises: PeerLostError."""
         call = self._node.Watch(node_pb2.WatchNodeRequest(interval_milliseconds=round(REPORT_SECONDS * 1e3)))
         try:
             with self._errors():
@@ -130,7 +130,7 @@ class NodeTransport:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raises nothing but OutriderErrors."""
+        """Converts errors to OutriderErrors."""
         try:
             yield
         except grpc.RpcError as error:
@@ -146,12 +146,12 @@ class NodeTransport:
         return PeerLostError(f"{self._address} {what}", node=self._address)
 
     def open_session(self) -> SessionCall:
-        """Of a decode node. The caller says hello first (`DecodeSession`)."""
+        """Opens a session with a decode node. The caller sends the hello first (`DecodeSession`)."""
         call: SessionCall = self._decode.Session()
         return call
 
     async def prefill(self, call: PrefillCall) -> PrefillFigures:
-        """Has a prefill node compute and push. Cancelling stops both."""
+        """Has a prefill node compute and push KV. Cancelling stops both."""
         metadata = ((TRACEPARENT, call.traceparent),) if call.traceparent else None
         try:
             return figures_from_proto(await self._prefill.Prefill(CALL.to_proto(call), metadata=metadata))
@@ -163,22 +163,22 @@ class NodeTransport:
 
 
 class GroupListener(Protocol):
-    """Told about one sequence group. Called on the event loop; must not block, must not raise."""
+    """Receives the events of one sequence group on the event loop. Methods must not block or raise."""
 
     def on_event(self, event: SequenceGroupEvent) -> None: ...
 
     def on_lost(self, error: OutriderError) -> None:
-        """The session ended; the node has freed the group."""
+        """Handles the end of the session; the node has freed the group."""
 
 
 class DecodeSession:
-    """One session stream, from its hello to its break. Not reused: a new connection is a new session.
+    """One session stream, from its hello to its end. Not reused: a new connection is a new session.
 
-    Its end frees all work of this router on the node.
+    The end of the session frees all work of this router on the node.
 
     Owned by the event loop. Commands are queued and written in order; every event goes to
-    the listener of its sequence group, at once and in order; events of groups that nobody
-    listens to any more are dropped.
+    the listener of its sequence group, at once and in order; events of groups without a
+    listener are dropped.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class DecodeSession:
         node: NodeInfo,
         on_report: Callable[[NodeReport], None],
     ) -> None:
-        """`hello`: this router's, which is sent first."""
+        """`hello`: this router's hello, sent as the first message."""
         self._call = call
         self._hello = hello
         self._node = node
@@ -199,7 +199,7 @@ class DecodeSession:
         self.is_open = False
 
     def open_group(self, command: OpenSequenceGroup, listener: GroupListener) -> None:
-        """Queues the command. Raises: PeerLostError when the session has ended."""
+        """Queues the command. Raises: PeerLostError if the session has ended."""
         if not self.is_open:
             raise self._lost("is lost")
         self._listeners[command.sequence_group_id] = listener
@@ -211,16 +211,16 @@ class DecodeSession:
             self._commands.put_nowait(command)
 
     def cancel(self, sequence_group_id: bytes, samples: tuple[int, ...] = ()) -> None:
-        """Queues the command: these samples, or the whole group when none are named. No event follows."""
+        """Queues a cancellation of these samples, or of the whole group if none are named. No event follows."""
         if self.is_open:
             self._commands.put_nowait(CancelSequenceGroup(sequence_group_id=sequence_group_id, samples=samples))
 
     def forget(self, sequence_group_id: bytes) -> None:
-        """Nobody listens to this group any more."""
+        """Removes the group's listener."""
         self._listeners.pop(sequence_group_id, None)
 
     async def run(self) -> None:
-        """Reads and writes until the stream breaks; then `close` it. Raises: PeerLostError, MismatchError."""
+        """Reads and writes until the stream breaks; call `close` then. Raises: PeerLostError, MismatchError."""
         try:
             async with racing(self._read(), self._write()) as tasks:
                 for task in tasks:
@@ -240,7 +240,7 @@ class DecodeSession:
             self._call.cancel()
 
     def close(self, error: OutriderError) -> None:
-        """Tells every listener that the session has ended."""
+        """Notifies every listener that the session has ended."""
         self.is_open = False
         listeners, self._listeners = list(self._listeners.values()), {}
         for listener in listeners:
@@ -249,7 +249,7 @@ class DecodeSession:
     async def _write(self) -> None:
         await self._call.write(session_pb2.SessionCommand(hello=self._hello))
         while True:
-            command: SequenceGroupCommand | None = None  # a heartbeat: nodes free the work of a router that is silent
+            command: SequenceGroupCommand | None = None  # None: a heartbeat, as nodes free a silent router's work
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
                     command = await self._commands.get()

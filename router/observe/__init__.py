@@ -1,1 +1,1 @@
-"""What people see of requests: one record of each, from which summaries, metrics, logs, traces and pages are made."""
+"""Observability of requests: one record each, from which summaries, metrics, logs, traces and pages are made."""

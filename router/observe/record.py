@@ -1,6 +1,6 @@
 """One bounded record of what happened to a request (ADR 36), written while the request is served.
 
-All that people see of the request is a view of it: metrics and log lines, which are made here at each event; its
+Every public view of the request derives from it: metrics and log lines, which are made here at each event; its
 Summary, trailers and trace (`records.py`); the JSON of the router's page; and its receipt.
 """
 
@@ -40,22 +40,22 @@ from router.observe.spans import (
 )
 
 CLIENT_LEFT = "CLIENT_LEFT"
-"""Reason that metrics give for a request whose client had left before the answer was whole. No client is told it."""
+"""Reason in metrics for a request whose client left before the answer was complete. Clients never see it."""
 _log = get_logger("requests")
 
 
 @dataclass(slots=True, eq=False)
 class AttemptRecord:
-    """What nodes say of one attempt at a request. It is dropped with the request's work."""
+    """The nodes' reports on one attempt at a request. It is dropped when the request ends."""
 
     request: RequestRecord
     decode: NodeLink
     index: int  # among the request's attempts, from 0
-    num_known_tokens: int  # prompt and generated tokens that it started from
+    num_known_tokens: int  # prompt and generated tokens at its start
     traced: trace.Span  # the attempt, in the request's trace
     num_tokens_to_compute: int | None = None  # by the decode node; None: nothing was granted
     kv_ready: KvReady | None = None
-    prefill: PrefillFigures | None = None  # of the last transfer; None: its node has not answered
+    prefill: PrefillFigures | None = None  # of the last transfer; None: the prefill node has not answered
     has_tokens: bool = False
     num_new_tokens: int = 0
     opening: Span | None = None
@@ -63,7 +63,7 @@ class AttemptRecord:
 
     @property
     def filled_by(self) -> PrefillFigures | None:
-        """What the prefill node says of the transfer that filled the reservation."""
+        """The prefill node's figures of the transfer that filled the reservation."""
         return None if self.kv_ready is None else self.prefill
 
     @property
@@ -100,7 +100,7 @@ class AttemptRecord:
         return span
 
     def end_prefill(self, span: Span, result: PrefillFigures | str) -> None:
-        """Ends a call's span. `result`: the node's answer, or why there is none."""
+        """Ends a call's span. `result`: the node's answer, or the reason why there is none."""
         if isinstance(result, str):
             fail(span.traced, "PREFILL_FAILED")
             span.close(result)
@@ -112,7 +112,7 @@ class AttemptRecord:
             self.request.add_span(part)
 
     def take_ready(self, ready: KvReady) -> None:
-        """Records that the reservation is filled, perhaps by a transfer that had been given up."""
+        """Records that the reservation is filled, perhaps by a transfer that had been abandoned."""
         self._end_opening()
         self.kv_ready = ready
         span = self._begin(SpanKind.KV_TRANSFER, self.decode, ready.connector)
@@ -121,9 +121,9 @@ class AttemptRecord:
         self._begin_decoding()
 
     def take_tokens(self, tokens: SampleTokens, num_new: int, now: float) -> None:
-        """Records a message with tokens. It is on the path of every token, so it must stay cheap.
+        """Records a message with tokens. It is called for every token, so it must be cheap.
 
-        `num_new`: how many of them the answer did not have. `now`: monotonic seconds.
+        `num_new`: the tokens that are new to the answer. `now`: monotonic seconds.
         """
         request, counts = self.request, tokens.speculation
         self.has_tokens = True
@@ -158,10 +158,10 @@ class AttemptRecord:
             token_ids,
             rejected_token_ids,
         )
-        request.steps.append(tuple.__new__(Step, step))  # half the time of Step(…)
+        request.steps.append(tuple.__new__(Step, step))  # takes half the time of Step(…)
 
     def end(self, why: str) -> None:
-        """Records that the attempt has left its decode node. `why`: empty where it has done its work. Idempotent."""
+        """Records that the attempt has left its decode node. `why`: empty if it has done its work. Idempotent."""
         if self.decoding is not None and self.decoding.end is None:
             self.decoding.num_tokens = self.num_new_tokens
             self.decoding.close(why)
@@ -183,43 +183,43 @@ class AttemptRecord:
 class RequestRecord:
     """One request's record, made by `Records`. Owned by the event loop.
 
-    Times are monotonic seconds; None: it has not happened.
+    Times are monotonic seconds; None: not yet.
     """
 
-    serial: int  # its name here: clients' names may come again
+    serial: int  # the request's number here: clients may reuse their ids
     request_id: str
     metrics: RouterMetrics
-    take_room: Callable[[int], bool]  # for so many steps more; False: there is none
-    keeps_tokens: bool  # their ids, which are the answer's text
+    take_room: Callable[[int], bool]  # reserves room for this many steps; False: there is none
+    keeps_tokens: bool  # whether token ids are recorded, which reveal the answer's text
     tracer: Tracer
     traced: trace.Span  # the whole request, in its caller's trace
     arrived_at: float = field(default_factory=time.monotonic)
-    admitted_at: float | None = None  # the first grant
+    admitted_at: float | None = None  # time of the first grant
     first_token_at: float | None = None
     last_token_at: dict[int, float] = field(default_factory=dict)  # by sample; empty once the request has ended
     ended_at: float | None = None
     outcome: RequestState | None = None
     error: str = ""
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0  # known at the end
-    num_generated_tokens: int = 0  # all that the answer has, with those of a router that is gone
+    num_cached_tokens: int = 0  # set at the end
+    num_generated_tokens: int = 0  # all tokens of the answer, including those of a router that is gone
     num_samples: int = 0
     seed: int = 0
     verification_method: VerificationMethod = VerificationMethod.COUPLED
     attempts: list[AttemptRecord] = field(default_factory=list)
-    """Those that were granted or are traced, until the request ends: nodes may refuse without end."""
-    num_attempts: int = 0  # those included that a decode node refused
+    """Attempts that were granted or are traced, until the request ends: nodes may refuse any number of times."""
+    num_attempts: int = 0  # including those that a decode node refused
     num_traced: int = 0  # spans below `traced`
-    finish_reasons: list[str] = field(default_factory=list)  # of samples that have ended, in their order
+    finish_reasons: list[str] = field(default_factory=list)  # of samples, in the order in which they ended
     has_moved: bool = False  # since the last token
-    num_moves: int = 0  # times that work moved from a prefill or decode node
+    num_moves: int = 0  # migrations of work from a prefill or decode node
     stamps: list[NodeStamp] = field(default_factory=list)  # of nodes that worked on it, in the order of their first use
     speculation: SpeculationTotals = field(default_factory=SpeculationTotals)
     spans: list[Span] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     num_dropped_steps: int = 0
-    size: int = 0  # of `steps`, in those without tokens
+    size: int = 0  # of `steps`, in steps without token ids
 
     @property
     def state(self) -> RequestState:
@@ -233,13 +233,13 @@ class RequestRecord:
         return tuple(dict.fromkeys(stamp.name for stamp in self.stamps))
 
     def since_arrival(self, at: float | None) -> float:
-        """Returns seconds; 0 for what never happened."""
+        """Returns the seconds since arrival; 0 if `at` is None."""
         return 0.0 if at is None else max(at - self.arrived_at, 0.0)
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ events
 
     def take_request(self, request: Request, *, model: str, num_generated_tokens: int = 0) -> None:
-        """Records what is asked for, once it is encoded. `num_generated_tokens`: by a router that is gone."""
+        """Records the encoded request. `num_generated_tokens`: by a router that is gone."""
         sampling = request.options.sampling
         self.num_prompt_tokens, self.num_samples = len(request.prompt_token_ids), sampling.n
         self.num_generated_tokens = num_generated_tokens
@@ -253,7 +253,7 @@ class RequestRecord:
         return self.add_span(Span(kind, time.monotonic(), self.num_attempts, traced=traced))
 
     def add_span(self, span: Span) -> Span:
-        """Keeps the span, unless there are too many."""
+        """Adds the span, unless there are too many."""
         if len(self.spans) < MAX_REQUEST_SPANS:
             span.detail = span.detail[:MAX_DETAIL_CHARS]
             self.spans.append(span)
@@ -267,7 +267,7 @@ class RequestRecord:
         return self.tracer.child(parent, name, kind=kind)
 
     def begin_attempt(self, decode: NodeLink, *, num_known_tokens: int) -> AttemptRecord:
-        """Begins another attempt. `num_known_tokens`: of the prompt, and generated."""
+        """Begins another attempt. `num_known_tokens`: prompt and generated tokens."""
         traced = self.begin_traced(self.traced, "attempt")
         attempt = AttemptRecord(self, decode, self.num_attempts, num_known_tokens, traced)
         self.num_attempts += 1
@@ -296,7 +296,7 @@ class RequestRecord:
             self.stamps.append(stamp)
 
     def add_tokens(self, sample: int, num_tokens: int, now: float) -> None:
-        """Records new tokens of a sample, which have come together."""
+        """Records new tokens of a sample that arrived together."""
         metrics, last_token_at = self.metrics, self.last_token_at
         self.num_generated_tokens += num_tokens
         if self.first_token_at is None:
@@ -310,7 +310,7 @@ class RequestRecord:
         last_token_at[sample] = now
 
     def add_move(self, cause: str, *, node: str, error: OutriderError | None = None) -> None:
-        """Records that the next tokens come from another node, or are computed with the help of another one.
+        """Records a migration: the next tokens come from another node, or are computed with its help.
 
         `cause` is one of `MOVE_CAUSES`; `node` is the name of the node that lost the request.
         """
@@ -336,7 +336,7 @@ class RequestRecord:
             self.ended_at = time.monotonic()
 
     def close(self, failure: OutriderError | None) -> None:
-        """Counts how the request ended; without a failure and a summary its client has left."""
+        """Counts the outcome; if there is neither a failure nor a summary, the client has left."""
         if len({stamp.numerics for stamp in self.stamps if stamp.numerics}) > 1:
             self.metrics.add_mixed_numerics()
         if failure is None and self.outcome is None:
@@ -346,11 +346,11 @@ class RequestRecord:
             _log.warning("request failed", request_id=self.request_id, error=failure.message, reason=failure.reason)
 
     def end(self, error: OutriderError | None) -> None:
-        """Ends the record; without an error and an outcome the request's client has left. Idempotent."""
+        """Ends the record; if there is neither an error nor an outcome, the client has left. Idempotent."""
         self.mark_end()
         if error is not None:
             self.outcome, self.error = RequestState.FAILED, error.message[:MAX_DETAIL_CHARS]
-            if not self.keeps_tokens:  # messages of these may quote the request
+            if not self.keeps_tokens:  # messages of these errors may quote the request
                 if isinstance(error, InvalidRequestError):
                     self.error = f"{error.reason}: {error.field}"
                 elif isinstance(error, InternalError):

@@ -1,4 +1,4 @@
-"""The newest requests' records, and what is told of a request that has ended: its Summary, trailers and trace."""
+"""The latest requests' records, and the Summary, trailers and trace of a request that has ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from router.observe.record import AttemptRecord, RequestRecord
 from router.observe.spans import RequestState
 
 MAX_STEPS = 100_000
-"""Steps kept of all requests together, about 20 MB."""
+"""Steps recorded of all requests together: about 20 MB."""
 
 Trailers = tuple[tuple[str, str], ...]
 
@@ -31,16 +31,16 @@ _log = get_logger("requests")
 
 
 class Records:
-    """The newest requests' records. Owned by the event loop.
+    """The latest requests' records. Owned by the event loop.
 
-    Of more than `max_records` requests, or `max_steps` steps together, those that ended first are forgotten first.
-    A request that is forgotten while it runs records no more steps.
+    Beyond `max_records` requests, or `max_steps` steps in total, those that ended first are evicted first.
+    A request that is evicted while it runs records no more steps.
     """
 
     def __init__(
         self, max_records: int, *, keeps_tokens: bool = False, max_steps: int = MAX_STEPS, tracer: Tracer = NO_TRACER
     ) -> None:
-        """`max_records`: 0 keeps none. `keeps_tokens`: the ids of tokens too, which are the answer's text."""
+        """`max_records`: 0 disables records. `keeps_tokens`: also record token ids, which reveal the answer's text."""
         self._max_records = max_records
         self._num_free_steps = max_steps if max_records else 0
         self.keeps_tokens = keeps_tokens
@@ -50,7 +50,7 @@ class Records:
         self._ended: dict[int, RequestRecord] = {}  # by serial, in the order of their end
 
     def __iter__(self) -> Iterator[RequestRecord]:
-        """Yields the newest first."""
+        """Yields the latest first."""
         return iter(sorted((*self._running.values(), *self._ended.values()), key=lambda each: -each.serial))
 
     def find(self, serial: int) -> RequestRecord | None:
@@ -74,7 +74,7 @@ class Records:
 
     @contextmanager
     def beginning(self, request_id: str, metrics: RouterMetrics) -> Iterator[RequestRecord]:
-        """Begins a record as `begin` does; what the block raises ends it."""
+        """Begins a record like `begin`; an exception in the block ends it."""
         record = self.begin(request_id, metrics)
         try:
             yield record
@@ -104,18 +104,18 @@ class Records:
         return True
 
     def _forget(self, records: dict[int, RequestRecord]) -> None:
-        """Removes the oldest of these records and frees its steps, even while a caller still holds the record."""
+        """Evicts the oldest of these records and frees its steps, even while a caller still holds the record."""
         record = records.pop(next(iter(records)))
         record.take_room = lambda _size: False
         self._num_free_steps += record.size
         record.steps, record.size = [], 0
 
 
-# ------------------------------------------------------------ what is told of a request that has ended
+# ------------------------------------------------------------ results of a request that has ended
 
 
 def finish(record: RequestRecord, samples: Iterable[Finished], *, num_longest: int) -> Summary:
-    """Records that the answer is whole, and returns its Summary. `num_longest`: tokens of the longest sample."""
+    """Records a complete answer and returns its Summary. `num_longest`: tokens of the longest sample."""
     found = [attempt.num_cached_tokens for attempt in record.attempts]
     num_cached_tokens = min((number for number in found if number is not None), default=0)
     record.num_cached_tokens = max(min(num_cached_tokens, record.num_prompt_tokens), 0)
@@ -157,7 +157,7 @@ def finish(record: RequestRecord, samples: Iterable[Finished], *, num_longest: i
 
 
 def _kv_transfer(attempts: Iterable[AttemptRecord]) -> KvTransferMetrics:
-    """Returns the sums over the attempts whose KV was moved; where the prefill node has not answered, by KvReady."""
+    """Returns sums over attempts with a KV transfer; times are from KvReady if the prefill node has not answered."""
     moved = [
         (ready, attempt.filled_by or PrefillFigures(transfer_seconds=ready.transfer_seconds))
         for attempt in attempts
@@ -172,9 +172,9 @@ def _kv_transfer(attempts: Iterable[AttemptRecord]) -> KvTransferMetrics:
 
 
 def trailers_of(record: RequestRecord, *, is_kept: bool) -> Trailers:
-    """Returns a call's trailers. A figure that was never measured is left out, not zero.
+    """Returns a call's trailers. A value that was never measured is left out, not zero.
 
-    `is_kept`: False for a resumable request that the store does not have.
+    `is_kept`: False if the request is resumable but not in the store.
     """
     trailers = [("outrider-tokens", str(record.num_generated_tokens))]
     if record.first_token_at is not None:
@@ -202,7 +202,7 @@ def _end_trace(record: RequestRecord, *, reason: str) -> None:
             "gen_ai.usage.output_tokens": num_output_tokens,
             "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
             "gen_ai.response.finish_reasons": record.finish_reasons,
-            # vLLM's names, which dashboards know.
+            # vLLM's names, which existing dashboards use.
             "gen_ai.usage.prompt_tokens": num_input_tokens,
             "gen_ai.usage.completion_tokens": num_output_tokens,
             "gen_ai.latency.e2e": record.ended_at - record.arrived_at,
@@ -223,7 +223,7 @@ def _end_trace(record: RequestRecord, *, reason: str) -> None:
 
 
 def _end_attempt(record: RequestRecord, attempt: AttemptRecord) -> None:
-    """Ends the attempt's span with its work on the decode node; why the request moved on is known later than that."""
+    """Ends the attempt's span at the end of its work on the decode node; the cause of a move is known only later."""
     traced, node, last = attempt.traced, attempt.decode.name, attempt.decoding or attempt.opening
     traced.set_attributes({"outrider.attempt": attempt.index, "outrider.decode_node": node})
     causes = [move.cause for move in record.moves if last is not None and move.node == node and move.at >= last.start]

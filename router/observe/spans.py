@@ -1,6 +1,6 @@
-"""The parts of a request's record: spans of time, steps, moves, and the sums of its drafts. All are bounded.
+"""The parts of a request's record: timed spans, steps, moves, and totals of its drafts. All are bounded.
 
-Times are seconds of the router's monotonic clock, at which the router saw what they say.
+Times are seconds of the router's monotonic clock, when the router saw the event.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from outrider.request import Request
 from outrider.session import SpeculationCounts
 
 TOKENS_OF_A_STEP = 6
-"""Number of kept token ids that count as one more step against the bounds."""
+"""Token ids that count as one more step against the bounds."""
 MAX_REQUEST_STEPS = 5_000
-"""Steps kept of one request. Further ones are only counted."""
+"""Steps recorded of one request. Further ones are only counted."""
 MAX_REJECTED = 256
-"""Rejected draft tokens kept of one step."""
+"""Rejected draft tokens recorded of one step."""
 MAX_REQUEST_SPANS = 1_000
-"""Spans kept of one request, the first ones."""
+"""Spans recorded of one request, the first ones."""
 MAX_REQUEST_MOVES = 100
-"""Moves kept of one request, the first ones."""
+"""Moves recorded of one request, the first ones."""
 MAX_TRACED = 256
-"""Spans of the router that a request's trace has, the first ones."""
+"""The router's spans in a request's trace, the first ones."""
 MAX_DETAIL_CHARS = 500
-"""Characters kept of a message of a node, which may send anything."""
+"""Characters recorded of a node's message, which may contain anything."""
 
 
 class SpanKind(enum.StrEnum):
-    """What a span of a request measures, in the order in which a request usually goes through them."""
+    """What a span of a request measures, in the usual order."""
 
-    ENCODE = "encode"  # the prompt, in the router; an answer's constraint is compiled in it
-    QUEUE = "queue"  # for a place on nodes
-    OPEN = "open"  # a decode node is asked for room, until it grants it
-    PREFILL = "prefill"  # the call to a prefill node, until its answer
-    PREFILL_CHUNK = "prefill_chunk"  # a part of the prompt in one forward pass, or in several with others
-    KV_FRAME = "kv_frame"  # KV of a chunk and a group of layers, from the sender's hand to its acknowledgement
-    KV_TRANSFER = "kv_transfer"  # the first frame to complete KV, as the decode node has measured it
-    DECODE = "decode"  # from complete KV, or the grant where a decode node computes the prompt, to the attempt's end
+    ENCODE = "encode"  # encoding of the prompt in the router, including compilation of a constraint
+    QUEUE = "queue"  # wait for a place on nodes
+    OPEN = "open"  # request for room on a decode node, until its grant
+    PREFILL = "prefill"  # call to a prefill node, until its answer
+    PREFILL_CHUNK = "prefill_chunk"  # part of the prompt in one forward pass, or in several with others
+    KV_FRAME = "kv_frame"  # KV of a chunk and a group of layers, from the hand-over for sending to its acknowledgement
+    KV_TRANSFER = "kv_transfer"  # from the first frame to complete KV, as measured by the decode node
+    DECODE = "decode"  # from complete KV, or the grant if a decode node computes the prompt, to the attempt's end
 
 
 class RequestState(enum.StrEnum):
-    WAITING = "waiting"  # for its first grant
+    WAITING = "waiting"  # until its first grant
     RUNNING = "running"
     FINISHED = "finished"
     ABORTED = "aborted"  # by its client, who may have left
@@ -57,57 +57,57 @@ class RequestState(enum.StrEnum):
 
 @dataclass(slots=True)
 class Span:
-    """One part of a request that took time, such as its wait in the queue."""
+    """One timed part of a request, such as its wait in the queue."""
 
     kind: SpanKind
     start: float
-    attempt: int  # from 0; the one that it leads to
+    attempt: int  # from 0; a span before an attempt belongs to the next one
     node: str = ""  # empty: the router itself
-    end: float | None = None  # None: it goes on
+    end: float | None = None  # None: not ended
     num_tokens: int | None = None
     num_bytes: int | None = None
     detail: str = ""
-    traced: trace.Span = trace.INVALID_SPAN  # in the request's trace; of some kinds
+    traced: trace.Span = trace.INVALID_SPAN  # in the request's trace; set for some kinds only
 
     def close(self, detail: str = "") -> None:
-        """Ends the span now. A second call does nothing."""
+        """Ends the span now. Idempotent."""
         if self.end is None:
             self.end = time.monotonic()
             self.detail = detail[:MAX_DETAIL_CHARS] or self.detail
             self.traced.end()
-            self.traced = trace.INVALID_SPAN  # a record is kept for longer than its trace
+            self.traced = trace.INVALID_SPAN  # a record outlives its trace
 
 
 class Step(NamedTuple):
-    """Tokens of one sample that came together: a step of its decode node."""
+    """Tokens of one sample that arrived together: a step of its decode node."""
 
     sample: int
     attempt: int
     node: str  # the attempt's decode node
-    at: float  # their arrival at the router
-    position: int  # of the first one
+    at: float  # arrival at the router
+    position: int  # of the first token
     num_tokens: int
-    num_draft_tokens: int  # that were verified
+    num_draft_tokens: int  # verified draft tokens
     num_accepted: int
     wanted_drafts: bool
-    found_drafts: bool  # a draft node's proposal was waiting
-    batch: int  # sequences that ran on the node, by its last report
-    token_ids: tuple[int, ...]  # empty unless text may be shown, as the next
-    rejected_token_ids: tuple[int, ...]  # of the draft, in the order of their rows
+    found_drafts: bool  # a draft node's proposal was ready
+    batch: int  # sequences running on the node, by its last report
+    token_ids: tuple[int, ...]  # empty unless text may be shown, like the next field
+    rejected_token_ids: tuple[int, ...]  # draft tokens, in the order of their rows
 
 
 class Move(NamedTuple):
-    """A change of nodes: another decode node went on with the request, or another prefill node computed its prompt."""
+    """A migration: another decode node continued the request, or another prefill node computed its prompt."""
 
     at: float
-    cause: str  # as in outrider:moves_total
-    node: str  # that lost the request
+    cause: str  # a label value of outrider:moves_total
+    node: str  # the node that lost the request
     error: str
 
 
 @dataclass(slots=True)
 class SpeculationTotals:
-    """The sums of what decode nodes report of a request's drafts."""
+    """Totals of the decode nodes' reports on a request's drafts."""
 
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
@@ -117,7 +117,7 @@ class SpeculationTotals:
     acceptance_histogram: list[int] = field(default_factory=list)
 
     def add(self, counts: SpeculationCounts) -> None:
-        """Adds the counts of one step. It is on the path of every token, so it must stay cheap."""
+        """Adds the counts of one step. It is called for every token, so it must be cheap."""
         if not counts.num_wanting_steps and not counts.num_spec_steps:
             return
         self.num_spec_steps += counts.num_spec_steps
@@ -131,7 +131,7 @@ class SpeculationTotals:
             histogram[num_accepted] += num_steps
 
     def metrics(self) -> SpeculationMetrics:
-        """Returns the sums with their rates; all are zero when nothing was drafted."""
+        """Returns the totals with their rates; all are zero if nothing was drafted."""
         if self.num_draft_tokens == 0:
             return SpeculationMetrics()
         return SpeculationMetrics(
@@ -146,10 +146,10 @@ class SpeculationTotals:
 
 
 def parts_of_prefill(call: Span, figures: PrefillFigures) -> list[Span]:
-    """Returns what a prefill node did within a call, which has ended. Its times count from the call's arrival there."""
+    """Returns a prefill node's work within a call that has ended. Its times count from the call's arrival there."""
     assert call.end is not None
     ended_at = call.end
-    arrived_at = call.start + max(ended_at - call.start - figures.call_seconds, 0.0) / 2  # if both ways are as long
+    arrived_at = call.start + max(ended_at - call.start - figures.call_seconds, 0.0) / 2  # assumes equal latencies
 
     def part_of(kind: SpanKind, part: TimedPart, num_tokens: int | None = None, num_bytes: int | None = None) -> Span:
         start, end = (min(arrived_at + seconds, ended_at) for seconds in (part.start_seconds, part.end_seconds))
@@ -162,7 +162,7 @@ def parts_of_prefill(call: Span, figures: PrefillFigures) -> list[Span]:
 
 
 def request_attributes(request: Request, *, model: str) -> Mapping[str, str | int | float]:
-    """Returns what a trace says of a request, by OpenTelemetry's names; `gen_ai.request.id` is vLLM's."""
+    """Returns a request's attributes for its trace, by OpenTelemetry's names; `gen_ai.request.id` is vLLM's."""
     sampling = request.options.sampling
     return {
         "gen_ai.operation.name": "text_completion",

@@ -1,7 +1,7 @@
-"""An answer: every token with its position and text, and who reads it. It knows no nodes.
+"""An answer: every token with its position and text, and its readers. It is independent of nodes.
 
-Tokens are appended first, then told: what a later attempt goes on from, what a client that
-comes back is told again, and what two attempts at once are compared with are one record.
+Tokens are recorded before they are delivered. A later attempt continues from the record, a
+client that reconnects is replayed it, and two concurrent attempts are compared with it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from router.text.answer_text import AnswerText, ByteDetokenizer, Detokenizer
 from router.text.tokenizer import Tokenizer
 
 BEHIND_SECONDS = 0.02
-"""When news is told so late, the event loop has more to do than it can."""
+"""Delivery delay in seconds above which the event loop counts as overloaded."""
 MAX_MERGE_SECONDS = 0.1
 MAX_ENTRIES = 2048
-"""Of tokens and logprobs that are made into messages at once: some milliseconds of the event loop."""
+"""Tokens and logprobs rendered to messages at once: a few milliseconds of the event loop."""
 
 Message = TypeVar("Message")
 
@@ -34,13 +34,13 @@ class Answer:
     """All samples of one request. Owned by the event loop.
 
     The record ends with a summary or a failure; until then readers wait for more. One
-    reader is attached at a time: a new one ends the stream of the one before.
+    reader is attached at a time: attaching a new one ends the stream of the previous one.
     """
 
     def __init__(self, request: Request, started: Started, *, tokenizer: Tokenizer, batcher: DeliveryBatcher) -> None:
-        """`started` is what readers are told first, once the request is admitted.
+        """`started` is the first message to readers, sent once the request is admitted.
 
-        Where the request asks for logprobs of its prompt, it waits for them too.
+        If the request asks for prompt logprobs, it waits for them, too.
         """
         self.request = request
         self._started = started
@@ -58,19 +58,19 @@ class Answer:
         self.started: Started | None = None
         self.summary: Summary | None = None
         self.failure: OutriderError | None = None
-        self.may_be_behind = False  # taken over from another router: its client may know more, and the same tokens
+        self.may_be_behind = False  # taken over from another router: its client may have more of the same tokens
         logprobs = request.options.logprobs
-        self.entries_per_token = 1 if logprobs is None else 2 + logprobs.num_top  # itself, and its logprobs
+        self.entries_per_token = 1 if logprobs is None else 2 + logprobs.num_top  # the token and its logprobs
         self._reader: AnswerReader[Any] | None = None
 
     @property
     def is_complete(self) -> bool:
-        """Every sample has ended, and no logprobs of the prompt are missing."""
+        """Whether every sample has ended and no prompt logprobs are missing."""
         return not self.needs_prompt_logprobs and all(sample.finished is not None for sample in self.samples)
 
     @property
     def has_ended(self) -> bool:
-        """Nothing more will come."""
+        """Whether nothing more will come."""
         return self.summary is not None or self.failure is not None
 
     @property
@@ -82,7 +82,7 @@ class Answer:
         return sum(sample.num_tokens for sample in self.samples)
 
     def unfinished_samples(self) -> tuple[SampleStart, ...]:
-        """What an attempt has to compute, with what is known already."""
+        """Returns the samples that an attempt has to compute, with their tokens so far."""
         return tuple(
             SampleStart(sample=index, generated_token_ids=sample.generated_token_ids)
             for index, sample in enumerate(self.samples)
@@ -92,20 +92,20 @@ class Answer:
     # ------------------------------------------------------------ writing
 
     def begin(self) -> None:
-        """The request is admitted. Nothing while it needs logprobs of its prompt; later calls do nothing."""
+        """Records admission. Does nothing while prompt logprobs are missing, or after the first call."""
         if self.started is None and not self.needs_prompt_logprobs:
             self.started = self._started
             self._tell()
 
     def take_prompt_logprobs(self, packed: bytes) -> None:
-        """Of all tokens but the prompt's first, as nodes have packed them. The request is admitted; once."""
+        """Takes the logprobs of all prompt tokens but the first, as packed by nodes, and calls `begin`. Runs once."""
         if self.needs_prompt_logprobs:
             self.needs_prompt_logprobs = False
             self._started = replace(self._started, prompt_logprobs=PackedLogprobs(self._first_logprobs + packed))
             self.begin()
 
     def take(self, tokens: SampleTokens) -> tuple[int, bool]:
-        """(new tokens, whether they ended their sample). Raises: TokenMismatchError, InternalError."""
+        """Returns (new tokens, whether they ended their sample). Raises: TokenMismatchError, InternalError."""
         sample = self._sample(tokens.sample)
         was_finished = sample.finished is not None
         num_new = sample.take(tokens)
@@ -114,14 +114,14 @@ class Answer:
         return num_new, not was_finished and sample.finished is not None
 
     def finish(self, done: SampleDone) -> None:
-        """A node's word that a sample has ended. Raises: InternalError."""
+        """Ends a sample on a node's report. Raises: InternalError."""
         if done.reason is FinishReason.ABORTED:
             raise InternalError("a decode node aborted a sample by itself")
         self._sample(done.sample).finish(done.reason, stop_token_id=done.stop_token_id)
         self._tell()
 
     def abort(self) -> None:
-        """Ends every unfinished sample. Logprobs of the prompt that are missing are left out."""
+        """Ends every unfinished sample. Missing prompt logprobs are left out."""
         if self.needs_prompt_logprobs:
             self.needs_prompt_logprobs = False
             self._started = replace(self._started, prompt_logprobs=())
@@ -135,7 +135,7 @@ class Answer:
         self._tell()
 
     def fail(self, error: OutriderError) -> None:
-        """The answer ends here. What has ended stays as it is."""
+        """Ends the answer with an error, unless it has ended. Samples that have ended stay as they are."""
         if not self.has_ended:
             self.failure = error
             self._tell()
@@ -145,10 +145,10 @@ class Answer:
     def read(
         self, render: Callable[[AnswerEvent], Message], next_positions: Mapping[int, int] | None = None
     ) -> AnswerReader[Message]:
-        """Attaches a reader that is told everything from these positions on, by sample.
+        """Attaches a reader that receives everything from the given positions (by sample) on.
 
-        Samples that are not named start where this call's tokens start. The reader that was
-        attached before ends with AbortedError. Raises: OutOfRangeError.
+        Samples that are not named start at the first token of this call. The previously attached
+        reader ends with AbortedError. Raises: OutOfRangeError.
         """
         positions = [sample.start_position for sample in self.samples]
         for index, position in (next_positions or {}).items():
@@ -168,7 +168,7 @@ class Answer:
         return reader
 
     def leave(self, reader: AnswerReader[Any]) -> None:
-        """The reader's stream is over."""
+        """Detaches the reader: its stream has ended."""
         if self._reader is reader:
             self._reader = None
 
@@ -185,7 +185,7 @@ class Answer:
 def _make_text(request: Request, tokenizer: Tokenizer) -> AnswerText:
     stop, output, sampling = request.stop, request.output, request.options.sampling
     detokenizer: Detokenizer = ByteDetokenizer(())
-    if stop.strings or not output.token_ids_only:  # else nobody looks at the text
+    if stop.strings or not output.token_ids_only:  # else the text is not used
         detokenizer = tokenizer.detokenizer(
             skip_special_tokens=output.skip_special_tokens, context=request.prompt_token_ids
         )
@@ -193,21 +193,21 @@ def _make_text(request: Request, tokenizer: Tokenizer) -> AnswerText:
 
 
 class DeliveryBatcher:
-    """Wakes all streams with new tokens in one callback, in the event loop's next turn.
+    """Wakes all streams with new tokens in one callback, in the next iteration of the event loop.
 
-    A session's message has tokens of many answers. Their clients' messages are made one after the
+    A session's message has tokens of many answers. Their clients' messages are rendered one after the
     other, without a system call in between, which would leave the caches cold.
 
-    While the event loop is behind, streams are woken later still: what comes meanwhile is then in
-    one delta. First tokens never wait.
+    While the event loop is overloaded, streams are woken later still, so that the tokens that arrive
+    meanwhile share one delta. First tokens are never delayed.
     """
 
     def __init__(self) -> None:
         self._readers: list[AnswerReader[Any]] = []
-        self._since = 0.0  # the loop's time at which the first of them was added
+        self._since = 0.0  # the loop's time when the first of them was added
 
     def add(self, reader: AnswerReader[Any]) -> None:
-        """Once for each reader until it is delivered to."""
+        """Queues a reader for delivery. A reader is added once until then."""
         if not self._readers:
             loop = asyncio.get_running_loop()
             self._since = loop.time()
@@ -232,7 +232,7 @@ def _deliver_all(readers: Sequence[AnswerReader[Any]]) -> None:
 
 @dataclass(slots=True)
 class _Cursor:
-    """What a reader has been told of one sample."""
+    """A reader's progress in one sample."""
 
     sample: SampleAnswer
     position: int  # the next one
@@ -240,7 +240,7 @@ class _Cursor:
 
 
 class AnswerReader(Generic[Message]):
-    """One client's stream of an answer, rendered to messages. Slow clients get fewer, larger deltas; no node waits."""
+    """One client's stream of an answer, as messages. Slow clients get fewer, larger deltas; nodes never wait."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class AnswerReader(Generic[Message]):
         render: Callable[[AnswerEvent], Message],
         batcher: DeliveryBatcher,
     ) -> None:
-        """`positions`: by sample, of the first token to tell."""
+        """`positions`: the first token to deliver, by sample."""
         self._answer = answer
         self._cursors = [_Cursor(sample, position) for sample, position in zip(answer.samples, positions, strict=True)]
         self._render = render
@@ -263,9 +263,9 @@ class AnswerReader(Generic[Message]):
         self.has_sent_tokens = False
 
     async def next(self) -> list[Message]:
-        """Everything new, as soon as there is something: Started first, the Summary last. Nothing after that.
+        """Returns all new messages once there are any: Started first, the Summary last, then an empty list.
 
-        Raises: the answer's failure, after what came before it; AbortedError when another
+        Raises: the answer's failure, after everything before it; AbortedError if another
         reader has been attached.
         """
         messages: list[Message] = []
@@ -284,34 +284,34 @@ class AnswerReader(Generic[Message]):
         return messages
 
     def supersede(self) -> None:
-        """Another reader has been attached."""
+        """Ends this stream because another reader has been attached."""
         self._is_superseded = True
         self.wake()
 
     def wake(self) -> None:
-        """There is news."""
+        """Marks unread events and schedules delivery to a waiting stream."""
         if not self._has_news:
             self._has_news = True
             if self._waiter is not None:
                 self._batcher.add(self)
 
     def deliver(self) -> None:
-        """Gives the stream that waits what is new."""
+        """Delivers the new messages to the waiting stream, if there is one."""
         waiter, self._waiter = self._waiter, None
-        if waiter is None or waiter.done():  # it is being cancelled
+        if waiter is None or waiter.done():  # the stream is being cancelled
             return
         try:
             waiter.set_result(self._take_new())
-        except Exception as error:  # noqa: BLE001 it is this stream's; others are told after it
+        except Exception as error:  # noqa: BLE001 it concerns this stream only; others are delivered to after it
             waiter.set_exception(error)
 
     def _is_over(self) -> bool:
         return self._is_superseded or self._has_sent_summary or self._answer.failure is not None
 
     def _take_new(self) -> list[Message]:
-        """One delta for each sample with something new, each sample's end after its last.
+        """Returns one delta per sample with new tokens, and each sample's end after its last delta.
 
-        What is too much for one turn of the event loop stays for the next call.
+        Messages beyond one turn's `MAX_ENTRIES` are left for the next call.
         """
         answer, render = self._answer, self._render
         messages: list[Message] = []

@@ -1,4 +1,4 @@
-"""How much memory answers may take."""
+"""The memory budget of answers."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from outrider.wire.answer import most_logprobs_bytes
 
 BYTES_PER_ANSWER = 10_240
 BYTES_PER_SAMPLE = 2_048
-"""The objects around an answer, its record included: measured, 11.0 kB for one sample of one token."""
+"""Bytes of the objects around an answer, its record included: 11.0 kB were measured for one sample of one token."""
 _BYTES_PER_TOKEN = 96  # an entry in two lists, the id, its piece of text
 _BYTES_PER_LOGPROB = 160
 RETRY_SECONDS = 1.0
 STALLED_SECONDS = 1.0
-"""A client that has not taken a message for so long loses its answer, when others need the memory."""
+"""Seconds without taking a message after which a client loses its answer if others need the memory."""
 LEFT_SECONDS = 30.0
-"""So does one that has been away for so long: as long as the Python client asks an answer to be kept by default."""
+"""Seconds of absence with the same effect; the Python client asks for this retention by default."""
 MAX_FIRST_TOKENS = 512
-"""What a sample is expected to have, where that many are asked for, before any answer has ended."""
+"""Expected tokens of a sample, at most what is asked for, before any answer has ended."""
 MIN_EXPECTED_TOKENS = 128
-"""However short answers were: longer ones come without notice."""
+"""Lower bound of the expected tokens, however short answers were: longer ones come without notice."""
 RISE, FALL = 1 / 4, 1 / 64
 """Weight of an answer that was longer than expected, and of one that was not."""
 MAX_EXPECTED_SHARE = 4
-"""Of the limit, at most one part in so many is kept for what is to come of one answer."""
+"""The bytes expected for one answer are at most the limit divided by this number."""
 TICK_SECONDS = 0.1
 
 
 class LoopClock:
-    """Seconds in the event loop's own ticks: while the loop is held up none pass, and nobody else is late."""
+    """Seconds in ticks of the event loop: while the loop is blocked no time passes, so no client seems late."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -53,26 +53,26 @@ class LoopClock:
 
 
 class AnswerBudget:
-    """Bytes that all answers may take.
+    """The budget of bytes for all answers.
 
-    A new answer is admitted where all that run have room to their ends: what they have, and what is expected to come.
-    Where more came than was expected, and nothing else can be dropped, the newest answers end: the least work is lost.
+    A new answer is admitted if all running ones have room to their ends: the bytes they hold plus those expected.
+    If answers grow beyond that and nothing else can be dropped, the newest ones end: the least work is lost.
     """
 
     def __init__(self, limit_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_bytes = limit_bytes
         self.clock = clock
         self._accounts: dict[AnswerAccount, None] = {}  # the oldest first
-        self._num_expected_tokens = float(MAX_FIRST_TOKENS)  # of one sample: few have been longer lately
-        self._num_expected_bytes = 0  # of all answers, beside those that they have
-        self.reserved_bytes = 0  # that they have
+        self._num_expected_tokens = float(MAX_FIRST_TOKENS)  # per sample: few have been longer lately
+        self._num_expected_bytes = 0  # expected growth of all answers
+        self.reserved_bytes = 0  # held by all answers
 
     def open(self, request: Request, *, num_made_tokens: int = 0) -> AnswerAccount:
-        """For the objects around the answer, the prompt and its logprobs, and each sample's first token.
+        """Opens an account for the answer's objects, the prompt, its logprobs, and each sample's first token.
 
-        `num_made_tokens`: of all samples, what another router has made of the answer.
+        `num_made_tokens`: tokens of all samples that another router has already generated.
 
-        Raises: CapacityError when there is no room now; InvalidRequestError when there never is.
+        Raises: CapacityError if there is no room now; InvalidRequestError if there never is.
         """
         sampling = request.options.sampling
         account = AnswerAccount(_bytes_per_token(request))
@@ -95,7 +95,7 @@ class AnswerBudget:
         return account
 
     def _check_alone(self, num_bytes: int) -> None:
-        """Raises: InvalidRequestError for an answer that has no room even alone."""
+        """Raises: InvalidRequestError if an answer does not fit even alone."""
         if num_bytes > self._limit_bytes:
             raise InvalidRequestError(
                 f"the answer exceeds the router's memory for answers, of {self._limit_bytes} bytes",
@@ -104,9 +104,9 @@ class AnswerBudget:
             )
 
     def _make_room(self, missing: int, *, older: AnswerAccount | None) -> None:
-        """Drops answers until so many bytes are free: delivered ones first, then of clients that stalled or left.
+        """Drops answers until `missing` bytes are free: delivered ones first, then those of stalled or absent clients.
 
-        Last, those that run and are newer than `older`, which needs the bytes; None: a new answer does.
+        Running answers newer than `older`, which needs the bytes, come last; None: a new answer needs them.
         Raises: CapacityError.
         """
         unread = dict.fromkeys(self._unread(besides=older))
@@ -136,7 +136,7 @@ class AnswerBudget:
             account.give_up(not_reading if account in unread else full)
 
     def _unread(self, *, besides: AnswerAccount | None) -> list[AnswerAccount]:
-        """Answers that nobody reads, in the order in which they are dropped."""
+        """Returns the answers without a reader, in the order in which they are dropped."""
         now, found = self.clock(), []
         for account in self._accounts:
             if account is not besides and account.unread is not None:
@@ -153,9 +153,9 @@ class AnswerBudget:
         self._num_expected_bytes += num_expected
 
     def grow(self, account: AnswerAccount, num_tokens: int) -> None:
-        """Charges an answer for so many tokens more. Does nothing once its account is closed.
+        """Charges an answer for `num_tokens` more. Does nothing once its account is closed.
 
-        Raises: CapacityError when there is no room now; InvalidRequestError when this answer alone fills the budget.
+        Raises: CapacityError if there is no room now; InvalidRequestError if this answer alone fills the budget.
         """
         if account not in self._accounts:
             return
@@ -167,9 +167,9 @@ class AnswerBudget:
         self._add(account, num_bytes, -min(account.num_expected_bytes, num_bytes))
 
     def settle(self, account: AnswerAccount, num_tokens: float | None) -> None:
-        """The answer has ended. `num_tokens`: of each sample; None: it failed, or was left, and says nothing of others.
+        """Records the end of an answer. `num_tokens`: per sample; None: it failed or was left, and does not count.
 
-        What is expected of new ones rises fast and falls slowly.
+        The length expected of new answers rises fast and falls slowly.
         """
         account.has_ended = True
         if account in self._accounts:
@@ -180,34 +180,34 @@ class AnswerBudget:
             self._num_expected_tokens = max(self._num_expected_tokens, MIN_EXPECTED_TOKENS)
 
     def close(self, account: AnswerAccount) -> None:
-        """The answer is dropped. Idempotent."""
+        """Closes the account of a dropped answer. Idempotent."""
         if account in self._accounts:
             del self._accounts[account]
             self._add(account, -account.num_bytes, -account.num_expected_bytes)
 
 
 class Unread(enum.IntEnum):
-    """Why nobody reads an answer, in the order in which such answers are dropped where others need the memory."""
+    """Why an answer has no reader, in the order in which such answers are dropped for memory."""
 
-    DELIVERED = 0  # it was read to its end, and is kept for its window
-    STALLED = 1  # its client leaves a message untaken
-    LEFT = 2  # its client is away
+    DELIVERED = 0  # it was read to its end, and is retained for its window
+    STALLED = 1  # its client does not take a message
+    LEFT = 2  # its client is absent
 
 
 @dataclass(slots=True, eq=False)
 class AnswerAccount:
-    """What one answer takes of the budget."""
+    """One answer's share of the budget."""
 
     bytes_per_token: int
-    give_up: Callable[[OutriderError], None] = lambda _error: None  # ends the answer with this error, and drops it
+    give_up: Callable[[OutriderError], None] = lambda _error: None  # ends the answer with this error and drops it
     num_bytes: int = 0
-    num_expected_bytes: int = 0  # to come; 0 once more has come than was expected
+    num_expected_bytes: int = 0  # expected growth; 0 once it has grown beyond that
     has_ended: bool = False
-    unread: tuple[Unread, float] | None = None  # why, and since when by the budget's clock; None: its client reads
+    unread: tuple[Unread, float] | None = None  # why, and since when by the budget's clock; None: it has a reader
 
 
 def _bytes_per_token(request: Request) -> int:
-    """An upper bound of what a generated token takes."""
+    """Returns an upper bound of the bytes of a generated token."""
     if request.options.logprobs is None:
         return _BYTES_PER_TOKEN
     return _BYTES_PER_TOKEN + _BYTES_PER_LOGPROB * (1 + request.options.logprobs.num_top)

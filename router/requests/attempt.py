@@ -1,7 +1,7 @@
-"""One try at an answer's unfinished samples on one decode node, as a state machine.
+"""One attempt to compute an answer's unfinished samples on one decode node, as a state machine.
 
 A grant, the prompt's KV, tokens, the end: `Attempt.TABLE` has every transition.
-A transfer that fails is tried again whole under a new transfer id: the KV of two is never mixed. The
+A failed transfer is repeated whole under a new transfer id: KV of two transfers is never mixed. The
 reservation on the decode node stays.
 """
 
@@ -44,25 +44,25 @@ _NODE_EVENTS = get_args(SequenceGroupEvent)
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """`step` takes what happens to it; what it wants done is appended to `Shared.out`."""
+    """A state machine: `step` takes an event and appends instructions to `Shared.out`."""
 
     shared: Shared
     decode: on.Node
-    prefill: on.Node | None  # whose transfer runs or was the last; None: there is none
+    prefill: on.Node | None  # of the current or last transfer; None: there is none
     opened: OpenSequenceGroup
     hold: LogprobsHold | None  # None: the answer has the prompt's logprobs, or needs none
     is_hedge: bool
     state: AttemptState = AttemptState.OPENING
     was_granted: bool = False
-    has_tokens: bool = False  # it has computed some itself
+    has_tokens: bool = False  # it has computed tokens itself
     is_late: bool = False
     is_draining: bool = False
     is_kv_ready: bool = False
     is_prefill_running: bool = False
-    transfer_id: bytes = b""  # the current one's; empty: the decode node computes the prompt
-    prefill_numerics: str = ""  # of the prefill nodes that have worked
-    timer: on.Timer | None = None  # the one that runs
-    running: set[int] = field(default_factory=set)  # samples that the decode node has
+    transfer_id: bytes = b""  # the current transfer; empty: the decode node computes the prompt
+    prefill_numerics: str = ""  # of the prefill nodes that have worked on it
+    timer: on.Timer | None = None  # the running one
+    running: set[int] = field(default_factory=set)  # samples on the decode node
 
     def __post_init__(self) -> None:
         self.transfer_id = self.opened.transfer_id
@@ -83,10 +83,10 @@ class Attempt:
         return numerics.startswith(EXACT_NUMERICS) and (self.prefill is None or self.prefill.numerics == numerics)
 
     def step(self, event: Any) -> on.Outcome | None:
-        """Takes an event. Returns what it means for the request; None: nothing.
+        """Takes an event and returns its outcome for the request; None: there is none.
 
-        A node that breaks the protocol loses the attempt. Raises: InvalidTransitionError for an event of our own
-        that the state does not know.
+        A node that breaks the protocol loses the attempt. Raises: InvalidTransitionError for one of our own events
+        that has no transition in the state.
         """
         handler = self.TABLE[self.state].get(type(event))
         try:
@@ -107,7 +107,7 @@ class Attempt:
     def close(
         self, why: str, *, rejected: Rejected | None = None, frees_hedge: bool = False, keeps_prefill: bool = False
     ) -> None:
-        """Frees all that it holds, and then does nothing. The arguments are those of `do.CloseAttempt`."""
+        """Releases all that it holds, and does nothing afterwards. The arguments are those of `do.CloseAttempt`."""
         if self.state is not AttemptState.COMPLETED:
             self._stop_timer()
             frees_hedge = frees_hedge and self.is_hedge and not self.has_tokens
@@ -117,8 +117,8 @@ class Attempt:
             self._stop_prefill()
 
     def cancel_ended_samples(self) -> on.Outcome | None:
-        """Cancels the samples that have ended as far as the router knows."""
-        if self.hold is not None:  # there is more to come than tokens
+        """Cancels on the node the samples that have ended as far as the router knows."""
+        if self.hold is not None:  # logprobs are still missing
             return None
         samples = self.shared.answer.samples
         ended = tuple(sample for sample in sorted(self.running) if samples[sample].finished)
@@ -128,7 +128,7 @@ class Attempt:
         return self._discard(*ended)
 
     def blame(self, role: NodeRole, incarnation: bytes, cause: str) -> None:
-        """Blames a node that has failed it. A request that fails on two nodes is the cause itself."""
+        """Blames a node that failed the attempt. A request that fails on two nodes is at fault itself."""
         suspects, may_be_request = self.shared.failures.suspects, cause not in NODE_CAUSES
         self._do(do.Blame(self.group_id, role, incarnation, may_be_request))
         if may_be_request:
@@ -171,14 +171,14 @@ class Attempt:
         return on.Lost(self._error(f"does not answer {command}"), "decode_silent")
 
     def _take_kv(self, ready: KvReady) -> on.Outcome | None:
-        """Takes the word that the reservation is filled, perhaps by a transfer that had been given up."""
+        """Records that the reservation is filled, perhaps by a transfer that had been abandoned."""
         self._do(do.RecordKv(ready))
         self.is_kv_ready = True
         if self.hold is None:
             self._start_decoding()
         elif self.state is AttemptState.RETARGETING:
             return on.Lost(self._error("the prompt's logprobs are lost"), "prefill_lost", is_counted=False)
-        elif self.is_prefill_running:  # they are in its answer
+        elif self.is_prefill_running:  # the logprobs are in its answer
             self._set_timer(on.Timer.KV, self.shared.limits.kv_ready_timeout_seconds)
         else:
             return self._fail_transfer("the prefill node has not sent all logprobs of the prompt")
@@ -195,7 +195,7 @@ class Attempt:
             except InternalError as error:
                 return self._fail_transfer(error.message)
         outcome = self._end_hold(are_whole=are_whole)
-        if not self.is_kv_ready:  # the push was committed: the decode node's word follows
+        if not self.is_kv_ready:  # the push was committed: the decode node's KvReady follows
             self._set_timer(on.Timer.KV, self.shared.limits.kv_ready_timeout_seconds)
         elif self.hold is None:
             self._start_decoding()
@@ -232,7 +232,7 @@ class Attempt:
         if error.reason == UNREACHABLE:
             failures.add_node(prefill.incarnation)
         self.blame(NodeRole.PREFILL, prefill.incarnation, error.reason)
-        if failures.final_error(error) is not None or self.is_kv_ready:  # then logprobs are lost
+        if failures.final_error(error) is not None or self.is_kv_ready:  # if KV is ready, logprobs are lost
             return on.Lost(error, "prefill_lost", is_counted=False)
         self._do(do.RecordMigration(prefill.name, "prefill_lost", error))
         self._retarget()
@@ -256,7 +256,7 @@ class Attempt:
         self._set_timer(on.Timer.GRANT, self.shared.limits.open_timeout_seconds)
 
     def _keeps_received(self) -> bool:
-        """Whether KV that has arrived whole may stay: its next node has equal numerics, and scores no prompt."""
+        """Whether fully received KV may stay: the next node has equal numerics, and the prompt is not scored."""
         node = self.decode if self.prefill is None else self.prefill
         return self.prefill_numerics == node.numerics and self.opened.options.prompt_logprobs is None
 
@@ -278,7 +278,7 @@ class Attempt:
         if not has_ended:
             return on.Changed() if is_first else None
         finished = answer.samples[tokens.sample].finished
-        if finished is not None and finished.stop_string is not None:  # of which the node does not know
+        if finished is not None and finished.stop_string is not None:  # the node does not know stop strings
             return self.cancel_ended_samples() or on.Changed()
         return self._discard(tokens.sample) or on.Changed()
 
@@ -294,7 +294,7 @@ class Attempt:
         return None if self.hold is None else self._end_hold(are_whole=self.hold.take(event.packed))
 
     def _end_hold(self, *, are_whole: bool) -> on.Outcome | None:
-        """Takes the tokens that have waited for the prompt's logprobs, once these are whole."""
+        """Takes the tokens held back for the prompt's logprobs, once these are complete."""
         hold = self.hold
         if hold is None or not are_whole:
             return None
@@ -330,7 +330,7 @@ class Attempt:
         return on.Changed()
 
     def _ignore(self, _event: object) -> None:
-        """Does nothing: the event is of a transfer that was given up, or comes too late to matter."""
+        """Does nothing: the event is of an abandoned transfer, or comes too late to matter."""
 
     def _error(self, message: str) -> PeerLostError:
         return PeerLostError(f"decode node {self.decode.name}: {message}", node=self.decode.name)
@@ -372,7 +372,7 @@ class Attempt:
             on.PrefillEnded: _take_prefill,
             on.PrefillLate: _leave_late_prefill,
             on.TimerFired: _miss_kv,
-            SampleTokens: _take_tokens,  # they wait for logprobs of the prompt
+            SampleTokens: _take_tokens,  # held back until the prompt's logprobs are complete
             SampleDone: _take_done,
         },
         AttemptState.RETARGETING: {
@@ -397,4 +397,4 @@ class Attempt:
         },
         AttemptState.COMPLETED: {on.PrefillEnded: _take_stats},
     }
-    """Every transition. A decode node's event that is missing breaks the protocol; one of ours is a bug."""
+    """Every transition. A missing event breaks the protocol if a decode node sent it; one of ours is a bug."""

@@ -1,4 +1,4 @@
-"""What an attempt holds on nodes: its place, its sequence group on a decode node, its prefill call."""
+"""An attempt's resources on nodes: its place, its sequence group on a decode node, its prefill call."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _log = get_logger("attempts")
 
 
 def node_of(link: NodeLink) -> on.Node:
-    """Returns the node's process as it is now."""
+    """Returns the node's current process."""
     return on.Node(link.name, link.incarnation, link.numerics)
 
 
 class AttemptNodes:
-    """Tells the machine what nodes say, and tells nodes what the machine wants. Owned by the event loop.
+    """Passes nodes' events to the machine, and the machine's instructions to nodes. Owned by the event loop.
 
     It listens to its sequence group (`router.nodes.transport.GroupListener`) and to the links of its nodes.
     """
@@ -44,7 +44,7 @@ class AttemptNodes:
         *,
         may_replace: Callable[[PrefillLink], bool],
     ) -> None:
-        """`may_replace`: whether a late prefill node's work moves to another one, which is then counted."""
+        """`may_replace`: whether a late prefill node's work may move to another one; counts it as a hedge if so."""
         self.place = place
         self.record = record
         self.is_closed = False
@@ -53,8 +53,8 @@ class AttemptNodes:
         self._may_replace = may_replace
         self._decode_incarnation = place.decode.incarnation
         self._session: DecodeSession | None = None  # None: not opened, or left
-        self._prefill: asyncio.Task[PrefillFigures] | None = None  # None: no call runs whose end matters
-        self._watched: PrefillLink | None = None  # whose prefill call runs
+        self._prefill: asyncio.Task[PrefillFigures] | None = None  # None: there is no running call whose result matters
+        self._watched: PrefillLink | None = None  # the node of the running prefill call
 
     @property
     def id(self) -> bytes:
@@ -64,7 +64,7 @@ class AttemptNodes:
     def is_prefill_running(self) -> bool:
         return self._prefill is not None
 
-    # ------------------------------------------------------------ what nodes say
+    # ----------------------------------------------------------- events of nodes
 
     def on_event(self, event: SequenceGroupEvent) -> None:
         if type(event) is SampleTokens:
@@ -72,7 +72,7 @@ class AttemptNodes:
         self._feed(event)
 
     def on_lost(self, error: OutriderError) -> None:
-        """Tells the machine that the decode node's session broke."""
+        """Tells the machine that the decode node's session has ended."""
         lost = error if isinstance(error, PeerLostError) else PeerLostError(error.message)
         self._feed(on.SessionLost(self.id, lost))
 
@@ -101,7 +101,7 @@ class AttemptNodes:
             error = PeerLostError(f"the prefill call failed: {error}")
         self._feed(on.PrefillEnded(self.id, error))
 
-    # ------------------------------------------------------------ what the machine wants
+    # ----------------------------------------------------------- instructions of the machine
 
     def open(self) -> None:
         """Sends the command that opens the group."""
@@ -137,7 +137,7 @@ class AttemptNodes:
         self._prefill.add_done_callback(lambda task: self._on_prefill_end(span, task))
 
     def stop_prefill(self) -> None:
-        """Cancels the prefill call: nothing more comes of it."""
+        """Cancels the prefill call and ignores its result."""
         self._unwatch()
         task, self._prefill = self._prefill, None
         if task is not None:
@@ -166,7 +166,7 @@ class AttemptNodes:
             self._session.cancel(self.id, samples)
 
     def close(self, instruction: do.CloseAttempt) -> None:
-        """Gives back all but a prefill call, whose statistics may still be wanted."""
+        """Releases everything but a prefill call, whose statistics may still be wanted."""
         self.is_closed = True
         self._unwatch()
         self.record.end(instruction.why)

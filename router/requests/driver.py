@@ -1,4 +1,4 @@
-"""Performs what a request's machine wants done: the only place where a request meets tasks, timers and nodes."""
+"""Performs a request's instructions: the only place where a request meets tasks, timers and nodes."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from router.scheduling.placement import Place, Placement
 from router.scheduling.request_queue import QueuedRequest, RequestQueue
 
 ID_BYTES = 16
-"""Size of the ids of sequence groups and transfers."""
+"""Bytes of the ids of sequence groups and transfers."""
 
 _log = get_logger("requests")
 
 
 class ReceiptQueue(Protocol):
-    """Where receipts of ended requests go (`router.durability.receipts.keeper.ReceiptKeeper`)."""
+    """The queue of receipts of ended requests (`router.durability.receipts.keeper.ReceiptKeeper`)."""
 
     def keep(
         self, proto: router_pb2.GenerateRequest, answer: Answer, record: RequestRecord, model: ModelInfo
@@ -49,7 +49,7 @@ class ReceiptQueue(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterContext:
-    """What every request of a router uses. It is made once a node serves, by `router.router.Router`."""
+    """The context shared by a router's requests, made by `router.router.Router` once a node serves."""
 
     config: RouterConfig
     queue: RequestQueue
@@ -63,15 +63,15 @@ class RouterContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedRequest:
-    """A request that can be served, and what is kept of it."""
+    """A request that can be served, and its records."""
 
     answer: Answer
     record: RequestRecord
     account: AnswerAccount  # closed with the request
     proto: router_pb2.GenerateRequest | None  # as it was sent; None: it has ended, and its receipt is made
     model: ModelInfo
-    client: str  # whose share of the queue it takes
-    was_admitted: bool = False  # by a router that is gone, so that it is not refused here
+    client: str  # whose share of the queue is charged
+    was_admitted: bool = False  # by a router that is gone, so that the queue does not reject it
 
 
 class Driver:
@@ -80,7 +80,7 @@ class Driver:
     def __init__(
         self, key: str, context: RouterContext, *, window_seconds: float | None, on_free: Callable[[], None]
     ) -> None:
-        """The request is being encoded. `on_free` is called when its name is free."""
+        """Starts in the state ENCODING. `on_free` is called when the request's key is free."""
         config = context.config
         limits = Limits(
             window_seconds=window_seconds,
@@ -92,15 +92,15 @@ class Driver:
         self._key = key
         self._context = context
         self._on_free = on_free
-        self._encoded: EncodedRequest | None = None  # None: it is being encoded
+        self._encoded: EncodedRequest | None = None  # None while it is being encoded
         self._events: deque[on.Event] = deque()
         self._is_stepping = False
-        self._now = 0.0  # monotonic seconds, of the step under way
-        self._attempts: dict[bytes, AttemptNodes] = {}  # by sequence group; with those whose prefill call still runs
+        self._now = 0.0  # monotonic seconds of the current step
+        self._attempts: dict[bytes, AttemptNodes] = {}  # by sequence group; also those whose prefill call still runs
         self._waiting: QueuedRequest | None = None  # its turn in the queue, which it keeps; None: it never waited
         self._seeking: asyncio.Task[Place] | None = None
         self._timers: dict[tuple[on.Timer, bytes], asyncio.TimerHandle] = {}
-        self._blamed: dict[bytes, Breaker] = {}  # by process, of nodes whose failures the request may have caused
+        self._blamed: dict[bytes, Breaker] = {}  # by process: nodes with failures that the request may have caused
 
     @property
     def encoded(self) -> EncodedRequest:
@@ -108,14 +108,14 @@ class Driver:
         return self._encoded
 
     def begin(self, encoded: EncodedRequest) -> None:
-        """Begins to serve."""
+        """Starts serving."""
         self._encoded = encoded
         self.feed(on.Encoded(encoded.answer, encoded.was_admitted))
 
     # ------------------------------------------------------------ the loop of events
 
     def feed(self, event: on.Event) -> None:
-        """Steps the machine, and performs its instructions; events that these bring wait. It raises nothing."""
+        """Steps the machine and performs its instructions; events caused by these are queued. Never raises."""
         self._events.append(event)
         if self._is_stepping:
             return
@@ -127,12 +127,12 @@ class Driver:
             self._is_stepping = False
 
     def _step(self, event: on.Event) -> None:
-        """Takes one event. A bug ends this request alone, and the request still frees all that it holds."""
+        """Takes one event. A bug ends this request only, which still frees all that it holds."""
         request, now = self.request, time.monotonic()
         self._now = now
         try:
             instructions = request.step(event, now)
-        except Exception as error:  # noqa: BLE001 it ends this request alone
+        except Exception as error:  # noqa: BLE001 it ends this request only
             _log.exception(
                 "a request failed", request_id=self._key, state=request.state.name, kind=type(event).__name__
             )
@@ -142,12 +142,12 @@ class Driver:
         for instruction in instructions:
             try:
                 self._PERFORM[type(instruction)](self, instruction)
-            except Exception as error:  # noqa: BLE001 the others are still to be performed
+            except Exception as error:  # noqa: BLE001 the other instructions still have to be performed
                 name = type(instruction).__name__
                 _log.exception("a request failed", request_id=self._key, state=request.state.name, instruction=name)
                 failure = error
                 if isinstance(instruction, do.Summarize):
-                    self._fail(error)  # now, since the next one counts how the request ended
+                    self._fail(error)  # now, since the next instruction counts how the request ended
         instructions.clear()
         if failure is not None:
             self._crash(failure)
@@ -156,11 +156,11 @@ class Driver:
         for instruction in self.request.crash(self._fail(cause), self._now):
             try:
                 self._PERFORM[type(instruction)](self, instruction)
-            except Exception as failure:  # noqa: BLE001 the rest is still to be freed
+            except Exception as failure:  # noqa: BLE001 the rest still has to be freed
                 _log.exception("a request could not be freed", request_id=self._key, error=str(failure))
 
     def _fail(self, cause: Exception) -> InternalError:
-        """Ends the answer, unless it has ended, and returns what it ends with."""
+        """Ends the answer, unless it has ended, and returns its error."""
         message = cause.message if isinstance(cause, InternalError) else f"{type(cause).__name__}: {cause}"
         error = InternalError(f"the request failed: {message}")
         if self._encoded is not None:
@@ -174,7 +174,7 @@ class Driver:
             priority = self.encoded.answer.request.options.priority
             self._waiting = QueuedRequest(wanted.demand, priority=priority, client=self.encoded.client)
         waiting = self._waiting
-        if wanted.demand != waiting.demand:  # an equal one has been hashed
+        if wanted.demand != waiting.demand:  # an equal demand has its hashes computed already
             waiting.demand = wanted.demand
         waiting.was_accepted |= wanted.is_accepted
         waiting.was_placed = wanted.is_kept
@@ -186,7 +186,7 @@ class Driver:
                 self._seeking = None
                 self.feed(self._placed(task))
             elif not task.cancelled() and task.exception() is None:
-                task.result().release()  # given at the moment it was no longer wanted
+                task.result().release()  # assigned just as the wait was cancelled
 
         if self._seeking is not None:  # a hedge's place came first
             self._seeking.cancel()
@@ -357,7 +357,7 @@ class Driver:
         answer, record = encoded.answer, encoded.record
         if context.receipts is not None and encoded.proto is not None:
             context.receipts.keep(encoded.proto, answer, record, encoded.model)
-        self._encoded = replace(encoded, proto=None)  # it may be large, and the answer is kept for its window
+        self._encoded = replace(encoded, proto=None)  # it may be large, and the answer is retained for its window
         num_tokens = None if answer.summary is None else answer.num_generated_tokens / len(answer.samples)
         context.answers.settle(encoded.account, num_tokens)
         record.close(answer.failure)

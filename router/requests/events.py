@@ -1,4 +1,4 @@
-"""What may happen to a request. Imported as `on`; a decode node's events are those of `outrider.session`.
+"""The events of a request. Imported as `on`; a decode node's events are those of `outrider.session`.
 
 An event that concerns one attempt names it by the id of its sequence group.
 """
@@ -17,7 +17,7 @@ from router.requests.answer import Answer
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node's process, as it was when an attempt got it."""
+    """A node's process at the time when an attempt was placed on it."""
 
     name: str
     incarnation: bytes
@@ -25,21 +25,21 @@ class Node:
 
 
 class Timer(enum.Enum):
-    """What a request waits for, at most once each; the first two are an attempt's."""
+    """A request's timers, each at most once at a time; the first two belong to an attempt."""
 
     GRANT = enum.auto()
-    KV = enum.auto()  # and its logprobs, once the prefill node or the decode node says that it is done
-    RETRY = enum.auto()  # of a search for a second decode node
-    STATS = enum.auto()  # those of the prefill node, once all samples have ended
-    WINDOW = enum.auto()  # the resume window, while nobody reads
+    KV = enum.auto()  # complete KV and logprobs, once the prefill node or the decode node reports that it is done
+    RETRY = enum.auto()  # another search for a second decode node
+    STATS = enum.auto()  # the prefill node's statistics, once all samples have ended
+    WINDOW = enum.auto()  # the resume window, while there is no reader
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The prompt is encoded, memory is reserved: the request may be served."""
+    """The prompt is encoded and memory is reserved: the request can be served."""
 
     answer: Answer
-    was_admitted: bool = False  # by a router that is gone: the queue does not refuse it
+    was_admitted: bool = False  # by a router that is gone, so the queue does not reject it
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +49,23 @@ class Placed:
     place: Any  # the driver's handle
     decode: Node
     prefill: Node | None  # None: the decode node computes the prompt
-    kv_salt: bytes  # of the KV that these nodes make together
+    kv_salt: bytes  # for KV that these nodes compute together
     is_hedge: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class NotPlaced:
-    """The queue has refused the request, or no node may be hedged with."""
+    """The queue has rejected the request, or no node is available for a hedge."""
 
     error: OutriderError | None = None
 
 
 class ReaderAttached(NamedTuple):
-    """A client's stream reads the answer."""
+    """A client's stream has begun to read the answer."""
 
 
 class ReaderLeft(NamedTuple):
-    """A call that could read the answer is over; perhaps another one reads."""
+    """A call that may have read the answer has ended; there may be another reader."""
 
 
 class AbortRequested(NamedTuple):
@@ -74,14 +74,14 @@ class AbortRequested(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request cannot go on here: it ends with this error, unless all its samples have ended."""
+    """The request cannot continue here: it ends with this error, unless all its samples have ended."""
 
     error: OutriderError
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The answer is forgotten now. Without an error its client has left, or its window has ended."""
+    """The answer is dropped now. Without an error its client has left, or its window has ended."""
 
     error: OutriderError | None = None
 
@@ -89,7 +89,7 @@ class Dropped:
 @dataclass(frozen=True, slots=True)
 class TimerFired:
     timer: Timer
-    sequence_group_id: bytes = b""  # an attempt's
+    sequence_group_id: bytes = b""  # the attempt's, if the timer is an attempt's
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class DecodeNodeChanged:
 
 @dataclass(frozen=True, slots=True)
 class SessionLost:
-    """The decode node's session broke: the node has freed the group."""
+    """The decode node's session has ended: the node has freed the group."""
 
     sequence_group_id: bytes
     error: PeerLostError
@@ -111,7 +111,7 @@ class SessionLost:
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
-    """The prefill call has its result. A call that was stopped has none."""
+    """The prefill call has its result. A stopped call has none."""
 
     sequence_group_id: bytes
     result: PrefillFigures | PeerLostError
@@ -140,12 +140,12 @@ RequestEvent = (
 )
 Event = AttemptEvent | RequestEvent
 
-# ---------------------------------------------------------------- what an attempt's event means for its request
+# -------------------------------------------------------------- outcomes of an attempt's events, for its request
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """The request should look at its attempts again: first tokens, a sample's end, a node late or on time."""
+    """The request should reconsider its attempts: first tokens, a sample's end, a node late or on time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,23 +155,23 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The decode node keeps nothing of it."""
+    """The decode node has rejected the attempt and holds nothing of it."""
 
     rejected: Rejected
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The work is gone, or must not go on where it was. What the answer has is kept."""
+    """The attempt's work is lost, or must not continue on its node. The answer's tokens are retained."""
 
     error: PeerLostError
     cause: str  # a label of `outrider:moves_total`
-    is_counted: bool = True  # False: planned, or counted before
+    is_counted: bool = True  # False: the loss was planned, or counted before
 
 
 @dataclass(frozen=True, slots=True)
 class Fatal:
-    """The attempt failed for a reason that another node would not cure."""
+    """The attempt failed for a reason that another node would not fix."""
 
     error: OutriderError
 

@@ -1,4 +1,4 @@
-"""What a request may have done. Imported as `do`; `router.requests.driver` performs them, in order."""
+"""The instructions of a request's machine. Imported as `do`; `router.requests.driver` performs them in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from router.scheduling.placement import Demand
 
 
 class Instruction:
-    """What the driver performs. Those that concern one attempt name it by its sequence group."""
+    """An instruction to the driver. If it concerns one attempt, it names the attempt by its sequence group."""
 
     __slots__ = ()
 
@@ -30,20 +30,20 @@ class Enqueue(Instruction):
     """Wait for a place. `Placed` or `NotPlaced` follows, unless `LeaveQueue` comes first."""
 
     demand: Demand
-    is_accepted: bool  # the bounds of the queue do not apply
-    is_kept: bool  # no other request displaces it
+    is_accepted: bool  # exempt from the queue's bounds
+    is_kept: bool  # exempt from displacement by other requests
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeDemand(Instruction):
-    """Wait for another kind of place from now on, with the same turn."""
+    """Wait for a place with another demand from now on, in the same turn."""
 
     demand: Demand
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveQueue(Instruction):
-    """Leave the queue, and return a place that was just given."""
+    """Leave the queue, and return a place that has just been assigned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,14 @@ class Hedge(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class ReturnPlace(Instruction):
-    """Release the place of a `Placed` that came too late."""
+    """Release the place of a `Placed` that arrived too late."""
 
     place: Any
 
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup(Instruction):
-    """Send the command to the place's decode node, and pass on what is said of the group."""
+    """Send the command to the place's decode node, and forward the group's events."""
 
     command: OpenSequenceGroup
     place: Any
@@ -111,13 +111,13 @@ class CancelSamples(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class CloseAttempt(Instruction):
-    """Release the place, and listen to the group no more."""
+    """Release the place, and stop listening to the group."""
 
     sequence_group_id: bytes
-    why: str  # for people; empty: it has done its work
+    why: str  # for people; empty: the attempt has done its work
     must_cancel: bool  # the decode node still has the group
     rejected: Rejected | None = None  # the decode node had no room
-    frees_hedge: bool = False  # it came to nothing: another hedge may be opened
+    frees_hedge: bool = False  # the hedge was not needed: another one may be opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Blame(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Forgive(Instruction):
-    """Take back the blame for processes of nodes: the request itself is the cause."""
+    """Withdraw the blame of nodes' processes: the request itself is the cause."""
 
     incarnations: tuple[bytes, ...]
 
@@ -152,11 +152,11 @@ class StopTimer(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Deliver(Instruction):
-    """Record tokens that the answer has taken, and charge the memory of the `num_new` that it did not have."""
+    """Record tokens that the answer has taken, and charge the memory of the `num_new` that are new to it."""
 
     tokens: SampleTokens
     num_new: int
-    is_first: bool  # of the attempt: its nodes work
+    is_first: bool  # first tokens of the attempt, which show that its nodes work
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class RecordKv(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class RecordMigration(Instruction):
-    """Record that the next tokens come from another node than this one, or are computed with the help of another."""
+    """Record that the next tokens come from a node other than this one, or are computed with another's help."""
 
     node: str
     cause: str  # a label of `outrider:moves_total`
@@ -190,11 +190,11 @@ class Summarize(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class SettleRequest(Instruction):
-    """Write the receipt and settle the account: nothing is computed any more. Once in a request's life."""
+    """Write the receipt and settle the account, because nothing is computed any more. Once per request."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeName(Instruction):
-    """The request holds nothing any more: free its name. It comes once, as the last instruction."""
+    """Free the key of a request that holds nothing any more. Once per request, as the last instruction."""
 
     has_client_left: bool

@@ -1,4 +1,4 @@
-"""A request by its name, as clients, the registry and the store see it."""
+"""A request by its key, as clients, the registry and the store see it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Message = TypeVar("Message")
 class LiveRequest:
     """A request and its answer. Owned by the event loop.
 
-    The answer outlives its streams by the resume window; without one it ends with its only stream.
+    The answer outlives its streams by the resume window; without a window it ends with its only stream.
     """
 
     def __init__(
@@ -32,24 +32,24 @@ class LiveRequest:
         window_seconds: float | None,
         on_change: Callable[[LiveRequest], None],
     ) -> None:
-        """The request is being encoded; `start` follows, or `close`.
+        """Starts in the state ENCODING; `start` or `close` follows.
 
-        `key`: the client's name for it, behind the client's own where clients have one. `window_seconds`: how long
-        the answer can be resumed. `on_change` is called when it has a reader again, and when its name is free.
+        `key`: the client's id for it, after the client's name if that is known. `window_seconds`: how long the answer
+        can be resumed. `on_change` is called when it has a reader again, and when its key is free.
         """
         self.key = key
         self.window_seconds = window_seconds
-        self.is_kept = True  # False: it asked to be resumable anywhere, and the store did not answer
+        self.is_kept = True  # False: it asked to be resumable on any router, but the store did not answer
         self._driver = Driver(key, context, window_seconds=window_seconds, on_free=lambda: on_change(self))
         self._feed = self._driver.feed
         self._request = self._driver.request
         self._clock = context.answers.clock
         self._on_change = on_change
-        self._writer: asyncio.Task[object] | None = None  # of the stream that is attached
+        self._writer: asyncio.Task[object] | None = None  # the attached stream's
         self._given_up: OutriderError | None = None
 
     def start(self, encoded: EncodedRequest) -> None:
-        """Begins to serve the request."""
+        """Starts serving the request."""
         encoded.account.give_up = self.give_up
         self._driver.begin(encoded)
 
@@ -68,15 +68,15 @@ class LiveRequest:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is computed and nobody reads: the answer only waits for its client to come back."""
+        """Whether nothing is computed and there is no reader: the answer only waits for its client to return."""
         return self.is_closed or (self.state is State.ENDED and not self._request.has_reader)
 
     def trailers(self) -> Trailers:
-        """What a call's trailers say of the answer so far."""
+        """Returns the trailers of a call, for the answer so far."""
         return trailers_of(self._driver.encoded.record, is_kept=self.is_kept)
 
     def abort(self) -> bool:
-        """Ends the unfinished samples. Returns whether there was something to stop."""
+        """Ends the unfinished samples. Returns whether there were any to stop."""
         was_running = self.state in {State.QUEUED, State.SERVING}
         self._feed(on.AbortRequested())
         return was_running
@@ -86,21 +86,21 @@ class LiveRequest:
         self._feed(on.Failed(error))
 
     def close(self, error: OutriderError | None = None) -> None:
-        """Drops the answer and frees the name. Idempotent.
+        """Drops the answer and frees the key. Idempotent.
 
-        `error`: what an answer that has not ended ends with. None: its client has left.
+        `error`: ends an unfinished answer. None: the client has left.
         """
         self._feed(on.Dropped(error))
 
     def give_up(self, error: OutriderError) -> None:
-        """Drops the answer, and ends the stream that its client does not read."""
+        """Drops the answer, and ends the stream if its client does not read it."""
         if self._writer is not None:
             self._given_up = error
             self._writer.cancel()
         self.close(error)
 
     def leave(self) -> None:
-        """Says that a call that could read the answer is over. Unless another one reads, the resume window begins."""
+        """Records that a call that may have read the answer has ended. Without a reader the resume window begins."""
         self._feed(on.ReaderLeft())
 
     async def write(
@@ -109,11 +109,11 @@ class LiveRequest:
         render: Callable[[AnswerEvent], Message],
         next_positions: Mapping[int, int] | None = None,
     ) -> None:
-        """Passes the answer on from these positions (by sample), message by message, as the client takes them.
+        """Writes the answer from these positions (by sample), message by message, as fast as the client takes them.
 
-        The stream that was attached before ends. Raises: OutOfRangeError for positions that the answer does not
-        have; what the answer ends with; AbortedError when another stream is attached, or when the answer has been
-        dropped; what `give_up` says.
+        The previously attached stream ends. Raises: OutOfRangeError for positions that the answer does not
+        have; the answer's failure; AbortedError if another stream is attached, or if the answer has been
+        dropped; the error passed to `give_up`.
         """
         reader = self.answer.read(render, next_positions)
         account, clock = self._driver.encoded.account, self._clock
@@ -132,9 +132,9 @@ class LiveRequest:
         except asyncio.CancelledError:
             if self._given_up is None or writer is None:
                 raise
-            writer.uncancel()  # it was us
+            writer.uncancel()  # the cancellation came from `give_up`
             raise self._given_up from None
-        except OutriderError as error:  # its own, or such as an answer that is too large for a message
+        except OutriderError as error:  # the answer's failure, or for example an answer too large for a message
             if self.window_seconds is None:
                 self.close(error)
             raise

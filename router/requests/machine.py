@@ -1,12 +1,12 @@
 """READ FIRST. One request's life as a state machine, from its arrival to the end of its resume window.
 
-`Request.step` takes an event and returns what is to be done. It does no I/O, and it knows neither clock
-nor tasks: `router.requests.driver` feeds it events and performs its instructions. `Request.TABLE` has every
+`Request.step` takes an event and returns instructions. It does no I/O and has neither a clock nor
+tasks: `router.requests.driver` feeds it events and performs its instructions. `Request.TABLE` has every
 transition; those of an attempt are in `Attempt.TABLE`.
 
-Tokens depend on model, prompt, parameters and seed only. So whatever is lost, another attempt goes on
-from the tokens that the answer has; and where nodes compute alike, two attempts may run at once: the
-first token of a position counts, a second one is compared. Requests whose drafts are not verified by
+Tokens depend on model, prompt, parameters and seed only. So after any loss another attempt continues
+from the answer's tokens; and if nodes compute alike, two attempts may run at once: the first token
+received for a position counts, a second one is compared. Requests whose drafts are not verified by
 coupled sampling have one attempt at a time, since their tokens depend on drafts too.
 """
 
@@ -29,13 +29,13 @@ from router.scheduling.placement import Demand
 
 Handlers = Mapping[type, Callable[["Request", Any], None]]
 RETRY_SECONDS = 0.1
-"""Interval at which a second decode node is looked for while the first one is late or drains."""
+"""Seconds between searches for a second decode node while the first one is late or drains."""
 STATS_SECONDS = 0.5
-"""How long a finished answer waits for the statistics of a prefill node."""
+"""Seconds that a finished answer waits for the statistics of a prefill node."""
 
 
 class Request:
-    """One request. Whoever calls `step` performs all instructions that it returns, in order."""
+    """One request. The caller of `step` performs all instructions that it returns, in order."""
 
     def __init__(self, limits: Limits, cluster: Cluster) -> None:
         self.state = State.ENCODING
@@ -47,7 +47,7 @@ class Request:
         self._is_seeking = False  # for a place. Invariant: not while two attempts run.
         self._seeks_second = False  # in the queue, for a second attempt
         self._is_accepted = self._is_kept = False  # see `do.Enqueue`
-        self._timers: set[on.Timer] = set()  # those that run
+        self._timers: set[on.Timer] = set()  # the running ones
 
     @property
     def answer(self) -> Answer:
@@ -59,9 +59,9 @@ class Request:
         return self.state in {State.QUEUED, State.SERVING, State.CONCLUDING}
 
     def step(self, event: on.Event, now: float) -> list[do.Instruction]:
-        """Takes an event, and returns what is to be done. `now`: monotonic seconds.
+        """Takes an event and returns instructions. `now`: monotonic seconds.
 
-        An event of an attempt that is over is dropped here, and nowhere else. Raises: InvalidTransitionError.
+        An event of an attempt that has ended is dropped here, and nowhere else. Raises: InvalidTransitionError.
         """
         out: list[do.Instruction] = []
         self.shared.now, self.shared.out = now, out
@@ -85,7 +85,7 @@ class Request:
         return out
 
     def crash(self, error: InternalError, now: float) -> list[do.Instruction]:
-        """Ends the request after a bug of ours. Returns what the failed step wanted done, and what frees everything."""
+        """Ends the request after a bug of ours. Returns the failed step's instructions and those to free everything."""
         self.shared.now = now
         if self.state is State.ENCODING:
             self._close(on.Dropped(error))
@@ -93,7 +93,7 @@ class Request:
             self._end(on.Failed(error))
         return self.shared.out
 
-    # ------------------------------------------------------------ what comes of attempts
+    # ----------------------------------------------------------- outcomes of attempts
 
     def _take_outcome(self, attempt: Attempt, outcome: on.Outcome) -> None:
         match outcome:
@@ -105,7 +105,7 @@ class Request:
                 self._take_loss(attempt, outcome)
             case on.Fatal(error):
                 self.attempts.remove(attempt)
-                attempt.close(error.reason)  # its message is the request's
+                attempt.close(error.reason)  # its message is reported by the request
                 self._end(on.Failed(error))
         self._advance()
 
@@ -121,19 +121,19 @@ class Request:
         no_room = rejected if reason in {RejectReason.NO_ROOM, RejectReason.DRAINING} else None
         attempt.close(f"{reason.name}: {rejected.message}", rejected=no_room, frees_hedge=True)
         self._is_accepted |= self.shared.was_admitted
-        self._is_kept = self.shared.was_admitted  # a place that came to nothing does not count
+        self._is_kept = self.shared.was_admitted  # exempt from displacement only if a node has granted it room
         if reason is RejectReason.TOO_LARGE:
             self.shared.excluded |= {attempt.decode.incarnation}
             if self.attempts or self._cluster.is_usable(self.shared.demand()):
                 return
             if not self._cluster.may_know_more:
                 self._end(on.Failed(InvalidRequestError(rejected.message, field="prompt", reason="TOO_LARGE")))
-            elif not self.shared.was_admitted:  # else it waits for a node that is as large as its first one
+            elif not self.shared.was_admitted:  # else it waits for a node as large as its first one
                 message = f"too large for the decode nodes that serve now: {rejected.message}"
                 self._end(on.Failed(PeerLostError(message, reason="NO_NODE")))
 
     def _take_loss(self, attempt: Attempt, lost: on.Lost) -> None:
-        """Goes on from what the answer has, unless too many nodes were lost."""
+        """Continues from the answer's tokens, unless too many nodes were lost."""
         failures, is_second = self.shared.failures, attempt is not self.attempts[0]
         failures.look_at(self.answer.num_generated_tokens)
         if lost.is_counted:
@@ -145,14 +145,14 @@ class Request:
         if final is not None:
             self._do(do.Forgive(tuple(sorted(failures.suspects))))
             self._end(on.Failed(final))
-        elif not is_second:  # without the second one the work goes on where it was
-            self._is_accepted = True  # it was admitted: it is not refused now
+        elif not is_second:  # the loss of the second one does not move the work
+            self._is_accepted = True  # it was admitted, so the queue must not reject it now
             self._do(do.RecordMigration(attempt.decode.name, lost.cause, lost.error))
 
-    # ------------------------------------------------------------ what is to be done next
+    # ----------------------------------------------------------- next steps
 
     def _advance(self) -> None:
-        """Ends one of two attempts where one is enough, and looks for another one where it is needed."""
+        """Ends one of two attempts if one is enough, and looks for another if it is needed."""
         if self.state not in {State.QUEUED, State.SERVING}:
             return
         if len(self.attempts) == 2:
@@ -180,12 +180,12 @@ class Request:
             self._end(on.Failed(InternalError("a decode node says that all samples have ended, and some have not")))
         elif not self._is_seeking:
             self._enqueue(self.shared.demand())
-        elif self._seeks_second:  # nothing runs beside it any more
+        elif self._seeks_second:  # no other attempt is running now
             self._seeks_second = False
             self._do(do.ChangeDemand(self.shared.demand()))
 
     def _seek_second(self, first: Attempt) -> None:
-        """Begins a second attempt if the node of the first is late or drains, and both compute the same tokens."""
+        """Starts a second attempt if the first one's node is late or drains, and both compute the same tokens."""
         is_reproducible = self.answer.request.options.is_reproducible and first.has_exact_numerics
         if not (first.is_in_doubt and is_reproducible):
             self._leave_queue()
@@ -252,11 +252,11 @@ class Request:
     def _take_no_place(self, event: on.NotPlaced) -> None:
         was_seeking = self._is_seeking
         self._is_seeking = self._seeks_second = False
-        if self.attempts:  # what runs goes on where it is
+        if self.attempts:  # the running attempt stays where it is
             self._set_timer(on.Timer.RETRY, RETRY_SECONDS)
         elif event.error is not None:
             self._end(on.Failed(event.error))
-        elif was_seeking:  # the attempt that was late is gone meanwhile
+        elif was_seeking:  # the late attempt has ended meanwhile
             self._advance()
 
     def _take_timer(self, event: on.TimerFired) -> None:
@@ -279,11 +279,11 @@ class Request:
         self._stop_timer(on.Timer.WINDOW)
 
     def _attach_late(self, _event: on.ReaderAttached) -> None:
-        """Lets the client read what there is. Nobody computes the rest."""
+        """Lets the client read the tokens so far. The rest is not computed."""
         self.answer.fail(dropped())
 
     def _detach(self, _event: on.ReaderLeft) -> None:
-        """Begins the resume window, unless another stream reads. The name of a refused request is free at once."""
+        """Begins the resume window, unless another stream reads. The key of a rejected request is freed at once."""
         self.has_reader = self.answer.has_reader
         if self.has_reader:
             return
@@ -322,7 +322,7 @@ class Request:
         self._do(do.SettleRequest())
 
     def _end(self, event: on.Failed) -> None:
-        """Fails the request. What its answer has can be read until its window ends."""
+        """Fails the request. The answer so far can be read until its window ends."""
         was_active, self.state = self.is_active, State.ENDED
         self._free()
         if was_active:
@@ -333,14 +333,14 @@ class Request:
         error, was_active, self.state = event.error, self.is_active, State.CLOSED
         self._free()
         if self.shared.maybe_answer is not None and (error is not None or self.answer.has_reader):
-            self.answer.fail(error or dropped())  # its reader waits for no more
+            self.answer.fail(error or dropped())  # a waiting reader gets the error
         if was_active:
             self._do(do.SettleRequest())
         self._stop_timer(on.Timer.WINDOW)
         self._do(do.FreeName(has_client_left=was_active and error is None))
 
     def _free(self) -> None:
-        """Gives up everything on nodes and in the queue."""
+        """Releases everything on nodes and in the queue."""
         for attempt in tuple(self.attempts):
             self._drop_attempt(attempt)
         if self._completed is not None:
@@ -386,14 +386,14 @@ class Request:
         on.Failed: _ignore,
     }
     TABLE: ClassVar[Mapping[State, Handlers]] = {
-        State.ENCODING: {**_OVER, on.Encoded: _begin, on.Dropped: _close},  # nothing runs yet
+        State.ENCODING: {**_OVER, on.Encoded: _begin, on.Dropped: _close},  # no attempt yet
         State.QUEUED: _WORKING,
         State.SERVING: _WORKING,
         State.CONCLUDING: {**_READABLE, **_OVER},
         State.ENDED: {**_READABLE, **_OVER},
         State.CLOSED: {**_OVER, on.ReaderAttached: _attach_late, on.ReaderLeft: _ignore, on.Dropped: _ignore},
     }
-    """Every transition. An event that is missing is a bug, and `InvalidTransitionError` names it and the state."""
+    """Every transition. A missing event is a bug: `InvalidTransitionError` names it and the state."""
 
 
 def dropped() -> AbortedError:

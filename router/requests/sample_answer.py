@@ -13,22 +13,22 @@ from router.text.answer_text import AnswerText
 
 
 class TokenMismatchError(InternalError):
-    """Two nodes computed different tokens for one position: a bug of ours, or nodes whose numerics differ."""
+    """Two nodes computed different tokens for one position: a bug of Outrider, or nodes whose numerics differ."""
 
     reason = "TOKEN_MISMATCH"
 
 
 class SampleAnswer:
-    """Tokens are appended at the next position only; a position that has its token is compared.
+    """A sample's record: new tokens are appended at the next position; known positions are compared.
 
-    A token's text is what it released, so text from a position is the same whenever it is
-    asked for.
+    A token's text is the text that it released, so the text from a position is always the
+    same.
     """
 
     def __init__(
         self, *, sample: int, request: Request, text: AnswerText, token_bytes: Callable[[int], bytes] | None = None
     ) -> None:
-        """`token_bytes`: of a token id, where logprobs are to have them."""
+        """`token_bytes`: converts a token id to bytes, if logprobs should include them."""
         sampling = request.options.sampling
         self._sample = sample
         self._stop_token_ids = frozenset(request.options.stop_token_ids)  # with the end-of-text ids, unless ignored
@@ -38,14 +38,14 @@ class SampleAnswer:
         self._token_bytes = token_bytes
         self._brought = request.generated_token_ids
         self.start_position = len(request.prompt_token_ids) + len(self._brought)
-        """Of the first token that this call makes."""
+        """The position of the first token that this call generates."""
         self.next_position = self.start_position
         self.last_position = len(request.prompt_token_ids) + sampling.max_tokens
-        """Of the token behind the longest answer."""
+        """The position after the last token of the longest possible answer."""
         self._token_ids: list[int] = []
-        self._texts: list[str] = []  # of each token
-        self._logprobs: list[TokenLogprobs] = []  # of each token, or empty
-        self._tail = ""  # what was held back when the sample ended without another token
+        self._texts: list[str] = []  # one per token
+        self._logprobs: list[TokenLogprobs] = []  # one per token, or empty
+        self._tail = ""  # text held back when the sample ended without another token
         self._shows_text = not request.output.token_ids_only
         self._echo = request.prompt_text if request.output.echo and self._shows_text and not self._brought else ""
         self.finished: Finished | None = None
@@ -55,28 +55,28 @@ class SampleAnswer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that this call made."""
+        """The number of tokens that this call generated."""
         return len(self._token_ids)
 
     @property
     def is_whole(self) -> bool:
-        """It ended by its tokens, not by an abort."""
+        """Whether the sample ended by its tokens, not by an abort."""
         return self.finished is not None and self.finished.reason is not FinishReason.ABORTED
 
     @property
     def generated_token_ids(self) -> tuple[int, ...]:
-        """Those that the client brought, and those made since: what another attempt goes on from."""
+        """The tokens that the client brought and those generated since: the start of another attempt."""
         return (*self._brought, *self._token_ids)
 
     def token_ids_from(self, position: int) -> Sequence[int]:
-        """Tokens made by this call, from an absolute position on."""
+        """Returns this call's tokens from an absolute position on."""
         return self._token_ids[max(position - self.start_position, 0) :]
 
     def take(self, tokens: SampleTokens) -> int:
-        """Takes committed tokens; what follows the sample's end is dropped. Returns how many were new.
+        """Takes committed tokens and drops those after the sample's end. Returns how many were new.
 
-        Raises: TokenMismatchError when a position already has another token; InternalError
-        when they leave a gap, or for logprobs that are not one for each token.
+        Raises: TokenMismatchError if a position already has another token; InternalError if the
+        tokens leave a gap, or if there is not one logprob per token.
         """
         token_ids, logprobs = tokens.token_ids, tokens.logprobs
         first = tokens.start_position - self.start_position
@@ -89,7 +89,7 @@ class SampleAnswer:
             )
         if logprobs and len(logprobs) != len(token_ids):
             raise InternalError(f"{len(logprobs)} logprobs came with {len(token_ids)} tokens")
-        if first < num_before:  # of another attempt
+        if first < num_before:  # from another attempt
             num_known = self._compare(first, token_ids)
             token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
         if self.finished is not None:
@@ -109,7 +109,7 @@ class SampleAnswer:
         return num_new
 
     def _compare(self, first: int, token_ids: Sequence[int]) -> int:
-        """How many of the tokens are known already. Raises: TokenMismatchError."""
+        """Returns how many of the tokens are known already. Raises: TokenMismatchError."""
         known = self._token_ids[first : first + len(token_ids)]
         for offset, (mine, theirs) in enumerate(zip(known, token_ids, strict=False)):
             if mine != theirs:
@@ -120,13 +120,13 @@ class SampleAnswer:
         return len(known)
 
     def finish(self, reason: FinishReason, *, stop_token_id: int | None = None) -> None:
-        """Ends the sample, unless it has ended; what was held back becomes text."""
+        """Ends the sample, unless it has ended, and releases the text held back."""
         if self.finished is None:
             self._tail = self._text.finish()
             self.finished = Finished(self._sample, reason, stop_token_id=stop_token_id)
 
     def delta(self, position: int, end: int) -> Delta:
-        """The tokens from one position to before another, with the text that they released."""
+        """Returns the tokens of positions [position, end) with the text that they released."""
         first, last = position - self.start_position, end - self.start_position
         text = "".join(self._texts[first:last]) if self._shows_text else ""
         if first == 0 and self._echo:
@@ -141,16 +141,16 @@ class SampleAnswer:
         return replace(value, token_bytes=self._token_bytes(value.token_id), top_bytes=top_bytes)
 
     def tail(self) -> Delta | None:
-        """Text that was held back when the sample ended without another token: a delta of its own, so that a client
+        """Returns the text that was held back when the sample ended without another token, if any.
 
-        that comes back can tell whether it has it.
+        It is a separate delta, so that a client that reconnects can tell whether it has it.
         """
         if not (self._tail and self._shows_text):
             return None
         return Delta(self._sample, self.next_position, (), self._tail)
 
     def _read(self, token_id: int, num_generated: int) -> tuple[str, bool]:
-        """(the text that a token releases, whether it ends the sample): stop token, stop string, length."""
+        """Returns (the text that a token releases, whether it ends the sample by stop token, stop string or length)."""
         text = self._text
         if token_id in self._stop_token_ids and num_generated >= self._min_tokens:
             self.finished = Finished(self._sample, FinishReason.STOP, stop_token_id=token_id)

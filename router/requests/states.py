@@ -1,4 +1,4 @@
-"""The states of a request and of its attempts, and what both machines use."""
+"""The states of a request and of its attempts, and the data that both machines share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from router.scheduling.placement import Demand
 
 
 class State(enum.Enum):
-    """Where a request is in its life."""
+    """The states of a request."""
 
-    ENCODING = enum.auto()  # its text becomes token ids, its constraint is compiled
+    ENCODING = enum.auto()  # its text is being encoded, its constraint compiled
     QUEUED = enum.auto()  # no attempt runs; it may have tokens already
     SERVING = enum.auto()  # one or two attempts run
     CONCLUDING = enum.auto()  # all samples have ended; statistics may still come
@@ -27,31 +27,31 @@ class State(enum.Enum):
 
 
 class AttemptState(enum.Enum):
-    """Where an attempt is. One that is over is forgotten, and its late events are dropped."""
+    """The states of an attempt. One that has ended is forgotten, and its late events are dropped."""
 
     OPENING = enum.auto()  # the decode node was asked for a reservation
     TRANSFERRING = enum.auto()  # a prefill node computes and pushes KV
-    RETARGETING = enum.auto()  # the decode node was told of another transfer
-    DECODING = enum.auto()  # tokens come
+    RETARGETING = enum.auto()  # the decode node was given another transfer
+    DECODING = enum.auto()  # tokens arrive
     COMPLETED = enum.auto()  # its samples have ended; its prefill call has not
 
 
 class InvalidTransitionError(InternalError):
-    """An event came in a state that does not know it."""
+    """An event arrived in a state that has no transition for it."""
 
     def __init__(self, state: enum.Enum, event: object) -> None:
         super().__init__(f"{type(event).__name__} is unknown in state {state.name}")
 
 
 class Cluster(Protocol):
-    """What a request asks about nodes. Asking changes nothing."""
+    """A request's queries about nodes. They have no side effects."""
 
     def is_usable(self, demand: Demand) -> bool:
         """Whether a decode node serves that could take the request once it has room."""
 
     @property
     def may_know_more(self) -> bool:
-        """Whether a decode node that does not serve now may take what those that serve cannot."""
+        """Whether a decode node that is not serving now might accept a request that no serving node can."""
 
     def has_timely_decode_node(self, demand: Demand) -> bool:
         """Whether a decode node that is on time could take the request."""
@@ -59,25 +59,25 @@ class Cluster(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long a request waits for what, in seconds, and where its ids come from."""
+    """A request's timeouts in seconds, and its source of ids."""
 
     window_seconds: float | None  # how long the answer can be resumed; None: it ends with its only stream
-    open_timeout_seconds: float  # for a decode node to grant or to refuse
+    open_timeout_seconds: float  # for a decode node to grant or to reject
     kv_ready_timeout_seconds: float  # from the end of a prefill call to complete KV
-    new_id: Callable[[], bytes]  # of sequence groups and transfers
+    new_id: Callable[[], bytes]  # for sequence groups and transfers
 
 
 @dataclass(slots=True)
 class Shared:
-    """What a request and its attempts share."""
+    """The state that a request and its attempts share."""
 
     limits: Limits
     failures: FailureBudget = field(default_factory=FailureBudget)
     maybe_answer: Answer | None = None  # None: the request is being encoded
-    excluded: frozenset[bytes] = frozenset()  # processes of decode nodes that the request can never fit on
+    excluded: frozenset[bytes] = frozenset()  # processes of decode nodes on which the request can never fit
     was_admitted: bool = False  # a decode node has granted it room, here or for a router that is gone
-    now: float = 0.0  # monotonic seconds, of the step under way
-    out: list[do.Instruction] = field(default_factory=list)  # what the step under way wants done
+    now: float = 0.0  # monotonic seconds of the current step
+    out: list[do.Instruction] = field(default_factory=list)  # the instructions of the current step
 
     @property
     def answer(self) -> Answer:
@@ -85,9 +85,9 @@ class Shared:
         return self.maybe_answer
 
     def demand(self, alongside: Node | None = None) -> Demand:
-        """Returns the demand for the first unfinished sample's tokens: the KV of the others begins alike.
+        """Returns the demand for the first unfinished sample; the KV of the others has the same beginning.
 
-        `alongside`: the decode node of an attempt that goes on, so that the other one must compute the same tokens
+        `alongside`: the decode node of a running attempt, so that the second one must compute the same tokens
         elsewhere.
         """
         request, samples = self.answer.request, self.answer.unfinished_samples()

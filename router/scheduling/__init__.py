@@ -1,1 +1,1 @@
-"""Which nodes serve a request, and when: the queue and placement."""
+"""Decides which nodes serve a request, and when: the queue and placement."""

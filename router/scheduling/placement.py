@@ -1,4 +1,4 @@
-"""Chooses nodes for requests: by room, then by load and cached prefixes."""
+"""Chooses nodes for requests: by free room, then by load and cached prefixes."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ Family = tuple[bool, str, frozenset[bytes], frozenset[bytes]]
 NO_NODES: frozenset[bytes] = frozenset()
 
 OUTSTANDING_CHUNKS = 4
-"""Of a prefill node's forward passes, that may be under way there."""
+"""Forward passes' worth of prompt tokens that may be in flight on a prefill node."""
 HEDGED_SHARE = 0.1
-"""Of the requests that run, those that may be opened elsewhere because nodes are late."""
+"""Share of the running requests that may be hedged (opened on another node) because nodes are late."""
 PREFIX_CHUNK_TOKENS = 32
 MAX_PREFIX_CHUNKS = 131_072
-"""Chunks that are remembered, over all nodes: 4 million prompt tokens."""
+"""Chunks remembered over all nodes: 4 million prompt tokens."""
 PREFIX_WORTH_SEQUENCES = 4
-"""A node that holds the prompt's prefix may run this many more sequences than another and is still preferred."""
+"""Sequences that a node holding the whole prompt prefix may run beyond another node and still be preferred."""
 
 
 class PrefixMap:
-    """Prompt prefixes by the nodes that computed them; an LRU of bounded size."""
+    """LRU cache of the prompt prefixes that each node has computed, of bounded size."""
 
     def __init__(self, max_chunks: int = MAX_PREFIX_CHUNKS) -> None:
         self._max_chunks = max_chunks
         self._nodes: OrderedDict[tuple[int, bytes], None] = OrderedDict()  # (prefix hash, node's incarnation)
 
     def num_held_tokens(self, prefix_hashes: Sequence[int], incarnation: bytes) -> int:
-        """Prompt tokens from the start that the node has probably computed before."""
+        """Returns the number of leading prompt tokens that the node has probably computed before."""
         num_chunks = 0
         for prefix_hash in prefix_hashes:
             if (prefix_hash, incarnation) not in self._nodes:
@@ -58,7 +58,7 @@ class PrefixMap:
 
 
 def prefix_hashes(token_ids: Sequence[int], *, salt: bytes = b"") -> list[int]:
-    """One hash for each whole chunk's prefix, the last token left out (it is always computed)."""
+    """Returns one hash per prefix of whole chunks, without the last token (it is always computed)."""
     hasher = xxhash.xxh3_64(salt)
     hashes = []
     for start in range(0, len(token_ids) - PREFIX_CHUNK_TOKENS, PREFIX_CHUNK_TOKENS):
@@ -69,14 +69,14 @@ def prefix_hashes(token_ids: Sequence[int], *, salt: bytes = b"") -> list[int]:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a request needs of a place."""
+    """The requirements that a request has of its nodes."""
 
-    token_ids: tuple[int, ...]  # the prompt, and what was generated: KV is wanted of all but the last
-    excluded: frozenset[bytes] = frozenset()  # incarnations of decode nodes that will not do
+    token_ids: tuple[int, ...]  # the prompt and the generated tokens: all but the last need KV
+    excluded: frozenset[bytes] = frozenset()  # incarnations of decode nodes that must not be used
     cache_salt: bytes = b""
     avoided: frozenset[bytes] = frozenset()  # incarnations that lost this request: used only if no other node serves
-    numerics: str = ""  # decode and prefill node compute by these; empty: by any
-    is_scored: bool = False  # logprobs of the prompt are wanted: few of its tokens are computed at a time
+    numerics: str = ""  # required numerics of the decode and prefill node; empty: any
+    is_scored: bool = False  # prompt logprobs are wanted: few of its tokens are computed per step
     num_samples: int = 1
 
     @property
@@ -85,17 +85,17 @@ class Demand:
 
     @property
     def family(self) -> Family:
-        """Among demands of one family those that are no smaller need no less of any node."""
+        """Groups demands: one that is at least as large as another of its family needs at least as much of any node."""
         return self.is_scored, self.numerics, self.excluded, self.avoided
 
     @property
     def num_scored_tokens(self) -> int:
-        """A little more than there are, where some are generated."""
+        """Tokens to score: an upper bound, because it includes generated tokens."""
         return len(self.token_ids) if self.is_scored else 0
 
     @cached_property
     def prefix_hashes(self) -> list[int]:
-        """Computed once: placement looks at the queue's head with every report."""
+        """Hashes of the prefixes, cached: placement reads those of the queue's head on every report."""
         return prefix_hashes(self.token_ids, salt=self.cache_salt)
 
 
@@ -106,16 +106,16 @@ class Place:
     placement: Placement
     demand: Demand
     decode: DecodeLink
-    prefill: PrefillLink | None  # None: no prefill node serves, the decode node computes the prompt
+    prefill: PrefillLink | None  # None: no prefill node serves, so the decode node computes the prompt
     num_prefill_tokens: int
     holds_decode: bool = True
-    hedged: NodeLink | None = None  # the late node because of which it was given
+    hedged: NodeLink | None = None  # the late node that this place hedges against
 
     def kv_salt(self, cache_salt: bytes) -> bytes:
-        """What seeds the hashes of this place's KV, for a request of this salt.
+        """Returns the salt for the hashes of this place's KV blocks, for a request with the salt `cache_salt`.
 
-        KV that nodes of different numerics have made together differs in bits from what the decode
-        node computes alone: it is shared among its like only.
+        KV computed by nodes of different numerics differs in bits from what the decode node
+        computes alone, so such KV is shared only between places with the same pair of numerics.
         """
         kinds = (self.decode.numerics, "" if self.prefill is None else self.prefill.numerics)
         if kinds[0] == kinds[1] or not all(kinds):
@@ -135,18 +135,18 @@ class Place:
         return True
 
     def forget_hedge(self) -> None:
-        """It came to nothing: another request may be hedged because of the late node."""
+        """Uncounts a hedge that was not needed, so that another request may be hedged against the late node."""
         if self.hedged is not None:
             self.hedged.num_hedges = max(self.hedged.num_hedges - 1, 0)
 
     def release_prefill(self) -> None:
-        """The prompt has been computed, or need not be."""
+        """Releases the prefill node: the prompt has been computed, or need not be."""
         num_tokens, self.num_prefill_tokens = self.num_prefill_tokens, 0
         if num_tokens and self.prefill is not None:
             self.placement.release_prefill(self.prefill, num_tokens, self.demand.num_scored_tokens)
 
     def release(self, rejected: Rejected | None = None) -> None:
-        """`rejected`: the decode node had no room."""
+        """Releases both nodes. `rejected`: the decode node's answer if it had no room."""
         try:
             if self.holds_decode:
                 self.holds_decode = False
@@ -156,10 +156,10 @@ class Place:
 
 
 class Placement:
-    """Chooses places and counts what is under way on each. Owned by the event loop.
+    """Chooses places and counts the work in flight on each node. Owned by the event loop.
 
-    A request gets a place only when a prefill node has room for it, so that blocks
-    reserved on decode nodes do not idle.
+    A request gets a place only if a prefill node has room for it, so that reserved blocks
+    on decode nodes do not idle.
     """
 
     def __init__(self, nodes: NodeDirectory, *, prefill_outstanding_tokens: int) -> None:
@@ -167,15 +167,15 @@ class Placement:
         self._limit = prefill_outstanding_tokens
         self._num_chosen = 0
         self._prefixes = PrefixMap()
-        self.num_placed = 0  # requests, over all decode nodes
+        self.num_placed = 0  # requests over all decode nodes
         self.on_room: Callable[[], None] = lambda: None  # called when a place may have become free
 
     def place(
         self, demand: Demand, *, reserved: frozenset[bytes] = NO_NODES, must_be_timely: bool = False
     ) -> Place | None:
-        """A place now, or None.
+        """Returns a place that is free now, or None.
 
-        `reserved`: incarnations of nodes that are kept for other requests. `must_be_timely`: not on a decode node
+        `reserved`: incarnations of nodes that are reserved for other requests. `must_be_timely`: skip decode nodes
         whose progress is overdue.
         """
         decode = self._choose_decode(demand, reserved=reserved, must_be_timely=must_be_timely)
@@ -196,7 +196,7 @@ class Placement:
         return Place(self, demand, decode, prefill, num_uncached)
 
     def choose_other_prefill(self, demand: Demand, failed: PrefillLink) -> tuple[PrefillLink, int] | None:
-        """(node, uncached tokens there), counted as under way; the one that failed only where it serves again."""
+        """Returns (node, uncached tokens) and counts them as in flight; the failed node only if it serves again."""
         chosen = self._choose_prefill(demand, failed=failed)
         if chosen is not None:
             self._take_prefill(demand, *chosen)
@@ -214,30 +214,30 @@ class Placement:
         link.chosen_at = self._num_chosen
 
     def has_timely_decode_node(self, demand: Demand) -> bool:
-        """Whether work could move to a decode node that is on time."""
+        """Whether work could migrate to a decode node that is on time."""
         return any(not link.is_late and _suits(link, demand) for link in self._nodes.decode_nodes)
 
     @property
     def may_know_more(self) -> bool:
-        """Whether a decode node that does not serve now may take what those that serve cannot."""
+        """Whether a decode node that is not serving now might accept a request that no serving node can."""
         return self._nodes.misses_decode_node
 
     def is_usable(self, demand: Demand) -> bool:
-        """Whether a decode node serves that could take it once it has room."""
+        """Whether a serving decode node could take the request once it has room."""
         return any(_suits(link, demand) for link in self._nodes.decode_nodes)
 
     def usable_nodes(self, demand: Demand) -> frozenset[bytes]:
-        """Decode nodes that serve and could take it once they have room; where others serve, none that lost it."""
+        """Returns serving decode nodes that could take the request, without those that lost it if others remain."""
         return frozenset(link.incarnation for link in self._usable_decode(demand))
 
     def has_prefill_room(self, demand: Demand) -> bool:
-        """Whether its prompt can be computed now: by a prefill node, or by the decode node where none serves."""
+        """Whether the prompt can be computed now, by a prefill node or, if none serves, by the decode node."""
         return not self._has_prefill_node(demand) or self._choose_prefill(demand) is not None
 
     def nodes_to_keep(self, demand: Demand, *, decode: bool, prefill: bool) -> frozenset[bytes]:
-        """One decode node, one prefill node: those that will probably have room for it first.
+        """Returns the decode node and the prefill node that will probably have room for the request first.
 
-        Nothing of ours comes to a node that is kept, so that it stays the one with most room until it has enough.
+        The router sends nothing to a node that is kept, so its free room grows until it is enough.
         """
         kept: list[NodeLink] = []
         if decode and (decodes := self._usable_decode(demand)):
@@ -247,7 +247,7 @@ class Placement:
         return frozenset(link.incarnation for link in kept)
 
     def is_behind_scored(self, demand: Demand) -> bool:
-        """Whether it waits only for prompts that are scored on prefill nodes: others need not wait with it."""
+        """Whether the request waits only for scored prompts on prefill nodes; then others may pass it."""
         links = self._usable_prefill(demand)
         return bool(links) and not any(_may_score(link, demand) for link in links)
 
@@ -255,12 +255,12 @@ class Placement:
         return any(_computes_as(link, demand) for link in self._nodes.prefill_nodes)
 
     def may_hedge(self, late: NodeLink) -> bool:
-        """Whether one more request may be opened elsewhere because this node is late: a busy machine must not hedge
-        itself to death.
+        """Whether one more request may be hedged because this node is late.
 
-        One may always be, more only as far as a tenth of all that run, and all of a node that is silent while every
-        other one is on time: then it is that node, and not the machine. `num_hedges` of a link counts them, until it
-        is on time again or lost. What moves because a node is lost or drains is not counted.
+        The limit keeps a busy machine from hedging itself to death. One hedge is always allowed, more only up to a
+        tenth of the running requests. There is no limit if this node is silent and all others are on time: then the
+        node is at fault, not the machine. A link's `num_hedges` counts its hedges until it is on time again or lost.
+        Migrations from lost or draining nodes do not count.
         """
         others = [link for link in self._nodes.late_nodes if link is not late]
         if late.is_silent and not others:
@@ -269,7 +269,7 @@ class Placement:
         return num_hedges < max(1, int(self.num_placed * HEDGED_SHARE))
 
     def replaces(self, late: PrefillLink) -> bool:
-        """Whether a late prefill node's work moves to another one of its numerics; it is counted."""
+        """Whether a late prefill node's work may move to another of the same numerics; counts it as a hedge if so."""
         has_other = any(not link.is_late and link.numerics == late.numerics for link in self._nodes.prefill_nodes)
         may_move = late.is_late and has_other and self.may_hedge(late)
         late.num_hedges += may_move
@@ -315,18 +315,18 @@ class Placement:
         return link.is_late, cost, -round(free_share, 1), report.expected_step_seconds, link.chosen_at, link.name
 
     def _limit_of(self, link: PrefillLink) -> int:
-        """Uncached prompt tokens under way there: a few chunks keep the node busy, more would only wait."""
+        """Returns the limit of uncached prompt tokens in flight: a few chunks keep the node busy, more only wait."""
         rows = link.report.load.max_rows_per_step if link.report is not None else 0
         return OUTSTANDING_CHUNKS * rows or self._limit
 
     def _choose_prefill(
         self, demand: Demand, *, reserved: frozenset[bytes] = NO_NODES, failed: PrefillLink | None = None
     ) -> tuple[PrefillLink, int] | None:
-        """(node, uncached tokens there) with the least work ahead, this prompt included; None without room.
+        """Returns (node, uncached tokens) with the least work ahead, this prompt included, or None if none has room.
 
-        `failed` comes last; it does not come at all while it is late or lost, nor do nodes that compute
-        differently: the hashes of the reservation's KV say by what it was made. Room is then not asked
-        for: the blocks of this prompt are reserved already.
+        `failed` is the last choice, and is excluded while it is late or lost. Nodes of other numerics are excluded
+        too, since the KV hashes of the reservation include the numerics. With `failed`, room is not checked: the
+        prompt's blocks are reserved already.
         """
         usable = self._usable_prefill(demand)
         if failed is not None:
@@ -343,7 +343,7 @@ class Placement:
             outstanding = max(own, reported)
             is_beyond = own and outstanding + num_new > self._limit_of(link)
             if failed is None and (is_beyond or not _may_score(link, demand) or link.incarnation in reserved):
-                continue  # a prompt beyond the limit goes to a node that has nothing else of ours
+                continue  # a prompt larger than the limit goes to a node that has no other work of this router
             num_uncached[link] = num_new
             costs[link] = (link is failed, link.is_late, outstanding + num_new, link.chosen_at, link.name)
         best = min(_healthiest(list(costs), usable), key=costs.__getitem__, default=None)
@@ -355,7 +355,7 @@ def _computes_as(link: NodeLink, demand: Demand) -> bool:
 
 
 def _may_score(link: PrefillLink, demand: Demand) -> bool:
-    """Whether a step there will soon have rows for its prompt, if it is scored: the limit of prompts, in their rows."""
+    """Whether the node will soon have rows for this prompt, if it is scored: bounds the scored prompt tokens there."""
     ahead, num_tokens = link.num_scored_tokens, demand.num_scored_tokens
     return not (ahead and num_tokens) or ahead + num_tokens <= OUTSTANDING_CHUNKS * MAX_SCORED_ROWS
 
@@ -365,16 +365,17 @@ def _suits(link: DecodeLink, demand: Demand) -> bool:
 
 
 def _unless_avoided(links: list[Link], demand: Demand) -> list[Link]:
-    """Those that did not lose this request; where there are none, all."""
+    """Filters out links that lost this request, unless that leaves none."""
     if not demand.avoided:
         return links
     return [link for link in links if link.incarnation not in demand.avoided] or links
 
 
 def _healthiest(free: list[Link], usable: Sequence[Link]) -> list[Link]:
-    """Of those with room, the ones that have not failed lately.
+    """Filters links with room by their circuit breakers.
 
-    Where these are full, the others, for one request at a time; where all that are usable have failed, all of them.
+    Returns those whose breaker is closed. If there are none with room, returns those that may get a trial request;
+    if the breakers of all usable links are open, returns all with room.
     """
     healthy = [link for link in free if not link.breaker.is_open]
     if healthy or all(link.breaker.is_open for link in usable):
@@ -383,7 +384,7 @@ def _healthiest(free: list[Link], usable: Sequence[Link]) -> list[Link]:
 
 
 def _nearness_of_room(link: DecodeLink, size: Size) -> tuple[bool, bool, float, int, str]:
-    """More is nearer: by the part of what runs there that has to end first, of blocks or of sequences."""
+    """Sort key (larger is sooner) by the share of the running work that has to end first, in blocks or sequences."""
     assert link.report is not None, "a serving node has reported"
     load = link.report.load
     known = (refusal for refusal in link.refusals if refusal.size.num_tokens <= size.num_tokens)
@@ -394,5 +395,5 @@ def _nearness_of_room(link: DecodeLink, size: Size) -> tuple[bool, bool, float, 
 
 
 def _work_ahead(link: PrefillLink) -> tuple[bool, bool, int, str]:
-    """Less is sooner done."""
+    """Sort key: the smallest is done first."""
     return link.is_late, link.breaker.is_open, link.num_outstanding_tokens, link.name

@@ -1,4 +1,4 @@
-"""The one queue: bounded, by priority, then by the client's share, then by arrival."""
+"""The router's only queue: bounded, ordered by priority, then by the client's fair share, then by arrival."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from router.scheduling.placement import Demand, Family, Place, Placement
 
 _MAX_RETRY_SECONDS = 30.0
 COST_TOKENS = 1024
-"""So many prompt tokens count as one more sequence that runs, in a client's share."""
+"""Prompt tokens that cost a client's share as much as one sequence."""
 SIZES_IN_DOUBLE = 8
-"""Lanes between a size and its double."""
+"""Lanes between a size and twice that size."""
 MAX_CLIENTS = 8192
-"""That are remembered: clients choose their names themselves where nobody asks for tokens."""
+"""Clients that are remembered: without authentication clients choose their own names."""
 LOOK_AGAIN_SECONDS = 0.25
-"""How often the head of the queue is offered to placement when no report does it."""
+"""Seconds between offers of the queue's head to placement if no report triggers one."""
 
 
 Turn = tuple[float, ...]
-"""(minus the priority, the client's share at its arrival, its arrival): the smallest goes first."""
+"""(negative priority, the client's stamp, arrival number): the smallest goes first."""
 _Entry = tuple[Turn, "QueuedRequest"]
 
 
@@ -33,17 +33,17 @@ class FairOrder:
 
     A request's stamp is the virtual time at which it would start if its client had a server
     of its own; the smallest stamp goes first. Requests of one client keep their order. A
-    client that was idle starts at the present, so nothing is saved up. Of many clients those that
-    have had least are forgotten first.
+    client that was idle starts at the current virtual time, so it cannot save up turns. If there
+    are too many clients, those that were served least are forgotten first.
     """
 
     def __init__(self, *, max_clients: int = MAX_CLIENTS) -> None:
         self._max_clients = max_clients
         self._now = 0.0
-        self._ends: dict[str, float] = {}  # by client: the virtual time at which its last request would end
+        self._ends: dict[str, float] = {}  # by client: the virtual end of its last request
 
     def stamp(self, client: str, cost: float) -> float:
-        """`cost`: above 0, in any unit."""
+        """Returns the request's stamp. `cost`: above 0, in any unit."""
         start = max(self._now, self._ends.get(client, 0.0))
         self._ends[client] = start + cost
         if len(self._ends) > self._max_clients:
@@ -51,33 +51,33 @@ class FairOrder:
         return start
 
     def serve(self, stamp: float) -> None:
-        """A request has got its turn: time goes on to its start."""
+        """Advances virtual time to the stamp of a request that got its turn."""
         self._now = max(self._now, stamp)
 
     def refund(self, client: str, cost: float) -> None:
-        """A request has left without its turn."""
+        """Takes back the cost of a request that left without its turn."""
         if client in self._ends:
             self._ends[client] -= cost
 
 
 class QueuedRequest:
-    """One request's turn in the queue. It keeps it when a decode node sends it back, and when a node is lost."""
+    """One request's turn in the queue. It survives a rejection by a decode node and the loss of a node."""
 
     def __init__(self, demand: Demand, *, priority: int, client: str = "") -> None:
-        self.demand = demand  # while it is in the queue, `RequestQueue.change_demand` changes it
+        self.demand = demand  # changed by `RequestQueue.change_demand` while the request is queued
         self.priority = priority
         self.client = client
-        self.cost = demand.num_samples + len(demand.token_ids) / COST_TOKENS  # of its client's share
-        self.turn: Turn = ()  # empty until it first asks
-        self.was_accepted = False  # the bounds of the queue do not apply to it any more
-        self.was_placed = False  # it has had a place once: no other request displaces it
-        self.place: asyncio.Future[Place] | None = None  # set while it is in the queue, and until its task goes on
-        self.lane: list[_Entry] | None = None  # set while it is in the queue
-        self.lacks_decode = self.lacks_prefill = False  # it has found no such node with room, and others would pass it
+        self.cost = demand.num_samples + len(demand.token_ids) / COST_TOKENS  # charged to the client's share
+        self.turn: Turn = ()  # empty until it first asks for a place
+        self.was_accepted = False  # exempt from the queue's bounds from now on
+        self.was_placed = False  # has had a place once: exempt from displacement
+        self.place: asyncio.Future[Place] | None = None  # set while in the queue and until its task resumes
+        self.lane: list[_Entry] | None = None  # set while in the queue
+        self.lacks_decode = self.lacks_prefill = False  # it found no such node with room, and others would pass it
 
     @property
     def is_leaving(self) -> bool:
-        """Whether its task is cancelled but has not run since: then it is still in its lane."""
+        """Whether its task is cancelled but has not run since, so that it is still in its lane."""
         return self.place is not None and self.place.cancelled()
 
     @property
@@ -86,13 +86,13 @@ class QueuedRequest:
 
 
 class RequestQueue:
-    """Hands places to requests in order; smaller ones pass others that wait for more room than there is.
+    """Assigns places to requests in order; smaller ones pass those that need more room than is free.
 
-    Among equal priorities clients take turns, by what their requests cost (`FairOrder`). When the
-    queue is full, the last in this order gives way, be it the one that comes.
+    Clients of equal priority take turns, weighted by the cost of their requests (`FairOrder`).
+    If the queue is full, the last request in this order is displaced, even if it is the new one.
 
-    Owned by the event loop. `pump` gives out what has become free; whoever changes the
-    room calls it.
+    Owned by the event loop. `pump` assigns the places that have become free; code that changes
+    the free room calls it.
     """
 
     def __init__(
@@ -109,14 +109,14 @@ class RequestQueue:
         self._max_waiting_tokens = max_waiting_tokens
         self._no_node_timeout_seconds = no_node_timeout_seconds
         self._clock = clock
-        # By family and, about, size: heaps, which may hold some that left. Nobody is tried before the first of a lane.
+        # Heaps by family and approximate size; they may hold requests that left. A lane's requests are tried in order.
         self._lanes: dict[tuple[Family, tuple[int, ...]], list[_Entry]] = {}
-        self._num_gone = 0  # that the lanes may hold
+        self._num_gone = 0  # requests that left and may still be in lanes
         self._stranded: dict[Family, float] = {}  # families that no serving node could take, and since when
         self._order = FairOrder()
         self._arrivals = itertools.count()
-        self.num_waiting_tokens = 0  # of the prompts of requests in the queue
-        # (since when, prompt tokens) of those that count against the bounds, the oldest first.
+        self.num_waiting_tokens = 0  # prompt tokens of the requests in the queue
+        # (since when, prompt tokens) of the requests that count against the bounds, the oldest first.
         self._waiting: dict[QueuedRequest, tuple[float, int]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._mean_service_seconds = 1.0
@@ -126,14 +126,14 @@ class RequestQueue:
         return len(self._waiting)
 
     def oldest_wait_seconds(self) -> float:
-        """Of those in the queue, how long the oldest has been there; 0: none. May be asked by any thread."""
-        counted = list(self._waiting.values())  # a copy, in one go: the event loop's thread goes on
+        """Returns how long the oldest request has been queued; 0 if there is none. Thread-safe."""
+        counted = list(self._waiting.values())  # an atomic copy: the event loop's thread keeps running
         return max(self._clock() - counted[0][0], 0.0) if counted else 0.0
 
     async def wait_for_place(self, waiting: QueuedRequest) -> Place:
-        """The request's place, now or when its turn comes.
+        """Returns the request's place, now or when its turn comes.
 
-        Raises: CapacityError when it would have to wait and the queue is full; PeerLostError when no node that could
+        Raises: CapacityError if it would have to wait and the queue is full; PeerLostError if no node that could
         take it has served for too long. Cancelling leaves the queue.
         """
         if not waiting.turn:
@@ -156,7 +156,7 @@ class RequestQueue:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                future.result().release()  # given out at the moment it was no longer wanted
+                future.result().release()  # assigned just as the request was cancelled
             else:
                 self._refund(waiting)
             raise
@@ -169,7 +169,7 @@ class RequestQueue:
             self._count_out(waiting)
 
     def change_demand(self, waiting: QueuedRequest, demand: Demand) -> None:
-        """It keeps its turn."""
+        """Changes the request's demand; it keeps its turn."""
         is_in_queue = waiting.lane is not None
         self._leave_lane(waiting)
         waiting.demand = demand
@@ -177,12 +177,12 @@ class RequestQueue:
             self._join_lane(waiting)
 
     def pump(self) -> None:
-        """Gives places to the first in line, as long as there are any.
+        """Assigns places in order for as long as there are any.
 
-        For the first of a priority that finds no room, the node is kept that will have it first: the others of this
-        priority may have what they need on the other nodes. Those of lower priority have nothing of what it waits for.
-        Prompts that are to be scored wait for each other in their order, and others pass them. Requests that no serving
-        node could take hold up nobody; they wait at most `no_node_timeout_seconds` for one that can.
+        If the first request of a priority finds no room, the nodes that will have room for it first are reserved;
+        others of this priority may use the other nodes. Requests of lower priority may use no node that it waits for.
+        Scored prompts wait for each other in order, and others pass them. Requests that no serving node could take
+        block nobody; they wait at most `no_node_timeout_seconds` for one that can.
         """
         if not self._lanes:
             return
@@ -191,7 +191,7 @@ class RequestQueue:
         heads = [lane[0] for (family, _), lane in self._lanes.items() if family in usable]
         heapq.heapify(heads)
         blocked: list[QueuedRequest] = []  # in this round
-        reserved: frozenset[bytes] | None = frozenset()  # None: to be found out
+        reserved: frozenset[bytes] | None = frozenset()  # None: not computed yet
         while heads:
             first = heapq.heappop(heads)[1]
             demand, lane = first.demand, first.lane
@@ -218,7 +218,7 @@ class RequestQueue:
             blocked.append(first)
 
     def _reserve(self, blocked: Sequence[QueuedRequest], priority: int) -> frozenset[bytes] | None:
-        """The nodes that are not for those that come after the blocked ones; None: nothing is."""
+        """Returns the nodes that requests after the blocked ones must not use, or None if they may use no node."""
         placement = self._placement
         reserved: frozenset[bytes] = frozenset()
         for other in blocked:
@@ -235,7 +235,7 @@ class RequestQueue:
         return reserved
 
     def _tend_stranded(self) -> set[Family]:
-        """The families that a serving node could take. Ends the wait of others when it has been long enough."""
+        """Returns the families that a serving node could take. Fails others that have waited for too long."""
         now, since, timeout = self._clock(), self._stranded, self._no_node_timeout_seconds
         self._lanes = {key: lane for key, lane in self._lanes.items() if _drop_gone(lane)}
         demands = {family: lane[0][1].demand for (family, _), lane in self._lanes.items()}
@@ -249,13 +249,13 @@ class RequestQueue:
         return usable
 
     def withdraw(self, waiting: QueuedRequest, error: OutriderError) -> None:
-        """Ends the wait of a request that is in the queue; others do not notice."""
+        """Fails the wait of a queued request with `error`; other requests do not notice."""
         if waiting.place is not None and not waiting.place.done():
             self._leave_lane(waiting)
             waiting.place.set_exception(error)
 
     def observe_service(self, seconds: float) -> None:
-        """How long a request took once admitted: what RetryInfo is estimated from."""
+        """Records how long a request took after admission; RetryInfo is estimated from it."""
         self._mean_service_seconds += 0.1 * (seconds - self._mean_service_seconds)
 
     def _note_place(self, waiting: QueuedRequest) -> None:
@@ -263,14 +263,14 @@ class RequestQueue:
         self._order.serve(waiting.turn[1])
 
     def _refund(self, waiting: QueuedRequest) -> None:
-        """It leaves without having had a place."""
+        """Refunds the cost of a request that leaves without having had a place."""
         if not waiting.was_placed:
             self._order.refund(waiting.client, waiting.cost)
 
     def _make_room(self, waiting: QueuedRequest) -> None:
-        """In the queue, where those behind it give way if need be, and if it helps. Raises: CapacityError."""
+        """Makes room in the queue by displacing requests behind this one, if that is enough. Raises: CapacityError."""
         displaced: dict[QueuedRequest, CapacityError] = {}
-        behind: list[QueuedRequest] | None = None  # the last in line last
+        behind: list[QueuedRequest] | None = None  # ordered: the last in line is at the end
         while (error := self._why_full(waiting, without=displaced)) is not None:
             if behind is None:
                 others = (other for other in self._waiting if other.lane is not None and not other.was_placed)
@@ -287,7 +287,7 @@ class RequestQueue:
         self.num_waiting_tokens += waiting.num_tokens
 
     def _count_out(self, waiting: QueuedRequest) -> None:
-        """Idempotent."""
+        """Stops counting the request. Idempotent."""
         _, num_tokens = self._waiting.pop(waiting, (0.0, 0))
         self.num_waiting_tokens -= num_tokens
 
@@ -313,19 +313,19 @@ class RequestQueue:
         heapq.heappush(waiting.lane, (waiting.turn, waiting))
 
     def _leave_lane(self, waiting: QueuedRequest) -> None:
-        """Idempotent."""
+        """Removes the request from its lane. Idempotent."""
         if waiting.lane is None:
             return
         waiting.lane = None
         self._num_gone += 1
-        if self._num_gone > self.num_waiting + 16:  # many left from behind a first that stays
+        if self._num_gone > self.num_waiting + 16:  # many have left from behind a first request that stays
             self._num_gone = 0
             for lane in self._lanes.values():
                 lane[:] = [entry for entry in lane if entry[1].lane is lane]
                 heapq.heapify(lane)
 
     def _set_timer(self) -> None:
-        """Looks again after a while even if nothing changes: nodes that were full, nodes that never come."""
+        """Schedules a recheck for the case that nothing changes: nodes stay full, or no node ever comes."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN_SECONDS, self._on_timer)
 
@@ -337,14 +337,14 @@ class RequestQueue:
 
 
 def _drop_gone(lane: list[_Entry]) -> bool:
-    """Removes requests at the front that left, or are leaving. Returns whether any is left."""
+    """Removes requests at the front that left or are leaving. Returns whether any remain."""
     while lane and (lane[0][1].lane is not lane or lane[0][1].is_leaving):
         heapq.heappop(lane)
     return bool(lane)
 
 
 def _needs_no_less(demand: Demand, other: Demand) -> bool:
-    """Whether a node without room for `other` has none for this one."""
+    """Whether a node without room for `other` has none for `demand` either."""
     size, least = demand.size, other.size
     is_no_smaller = size.num_tokens >= least.num_tokens and size.num_samples >= least.num_samples
     return is_no_smaller and demand.family == other.family

@@ -1,1 +1,1 @@
-"""Text to tokens and back: tokenizers, chat templates, constraints, stop strings."""
+"""Conversion between text and tokens: tokenizers, chat templates, constraints, stop strings."""

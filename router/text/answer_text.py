@@ -1,4 +1,4 @@
-"""Token ids to an answer's text: one token at a time, and stop strings found across the borders of tokens."""
+"""Turns token ids into an answer's text: one token at a time, with stop strings found across token boundaries."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 
 REPLACEMENT = "�"
 CONTEXT_TOKENS = 6
-"""Prompt tokens that the window method looks back to: enough for any tokenizer's joining of words."""
+"""Prompt tokens of context for the window method: enough for any tokenizer's joining of words."""
 MAX_HELD_TOKENS = 16
-"""Tokens without a complete character are held back up to this many; more are broken or have no text."""
+"""Tokens without a complete character that are held back at most; more are broken or have no text."""
 
 
 class ByteDetokenizer:
-    """For byte-level tokenizers: each token is its bytes, so one token costs one table look-up.
+    """A detokenizer for byte-level tokenizers: each token stands for its bytes, so it costs one table lookup.
 
-    `token_bytes[id]` is what the token adds; ids beyond the table add nothing: without a table there is no text.
+    `token_bytes[id]` is what the token adds; ids beyond the table add nothing, and an empty table gives no text.
     """
 
     __slots__ = ("_decoder", "_token_bytes", "is_mid_character")
@@ -26,34 +26,34 @@ class ByteDetokenizer:
         self.is_mid_character = False  # whether bytes of an incomplete character are held back
 
     def append(self, token_id: int) -> str:
-        """The text that is complete with this token."""
+        """Returns the text that this token completes."""
         if token_id >= len(self._token_bytes):
             return ""
         added = self._token_bytes[token_id]
-        if not self.is_mid_character and added.isascii():  # nearly every token: the decoder is Python
+        if not self.is_mid_character and added.isascii():  # nearly every token; the decoder is slow Python
             return added.decode("ascii")
         text = self._decoder.decode(added)
         self.is_mid_character = bool(self._decoder.getstate()[0])
         return text
 
     def finish(self) -> str:
-        """What is held back, broken bytes as U+FFFD."""
+        """Returns the text held back, with U+FFFD for broken bytes."""
         return self._decoder.decode(b"", True)
 
 
 class WindowDetokenizer:
-    """For every other tokenizer: decodes a short window and takes what it adds.
+    """A detokenizer for every other tokenizer: decodes a short window and takes what it adds.
 
-    The window is the tokens whose text was emitted last, then those that are held back;
+    The window is the tokens whose text was emitted last, followed by those held back;
     both decodings start at the same token, so what a decoder does at the start (such as
     dropping a leading space) cancels out. (The method of text-generation-inference and vLLM.)
-    `context` are the tokens before the answer.
+    `context`: the tokens before the answer.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = ()) -> None:
         self._decode = decode
         self._token_ids = list(context[-CONTEXT_TOKENS:])
-        self._num_emitted = len(self._token_ids)  # of the window
+        self._num_emitted = len(self._token_ids)  # tokens of the window
         self._emitted_text = decode(self._token_ids)
         self.is_mid_character = False
 
@@ -83,17 +83,17 @@ class WindowDetokenizer:
 
 
 Detokenizer = ByteDetokenizer | WindowDetokenizer
-"""One sample's decoder. Appending token by token gives what decoding all at once gives."""
+"""One sample's decoder. Appending token by token gives the same text as decoding all at once."""
 
 
 class AnswerText:
     """Turns one sample's tokens into the text that may be sent.
 
-    Held back are the bytes of an incomplete character and an end that could begin a stop
-    string. A stop string may not begin in the text of the first `min_tokens` tokens; a
+    It holds back the bytes of an incomplete character and any suffix that could begin a stop
+    string. A stop string must not begin in the text of the first `min_tokens` tokens; a
     character that they begin belongs to them.
 
-    Of several strings that one token's text completes, the one that begins earliest wins,
+    If one token's text completes several stop strings, the one that begins earliest wins,
     then the first in the list. After a match nothing more is released.
     """
 
@@ -110,13 +110,13 @@ class AnswerText:
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
         self._include_match = include_match
-        self._num_unstoppable = min_tokens  # tokens still to come in whose text no stop string begins
-        self._num_skipped = 0  # characters still to come in which none begins
-        self._held = ""  # not released: an end that could begin a stop string
+        self._num_unstoppable = min_tokens  # tokens still to come in whose text no stop string may begin
+        self._num_skipped = 0  # characters still to come in which none may begin
+        self._held = ""  # text held back: a suffix that could begin a stop string
         self.matched_stop_string: str | None = None
 
     def append(self, token_id: int) -> str:
-        """The text that this token releases. Nothing may follow a match."""
+        """Returns the text that this token releases. Must not be called after a match."""
         text = self._detokenizer.append(token_id)
         if not self._stop_strings:
             return text
@@ -137,14 +137,14 @@ class AnswerText:
         return text[:cut]
 
     def finish(self) -> str:
-        """What is held back, when the sample ends without a stop string. Broken bytes are U+FFFD."""
+        """Returns the text held back, if the sample ends without a stop string. Broken bytes are U+FFFD."""
         if self.matched_stop_string is not None:
             return ""
         held, self._held = self._held, ""
         return held + self._detokenizer.finish()
 
     def _find(self, text: str, start: int) -> tuple[int, str | None]:
-        """(where it begins, the string) of the match that wins."""
+        """Returns (index, stop string) of the winning match."""
         found_at, found = len(text), None
         for string in self._stop_strings:
             at = text.find(string, start)
@@ -153,7 +153,7 @@ class AnswerText:
         return found_at, found
 
     def _hold_from(self, text: str, start: int) -> int:
-        """Where the longest end that is a proper beginning of a stop string starts."""
+        """Returns where the longest suffix begins that is a proper prefix of a stop string."""
         cut = len(text)
         for string in self._stop_strings:
             at = text.find(string[0], max(start, len(text) - len(string) + 1), cut)

@@ -1,4 +1,4 @@
-"""A model's chat template, rendered as transformers renders it, without transformers."""
+"""A model's chat template, rendered like transformers does, without transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outrider.errors import InvalidRequestError, ModelError
 from outrider.model_hub.checkpoint_text import DEFAULT_TEMPLATE, TOOL_TEMPLATE
 
 _OPEN_END = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Marks in a rendering where the last message ends, as in transformers."""
+"""Marks the end of the last message in a rendering, as in transformers."""
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -31,14 +31,14 @@ _TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What a template may raise for messages that it does not expect."""
+"""Exceptions that a template may raise for messages that it does not expect."""
 
 
 class ChatTemplate:
     """Renders messages. Templates come with the model, so they run in jinja2's sandbox."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """`sources`: by name, as in `CheckpointText`. Raises: ModelError when one does not parse."""
+        """`sources`: by name, as in `CheckpointText`. Raises: ModelError if one does not parse."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
@@ -60,9 +60,10 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """`messages`: OpenAI's, with what clients leave out. `variables`: the template's own, such as enable_thinking.
+        """Renders messages in OpenAI's form, with optional fields missing. `variables`: the template's own, for example
+        enable_thinking.
 
-        Raises: InvalidRequestError when there is no template, or it refuses the messages.
+        Raises: InvalidRequestError if there is no template, or it refuses the messages.
         """
         name = TOOL_TEMPLATE if variables.get("tools") and TOOL_TEMPLATE in self._templates else DEFAULT_TEMPLATE
         template = self._templates.get(name)
@@ -96,9 +97,9 @@ def _refused(message: str, *, field: str = "chat.messages") -> InvalidRequestErr
 
 
 def _normalized(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which what clients may leave out, or write in two ways, is as templates expect it.
+    """Returns a copy with the fields that clients may omit or write in two ways, as templates expect them.
 
-    Members that are null are left out. Raises: InvalidRequestError for content that is not text.
+    Null members are removed. Raises: InvalidRequestError if the content is not text.
     """
     found = {name: copy.deepcopy(value) for name, value in message.items() if value is not None}
     content = found.get("content", "")
@@ -110,13 +111,13 @@ def _normalized(message: Mapping[str, Any]) -> dict[str, Any]:
     found["content"] = content
     for function in _functions(found):
         arguments = function.get("arguments") or "{}"
-        with suppress(ValueError, RecursionError):  # what is no JSON goes on as a text
+        with suppress(ValueError, RecursionError):  # arguments that are not JSON stay text
             function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
     return found
 
 
 def _functions(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Of its tool calls."""
+    """Yields the functions of its tool calls."""
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         if isinstance(call, dict):
@@ -126,9 +127,9 @@ def _functions(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _write_arguments(chat: Iterable[Mapping[str, Any]]) -> bool:
-    """Makes the arguments of calls a text; whether any was an object, as transformers has them.
+    """Makes the arguments of tool calls text. Returns whether any was an object, as in transformers.
 
-    Most templates write an object as JSON; some add a text to others, which fails with an object.
+    Most templates write an object as JSON; some concatenate it with text, which fails for an object.
     """
     functions = (function for message in chat for function in _functions(message))
     written = [function for function in functions if not isinstance(function["arguments"], str)]
@@ -152,7 +153,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """jinja2's own, without attributes that reach into Python."""
+    """jinja2's own namespace, without attributes that reach into Python."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -167,7 +168,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002
 ) -> str:
-    """Jinja2's own filter escapes HTML characters."""
+    """Replaces jinja2's own filter, which escapes HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -176,4 +177,4 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(format: str) -> str:  # noqa: A002 the name that templates may use
-    return dt.datetime.now().strftime(format)  # noqa: DTZ005 local time, as transformers
+    return dt.datetime.now().strftime(format)  # noqa: DTZ005 local time, like transformers

@@ -1,4 +1,4 @@
-"""Constraints are compiled before a request is admitted: in a process of its own, within bounds of time and memory."""
+"""Compiles constraints before a request is admitted, in a separate process with bounds of time and memory."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from outrider.service.telemetry.logging import get_logger
 from router.text.tokenizer import MAX_WAITING_BYTES, EncodingQueue
 
 ANSWER_SECONDS = 20.0
-"""On a machine that has much else to do; the process itself stops far earlier."""
+"""Seconds to wait for an answer, for busy machines; the process itself stops far earlier."""
 MAX_VERDICTS = 1024
 BYTES_PER_SECOND = 2 << 20
-"""What a second of compiling counts as in the queue. Some patterns take half a second and the process: without this,
+"""Bytes that a second of compiling counts as in the queue.
 
-a few kilobytes of them would hold up everybody's new constraints for hours.
+Some patterns take half a second and end the process: without this, a few kilobytes of them would block everybody's
+new constraints for hours.
 """
 NEWEST_WEIGHT = 0.25
-"""Of the constraint that was compiled last, in the mean time that one takes."""
+"""Weight of the latest compilation in the mean duration."""
 
 _TOO_MUCH = (signal.SIGVTALRM, signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV)
-"""Of a processor, or of memory; other signals say nothing of a constraint."""
+"""Signals that mean too much processor time or memory; others do not depend on the constraint."""
 
 _log = get_logger("constraints")
 
 
 class ConstraintChecker:
-    """Owned by the event loop. The process starts with the first constraint, and again after one that ended it."""
+    """Owned by the event loop. The process starts with the first constraint, and again after one that killed it."""
 
     def __init__(self, tokenizer_json: bytes, info: ModelInfo) -> None:
         self._tokenizer = {
@@ -49,17 +50,17 @@ class ConstraintChecker:
             "eos_token_ids": info.eos_token_ids,
         }
         self._queue = EncodingQueue(1, max_client_bytes=MAX_WAITING_BYTES // 2, busy_reason="CONSTRAINTS_BUSY")
-        # By client and hash: of a client's requests with one constraint one is in the queue, each in its client's turn.
+        # By client and hash: only one of a client's requests with the same constraint is queued, in its client's turn.
         self._asking: dict[tuple[str, bytes], asyncio.Future[None]] = {}
-        self._seconds = 0.0  # that one takes lately
-        self._process: subprocess.Popen[str] | None = None  # of the queue's thread
-        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # by hash, most recently asked for last; the
+        self._seconds = 0.0  # recent mean duration of a compilation
+        self._process: subprocess.Popen[str] | None = None  # owned by the queue's thread
+        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # by hash, most recently used last; the
         # queue's thread adds to it, too
         self._is_closed = False
 
     async def check(self, constraint: Constraint, *, client: str = "") -> None:
-        """Raises: InvalidRequestError for one that cannot be compiled in time; CapacityError when too many wait;
-        NotSupportedError where the tokenizer is of no known kind.
+        """Raises: InvalidRequestError if the constraint cannot be compiled in time; CapacityError if too many wait;
+        NotSupportedError if the kind of tokenizer is unknown.
         """
         asked = json.dumps(asdict(constraint))
         key = hashlib.sha256(asked.encode()).digest()
@@ -73,9 +74,9 @@ class ConstraintChecker:
             raise InvalidRequestError(message, field=f"sampling.{constraint.kind}", reason="INVALID_CONSTRAINT")
 
     async def _ask_once(self, key: bytes, constraint: Constraint, asked: str, client: str) -> None:
-        """The first of a client's requests that wait for a constraint has it compiled; others share what that raises.
+        """Compiles a constraint for the first of a client's requests that wait for it; the others share its errors.
 
-        Where the first one's client leaves, nothing is raised, and one of the others is to ask.
+        If the first request is cancelled, nothing is raised, and one of the others asks again.
         """
         if (asking := self._asking.get((client, key))) is not None:
             await asyncio.shield(asking)
@@ -87,7 +88,7 @@ class ConstraintChecker:
             self._verdicts[key] = await self._queue.run(compile_once, client=client, num_bytes=size)
         except OutriderError as error:
             asking.set_exception(error)
-            asking.exception()  # nobody else may wait
+            asking.exception()  # marks it as retrieved: no other request may be waiting
             raise
         finally:
             del self._asking[client, key]
@@ -95,14 +96,14 @@ class ConstraintChecker:
                 asking.set_result(None)
 
     def close(self) -> None:
-        """Ends the process; a second call does nothing."""
+        """Ends the process. Idempotent."""
         self._is_closed = True
         self._queue.close()
         if self._process is not None:
             self._process.kill()
 
     def _compile_once(self, key: bytes, constraint: Constraint, asked: str) -> str | None:
-        """`_compile`, timed, unless it has been done meanwhile. An earlier one may have made a restart necessary."""
+        """Calls `_compile` and times it, unless it was done meanwhile. The process may have to be restarted first."""
         with suppress(KeyError):
             return self._verdicts[key]
         is_first, began_at = self._process is None, time.monotonic()
@@ -114,14 +115,14 @@ class ConstraintChecker:
                 self._seconds += (time.monotonic() - began_at - self._seconds) * NEWEST_WEIGHT
 
     def _compile(self, constraint: Constraint, asked: str) -> str | None:
-        """What is wrong. `asked`: the constraint, as the process reads it. In the queue's thread.
+        """Returns the error message, or None. `asked`: the constraint in the process's format. In the queue's thread.
 
         Raises: CapacityError, InternalError, NotSupportedError.
         """
         if self._process is None or self._process.poll() is not None:
             self._process = _start()
             if (message := _ask(self._process, json.dumps(self._tokenizer))) is not None:
-                self._process.wait(ANSWER_SECONDS)  # it ends
+                self._process.wait(ANSWER_SECONDS)  # it exits by itself
                 raise NotSupportedError(message, field=f"sampling.{constraint.kind}")
         try:
             return _ask(self._process, asked)
@@ -137,24 +138,24 @@ class ConstraintChecker:
 
 
 def _start() -> subprocess.Popen[str]:
-    return subprocess.Popen(  # noqa: S603 this interpreter, and our own module
+    return subprocess.Popen(  # noqa: S603 runs this interpreter with our own module
         module_command("outrider.constraints.compile_process"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a terminal's signals are for the router, with which its input ends
+        start_new_session=True,  # a terminal's signals are for the router, whose end closes the process's input
     )
 
 
 def _ask(process: subprocess.Popen[str], asked: str) -> str | None:
-    """Its answer. Raises: InternalError when it has ended; CapacityError when there is no answer in time."""
+    """Returns the process's answer. Raises: InternalError if it has ended; CapacityError if none comes in time."""
     assert process.stdin is not None
     assert process.stdout is not None
     deadline = time.monotonic() + ANSWER_SECONDS
-    watchdog = threading.Timer(ANSWER_SECONDS, process.kill)  # a process that is stopped leaves its input unread, too
+    watchdog = threading.Timer(ANSWER_SECONDS, process.kill)  # a stopped process does not read its input either
     watchdog.start()
     try:
-        with suppress(BrokenPipeError):  # it ended before it had read all
+        with suppress(BrokenPipeError):  # the process ended before it had read all
             process.stdin.write(asked + "\n")
             process.stdin.flush()
         line = process.stdout.readline()

@@ -1,4 +1,4 @@
-"""Text to token ids and back, as the served checkpoint says, and the queue of texts for its threads. Torch-free."""
+"""Encodes text and decodes tokens for the served checkpoint, with a queue for its threads. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from router.text.chat_template import ChatTemplate
 T = TypeVar("T")
 
 BYTES_PER_TOKEN = 4
-"""Bytes that a token counts as, among texts that wait to be encoded."""
+"""Bytes that a token counts as in the queue."""
 MAX_WAITING_BYTES = 32 << 20
 """Bytes of all waiting texts together: about ten seconds of two threads."""
 MAX_CLIENT_BYTES = 8 << 20
@@ -33,9 +33,9 @@ RETRY_SECONDS = 1.0
 
 
 class EncodingQueue:
-    """Texts that wait for the tokenizer's threads: bounded, and fair between clients. Owned by the event loop.
+    """A queue of texts for the tokenizer's threads: bounded, and fair between clients. Owned by the event loop.
 
-    Clients take turns: none has more texts at the threads than there are threads.
+    Clients take turns: none has more texts in the threads than there are threads.
     """
 
     def __init__(
@@ -46,19 +46,19 @@ class EncodingQueue:
         max_client_bytes: int = MAX_CLIENT_BYTES,
         busy_reason: str = "TOKENIZER_BUSY",
     ) -> None:
-        """`busy_reason`: the reason of the CapacityError that is raised when too much waits."""
+        """`busy_reason`: the reason of the CapacityError that is raised if too much is waiting."""
         self._num_threads = num_threads
         self._max_waiting_bytes = max_waiting_bytes
         self._max_client_bytes = max_client_bytes
         self._busy_reason = busy_reason
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by client
-        self._num_bytes: Counter[str] = Counter()  # by client, of texts that wait or are encoded
+        self._num_bytes: Counter[str] = Counter()  # by client, of texts that wait or are being encoded
 
     async def run(self, work: Callable[[], T], *, client: str, num_bytes: int) -> T:
-        """Calls `work` in a thread, in the client's turn, and returns what it returns. Cancelling leaves the queue.
+        """Calls `work` in a thread, in the client's turn, and returns its result. Cancelling leaves the queue.
 
-        Raises: CapacityError at once when too much waits already.
+        Raises: CapacityError at once if too much is waiting already.
         """
         self._check(client, num_bytes)
         turn = self._turns.setdefault(client, asyncio.Semaphore(self._num_threads))
@@ -72,7 +72,7 @@ class EncodingQueue:
                 del self._num_bytes[client]
 
     def close(self) -> None:
-        """Ends the threads; a second call does nothing."""
+        """Ends the threads. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _check(self, client: str, num_bytes: int) -> None:
@@ -91,12 +91,12 @@ class EncodingQueue:
 class Tokenizer:
     """The served model's tokenizer.
 
-    Encoding and whole decodings run in threads of their own, off the event loop (the
-    library releases the interpreter meanwhile); `detokenizer` is for the loop.
+    Encoding and the decoding of whole texts run in their own threads, off the event loop (the
+    library releases the interpreter lock meanwhile); `detokenizer` is for the loop.
     """
 
     def __init__(self, text: CheckpointText, *, num_threads: int = 2) -> None:
-        """Raises: ModelError for files that are not a tokenizer. Takes about 0.2 s: call it in a thread."""
+        """Raises: ModelError if the files are not a tokenizer. Takes about 0.2 s: call it in a thread."""
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(text.tokenizer_json)
             description = json.loads(text.tokenizer_json)
@@ -108,8 +108,8 @@ class Tokenizer:
         self._token_bytes: TokenBytes | None = None  # None: the library decodes
         with suppress(NotSupportedError):
             self._token_bytes = TokenBytes.of(self._tokenizer)
-        self._parts: dict[bool, list[bytes]] = {}  # of a byte-level tokenizer, by whether special tokens are skipped
-        self._longest_token = 0  # in bytes; 0: not known
+        self._parts: dict[bool, list[bytes]] = {}  # byte-level tokenizers only, by whether special tokens are skipped
+        self._longest_token = 0  # in bytes; 0: unknown
         if self._token_bytes is not None and self._token_bytes.is_byte_level:
             parts, special = self._token_bytes.of_id, self._token_bytes.special_ids
             spoken = [b"" if token_id in special else part for token_id, part in enumerate(parts)]
@@ -121,10 +121,10 @@ class Tokenizer:
     async def encode_text(self, text: str, *, client: str = "", max_tokens: int | None = None) -> list[int]:
         """Returns the text's token ids, with the special tokens that the tokenizer itself adds.
 
-        Special tokens written in the text count as such.
+        Special tokens written in the text are encoded as special tokens.
 
-        Raises: InvalidRequestError for a text that has more than `max_tokens` for certain, before it is encoded;
-        CapacityError when too many texts wait.
+        Raises: InvalidRequestError, before encoding, if the text is certain to have more than `max_tokens`;
+        CapacityError if too many texts wait.
         """
         self._check_length(text, max_tokens, field="text")
         return await self._queue.run(
@@ -141,10 +141,10 @@ class Tokenizer:
     ) -> list[int]:
         """Returns the token ids of the rendered chat template, nothing added.
 
-        `render` is called in the thread, for about `num_bytes`.
+        `render` is called in a thread; its input has about `num_bytes`.
 
-        Raises: InvalidRequestError when the model has no template or its template refuses the messages, and as
-        `encode_text`; CapacityError when too many texts wait.
+        Raises: InvalidRequestError if the model has no template or its template refuses the messages, and like
+        `encode_text`; CapacityError if too many texts wait.
         """
 
         def encode() -> list[int]:
@@ -155,7 +155,7 @@ class Tokenizer:
         return await self._queue.run(encode, client=client, num_bytes=num_bytes)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, client: str = "") -> str:
-        """Returns the text of these tokens. Raises: CapacityError when too many texts wait."""
+        """Returns the text of these tokens. Raises: CapacityError if too many texts wait."""
         return await self._queue.run(
             lambda: self.decode_now(token_ids, skip_special_tokens=skip_special_tokens),
             client=client,
@@ -163,15 +163,15 @@ class Tokenizer:
         )
 
     def encode_now(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Encodes in the caller's thread: on the event loop only a few words."""
+        """Encodes in the caller's thread; on the event loop only for a few words."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode_now(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Decodes in the caller's thread: on the event loop only a few tokens."""
+        """Decodes in the caller's thread; on the event loop only for a few tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def added_around(self) -> tuple[list[int], list[int]]:
-        """Returns (the tokens before a text, those behind it) that `encode_text` adds: the same around every text."""
+        """Returns the tokens that `encode_text` adds (before a text, after it): the same for every text."""
         text, whole = (self.encode_now("a", add_special_tokens=adds) for adds in (False, True))
         start = next(start for start in range(len(whole) + 1) if whole[start : start + len(text)] == text)
         return whole[:start], whole[start + len(text) :]
@@ -185,7 +185,7 @@ class Tokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns what one token adds to a text, special or not. Any thread may call it."""
+        """Returns the bytes that one token adds to a text, special or not. Thread-safe."""
         if self._token_bytes is not None:
             table = self._token_bytes.of_id
             return table[token_id] if token_id < len(table) else b""
@@ -193,11 +193,11 @@ class Tokenizer:
         return b"" if token is None else token.encode()
 
     def token_text(self, token_id: int) -> str:
-        """Returns one token's text alone, special or not; parts of characters are U+FFFD. Any thread may call it."""
+        """Returns one token's text alone, special or not, with U+FFFD for parts of characters. Thread-safe."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def close(self) -> None:
-        """Ends the threads; a second call does nothing."""
+        """Ends the threads. Idempotent."""
         self._queue.close()
 
     def _check_length(self, text: str, max_tokens: int | None, *, field: str) -> None:

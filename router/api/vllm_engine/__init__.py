@@ -1,1 +1,1 @@
-"""`vllm.grpc.engine.VllmEngine`: the protocol by which an OpenAI gateway asks an engine. `servicer.py` comes first."""
+"""`vllm.grpc.engine.VllmEngine`: the protocol by which an OpenAI gateway calls an engine. Read servicer.py first."""

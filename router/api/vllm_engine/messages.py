@@ -1,8 +1,8 @@
-"""Messages of the engine protocol: a gateway's request as one of our own, and an answer of ours as the engine's.
+"""Messages of the engine protocol: converts a gateway's request to our own, and our answer to the engine's.
 
-A request is then checked and served like any other. What the gateway does otherwise than our own service is put right
-here: it encodes the prompts of completions without the tokenizer's special tokens, leaves the schema of tool calls
-open, and may take a constrained answer for a thought.
+The request is then validated and served like any other. Three differences of the gateway are corrected here: it
+encodes the prompts of completions without the tokenizer's special tokens, leaves the schema of tool calls open, and
+may take a constrained answer for a thought.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from router.nodes.directory import ServedModel
 from router.text.tokenizer import Tokenizer
 
 COMPLETION_PREFIX = "cmpl-"
-"""Of a completion's id, by which alone it is told from a chat's. The prompt of either comes as token ids."""
+"""Prefix of a completion's id, the only difference from a chat. The prompt of either comes as token ids."""
 OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
 NO_THOUGHT = f"{OPEN_TAG}\n\n{CLOSE_TAG}\n\n"
-"""What templates write where a model is not to think."""
+"""The text that templates write if a model must not think."""
 TAG_PARSERS = (
     *("base", "deepseek_r1", "deepseek_v31", "glm45", "kimi_k25", "kimi_thinking"),
     *("minimax", "nano_v3", "qwen3", "qwen3_thinking", "step3"),
 )
-"""Reasoning parsers of the gateway that look for these tags, whether they begin inside a thought or not."""
+"""Reasoning parsers of the gateway that look for these tags, whether they start inside a thought or not."""
 
 ANY_OBJECT = '{"type": "object"}'
 """The schema of `json_object`."""
@@ -48,14 +48,14 @@ _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("max_tokens", "min_tokens", "n", "json_schema", "regex", "grammar"),
 )
-"""Sampling parameters that mean the same on both sides. Zero, where it cannot be told from nothing, is nothing."""
+"""Sampling parameters with the same meaning on both sides. Zero means unset in fields without presence."""
 _TOOL_CALLS = (
     '{"type":"array","minItems":1,"items":{"type":"object","anyOf":[{"properties":{"name":{"type":"string","enum":['
 )
-"""How the gateway's own schema of tool calls begins, for `tool_choice` "required" and the like."""
+"""The beginning of the gateway's own schema of tool calls, for `tool_choice` "required" and similar."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _THOUGHT_AT_END = re.compile(f"({OPEN_TAG}\\s*)?({CLOSE_TAG}\\s*)?$")
-_END_TOKENS = 32  # in which the tags are, even where each of their characters is a token
+_END_TOKENS = 32  # enough to contain the tags, even if each of their characters is a token
 _UNSUPPORTED = {
     **dict.fromkeys(("mm_inputs", "extra_mm_inputs", "media_refs"), "prompts are text"),
     **dict.fromkeys(("kv_transfer_params", "kv_transfer_params_json"), "KV is the cluster's own"),
@@ -64,20 +64,20 @@ _UNSUPPORTED = {
     "structural_tag": "structural tags are not known",
 }
 MAX_COMPLETE_BYTES = 4 << 20
-"""Larger messages are refused by gRPC clients with default settings, tonic's among them."""
+"""gRPC clients with default settings, such as tonic, reject larger messages."""
 _TOKEN_BYTES = 5
-_LOGPROB_BYTES = 9  # with its token; a token has its own and those of its alternatives, whose lengths are as long
+_LOGPROB_BYTES = 9  # with its token id; per token: its own, its alternatives', and one more for lengths
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
 
 
 def request_from_engine(
     proto: Any, served: ServedModel, reasoning_parser: str = ""
 ) -> tuple[router_pb2.GenerateRequest, Sequence[int]]:
-    """(our own request, tokens that the gateway gets before each sample's own).
+    """Returns (our own request, tokens that the gateway gets before each sample's own).
 
-    `proto`: a `vllm.grpc.engine.GenerateRequest`. Values are checked later, with all of our requests.
-    `reasoning_parser`: the gateway's, if it has one. Raises: InvalidRequestError for what is too much to be copied, and
-    for what the gateway would lose or mistake; NotSupportedError for what ours has no place for.
+    `proto`: a `vllm.grpc.engine.GenerateRequest`. Values are validated later, like those of all requests.
+    `reasoning_parser`: the gateway's, if it has one. Raises: InvalidRequestError for messages too large to be copied,
+    and for requests that the gateway would garble; NotSupportedError for fields without a counterpart.
     """
     _check_sizes(proto, served.info)
     params = proto.sampling_params
@@ -97,7 +97,7 @@ def request_from_engine(
         output=router_pb2.OutputOptions(
             top_logprobs=_num_logprobs(params),
             skip_special_tokens=params.skip_special_tokens,
-            token_ids_only=True,  # the text is the gateway's; stop strings are looked for all the same
+            token_ids_only=True,  # the gateway makes the text; stop strings are matched anyway
         ),
     )
     before: Sequence[int] = ()
@@ -125,7 +125,7 @@ def request_from_engine(
 
 
 def _without_thought(token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """(what ends a prompt so that the answer begins at once, what tells every parser that it does)"""
+    """Returns (tokens that end a prompt so that the answer begins at once, tokens that tell every parser so)."""
     found = _THOUGHT_AT_END.search(tokenizer.decode_now(token_ids[-_END_TOKENS:]))
     begun, is_closed = (found[0], bool(found[2])) if found else ("", False)
     rest = NO_THOUGHT.removeprefix(begun) if NO_THOUGHT.startswith(begun) else f"{CLOSE_TAG}\n\n"
@@ -134,7 +134,7 @@ def _without_thought(token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[li
 
 
 def _check_sizes(proto: Any, model: ModelInfo) -> None:
-    """Raises: InvalidRequestError. A message has room for a million of each: copying them would hold up the router."""
+    """Raises: InvalidRequestError. A message may have a million of each: copying them would block the router."""
     params = proto.sampling_params
     for field, values, limit in (
         ("tokenized.input_ids", proto.tokenized.input_ids, model.max_model_len),
@@ -148,7 +148,7 @@ def _check_sizes(proto: Any, model: ModelInfo) -> None:
 
 
 def _sampling(params: Any) -> router_pb2.SamplingParams:
-    """Raises: InvalidRequestError."""
+    """Returns the sampling parameters. Raises: InvalidRequestError."""
     values = {field.name: value for field, value in params.ListFields() if field.name in _SAME}
     if params.HasField("seed"):
         values["seed"] = params.seed % (1 << 64)  # int32 there, uint64 here
@@ -164,7 +164,7 @@ def _sampling(params: Any) -> router_pb2.SamplingParams:
 
 
 def _closed(schema: str) -> str:
-    """A call is its name and parameters, and then it ends; a function without `parameters` has none.
+    """Closes a schema of tool calls: a call has a name and parameters only; without `parameters` it takes none.
 
     Raises: InvalidRequestError.
     """
@@ -179,7 +179,7 @@ def _closed(schema: str) -> str:
 
 
 def _num_logprobs(params: Any) -> int | None:
-    """Raises: InvalidRequestError for all of them (-1)."""
+    """Returns the number of logprobs. Raises: InvalidRequestError for all of them (-1)."""
     if not params.HasField("logprobs"):
         return None
     number: int = params.logprobs
@@ -189,25 +189,25 @@ def _num_logprobs(params: Any) -> int | None:
 
 
 class EngineAnswer:
-    """Folds an answer's events, each once and in their order.
+    """Converts an answer's events, each once and in order.
 
-    A stream has a chunk for each delta. At the end comes one Complete for each sample; without a stream it has all
-    tokens. What is counted once for all samples (cached and draft tokens) is in the first, since clients add them up.
+    A stream has a chunk for each delta. It ends with one Complete per sample; without a stream the Complete has all
+    tokens. Totals over all samples (cached and draft tokens) are in the first one, since clients add them up.
     """
 
     def __init__(self, request: router_pb2.GenerateRequest, *, is_streamed: bool, preface: Sequence[int] = ()) -> None:
-        """`preface`: tokens that come before each sample's own, and are not counted."""
+        """`preface`: tokens that precede each sample's own, and are not counted."""
         self._preface = preface
         num = num_samples(request.sampling)
         self._completes = [vllm_engine_pb2.GenerateComplete(index=index) for index in range(num)]
         self._is_streamed = is_streamed
-        self._stop_token_ids = frozenset(request.stop.token_ids)  # of others that end an answer, nothing is said
+        self._stop_token_ids = frozenset(request.stop.token_ids)  # other tokens that end an answer are not reported
         self._num_prompt_tokens = 0
         num_logprobs = 2 + request.output.top_logprobs if request.output.HasField("top_logprobs") else 0
-        self._max_tokens = MAX_COMPLETE_BYTES // (_TOKEN_BYTES + _LOGPROB_BYTES * num_logprobs)  # of a Complete
+        self._max_tokens = MAX_COMPLETE_BYTES // (_TOKEN_BYTES + _LOGPROB_BYTES * num_logprobs)  # per Complete
 
     def render(self, event: AnswerEvent) -> list[Any]:
-        """GenerateResponses. Raises: InvalidRequestError where there is too much for a message."""
+        """Returns GenerateResponses. Raises: InvalidRequestError if the answer exceeds a message."""
         match event:
             case Delta() if event.token_ids:
                 return self._add(event)
@@ -243,7 +243,7 @@ class EngineAnswer:
         complete.output_ids.extend(delta.token_ids)
         if delta.logprobs:
             _extend_logprobs(complete.output_logprobs, delta.logprobs)
-        if complete.completion_tokens > self._max_tokens:  # what cannot be sent is not computed to its end
+        if complete.completion_tokens > self._max_tokens:  # ends early what could not be sent
             raise InvalidRequestError(
                 f"the answer has more than the {MAX_COMPLETE_BYTES} bytes of a message; stream it",
                 field="stream",
@@ -271,7 +271,7 @@ class EngineAnswer:
 
 
 def _extend_logprobs(target: Any, logprobs: Sequence[TokenLogprobs]) -> None:
-    """`target`: an OutputLogProbs."""
+    """Appends to `target`, an OutputLogProbs."""
     target.token_logprobs.extend(value.logprob for value in logprobs)
     target.token_ids.extend(value.token_id for value in logprobs)
     target.top_logprobs.extend(_top(value) for value in logprobs)

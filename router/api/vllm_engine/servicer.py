@@ -1,4 +1,4 @@
-"""READ FIRST. The engine service: a gateway's requests in, served as our own, the engine's messages out."""
+"""READ FIRST. The engine service: serves a gateway's requests like our own, and answers in the engine's messages."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ from router.api.registry import RequestRegistry
 from router.api.vllm_engine.messages import EngineAnswer, request_from_engine
 
 MAX_ABORTED = 256
-"""Requests of one Abort: a gateway sends one."""
+"""Maximum requests in one Abort: a gateway sends one."""
 WATCHED_SECONDS = 10.0
-"""A gateway that has asked for the router's health within this time sends it requests."""
+"""Seconds after a gateway's health check during which it counts as sending requests to the router."""
 CHUNK_BYTES = 64 << 10
 NORMALISES_MESSAGES = Path(__file__).with_name("messages.jinja").read_bytes()
-"""Before the model's own template, which the gateway renders: for what clients leave out, it gives templates a null."""
+"""Template put before the model's own: it replaces the nulls that the gateway passes for what clients omit."""
 NO_TOKENIZER_PATH = "/dev/null"
-"""On every machine, and no tokenizer: a gateway then asks GetTokenizer, and not a model hub first."""
+"""Exists everywhere and is no tokenizer, so a gateway calls GetTokenizer and does not try a model hub first."""
 
 
 class VllmEngineServicer:
-    """Implements `vllm.grpc.engine.VllmEngine`. Its messages are those of the package smg_grpc_proto, without types."""
+    """Implements `vllm.grpc.engine.VllmEngine`. Its messages come from the package smg_grpc_proto, without types."""
 
     def __init__(self, requests: RequestRegistry, reasoning_parser: str = "") -> None:
-        """`reasoning_parser`: of the gateways that ask."""
+        """`reasoning_parser`: the parser of the gateways that call."""
         self._requests = requests
         self._reasoning_parser = reasoning_parser
         self._started_at = time.monotonic()
         self._watched_at = -math.inf
-        self._tokenizer: list[Any] | None = None  # its archive, once it was asked for
+        self._tokenizer: list[Any] | None = None  # its archive, once requested
 
     @property
     def is_watched(self) -> bool:
-        """Whether a gateway asks for the router's health, and follows it."""
+        """Whether a gateway checks the router's health, and acts on it."""
         return time.monotonic() - self._watched_at < WATCHED_SECONDS
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -77,12 +77,12 @@ class VllmEngineServicer:
                 try:
                     await live.write(write, answer.render)
                 except PeerLostError as error:
-                    if error.reason == LOSES_NODES:  # not UNAVAILABLE, which gateways and clients repeat
+                    if error.reason == LOSES_NODES:  # not UNAVAILABLE, which gateways and clients retry
                         raise MismatchError(error.message, reason=error.reason) from error
                     raise
 
     async def Abort(self, request: Any, context: Context) -> Any:  # noqa: N802
-        """Frees at once; the calls end by themselves, with the reason "abort"."""
+        """Frees the requests at once; their calls end by themselves, with the reason "abort"."""
         async with rpc_errors(context):
             if len(request.request_ids) > MAX_ABORTED:
                 raise InvalidRequestError(f"at most {MAX_ABORTED} requests are aborted at once", field="request_ids")
@@ -90,14 +90,14 @@ class VllmEngineServicer:
             for request_id in request.request_ids:
                 try:
                     await self._requests.abort(request_id, context)
-                except OutriderError as error:  # the others are freed all the same
+                except OutriderError as error:  # the others are freed anyway
                     refused = refused or error
             if refused is not None:
                 raise refused
         return vllm_engine_pb2.AbortResponse()
 
     async def HealthCheck(self, request: Any, context: Context) -> Any:  # noqa: N802
-        """Healthy from the first node on: without one, requests wait for its return, as by our own service."""
+        """Reports healthy from the first node on: without one, requests wait for its return, as in our own service."""
         self._watched_at = time.monotonic()
         async with rpc_errors(context):
             if self._requests.is_leaving:
@@ -129,7 +129,7 @@ class VllmEngineServicer:
             )
 
     async def GetLoads(self, request: Any, context: Context) -> Any:  # noqa: N802
-        """The whole cluster as one engine."""
+        """Reports the whole cluster as one engine."""
         async with rpc_errors(context):
             cluster = self._requests.cluster_status()
             nodes = [node for node in cluster.nodes if node.role is NodeRole.DECODE]
@@ -163,9 +163,9 @@ class VllmEngineServicer:
 
 
 def files_for_gateway(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files with which a gateway renders, encodes and decodes as the router does.
+    """Returns the files with which a gateway renders, encodes and decodes as the router does.
 
-    It decodes an answer by itself, without the prompt before it: the first space is no mark of the text's start there.
+    The gateway decodes an answer without its prompt, so the first space must not be dropped as a text's start.
     """
     changed = dict(files)
     if "chat_template.jinja" in changed:
@@ -182,9 +182,9 @@ def files_for_gateway(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def archive_chunks(files: Mapping[str, bytes]) -> list[Any]:
-    """GetTokenizerChunks of at most `CHUNK_BYTES`; the last has the SHA-256 of all, in hexadecimal.
+    """Returns GetTokenizerChunks of at most `CHUNK_BYTES`; the last has the SHA-256 of all, in hexadecimal.
 
-    Equal files make equal archives: by name, without times. Compresses some MB: call it in a thread.
+    Equal files make equal archives: sorted by name, without times. It compresses some MB: call it in a thread.
     """
     files = files_for_gateway(files)
     buffer = io.BytesIO()

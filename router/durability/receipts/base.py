@@ -1,4 +1,4 @@
-"""Where receipts are kept. `keeper.py` makes them; a directory (`directory.py`) or the routers' store holds them."""
+"""The interface of receipt sinks: a directory (`directory.py`) or the routers' store. `keeper.py` makes receipts."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Protocol
 @dataclass(frozen=True, slots=True)
 class ReceiptLine:
     request_id: str
-    line: bytes  # as `Receipt.to_line` gives it
+    line: bytes  # from `Receipt.to_line`
 
 
 class ReceiptSink(Protocol):
-    """Where receipts are written to. Owned by the event loop, which calls `write` once at a time."""
+    """A destination of receipts. Owned by the event loop, which makes one call of `write` at a time."""
 
     name: str
-    """For logs, without a password."""
+    """The sink's name for logs, without a password."""
 
     async def write(self, lines: Sequence[ReceiptLine]) -> Mapping[str, int]:
-        """Writes receipts, and removes the oldest ones beyond the bound.
+        """Writes receipts and removes the oldest ones beyond the bound.
 
-        Returns how many could not be written, by reason. Never raises.
+        Returns the number of receipts that could not be written, by reason. Never raises.
         """
 
     async def close(self) -> None:
-        """What was written stays."""
+        """Closes the sink. Written receipts stay."""

@@ -1,4 +1,4 @@
-"""Receipts in files of a directory, which routers may share (`outrider.receipt` reads them)."""
+"""Receipts in files of a directory that routers may share (`outrider.receipt` reads them)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from router.durability.receipts.base import ReceiptLine
 
 
 class DirectoryReceipts:
-    """A `ReceiptSink`. Of at most `max_bytes` in all, the oldest segment goes first."""
+    """A `ReceiptSink` of at most `max_bytes` in all; the oldest segment is removed first."""
 
     def __init__(self, folder: Path, *, max_bytes: int, incarnation: bytes) -> None:
-        """Raises: ConfigError where the directory cannot be written to."""
+        """Raises: ConfigError if the directory cannot be written to."""
         numbers = itertools.count()
         self.name = str(folder)
         self._max_line_bytes = min(max_bytes // SEGMENTS_IN_BOUND, MAX_LINE_BYTES)

@@ -1,4 +1,4 @@
-"""Makes the receipts of answers that have ended, and writes them off the token path."""
+"""Makes receipts of answers that have ended, and writes them off the token path."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ MAX_WAITING = 256
 MAX_WAITING_TOKENS = 1 << 22
 MAX_BATCH = 64
 STOP_SECONDS = 1.0
-"""How long the router's stop waits for receipts to be written."""
+"""Seconds that the router's stop waits for receipts to be written."""
 
 _log = get_logger("receipts")
 
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """What a receipt is made of; a thread makes its line."""
+    """The content of a receipt; a thread makes its line."""
 
     proto: router_pb2.GenerateRequest  # as the client sent it
     request: Request
@@ -73,7 +73,7 @@ def make_sink(
 def end_request(
     proto: router_pb2.GenerateRequest, answer: Answer, record: RequestRecord, model: ModelInfo, *, router: str
 ) -> EndedRequest:
-    """Returns what is known of an answer that has ended. `router` is the router's name."""
+    """Returns the content of the receipt of an answer that has ended. `router` is the router's name."""
     failure = answer.failure
     is_whole = answer.summary is not None and all(sample.is_whole for sample in answer.samples)
     receipt = Receipt(
@@ -102,7 +102,7 @@ def end_request(
 class ReceiptKeeper:
     """A short queue of receipts and the task that writes them. Owned by the event loop.
 
-    What does not fit, as with a slow disk, is dropped and counted.
+    Receipts that do not fit, for example because the disk is slow, are dropped and counted.
     """
 
     def __init__(self, sink: ReceiptSink, *, router: str, on_lost: Callable[[int], None]) -> None:
@@ -112,14 +112,14 @@ class ReceiptKeeper:
         self._on_lost = on_lost
         self._waiting: asyncio.Queue[EndedRequest] = asyncio.Queue()
         self._num_waiting_tokens = 0
-        self._num_unwritten = 0  # those that wait, and those that are being written
-        self._num_lost = 0  # since the last time that all were kept
+        self._num_unwritten = 0  # waiting or being written
+        self._num_lost = 0  # since all were last written
         self._work = asyncio.create_task(self._run(), name="receipts")
 
     def keep(self, proto: router_pb2.GenerateRequest, answer: Answer, record: RequestRecord, model: ModelInfo) -> None:
         """Queues the receipt of a request that has ended.
 
-        A request that was refused has none, and one that another router has taken over gets its receipt there.
+        A request that was refused has none, and one taken over by another router gets its receipt there.
         """
         if answer.started is None or (answer.failure is not None and answer.failure.reason == RESUMED_ELSEWHERE):
             return
@@ -141,7 +141,7 @@ class ReceiptKeeper:
         self._work.cancel()
         if self._num_unwritten:
             self._lose(self._num_unwritten, "the router stops")
-            return  # a disk that hangs has its file open
+            return  # a hung disk still has its file open
         await self._sink.close()
 
     async def _run(self) -> None:
@@ -159,7 +159,7 @@ class ReceiptKeeper:
         try:
             lines = await asyncio.to_thread(lambda: [ended.line() for ended in batch])
             lost = await self._sink.write(lines)
-        except Exception as error:  # noqa: BLE001 later ones are still to be kept
+        except Exception as error:  # noqa: BLE001 later receipts still have to be written
             _log.exception("receipts could not be made", error=str(error))
             lost = {"they could not be made": len(batch)}
         for reason, number in lost.items():
@@ -169,7 +169,7 @@ class ReceiptKeeper:
             self._num_lost = 0
 
     def _lose(self, number: int, reason: str) -> None:
-        """Counts lost receipts, and logs the first loss until all are kept again."""
+        """Counts lost receipts, and logs the first loss until all are written again."""
         if not number:
             return
         self._on_lost(number)

@@ -18,13 +18,13 @@ LIFETIME_SECONDS = 24 * 3600
 MAX_RECEIPTS = 10_000
 MAX_LINE_BYTES = 1 << 20
 MAX_WRITE_BYTES = 1 << 20
-"""Of the receipts in one round trip, which the server answers within milliseconds."""
+"""Maximum bytes of receipts in one round trip, so that the server answers within milliseconds."""
 _PREFIX = "outrider:{receipts}:of:"
 _INDEX = "outrider:{receipts}:index"
 
 
 class ValkeyReceipts(ValkeyServer):
-    """A `ReceiptSink` on a server: the newest of each request id, `MAX_RECEIPTS` at most, for `LIFETIME_SECONDS`."""
+    """A `ReceiptSink` on a server: the latest per request id, at most `MAX_RECEIPTS`, for `LIFETIME_SECONDS`."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class ValkeyReceipts(ValkeyServer):
         calls = [((_INDEX, _PREFIX + each.request_id), (each.request_id, each.line, *self._bounds)) for each in batch]
         try:
             answers = await self._run_pipeline(scripts.ADD_RECEIPT, calls)
-        except StoreError as error:  # some may be there
+        except StoreError as error:  # some may have been written
             lost[error.message] += len(batch)
         else:
             lost.update(str(answer) for answer in answers if isinstance(answer, ResponseError))
 
     async def find(self, request_id: str) -> bytes | None:
-        """The newest receipt's line. Raises: StoreError."""
+        """Returns the latest receipt's line. Raises: StoreError."""
         async with self._answering():
             found: bytes | None = await self._server.get(_PREFIX + request_id)
             return found

@@ -1,1 +1,1 @@
-"""Where requests with a resume window are kept. Read base.py first."""
+"""The store of requests with a resume window. Read base.py first."""

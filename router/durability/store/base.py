@@ -1,32 +1,32 @@
-"""Where requests with a resume window are kept, so that another router can continue them.
+"""The store of requests with a resume window, from which another router can continue them.
 
 A request with its drawn seed determines its tokens: the stored request is the durable state,
-the stored tokens are a cache of it. Tokens may be missing, they are never wrong. A request
+the stored tokens are a cache of it. Tokens may be missing but are never wrong. A request
 belongs to one owner, the router that created or claimed it last; the store drops writes of any other.
 Two routers that compute one request for a moment compute the same tokens, so a claim
-needs no certainty that the old owner is dead.
+does not require certainty that the old owner is dead.
 
 Call order in a router, for each request with a resume window:
 
 1. `create`, before Started. AlreadyRunningError: the id is in use on another router.
-   StoreError: refuse the request, or serve it without the store, as `router.store_lost` says.
-2. Off the token path, for all requests together: `append` what is new every
+   StoreError: refuse the request, or serve it without the store, according to `router.store_lost`.
+2. Off the token path, for all requests together: `append` new tokens every
    `router.store_append_seconds`, `renew` every third of `router.store_lease_seconds`. After a
-   StoreError of `append`, send tokens again from the last position that was acknowledged. `renew` tells
+   StoreError of `append`, send tokens again from the last acknowledged position. `renew` returns
    - `taken`: another router has the request. End the attached stream with AbortedError, stop
-     the work, call nothing more for this id.
+     the work, make no more calls for this id.
    - `missing`: the store was emptied. `create` again, then `append` everything.
    - `aborted`: Abort was sent to another router. Abort here.
    Renew while the answer is unfinished, and after that while a client's stream is attached.
-3. `finish`, when the answer has ended and no stream is attached any more (last `append` before
-   it). From then on the resume window runs. `delete` instead, where the request ended without
-   an answer to come back to (refused after `create`, failed, window over).
+3. `finish`, when the answer has ended and no stream is attached any more (after the last
+   `append`). The resume window starts then. Call `delete` instead if the request ended without
+   an answer to resume (refused after `create`, failed, window over).
 
-For Resume of an id that this router does not have: `claim`. By contract a
-new Resume ends the stream attached before, and a client asks here because it cannot reach the
-owner. None is NOT_FOUND. Open the answer with the tokens known (none of them where logprobs
-are wanted: those are not stored), end it at once where `is_aborted`. `read` looks without claiming. For Abort of
-such an id: `request_abort`.
+For Resume of an id that this router does not have, call `claim`. By contract a new Resume ends
+the stream attached before, and a client asks here because it cannot reach the owner. None means
+NOT_FOUND. Open the answer with the known tokens (none if logprobs are wanted: those are not
+stored), and end it at once if `is_aborted`. `read` looks without claiming. For Abort of such an
+id, call `request_abort`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from outrider.errors import AlreadyRunningError, MismatchError, StoreError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRequest:
-    """Everything that determines an answer. Positions count as in the contract, from the prompt's first token."""
+    """Everything that determines an answer. Positions count from the prompt's first token, as in the contract."""
 
-    request_id: str  # 1 to 128 characters of printable ASCII; behind its client's name and "·", where that is known
+    request_id: str  # 1 to 128 characters of printable ASCII, after the client's name and "·" if that is known
     fingerprint: str  # of the model
     resume_window_seconds: float
-    start_position: int  # of the first token that the answer generates, equal for all samples
+    start_position: int  # of the first token that the answer generates; the same for all samples
     request: bytes  # a GenerateRequest with its seed, prompt as token ids; opaque to the store
-    numerics: str = ""  # what all nodes computed by at its beginning, where that is exact; empty otherwise
+    numerics: str = ""  # the numerics of all nodes when it began, if exact; empty otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +66,25 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredAnswer:
-    """A stored request and what is known of its answer."""
+    """A stored request and the known part of its answer."""
 
     request: StoredRequest
     token_ids: Mapping[int, tuple[int, ...]]  # by sample, from start_position without a gap
-    is_ours: bool  # this router is the owner
+    is_ours: bool  # whether this router is the owner
     is_aborted: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renewal:
-    """What has happened to renewed requests. Ids in none of the sets are ours as before."""
+    """The states of renewed requests. Ids in none of the sets are still owned by this router."""
 
     taken: frozenset[str] = frozenset()  # another router is the owner
     missing: frozenset[str] = frozenset()  # the store has no such request any more
-    aborted: frozenset[str] = frozenset()  # ours, and Abort was asked for
+    aborted: frozenset[str] = frozenset()  # owned by this router, and Abort was requested
 
 
 class SpansRefusedError(StoreError):
-    """The store refused the tokens of these requests alone, and has taken all others."""
+    """The store refused the tokens of these requests only, and has taken all others."""
 
     def __init__(self, message: str, request_ids: frozenset[str]) -> None:
         super().__init__(message)
@@ -94,56 +94,56 @@ class SpansRefusedError(StoreError):
 class AnswerStore(Protocol):
     """One router's access to the store. Owned by the event loop.
 
-    Every method ends within the store's timeout and raises StoreError when the store did not
-    answer by then. What was asked for may still take effect; each method may be repeated.
+    Every method ends within the store's timeout and raises StoreError if the store has not
+    answered by then. The operation may still take effect; each method may be repeated.
     """
 
     name: str
-    """For logs, without a password."""
+    """The store's name for logs, without a password."""
 
     async def create(self, stored: StoredRequest) -> None:
         """Stores a request, owned by this router. A request of the same id and owner is replaced.
 
-        Raises: AlreadyRunningError for an id that another router has; StoreError.
+        Raises: AlreadyRunningError if another router has the id; StoreError.
         """
 
     async def append(self, spans: Iterable[TokenSpan]) -> None:
-        """Adds tokens, of any number of requests. Those of requests that are not ours are dropped.
+        """Adds tokens of any number of requests. Those of requests that this router does not own are dropped.
 
         Raises: SpansRefusedError, StoreError.
         """
 
     async def renew(self, request_ids: Iterable[str]) -> Renewal:
-        """Puts off the expiry of requests and tokens. Raises: StoreError."""
+        """Extends the expiry of requests and tokens. Raises: StoreError."""
 
     async def finish(self, request_ids: Iterable[str]) -> None:
-        """Lets the resume window run. Those that are not ours are passed over. Raises: StoreError."""
+        """Starts the resume windows. Requests that this router does not own are skipped. Raises: StoreError."""
 
     async def delete(self, request_ids: Iterable[str]) -> None:
-        """Removes requests of ours; those that are not ours are passed over. Raises: StoreError."""
+        """Removes requests; those that this router does not own are skipped. Raises: StoreError."""
 
     async def read(self, request_id: str) -> StoredAnswer | None:
-        """What is stored, without changing it; None: there is no such request. Raises: StoreError."""
+        """Returns what is stored, without changing it; None if there is no such request. Raises: StoreError."""
 
     async def claim(self, request_id: str, *, fingerprint: str) -> StoredAnswer | None:
-        """Makes this router the owner; None: there is no such request.
+        """Makes this router the owner. Returns None if there is no such request.
 
-        A claimed request is kept as a running one until `finish`.
+        A claimed request is retained like a running one until `finish`.
 
-        Raises: MismatchError when it was stored for another model, and stays with its owner; StoreError.
+        Raises: MismatchError if it was stored for another model, and stays with its owner; StoreError.
         """
 
     async def request_abort(self, request_id: str) -> bool:
-        """Asks the owner, now or later, to abort. False: unknown, finished, or asked for before. Raises: StoreError."""
+        """Asks the owner to abort. Returns False if unknown, finished, or asked before. Raises: StoreError."""
 
     async def close(self) -> None:
-        """Disconnects. Requests stay, until they expire. Raises: StoreError."""
+        """Disconnects. Requests stay until they expire. Raises: StoreError."""
 
 
 class TokenLog:
-    """Spans of one answer in the order of their arrival → the tokens known of each sample.
+    """Collects spans of one answer in the order of their arrival into the known tokens of each sample.
 
-    Repeated and overlapping spans count once; a span behind a gap is dropped.
+    Repeated and overlapping spans count once; a span after a gap is dropped.
     """
 
     def __init__(self, start_position: int) -> None:

@@ -1,19 +1,19 @@
-"""What a Valkey server does in one step, as Lua.
+"""The store's atomic operations, as Lua scripts for a Valkey server.
 
 Every script has the same keys: the request (a hash, whose `owner` decides) and its tokens (a list of packed
-spans). Times are durations in milliseconds, so clocks need not agree. A
-request and its tokens expire in the same millisecond: time stands still within a script.
+spans). Times are durations in milliseconds, so clocks need not agree. A request and its tokens
+expire in the same millisecond: time stands still within a script.
 
-A server without memory refuses a script's first write only if that is one that adds.
+A server that is out of memory refuses a script only at its first write, and only if that write adds data.
 """
 
 from __future__ import annotations
 
 OWNED, ABORTED, TAKEN, MISSING = 0, 1, 2, 3
-"""What RENEW answers."""
+"""Return values of RENEW."""
 
 # ARGV: owner, lease, then the hash's other fields and values. A server may have evicted the hash and kept the tokens.
-# The first HSET is what a server without memory refuses.
+# A server that is out of memory refuses the first HSET.
 CREATE = """
 local owner = redis.call('HGET', KEYS[1], 'owner')
 if owner and owner ~= ARGV[1] then return 0 end
@@ -24,9 +24,9 @@ redis.call('PEXPIRE', KEYS[1], ARGV[2] + redis.call('HGET', KEYS[1], 'window'))
 return 1
 """
 
-# ARGV: owner, then sample, start position, end position and token ids, repeated. What is known of a span is cut off, so
-# that a router which did not get the answer may repeat it with more; spans behind a gap are passed over. A list's entry
-# is sample, start position and token ids, each a little-endian uint32. A new list expires with its request.
+# ARGV: owner, then sample, start position, end position and token ids, repeated. The known part of a span is cut off,
+# so that a router that got no answer may repeat the span with more; spans after a gap are skipped. A list entry is
+# sample, start position and token ids, each a little-endian uint32. A new list expires with its request.
 APPEND = """
 if redis.call('HGET', KEYS[1], 'owner') ~= ARGV[1] then return 0 end
 for i = 2, #ARGV, 4 do
@@ -75,10 +75,10 @@ local fields = redis.call('HMGET', KEYS[1], {", ".join(map(repr, FIELDS))})
 if not fields[1] then return {{}} end
 """
 
-# Answers {} for no request, else {fields, spans}.
+# Returns {} if there is no request, else {fields, spans}.
 READ = _READ + "return {fields, redis.call('LRANGE', KEYS[2], 0, -1)}\n"
 
-# ARGV: owner, lease, fingerprint. Answers as READ; a request of another model stays with its owner.
+# ARGV: owner, lease, fingerprint. Returns the same as READ; a request of another model stays with its owner.
 CLAIM = (
     _READ
     + """
@@ -98,8 +98,8 @@ if not fields[1] or fields[2] then return 0 end
 return redis.call('HSETNX', KEYS[1], 'aborted', 1)
 """
 
-# KEYS: the index of all receipts (ids by the server's time), this receipt. ARGV: id, receipt, lifetime, most receipts,
-# and what the keys of receipts begin with. They share a slot, as the index has to be cut and its receipts with it.
+# KEYS: the index of all receipts (ids by the server's time), this receipt. ARGV: id, receipt, lifetime, maximum number
+# of receipts, prefix of receipts' keys. All keys share a slot: the index is trimmed together with its receipts.
 ADD_RECEIPT = """
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
 local time = redis.call('TIME')

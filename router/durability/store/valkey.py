@@ -30,11 +30,11 @@ from router.store_address import ValkeyAddress
 
 MAX_CONNECTIONS = 16
 MAX_SPANS_PER_SCRIPT = 1000
-"""While a script runs, the server answers nobody else."""
+"""Spans per script: the server answers no other client while a script runs."""
 
 
 class ValkeyServer:
-    """Connections to a server. Connects on first use, and again after a loss."""
+    """Connections to a server. Connects on first use, and reconnects after a loss."""
 
     def __init__(self, address: ValkeyAddress, *, timeout_seconds: float) -> None:
         self.name = str(address)
@@ -47,7 +47,7 @@ class ValkeyServer:
             db=address.database,
             username=address.username,
             password=address.password,
-            # No timeouts but ours, around the whole exchange: in Python 3.11 the client's own may swallow it.
+            # The only timeout is ours, around the whole exchange: in Python 3.11 the client's own may swallow it.
             socket_timeout=None,
             socket_connect_timeout=None,
             **({"ssl_check_hostname": True} if address.is_tls else {}),
@@ -59,13 +59,13 @@ class ValkeyServer:
             await self._pool.disconnect()
 
     async def _run_pipeline(self, script: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
-        """One script for many (keys, arguments), in one round trip. In the place of an answer may be the error.
+        """Runs a script for many (keys, arguments) in one round trip. Returns an answer or a ResponseError for each.
 
-        Raises: StoreError when the server answers nothing, or all with errors.
+        Raises: StoreError if the server does not answer, or fails all of them.
         """
         if not calls:
             return []
-        digest = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()  # by which a server knows it
+        digest = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()  # the server's id of the script
         async with self._answering():
             pipeline = self._server.pipeline(transaction=False)
             pipeline.script_load(script)  # every time: the server may have been restarted
@@ -79,7 +79,7 @@ class ValkeyServer:
 
     @asynccontextmanager
     async def _answering(self) -> AsyncIterator[None]:
-        """The timeout around one exchange. Raises: StoreError for whatever goes wrong in it."""
+        """Bounds one exchange by the timeout. Raises: StoreError for any failure in it."""
         try:
             async with asyncio.timeout(self._timeout_seconds), self._slots:
                 yield
@@ -161,7 +161,7 @@ class ValkeyAnswerStore(ValkeyServer):
         return replace(found, is_ours=True)
 
     def _parse(self, request_id: str, found: Sequence[Any]) -> StoredAnswer | None:
-        """What READ and CLAIM answer."""
+        """Parses the return value of READ and CLAIM."""
         if not found:
             return None
         fields, spans = found
@@ -188,23 +188,23 @@ class ValkeyAnswerStore(ValkeyServer):
         return bool(await self._run(scripts.REQUEST_ABORT, request_id))
 
     async def _run(self, script: str, request_id: str, *arguments: str | bytes | int) -> Any:
-        """One script for one request. Raises: StoreError."""
+        """Runs a script for one request. Raises: StoreError."""
         keys = _keys(request_id)
         async with self._answering():
             return await self._server.eval(script, len(keys), *keys, self._owner, *arguments)
 
     async def _run_many(self, script: str, calls: Sequence[tuple[str, Sequence[str | bytes | int]]]) -> list[Any]:
-        """As `_run_pipeline`, by request. What fails for one of several requests is that one's."""
+        """Like `_run_pipeline`, by request. A failure of one of several requests is returned in its place."""
         return await self._run_pipeline(
             script, [(_keys(request_id), (self._owner, *arguments)) for request_id, arguments in calls]
         )
 
 
 def _keys(request_id: str) -> tuple[str, str]:
-    """The request's and its tokens' key.
+    """Returns the keys of the request and of its tokens.
 
-    A cluster hashes only what stands between the braces, so both share a slot; behind
-    "r:" it is never empty, whatever the id begins with.
+    A cluster hashes only the part in braces, so both share a slot; "r:" keeps that part
+    from being empty, whatever the id begins with.
     """
     prefix = f"outrider:{{r:{request_id}}}"
     return f"{prefix}:request", f"{prefix}:tokens"
@@ -216,11 +216,11 @@ def _append_arguments(span: TokenSpan) -> tuple[int, int, int, bytes]:
 
 
 def _unpack(packed: bytes) -> tuple[int, int, tuple[int, ...]]:
-    """Sample, start position and token ids of one entry."""
+    """Returns sample, start position and token ids of one entry."""
     sample, start_position, *token_ids = struct.unpack(f"<{len(packed) // 4}I", packed)
     return sample, start_position, tuple(token_ids)
 
 
 def _milliseconds(seconds: float) -> int:
-    """At least 1: a server refuses an expiry of 0."""
+    """Rounds to milliseconds, at least 1: a server refuses an expiry of 0."""
     return max(round(seconds * 1e3), 1)
