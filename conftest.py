@@ -1,4 +1,4 @@
-"""The order that tests run in, which of them this machine can run, and what only a full run has."""
+"""Orders the tests, skips those that this machine cannot run, and deselects those of full runs only."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ LONG_FILES = (
     "tests/router/durability/test_two_routers.py",
     "tests/speculation/test_source_order.py",
 )
-"""They take about half a minute, and come late by their names: of several workers, none shall begin with one when the
-others have nothing left."""
+"""Test files that take about half a minute each. Alphabetically they would start late, and one worker would still run
+them when the others are done."""
 WAITING_FOLDERS = ("client", "cluster", "kv_transfer", "router", "service")
-"""Their tests wait more than they compute."""
+"""Folders whose tests wait more than they compute."""
 SHARED_CLUSTER = ("tests/e2e/", "tests/training/test_run.py")
-"""Their tests ask one cluster, which is started once: of several workers, one runs them all."""
+"""Tests that share one cluster, which is started once. Under xdist, one worker runs them all."""
 OWN_CLUSTERS = ("tests/e2e/test_secured_cluster.py", "tests/e2e/test_soak.py")
-"""But these start others."""
+"""Exceptions to SHARED_CLUSTER: these files start their own clusters."""
 REAL_CLUSTER = (
     *("tests/e2e/test_constraints.py", "tests/e2e/test_openai.py", "tests/e2e/test_real_model.py"),
     "tests/e2e/test_replay.py",
 )
-"""And these share one with the default model."""
+"""Files that share another cluster, which serves the default model."""
 
 
-# Examples take as long as a busy machine makes them.
+# No deadline: on a busy machine, an example may take long.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Of several workers, each computes in one thread, but where a test says otherwise."""
+    """Limits each xdist worker to one compute thread, unless a test asks for more, and emulates a missing GPU."""
     if hasattr(config, "workerinput"):
         os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
     if not has_gpu_driver():
@@ -61,9 +61,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
-    """A whole file goes to one worker, for what its tests share to be made once; files go out in our order.
+    """Sends each file to one worker, so that its fixtures are set up once, and keeps our order of files.
 
-    But where the command line says `--dist`: None, for xdist to do that.
+    Returns None if the command line sets `--dist`, so that xdist schedules by itself.
     """
     if config.getoption("dist") != "load":
         return None
@@ -80,11 +80,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     return FileScheduling(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k and -m choose, so that a choice does not change what is left of a matrix
+@pytest.hookimpl(tryfirst=True)  # before -k and -m, which must not affect the cases chosen from a matrix
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Quick folders first, so that a plain mistake shows in seconds; whole clusters last.
+    """Runs quick folders first, so that simple mistakes show within seconds, and whole clusters last.
 
-    Of several workers, some would wait at the end for the clusters of another: there they come first.
+    Under xdist the clusters come first: otherwise the other workers would be idle at the end while one runs them.
     """
     items.sort(key=_order_of_workers(items) if hasattr(config, "workerinput") else _rank)  # stable
     _skip_without_cuda([item for item in items if item.get_closest_marker("gpu")])
@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now is not searched for garbage any more: 700,000 objects, again and again."""
+    """Excludes the 700,000 objects that exist after the imports from all later garbage collections."""
     gc.freeze()
 
 
@@ -108,7 +108,7 @@ def _rank(item: pytest.Item) -> int:
 
 
 def _order_of_workers(items: Sequence[pytest.Item]) -> Callable[[pytest.Item], tuple[int, float]]:
-    """What takes long comes first; then files that wait lie evenly among those that compute."""
+    """Returns the sort key under xdist: long files first, then waiting files spread evenly among computing ones."""
     files = {_file(item): _folder(item) in WAITING_FOLDERS for item in items}
     places: dict[str, float] = {}
     for waits in (True, False):
@@ -122,7 +122,7 @@ def _file(item: pytest.Item) -> str:
 
 
 def _folder(item: pytest.Item) -> str:
-    """Of tests."""
+    """Returns the name of the folder below `tests`, or "" if the test is elsewhere."""
     parts = item.path.relative_to(item.config.rootpath).parts
     return parts[1] if parts[0] == "tests" else ""
 
@@ -138,10 +138,10 @@ def _skip_without_cuda(items: Sequence[pytest.Item]) -> None:
 
 
 def _left_out_of_matrices(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """Of each test marked `pairwise`, the cases that add no pair of parameters to the others."""
+    """Returns the cases of each test marked `pairwise` that add no pair of parameter values to the chosen cases."""
 
     def matrix_of(item: pytest.Item) -> tuple[str, bool]:
-        """What cannot run here covers nothing of what can."""
+        """Groups skipped cases apart from the others, since a case that does not run covers no pair."""
         is_skipped = any(mark.args[0] for mark in item.iter_markers("skipif"))
         return item.nodeid.partition("[")[0], is_skipped
 

@@ -35,7 +35,7 @@ AFTER_TOKENS = 16
 MAX_TOKENS = 1400  # enough that no answer ends while others start
 WAIT_SECONDS = 120.0
 LIMITS = {"killed": 1.0, "stopped": 1.5, "stopped, 16 streams": 3.0, "killed, the only one": 5.5}
-"""Required limits, in seconds."""
+"""Required limits of the gaps, in seconds."""
 LOSSES = {
     2: {
         "killed": (signal.SIGKILL, 1),
@@ -44,7 +44,7 @@ LOSSES = {
     },
     1: {"killed, the only one": (signal.SIGKILL, 1)},
 }
-"""Signal and number of streams, by number of decode nodes."""
+"""The cases of each cluster size (number of decode nodes): signal to send, and number of streams."""
 
 
 def prompt_of(number: int) -> list[int]:
@@ -108,7 +108,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 def lose(
     cluster: Cluster, client: Client, *, number: signal.Signals, num_streams: int, first: int, is_cold: bool
 ) -> list[float]:
-    """Returns the gap of every stream, in seconds."""
+    """Signals the busiest decode node while streams run. Returns the gap of each stream, in seconds."""
     for index in range(0 if is_cold else num_streams):
         client.complete(prompt_of(first + index), max_tokens=1)
     streams = [Stream(client, first + index) for index in range(num_streams)]

@@ -170,7 +170,7 @@ async def serve_nodes(arguments: argparse.Namespace) -> None:
 
 
 async def serve_bare(arguments: argparse.Namespace) -> None:
-    """Writes at the pace of a timer."""
+    """Runs the bare server, which writes to its streams every `step_ms` milliseconds."""
     step = await serve_steps()
     while True:
         await asyncio.sleep(arguments.step_ms / 1e3)
@@ -179,7 +179,7 @@ async def serve_bare(arguments: argparse.Namespace) -> None:
 
 
 async def serve_relay(arguments: argparse.Namespace) -> None:
-    """Writes whenever a message of the pacemaker arrives."""
+    """Runs the relay, which writes to its streams whenever a message of the pacemaker arrives."""
     step = await serve_steps()
     async with grpc.aio.insecure_channel(arguments.pacemaker) as channel:
         async for _ in channel.unary_stream(PACE)(b""):
@@ -188,7 +188,10 @@ async def serve_relay(arguments: argparse.Namespace) -> None:
 
 
 async def serve_steps() -> asyncio.Event:
-    """Writes a delta of one token per step to every stream, up to the requested number."""
+    """Starts a server that writes a one-token delta to each stream per step, up to the requested number.
+
+    Returns the event that triggers a step.
+    """
     message = router_pb2.GenerateResponse(
         delta=router_pb2.Delta(start_position=500, token_ids=[97], text="a")
     ).SerializeToString()

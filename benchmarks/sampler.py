@@ -44,7 +44,7 @@ POSITIONS_BETWEEN_ROUNDS = 5
 
 
 def like_a_language_model(rng: np.random.Generator, num_rows: int, vocab_size: int) -> Logits:
-    """Makes logits with most tokens far below some ten that have nearly all probability."""
+    """Makes logits by which about ten tokens of each row have nearly all of the probability."""
     rows = rng.standard_normal((num_rows, vocab_size)) * 2.2
     rows += np.where(rng.random(rows.shape) < 10 / vocab_size, rng.uniform(5, 14, rows.shape), 0)
     return rows.astype(np.float32)
@@ -62,7 +62,7 @@ KINDS: dict[str, Callable[[np.random.Generator, int, int], Logits]] = {
 
 
 class Timed:
-    """One sampler over one kind of step."""
+    """A sampler with the sequences of one kind of step, to be timed."""
 
     def __init__(self, sampler: Sampler, params: dict[str, Any], num_sequences: int, num_rows: int) -> None:
         self._sampler = sampler

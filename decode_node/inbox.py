@@ -13,13 +13,13 @@ from decode_node.commands import Command, RouterCommand, SessionEnded
 from outrider.session import CancelSequenceGroup, OpenSequenceGroup
 
 MAX_COMMANDS = 128
-"""Queued commands of one router: what the engine thread handles in a few iterations."""
+"""Limit of one router's queued commands, which the engine thread handles in a few iterations."""
 
 MAX_TOKENS = 1 << 20
-"""Prompt tokens in one router's queued commands, not counting the last command, which may have any length."""
+"""Limit of prompt tokens in one router's queue, not counting the last command, which may have any length."""
 
 MAX_WORK = 4096
-"""Work of all routers between two steps, in prompt tokens: some milliseconds."""
+"""Limit of all routers' commands handled between two steps, as a cost in prompt tokens: a few milliseconds."""
 
 COMMAND_WORK = 128
 """The cost of a command in prompt tokens, in addition to the tokens that it carries."""

@@ -98,7 +98,7 @@ class DraftNode(EngineNode[DraftLoop]):
             "vocabulary_fingerprint": info.vocabulary_fingerprint,
             "num_speculative_tokens": self._config.num_speculative_tokens,
             "look_ahead": self._config.max_alternatives if info.can_look_ahead else 0,
-            # The limit, without a model's weights.
+            # An upper bound, not counting model weights.
             "memory_bytes": max_held_bytes(has_head=info.features is not None) + info.memory_bytes,
             **info.description,
         }

@@ -163,7 +163,7 @@ def guard_standard_streams() -> None:
     _unblock(2)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is getattr(sys, f"__{name}__"):
-            # Python has no stream if the descriptor was closed; by now it may belong to anything.
+            # Python has no stream if the descriptor was closed at the start; it may have been reused since.
             target = descriptor if getattr(sys, name) is not None else os.open(os.devnull, os.O_WRONLY)
             write = _Descriptor(target).write
             setattr(sys, name, LossyStream(write, is_terminal=os.isatty(target), descriptor=target))
@@ -171,7 +171,9 @@ def guard_standard_streams() -> None:
 
 
 def _unblock(descriptor: int) -> None:
-    """Reopens a pipe or terminal: O_NONBLOCK is a flag of the open file, which other processes may share."""
+    """Makes writes to a pipe or terminal non-blocking. Reopens it first, because O_NONBLOCK is a flag of the open file,
+    which other processes may share.
+    """
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISFIFO(mode) or os.isatty(descriptor):
         with suppress(OSError):  # there is no reader, or it belongs to another user

@@ -56,7 +56,10 @@ def _byte_level(token: str) -> bytes:
 
 
 def _by_steps(parts: list[dict[str, Any]]) -> Callable[[str], bytes]:
-    """Returns the function of a decoder's `parts` up to Fuse; others treat joined text. Raises: NotSupportedError."""
+    """Returns a function that applies a decoder's `parts` to one token, up to Fuse: later ones apply to joined text.
+
+    Raises: NotSupportedError if a part is unknown or there are none.
+    """
     kinds = [part["type"] for part in parts]
     num_steps = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     found = [_step(part) for part in parts[:num_steps] if part["type"] != "ByteFallback"]
@@ -77,7 +80,7 @@ def _by_steps(parts: list[dict[str, Any]]) -> Callable[[str], bytes]:
 
 
 def _step(part: dict[str, Any]) -> Callable[[str], str] | None:
-    """Returns what a part of a decoder makes of each token after others, or None if it is unknown."""
+    """Returns the function by which a part of a decoder changes a token after the first one; None if unknown."""
     match part:
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return lambda token: token.replace(old, new)

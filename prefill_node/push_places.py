@@ -1,4 +1,4 @@
-"""The limit of jobs with a push, which decode nodes share."""
+"""The limit of prefill jobs whose KV is pushed, shared fairly among the decode nodes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from prefill_node.task import PrefillTask
 class PushPlaces:
     """At most `max_pushes` jobs are computed or pushed; the others wait, by priority, then by arrival.
 
-    A decode node may hold as many places as are free for others (dynamic thresholds: Choudhury and Hahne, 1998). So
-    one that takes nothing holds at most half of the places, and two of them a third each; the rest is left to others.
+    A decode node gets another place only while it holds fewer than are free (dynamic thresholds: Choudhury and Hahne,
+    1998). So one that receives nothing holds at most half of the places, and two such nodes at most a third each.
     Owned by the engine thread.
     """
 

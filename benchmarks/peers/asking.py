@@ -1,4 +1,4 @@
-"""Askers: the same prompt as token ids, and the time of every token that comes back."""
+"""Askers, which send a prompt as token ids and record the arrival time of every token of the answer."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from outrider.bench.prompts import BenchPrompt
 MOST_CLIENTS = 64
 
 Stream = Callable[[Sequence[int]], Iterator[list[int]]]
-"""Prompt token ids → new token ids, as they come. Blocking; raises PeerError or OSError."""
+"""Takes a prompt's token ids and yields new token ids as they arrive. Blocking; raises PeerError or OSError."""
 
 
 class StreamAsker:
-    """An asker over a blocking stream: a thread for each answer."""
+    """An asker that reads a blocking stream in one thread per answer."""
 
     def __init__(self, stream: Stream, *, max_tokens: int) -> None:
         self._stream = stream
@@ -64,7 +64,10 @@ class StreamAsker:
 def http_stream(
     port: int, path: str, body: Mapping[str, Any], *, read: Callable[[Any], list[int]], seconds: float
 ) -> Stream:
-    """Server-sent events over HTTP. `body` gets the prompt's ids; `read` takes new ids out of an event."""
+    """Returns a stream of server-sent events over HTTP.
+
+    `body`: the request, to which the prompt's ids are added. `read`: returns the new ids in an event.
+    """
 
     def stream(prompt: Sequence[int]) -> Iterator[list[int]]:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=seconds)
@@ -95,16 +98,16 @@ def is_healthy(port: int) -> bool:
 
 
 class LineServer:
-    """A process that takes {"id", "prompt"} and gives {"id", "tokens"} or {"id", "done"}, one JSON object a line."""
+    """A process that reads {"id", "prompt"} and writes {"id", "tokens"} or {"id", "done"}, one JSON object per line."""
 
     def __init__(self, process: ServerProcess, *, seconds: float) -> None:
-        """`seconds`: between two lines for one answer."""
+        """`seconds`: timeout between two lines of one answer."""
         self._process = process
         self._seconds = seconds
         self._ids = itertools.count()
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
         self._writing = threading.Lock()
-        self._end = ""  # why nobody reads any more
+        self._end = ""  # why the process's output is no longer read; empty while it is
         self.is_ready = False
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -135,7 +138,7 @@ class LineServer:
         why = "the server has ended"
         try:
             for line in self._process.popen.stdout:
-                if line.startswith("{"):  # libraries print as well
+                if line.startswith("{"):  # libraries print, too
                     said = json.loads(line)
                     self.is_ready = self.is_ready or "ready" in said
                     if "id" in said:

@@ -1,4 +1,4 @@
-"""Who takes part: names of the command line, and what is installed for them."""
+"""The peers that take part: their names on the command line, and their installation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PEERS: dict[str, Sequence[Callable[[], Peer]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """One peer in one dtype."""
+    """A peer in one dtype."""
 
     peer: Peer
     dtype: str
@@ -40,7 +40,10 @@ class Contestant:
 def install(
     names: Sequence[str], model: Path, *, tell: Callable[[str], None]
 ) -> tuple[list[Contestant], list[SessionResult]]:
-    """What can take part, and the failures of what cannot. `names`: NAME or NAME:DTYPE of PEERS."""
+    """Installs peers. Returns those that can take part, and the failures of the others.
+
+    `names`: NAME or NAME:DTYPE of PEERS.
+    """
     contestants, failures = [], []
     for name, _, dtype in (entry.partition(":") for entry in names):
         for make in PEERS[name]:

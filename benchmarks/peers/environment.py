@@ -1,4 +1,4 @@
-"""Where peers live: a cache directory of the user's, and in it an environment for each of them."""
+"""The peers' cache directory, which holds a virtual environment for each of them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ DIRECTORY_VARIABLE = "OUTRIDER_PEERS_DIR"
 
 
 def peers_directory() -> Path:
-    """$OUTRIDER_PEERS_DIR, else ~/.cache/outrider-peers."""
+    """Returns $OUTRIDER_PEERS_DIR, or ~/.cache/outrider-peers if it is not set."""
     configured = os.environ.get(DIRECTORY_VARIABLE)
     return Path(configured) if configured else Path.home() / ".cache" / "outrider-peers"
 
 
 class Environment:
-    """A virtual environment that this project's own never sees."""
+    """A virtual environment that is separate from this project's."""
 
     def __init__(self, name: str) -> None:
         self.directory = peers_directory() / name
@@ -28,7 +28,7 @@ class Environment:
         self.log = self.directory / "install.log"
 
     def install(self, requirements: Sequence[str], *, without: Sequence[str] = ()) -> None:
-        """From the package registry that pip is configured for. `without`: taken out again.
+        """Installs packages from pip's registry. `without`: dependencies to uninstall afterwards.
 
         Raises: PeerError.
         """

@@ -1,4 +1,4 @@
-"""What the figures must be read with: the processor, its instructions, its load, and how fast it reads weights."""
+"""Facts that put the figures in context: the processor, its instructions and load, and its speed of reading weights."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def machine_facts() -> dict[str, Any]:
 
 
 def count_weights(model: Path) -> int:
-    """Of a directory's model.safetensors; a tied embedding is stored, and read, once."""
+    """Returns the number of weights in a directory's model.safetensors. A tied embedding is stored, and read, once."""
     with safe_open(model / "model.safetensors", framework="np") as weights:
         return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118 no mapping
 
 
 def measure_floor(num_weights: int, *, num_threads: int) -> Mapping[str, float]:
-    """Tokens a second by dtype if nothing but reading every weight once took time; and the bandwidth behind it."""
+    """Returns tokens per second by dtype if only reading every weight once took time, and the memory bandwidth."""
     bandwidth = read_bandwidth(num_threads)
     floors = {dtype: bandwidth / (num_weights * size) for dtype, size in BYTES_PER_WEIGHT.items()}
     return {"bandwidth_bytes_per_second": bandwidth, **floors}

@@ -1,4 +1,4 @@
-"""What a peer is: something that can be installed, started with the same model, and asked."""
+"""The interface of a peer: a server that can be installed, started with the same model, and asked."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from outrider.bench.load import Asker
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """How a peer is started. `speculation`: with prompt lookup, else plain."""
+    """Settings of a peer's start. `speculation`: whether it uses prompt lookup."""
 
     model: Path  # directory with config.json, model.safetensors and tokenizer.json
     dtype: str  # "auto", "float32", "bfloat16", "int8"
     speculation: bool
-    max_tokens: int  # of every answer
-    most_prompt_tokens: int  # of a prompt
+    max_tokens: int  # per answer
+    most_prompt_tokens: int  # per prompt
     num_threads: int
     log: Path
-    start_seconds: float  # how long a start may take
-    answer_seconds: float  # how long an answer may take
+    start_seconds: float  # timeout of a start
+    answer_seconds: float  # timeout of an answer
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A peer that runs."""
+    """A running peer."""
 
     process: ServerProcess
     asker: Asker
 
 
 class Peer(Protocol):
-    """One server. Every method may raise PeerError; nothing of one peer may disturb the next."""
+    """A kind of server. Every method may raise PeerError. It must leave nothing behind that affects the next peer."""
 
     name: str
     has_lookup: bool  # prompt lookup
-    most_clients: int  # at a time; 0: any number
+    most_clients: int  # concurrently; 0: any number
 
     def dtypes(self, cpu_flags: frozenset[str]) -> tuple[str, ...]:
-        """What is measured where nobody asks for one dtype: all that could be its best on this processor."""
+        """Returns the dtypes to measure by default: all that could be the peer's fastest on this processor."""
 
     def install(self, model: Path) -> None:
-        """Downloads, builds and converts into the peers' cache; quick when it is there already."""
+        """Downloads, builds and converts what the peer needs into the peers' cache, unless it is there."""
 
     def start(self, setup: Setup) -> AbstractContextManager[Server]:
-        """Serving until left, then gone with every process of it."""
+        """Returns a context manager that runs the server, and ends all of its processes on exit."""
 
 
 Started = Iterator[Server]
 
 
 def native_dtypes(cpu_flags: frozenset[str]) -> tuple[str, ...]:
-    """bfloat16 where the processor multiplies it; elsewhere float32 may be faster, so that both count."""
+    """Returns bfloat16 if the processor multiplies it natively; otherwise float32, too, which may be faster."""
     return ("bfloat16",) if "avx512_bf16" in cpu_flags else ("bfloat16", "float32")

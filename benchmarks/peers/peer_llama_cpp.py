@@ -1,4 +1,4 @@
-"""llama.cpp's server, built from the sources that llama-cpp-python's sdist carries."""
+"""llama.cpp's server, built from the sources in llama-cpp-python's sdist."""
 
 from __future__ import annotations
 
@@ -107,5 +107,5 @@ class LlamaCpp:
 
 
 def _token_ids(event: Any) -> list[int]:
-    """The last event repeats nothing: it is empty in a stream."""
+    """Returns the new token ids in an event; none in the last one, which is empty in a stream."""
     return [] if event.get("stop") else list(event.get("tokens") or ())

@@ -1,6 +1,6 @@
-"""OpenVINO GenAI's continuous batching. Its keys and values are in 8 bits by default, and are left so.
+"""OpenVINO GenAI's continuous batching. Its KV cache keeps OpenVINO's default of 8 bits.
 
-With dtype int8 weights are exported in 8 bits, and OpenVINO chooses how it computes with them.
+With dtype int8, weights are exported in 8 bits, and OpenVINO chooses how it computes with them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from process import ServerProcess, run_logged
 
 REQUIREMENTS = ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "torch==2.13.0")
 WITHOUT = ("torchvision",)
-"""Text models do without; a build of it for another torch would end the export."""
+"""Packages that text models do not need. A build for another version of torch would make the export fail."""
 SCRIPT = Path(__file__).resolve().parent / "serve_openvino.py"
 
 
@@ -29,7 +29,7 @@ class OpenVino:
         self._environment = Environment("openvino")
 
     def dtypes(self, cpu_flags: frozenset[str]) -> tuple[str, ...]:
-        """It computes in bfloat16 only where the processor does."""
+        """Returns bfloat16 if the processor computes in it, otherwise float32, as OpenVINO would."""
         return ("bfloat16",) if "avx512_bf16" in cpu_flags else ("float32",)
 
     def install(self, model: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ours: the whole stack of four processes, as `outrider up` starts it."""
+"""Outrider as a peer: the whole stack of four processes, as `outrider up` starts it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Ours:
         return ("auto",)
 
     def install(self, model: Path) -> None:
-        """This environment is it."""
+        """Does nothing: this environment has Outrider."""
 
     @contextmanager
     def start(self, setup: Setup) -> Started:
@@ -55,7 +55,7 @@ def _command(setup: Setup, status: Path) -> list[str]:
 
 
 def _router(status: Path) -> str:
-    """Its address; empty while the cluster starts."""
+    """Returns the router's address, or "" while the cluster starts."""
     try:
         value: dict[str, Any] = json.loads(status.read_text(encoding="utf-8"))
     except ValueError:  # it is being written
@@ -64,7 +64,7 @@ def _router(status: Path) -> str:
 
 
 class _LazyAsker:
-    """A RouterAsker made on the event loop that asks: a channel belongs to one."""
+    """Makes a RouterAsker on each event loop that asks, since a gRPC channel belongs to one loop."""
 
     def __init__(self, router: str, setup: Setup) -> None:
         self._router = router

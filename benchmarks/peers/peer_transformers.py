@@ -1,4 +1,4 @@
-"""transformers as this project pins it: `generate`, and its continuous batching."""
+"""transformers in the version that this project pins: `generate`, and continuous batching."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = SCRIPT.parents[2]
 
 
 class Transformers:
-    """`generate` takes one prompt at a time, and is the only one of the two with prompt lookup."""
+    """One of the two ways. `generate` takes one prompt at a time, and is the only one with prompt lookup."""
 
     def __init__(self, name: str, *, batching: bool) -> None:
         self.name = name
@@ -27,7 +27,7 @@ class Transformers:
         return native_dtypes(cpu_flags)
 
     def install(self, model: Path) -> None:
-        """This project's own environment has it."""
+        """Does nothing: this project's environment has transformers."""
 
     @contextmanager
     def start(self, setup: Setup) -> Started:

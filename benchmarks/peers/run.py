@@ -38,9 +38,9 @@ TERMINATED = 128 + signal.SIGTERM
 
 
 def main() -> int:
-    """1 when a session failed."""
+    """Returns the exit status: 1 if a session failed."""
     arguments = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # unwinds: the peer at hand is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # unwinds, which ends the running peer
     model = locate_model(ModelConfig(id=arguments.model)).directory
     prompts = load_prompts(DEFAULT_PROMPTS)
     token_ids = encode(model, prompts)
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def long_prompts(prompts: Sequence[BenchPrompt], lengths: Sequence[int]) -> tuple[BenchPrompt, ...]:
-    """One of each length, by which its kind is named: each begins elsewhere in the texts, one after the other."""
+    """Makes one prompt of each length from the joined texts, each with another beginning. Its kind is its length."""
     ids = [token_id for prompt in prompts for token_id in prompt.content]
     return tuple(
         replace(prompts[0], kind=str(length), content=tuple(islice(cycle(ids), 97 * place, 97 * place + length)))
@@ -83,7 +83,7 @@ def run_round(
     *,
     number: int,
 ) -> list[SessionResult]:
-    """Everybody once in every mode; each round begins with another."""
+    """Measures each contestant once in each mode. Each round begins with another contestant."""
     sessions = []
     logs = peers_directory() / "logs"
     logs.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching behind lines of JSON (see asking.LineServer). Runs in its own environment."""
+"""Serves OpenVINO GenAI's continuous batching by lines of JSON (see asking.LineServer), in its own environment."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read_lines(inbox: queue.SimpleQueue[dict[str, Any] | None]) -> None:
 
 
 def serve(pipeline: Any, config: Any, inbox: queue.SimpleQueue[dict[str, Any] | None]) -> None:
-    """Until standard input ends."""
+    """Serves prompts until standard input ends."""
     running: dict[int, Any] = {}
     while True:
         while not running or not inbox.empty():

@@ -1,4 +1,4 @@
-"""transformers behind lines of JSON (see asking.LineServer): `generate`, or its continuous batching."""
+"""Serves transformers by lines of JSON (see asking.LineServer): `generate`, or continuous batching."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outrider.model_hub.config import ModelConfig
 
 LOOKUP = {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 3}
 MOST_RUNNING = 16
-MOST_TOKENS = 1024  # prompt and answer
+MOST_TOKENS = 1024  # of a prompt and its answer
 POLL_SECONDS = 0.5
 
 
@@ -37,7 +37,7 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(arguments.threads)
     model, _ = load(arguments.model, ModelConfig(id=str(arguments.model), dtype=arguments.dtype))
-    model.generation_config.eos_token_id = None  # answers are as long as asked for
+    model.generation_config.eos_token_id = None  # so that every answer has the requested length
     if arguments.way == "batching":
         serve_batched(model, max_tokens=arguments.max_tokens)
     else:
@@ -45,14 +45,14 @@ def main() -> None:
 
 
 def asked() -> Iterator[tuple[int, list[int]]]:
-    """(id, prompt) of every line, until standard input ends."""
+    """Yields (id, prompt) of each line, until standard input ends."""
     for line in sys.stdin:
         value = json.loads(line)
         yield value["id"], value["prompt"]
 
 
 class LineStreamer(BaseStreamer):
-    """Says tokens as they come; the first call brings the prompt."""
+    """Writes tokens as they are generated. The first call has the prompt."""
 
     def __init__(self, number: int) -> None:
         self._number = number

@@ -1,4 +1,4 @@
-"""One peer, started once in one way and measured at every level."""
+"""A session: one start of a peer in one mode, measured at every level of concurrency."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ SINGLE_PROMPTS = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelResult:
-    """So many clients, each with its next prompt when its last answer has ended."""
+    """The figures of `num_clients` clients, each of which sends its next prompt when its last answer has ended."""
 
     num_clients: int
     num_requests: int
-    tokens_per_second: float  # of all answers over the wall time, prompts included
+    tokens_per_second: float  # all answers over the wall time, including prefill
     stream_tokens_per_second: float  # median over answers, after the first token
     stream_by_kind: dict[str, float]  # the same for each kind of prompt
     ttft_p50_milliseconds: float
     ttft_by_kind: dict[str, float]  # ms, median over answers, for each kind of prompt
-    others_cpu_share: float  # of all cores, by whatever is neither the peer nor the client
+    others_cpu_share: float  # share of all cores used by other processes than the peer and the client
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionResult:
-    """`error` is empty when every answer of every level came whole."""
+    """The result of a session. `error` is empty if every answer of every level was complete."""
 
     peer: str
     dtype: str
@@ -48,9 +48,9 @@ class SessionResult:
     error: str = ""
     start_seconds: float = 0.0
     resident_mib: float = 0.0  # all processes, after the last level
-    load_average: float = 0.0  # of the minute before
+    load_average: float = 0.0  # over the minute before
     levels: dict[int, LevelResult] = field(default_factory=dict)
-    first_answer: tuple[int, ...] = ()  # token ids of the first prompt's: do peers compute the same?
+    first_answer: tuple[int, ...] = ()  # token ids, to check that peers compute the same
 
 
 def run_session(
@@ -62,7 +62,7 @@ def run_session(
     levels: Sequence[int],
     session_seconds: float,
 ) -> SessionResult:
-    """Starts, warms up, measures, ends. Whatever goes wrong is in the result, and the machine is as before."""
+    """Starts, warms up, measures and ends a peer. Returns failures in `error`, and leaves no process behind."""
     result = SessionResult(
         peer=peer.name,
         dtype=setup.dtype,
@@ -91,7 +91,7 @@ async def _bounded(work: Any, seconds: float) -> dict[str, Any]:
 async def _measure(
     server: Server, setup: Setup, prompts: Sequence[BenchPrompt], levels: Sequence[int]
 ) -> dict[str, Any]:
-    """Raises: PeerError when an answer failed."""
+    """Returns fields of a SessionResult. Raises: PeerError if an answer fails."""
     load = LoadGenerator(server.asker)
     await _pass(load, server, setup, prompts[:WARM_UP_PROMPTS], 1)
     found: dict[int, LevelResult] = {}

@@ -1,4 +1,4 @@
-"""Sessions of all rounds as one table: medians over the rounds."""
+"""Formats the sessions of all rounds as one table of medians over the rounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ("chat", "extract", "code")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One peer in one dtype."""
+    """The row of a peer in one dtype."""
 
     plain: Sequence[SessionResult]
     lookup: Sequence[SessionResult]
@@ -42,7 +42,7 @@ class Row:
         ]
 
     def cells_of_lengths(self, lengths: Sequence[int]) -> list[str]:
-        """Of each length milliseconds to the first token and, in brackets, tokens a second after it; plain."""
+        """Returns for each length, without speculation, ms to the first token and (in brackets) tokens/s after it."""
         sessions = [*self.plain, *self.lookup]
         times = [
             f"{_of(self.plain, 1, lambda level, kind=str(length): level.ttft_by_kind.get(kind))} "
@@ -53,7 +53,7 @@ class Row:
 
 
 def as_text(sessions: Sequence[SessionResult], prompt_tokens: Sequence[int] | None = None) -> str:
-    """Markdown. Failures follow, one line each. `prompt_tokens`: lengths, by which kinds of prompts are named."""
+    """Returns a Markdown table, then one line per failure. `prompt_tokens`: lengths that name kinds of prompts."""
     headings: Sequence[str] = HEADINGS
     if prompt_tokens:
         headings = ("peer", "dtype", *(f"{number} tokens" for number in prompt_tokens))
@@ -81,7 +81,7 @@ def _rows(sessions: Sequence[SessionResult]) -> list[Row]:
 
 
 def _of(sessions: Sequence[SessionResult], clients: int, read: Callable[[LevelResult], float | None]) -> str:
-    """The median over the rounds that have it; "failed" where there should be one."""
+    """Returns the median over the rounds with a value, or else "failed" if a session failed."""
     levels = [session.levels[clients] for session in sessions if clients in session.levels]
     values = [value for level in levels if (value := read(level)) is not None]
     if values:

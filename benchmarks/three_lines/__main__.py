@@ -26,7 +26,7 @@ NUM_BLOCKS = 1024
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the figures; the last line is the summary."""
+    """Prints the figures, with the summary as the last line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.three_lines", description=__doc__)
     drafter = parser.add_mutually_exclusive_group(required=True)
     drafter.add_argument("--simulated", action="store_true", help="a target and a drafter of set step times")
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _pair(arguments: argparse.Namespace) -> Pair:
-    """Raises: OutriderError."""
+    """Opens the models or their simulation. Raises: OutriderError."""
     if arguments.simulated:
         from benchmarks.three_lines.simulation import SimulatedPair, Simulation
 
@@ -111,7 +111,7 @@ def _pair(arguments: argparse.Namespace) -> Pair:
 
     cpus = tuple(cpu for cpu in usable_cpus() if cpu not in arguments.draft_cpus)
     prepare_environment(cpus if arguments.draft_cpus else ())
-    # After that: it imports torch.
+    # Only now, since these modules import torch.
     from benchmarks.three_lines.models import ModelPair
     from outrider.engine.kv_cache.config import KVCacheConfig
     from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig

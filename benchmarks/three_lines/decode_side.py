@@ -1,4 +1,4 @@
-"""A decode node without network and prefill around a target of its own, and drafts from beside it."""
+"""A decode node's loop without routers and prefill nodes, with a local, a remote or no drafter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_WAIT_SECONDS = 0.002
 
 
 class NoIngest:
-    """For a node that computes every prompt itself."""
+    """A replacement for the KV ingest of a node that computes every prompt itself."""
 
     def address(self, reached_host: str) -> str:
         return reached_host
@@ -54,12 +54,12 @@ class NoIngest:
 
 
 class TimedProposer:
-    """The drafter beside the target, as a decode node has it."""
+    """A drafter in the target's process that measures its time and counts its tokens."""
 
     def __init__(self, proposer: Proposer, features_of: FeaturesOf | None = None) -> None:
         self.info = proposer.info
         self.features_of = features_of
-        self.seconds = 0.0  # spent on drafts
+        self.seconds = 0.0  # drafting time
         self.num_tokens = 0  # drafted
         self._proposer = proposer
 
@@ -80,7 +80,7 @@ class TimedProposer:
 
 @dataclass(slots=True)
 class Passed:
-    """What one line has done so far."""
+    """The totals of one line so far."""
 
     seconds: float = 0.0
     num_tokens: int = 0
@@ -89,7 +89,7 @@ class Passed:
 
 
 class LineNode:
-    """The real decode loop; the caller's thread is its engine thread."""
+    """Runs the real decode loop in the caller's thread, as its engine thread."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class LineNode:
         beside: TimedProposer | None = None,
         takes_trees: bool = False,
     ) -> None:
-        """`client`: of a drafter across a network. `beside`: one in this process. Neither: plain decoding."""
+        """`client`: connects to a remote drafter. `beside`: a drafter in this process. Neither: plain decoding."""
         self.passed = Passed()
         self._engine = engine
         num_speculative_tokens = 0 if client is None and beside is None else pair.num_speculative_tokens
@@ -140,9 +140,9 @@ class LineNode:
         self._num_done = 0
 
     def answer(self, prompts: Sequence[Sequence[int]], *, temperature: float, max_tokens: int) -> list[list[int]]:
-        """All of them together, until the last is complete. The answers, in order.
+        """Answers all prompts concurrently. Returns the answers' token ids, in order.
 
-        What it takes is counted once all prompts are computed: no line has anything to do with their time.
+        `passed` excludes the work until all prompts are computed, since prefill does not depend on the line.
         """
         self._texts, self._num_done = {}, 0
         counted, self.passed = self.passed, Passed()

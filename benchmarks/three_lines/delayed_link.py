@@ -1,8 +1,8 @@
-"""TCP links on loopback on which everything arrives later: the network between two machines, without them.
+"""TCP links on loopback with a set delay, to emulate the network between two machines.
 
-`python -m benchmarks.three_lines.delayed_link PORT CPUS MS...`: a link to PORT for each round trip, in a process of its
-own, since no network takes the target's processor time. Its first line has their ports; it ends with its standard
-input. CPUS: processors to run on, as in `0,1`; empty: any.
+`python -m benchmarks.three_lines.delayed_link PORT CPUS MS...` runs one link to PORT for each round trip of MS
+milliseconds. It is a separate process because a network takes no processor time of the target. It prints the links'
+ports as its first line, and ends when its standard input does. CPUS: processors to run on, such as `0,1`; empty: any.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHUNK_BYTES = 65_536
 
 @contextlib.asynccontextmanager
 async def delayed_link(port: int, *, round_trip_seconds: float) -> AsyncIterator[int]:
-    """Listens on a port of 127.0.0.1, which is yielded, and passes everything on to `port`, half of the time later.
+    """Yields a port of 127.0.0.1 on which it listens. Forwards all data to and from `port`, half the round trip later.
 
     Nothing is lost, reordered or limited in bandwidth.
     """
@@ -43,7 +43,7 @@ async def delayed_link(port: int, *, round_trip_seconds: float) -> AsyncIterator
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay: float) -> None:
-    """Until the sender closes. Chunks keep their distance, however long they take to arrive."""
+    """Forwards data until the sender closes. Each chunk is delayed by `delay`, independently of the others."""
     loop = asyncio.get_running_loop()
     under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 
@@ -62,7 +62,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, d
         under_way.put_nowait((loop.time() + delay, b""))
         await delivery
     except ConnectionError:
-        pass  # an end has gone: so does the other
+        pass  # one end has gone, so the other is closed
     finally:
         delivery.cancel()
         writer.close()

@@ -1,7 +1,7 @@
-"""A draft node as a process: `python -m benchmarks.three_lines.drafter`, then `simulated NOISE SIMULATION` or
-`models SETTINGS`, the last argument as JSON.
+"""A draft node as a process: `python -m benchmarks.three_lines.drafter`, with `simulated NOISES SIMULATION` or
+`models SETTINGS`, all in JSON.
 
-Serves on a port of 127.0.0.1, which is its first line, until its standard input is closed.
+It prints its port on 127.0.0.1 as its first line, and serves until its standard input is closed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ async def serve(config: DraftNodeConfig, proposer: Proposer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NoFeatures:
-    """Of any text: zeros."""
+    """Features that are zeros for any text."""
 
     format: FeatureFormat
 
@@ -59,7 +59,7 @@ class NoFeatures:
 
 
 def warm_up(proposer: DraftModelProposer) -> None:
-    """The first forwards of a process are slow, which a breaker would remember for a second."""
+    """Drafts once, because a process's first forwards are slow and would open a circuit breaker for a second."""
     start = SequenceStart(
         options=RequestOptions(sampling=SamplingParams(seed=0, max_tokens=64)), sample=0, prompt_length=4
     )

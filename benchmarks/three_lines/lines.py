@@ -1,4 +1,4 @@
-"""Plain decoding, a drafter beside the target, a drafter across a network: interleaved, on the same prompts."""
+"""Compares plain decoding, a drafter beside the target, and remote drafters: interleaved, on the same prompts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WARM_UP_TOKENS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What is run: all lines in each round, for each temperature."""
+    """The settings of a comparison, which runs all lines in each round, for each temperature."""
 
     pair: Pair
     round_trips_ms: tuple[float, ...] = (0.0, 1.0, 5.0, 20.0)
@@ -46,18 +46,18 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineFigures:
-    """One line at one temperature."""
+    """The figures of one line at one temperature."""
 
     line: str
     temperature: float
     tokens_per_second: float
     speedup: float  # over the plain line
-    predicted: float  # the same, by the speed model and the line's hit rate
-    explained: float  # the same, with measured times and the line's own draft length
+    predicted: float  # the speedup by the speed model, with the line's hit rate
+    explained: float  # the speedup by the speed model, with measured times and the line's draft length
     acceptance_rate: float
     hit_rate: float
-    tokens_per_step: float  # of one sequence
-    draft_tokens_per_step: float  # of one sequence, verified
+    tokens_per_step: float  # per sequence
+    draft_tokens_per_step: float  # verified draft tokens per sequence
     step_seconds: float  # from one step to the next
 
 
@@ -66,10 +66,10 @@ def remote(round_trip_ms: float) -> str:
 
 
 async def compare_lines(comparison: Comparison) -> list[LineFigures]:
-    """Raises: InternalError where two lines have generated different tokens; PeerLostError without a drafter."""
+    """Runs all lines. Raises: InternalError if two lines generate different tokens; PeerLostError without a drafter."""
     figures: list[LineFigures] = []
     engine_cpus = usable_cpus()
-    if comparison.pair.draft_cpus:  # this thread and those that it starts send and receive
+    if comparison.pair.draft_cpus:  # this thread, and threads that it starts, do the network's work
         os.sched_setaffinity(0, comparison.pair.draft_cpus)
     with ThreadPoolExecutor(1, "engine", os.sched_setaffinity, (0, engine_cpus)) as engine_thread:
         for temperature in comparison.temperatures:
@@ -101,7 +101,7 @@ async def _at_temperature(
             engine = pair.engine()
             client = await stack.enter_async_context(_connected(link, pair, engine))
             nodes[remote(round_trip_ms)] = LineNode(pair, engine, client=client, takes_trees=pair.takes_trees)
-        for node in nodes.values():  # a process is slow at first
+        for node in nodes.values():  # a process's first steps are slow
             await answer(node, -1, WARM_UP_TOKENS)
             node.passed = Passed()
         beside.seconds, beside.num_tokens = 0.0, 0
@@ -118,7 +118,7 @@ async def _at_temperature(
 
 
 def as_text(comparison: Comparison, figures: Sequence[LineFigures]) -> str:
-    """A table and the summary line, without an end of line at the end."""
+    """Returns a table and the summary line, without a final newline."""
     rows = [
         (
             *("line", "temperature", "tokens/s", "speedup", "predicted", "by measured times", "acceptance", "hit rate"),
@@ -152,7 +152,7 @@ def as_text(comparison: Comparison, figures: Sequence[LineFigures]) -> str:
 
 
 def summary(comparison: Comparison, figures: Sequence[LineFigures]) -> str:
-    """The last line of the output: speedups over plain decoding, means over the temperatures."""
+    """Returns the last line of the output: speedups over plain decoding, as means over the temperatures."""
     means = {
         name: (
             _mean(each.speedup for each in figures if each.line == name),
@@ -172,7 +172,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _measured(passed: Mapping[str, Passed], beside: TimedProposer, *, num_sequences: int) -> SpeedModel:
-    """The speed model's terms as the plain and the colocated line had them."""
+    """Returns a speed model with the times and acceptance measured in the plain and the colocated line."""
     plain, colocated = passed[PLAIN], passed[COLOCATED]
     counts = colocated.counts
     num_draft_tokens = counts.num_draft_tokens / max(1, counts.num_spec_steps)
@@ -246,7 +246,7 @@ async def _connected(port: int, pair: Pair, engine: Engine) -> AsyncIterator[Dra
 
 @contextlib.asynccontextmanager
 async def _process(module: str, arguments: Sequence[str]) -> AsyncIterator[str]:
-    """The first line of a program that ends with this block: where it serves."""
+    """Runs `python -m module` until the block ends. Yields its first line of output, which has its ports."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", module, *arguments),
         stdin=asyncio.subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Decode node and drafter around real models, which may have to share processors."""
+"""A decode node and a drafter with real models, which may share processors."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ MAX_ROWS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPair:
-    """A target model, and the proposer of a draft node, with its own model where it needs one."""
+    """A target model and a draft node's proposer, with a model of its own if it needs one."""
 
     model: LoadedModel
-    reduction: FeatureSpec | None  # of a head
+    reduction: FeatureSpec | None  # a head's; None: another proposer
     proposer_name: str
     settings: ProposerSettings
     kv_cache: KVCacheConfig
@@ -60,7 +60,7 @@ class ModelPair:
         prompts_file: Path,
         draft_cpus: Sequence[int],
     ) -> ModelPair:
-        """`drafter` as in `--draft`. Raises: what `open_model` raises, for the target's model."""
+        """Opens the target. `drafter`: as in `--draft`. Raises: the errors of `open_model`."""
         choice = parse_draft_choice(drafter)
         is_head = choice.proposer == "head"
         config = replace(config, head=choice.model_id if is_head else "")
@@ -155,7 +155,7 @@ class ModelPair:
 
 
 def _encoded(prompts: Sequence[BenchPrompt], tokenizer_files: Mapping[str, bytes]) -> Iterator[list[int]]:
-    """As a router encodes them: messages by the model's chat template, where it has one."""
+    """Encodes prompts as a router does: messages by the model's chat template, if it has one."""
     from tokenizers import Tokenizer
 
     checkpoint = read_text(tokenizer_files)
@@ -173,7 +173,7 @@ def _encoded(prompts: Sequence[BenchPrompt], tokenizer_files: Mapping[str, bytes
 
 
 def mixed(prompts: Sequence[BenchPrompt]) -> list[BenchPrompt]:
-    """One of each kind by turns."""
+    """Returns the prompts with their kinds interleaved."""
     by_kind: dict[str, list[BenchPrompt]] = {}
     for prompt in prompts:
         by_kind.setdefault(prompt.kind, []).append(prompt)

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class Pair(Protocol):
-    """Makes the parts of each line; lines share nothing but the models."""
+    """Makes the parts of each line. Lines share nothing except the models."""
 
     @property
     def description(self) -> str:
-        """For people: what is run."""
+        """A readable description of the target and the drafter."""
 
     @property
     def num_speculative_tokens(self) -> int: ...
@@ -29,37 +29,37 @@ class Pair(Protocol):
 
     @property
     def vocabulary_fingerprint(self) -> str:
-        """Empty: any drafter will do."""
+        """The fingerprint of the target's vocabulary; empty if any drafter is accepted."""
 
     @property
     def max_model_len(self) -> int: ...
 
     @property
     def draft_cpus(self) -> Sequence[int]:
-        """Processors of what is across the network; empty: it may be on the target's."""
+        """Processors of the remote drafter and its network; empty if they share the target's."""
 
     @property
     def takes_trees(self) -> bool:
-        """Whether drafts may have siblings, as a decode node takes them by default."""
+        """Whether drafts may be trees, as they may by default on a decode node."""
 
     def engine(self) -> Engine:
-        """Of the target, with a KV cache for one line."""
+        """Returns a new engine of the target, with a KV cache for one line."""
 
     @property
     def features(self) -> FeatureFormat | None:
-        """That the target's side sends to the drafter; None: it needs none."""
+        """The format of the features that the target sends to the drafter; None if it needs none."""
 
     def feature_plane(self, engine: Engine) -> FeaturePlane | None:
-        """Where they are read from."""
+        """Returns the plane that features are read from, or None if the drafter needs none."""
 
     def drafter_beside(self, engine: Engine, *, temperature: float) -> tuple[Proposer, FeaturesOf | None]:
-        """In the target's process: and what features it is fed with."""
+        """Returns a drafter for the target's process, and the function that returns a sequence's features, if any."""
 
     def drafter_arguments(self, *, temperature: float) -> Sequence[str]:
-        """Of `python -m benchmarks.three_lines.drafter`: the same drafter as a process of its own."""
+        """Returns arguments of `python -m benchmarks.three_lines.drafter`, which runs the same drafter in a process."""
 
     def speed_model(self, measured: SpeedModel) -> SpeedModel:
-        """By which lines are predicted: with times and acceptance as they were set, or as they were measured."""
+        """Returns the model for predictions, with the times and acceptance that were set, or else `measured`."""
 
     def prompts(self, number: int, num_sequences: int) -> list[list[int]]:
-        """Of the round of that number; the warm-up has -1."""
+        """Returns the prompts' token ids for the round of this number; the warm-up has -1."""

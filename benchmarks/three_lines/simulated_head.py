@@ -1,4 +1,4 @@
-"""A drafter head of set acceptance by depth: fed with features that say nothing, so that their way is measured."""
+"""A drafter head with set acceptance by depth. Its features are zeros, but they are transferred like real ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMAT = FeatureFormat(fingerprint="simulated", width=576, dtype="bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class SimulatedFeatures:
-    """Of a sequence in the target's process."""
+    """A sequence's features in the target's process."""
 
     sequence: EngineSequence
 
@@ -34,7 +34,7 @@ class SimulatedFeatures:
 
 
 class SimulatedFeaturePlane:
-    """In place of a FeaturePlane."""
+    """A replacement for FeaturePlane that returns zeros."""
 
     def read(self, ranges: Sequence[tuple[SequenceKV, int, int]]) -> list[bytes]:
         return [bytes((end - start) * FORMAT.bytes_per_token) for _, start, end in ranges]
@@ -42,11 +42,11 @@ class SimulatedFeaturePlane:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedHeadForward(DraftForward):
-    """A `DraftForward` whose model depends on how many of its own states a row was fed after."""
+    """A `DraftForward` that selects its model by depth: the number of the head's own states before a row."""
 
     pool: BlockPool
     kv_cache: SimulatedKVCache
-    models: Sequence[SimulatedModel]  # by depth; the last one serves all further ones
+    models: Sequence[SimulatedModel]  # by depth; the last one is for all further depths
     time: SetTime
     sampler: Sampler
     max_model_len: int
@@ -60,7 +60,7 @@ class SimulatedHeadForward(DraftForward):
         with self.time.forward(sum(len(row.token_ids) for row in rows)):
             if block_copies:
                 self.kv_cache.copy_blocks(block_copies)
-            for row in rows:  # all are written before any is read
+            for row in rows:  # write all rows before any is read
                 self.kv_cache.slots[self._slots(row, row.start_position - 1, self._end(row))] = row.token_ids
             found = [self._logits(row) for row in rows if row.num_decisions]
             if not found:
@@ -80,6 +80,6 @@ class SimulatedHeadForward(DraftForward):
         return max(0, row.start_position + len(row.token_ids) - row.num_committed)
 
     def _slots(self, row: PathRows, start: int, end: int) -> np.ndarray:
-        """The first token of a text has no row: row p is of token p + 1."""
+        """Returns the slots of rows `start` to `end`. The first token has no row: row p is of token p + 1."""
         places, size = np.arange(start, end), self.pool.block_size
         return np.asarray(np.asarray(row.block_ids)[places // size] * size + places % size)

@@ -1,7 +1,7 @@
-"""A model whose logits are a hash of the text and whose forward takes a set time: to measure what surrounds a model.
+"""A model with pseudorandom logits and a set duration of forwards, to measure everything around a model.
 
-A drafter of it has the same logits with noise on them, which depends on the text as well: what the target decides can
-only be guessed.
+The logits are a hash of the text. A drafter has the target's logits plus noise, which is a hash of the text, too, so
+that it can only guess what the target decides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from outrider.engine.input_batch import InputBatch
 
 ORDER = 8
-"""The last tokens of a text on which the next depends."""
+"""Number of last tokens on which the next token depends."""
 
 SPREAD = 3.0
 """Standard deviation of logits: the likeliest of 512 ids has about two fifths of the mass on average."""
@@ -29,14 +29,14 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
-    """Logits of a text, the same in every process. `noise`: 0 for a target."""
+    """Computes the logits of a text, which are the same in every process. `noise`: 0 for a target."""
 
     vocab_size: int = 512
     seed: int = 1
     noise: float = 0.0
 
     def logits(self, token_ids: Sequence[int]) -> Logits:
-        """Of the token after a text, of which the last ORDER tokens count.  # [vocab_size] float32"""
+        """Returns the logits after a text, which depend on its last ORDER tokens: [vocab_size] float32."""
         text = [token_id + 1 for token_id in token_ids[-ORDER:]]
         drawn = np.random.default_rng([self.seed, *text]).standard_normal(self.vocab_size, dtype=np.float32)
         if self.noise:
@@ -46,12 +46,12 @@ class SimulatedModel:
 
 
 def noise_for(acceptance: float, *, temperature: float, vocab_size: int = 512) -> float:
-    """The noise with which a drafter that runs the target's own races agrees with it so often.
+    """Returns the noise with which a drafter that runs the target's own races reaches this acceptance.
 
     Args:
-        acceptance: of a draft token after right ones, above 0 and below 1.
-        temperature: 0 for the largest logit.
-        vocab_size: of both models.
+        acceptance: Acceptance rate of a draft token after accepted ones, above 0 and below 1.
+        temperature: The sampling temperature; 0 selects the largest logit.
+        vocab_size: The vocabulary size of both models.
     """
     random = np.random.default_rng(7)
     shape = (CALIBRATION_TEXTS, vocab_size)
@@ -67,7 +67,7 @@ def noise_for(acceptance: float, *, temperature: float, vocab_size: int = 512) -
 
 
 class SimulatedKVCache:
-    """Remembers which token each slot holds."""
+    """A KV cache that stores the token of each slot."""
 
     planes = ()
 
@@ -76,20 +76,20 @@ class SimulatedKVCache:
         self._blocks = self.slots.reshape(num_blocks, block_size)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """(source, destination) block ids; all sources are read first."""
+        """Copies blocks by pairs of (source, destination) ids. Reads all sources before it writes."""
         self._blocks[[destination for _, destination in pairs]] = self._blocks[[source for source, _ in pairs]]
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """(source, destination) slots; all sources are read first."""
+        """Copies slots by pairs of (source, destination). Reads all sources before it writes."""
         self.slots[[destination for _, destination in pairs]] = self.slots[[source for source, _ in pairs]]
 
 
 @dataclass(slots=True)
 class SetTime:
-    """A device on which a forward takes `seconds`, and `row_seconds` for each row after the first.
+    """A device on which a forward takes `seconds`, plus `row_seconds` for each row after the first.
 
-    `hides_overhead`: what its caller does between two forwards is part of the second one's time, as on a device that
-    computes while its host prepares. Without, it comes on top.
+    `hides_overhead`: whether the caller's time between two forwards counts as part of the second one, as on a device
+    that computes while its host prepares. Otherwise it is added.
     """
 
     seconds: float
@@ -99,7 +99,7 @@ class SetTime:
 
     @contextlib.contextmanager
     def forward(self, num_rows: int) -> Iterator[None]:
-        """What is done inside is part of it."""
+        """Runs one forward: sleeps on exit until its set time has passed, which includes the time of the block."""
         started_at = time.perf_counter()
         is_next = self.hides_overhead and started_at - self._ended_at < self.seconds
         ends_at = (self._ended_at if is_next else started_at) + self.seconds + self.row_seconds * (num_rows - 1)
@@ -110,7 +110,7 @@ class SetTime:
 
 @dataclass(slots=True)
 class SimulatedRunner:
-    """In place of a ModelRunner: reads texts from the cache."""
+    """A replacement for ModelRunner that reads texts from the cache."""
 
     model: SimulatedModel
     kv_cache: SimulatedKVCache
@@ -120,7 +120,7 @@ class SimulatedRunner:
     padded_rows: tuple[int, ...] = field(default=(), init=False)
 
     def forward(self, batch: InputBatch, *, on_layer_done: None = None) -> npt.NDArray[np.float32]:
-        """Logits of the rows that need them.  # [num_logits, vocab_size] float32"""
+        """Returns the logits of the rows that need them: [num_logits, vocab_size] float32."""
         with self.time.forward(len(batch.arrays.token_ids)):
             return self._logits(batch)
 

@@ -1,4 +1,4 @@
-"""Decode node and drafter around simulated models: everything is the real one but the forward passes."""
+"""A real decode node and drafter with simulated models: only the forward passes are replaced."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ PROMPT_TOKENS = 24
 class Simulation:
     """The set times and the acceptance of one comparison."""
 
-    step_seconds: float = 0.030  # of the target, of one row
-    row_seconds: float = 0.0  # of each further row
-    token_seconds: float = 0.002  # of a draft token: forward and decision
-    acceptance: Sequence[float] = (0.8,)  # of a draft token after right ones, by depth; the last for all further ones
-    is_head: bool = False  # the drafter needs the target's features: what it drafts ahead of them is of further depths
+    step_seconds: float = 0.030  # the target's step with one row
+    row_seconds: float = 0.0  # each further row
+    token_seconds: float = 0.002  # one draft token: forward and decision
+    acceptance: Sequence[float] = (0.8,)  # after accepted tokens, by depth; the last value is for all further depths
+    is_head: bool = False  # it needs the target's features; tokens drafted ahead of them count as deeper
     num_speculative_tokens: int = 8
     vocab_size: int = 512
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPair:
-    """Of models with set step times."""
+    """A pair of simulated models with set step times."""
 
     simulation: Simulation
 
@@ -134,7 +134,7 @@ class SimulatedPair:
         return [[chosen.randrange(self.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(num_sequences)]
 
     def _noises(self, temperature: float) -> list[float]:
-        """Of the drafter, by depth."""
+        """Returns the drafter's noise by depth."""
         simulation = self.simulation
         return [
             noise_for(each, temperature=temperature, vocab_size=simulation.vocab_size) for each in simulation.acceptance
@@ -142,7 +142,7 @@ class SimulatedPair:
 
 
 def simulated_engine(simulation: Simulation) -> Engine:
-    """Of the target."""
+    """Returns an engine of the simulated target."""
     model = SimulatedModel(simulation.vocab_size)
     cache = SimulatedKVCache(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     pool = _pool()
@@ -156,7 +156,7 @@ def simulated_engine(simulation: Simulation) -> Engine:
 
 
 def simulated_drafter(simulation: Simulation, *, noises: Sequence[float]) -> DraftModelProposer:
-    """A proposer whose model has the target's logits with noise, by depth where it is a head."""
+    """Returns a proposer whose model has the target's logits plus noise; a head's noise depends on the depth."""
     models = [SimulatedModel(simulation.vocab_size, noise=noise) for noise in noises]
     cache = SimulatedKVCache(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     time = SetTime(simulation.token_seconds, hides_overhead=True)
@@ -187,7 +187,7 @@ def _sampler(simulation: Simulation) -> Sampler:
 
 
 def _kernels() -> CpuKernels | None:
-    """Those that decide tokens on this machine, with one thread; None: torch does."""
+    """Returns this machine's native kernels with one thread, or None if torch decides tokens."""
     config = ModelConfig(num_threads=1)
     choice = choose_model_kernels(config, "cpu")
     return start_kernels(choice, config) if choice.library is not None else None

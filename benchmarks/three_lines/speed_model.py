@@ -1,7 +1,8 @@
-"""What speculation is expected to win, from acceptance, times and hit rate; plain decoding is 1.
+"""The expected speedup of speculation over plain decoding, from acceptance, times and hit rate.
 
-A verification of k draft tokens, each accepted with probability a after right ones, commits E = (1 - a^(k+1)) / (1 - a)
-tokens on average (Leviathan et al. 2022). Where rows cost something, a step with drafts has a time of its own.
+A verification of k draft tokens, each accepted with probability a if those before it are, commits
+E = (1 - a^(k+1)) / (1 - a) tokens on average (Leviathan et al. 2022). If rows cost time, steps with drafts have a
+duration of their own.
 """
 
 from __future__ import annotations
@@ -11,25 +12,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedModel:
-    acceptance: float  # of a draft token after right ones
-    num_draft_tokens: float  # verified in a step: k
-    step_seconds: float  # of the target, plain
-    token_seconds: float  # of the drafter
-    verify_seconds: float = 0.0  # of the target with drafts; 0: rows cost nothing
+    acceptance: float  # of a draft token after accepted ones
+    num_draft_tokens: float  # k: verified in a step
+    step_seconds: float  # the target's plain step
+    token_seconds: float  # one token of the drafter
+    verify_seconds: float = 0.0  # the target's step with drafts; 0: equal to `step_seconds`
 
     @property
     def tokens_per_verification(self) -> float:
-        """E."""
+        """E: the expected number of tokens that a verification commits."""
         return expected_tokens(self.acceptance, self.num_draft_tokens)
 
     def colocated(self, drafted_share: float = 1.0) -> float:
-        """The drafter drafts, then the target verifies. A drafter may have nothing for some steps, which are plain."""
+        """Returns the speedup if the target waits for the drafter. Steps for which there is no draft are plain."""
         drafted_seconds = self._verify_seconds + self.num_draft_tokens * self.token_seconds
         seconds = drafted_share * drafted_seconds + (1.0 - drafted_share) * self.step_seconds
         return (drafted_share * self.tokens_per_verification + 1.0 - drafted_share) * self.step_seconds / seconds
 
     def ahead(self, hit_rate: float) -> float:
-        """The drafter drafts while the target verifies. A step without a hit is a plain one."""
+        """Returns the speedup if the drafter drafts while the target verifies. Steps without a hit are plain."""
         step_seconds = hit_rate * self._verify_seconds + (1.0 - hit_rate) * self.step_seconds
         seconds = max(step_seconds, (self.num_draft_tokens + 1) * self.token_seconds)
         return (hit_rate * self.tokens_per_verification + 1.0 - hit_rate) * self.step_seconds / seconds
@@ -40,14 +41,14 @@ class SpeedModel:
 
 
 def expected_tokens(acceptance: float, num_draft_tokens: float) -> float:
-    """E: tokens that a verification commits."""
+    """Returns E, the expected number of tokens that a verification commits."""
     if acceptance >= 1.0:
         return num_draft_tokens + 1.0
     return float((1.0 - acceptance ** (num_draft_tokens + 1)) / (1.0 - acceptance))
 
 
 def acceptance_of(tokens_per_verification: float, num_draft_tokens: float) -> float:
-    """The acceptance with which so many draft tokens give so many tokens: the inverse of `expected_tokens`."""
+    """Returns the acceptance that yields this many tokens per verification: the inverse of `expected_tokens`."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2.0

@@ -62,11 +62,11 @@ class Continuation:
         self._window_seconds = wanted.resume_window_seconds
         self._targets = targets
         self._attempts = attempts
-        self._num_events = 0  # of the record when the last call began
+        self._num_events = 0  # the number in the record when the last call began
         self._num_failures = 0  # since the last event
         self._lost_at: float | None = None  # None: no call of a resumable request was lost since the last event
-        self._not_before: dict[str, float] = {}  # by target: the monotonic time until which it asked for no calls
-        self._is_draining = False  # a router reported it since the last event: it is being replaced
+        self._not_before: dict[str, float] = {}  # by target: the monotonic time before which it must not be called
+        self._is_draining = False  # whether a router has reported, since the last event, that it is being replaced
         self._is_over = False  # rejected, or taken over by another stream
         self.step = Step(targets.current, self._resume() if wanted.request is None else wanted.request)
 

@@ -73,9 +73,9 @@ def check_model(receipt: Receipt, served: Model) -> None:
 
 
 def replay(client: Client, receipt: Receipt) -> tuple[list[Comparison], tuple[NodeStamp, ...]]:
-    """Returns the compared samples, and the nodes that computed them now (none if the router does not report them).
+    """Repeats a receipt's request, and compares the tokens. Aborts the request when nothing is left to compare.
 
-    Stops the request once every sample has differed, or all of the receipt's tokens are compared.
+    Returns a comparison for each sample, and the nodes that computed the answer (none if the router does not say).
     Raises: OutriderErrors.
     """
     request = _request_of(receipt)

@@ -192,7 +192,7 @@ class _Known:
         return taken
 
     def _check_group(self, entry: Entry, *, is_text: bool) -> None:
-        """Checks a group, which may be empty. Raises: ConfigError if it has a value, or is not a group."""
+        """Checks an entry that names no setting. Raises: ConfigError unless it names a group and has no value."""
         if not any(key.startswith(f"{entry.key}.") for key in self.settings):
             raise ConfigError(f"{entry.source}: {unknown_key(entry.key, {*SECTIONS, *self.settings})}")
         if entry.value not in (None, {}):
@@ -204,7 +204,7 @@ class _Known:
         return {name: self._build(name, kind(), values) for name, kind in self._sections.items()}
 
     def _build(self, prefix: str, section: Any, values: Layer) -> Any:
-        """`section` has its defaults."""
+        """Returns `section`, which holds the defaults, with the values of keys below `prefix`."""
         changes: dict[str, Any] = {}
         sources: dict[str, str] = {}  # by field
         for item in setting_fields(section):

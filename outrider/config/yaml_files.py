@@ -81,9 +81,10 @@ def _entries(
     outer: Sequence[yaml.Node],
     lines: dict[str, int],
 ) -> Iterator[Entry]:
-    """`outer` are the groups around `node`. `lines` are those of all earlier keys; `a.b` is also `b` of group `a`.
+    """Yields the entries of a mapping and of the groups in it, with `prefix` before each key.
 
-    Raises: ConfigError.
+    `outer`: the nodes around this one. `lines`: line numbers of all earlier keys by full name, since `a.b` may be one
+    key or key `b` of group `a`. Raises: ConfigError.
     """
     import yaml
 

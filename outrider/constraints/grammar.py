@@ -137,17 +137,17 @@ _PREFIX_MARKS = ('"Prepend"', '"Metaspace"', '"add_prefix_space": true', '"add_p
 
 
 class _Tokens:
-    """A model's tokens as llguidance expects them, and the spelling of a text if nothing else can follow.
+    """A model's tokens as llguidance expects them, and its tokenizer's encoding of forced text.
 
     llguidance's own reader assumes that each added token of the form <...> has no text. Here only special tokens have
-    none: clients do not see those, so a text that looks like one is spelled by others.
+    none: clients do not see those, so other tokens spell a text that looks like one.
     """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Raises: NotSupportedError for a decoder whose tokens are not known as bytes."""
+        """Raises: NotSupportedError if the tokens' bytes cannot be derived from the tokenizer's decoder."""
         if any(mark in tokenizer_json for mark in _PREFIX_MARKS):
             tokenizer_json = json.dumps(_without_prefix(json.loads(tokenizer_json)))
         self._tokenizer = Tokenizer.from_str(tokenizer_json)

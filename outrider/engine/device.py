@@ -16,14 +16,12 @@ AMD_DRIVER = Path("/dev/kfd")
 
 
 def device_type(device: str) -> str:
-    """Returns the name without its index: "cpu" or "cuda"."""
+    """Returns the device's name without its index: "cpu" or "cuda"."""
     return device.partition(":")[0]
 
 
 def has_gpu_driver() -> bool:
-    """Returns whether torch may find a GPU, without importing it, which takes a second. A CPU build of torch finds
-    none.
-    """
+    """Returns whether torch may find a GPU, which its CPU build cannot. Does not import torch: that takes a second."""
     with suppress(PackageNotFoundError):
         if version("torch").endswith("+cpu"):
             return False

@@ -186,9 +186,9 @@ class Scheduler:
     def reserve(self, *, reclaim: Callable[[EngineSequence], bool] = lambda _sequence: False) -> StepRoom:
         """Plans the first half of a step: reserves blocks for known tokens, preempts and admits, and assigns rows.
 
-        `reclaim(sequence)` frees blocks that are held outside the scheduler by lower-ranked work than this sequence,
-        and returns False if there are none. The result is empty if nothing runs, or if the needed blocks are held by
-        others than this scheduler.
+        `reclaim(sequence)` frees blocks that work outside the scheduler holds, if it ranks below the sequence, and
+        returns False if there are none. The result is empty if nothing runs, or if only work outside the scheduler
+        holds the blocks that are needed.
         """
         room = StepRoom()
         for sequence in tuple(self._running):

@@ -71,9 +71,9 @@ class StepGraphs:
     def capture_all(self, forward: Callable[[InputBatch], Tensor]) -> None:
         """Captures a graph for each bucket, with steps that write to the scratch block only.
 
-        `forward`: returns the logits of a batch's `logits_rows`, with its tensors on `device`, where it must read
-        everything that differs within a bucket. It is not kept: graphs that held their runner would form a reference
-        cycle, and device memory would wait for a garbage collection.
+        `forward` returns the logits of a batch's `logits_rows`. It gets a batch whose tensors are on `device`, and must
+        read everything that differs within a bucket from there. No reference to it is kept: graphs and their runner
+        would form a reference cycle, so that device memory would be freed only by a garbage collection.
 
         If a capture fails (for example because the model reads from the device what to do next), nothing is captured: a
         warning gives the reason, and `run` finds no graph.

@@ -149,9 +149,10 @@ class HeadFiles:
         return None if is_alike else target_ids
 
     def ids(self, name: str, size: int, *, is_relative: bool = False) -> Tensor:
-        """Takes ids of the target [size] int64. Raises: ModelError for ids outside its vocabulary and for duplicates.
+        """Takes the tensor `name`, which holds ids of the target, and returns them: [size] int64.
 
-        `is_relative`: each is stored as the difference from its index.
+        `is_relative`: each id is stored as its difference from its index.
+        Raises: ModelError for an id outside the target's vocabulary, or a duplicate.
         """
         ids = self._mapped(name, size).to(torch.int64)
         if is_relative:

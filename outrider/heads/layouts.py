@@ -38,7 +38,10 @@ class Layout:
 
     @classmethod
     def read(cls, files: HeadFiles, *flags: str) -> Layout:
-        """`flags`: options that the form knows. Raises: ConfigError for unknown ones or a head of another target."""
+        """Reads a head's configuration. `flags`: options that its form knows.
+
+        Raises: ConfigError for an unknown option, or if the head does not fit the target.
+        """
         options, target = files.config, files.target
         nested = options.get("transformer_layer_config")
         own = options if nested is None else nested

@@ -1,4 +1,4 @@
-"""Connector `shared_memory`: payload in an arena of the sender, its place in the stream's messages."""
+"""Connector `shared_memory`: the sender writes payload to its arena, and sends only the location in messages."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ log = get_logger("kv_transfer")
 
 @dataclass(slots=True)
 class _Offered:
-    """The arena that was offered to a receiver."""
+    """An arena as offered to one receiver."""
 
-    arena: Arena | None  # None: it cannot attach
+    arena: Arena | None  # None: the receiver cannot attach to it
     address: str
     used_at: float  # monotonic seconds; when it was offered, where the receiver cannot attach
 

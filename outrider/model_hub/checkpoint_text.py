@@ -29,7 +29,7 @@ TEXT_FILES = (
     "generation_config.json",
     "config.json",
 )
-"""All except the first are optional. The templates in TEMPLATE_FOLDER belong to them."""
+"""Files that define a checkpoint's text settings, with the templates in TEMPLATE_FOLDER. Only the first is required."""
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
 """The template for chats with tools, if a checkpoint has a separate one."""

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from outrider.engine.ranks.sharded_cache import KVCache
 
 PROMPT_ROWS = {"cpu": 256, "cuda": 4096}
-"""Prompt tokens per forward pass, by device type. A CPU is as fast with 256 rows as with more, and other nodes on its
-processors get their turn sooner. A GPU needs thousands to be busy, and to read keys less often."""
+"""Prompt tokens per forward pass, by device type. On a CPU, more than 256 rows are no faster per row, and other nodes
+on its processors would wait longer. A GPU needs thousands of rows for full use, and so reads keys less often."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A warmed-up model. Enter `ranks` while the node computes: it watches other processes, if any, and ends them."""
+    """A warmed-up model. Enter `ranks` while the node computes: it watches other ranks' processes, and ends them."""
 
     model: LoadedModel
     kv_cache: KVCache

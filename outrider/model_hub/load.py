@@ -219,10 +219,10 @@ def _load_weights(
     num_ranks: int,
     moves_one_by_one: bool = False,
 ) -> PreTrainedModel:
-    """Loads the weights; with several ranks this rank's shard, by transformers' plan for the model.
+    """Loads the weights, or with several ranks this rank's shard, by transformers' plan for the model.
 
-    `moves_one_by_one`: whether to move tensors to the device one by one. transformers allocates memory for all weights
-    at once, in which weights that are joined later would leave holes.
+    `moves_one_by_one`: whether to load to the CPU, and move tensors to the device one by one. transformers would
+    allocate all weights as one piece of device memory, in which weights that are joined later leave holes.
     """
     register_attention()
     at_first = "cpu" if moves_one_by_one else device

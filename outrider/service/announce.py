@@ -91,5 +91,5 @@ def announce_failure(event: str, error: BaseException) -> None:
 
 
 def announce_uncaught_errors() -> None:
-    """Makes exceptions that end the main thread announce a failed start."""
+    """Installs an excepthook that announces an exception that ends the main thread as a failed start."""
     sys.excepthook = lambda _kind, error, _trace: announce_failure("cannot start", error)

@@ -16,7 +16,7 @@ _log = get_logger("peers")
 
 
 class Peer(Protocol):
-    """One address. `run` keeps it connected until it is cancelled, and then frees the peer's resources."""
+    """A connection to one address. `run` maintains it until `run` is cancelled, and then frees its resources."""
 
     @property
     def is_connected(self) -> bool:

@@ -23,7 +23,7 @@ from outrider.speculation.features import Features, HeadRules
 from outrider.speculation.token_distribution import TokenDistribution, certain
 
 NUM_GRADES = 4
-"""Grades of a head's drafts, by its confidence in their first token; 0 is the most confident."""
+"""Number of grades of a head's drafts, by its confidence in the first token; grade 0 is the most confident."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,14 +343,14 @@ class PathTree:
         return self._max_length if limit is None else limit
 
     def _num_fed(self, path: DraftPath) -> int:
-        """Returns the number of tokens that were fed, from the first on."""
+        """Returns the length of the prefix that was fed to the drafter."""
         num_fed = path.kv.num_tokens + self._num_without_row
-        if self._head is not None and not self._head.keeps_kv:  # nothing would remember those before
+        if self._head is not None and not self._head.keeps_kv:  # earlier tokens leave no state, so they need not be fed
             num_fed = max(num_fed, len(self) - 1)
         return num_fed
 
     def _draft_anew(self, new: Sequence[int]) -> None:
-        """Keeps a head's rows that were fed with features after a commit, and as the stale path what is still right."""
+        """Drafts anew after a commit of `new`; the rest of a path that began with it becomes the stale path."""
         size, stale = len(new), None
         for path in (*self.paths, *((self.stale_path,) if self.stale_path else ())):
             num_agreeing = num_common(path.token_ids, new)

@@ -12,7 +12,7 @@ RETRY = 0.995
 MAX_ROWS = 64
 
 MIN_PREFIX_ROWS = 16
-"""Prefix rows of a forward, at least: fewer cost about as much."""
+"""Minimum of prefix rows of a forward: fewer cost about as much."""
 
 FIRST_ROWS = 64
 """Prefix rows of a forward until the cost of a row is measured."""
@@ -56,11 +56,11 @@ class RowBudget:
         return int(min(self._max_prefix_rows, max(affordable, MIN_PREFIX_ROWS)))
 
     def num_more(self, num_rows: int, *, share: float) -> int:
-        """Returns how many rows may join others without lengthening the forward by more than this share.
+        """Returns how many rows a forward of `num_rows` can take on without lasting longer by more than `share`.
 
-        Sizes whose duration is unknown are tried one after the other.
+        Allows one size of unknown duration at a time, to measure it.
 
-        `num_rows` 0: beside the smallest forward there is, at least one row.
+        If `num_rows` is 0, compares with the smallest forward, and returns at least 1.
         """
         size = max(1, num_rows).bit_length()
         known = [seconds for each, seconds in self._means.items() if each <= size]

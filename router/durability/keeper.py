@@ -312,7 +312,9 @@ def _begin_window(claim: asyncio.Task[LiveRequest]) -> None:
 
 
 def take_known_tokens(answer: Answer, stored: StoredAnswer) -> None:
-    """Takes tokens of another router as if they had been computed here; none with logprobs, which are not stored."""
+    """Adds the tokens that another router has stored to the answer. Does nothing for a request with logprobs, which are
+    not stored.
+    """
     if answer.request.options.logprobs is not None:
         return
     for sample, token_ids in stored.token_ids.items():

@@ -278,7 +278,7 @@ class NodeDirectory:
         return served.info.fingerprint
 
     def _compare_numerics(self, name: str, numerics: str) -> None:
-        """Warns once for each kind of numerics: nodes that compute differently may serve together."""
+        """Warns once for each new kind of numerics beside the first. Nodes of different numerics may serve together."""
         if not numerics or numerics in self._first_of_numerics:
             return
         self._first_of_numerics[numerics] = name

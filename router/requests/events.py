@@ -25,10 +25,10 @@ class Node:
 
 
 class Timer(enum.Enum):
-    """A request's timers, each at most once at a time; the first two belong to an attempt."""
+    """A request's timers. At most one of each kind runs. GRANT and KV belong to an attempt, the rest to the request."""
 
     GRANT = enum.auto()
-    KV = enum.auto()  # complete KV and logprobs, once the prefill node or the decode node reports that it is done
+    KV = enum.auto()  # time to complete KV and logprobs, once the prefill node or the decode node reports the end
     RETRY = enum.auto()  # another search for a second decode node
     STATS = enum.auto()  # the prefill node's statistics, once all samples have ended
     WINDOW = enum.auto()  # the resume window, while there is no reader

@@ -43,7 +43,9 @@ class FairOrder:
         self._ends: dict[str, float] = {}  # by client: the virtual end of its last request
 
     def stamp(self, client: str, cost: float) -> float:
-        """Returns the request's stamp. `cost`: above 0, in any unit."""
+        """Returns the virtual start time (start tag) of a client's new request, and moves the client's virtual end on
+        by `cost` (above 0, any unit).
+        """
         start = max(self._now, self._ends.get(client, 0.0))
         self._ends[client] = start + cost
         if len(self._ends) > self._max_clients:
@@ -61,7 +63,7 @@ class FairOrder:
 
 
 class QueuedRequest:
-    """One request's turn in the queue. It survives a rejection by a decode node and the loss of a node."""
+    """A request's position in the queue. It keeps it after a decode node rejects it or is lost."""
 
     def __init__(self, demand: Demand, *, priority: int, client: str = "") -> None:
         self.demand = demand  # changed by `RequestQueue.change_demand` while the request is queued

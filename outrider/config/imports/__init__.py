@@ -20,9 +20,9 @@ FLAGS: dict[str, type] = {
     **dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "trust_remote_code"), bool),
     "gpu_memory_utilization": float,
 }
-"""The types of the arguments' values; bool arguments have `--no-…`, too."""
+"""Types of the values of vLLM's arguments. A bool argument also has a `--no-…` flag."""
 PREFIX = "vllm:"
-"""Prefix of their names in the parsed command line."""
+"""Prefix of vLLM's arguments in argparse's namespace."""
 
 
 def vllm_entries(arguments: Mapping[str, Any], *, source: str) -> list[Entry]:

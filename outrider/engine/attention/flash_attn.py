@@ -62,11 +62,11 @@ class FlashAttention(AttentionBackend):
         self._steps = steps
 
     def plan(self, batch: InputBatch) -> InputBatch:
-        """Plans with the other backend, since layers of any batch may use it."""
+        """Plans with the backend for steps, since any batch may have layers that it must compute."""
         return self._steps.plan(batch)
 
     def prepare(self, batch: InputBatch) -> Any:
-        """Returns a plan of the backend that computes the batch."""
+        """Returns this backend's plan for a batch of long prompt chunks, or else that of the backend for steps."""
         of_steps = self._steps.prepare(batch)
         arrays = batch.arrays
         if batch.is_padded or batch.has_trees or batch.num_rows < MIN_ROWS * batch.num_seqs:

@@ -29,11 +29,11 @@ class DFlash(HeadModel):
 
     def __init__(self, files: HeadFiles) -> None:
         self._layout = Layout.read(files, *_FLAGS)
-        # z-lab's options are in `dflash_config`, or beside it.
+        # z-lab's checkpoints have options in `dflash_config` or at the top level.
         within = {key: value for key, value in (files.config.get("dflash_config") or {}).items() if value is not None}
         check_options(files, within, _FLAGS)
         self._options = {**files.config, **within}
-        # Taps are inputs of layers here and in speculators; z-lab counts outputs.
+        # Here and in speculators a tap is the index of the layer whose input it is; in z-lab's, whose output it is.
         name, offset = ("aux_hidden_state_layer_ids", 0) if self._layout.is_nested else ("target_layer_ids", 1)
         taps = check_taps(files, name, tuple(tap + offset for tap in self._options.get(name) or ()))
         hidden_size = files.target.hidden_size

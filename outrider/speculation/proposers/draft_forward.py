@@ -75,9 +75,9 @@ class DraftForward(Protocol):
         return 1 if self.rollouts is None else 1 + self.rollouts.max_tokens
 
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
-        """Copies blocks, then runs one forward pass, and a rollout of paths that may have more than one token.
+        """Copies blocks, runs one forward pass, and rolls out the paths that may get more than one token.
 
-        Returns the decisions of each element of `rows`, in order.
+        Returns one decision for each element of `rows`, in order; later positions are in its `following`.
         """
         if self.kv_cache is not None and block_copies:
             self.kv_cache.copy_blocks(block_copies)
@@ -99,7 +99,7 @@ class DraftForward(Protocol):
     def start(self, start: SequenceStart, token_ids: Sequence[int]) -> SequenceSampling:
         """Returns the sampling state of a sequence with these committed tokens."""
         params = start.options.sampling
-        if start.wants_distributions:  # what is sent must be what was drawn from
+        if start.wants_distributions:  # the sent distribution must be the one that was drawn from
             params = replace(params, top_k=min(params.top_k or MAX_DISTRIBUTION_IDS, MAX_DISTRIBUTION_IDS))
         return self.sampler.start(
             params,

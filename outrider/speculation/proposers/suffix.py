@@ -244,7 +244,7 @@ class SuffixProposer:
         longest = max(CONTEXT_SIZES)
         token_ids: list[int] = []
         parents: list[int] = []
-        waiting: list[tuple[float, int, int, list[int]]] = []  # -confidence, order, parent, ending with the token
+        waiting: list[tuple[float, int, int, list[int]]] = []  # heap: -confidence, order, parent, text with token
         order = count()
 
         def expand(parent: int, ending: list[int], confidence: float) -> int:

@@ -82,7 +82,7 @@ class VllmEngineServicer:
                     raise
 
     async def Abort(self, request: Any, context: Context) -> Any:  # noqa: N802
-        """Frees the requests at once; their calls end by themselves, with the reason "abort"."""
+        """Aborts the requests and frees their resources at once. Their streams end with the finish reason "abort"."""
         async with rpc_errors(context):
             if len(request.request_ids) > MAX_ABORTED:
                 raise InvalidRequestError(f"at most {MAX_ABORTED} requests are aborted at once", field="request_ids")
@@ -97,7 +97,9 @@ class VllmEngineServicer:
         return vllm_engine_pb2.AbortResponse()
 
     async def HealthCheck(self, request: Any, context: Context) -> Any:  # noqa: N802
-        """Reports healthy from the first node on: without one, requests wait for its return, as in our own service."""
+        """Reports healthy once a model is served, even if all nodes are lost: requests wait for their return, as in our
+        own service.
+        """
         self._watched_at = time.monotonic()
         async with rpc_errors(context):
             if self._requests.is_leaving:
