@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "The three laws of motion are"
 START_SECONDS = 900.0
 COMMAND_SECONDS = 1800.0
-"""Maximum seconds of any command: the build without a cache takes longest."""
+"""Timeout of any command, in seconds. The build without a cache takes longest."""
 TAG = "benchmark"
 
 
@@ -75,7 +75,7 @@ def clone(work: Path, figures: dict[str, Any]) -> Path:
 
 
 class Project:
-    """One Compose project, on a free port."""
+    """A Compose project on a free port."""
 
     def __init__(self, tree: Path) -> None:
         self._tree = tree
@@ -103,7 +103,7 @@ class Project:
         figures["image_bytes"] = int(docker("image", "inspect", "--format", "{{.Size}}", f"outrider:{TAG}"))
 
     def measure_starts(self, figures: dict[str, Any], *, num_starts: int) -> None:
-        """Measures starts, the first one with a new volume and hence the model's download; leaves the project up."""
+        """Measures starts; the first has a new volume, and thus the model's download. Leaves the project up."""
         starts = []
         for number in range(num_starts):
             if number:
@@ -146,7 +146,7 @@ class Project:
 
 
 def check_same_model(containers: str, here: str) -> None:
-    """Checks that both compute in the same dtype: without native kernels here, dtypes differ."""
+    """Checks that both compute in the same dtype, which they do not if native kernels are missing here."""
     dtypes = []
     for target in (containers, here):
         with Client(target) as client:
@@ -237,7 +237,7 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def by_way(passes: list[dict[str, Any]], level: str) -> tuple[list[float], list[float]]:
-    """Returns tokens per second of each round, in containers and without."""
+    """Returns tokens per second of each round: with containers, and without."""
     found = {way: [one["tokens_per_second"] for one in passes if (one["way"], one["level"]) == (way, level)]
              for way in ("compose", "outrider up")}  # fmt: skip
     return found["compose"], found["outrider up"]

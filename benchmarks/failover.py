@@ -5,7 +5,7 @@
 It runs local clusters of the default model. Of two decode nodes, the busier one is lost; the supervisor
 restarts a killed node before the next round, and a stopped one is continued. Prompts were computed once
 before, so that all streams start together and have contexts of about the same length at the loss: only
-what they have generated since is recomputed elsewhere. `--cold` leaves that out.
+generated tokens are recomputed elsewhere. `--cold` skips this warm-up.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def prompt_of(number: int) -> list[int]:
 
 
 class Stream:
-    """One greedy answer in a thread, with the arrival times of its deltas."""
+    """Reads one greedy answer in a thread, and records the arrival times of its deltas."""
 
     def __init__(self, client: Client, number: int) -> None:
         self.arrivals: list[float] = []

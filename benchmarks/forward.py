@@ -41,7 +41,7 @@ BLOCK_SIZE = 16
 CONTEXT = 300
 VARIANTS = {
     "native": {},
-    "mapped": {},  # the same, with weights mapped from the cache as in nodes
+    "mapped": {},  # native kernels, with weights mapped from the cache as in nodes
     "features": {},  # mapped, and three taps reduced to one feature per row
     "int8": {"weights": "int8"},
     "float32": {"dtype": "float32"},
@@ -62,12 +62,12 @@ SECONDS_FOR_SHAPE = 0.6  # per round
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Rows of a step: `num_rows` at the end of `context` tokens, for each sequence."""
+    """The shape of a step: the last `num_rows` rows of `context` tokens, for each sequence."""
 
     num_seqs: int
     num_rows: int
     context: int = CONTEXT
-    parents: tuple[int, ...] = ()  # of the last rows, if they are a draft tree
+    parents: tuple[int, ...] = ()  # parents of the last rows, if they are a draft tree
 
     def __str__(self) -> str:
         if self.num_rows == self.context:
@@ -105,7 +105,7 @@ class Variant:
         return self._forward(rows)
 
     def phases(self, shape: Shape, passes: int = 5) -> dict[str, float]:
-        """Returns milliseconds of one pass by phase, in the calling thread; empty if phases are unknown."""
+        """Returns the calling thread's milliseconds per pass, by phase; empty if phases are unknown."""
         self.runner.phases.start()
         for _ in range(passes):
             self.seconds(shape)
@@ -232,7 +232,7 @@ def in_words(seconds: Sequence[float]) -> str:
 
 
 def draw(charts: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> str:
-    """Draws charts side by side as SVG: milliseconds over a size, both from zero."""
+    """Returns an SVG of charts side by side: milliseconds over a size, with both axes from zero."""
     width, height, margin = 360, 240, 50
     parts = []
     for index, (title, points) in enumerate(charts):

@@ -45,7 +45,7 @@ VOCAB_SIZE = 512
 TOKEN_ID = 7
 WARM_UP_STEPS = 20
 TARGET = (0.3, 5.0)
-"""Target in milliseconds, and in microseconds per sequence."""
+"""Target of the gap: milliseconds per step, plus microseconds per sequence."""
 
 
 class FixedSampler(Sampler):
@@ -91,7 +91,7 @@ class RunningLoop:
     """A decode node's loop without routers, drafters or transfers: it computes prompts itself, and sends nothing."""
 
     def __init__(self, engine: Engine, *, context: int, max_tokens: int, max_sequences: int) -> None:
-        """`max_tokens` is that of each answer, after prompts of `context` tokens."""
+        """Prompts have `context` tokens, and each answer has `max_tokens`."""
         self._engine = engine
         self._context = context
         self._max_tokens = max_tokens
@@ -121,7 +121,7 @@ class RunningLoop:
         self.step = self._loop.iterate
 
     def grow(self, num_sequences: int, **sampling: Any) -> None:
-        """Runs until `num_sequences` sequences decode, whose prompts share no block."""
+        """Adds sequences, whose prompts share no block, and runs until `num_sequences` decode."""
         scheduler = self._engine.scheduler
         for number in range(scheduler.num_running, num_sequences):
             opened = OpenSequenceGroup(
@@ -138,7 +138,7 @@ class RunningLoop:
 
 
 def measure(num_sequences: int, *, context: int, num_steps: int) -> tuple[float, float]:
-    """Returns microseconds of the gap, and of a whole step of the engine thread."""
+    """Returns microseconds of CPU time of the gap, and of a whole step of the engine thread."""
     max_tokens = num_steps + WARM_UP_STEPS + 2 * num_sequences + 8
     num_blocks = num_sequences * ((context + max_tokens) // BLOCK_SIZE + 2)
     pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, hash_seed=b"")

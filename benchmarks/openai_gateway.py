@@ -30,11 +30,11 @@ QUESTION = "Why is the sky blue?"
 WARM_UP_ROUNDS = 20
 WAIT_SECONDS = 60.0
 LIMIT_MS = 3.0
-"""Required limit: maximum milliseconds that the gateway adds to the median."""
+"""Required limit of what the gateway adds to the median, in milliseconds."""
 
 
 def by_http(url: str, model: str) -> Callable[[], None]:
-    """Makes a request over a persistent connection, as curl does with several."""
+    """Returns a function that sends a request over a persistent connection, as curl does with several URLs."""
     address, path = url.removeprefix("http://").split("/", 1)
     connection = http.client.HTTPConnection(address, timeout=WAIT_SECONDS)
     body = json.dumps(

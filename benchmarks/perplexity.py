@@ -44,7 +44,7 @@ def main() -> None:
         for start in range(0, len(ids), PIECE)
     ]
     pieces = [ids for ids in pieces if len(ids) > 1]
-    expected: list[Tensor] = []  # from the first variant
+    expected: list[Tensor] = []  # the first variant's
     for name in arguments.variants.split(","):
         loss, divergence, num_same, num_tokens = 0.0, 0.0, 0, 0
         for index, (ids, logits) in enumerate(zip(pieces, forwards(name, pieces), strict=True)):

@@ -49,7 +49,7 @@ HEAD = Path(outrider.__file__).parent / "heads" / "smollm2-135m-eagle3"
 
 
 class Stream:
-    """One answer in a thread."""
+    """Reads one answer in a thread."""
 
     def __init__(self, client: Client, text: str, max_tokens: int) -> None:
         self.num_tokens = 0
@@ -108,7 +108,7 @@ def all_serve(client: Client) -> Callable[[], bool]:
 
 
 def picture_request(cluster: Cluster, client: Client, page: str) -> None:
-    """Takes the picture of an answer, with another one running, whose decode node is killed."""
+    """Takes the picture of an answer whose decode node is killed, while another answer runs."""
     with company(client, 1):
         stream = Stream(client, QUESTION, MAX_TOKENS)
         wait_for(lambda: stream.num_tokens >= BEFORE_TOKENS, "the answer does not begin")

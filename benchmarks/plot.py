@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/plot.py
 
-The figures are those of the log entry named in the data file. A bar is the mean of the rounds, a dot is one round.
+The figures are those of the log entry named in the data file. A bar is the mean of all rounds, and a dot is one round.
 Every axis starts at zero.
 """
 

@@ -58,7 +58,7 @@ class Floor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleStream:
-    """Prompts in sequence."""
+    """The figures of `generate`, with one prompt after the other."""
 
     num_prompts: int
     num_generated_tokens: int
@@ -70,7 +70,7 @@ class SingleStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batched:
-    """Many concurrent prompts."""
+    """The figures of continuous batching, with many concurrent prompts."""
 
     num_prompts: int
     max_requests_per_batch: int
@@ -169,7 +169,7 @@ def _encode_one(tokenizer: Any, prompt: BenchPrompt) -> TokenIds:
 
 
 def spread(prompts: Sequence[TokenIds], count: int) -> list[TokenIds]:
-    """Returns `count` of them at even distances from first to last, so that all kinds are included."""
+    """Returns `count` of the prompts, evenly spaced, so that all kinds are included."""
     count = min(count, len(prompts))
     return [prompts[index * len(prompts) // count] for index in range(count)]
 
@@ -213,7 +213,7 @@ class MemoryReader:
         self._ways = ()
 
     def bytes_per_second(self) -> float:
-        """Returns the best of the ways, each run once."""
+        """Runs each way once, and returns the best speed."""
         return BANDWIDTH_BYTES / min(_seconds(way) for way in self._ways)
 
 
@@ -230,7 +230,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 class _TokenClock(BaseStreamer):
-    """Records when each token arrives; the first call has the prompt."""
+    """Records when each token arrives. The first call has the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -292,7 +292,7 @@ def batching_config(*, longest_tokens: int, max_requests_per_batch: int) -> Cont
 def measure_batched(
     model: Model, prompts: Sequence[TokenIds], *, max_new_tokens: int, max_requests_per_batch: int
 ) -> Batched:
-    """Raises: RuntimeError if a prompt was not answered."""
+    """Measures continuous batching. Raises: RuntimeError if a prompt is not answered."""
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens
     config = batching_config(longest_tokens=longest, max_requests_per_batch=max_requests_per_batch)
     model.generate_batch(

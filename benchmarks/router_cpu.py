@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GENERATE = "/outrider.v1.RouterService/Generate"
 PACE = "/benchmark.Pacemaker/Pace"
 SESSION_BYTES_OF_A_STREAM = 30
-"""Bytes of one token in a message of a decode node's session, including its share of the report."""
+"""Bytes per token in a message of a decode node's session, including a share of the report."""
 START_SECONDS = 60
 STREAM_SECONDS = 600
 
@@ -102,7 +102,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def drive(process: psutil.Process, address: str, num_streams: int, num_tokens: int) -> tuple[float, int]:
-    """Returns CPU seconds of the process, and messages, of `num_streams` streams. The client parses no messages."""
+    """Runs streams. Returns the process's CPU seconds, and the number of messages, which the client does not parse."""
     request = router_pb2.GenerateRequest(text="a prompt")
     request.sampling.max_tokens = num_tokens
     request.stop.ignore_eos = True
@@ -119,7 +119,7 @@ def drive(process: psutil.Process, address: str, num_streams: int, num_tokens: i
 
 @contextmanager
 def started(command: list[str], *, announces: bool = False) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
-    """Yields the process, and its first JSON line on standard output (of a router's log: that it is serving)."""
+    """Yields the process, and its first JSON line on standard output (for a router, the log line that it serves)."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,

@@ -79,7 +79,7 @@ def start_role(role: str) -> Start:
         for said in announcements(reading):
             if "address" in said and not said.get("serving"):
                 listening = time.monotonic() - started
-            if said.get("serving") or (role == "router" and "address" in said):  # a router is serving only with nodes
+            if said.get("serving") or (role == "router" and "address" in said):  # a router serves only with nodes
                 serving = time.monotonic() - started
                 usage = Usage.of([psutil.Process(process.pid)])
                 break
@@ -145,7 +145,7 @@ def main() -> int:
 
 
 def in_words(seconds: list[float]) -> str:
-    """Formats the median, with minimum and maximum in brackets."""
+    """Formats the median of `seconds`, with minimum and maximum in brackets."""
     return f"{median(seconds):.2f} ({min(seconds):.2f}–{max(seconds):.2f})"
 
 

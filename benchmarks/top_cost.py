@@ -40,9 +40,9 @@ from outrider.cluster.config import ClusterConfig
 from outrider.cluster.plan import Launch
 
 SETTLE_SECONDS = 1.0
-"""Seconds at the start of a window that do not count."""
+"""Seconds at the start of a window that are not measured."""
 FULL_SECONDS = 30.0
-"""Seconds in which the batch fills."""
+"""Seconds until the batch is full."""
 MAX_TOKENS = 6000  # enough that no answer ends
 NUM_WATCHES = 30  # the router allows 32 per address
 WATCH_SECONDS = 10.0
@@ -99,14 +99,14 @@ def processor_seconds(process: psutil.Process) -> float:
 
 
 async def measure_window(load: Load, seconds: float) -> float:
-    """Returns tokens per second."""
+    """Returns the tokens per second of one window."""
     started, num_tokens = time.monotonic(), load.num_tokens
     await asyncio.sleep(seconds)
     return (load.num_tokens - num_tokens) / (time.monotonic() - started)
 
 
 async def seconds_of_a_report(client: AsyncClient, router: psutil.Process) -> float:
-    """Returns CPU seconds per report of the router, which is otherwise idle."""
+    """Returns CPU seconds of the router per report, while it is otherwise idle."""
     num_reports = 0
 
     async def watch() -> None:

@@ -1,7 +1,7 @@
 """Measures the cost of traces to a router per request: `python benchmarks/trace_cost.py`.
 
-The record of one plain request (five spans) is made repeatedly, with tracing off, with a caller that does not sample,
-and sampled, with export to a collector in another process. `event loop` is the longest delay of a request; `processor`
+It records one plain request (five spans) repeatedly: with tracing off, for a caller that does not sample, and
+sampled, with export to a collector in another process. `event loop` is the longest delay of a request; `processor`
 is the CPU time of all threads, including the exporter's.
 """
 
@@ -46,12 +46,12 @@ DECODE_NODE = SimpleNamespace(name="decode-0", stamp=NodeStamp("decode-0", "deco
 PREFILL_NODE = SimpleNamespace(name="prefill-0", stamp=NodeStamp("prefill-0", "prefill", "1", "exact"))
 PREFILLED = PrefillFigures(num_computed_tokens=240)
 REQUESTS = 400
-"""Requests per round: the exporter takes them in two batches, so that nothing is dropped."""
+"""Requests per round. The exporter takes them in two batches, so that no span is dropped."""
 ROUNDS = 15
 
 
 def serve_one(records: Records, tracer: Tracer, metadata: tuple[tuple[str, str], ...]) -> None:
-    """Records one request: the work of tracing, and the record itself, which is also made without it."""
+    """Records one request: traces it, and makes the record, which is also made without tracing."""
     tracer.enter(metadata)
     record = records.begin("a-request", METRICS)
     record.take_request(REQUEST, model="m")
@@ -68,7 +68,7 @@ def serve_one(records: Records, tracer: Tracer, metadata: tuple[tuple[str, str],
 
 
 def measure(tracer: Tracer, metadata: tuple[tuple[str, str], ...]) -> tuple[float, float]:
-    """Returns (event loop, processor) in microseconds per request, medians of the rounds."""
+    """Returns (event loop, processor): microseconds per request, as medians of the rounds."""
     records = Records(256, tracer=tracer)
     walls, processors = [], []
     for _ in range(ROUNDS):

@@ -1,9 +1,9 @@
-"""Other servers and ours on the same machine, with the same prompts, one after the other, round after round.
+"""Compares other servers with ours on the same machine, with the same prompts, one at a time, in several rounds.
 
     python benchmarks/peers/run.py --peers ours,vllm,llama_cpp,openvino,transformers --rounds 3
 
-Each peer is installed in an environment of its own first (benchmarks/peers/README.md). One
-that fails is in the table as such; the others go on.
+Each peer is first installed in its own environment (benchmarks/peers/README.md). If one fails,
+the table says so, and the others are measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for reference.py
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to import reference.py
 
 from contestants import PEERS, Contestant, install
 from environment import peers_directory

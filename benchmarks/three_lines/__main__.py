@@ -1,7 +1,7 @@
-"""`python -m benchmarks.three_lines`: plain decoding, a drafter beside the target, and one across a network.
+"""`python -m benchmarks.three_lines`: compares plain decoding, a drafter beside the target, and remote drafters.
 
-The same prompts, interleaved. With --simulated, target and drafter have set step times: on one machine a real drafter
-may have to share the target's processors.
+All lines run the same prompts, interleaved. With --simulated, target and drafter have set step times: on one machine a
+real drafter may have to share the target's processors.
 """
 
 from __future__ import annotations
