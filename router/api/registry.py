@@ -332,7 +332,7 @@ class RequestRegistry:
         self._by_key[key] = live
         try:
             with context.records.beginning(request_id, context.metrics) as record:
-                live.start(await self._encode(request_id, proto, caller, context, record, stored))
+                live.start(await self._encode(request_id, proto, caller, record, stored))
         except BaseException as error:
             live.close(error if isinstance(error, OutriderError) else None)
             raise
@@ -343,11 +343,10 @@ class RequestRegistry:
         request_id: str,
         proto: router_pb2.GenerateRequest,
         caller: Caller,
-        context: RouterContext,
         record: RequestRecord,
         stored: StoredAnswer | None,
     ) -> EncodedRequest:
-        served = self._nodes.model()
+        context, served = self._context(), self._nodes.model()
         encoding = record.begin_span(SpanKind.ENCODE)
         method = VerificationMethod(context.config.verification_method)
         request = await read_request(proto, served, caller, request_id=request_id, default_method=method)

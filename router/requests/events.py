@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from outrider.errors import OutriderError, PeerLostError
 from outrider.prefill import PrefillFigures
@@ -60,15 +60,18 @@ class NotPlaced:
     error: OutriderError | None = None
 
 
-class ReaderAttached(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReaderAttached:
     """A client's stream has begun to read the answer."""
 
 
-class ReaderLeft(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReaderLeft:
     """A call that may have read the answer has ended; there may be another reader."""
 
 
-class AbortRequested(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class AbortRequested:
     """The client wants no more tokens."""
 
 
