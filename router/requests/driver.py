@@ -188,8 +188,6 @@ class Driver:
             elif not task.cancelled() and task.exception() is None:
                 task.result().release()  # assigned just as the wait was cancelled
 
-        if self._seeking is not None:  # a hedge's place came first
-            self._seeking.cancel()
         self._seeking = asyncio.create_task(self._context.queue.wait_for_place(waiting), name="place")
         self._seeking.add_done_callback(end)
 

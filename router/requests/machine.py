@@ -24,7 +24,7 @@ from router.requests import instructions as do
 from router.requests.answer import Answer
 from router.requests.attempt import Attempt
 from router.requests.prompt_logprobs import LogprobsHold
-from router.requests.states import Cluster, InvalidTransitionError, Limits, Shared, State
+from router.requests.states import Cluster, InvalidTransitionError, Limits, Seeking, Shared, State
 from router.scheduling.placement import Demand
 
 Handlers = Mapping[type, Callable[["Request", Any], None]]
@@ -44,8 +44,7 @@ class Request:
         self.shared = Shared(limits)
         self._cluster = cluster
         self._completed: Attempt | None = None  # the last one; Invariant: not in `attempts`.
-        self._is_seeking = False  # for a place. Invariant: not while two attempts run.
-        self._seeks_second = False  # in the queue, for a second attempt
+        self._seeking: Seeking | None = None  # Invariant: None while two attempts run.
         self._is_accepted = self._is_kept = False  # see `do.Enqueue`
         self._timers: set[on.Timer] = set()  # the running ones
 
@@ -178,10 +177,10 @@ class Request:
         self.state = State.QUEUED
         if self._completed is not None:
             self._end(on.Failed(InternalError("a decode node says that all samples have ended, and some have not")))
-        elif not self._is_seeking:
-            self._enqueue(self.shared.demand())
-        elif self._seeks_second:  # no other attempt is running now
-            self._seeks_second = False
+        elif self._seeking is None:
+            self._enqueue(Seeking.FIRST, self.shared.demand())
+        elif self._seeking is Seeking.SECOND:  # no other attempt is running now
+            self._seeking = Seeking.FIRST
             self._do(do.ChangeDemand(self.shared.demand()))
 
     def _seek_second(self, first: Attempt) -> None:
@@ -190,7 +189,7 @@ class Request:
         if not (first.is_in_doubt and is_reproducible):
             self._leave_queue()
             return
-        if self._is_seeking:
+        if self._seeking is not None:
             return
         failures, demand = self.shared.failures, self.shared.demand(alongside=first.decode)
         failures.look_at(self.answer.num_generated_tokens)
@@ -198,18 +197,18 @@ class Request:
             self._set_timer(on.Timer.RETRY, RETRY_SECONDS)
         elif first.is_draining:
             self._is_accepted = True
-            self._enqueue(demand, is_second=True)
+            self._enqueue(Seeking.SECOND, demand)
         else:
-            self._is_seeking = True
+            self._seeking = Seeking.HEDGE
             self._do(do.Hedge(demand, first.group_id))
 
-    def _enqueue(self, demand: Demand, *, is_second: bool = False) -> None:
-        self._is_seeking, self._seeks_second = True, is_second
+    def _enqueue(self, seeking: Seeking, demand: Demand) -> None:
+        self._seeking = seeking
         self._do(do.Enqueue(demand, is_accepted=self._is_accepted, is_kept=self._is_kept))
 
     def _leave_queue(self) -> None:
-        if self._is_seeking:
-            self._is_seeking = self._seeks_second = False
+        seeking, self._seeking = self._seeking, None
+        if seeking in {Seeking.FIRST, Seeking.SECOND}:
             self._do(do.LeaveQueue())
 
     # ------------------------------------------------------------ events of the request
@@ -221,11 +220,10 @@ class Request:
         self._advance()
 
     def _open(self, event: on.Placed) -> None:
-        is_wanted = self._is_seeking and (not self.attempts or self.attempts[0].is_in_doubt)
-        self._is_seeking = self._seeks_second = False
-        if not is_wanted:
+        if self._seeking is None or event.is_hedge != (self._seeking is Seeking.HEDGE):
             self._return_place(event)
             return
+        self._seeking = None
         self._is_kept = True
         answer, request = self.answer, self.answer.request
         hold = LogprobsHold(len(request.prompt_token_ids) - 1) if answer.needs_prompt_logprobs else None
@@ -250,13 +248,14 @@ class Request:
         self._do(do.ReturnPlace(event.place))
 
     def _take_no_place(self, event: on.NotPlaced) -> None:
-        was_seeking = self._is_seeking
-        self._is_seeking = self._seeks_second = False
+        if self._seeking is None or (event.error is None) != (self._seeking is Seeking.HEDGE):
+            return  # no answer to this search is awaited any more
+        self._seeking = None
         if self.attempts:  # the running attempt stays where it is
             self._set_timer(on.Timer.RETRY, RETRY_SECONDS)
         elif event.error is not None:
             self._end(on.Failed(event.error))
-        elif was_seeking:  # the late attempt has ended meanwhile
+        else:  # the late attempt has ended meanwhile
             self._advance()
 
     def _take_timer(self, event: on.TimerFired) -> None:

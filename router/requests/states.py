@@ -36,6 +36,14 @@ class AttemptState(enum.Enum):
     COMPLETED = enum.auto()  # its samples have ended; its prefill call has not
 
 
+class Seeking(enum.Enum):
+    """The kinds of place that a request waits for."""
+
+    FIRST = enum.auto()  # in the queue, for an attempt that runs alone
+    SECOND = enum.auto()  # in the queue, for an attempt beside one that runs
+    HEDGE = enum.auto()  # not in the queue: the driver answers at once
+
+
 class InvalidTransitionError(InternalError):
     """An event arrived in a state that has no transition for it."""
 
