@@ -1,7 +1,8 @@
 """One code path for numpy arrays (native kernels) and torch tensors (everything else). Torch-free.
 
-The code uses the Python array API, which numpy implements itself and torch implements through array-api-compat, and
-what both libraries add to it: `view` with another dtype, operators with Python numbers, and item assignment.
+The code uses the Python array API, which numpy implements itself and torch implements through array-api-compat. It
+also uses three extensions that both libraries have: `view` with another dtype, operators with Python numbers, and item
+assignment.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 Array: TypeAlias = Any
-"""npt.NDArray[Any] or torch.Tensor, like the logits. A function's array arguments must share kind and device."""
+"""A numpy array or a torch tensor. A function's array arguments must be of one kind and on one device."""
 Arrays: TypeAlias = "list[npt.NDArray[Any]]"
 
 PIECE_VALUES = 1 << 17
-"""Values that a CPU processes at a time: the intermediate results fit its cache."""
+"""Number of values that a CPU processes at a time, so that intermediate results fit its cache."""
 
 without_warnings = np.errstate(all="ignore")
-"""Decorates functions whose logits may be infinite or NaN: numpy would warn, torch does not."""
+"""Decorator for functions whose logits may be infinite or NaN: numpy would warn about them, torch does not."""
 
 
 def to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -54,12 +55,12 @@ def beside(values: npt.NDArray[Any], array: Array) -> Array:
 
 
 def ids_beside(values: Sequence[int], array: Array) -> Array:
-    """Returns the ids as int64 [len(values)], placed as by `beside`."""
+    """Returns the ids as int64 [len(values)], of the same kind and on the same device as `array`."""
     return beside(np.asarray(values, dtype=np.int64), array)
 
 
 def largest_of(keys: Array, number: int) -> Array:
-    """Returns the largest keys of each row, descending: [num_rows, n] int64 -> [num_rows, number], 0 <= number <= n."""
+    """Returns the largest keys of each row in descending order: [num_rows, n] int64 -> [num_rows, number <= n]."""
     if not isinstance(keys, np.ndarray):
         return keys.topk(number, dim=1).values
     start = keys.shape[1] - number
@@ -69,10 +70,10 @@ def largest_of(keys: Array, number: int) -> Array:
 
 
 def in_pieces(function: Callable[..., Array], values: Array, *others: Any) -> Array:
-    """Returns function(values, *others), computed a few rows at a time on a CPU and all at once on other devices.
+    """Returns function(values, *others), computed for a few rows at a time on a CPU, and for all rows on other devices.
 
     Args:
-        function: maps arrays to one array, row by row.
+        function: maps arrays to one array; a row of the result depends on the same row of the arguments only.
         values: [num_rows, n], at least one row.
         others: further arguments with one entry per row, each of length num_rows.
     """

@@ -13,11 +13,11 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 def control_groups(
     controller: str, *, groups: Path = GROUPS, membership: Path = MEMBERSHIP
 ) -> Iterator[tuple[int, Path]]:
-    """Yields (version, folder) of each group of this process that may set a limit for the controller; none except on
-    Linux.
+    """Yields (version, folder) of each group of this process that may set a limit for the controller; on systems other
+    than Linux, none.
 
-    Inside a container, its own group is the root of the hierarchy, under another name than on the host, so a folder may
-    not exist.
+    Inside a container, the container's group is the root of the hierarchy and has another name than on the host, so a
+    yielded folder may not exist.
     """
     try:
         lines = membership.read_text().splitlines()

@@ -1,7 +1,7 @@
-"""Turns, by which nodes on the same processors compute one after the other, each with all of them (ADR 17). Torch-free.
+"""Turns: nodes on the same processors compute one after another, each on all processors (ADR 17). Torch-free.
 
-A turn is a lease in a file that the nodes map (source/turns.h); it expires if its holder dies or hangs. Turns affect
-timing only, never results.
+A turn is a lease in a file that the nodes map (cpu_kernels/source/turns.h). It expires if its holder dies or hangs.
+Turns affect timing only, never results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.errors import ConfigError
 
 MIN_LEASE_SECONDS = 0.5
 LEASE_FACTOR = 3.0
-"""Factor from a step's expected duration to its lease: other programs on the processors may delay the holder."""
+"""Ratio of a lease to the expected duration of a step: other programs on the processors may delay the holder."""
 
 TAKEN_FROM_ANOTHER = "a node on the same processors showed no life in its turn; this one goes on"
 """Log message for `on_taken_from_another`."""
@@ -33,7 +33,7 @@ class CpuTurns:
     """The turns of a node that shares its processors with no other node. Engine thread only."""
 
     def __init__(self, description: str = "none") -> None:
-        """`description`: shown to users; the path of the turns file, or "none"."""
+        """`description`: the path of the turns file, or "none" and the reason; shown to users."""
         self.description = description
 
     def take(self, timeout_seconds: float) -> bool:
@@ -41,20 +41,20 @@ class CpuTurns:
         return True
 
     def keep(self, expected_seconds: float) -> bool:
-        """Renews the lease until about the expected next renewal. Returns False if it has expired already."""
+        """Renews the lease. Returns False if it has expired. `expected_seconds`: expected time to the next renewal."""
         return True
 
     def is_over(self, seconds: float) -> bool:
-        """Returns whether the turn has lasted this long and other nodes are waiting."""
+        """Returns whether the turn has lasted at least `seconds` while other nodes wait."""
         return False
 
     def give(self) -> None:
-        """Releases the turn to the longest waiter (FIFO), or leaves the queue. Idempotent."""
+        """Releases the turn to the node that has waited longest, or leaves the queue. Idempotent."""
 
 
 class SharedTurns(CpuTurns):
-    """Turns in a file mapped by all nodes on the same processors. A process owns one slot, so it has at most one
-    instance.
+    """Turns in a file that all nodes on the same processors map. A process has at most one instance, which owns one
+    slot of the file.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class SharedTurns(CpuTurns):
         self._short_calls.outrider_turns_give(self._address, self._slot, self._lease(0.0))
 
     def _lease(self, expected_seconds: float) -> int:
-        """Returns the lease in nanoseconds; the library limits it."""
+        """Returns the lease in nanoseconds. The library limits it further."""
         return round(max(LEASE_FACTOR * expected_seconds, self._min_lease_seconds) * 1e9)
 
 
@@ -122,8 +122,8 @@ def open_turns(
 ) -> CpuTurns:
     """Opens the turns shared by nodes with the same path and the same `cpus`.
 
-    Nothing is shared if the path is empty, without native kernels, or if the node has fewer threads than processors:
-    its turns would leave some idle.
+    Turns are not shared if the path is empty, if torch computes the model, or if the node has fewer threads than
+    processors, since its turns would leave some processors idle.
 
     Raises: ConfigError if the file cannot be used.
     """

@@ -1,7 +1,8 @@
 """Batch-invariant linear layers and norms for a transformers model on a GPU.
 
-The remaining operations are torch's and elementwise: activations, rotations, sums. Any other batch-dependent operation
-is detected at load, which compares rows over several batches (`model_hub.support.depends_on_batch`).
+torch computes the remaining operations, which are elementwise: activations, rotations and sums. If a model has any
+other operation that depends on the batch, loading detects it: it compares rows over several batches
+(`model_hub.support.depends_on_batch`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from outrider.engine.linear import replace_linear_layers, replace_norms
 
 
 class DeterministicLinear(nn.Module):
-    """y = x W^T + b, computed by our kernel."""
+    """A linear layer, y = x W^T + b, that our kernel computes."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """`weight` [out_features, in_features]; `bias` [out_features]."""
@@ -32,7 +33,7 @@ class DeterministicLinear(nn.Module):
 
 
 class DeterministicRMSNorm(nn.Module):
-    """RMS norm, computed by our kernel."""
+    """An RMS norm that our kernel computes."""
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         """`weight` [width] float32."""
@@ -51,7 +52,7 @@ def make_deterministic(model: nn.Module) -> None:
 
 
 def deterministic_kernels(dtype: str, capability: str) -> str:
-    """Describes what a row's bits depend on, for a node's numerics. `capability`: the GPU's, such as "sm_90"."""
+    """Describes everything that a row's bits depend on, for a node's numerics. `capability`: of the GPU, as "sm_90"."""
     tile = Tile()
     return (
         f"triton {triton.__version__} {capability} {dtype}, splits of {tile.split_keys} keys and "

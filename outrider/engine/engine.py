@@ -1,4 +1,4 @@
-"""The components with which the prefill and decode loops run forward passes, as one value."""
+"""The components that the prefill and decode loops need for forward passes, as one value."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """The description of features that nodes share, independent of what computes them. Torch-free.
 
 Features (auxiliary hidden states) are the input of a drafter head: one vector per token, made from the target's hidden
-states. At each position the target yields its residual stream after some layers ("taps"), and a reduction turns them
-into one vector. It is stored in an additional plane of the paged KV cache: the feature of token t lies in the slot of
-token t, so a block's content depends only on the tokens of that block and those before it.
+states. At each position the target's residual stream is read after some layers; these readings are called taps. A
+reduction turns the taps of a position into one vector. The vectors are stored in an additional plane of the paged KV
+cache: the feature of token t lies in the slot of token t, so a block's content depends only on the tokens of that block
+and those before it.
 
 Source: EAGLE-3 (Li et al. 2025, arXiv 2503.01840) concatenates three taps and projects them; Medusa, MLPSpeculator, MTP
 and EAGLE take the last hidden state.
@@ -28,13 +29,13 @@ class FeatureSpec:
 
     taps: tuple[int, ...]  # layers after which the residual stream is read: 0 … num_layers, in the head's order
     hidden_size: int  # the target's
-    takes_final_norm: bool = False  # whether the tap after the last layer is read behind the target's final norm
+    takes_final_norm: bool = False  # whether the tap after the last layer is read after the target's final norm
     epsilon: float = 1e-6  # added to the norms' mean square
-    width: int = 0  # values in a feature
+    width: int = 0  # number of values in a feature
     fingerprint: str = ""  # SHA-256 in hexadecimal: nodes whose reductions share it can use each other's features
 
     def fingerprint_of(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> str:
-        """Returns the fingerprint with these weights, given by their names in FeatureReduction and in its order."""
+        """Returns the fingerprint. `tensors`: the weights by the names of FeatureReduction's fields, in their order."""
         digest = hashlib.sha256(repr((self.taps, self.hidden_size, self.takes_final_norm, self.epsilon)).encode())
         for name, values in tensors.items():
             digest.update(f"{name}{values.shape}".encode())

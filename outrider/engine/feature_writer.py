@@ -1,4 +1,4 @@
-"""Writes the features of a model that torch computes, from its forward's residual stream or from module hooks."""
+"""Writes the features of a model that torch computes. The fused decoder or module hooks give it hidden states."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class FeatureWriter:
-    """Writes the features of a model's forward passes to their plane. All its work may be captured in a CUDA graph."""
+    """The writer of a model's features to their plane. A CUDA graph can capture all of its work."""
 
     def __init__(self, model: PreTrainedModel, features: FeatureSpec, kv_cache: PagedKVCache, native: object) -> None:
-        """`native`: if NativeLayers, its kernels reduce the rows; with any other value torch does.
+        """`native`: if it is a NativeLayers, its kernels reduce the rows, otherwise torch does.
 
         Raises: ModelError if the model's layers cannot be found.
         """
@@ -56,14 +56,14 @@ class FeatureWriter:
         self._plane.index_copy_(0, slots, self._reduced(rows))  # [num_rows, num_taps * hidden_size]
 
     def tell(self, tap: int, states: Tensor, normed: Tensor | None = None) -> None:
-        """Takes the residual stream [num_rows, hidden_size] after `tap` layers; after the last also behind the final
-        norm.
+        """Records the residual stream [num_rows, hidden_size] after `tap` layers. `normed`: the same after the final
+        norm, if this is the last layer.
         """
         if tap in self._features.taps:
             self._taps[tap] = normed if normed is not None and self._features.takes_final_norm else states
 
     def _hook(self, tap: int) -> torch.utils.hooks.RemovableHandle:
-        """Registers a hook that passes the module's states [1, num_rows, hidden_size] to `tell`."""
+        """Registers a hook that records a module's hidden states [1, num_rows, hidden_size]."""
         if tap < len(self._layers):
 
             def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -78,7 +78,7 @@ class FeatureWriter:
         return last.register_forward_hook(after)
 
     def _reduced(self, taps: Tensor) -> Tensor:
-        """Reduces taps like FeatureReduction, with the native kernels if they compute the layers: [num_rows, width]."""
+        """Reduces taps like FeatureReduction, but with the native kernels if the layers use them: [num_rows, width]."""
         if self._native_layers is None:
             return self._features(taps)
         layers, reduction = self._native_layers, self._packed

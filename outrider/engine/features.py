@@ -15,15 +15,16 @@ _TENSORS = ("tap_norms", "norm", "projection", "bias")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FeatureReduction(FeatureSpec):
-    """How a head's feature is made from the target's hidden states. Belongs to the head, runs with the target.
+    """A function from the target's hidden states to a head's features. Its weights belong to the head's checkpoint, and
+    the target's node computes it.
 
     taps [num_rows, num_taps * hidden_size] → tap norms or norm, if present → projection → [num_rows, width]. Width and
-    fingerprint follow from the tensors.
+    fingerprint are computed from the tensors.
     """
 
-    tap_norms: Tensor | None = None  # [num_taps, hidden_size]: RMS-normalises each tap by itself
+    tap_norms: Tensor | None = None  # [num_taps, hidden_size]: RMS-normalises each tap separately
     norm: Tensor | None = None  # [num_taps * hidden_size]: RMS-normalises all taps as one vector
-    projection: Tensor | None = None  # [width, num_taps * hidden_size]; None: a single tap, unchanged
+    projection: Tensor | None = None  # [width, num_taps * hidden_size]; None: the feature is a single tap
     bias: Tensor | None = None  # [width]
 
     def __post_init__(self) -> None:
@@ -54,8 +55,8 @@ class FeatureReduction(FeatureSpec):
 
 
 def rms_norm(rows: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Applies an RMS norm over the last dimension in float32, with a weight that broadcasts: returns rows' shape and
-    dtype.
+    """Applies an RMS norm over the last dimension in float32. The weight is broadcast; the result has the shape and
+    dtype of `rows`.
     """
     values = rows.float()
     values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + epsilon)

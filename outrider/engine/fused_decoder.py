@@ -1,9 +1,9 @@
-"""A GPU decoder built from joined products and our own kernels: Llama, Mistral, Qwen2, Qwen3 and Gemma 3.
+"""A GPU decoder built from joined products and our own kernels, for Llama, Mistral, Qwen2, Qwen3 and Gemma 3.
 
 A layer takes nine kernels: four products (queries, keys and values; the attention output; gate and up; down); rotation,
-which also stores keys and values in their slots; attention, and one more if it is split; activation; and two sums, each
-with the norm that follows it. transformers' modules launch more than forty. At load, the logits are compared with those
-of the original model (see outrider.model_hub.support).
+which also stores keys and values in their slots; attention, with a tenth kernel if it is split; activation; and two
+sums, each with the norm that follows it. transformers' modules launch more than forty kernels. At load, the logits are
+compared with those of the original model (see outrider.model_hub.support).
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ class _Layer:
     gate_up: _Linear
     down: _Linear
     head_norms: tuple[Norm, Norm] | None  # for queries and keys
-    attended_norm: Norm | None  # applied to what attention adds to the residual stream
-    mlp_norm: Norm  # after that sum
-    fed_norm: Norm | None  # applied to what the feed-forward part adds
-    next_norm: Norm  # after that sum: the next layer's first norm, or the final one
+    attended_norm: Norm | None  # applied to the output of attention before it is added to the residual stream
+    mlp_norm: Norm  # applied after that sum
+    fed_norm: Norm | None  # applied to the output of the MLP before it is added to the residual stream
+    next_norm: Norm  # applied after that sum: the next layer's first norm, or the final one
     angles: tuple[Tensor, Tensor]  # cosines and sines, [num_positions, head_dim / 2] each
     options: AttentionOptions
 
 
 class FusedDecoder:
-    """The weights of one model and its forward pass. It holds no state of a step, so runners share it."""
+    """The weights of one model, and its forward pass. It holds no state of a step, so several runners can share it."""
 
     def __init__(
         self, model: PreTrainedModel, spec: ModelSpec, layers: Sequence[AttentionOptions], *, is_deterministic: bool
     ) -> None:
-        """Joins weights of `model`, for whose configuration `gpu_kernels.why_not_fused` must be empty.
+        """Joins the weights of `model`, which `gpu_kernels.why_not_fused` must support.
 
-        The modules keep views of the joined weights: the model is in memory once, and transformers can still compute
+        The modules keep views of the joined weights, so the model is in memory once, and transformers can still compute
         it.
 
         Args:
-            model: on its device.
-            spec: sizes of the model.
+            model: the model, on its device.
+            spec: its sizes.
             layers: each layer's attention options.
-            is_deterministic: whether our own kernels multiply, so that a row has the same bits in any batch.
+            is_deterministic: whether our own kernels compute products, so that a row has the same bits in any batch.
         """
         base: Any = model.base_model
         head: Any = model.get_output_embeddings()
@@ -118,7 +118,7 @@ class FusedDecoder:
         features: FeatureWriter | None = None,
         on_layer_done: Callable[[int], None] | None = None,
     ) -> Tensor:
-        """Does what `ModelRunner.forward` does. `features`, if given, must be writing the rows of this batch."""
+        """Does what `ModelRunner.forward` does. `features` must be in its `writing` context for this batch."""
         fields, plan, multiply = batch.on(kv_cache.device), attention.prepare(batch), self._multiply
         residual: Tensor = self._embed(fields.token_ids)
         rows = rms_norm(residual, self._first_norm)
@@ -147,7 +147,8 @@ class FusedDecoder:
             features.tell(len(self._layers), residual, rows)
         if batch.selects_logits:
             rows = rows.index_select(0, fields.logits_rows)
-        # Rounded to the model's dtype first, like transformers' logits. Without rows nothing is launched.
+        # The product is rounded to the model's dtype first, like transformers' logits. Without rows nothing is
+        # launched.
         return multiply(rows, *self._head).float()
 
 

@@ -1,4 +1,4 @@
-"""The shapes of padded batches, which determine the steps captured as graphs (see `step_graphs`). Torch-free."""
+"""The shapes of padded batches, each of which has a CUDA graph (see `step_graphs`). Torch-free."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from outrider.engine.input_batch import BatchFields, InputBatch
 
 MAX_BUCKET_ROWS = 256
-"""Largest number of rows in a bucket. In larger steps launches take a small part of the time."""
+"""Maximum number of rows in a bucket. In larger steps, launches take only a small part of the time."""
 MAX_MEAN_DEPTH = 16
-"""Largest mean depth of draft tree paths over the rows of a step."""
+"""Maximum mean depth of draft tree paths over the rows of a step."""
 MIN_TREE_ROWS = 4
-"""Fewest rows of a bucket with trees: a tree needs three (a known token, two siblings), rounded to a power of two."""
+"""Minimum number of rows in a bucket with trees: three (a known token, two siblings), rounded to a power of two."""
 MAX_TABLE_BLOCKS = 1 << 20
-"""Most entries in all block tables of a batch, 4 bytes each on the device. Shared blocks count for each sequence."""
+"""Maximum number of entries in all block tables of a batch, 4 bytes each. Shared blocks count once per sequence."""
 ROLLOUT_TOKENS = (1, 2, 3, 4, 5, 7)
-"""Rollout lengths in tokens for which graphs exist (see `rollouts`). Other lengths are rounded up."""
+"""Lengths in tokens of the rollouts that have graphs (see `rollouts`). Other lengths are rounded up."""
 MAX_ROLLED_SEQUENCES = 32
-"""Most sequences in a rollout: with more, launches and the host take a smaller part of the time."""
+"""Maximum number of sequences in a rollout. With more, launches and the host take only a small part of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class GraphShapes:
-    """The steps of a node that are captured."""
+    """A description of the steps of a node that are captured."""
 
     max_rows: int = MAX_BUCKET_ROWS
     has_trees: bool = False
-    has_rollouts: bool = False  # as a draft model: rollouts have their own graphs (see `rollouts`)
-    is_rehearsal: bool = False  # only the largest of each kind, which take as much memory as all
+    has_rollouts: bool = False  # whether a draft model's rollouts are captured too, in graphs of their own
+    is_rehearsal: bool = False  # whether only the largest of each kind are captured; they take as much memory as all
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class GraphShapes:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """The buckets, largest first, so that later captures reuse its memory."""
+        """The buckets, largest first, so that later captures reuse the memory of earlier ones."""
         falling = self.row_counts[::-1]
         tree_rows = [num_rows for num_rows in falling if self.has_trees and num_rows >= MIN_TREE_ROWS]
         trees = [Bucket(num_rows, has_trees=True) for num_rows in tree_rows]
@@ -60,7 +60,7 @@ class GraphShapes:
         return len(self.buckets) + num_rolled
 
     def bucket_of(self, batch: InputBatch) -> Bucket | None:
-        """Returns the smallest bucket that holds the batch, or None if it runs unpadded, like long prompt chunks."""
+        """Returns the smallest bucket that holds the batch, or None if it is not padded, like long prompt chunks."""
         num_rows = _power_of_two(batch.num_rows)
         if batch.has_trees:
             num_rows = max(num_rows, MIN_TREE_ROWS)
@@ -74,8 +74,8 @@ class GraphShapes:
 def pad(batch: InputBatch, bucket: Bucket, scratch_block: int) -> InputBatch:
     """Pads the batch with one sequence that has the missing rows, and then with sequences without rows.
 
-    That sequence is as long as its rows, and all its blocks are the scratch block. Every row has logits: those of the
-    batch come first, and the remaining entries repeat the last row.
+    The first of them starts at position 0, and all entries of its block table are the scratch block. The result has as
+    many logits as rows: those of the batch come first, and the remaining ones repeat the last row.
     """
     arrays, size = batch.arrays, batch.block_size
     num_rows = bucket.num_rows - batch.num_rows

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 class SequenceRows(NamedTuple):
     """One sequence's part of a forward pass: consecutive tokens, known ones first, then drafts.
 
-    Drafts may form a tree. A row's place in the cache is then not its position: keys and values go to the slots of
-    consecutive positions in row order, while a draft's position follows from its depth.
+    Drafts may form a tree. Keys and values still go to the slots of consecutive positions in row order, but a draft's
+    position follows from its depth, so the two differ.
     """
 
     token_ids: Sequence[int]  # at least one; if an array, int64
     start_position: int  # absolute position of token_ids[0]; the KV of all earlier tokens is in the cache
     block_ids: Sequence[int]  # covers [0, start_position + len(token_ids)); if an array, int32
     num_logits: int  # the last num_logits rows need logits; 0 to len(token_ids)
-    parents: Sequence[int] = ()  # of a draft tree: each draft's parent, an index of an earlier draft; -1: none
+    parents: Sequence[int] = ()  # in a draft tree, the index of each draft's parent among the drafts; -1: none
 
 
 Values = TypeVar("Values")
@@ -45,8 +45,8 @@ class BatchFields(Generic[Values]):
     query_start_loc: Values  # [num_seqs + 1] int32
     seq_lens: Values  # [num_seqs] int32, this step's rows included
     table_starts: Values  # [num_seqs + 1] int32, into block_tables
-    # For rows in trees: the slots of the last keys that they see, their own last. Both are empty in a batch without
-    # trees.
+    # The path of each row in a draft tree: the slots of the drafts that it sees, its own last. Both fields are empty in
+    # a batch without trees.
     path_starts: Values  # [num_rows + 1] int64, into path_slots
     path_slots: Values  # [sum of depths] int64
     # The attention backend's plan for the batch (see AttentionBackend.plan). Empty: none.
@@ -67,12 +67,12 @@ class InputBatch:
     Sequence i owns rows query_start_loc[i] : query_start_loc[i + 1]. Rows, sequences and logits keep the order in which
     the sequences were given.
 
-    Native kernels read the arrays in place. Tensors are created only when `on` is called: right after a forward pass,
-    whose weights have evicted everything else from the CPU caches, a call into torch or numpy costs several times what
-    it costs in a tight loop.
+    Native kernels read the arrays in place. Tensors are created only when `on` is called, because a call into torch or
+    numpy right after a forward pass, whose weights have evicted everything else from the CPU caches, takes several
+    times as long as in a tight loop.
     """
 
-    arrays: BatchFields[array[int]]  # fixed lengths from here on: tensors and kernels hold addresses
+    arrays: BatchFields[array[int]]  # their lengths must not change: tensors and kernels hold addresses
     block_size: int
     is_padded: bool = False  # see `graph_shapes.pad`; a forward then uses all of logits_rows
     _tensors: dict[str, BatchFields[Tensor]] = field(default_factory=dict, init=False, repr=False)
@@ -95,12 +95,12 @@ class InputBatch:
 
     @property
     def has_trees(self) -> bool:
-        """Whether rows may see keys that are not at the slots of their positions."""
+        """Whether some sequences have draft trees."""
         return bool(self.arrays.path_starts)
 
     @property
     def selects_logits(self) -> bool:
-        """Whether a forward has to select the rows with logits, because not every row has its own."""
+        """Whether a forward must select the rows that have logits, because not all do or some are repeated."""
         return self.is_padded or self.num_logits < self.num_rows
 
     def with_plan(self, plan: array[int]) -> InputBatch:

@@ -1,7 +1,7 @@
-"""Replaces linear layers and RMS norms of a loaded model by ours, and joins projections of one input to one product.
+"""Replaces linear layers and RMS norms of a loaded model by ours, and joins projections of one input into one product.
 
-Projections are recognised by their names only, and norms by what they compute. Joining (q, k, v; gate, up) saves thread
-barriers, one at the end of each product.
+Projections are recognised by their names only, and norms by what they compute. Joining projections (q, k, v; gate, up)
+saves the thread barrier at the end of each product.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ MakeNorm = Callable[[Tensor, float], nn.Module]
 """Makes a norm from a weight [width] float32 and the epsilon added to the mean square."""
 
 _ALLOWED_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
-"""Allowed relative difference, by dtype, of a norm's outputs (and of the one added to its weight): rounding
-differences, not another function."""
+"""Allowed relative difference of a norm's outputs, by dtype. It covers rounding, but not another function."""
 
 
 class SharedProjection(nn.Module):
-    """One of several projections of the same input, computed together by the first that is called.
+    """One of several projections of the same input. The first one that is called computes all of them.
 
-    The products are passed on in `_last`, one tuple that is replaced as a whole: a sibling that finds another input, or
-    another thread's, computes anew and is still correct.
+    It passes the products to its siblings in `_last`, a tuple that is replaced as a whole: a sibling that finds
+    products of another input, for example from another thread, computes its own and is still correct.
     """
 
     def __init__(self, joined: nn.Module, sizes: Sequence[int], index: int, last: list[tuple[Tensor, ...]]) -> None:
@@ -47,7 +46,7 @@ class SharedProjection(nn.Module):
             last = (rows, *self._joined(rows).split(self._sizes, dim=-1))
             self._last[0] = last
         if self._index == len(self._sizes) - 1:
-            self._last[0] = ()  # last sibling: free the input and the products
+            self._last[0] = ()  # the last sibling frees the input and the products
         return last[1 + self._index]
 
 
@@ -55,8 +54,8 @@ class SharedProjection(nn.Module):
 def replace_linear_layers(model: nn.Module, make_linear: MakeLinear) -> None:
     """Replaces every plain nn.Linear in `model`.
 
-    Weights are freed layer by layer: apart from the new layers, memory holds at most the weights of one joint product.
-    A weight that another module holds too (an embedding tied to the output layer) stays there in its plain form. The
+    Old weights are freed layer by layer, so memory holds those of at most one joint product besides the new layers. A
+    weight that another module shares (an embedding tied to the output layer) stays there in its plain form. The
     remaining tensors are copied out of the checkpoint's mapping, since a single view would keep the whole file
     resident.
     """
@@ -66,7 +65,7 @@ def replace_linear_layers(model: nn.Module, make_linear: MakeLinear) -> None:
 
 
 def _replace(module: nn.Module, make_linear: MakeLinear) -> None:
-    """Replaces layers recursively, without a list of modules, which would keep their weights alive."""
+    """Replaces layers recursively. It makes no list of modules, since a list would keep their weights alive."""
     for names in PROJECTIONS_OF_ONE_INPUT:
         _join(module, names, make_linear)
     for name in [name for name, _ in module.named_children()]:
@@ -78,7 +77,7 @@ def _replace(module: nn.Module, make_linear: MakeLinear) -> None:
 
 
 def _join(module: nn.Module, names: Sequence[str], make_linear: MakeLinear) -> None:
-    """Replaces `names` of `module` by shared projections if all exist and are alike."""
+    """Replaces the layers `names` of `module` by shared projections if all exist, with equal inputs and biases."""
     layers = [getattr(module, name, None) for name in names]
     plain = [layer for layer in layers if type(layer) is nn.Linear]
     if len(plain) < len(names) or len({(layer.in_features, layer.bias is None) for layer in plain}) != 1:
@@ -94,10 +93,10 @@ def _join(module: nn.Module, names: Sequence[str], make_linear: MakeLinear) -> N
 
 @torch.no_grad()
 def replace_norms(model: nn.Module, make_norm: MakeNorm) -> None:
-    """Replaces the RMS norms of `model`, whatever their classes are called.
+    """Replaces the RMS norms of `model`, whatever the names of their classes.
 
-    A module counts as one if its outputs equal those of RMS normalisation with its weight or, as in Gemma, with one
-    plus its weight.
+    A module counts as an RMS norm if its outputs equal those of RMS normalisation with its weight or, as in Gemma, with
+    one plus its weight.
     """
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -107,11 +106,11 @@ def replace_norms(model: nn.Module, make_norm: MakeNorm) -> None:
 
 
 def _as_norm(module: Any, make_norm: MakeNorm) -> nn.Module | None:
-    """Returns the norm closest to `module` on random rows if all outputs agree, otherwise None.
+    """Returns our norm that computes what `module` does on random rows, or None if there is none.
 
     The rows include the cases that tell norms apart: one has a mean, which a layer norm subtracts, and one is so small
-    that epsilon counts. Outputs are compared one by one: a trained norm has weights in the hundreds and some near zero,
-    whose differences would vanish in rounding relative to the largest output.
+    that epsilon matters. Outputs are compared one by one: a trained norm has weights in the hundreds and some near
+    zero, and differences of the latter would be lost in a tolerance relative to the largest output.
     """
     weight: Any = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))

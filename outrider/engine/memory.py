@@ -1,4 +1,4 @@
-"""The part of a device's memory that a node's KV may take; free main memory within this process's control groups."""
+"""The part of a device's memory that a node's KV may take, and the main memory that is free for this process."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from outrider.engine.model_spec import ModelSpec
 from outrider.errors import ConfigError
 
 CPU_SHARE, GPU_SHARE = 0.2, 0.92
-"""Default shares of memory for KV. Main memory has other users; on a GPU, as in vLLM, a part is left for unmeasured
-uses, such as samplers, heads and fragmentation."""
+"""Default shares of memory for KV. Main memory has other users. On a GPU, as in vLLM, a part is left for uses that are
+not measured, such as samplers, heads and fragmentation."""
 COMFORTABLE_WINDOWS = 2
-"""Windows for which KV exceeds its share of main memory if memory is free: the longest request then leaves room for
-others."""
+"""Number of full windows that KV may hold beyond its share if that much main memory is free. With two, the longest
+request leaves room for others."""
 CONTEXT_BYTES = 600 << 20
-"""Bytes that a GPU's driver takes for a process (context, code, library workspaces). Estimated."""
+"""Estimated bytes that a GPU's driver takes for a process (context, code, library workspaces)."""
 WINDOW_STEP = 1024
-"""Tokens: a window limited by memory is a multiple of this, and so the same after a restart with slightly different
-memory."""
+"""Tokens of which a window limited by memory is a multiple, so that it stays the same after a restart with slightly
+different memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVRoom:
     """The part of a device's memory that KV may take."""
 
-    free_bytes: int  # unused, and not needed by this process's steps
-    whole_bytes: int  # base of a share: free main memory, or all memory of a GPU
-    own_bytes: int = 0  # part of the share that the process needs for weights, steps and the driver
+    free_bytes: int  # memory that nobody uses and this process's steps do not need
+    whole_bytes: int  # memory of which KV gets a share: the free main memory, or all memory of a GPU
+    own_bytes: int = 0  # the part of that share that the process needs for weights, steps and the driver
     default_share: float = CPU_SHARE
-    num_windows: int = COMFORTABLE_WINDOWS  # windows that may exceed a share; 0 if other processes rely on theirs
+    num_windows: int = COMFORTABLE_WINDOWS  # that KV may hold beyond its share; 0 if other processes rely on theirs
 
     @classmethod
     def of(cls, device: str, reserved_bytes: int = 0) -> KVRoom:
-        """Returns the room at present. `reserved_bytes`: what this process will need besides KV.
+        """Returns the present state. `reserved_bytes`: memory that this process will need for other uses than KV.
 
-        On a GPU the process's own memory counts, whatever other processes take or free meanwhile.
+        On a GPU, the share depends only on this process's own memory, not on what other processes take or free.
         """
         if device_type(device) == "cpu":
             free = max(free_main_memory_bytes() - reserved_bytes, 0)
@@ -60,19 +60,19 @@ class KVRoom:
         )
 
     def share(self, fraction: float | None) -> int:
-        """Returns the bytes for KV in this share of the memory; None: the default share."""
+        """Returns the bytes for KV in this share of the memory, or in the default share if `fraction` is None."""
         part = int(self.whole_bytes * (fraction or self.default_share)) - self.own_bytes
         return max(min(part, self.free_bytes), 0)
 
 
 def pool_size(spec: ModelSpec, config: KVCacheConfig, room: KVRoom, *, may_shorten: bool = False) -> tuple[int, int]:
-    """Returns the blocks in a pool of `config`, and the tokens of the longest sequence in it: the model's window.
+    """Returns the number of blocks in a pool of `config`, and the tokens of the longest sequence in it.
 
-    One window is enough for prefill and decode nodes: the longest request can run, if need be alone. If less fits and
-    `may_shorten` is set, the longest sequence is a multiple of WINDOW_STEP, which is reported on standard error.
-    Otherwise a request of the window's length could never run.
+    The longest sequence is normally the model's window, of which the pool must hold at least one, so that the longest
+    request can run. If less fits and `may_shorten` is set, the longest sequence is a smaller multiple of WINDOW_STEP,
+    which is reported on standard error.
 
-    Raises: ConfigError, naming the setting and the fix, if the window does not fit and may not be shortened.
+    Raises: ConfigError, which names the setting and the fix, if the window does not fit and may not be shortened.
     """
     block_bytes = spec.bytes_per_token * config.block_size
     window_blocks = -(-spec.max_model_len // config.block_size)
@@ -104,10 +104,11 @@ def pool_size(spec: ModelSpec, config: KVCacheConfig, room: KVRoom, *, may_short
 def free_main_memory_bytes(
     *, groups: Path = GROUPS, membership: Path = MEMBERSHIP, mapped_bytes: int | None = None
 ) -> int:
-    """Returns the smallest of the machine's available memory and the room below each control group's limit.
+    """Returns the machine's available memory, or less if a control group of this process has less left below its limit.
 
     The system counts all file pages as reclaimable. Those that this process maps, above all its weights, are read in
-    every step and do not count as free here. `mapped_bytes`: their resident size; by default the system's figure.
+    every step, so they do not count as free here. `mapped_bytes`: their resident size; by default as the system
+    reports.
     """
     mapped = int(psutil.Process().memory_info().shared) if mapped_bytes is None else mapped_bytes
     available: int = psutil.virtual_memory().available - mapped
@@ -115,7 +116,7 @@ def free_main_memory_bytes(
 
 
 def _left_in_groups(groups: Path, membership: Path, mapped: int) -> Iterator[int]:
-    """Yields the bytes left in each group that has a limit."""
+    """Yields the bytes left below the limit of each group that has one."""
     for version, folder in control_groups("memory", groups=groups, membership=membership):
         limit, usage, prefix = (
             ("memory.max", "memory.current", "")

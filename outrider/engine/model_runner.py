@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _LONG_CHUNK = 256
-"""Rows from which on attention may gather a prompt's keys."""
+"""Number of rows in a chunk that is long enough for attention to gather a prompt's keys."""
 
 
 def make_runner(
@@ -31,11 +31,11 @@ def make_runner(
 ) -> ModelRunner:
     """Makes a runner over this cache. Several may share one model, each with its own cache and backend.
 
-    `attention`: the backend of a model that torch computes; native kernels bring their own.
+    `attention`: the backend of a model that torch computes. Native kernels have their own.
 
-    `graphs`: the steps that `capture_graphs` captures, on a GPU with our own attention. None: no steps.
+    `graphs`: the steps that `capture_graphs` captures, on a GPU with our own attention; None: no steps.
 
-    `features`: the features written for every row, for a drafter head; the cache must have a plane for them.
+    `features`: the features to write for every row, for a drafter head. The cache must have a plane for them.
     """
     if isinstance(model.native, NativeDecoder):
         return NativeStep(model.native, kv_cache, features)
@@ -45,10 +45,11 @@ def make_runner(
 
 
 def warm_up(runner: ModelRunner, kv_cache: PagedKVCache, max_model_len: int) -> None:
-    """Runs the shapes of prefill, verification and decoding once, so that no request pays for thread pools, memory and
-    compilation. On a GPU it also runs at the end of the window, where attention takes most memory and splits keys.
+    """Runs steps in the shapes of prefill, verification and decoding once, so that no request waits for thread pools,
+    memory or compilation. On a GPU it also runs steps at the end of the window, where attention needs the most memory
+    and splits keys. Then it captures the runner's graphs.
 
-    Call it before any block is handed out, because it writes to the first ones.
+    Call it before any block is allocated, because it writes to the first ones.
     """
     block_size = kv_cache.block_size
 

@@ -19,12 +19,12 @@ class ModelSpec:
     vocab_size: int  # rows of the output layer, padding included
     max_model_len: int  # tokens of prompt and answer together
     dtype: str  # "float32", "bfloat16", "float16"
-    is_extended: bool = False  # whether its rotations are for a window beyond the original one, which changes K
+    is_extended: bool = False  # whether its rotations are for a window beyond the original one; that changes all keys
     features: PlaneSpec | None = None  # stored per token for a drafter head; see outrider.engine.feature_spec
 
     @property
     def planes(self) -> tuple[PlaneSpec, ...]:
-        """The planes that make up one token's KV, in the order in which they are pushed."""
+        """The planes of the KV cache, in the order in which they are pushed."""
         keys_and_values = (
             PlaneSpec(name, self.num_layers, self.num_kv_heads, self.head_dim, self.dtype) for name in ("k", "v")
         )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ModuleSteps(ModelRunner):
-    """A runner whose forward passes torch computes. If the model's layers are native, attention is native too."""
+    """A runner of a model that torch computes. If the model's layers are native, attention is native too."""
 
     can_be_traced = True
 
@@ -126,8 +126,8 @@ def attention_over(
     batch: InputBatch,
     on_layer_done: Callable[[int], None] | None = None,
 ) -> LayerAttention:
-    """Returns the attention function of one forward: it writes each layer's new keys and values, then attends over the
-    cache.
+    """Returns the attention function of one forward pass. It writes a layer's new keys and values to the cache, then
+    attends over the cache.
     """
     plan = attention.prepare(batch)
     slots = batch.on(kv_cache.device).slot_mapping

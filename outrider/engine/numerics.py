@@ -8,15 +8,15 @@ from enum import StrEnum
 from outrider.constraints import grammar
 
 KERNELS_REVISION = 2
-"""Revision of the native kernels' arithmetic, raised whenever a model and tokens give other bits than before. The
-format of what nodes exchange does not change, so nodes of two revisions may serve together, like those of two
-instruction paths."""
+"""Revision of the native kernels' arithmetic. Raise it whenever the same model and tokens give other bits than before.
+Nodes of two revisions can serve together, like nodes of two instruction paths: they exchange data in the same
+format."""
 LAYERS_REVISION = 2
-"""Revision of the arithmetic of the layers that replace a model's one by one."""
+"""Revision of the arithmetic of the native layers that replace single layers of a transformers model."""
 
 
 class Promise(StrEnum):
-    """The guarantee for an answer's tokens in any batch and with any drafts."""
+    """A guarantee that an answer's tokens do not depend on the batch or on drafts."""
 
     EXACT = "exact"
     """A row's logits have the same bits in every batch, so the tokens are always the same."""
@@ -25,13 +25,13 @@ class Promise(StrEnum):
     """Logits differ by float32 rounding: the tokens are the same unless two candidates are closer than that."""
 
     BATCH_DEPENDENT = "batch-dependent"
-    """Logits differ by bfloat16 rounding: about one greedy decision in fifty may change."""
+    """Logits differ by bfloat16 rounding between batches, which may change about one greedy decision in fifty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """A node's numerics, sent as a string in `ModelInfo.numerics`. Nodes with equal strings that are exact compute
-    equal bits.
+    """A node's numerics, sent as a string in `ModelInfo.numerics`. Two nodes compute equal bits if their strings are
+    equal and say "exact".
     """
 
     promise: Promise
@@ -51,8 +51,9 @@ def native_numerics(
         path: the instruction path.
         by_layers: whether transformers runs the model with native layers, which rounds differently from a native
             decoder.
-        has_int8_weights: whether weights, and the rows they multiply, are rounded to int8; the result is still exact.
-        promise: less than exact if torch computes a part that depends on the batch.
+        has_int8_weights: whether weights, and the rows they multiply, are rounded to int8. That does not depend on the
+            batch.
+        promise: not EXACT if torch computes a part that depends on the batch.
     """
     of_int8 = ["lossy int8 weights and activations"] * has_int8_weights
     notes = [f"{path} {KERNELS_REVISION}", *[f"by layers {LAYERS_REVISION}"] * by_layers, *of_int8]
@@ -67,15 +68,17 @@ def promise_of_torch(dtype: str) -> Promise:
 def torch_numerics(dtype: str, device_type: str, *, num_ranks: int = 1) -> Numerics:
     """Returns the numerics of torch's own kernels; `dtype` is "float32" or "bfloat16", `device_type` "cpu" or "cuda".
 
-    `num_ranks`: processes that share the model. Each sums its part of a product, so sums have another order.
+    `num_ranks`: number of processes that share the model. Each sums its part of a product, so the order of sums depends
+    on the number.
     """
     kernels = f"torch {dtype}" if device_type == "cpu" else f"{device_type} {dtype}"
     return Numerics(promise_of_torch(dtype), kernels if num_ranks == 1 else f"{kernels}, {num_ranks} ranks")
 
 
 def allowed_difference(dtype: str, *, is_lossy: bool) -> float:
-    """Returns how far a probe's logits may be off transformers', relative to the largest; `is_lossy`: int8 weights.
+    """Returns the allowed difference of a probe's logits from transformers', relative to the largest logit. `is_lossy`:
+    whether weights are int8.
 
-    A wrong mask, position or cache is off by far more, rounding by far less.
+    Rounding causes far smaller differences, and a wrong mask, position or cache far larger ones.
     """
     return 0.3 if is_lossy else {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}[dtype]

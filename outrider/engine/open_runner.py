@@ -1,4 +1,4 @@
-"""Opens a runner and its KV cache, sized for the memory that steps leave; on a GPU the largest steps are run first."""
+"""Opens a runner and a KV cache in the memory that steps leave free, which is measured first on a GPU."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from outrider.engine.feature_spec import FeatureSpec
 
 GRAPH_LAYER_BYTES = 1 << 18
-"""Bytes that the driver takes for a graph's layer of about 40 kernels. Estimated: 128 MiB for 16 graphs of 32 layers"""
+"""Estimated bytes that the driver takes for a layer of about 40 kernels in a CUDA graph: 128 MiB for 16 graphs of 32
+layers."""
 FUSED_LAYER_BYTES = GRAPH_LAYER_BYTES // 4
-"""Bytes that the driver takes for a fused layer in a graph, about 10 kernels."""
+"""Estimated bytes that the driver takes for a fused layer of about 10 kernels in a CUDA graph."""
 
 
 def open_runner(
@@ -39,17 +40,19 @@ def open_runner(
     may_shorten: bool = False,
 ) -> tuple[PagedKVCache, ModelRunner, int]:
     """Returns a cache in the memory that the largest step (`num_rows` rows) leaves free, a warmed-up runner over it,
-    and the window: the tokens of the longest sequence that is served.
+    and the window, which is the number of tokens of the longest sequence.
 
-    `attention`: as in settings, for a model that torch computes. `num_logits`: most rows of that step that have logits.
+    `attention`: the name of a backend in settings, for a model that torch computes.
+
+    `num_logits`: the maximum number of rows with logits in a step.
 
     `main_memory_bytes`: main memory that the cache leaves for other uses.
 
-    `features`: features of every row; the model's specification must have their plane.
+    `features`: the features to write for every row; the model's specification must have their plane.
 
     `may_shorten`: whether the window may be shorter than the model's if memory is short.
 
-    Raises: what make_attention_backend and pool_size raise.
+    Raises: the errors of make_attention_backend and pool_size.
     """
     backend = None
     if model.model is not None:
@@ -84,10 +87,10 @@ def rehearse(
     graphs: GraphShapes | None = None,
     features: FeatureSpec | None = None,
 ) -> int:
-    """Runs the largest step on a GPU and captures the largest graphs, over a temporary cache. Returns the bytes that
-    steps and all graphs take, by this process's own account.
+    """Returns the bytes to reserve for steps and CUDA graphs outside the KV pool; 0 on a CPU, which needs no reserve.
 
-    Reserve this many bytes outside the KV pool. Returns 0 on a CPU, where the system provides other memory.
+    On a GPU it runs the largest step and captures the largest graphs over a temporary cache, and measures the memory
+    that this process then takes.
     """
     device, max_model_len = model.device, model.spec.max_model_len
     if device_type(device) == "cpu":
@@ -108,7 +111,7 @@ def rehearse(
     runner.forward(build_input_batch(rows, block_size))
     warm_up(runner, cache, max_model_len)
     torch.cuda.synchronize(device)
-    taken = torch.cuda.max_memory_reserved(device) - before  # graphs' pool is separate from memory that steps reuse
+    taken = torch.cuda.max_memory_reserved(device) - before  # graphs have a pool separate from memory that steps reuse
     if graphs is not None and runner.padded_rows:
         layer_bytes = GRAPH_LAYER_BYTES if model.fused is None else FUSED_LAYER_BYTES
         taken += graphs.num_forwards * model.spec.num_layers * layer_bytes

@@ -15,10 +15,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Pending(Generic[Result]):
-    """A result that may be queued on a device. `finish` builds it from the arrays' values once they are on the host."""
+    """A result that a device may still be computing. `finish` makes it from the arrays' values on the host."""
 
-    arrays: tuple[Array, ...]  # all of one kind; on a device int64 or float64; may be empty
-    finish: Callable[[Arrays], Result]  # takes the arrays' values, in their shapes
+    arrays: tuple[Array, ...]  # all of one kind, on a device int64 or float64; may be empty
+    finish: Callable[[Arrays], Result]  # takes the values of the arrays, in the same shapes
 
 
 def read(*pending: Pending[Any]) -> list[Any]:

@@ -10,12 +10,12 @@ from outrider.engine.control_groups import cpu_quota
 from outrider.errors import ConfigError
 
 ENVIRONMENT = {
-    # Spins of an OpenMP thread at a barrier before it sleeps: nodes share cores (ADR 12).
+    # Number of spins of an OpenMP thread at a barrier before it sleeps; few, since nodes share cores (ADR 12).
     "GOMP_SPINCOUNT": "2000",
-    # Transparent huge pages for torch's buffers, if the system allows them.
+    # torch's buffers use transparent huge pages if the system allows them.
     "THP_MEM_ALLOC_ENABLE": "1",
 }
-"""Environment variables that libgomp and torch read when they are loaded."""
+"""Environment variables that libgomp and torch read when they are loaded, with our defaults."""
 
 
 def usable_cpus() -> list[int]:
@@ -26,15 +26,15 @@ def usable_cpus() -> list[int]:
 
 
 def within_quota(cpus: Sequence[int]) -> list[int]:
-    """Returns as many processors as a container's CPU limit (`docker run --cpus 2`) keeps busy.
+    """Returns as many of `cpus` as a container's CPU limit (`docker run --cpus 2`) can keep busy.
 
-    The limit names no processors: use the count only, and let threads run on all of them.
+    The limit does not name processors. Use only the number of the result, and let threads run on all processors.
     """
     return list(cpus[: cpu_quota()])
 
 
 def about_processor() -> dict[str, str]:
-    """Returns Linux's description of the first processor in /proc/cpuinfo, by field name; empty on other systems."""
+    """Returns the fields of the first processor in /proc/cpuinfo by name, or nothing on other systems than Linux."""
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:
@@ -46,8 +46,8 @@ def about_processor() -> dict[str, str]:
 def prepare_environment(cpus: Sequence[int] = ()) -> None:
     """Sets the process's environment and processors. Call it in `main`, before anything imports torch.
 
-    Variables that the user has set take precedence. `cpus`: the processors of this process from here on, and of every
-    thread that it starts; empty: no change.
+    Variables that the user has set take precedence. `cpus`: the processors that this process and every thread that it
+    starts may use from now on; empty: no change.
 
     Raises: ConfigError if the process may not use one of them.
     """

@@ -1,12 +1,12 @@
-"""Rollouts: several more draft tokens for each sequence from one CUDA graph, without the host in between.
+"""Rollouts: one CUDA graph drafts several more tokens for each sequence, without the host in between.
 
-A rollout follows an ordinary forward, whose last race has decided a token of each sequence. Each of its own forwards
-has one row per sequence: the token decided last, at the next position. They run the same kernels in the same order as
-one call per token would, so the tokens are the same. Everything that the host knows beforehand (positions, slots, race
-parameters) is uploaded for all tokens at once.
+A rollout follows an ordinary forward, whose last race (see `sampler`) has decided a token of each sequence. Each
+forward of the rollout has one row per sequence: the token decided last, at the next position. The rollout runs the same
+kernels in the same order as one call per token would, so the tokens are the same. Everything that the host knows
+beforehand (positions, slots, race parameters) is uploaded for all tokens at once.
 
-Sequences may want different numbers of tokens. Once a sequence has its own, its rows go to the scratch block and its
-further tokens are dropped. Rows that pad the batch use the scratch block from the beginning.
+Sequences may want different numbers of tokens. After a sequence's last wanted token, its rows go to the scratch block
+and its further tokens are dropped. Rows that pad the batch use the scratch block from the beginning.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _POSITION, _SLOT, _DEPTH = range(TABLE_WORDS, TABLE_WORDS + 3)
 
 
 class RolloutForward(NamedTuple):
-    """What a rollout runs for each token. It reads on the device everything that differs between batches of a shape."""
+    """The forward pass of a rollout for each token. It must read everything that varies from device memory."""
 
     forward: Callable[[InputBatch, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    """forward(batch, states [n, width], depths [n] int64, temperatures [n, 1] float32): own hidden states [n, width],
-    logits [n, vocab_size] float32, which may be modified, and confidences [n] float64. States and depths are a head's
-    (see HeadRows); a draft model has width 0."""
+    """forward(batch, states [n, width], depths [n] int64, temperatures [n, 1] float32) returns the drafter's own hidden
+    states [n, width], logits [n, vocab_size] float32, which may be modified, and confidences [n] float64. States and
+    depths are those of a head (see HeadRows); a draft model has width 0."""
     plan: Callable[[InputBatch], InputBatch]  # AttentionBackend.plan
     width: int = 0
     dtype: torch.dtype = torch.float32  # the states' dtype
@@ -60,15 +60,15 @@ class _Shape:
 
     batch: InputBatch
     buffer: Tensor  # [bytes] uint8, the batch's fields
-    words: Tensor  # [most tokens, TABLE_WORDS + 3, num_seqs] int64: see `Rollouts.queue`
-    states: Tensor  # [1 + most tokens, num_seqs, width]: entry 0 is from before the rollout
-    decided: Tensor  # [1 + most tokens, num_races, num_seqs] int64: entry 0 is from before it
-    confidences: Tensor  # [most tokens, num_seqs] float64
+    words: Tensor  # [max_tokens, TABLE_WORDS + 3, num_seqs] int64: see `Rollouts.queue`
+    states: Tensor  # [1 + max_tokens, num_seqs, width]: entry 0 is from before the rollout
+    decided: Tensor  # [1 + max_tokens, num_races, num_seqs] int64: entry 0 is from before it
+    confidences: Tensor  # [max_tokens, num_seqs] float64
     replays: dict[int, Replay] = field(default_factory=dict)  # by number of tokens
 
 
 class Rollouts:
-    """One drafter's graphs. One owner thread."""
+    """The rollout graphs of one drafter. One owner thread."""
 
     token_counts = ROLLOUT_TOKENS
     max_tokens = token_counts[-1]  # per sequence in a rollout
@@ -87,7 +87,8 @@ class Rollouts:
     ) -> None:
         """Captures all graphs over the cache's scratch block. The forward is not kept (see `StepGraphs.capture_all`).
 
-        `sampler`: must decide with our Triton kernels. `num_races`: per position, for the winner and runners-up.
+        `sampler`: must decide with our Triton kernels. `num_races`: races per position: one for the winner, and one for
+        each runner-up.
         """
         assert isinstance(sampler.decider, TritonDecider)
         self._decider = sampler.decider
@@ -123,19 +124,19 @@ class Rollouts:
         """Queues one rollout; the host does not wait. Read its results before queueing the next.
 
         Args:
-            sequences: at least one, at most `max_sequences`. Nothing edits the logits of their tokens.
-            winners: [len(sequences)] int64, the tokens decided last.
-            states: [len(sequences), width], a head's own hidden states before these tokens.
+            sequences: at least one, at most `max_sequences`; none may edit logits, for example by penalties.
+            winners: the tokens decided last, [len(sequences)] int64.
+            states: a head's own hidden states before these tokens, [len(sequences), width].
 
         Returns:
-            For n tokens, at least as many as any sequence wants, and at least as many sequences: the winner of each
-            race [n, num_races, num_seqs] int64, confidences [n, num_seqs] float64, and own hidden states before these
-            tokens [n, num_seqs, width].
+            The winner of each race [n, num_races, num_seqs] int64, confidences [n, num_seqs] float64, and own hidden
+            states before these tokens [n, num_seqs, width]. There may be more tokens n than any sequence wants, and
+            more sequences than were given.
         """
         number = len(sequences)
         shape = self._shapes[1 << (number - 1).bit_length()]
         most = next(each for each in self.token_counts if each >= max(each.num_tokens for each in sequences))
-        # For each token: the words of its race, then position, slot and depth of the row fed before it.
+        # For each token: the parameters of its race, then position, slot and depth of the row that decides it.
         words = np.zeros((most, TABLE_WORDS + 3, shape.batch.num_seqs), dtype=np.int64)
         words[:, _SLOT] = self._scratch_block * self._block_size
         words[:, :TABLE_WORDS, :number] = self._decider.table([each.decision for each in sequences])
@@ -147,7 +148,7 @@ class Rollouts:
                 if token < num_tokens:
                     words[token, _SLOT, place] = block_ids[block] * self._block_size + offset
                 words[token, _DEPTH, place] = depth + token
-        # Each sequence's last row, for whose keys attention is planned: earlier rows are at earlier positions.
+        # Attention is planned for the keys of each sequence's last row, since earlier rows see fewer keys.
         fed = [SequenceRows([0], each.position + each.num_tokens - 1, each.block_ids, 1) for each in sequences]
         packed = self._padded(fed, shape.batch.num_seqs).packed()
         shape.words[:most].copy_(page_locked(words, self._device), non_blocking=True)
@@ -165,7 +166,7 @@ class Rollouts:
         return self._plan(InputBatch(arrays, self._block_size, is_padded=True))
 
     def _roll(self, rolling: RolloutForward, shape: _Shape, num_tokens: int) -> None:
-        """Runs the rollout; this is the captured function."""
+        """Runs a rollout. This is the function that is captured."""
         fields = shape.batch.on(self._device)
         temperatures = shape.words[0, 4].to(torch.int32).view(torch.float32)[:, None]
         temperatures = torch.where(temperatures > 0.0, temperatures, 1.0)  # 1 for a greedy row

@@ -1,11 +1,10 @@
-"""Cosines and sines of rotary position embeddings, in which every step is one operation that IEEE 754 rounds.
+"""Cosines and sines of rotary position embeddings, with equal bits on every machine.
 
-Libraries choose their cosine by processor, and differ in its last bit. Addition, subtraction and multiplication of
-float64 (numpy's polyval is Horner's scheme) do not: with them, nodes of equal numerics rotate by equal bits on every
-machine.
+Libraries choose their cosine by processor, and the results differ in the last bit. Here every step is an addition,
+subtraction or multiplication of float64, which IEEE 754 defines to the last bit (numpy's polyval is Horner's scheme).
 
-The reduction is Cody and Waite's, the polynomials are those of fdlibm (Sun, 1993): accurate to one unit in the last
-place of float64, before the result is rounded to float32.
+The reduction is Cody and Waite's, and the polynomials are those of fdlibm (Sun, 1993). They are accurate to one unit in
+the last place of float64, before the result is rounded to float32.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 
 MAX_ANGLE = float(1 << 20)
-"""Largest angle in radians. Beyond it the reduction would lose bits: 2/pi of it times the first part of pi/2 (33 bits)
-is exact up to here."""
+"""Largest angle in radians. Up to here the reduction is exact: the number of quarter turns (20 bits) times the first
+part of pi/2 (33 bits) fits a float64."""
 
 _HALF_PI = (1.57079632673412561417e00, 6.07710050630396597660e-11, 2.02226624879595063154e-21)
 _TWO_OVER_PI = 6.36619772367581382433e-01
@@ -43,8 +42,8 @@ _DIGITS = Context(prec=40)
 
 
 def inverse_frequencies(theta: float, num_dims: int) -> Floats:
-    """Returns theta^(-2i / num_dims) as the nearest float32: [num_dims / 2]. Decimal arithmetic is the same on any
-    machine.
+    """Returns theta^(-2i / num_dims) for every i, rounded to float32: [num_dims / 2]. Decimal arithmetic gives the same
+    result on every machine.
     """
     base = Decimal(theta)
     exponents = (_DIGITS.divide(Decimal(-2 * index), Decimal(num_dims)) for index in range(num_dims // 2))

@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 class RunnableModel:
     """The part of a loaded model that a runner uses (see outrider.model_hub.loaded_model.LoadedModel)."""
 
-    model: PreTrainedModel | None  # in eval mode, with our attention; None if `native` is a NativeDecoder
-    native: NativeDecoder | NativeLayers | None  # computes in place of `model`, or its layers
+    model: PreTrainedModel | None  # transformers' model, in eval mode, with our attention; None for a NativeDecoder
+    native: NativeDecoder | NativeLayers | None  # computes instead of `model`, or computes its layers
     device: str  # torch's name
     spec: ModelSpec
     fused: FusedDecoder | None = None  # computes `model` on a GPU from its modules' weights
 
     @property
     def cpu_kernels(self) -> CpuKernels | None:
-        """The library and threads that compute the model, for other work on this node; None without native kernels."""
+        """The kernels that compute the model, for other work on this node; None without native kernels."""
         return None if self.native is None else self.native.kernels
 
     def make_cache(self, num_blocks: int, block_size: int) -> PagedKVCache:
-        """Makes a cache for the model's steps. On a GPU it has a scratch block for padded ones."""
+        """Makes a cache for the model's steps. On a GPU it has a scratch block for padded batches."""
         return PagedKVCache(
             self.spec.planes,
             num_blocks=num_blocks,

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class ModelRunner(Protocol):
-    """The forward pass of one node. Not thread-safe: the engine thread owns it. Implementations inherit the defaults
-    here.
+    """The forward pass of a model over one cache. Not thread-safe: the engine thread owns it. Implementations inherit
+    the defaults here.
     """
 
     attention_name: str  # the backend's name, or "native"
@@ -27,27 +27,27 @@ class ModelRunner(Protocol):
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
         """Writes the rows' KV into the cache and returns the logits of `batch.logits_rows`.
 
-        Features are in the cache when it returns, but not before the last layer has been reported.
+        Features are in the cache when it returns, but not yet when the last layer is reported.
 
         `on_layer_done(layer)` is called from this thread for each layer in order, once the layer's keys and values are
-        in the cache, so that KV is pushed while later layers compute.
+        in the cache, so that they can be pushed while later layers compute.
 
-        Returns [num_logits, vocab_size] float32, with no rows if none need logits: a numpy array if native kernels
-        compute the model or its layers, otherwise a tensor on its device. Callers must not modify it.
+        Returns [num_logits, vocab_size] float32: a numpy array if native kernels compute the model or its layers,
+        otherwise a tensor on the model's device. Callers must not modify it.
         """
 
     def lay_out(self, batch: InputBatch) -> InputBatch:
-        """Returns the batch with all of the host's preparation for `forward`: padded and planned, but not uploaded.
+        """Does the host's preparation of a batch for `forward`: returns it padded and planned, but not uploaded.
 
-        Its token ids may still be set. Its logits may have more rows, after those of the batch.
+        Its token ids may still be set. Its logits may have more rows, which follow those of the batch.
         """
         return batch
 
     @property
     def capturable(self) -> Capturable | None:
-        """The forward that other CUDA graphs may capture; None: none."""
+        """A forward pass that other CUDA graphs may capture, or None."""
         return None
 
     def capture_graphs(self) -> None:
-        """Captures the padded steps. Call it after the first forwards and before any block is handed out."""
+        """Captures padded steps as CUDA graphs. Call it after the first forwards and before any block is allocated."""
         return

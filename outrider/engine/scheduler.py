@@ -1,4 +1,4 @@
-"""Continuous batching over one block pool: which sequences run in a step, and with how many rows. Torch-free."""
+"""Continuous batching over one block pool: decides which sequences run in a step, with how many rows. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ from outrider.request import TokenLogprobs
 
 @dataclass(slots=True, eq=False)
 class PromptScoring:
-    """A request for logprobs of a prompt's tokens: its rows are computed, not read from the prefix cache, and give
-    logits.
+    """A request for logprobs of a prompt's tokens. The prompt's rows are computed, not taken from the prefix cache, and
+    have logits.
     """
 
-    token_ids: Sequence[int]  # the prompt's, without the first: entry i follows row i
-    num_top: int  # alternatives, 0 to 20
-    num_done: int = 0  # logprobs computed so far, from the first entry on
+    token_ids: Sequence[int]  # of the prompt, without the first token: entry i follows row i
+    num_top: int  # number of alternatives per token, 0 to 20
+    num_done: int = 0  # number of logprobs computed so far, from the first entry on
 
 
 @dataclass(slots=True, eq=False)
 class EngineSequence:
-    """The engine's state of one sequence. Mutable; owned by the node's loop, compared by identity.
+    """The engine's state of one sequence. It is mutable, owned by the node's loop, and compared by identity.
 
-    The loop appends committed tokens to `token_ids` and updates the valid tokens of `kv`; the scheduler sets and frees
+    The loop appends committed tokens to `token_ids` and updates the valid tokens of `kv`. The scheduler sets and frees
     `kv`.
     """
 
     key: int  # unique among the sequences of a scheduler
     token_ids: list[int]  # prompt and committed tokens, from position 0
-    kv: SequenceKV | None = None  # None: waiting, nothing computed
+    kv: SequenceKV | None = None  # None: the sequence waits, and nothing is computed
     priority: int = 0  # higher runs first
     arrival: int = 0  # lower is older; ties are broken by key
-    needs_logits: bool = True  # if so, the last known token is always fed, even on a prefix cache hit
+    needs_logits: bool = True  # whether the last known token is always fed, even if it is in the prefix cache
     cache_salt: bytes = b""  # only sequences with the same salt share cached KV
     num_preemptions: int = 0
-    scoring: PromptScoring | None = None  # None: not requested, or complete
+    scoring: PromptScoring | None = None  # None: no scoring is requested, or it is complete
 
     @property
     def num_computed(self) -> int:
-        """Tokens whose KV is computed."""
+        """The number of tokens whose KV is computed."""
         return 0 if self.kv is None else self.kv.num_tokens
 
     @property
     def num_uncomputed(self) -> int:
-        """Known tokens without KV, that is rows still to be fed."""
+        """The number of known tokens without KV, whose rows must still be fed."""
         return len(self.token_ids) - self.num_computed
 
     @property
     def num_cached_tokens(self) -> int:
-        """Computed tokens that came from the prefix cache at the start."""
+        """The number of computed tokens that came from the prefix cache at the start."""
         return 0 if self.kv is None else self.kv.num_cached_tokens
 
     def score(self, start: int, logprobs: Sequence[TokenLogprobs]) -> Sequence[TokenLogprobs]:
-        """Records the logprobs of the tokens after the rows from `start` on. Returns the new ones."""
+        """Records the logprobs of the tokens that follow the rows from `start` on. Returns those that are new."""
         scoring = self.scoring
         assert scoring is not None
-        new = logprobs[max(scoring.num_done - start, 0) :]  # after a preemption some are repeated
+        new = logprobs[max(scoring.num_done - start, 0) :]  # after a preemption, some are computed again
         scoring.num_done += len(new)
         if scoring.num_done == len(scoring.token_ids):
             self.scoring = None
@@ -72,33 +72,34 @@ class Scheduled(NamedTuple):
     """One sequence's share of a step: its rows are token_ids[num_computed :][:num_rows], then the drafts."""
 
     sequence: EngineSequence
-    num_rows: int  # known tokens fed, >= 1
-    num_draft_tokens: int  # draft rows granted after them; 0 unless num_rows is 1
-    reaches_end: bool  # whether this step computes all known tokens: its last row decides the next one
-    scored_token_ids: Sequence[int] = ()  # empty, or the token after each row, whose logprob is requested
+    num_rows: int  # number of known tokens that are fed, at least 1
+    num_draft_tokens: int  # number of draft rows granted after them; 0 unless num_rows is 1
+    reaches_end: bool  # whether this step computes all known tokens, so that its last row decides the next one
+    scored_token_ids: Sequence[int] = ()  # if logprobs are requested, the token after each row; otherwise empty
 
 
 @dataclass(slots=True)
 class StepRoom:
-    """The result of `reserve`: the sequences of the step, with blocks for all known tokens, and the rows left for
-    drafts.
+    """The result of `reserve`: the sequences of the step, which have blocks for all known tokens, and the number of
+    rows left for drafts.
     """
 
-    sequences: Sequence[EngineSequence] = ()  # sequences with one token to feed, a row each; may verify drafts
+    sequences: Sequence[EngineSequence] = ()  # sequences with one token to feed; each may verify drafts
     prompts: Sequence[EngineSequence] = ()  # sequences with more tokens to feed
     max_draft_rows: int = 0
     num_rows: int = 0  # rows of the step without drafts, prompts included
     admitted: list[EngineSequence] = field(default_factory=list)
     preempted: list[EngineSequence] = field(default_factory=list)
     copies: dict[EngineSequence, list[tuple[int, int]]] = field(default_factory=dict)
-    stalled: set[EngineSequence] = field(default_factory=set)  # running, but without blocks for this step
+    stalled: set[EngineSequence] = field(default_factory=set)  # running sequences without blocks for this step
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The work of one step. All its blocks are reserved; `block_copies` must be done before the forward.
+    """The work of one step. All its blocks are reserved. Copy `block_copies` before the forward pass.
 
-    A block may be the source of one pair and the destination of a later one: read all sources first, or copy in order.
+    A block may be the source of one pair and the destination of a later one, so read all sources first or copy in
+    order.
     """
 
     scheduled: tuple[Scheduled, ...] = ()  # sequences with one row first, then prompt chunks, scored ones last
@@ -115,15 +116,17 @@ class StepPlan:
 class Scheduler:
     """Continuous batching with chunked prefill, draft rows and preemption by recomputation.
 
-    Running sequences get their blocks first, then waiting ones are admitted while blocks last. Rows are assigned in
+    Running sequences get their blocks first; then waiting ones are admitted while blocks last. Rows are assigned in
     this order: one for each sequence that has only its newest token to feed (`reserve`), then drafts, as the caller
-    chooses, then prompt chunks (`hand_out`); drafts leave chunks at least half of the remaining rows, so neither
-    starves. When blocks are short, drafts lose theirs first, then blocks reserved ahead, then what the caller can
-    reclaim, then whole sequences: lowest priority, then latest arrival, never the oldest running one. A preempted
-    sequence waits ahead of all others of its priority.
+    chooses, then prompt chunks (`hand_out`). Drafts leave at least half of the remaining rows to chunks, so neither
+    starves.
 
-    Not thread-safe. The cost of a step does not grow with a sequence's length, except once at its admission. After Orca
-    (iteration-level batching), Sarathi-Serve (chunked prefill together with decodes) and vLLM v1's scheduler.
+    If blocks are short, they are taken in this order: from drafts and blocks reserved ahead, from what the caller can
+    reclaim, and from whole sequences, which are preempted: the lowest priority first, then the latest arrival, but
+    never the oldest running one. A preempted sequence waits ahead of all others of its priority.
+
+    Not thread-safe. The cost of a step does not grow with a sequence's length, except once at its admission. Sources:
+    Orca (iteration-level batching), Sarathi-Serve (chunked prefill together with decodes) and vLLM v1's scheduler.
     """
 
     def __init__(
@@ -142,7 +145,7 @@ class Scheduler:
 
     @property
     def running(self) -> Sequence[EngineSequence]:
-        """Sequences that hold KV, by priority, then age."""
+        """The sequences that hold KV, by priority, then age."""
         return tuple(self._running)
 
     @property
@@ -158,13 +161,13 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     def add(self, sequence: EngineSequence) -> None:
-        """Queues a sequence for admission, by priority, then age. It may already hold KV, and must fit the pool."""
+        """Queues a sequence for admission, by priority, then age. It may hold KV. It must fit the empty pool."""
         assert sequence.token_ids
         assert self._fits_an_empty_pool(sequence)
         insort(self._waiting, sequence, key=_waiting_rank)
 
     def add_running(self, sequence: EngineSequence) -> None:
-        """Adds a sequence that already has KV to the running batch at once. The caller checks max_running."""
+        """Adds a sequence that already has KV to the running ones, without admission. The caller checks max_running."""
         assert sequence.kv is not None
         assert self._fits_an_empty_pool(sequence)
         insort(self._running, sequence, key=_running_rank)
@@ -186,9 +189,8 @@ class Scheduler:
     def reserve(self, *, reclaim: Callable[[EngineSequence], bool] = lambda _sequence: False) -> StepRoom:
         """Plans the first half of a step: reserves blocks for known tokens, preempts and admits, and assigns rows.
 
-        `reclaim(sequence)` frees blocks that work outside the scheduler holds, if it ranks below the sequence, and
-        returns False if there are none. The result is empty if nothing runs, or if only work outside the scheduler
-        holds the blocks that are needed.
+        `reclaim(sequence)` frees blocks of work outside the scheduler that ranks below the sequence; it returns False
+        if there are none. The result is empty if no sequence runs, or if the blocks needed are held only by such work.
         """
         room = StepRoom()
         for sequence in tuple(self._running):
@@ -201,9 +203,9 @@ class Scheduler:
         return room
 
     def hand_out(self, room: StepRoom, num_drafts: Mapping[int, int]) -> StepPlan:
-        """Plans the second half. `num_drafts`: draft tokens by sequence key, in all at most `room.max_draft_rows`.
+        """Plans the second half. `num_drafts`: draft tokens by sequence key, at most `room.max_draft_rows` in all.
 
-        A sequence whose blocks do not suffice verifies fewer. `room` must not be used again.
+        A sequence that lacks blocks for its drafts verifies fewer. Do not use `room` again.
         """
         assert sum(num_drafts.values()) <= room.max_draft_rows
         budget = self.max_rows_per_step - len(room.sequences)
@@ -228,7 +230,7 @@ class Scheduler:
                 num_rows = len(token_ids)
                 num_scored_rows -= num_rows
                 if num_rows == 0:
-                    continue  # others have used up this step's scored rows
+                    continue  # other prompts have used all scored rows of this step
             budget -= num_rows
             (scored if token_ids else scheduled).append(
                 Scheduled(sequence, num_rows, 0, num_rows == num_uncomputed, token_ids)
@@ -245,7 +247,7 @@ class Scheduler:
     def _reserve_known(
         self, sequence: EngineSequence, room: StepRoom, reclaim: Callable[[EngineSequence], bool]
     ) -> None:
-        """Reserves blocks for all known tokens of a running sequence; else preempts it or skips it in this step."""
+        """Reserves blocks for all known tokens of a running sequence, or else preempts it or skips it in this step."""
         assert sequence.kv is not None
         while True:
             try:
@@ -271,7 +273,7 @@ class Scheduler:
         return self._pool.num_blocks_for(len(sequence.token_ids)) <= self._pool.num_blocks
 
     def _release_slack(self) -> bool:
-        """Releases blocks past the known tokens (for drafts, or reserved ahead). Returns False if there were none."""
+        """Releases blocks past the known tokens, reserved for drafts or ahead. Returns False if there were none."""
         before = self._pool.num_free_blocks
         for sequence in self._running:
             assert sequence.kv is not None
@@ -279,13 +281,13 @@ class Scheduler:
         return self._pool.num_free_blocks > before
 
     def _victim(self) -> EngineSequence | None:
-        """Returns the running sequence to preempt next. The oldest one always stays, which guarantees progress."""
+        """Returns the running sequence to preempt next, never the oldest one, so that progress is guaranteed."""
         oldest = min(self._running, key=lambda sequence: (sequence.arrival, sequence.key))
         return next((sequence for sequence in reversed(self._running) if sequence is not oldest), None)
 
     def _preempt(self, sequence: EngineSequence, room: StepRoom) -> None:
         assert sequence.kv is not None
-        sequence.kv.publish(sequence.token_ids)  # so that blocks not evicted meanwhile need not be recomputed
+        sequence.kv.publish(sequence.token_ids)  # so that blocks that are not evicted need not be recomputed
         sequence.kv.free()
         sequence.kv = None
         sequence.num_preemptions += 1
@@ -296,9 +298,9 @@ class Scheduler:
         room.preempted.append(sequence)
 
     def _admit(self, room: StepRoom) -> None:
-        """Admits waiting sequences in order, each with blocks for all its known tokens; none overtakes the head.
+        """Admits waiting sequences in order, each with blocks for all its known tokens. None overtakes the first one.
 
-        A prompt that gets no rows in this step keeps waiting: it can reuse what others publish meanwhile.
+        A prompt that would get no rows in this step keeps waiting, so that it can reuse blocks published meanwhile.
         """
         while self._waiting and len(self._running) < self._max_running:
             sequence = self._waiting[0]
@@ -323,7 +325,7 @@ class Scheduler:
             room.admitted.append(sequence)
 
     def _has_rows_for(self, sequence: EngineSequence) -> bool:
-        """Returns whether running prompts of higher rank leave it rows in a step; single rows take turns."""
+        """Returns whether running prompts of higher rank leave rows to this sequence, or it needs only one row."""
         if sequence.num_uncomputed == 1:
             return True
         rank = _running_rank(sequence)
@@ -371,7 +373,7 @@ class Scheduler:
         return (singles[first:] + singles[:first])[:num_rows]
 
     def _grant_drafts(self, sequence: EngineSequence, num_drafts: int) -> int:
-        """Reserves as many draft slots as blocks allow, up to `num_drafts`. Never preempts."""
+        """Reserves slots for up to `num_drafts` drafts, as many as free blocks allow. Never preempts."""
         assert sequence.kv is not None
         num_known = len(sequence.token_ids)
         if sequence.kv.has_reserved(num_known + num_drafts):
@@ -385,7 +387,7 @@ class Scheduler:
 
 
 def _num_prompt_rows(prompts: Sequence[EngineSequence]) -> int:
-    """Returns the rows that a step without a limit would give to these."""
+    """Returns the number of rows that these prompts would get in a step without a limit."""
     num_scored = sum(prompt.num_uncomputed for prompt in prompts if prompt.scoring is not None)
     return sum(prompt.num_uncomputed for prompt in prompts if prompt.scoring is None) + min(num_scored, MAX_SCORED_ROWS)
 

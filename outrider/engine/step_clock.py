@@ -1,4 +1,4 @@
-"""The engine thread's time by part of a step. Always on: it costs a few clock reads per step. Torch-free."""
+"""Measures the engine thread's time by part of a step, at the cost of a few clock reads per step. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.profile import Part
 
 
 class StepClock:
-    """Nanoseconds by part of a step. Engine thread only.
+    """A clock of nanoseconds by part of a step. Engine thread only.
 
     `mark(part)` attributes the time since the last mark to that part, so the parts add up to the elapsed time.
     """
@@ -30,7 +30,7 @@ class StepClock:
         return passed
 
     def move(self, nanoseconds: int, *, source: Part, target: Part) -> None:
-        """Moves time marked as `source` to `target`: time that a callee has measured itself."""
+        """Moves time marked as `source` to `target`. Use it for time that a callee has measured itself."""
         moved = min(nanoseconds, self._spent.get(source, 0))
         self._spent[source] = self._spent.get(source, 0) - moved
         self._spent[target] = self._spent.get(target, 0) + moved
@@ -41,22 +41,22 @@ class StepClock:
         return spent
 
     def restart(self) -> None:
-        """Discards the time since the last `take`."""
+        """Discards the time since the last `take` and starts again now."""
         self._spent = {}
         self._last = self._now()
 
 
 class ForwardPhases:
-    """Splits forward passes into named phases, measured inside native kernels. Engine thread only.
+    """A measurement of forward passes by named phase, taken inside native kernels. Engine thread only.
 
-    This default splits nothing: torch's operations appear in a trace, and some devices only queue.
+    This default measures no phases: torch's operations appear in a trace instead, and a GPU only queues them.
     """
 
     def start(self) -> None:
         """Starts measuring forward passes."""
 
     def take(self) -> Mapping[str, int]:
-        """Returns nanoseconds by phase of the forwards since the last `take`, without callbacks between layers."""
+        """Returns nanoseconds by phase of the forwards since the last `take`, except callbacks between layers."""
         return {}
 
     def stop(self) -> None:

@@ -2,11 +2,11 @@
 
 All graphs read one buffer and write one logits tensor, at the addresses of their capture. A batch is padded to its
 bucket's number of rows with a sequence that writes to a scratch block, which no other sequence uses, and with sequences
-without rows. So a padded batch is an ordinary batch, and padding changes no other row. The lengths of block tables do
-not matter: they are the last field of the buffer, end to end, and a step uploads only the part in use.
+without rows. So a padded batch is an ordinary batch, and padding changes no other row. Block tables may have any
+length: they are the last field of the buffer, end to end, and a step uploads only the part in use.
 
-All graphs are captured before the first request. They share memory, since one is replayed at a time and its only result
-is in the logits buffer.
+All graphs are captured before the first request. They share memory, because one is replayed at a time and its only
+result is in the logits tensor.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_ba
 from outrider.engine.transfer import page_locked
 
 Replay = Callable[[], None]
-"""Queues captured work again, on the current content of the same addresses, without waiting."""
+"""Queues captured work again without waiting. The work reads and writes the same addresses as during the capture."""
 GraphCapture = Callable[[Callable[[], object]], Replay]
-"""Runs a function and captures the work that it queues. Memory that it allocates may be shared with other captured
-work. Raises: RuntimeError if the work cannot be captured; everything is then as before."""
+"""Runs a function and captures the work that it queues. Other captured work may share the memory that it allocates.
+Raises: RuntimeError if the work cannot be captured; nothing is changed then."""
 
 
 class Capturable(NamedTuple):
-    """A forward that `StepGraphs` can capture: it reads everything that differs between batches of one shape on the
-    device.
+    """A forward pass that a graph can capture: it reads everything that differs between batches of one shape from
+    device memory.
     """
 
     forward: Callable[[InputBatch], Tensor]  # a padded and planned batch → its logits, as from ModelRunner.forward
@@ -44,7 +44,7 @@ class Capturable(NamedTuple):
 
 
 class StepGraphs:
-    """One graph per bucket. One owner thread."""
+    """The graphs of a runner's padded steps, one per bucket. One owner thread."""
 
     def __init__(
         self,
@@ -65,18 +65,18 @@ class StepGraphs:
         self._plan = plan
         self._graphs: dict[Bucket, Replay] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)  # [bytes], every graph's input batch
-        self._logits: Tensor | None = None  # [most rows, vocab_size] float32, every graph's output
+        self._logits: Tensor | None = None  # [max rows, vocab_size] float32, every graph's output
 
     @torch.inference_mode()
     def capture_all(self, forward: Callable[[InputBatch], Tensor]) -> None:
         """Captures a graph for each bucket, with steps that write to the scratch block only.
 
         `forward` returns the logits of a batch's `logits_rows`. It gets a batch whose tensors are on `device`, and must
-        read everything that differs within a bucket from there. No reference to it is kept: graphs and their runner
+        read everything that differs within a bucket from them. No reference to it is kept: graphs and their runner
         would form a reference cycle, so that device memory would be freed only by a garbage collection.
 
-        If a capture fails (for example because the model reads from the device what to do next), nothing is captured: a
-        warning gives the reason, and `run` finds no graph.
+        If a capture fails, for example because the model's control flow depends on values on the device, nothing is
+        captured: a warning gives the reason, and `run` finds no graph.
         """
         try:
             self._capture_all(forward)
@@ -107,13 +107,17 @@ class StepGraphs:
             self._graphs[bucket] = self._capture(partial(_write_logits, forward, padded, logits))
 
     def padded(self, batch: InputBatch) -> InputBatch | None:
-        """Returns the batch as `run` uploads it, or None if no graph has its shape. Its token ids may still be set."""
+        """Returns the batch as `run` would upload it, or None if no graph has its shape. Its token ids may still be
+        set.
+        """
         bucket = self._shapes.bucket_of(batch)
         return self._padded(batch, bucket) if bucket is not None and bucket in self._graphs else None
 
     @torch.inference_mode()
     def run(self, batch: InputBatch) -> Tensor | None:
-        """Returns logits [num_logits, vocab_size] float32, valid until the next run; None if no graph has its shape."""
+        """Replays the batch's graph. Returns logits [num_logits, vocab_size] float32, valid until the next call; None
+        if no graph has its shape.
+        """
         padded = batch if batch.is_padded else self.padded(batch)
         if padded is None or self._logits is None:
             return None
@@ -125,7 +129,7 @@ class StepGraphs:
         return self._plan(pad(batch, bucket, self._scratch_block))
 
     def _upload(self, packed: npt.NDArray[np.uint8]) -> None:
-        """Uploads to the start of the buffer, in one copy."""
+        """Uploads the fields of a batch to the start of the buffer, in one copy."""
         self._buffer.narrow(0, 0, len(packed)).copy_(page_locked(packed, self._device), non_blocking=True)
 
 
@@ -134,18 +138,18 @@ def _write_logits(forward: Callable[[InputBatch], Tensor], padded: InputBatch, l
 
 
 def cuda_graphs(device: torch.device) -> GraphCapture:
-    """Returns a capture function for `device`. Its graphs share a memory pool and a stream: cuBLAS has a workspace per
-    stream.
+    """Returns a capture function for `device`. Its graphs share a memory pool, and a stream because cuBLAS has a
+    workspace per stream.
     """
     with torch.cuda.device(device):
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
-    failed: list[torch.cuda.CUDAGraph] = []  # kept because torch's allocators go on using them to identify their stream
+    failed: list[torch.cuda.CUDAGraph] = []  # kept because torch's allocators still identify their stream by them
 
     def capture(run: Callable[[], object]) -> Replay:
-        """Captures after a first run on the same stream, which compiles kernels and allocates workspaces.
+        """Runs the function once on the capture's stream, to compile kernels and allocate workspaces, then captures it.
 
-        Operations that wait for the device fail in that run, before the capture begins.
+        Operations that wait for the device already fail in that first run.
         """
         with torch.cuda.device(device), _no_garbage_collection():
             stream.wait_stream(torch.cuda.current_stream())
@@ -154,8 +158,8 @@ def cuda_graphs(device: torch.device) -> GraphCapture:
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             try:
-                # The outer context leaves the stream even if torch's own does not, because the capture failed. Other
-                # threads keep working: they copy frames and allocate page-locked memory.
+                # torch's own context does not leave the stream if the capture fails; the outer one does. Other threads
+                # keep working during the capture: they copy frames and allocate page-locked memory.
                 with (
                     torch.cuda.stream(torch.cuda.current_stream()),
                     torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
@@ -163,7 +167,7 @@ def cuda_graphs(device: torch.device) -> GraphCapture:
                     run()
             except RuntimeError:
                 failed.append(graph)
-                with suppress(RuntimeError):  # already ended if the capture itself did not fail
+                with suppress(RuntimeError):  # it has ended already if the capture itself did not fail
                     torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)  # noqa: SLF001 there is no other way
                 raise
 
@@ -178,7 +182,7 @@ def cuda_graphs(device: torch.device) -> GraphCapture:
 
 @contextmanager
 def _waits_are_errors() -> Iterator[None]:
-    """Makes torch operations that wait for the device raise, in all threads."""
+    """Makes torch operations that wait for the device raise an error, in all threads."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -189,7 +193,7 @@ def _waits_are_errors() -> Iterator[None]:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Disables garbage collection, which could destroy other graphs or free device memory, failing a capture."""
+    """Disables garbage collection: it could free device memory or destroy other graphs, and the capture would fail."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Profiles the engine thread's next steps on request: first timings by part, then a torch trace."""
+"""Profiles the engine thread's next steps on request: first it times them by part, then it takes a torch trace."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 class StepProfiler:
-    """Runs one capture at a time. Engine thread only; without a capture it costs one comparison per step.
+    """A profiler that runs one capture at a time. Engine thread only. Without a capture it costs one comparison per
+    step.
 
-    Steps are timed or traced, never both: torch's profiler slows every operation down, which timings would include.
+    A step is timed or traced, never both: torch's profiler slows down every operation, which timings would include.
     """
 
     def __init__(
@@ -28,9 +29,9 @@ class StepProfiler:
         read_event_loop: Callable[[], int] = lambda: 0,
         start_trace: Callable[[], TorchTrace] | None = None,
     ) -> None:
-        """`planes`: the cache's planes.
+        """`planes`: the planes of the KV cache.
 
-        `read_event_loop`: returns the CPU nanoseconds that the event loop's thread has used so far.
+        `read_event_loop`: returns the CPU time that the event loop's thread has used so far, in nanoseconds.
         """
         self.clock = clock
         self._phases = phases or ForwardPhases()
@@ -48,7 +49,7 @@ class StepProfiler:
         return self._capture is not None
 
     def begin(self, capture: Capture) -> None:
-        """Starts this capture, and ends the current one, if any."""
+        """Starts a capture. If another one is running, it ends."""
         self.end()
         self._capture = capture
         self._steps = []
@@ -58,7 +59,7 @@ class StepProfiler:
         self.clock.restart()
 
     def end(self, capture: Capture | None = None) -> None:
-        """Delivers what has been captured so far. With `capture`, only if that is the current capture."""
+        """Ends the current capture and delivers what it has so far. With `capture`, only if that is the current one."""
         current = self._capture
         if current is None or capture not in (None, current):
             return
@@ -77,7 +78,7 @@ class StepProfiler:
         self.clock.restart()
 
     def step_ended(self, nanoseconds: Mapping[str, int], *, kind: StepKind, num_rows: int, num_sequences: int) -> None:
-        """Records a step with the clock's nanoseconds by part."""
+        """Records a step. `nanoseconds`: the clock's time by part."""
         if self._capture is None:
             return
         options = self._capture.options
@@ -102,7 +103,7 @@ class StepProfiler:
             self.end()
 
     def _split_forward(self, nanoseconds: Mapping[str, int]) -> Mapping[str, int]:
-        """Replaces the forward part by its phases and the remainder."""
+        """Replaces the forward part by its phases and the rest."""
         phases = self._phases.take()
         if not phases:
             return nanoseconds

@@ -1,4 +1,4 @@
-"""An engine's progress, by which other processes tell a long step from a dead engine. Torch-free."""
+"""The progress of an engine thread, from which other processes tell a long step from a dead engine. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-FIRST_STEP_SECONDS = 1.0  # least expected duration of a bucket without steps: a busy machine is slow
-NEWEST_WEIGHT = 0.2
-OUTLIER_FACTOR = 3.0  # longest counted duration, in expected ones: the process may have been frozen
+FIRST_STEP_SECONDS = 1.0  # minimum expected duration if no step of the bucket is known: a busy machine is slow
+NEWEST_WEIGHT = 0.2  # of a new duration in the moving average
+OUTLIER_FACTOR = 3.0  # a duration counts as at most this many expected ones: the process may have been frozen
 
 
 @dataclass(frozen=True, slots=True)
 class StepAtHand:
     """A snapshot of the current step that any thread may read."""
 
-    mark: int = 0  # changes whenever the thread begins or resumes something
+    mark: int = 0  # changes whenever the thread begins or resumes work
     expected_seconds: float = 0.0  # 0: idle
     started: float | None = None  # monotonic clock; None: idle
 
@@ -24,8 +24,8 @@ class StepAtHand:
 class StepProgress:
     """The engine thread's current step, its age and its expected duration.
 
-    A step is everything that the thread does between two waits: commands, drafts, planning, the forward pass, events. A
-    thread that hangs in a step shows as a step that grows old; one that waits for a command or its turn shows as idle.
+    A step is everything that the thread does between two waits: commands, drafts, planning, the forward pass, events.
+    If the thread hangs, its step grows older and older; if it waits for a command or its turn, it is idle.
 
     The expected duration is a moving average over steps with a similar number of rows, in buckets of powers of two. A
     bucket without steps uses the time per row of the nearest bucket. Snapshots are immutable and replaced as a whole,
@@ -41,12 +41,12 @@ class StepProgress:
         self.num_steps = 0  # steps with a forward pass, since the start
 
     def begin(self) -> None:
-        """Begins a step. Until its rows are known it is expected to take as long as the last one."""
+        """Begins a step. Until its rows are known, it is expected to take as long as the last one."""
         self._has_rows = False
         self.at_hand = StepAtHand(self.at_hand.mark + 1, self._expected_seconds(), self.clock())
 
     def expect(self, num_rows: int) -> None:
-        """Sets the rows of the current step's forward pass, which gives it a new mark and expected duration."""
+        """Sets the number of rows of the current step's forward pass: it gets a new mark and expected duration."""
         self.num_steps += 1
         self._has_rows = True
         self._bucket = num_rows.bit_length()
@@ -54,7 +54,7 @@ class StepProgress:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Pauses the current step: within it the thread is idle. The step resumes with a new mark, minus that time."""
+        """Makes the thread idle within the context. The step then resumes with a new mark and its previous age."""
         age = self.age_seconds()
         self.at_hand = StepAtHand(self.at_hand.mark)
         try:
@@ -63,7 +63,7 @@ class StepProgress:
             self.at_hand = StepAtHand(self.at_hand.mark + 1, self._expected_seconds(), self.clock() - age)
 
     def end(self) -> None:
-        """Ends the step; the thread is then idle. The duration of a step with rows is averaged into its bucket."""
+        """Ends the step; the thread is then idle. The duration of a step with rows updates its bucket's average."""
         at_hand = self.at_hand
         assert at_hand.started is not None, "begin comes first"
         if self._has_rows:
@@ -74,7 +74,7 @@ class StepProgress:
         self.at_hand = StepAtHand(at_hand.mark)
 
     def age_seconds(self, at_hand: StepAtHand | None = None) -> float:
-        """Returns a snapshot's age without pauses, by default the current one's. Report an age with its snapshot."""
+        """Returns the age of a snapshot, without pauses; by default that of the current one. Report both together."""
         started = (at_hand or self.at_hand).started
         return 0.0 if started is None else max(0.0, self.clock() - started)
 

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 
 class TorchTrace:
-    """Records from construction to `stop`. Both must be in the engine thread: torch records the calling thread."""
+    """A trace from construction to `stop`. Call both in the engine thread: torch records the calling thread."""
 
     def __init__(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -22,13 +22,15 @@ class TorchTrace:
         self._step = self._enter()
 
     def step_ended(self) -> None:
-        """Ends the current step and begins the next. Each step is one bar of the trace, with the time before it."""
+        """Ends the current step and begins the next. In the trace, a step is one bar, which includes the time before
+        it.
+        """
         self._num_steps += 1
         self._step.__exit__(None, None, None)
         self._step = self._enter()
 
     def stop(self) -> None:
-        """Stops recording. Takes a while."""
+        """Stops recording, which takes a while."""
         self._step.__exit__(None, None, None)
         self._profile.stop()
 

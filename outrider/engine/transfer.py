@@ -1,6 +1,6 @@
 """Transfers of small arrays to and from a device.
 
-Work is queued first, with its results as `Pending`; `pending.read` then waits once and fetches all of them in one
+Work is queued first, and its results are `Pending`. `pending.read` then waits once and fetches all of them in one
 transfer.
 """
 
@@ -30,12 +30,12 @@ def page_locked(values: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 def empty_page_locked(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Returns an empty CPU tensor that a GPU copies to and from while the host continues."""
+    """Returns an uninitialised CPU tensor that a GPU can copy to and from while the host continues."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def numbers_of(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
-    """Returns the values of tensors that are on one device; on a GPU they must be int64 or float64."""
+    """Returns the values of tensors on one device, in one transfer; on a GPU they must be int64 or float64."""
     if tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
     numbers = download(torch.cat([tensor.reshape(-1).view(torch.int64) for tensor in tensors]))
@@ -48,6 +48,6 @@ def numbers_of(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
 
 
 def download(numbers: Tensor) -> npt.NDArray[np.int64]:
-    """Returns the values of a tensor [n] int64. The only place where the host waits for all work queued on a GPU."""
+    """Returns the values of a tensor [n] int64. Only here does the host wait for all work queued on a GPU."""
     array: npt.NDArray[np.int64] = numbers.cpu().numpy()
     return array

@@ -17,16 +17,16 @@ FLASH_ATTN_DTYPES = ("float16", "bfloat16")
 def make_attention_backend(
     name: str = "auto", device: str = "cpu", dtype: str = "float32", *, num_heads: int = 1, num_kv_heads: int = 1
 ) -> AttentionBackend:
-    """Makes a backend. Raises: ConfigError if the chosen one cannot compute.
+    """Makes a backend. Raises: ConfigError if there is none of this name, or if it cannot run on this device.
 
     Args:
-        name: "torch_sdpa", "triton", "varlen_attn" or "flash_attn" (FlashAttention, torch's or the package's, for
-            prompts; other steps use triton), or "auto": the first of varlen_attn, triton and torch_sdpa that can
-            compute.
-        device: of the model.
-        dtype: of queries, keys and values.
-        num_heads: query heads. Needed by triton only.
-        num_kv_heads: same.
+        name: "torch_sdpa", "triton", "varlen_attn" (FlashAttention in torch), "flash_attn" (FlashAttention in the
+            flash-attn package) or "auto", which is the first of varlen_attn, triton and torch_sdpa that can run. Both
+            FlashAttentions compute prompts only; other steps use triton.
+        device: the model's device.
+        dtype: dtype of queries, keys and values.
+        num_heads: number of query heads. Only triton needs it.
+        num_kv_heads: number of key and value heads. Only triton needs it.
     """
     reasons = {
         "varlen_attn": _why_no_flash_attention(device, dtype),
@@ -55,7 +55,7 @@ def make_attention_backend(
 
 
 def _why_no_flash_attention(device: str, dtype: str, package: str = "torch") -> str:
-    """Returns why FlashAttention cannot compute, or an empty string. It needs the same GPUs as our kernels."""
+    """Returns why FlashAttention cannot run, or an empty string. It needs a GPU that our Triton kernels support."""
     if reason := why_no_triton(device):
         return reason
     if dtype not in FLASH_ATTN_DTYPES:

@@ -24,27 +24,27 @@ class AttentionBackend(Protocol):
     """Paged, ragged, causal attention with grouped query heads, over blocks of any size.
 
     A row at position p of a sequence sees that sequence's keys at positions 0 … p (or the last `sliding_window` of
-    them), wherever their blocks are. A row in a tree of drafts sees the known tokens and its own path, in the order of
-    positions: from the batch's `path_slots`, not from the block table. Not thread-safe: a backend owns workspaces and
-    belongs to one model runner. Implementations inherit the defaults here.
+    them), wherever their blocks are. A row in a draft tree sees the known tokens and the drafts on its own path, in the
+    order of positions; the slots of its path come from the batch's `path_slots`, not from the block table. Not
+    thread-safe: a backend owns workspaces and belongs to one model runner. Implementations inherit the defaults here.
     """
 
     name: str  # as in settings, such as "torch_sdpa"
     can_be_captured: bool = False
-    """Whether its launches for a padded batch depend on the batch's bucket alone (see `step_graphs`)."""
+    """Whether its kernel launches for a padded batch depend only on the batch's bucket, as CUDA graphs require."""
 
     def plan(self, batch: InputBatch) -> InputBatch:
         """Returns the batch with an `attention_plan`, or unchanged if there is nothing to plan.
 
-        A plan is made on the host and uploaded with the other fields. All padded batches of a bucket have plans of one
-        length.
+        A plan is made on the host and uploaded with the other fields. The plans of all padded batches of a bucket have
+        the same length.
         """
         return batch
 
     def prepare(self, batch: InputBatch) -> Any:
         """Returns what all layers of one forward share (indices, masks), which `attend` takes as `plan`.
 
-        Plans the batch if that has not been done; `InputBatch.on` of the unplanned batch is then a separate transfer.
+        Plans the batch first if it has no plan. That makes a copy, whose fields are uploaded separately.
         """
 
     def store(self, keys: Tensor, values: Tensor, key_cache: Any, value_cache: Any, slots: Tensor) -> None:

@@ -17,28 +17,29 @@ from outrider.engine.input_batch import InputBatch
 from outrider.engine.transfer import upload
 
 MIN_ROWS = 256
-"""Least mean number of rows per sequence. Copying a key takes about as long as attending to it with 80 rows, so with
-256 or more the copy is the smaller part."""
+"""Minimum mean number of rows per sequence for FlashAttention. Copying a key takes about as long as attending to it
+with 80 rows, so with 256 or more rows the copy is the smaller part."""
 MAX_GATHERED_KEYS = 1 << 16
-"""Most gathered keys of several sequences, for one layer: 0.27 GB with 8 heads of 128. One sequence may have as many as
-its window, with which a node is warmed up; many that share a prefix would take a multiple of the cache."""
+"""Maximum number of gathered keys of several sequences, for one layer: 0.27 GB with 8 heads of 128. A single sequence
+may have as many keys as its window, which the warm-up has tried. Many sequences with a common prefix could otherwise
+need several times the memory of the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A batch of prompts, and the slots of all their keys."""
+    """The plan of a batch of long prompt chunks, with the slots of all their keys."""
 
     query_start_loc: Tensor  # [num_seqs + 1] int32
     key_start_loc: Tensor  # [num_seqs + 1] int32, of the gathered keys
     slots: Tensor  # [num_keys] int64
     max_num_rows: int
     max_seq_len: int
-    of_steps: Any  # the other backend's plan, for layers that only it can compute
+    of_steps: Any  # the plan of the backend for steps, for layers that FlashAttention cannot compute
 
 
 class FlashAttention(AttentionBackend):
-    """Computes prompt chunks with FlashAttention over gathered keys, and everything else, draft trees too, with another
-    backend.
+    """A backend for long prompt chunks: FlashAttention over gathered keys. Another backend, the one for steps, computes
+    everything else, including draft trees.
 
     FlashAttention follows block tables only if a block has a multiple of 256 tokens. To allow blocks of any size, keys
     are gathered first, for each layer, which takes a few percent of the time of a long chunk.
@@ -47,7 +48,7 @@ class FlashAttention(AttentionBackend):
     def __init__(self, name: str, device: torch.device | str, steps: AttentionBackend) -> None:
         """Args:
         name: "varlen_attn" (in torch from 2.11 on; no soft cap) or "flash_attn", the package.
-        device: of the model.
+        device: the model's device.
         steps: the backend for everything except prompt chunks.
         """
         if name == "flash_attn":
@@ -66,7 +67,7 @@ class FlashAttention(AttentionBackend):
         return self._steps.plan(batch)
 
     def prepare(self, batch: InputBatch) -> Any:
-        """Returns this backend's plan for a batch of long prompt chunks, or else that of the backend for steps."""
+        """Returns this backend's plan for a batch of long prompt chunks, otherwise that of the backend for steps."""
         of_steps = self._steps.prepare(batch)
         arrays = batch.arrays
         if batch.is_padded or batch.has_trees or batch.num_rows < MIN_ROWS * batch.num_seqs:

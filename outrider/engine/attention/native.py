@@ -30,7 +30,7 @@ def attention_struct(query: Tensor, key_cache: Panels, options: AttentionOptions
 
 
 class NativeAttention(AttentionBackend):
-    """Reads keys and values in place, once for all rows of a sequence and the heads that share them."""
+    """A backend that reads keys and values in place, once for all rows of a sequence and all heads that share them."""
 
     name = "native"
 

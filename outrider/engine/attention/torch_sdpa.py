@@ -1,4 +1,4 @@
-"""Paged attention with torch's own operations: works everywhere, in every dtype, one sequence at a time."""
+"""Paged attention with torch's own operations, one sequence at a time. It runs on every device and in every dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider.engine.transfer import upload
 
 @dataclass(frozen=True, slots=True)
 class _SequencePlan:
-    """Rows of one sequence, and the keys that any of them sees."""
+    """The rows of one sequence, and the keys that at least one of them sees."""
 
     first_row: int
     num_rows: int
@@ -66,8 +66,8 @@ class _Plan:
 
 
 class TorchSdpaAttention(AttentionBackend):
-    """Gathers the keys of each sequence, then calls torch's scaled_dot_product_attention, or computes it with a soft
-    cap.
+    """A backend that gathers the keys of each sequence and calls torch's scaled_dot_product_attention, or computes the
+    same with a soft cap.
     """
 
     name = "torch_sdpa"

@@ -11,11 +11,12 @@ from outrider.engine.gpu_kernels.work_list import HEADER_INTS, Tile, WorkLists
 from outrider.engine.input_batch import BatchFields, InputBatch
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Kernel programs per multiprocessor: as many as its registers hold."""
+"""Number of kernel programs per multiprocessor: as many as its registers hold."""
 MAX_MERGING_PROGRAMS = 64
-"""Most programs that merge the tiles of a head."""
+"""Maximum number of programs that merge the tiles of a head."""
 MAX_BLOCK_BYTES = 16 << 10
-"""Most bytes of a block's keys. Its values take as much, and with three stages 64 KiB of both are in shared memory."""
+"""Maximum bytes of keys that a program loads at a time. The values take as much again; with three pipeline stages,
+64 KiB of keys and values are in shared memory."""
 
 
 _Plan = tuple[InputBatch, BatchFields[Tensor]]
@@ -23,7 +24,7 @@ _Plan = tuple[InputBatch, BatchFields[Tensor]]
 
 
 class TritonAttention(AttentionBackend):
-    """Attends in one launch for all rows of all sequences, and one that merges tiles that were split."""
+    """A backend with one launch for all rows of all sequences, and a second one that merges tiles that were split."""
 
     name = "triton"
     can_be_captured = True
@@ -37,7 +38,7 @@ class TritonAttention(AttentionBackend):
         tile: Tile | None = None,
         num_programs: int | None = None,
     ) -> None:
-        """`num_programs`: programs of the kernel. None: as many as the GPU runs concurrently."""
+        """`num_programs`: number of kernel programs; by default as many as the GPU runs concurrently."""
         self._device = torch.device(device)
         if num_programs is None:
             processors = torch.cuda.get_device_properties(self._device).multi_processor_count

@@ -11,14 +11,14 @@ from outrider.engine.kv_cache.base import Bytes, Slots
 from outrider.engine.kv_cache.planes import PlaneSpec
 
 WORDS: dict[str, Any] = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
-"""The numpy dtype for each dtype of a plane. numpy has no bfloat16, whose bits are stored as uint16."""
+"""The numpy dtype for each dtype of a plane. numpy has no bfloat16, so its bits are stored as uint16."""
 Words: TypeAlias = npt.NDArray[Any]
 
 
 class ArrayPlane:
     """A `CachePlane` on a CPU, in one array so that a frame of several layers is one copy.
 
-    Initially zeros, whose pages take no memory before they are written (torch.zeros writes them all).
+    It starts with zeros, whose pages take no memory before they are written; torch.zeros would write them all.
     """
 
     def __init__(self, plane: PlaneSpec, *, num_blocks: int, block_size: int) -> None:

@@ -1,4 +1,4 @@
-"""The interfaces of a KV cache plane and of what allocates planes."""
+"""The interfaces of a KV cache plane and of its allocator."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from outrider.engine.kv_cache.planes import PlaneSpec
 
 Bytes = npt.NDArray[np.uint8]
 Slots = npt.NDArray[np.int64]
-"""Slots of a cache, [num_tokens]: block_id * block_size + offset."""
+"""Slots of a cache, [num_tokens]. A slot is block_id * block_size + offset."""
 
 
 def slots_of(block_ids: npt.ArrayLike, num_tokens: int, block_size: int) -> Slots:
-    """Returns the slots of tokens [0, num_tokens), from their block table."""
+    """Returns the slots of tokens [0, num_tokens) of the sequence with this block table."""
     positions = np.arange(num_tokens)
     slots: Slots = np.asarray(block_ids, dtype=np.int64)[positions // block_size] * block_size + positions % block_size
     return slots
@@ -28,14 +28,14 @@ def slots_of_blocks(pairs: Sequence[tuple[int, int]], block_size: int) -> list[t
 
 
 class CachePlane(Protocol):
-    """One plane of a cache, in the layout of the attention that reads it. Rows go in and out token-major, as bytes."""
+    """One plane of a cache, in the layout of the attention that reads it. `read` and `write` use token-major bytes."""
 
     @property
     def layers(self) -> Any:
         """The content of each layer, by layer number."""
 
     def read(self, layers: range, slots: Slots, heads: range, after: Any) -> Bytes:
-        """Returns [len(layers) * num_slots * len(heads) * head_dim * itemsize], contiguous. `after`: see
+        """Returns [len(layers) * num_slots * len(heads) * head_dim * itemsize] bytes, contiguous. For `after` see
         PagedKVCache.read.
         """
 
@@ -43,7 +43,7 @@ class CachePlane(Protocol):
         """Writes rows in the format of `read`."""
 
     def move_slots(self, moves: Slots) -> None:
-        """Does what PagedKVCache.move_slots does. `moves`: [2, num_moves], sources and destinations; at least one."""
+        """Does what PagedKVCache.move_slots does. `moves`: sources and destinations, [2, num_moves >= 1]."""
 
 
 class PlaneMaker(Protocol):

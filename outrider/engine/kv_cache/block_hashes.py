@@ -13,7 +13,7 @@ class BlockHashes:
     """The hash chain of one token sequence: entry i identifies the KV of tokens [0, (i + 1) * block_size).
 
     Equal hashes mean equal tokens from position 0 on. The hash is SHA-256 because a collision would serve another
-    user's KV. The seed (the model fingerprint, of fixed length) separates models, the salt tenants.
+    user's KV. The seed (the model fingerprint, of fixed length) separates models, and the salt separates tenants.
 
     The chain grows block by block, so the cost of a step does not grow with its sequence.
     """

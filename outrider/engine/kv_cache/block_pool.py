@@ -10,7 +10,7 @@ from outrider.errors import CapacityError
 
 
 class NoFreeBlocksError(CapacityError):
-    """Raised if an allocation needs more blocks than are free; nothing has changed."""
+    """Raised if an allocation needs more blocks than are free. Nothing is changed then."""
 
     reason = "NO_FREE_BLOCKS"
 
@@ -18,10 +18,10 @@ class NoFreeBlocksError(CapacityError):
 class BlockPool:
     """Blocks 0 … num_blocks - 1, each in exactly one of three states.
 
-    - *used*: reference count >= 1; may be published in the prefix cache as well.
-    - *evictable*: count 0, but still published: a prefix match revives it; `allocate` evicts it if no block is free,
-      least recently released first.
-    - *free*: count 0, unpublished.
+    - *used*: its reference count is at least 1; it may be published in the prefix cache as well.
+    - *evictable*: its count is 0, but it is still published. A prefix match takes it into use again; `allocate` evicts
+      it if no block is free, the least recently released one first.
+    - *free*: its count is 0, and it is not published.
 
     A block enters the prefix cache only through `register`, once its tokens are committed and its KV is complete
     (`SequenceKV.publish`). Not thread-safe: the engine thread owns it. Vocabulary and policy follow vLLM v1's block
@@ -75,8 +75,8 @@ class BlockPool:
     def release(self, block_ids: Iterable[int]) -> None:
         """Drops a reference to each block. At zero a block becomes evictable if it is published, otherwise free.
 
-        Blocks released earlier are evicted earlier: release a sequence's last block first, since a chain is useless
-        without its beginning.
+        Blocks released earlier are evicted earlier. Release a sequence's last block first, because no prefix match can
+        use blocks without those before them.
         """
         for block_id in block_ids:
             count = self._ref_counts[block_id] - 1
@@ -90,21 +90,22 @@ class BlockPool:
                 self._evictable[block_id] = None
 
     def is_shared(self, block_id: int) -> bool:
-        """Returns whether a block has more than one reference: it must then be copied before it is written."""
+        """Returns whether a block has more than one reference, so that it must be copied before it is written."""
         return self._ref_counts[block_id] > 1
 
     # --- prefix cache ---------------------------------------------------------------------
 
     def new_hashes(self, cache_salt: bytes = b"") -> BlockHashes:
-        """Returns an empty chain with this pool's seed and a tenant's salt."""
+        """Returns an empty hash chain with this pool's seed and a tenant's salt."""
         return BlockHashes(hash_seed=self._hash_seed, block_size=self.block_size, cache_salt=cache_salt)
 
     def match_prefix(
         self, token_ids: Sequence[int], *, max_tokens: int, hashes: BlockHashes | None = None
     ) -> list[int]:
-        """Returns the cached full blocks of a prefix of `token_ids`, at most `max_tokens` tokens, and references them.
+        """Returns the cached blocks of the longest prefix of `token_ids` with at most `max_tokens` tokens, and adds a
+        reference to each.
 
-        `hashes` (empty at the call) receives the chain of exactly the blocks returned.
+        `hashes`, which must be empty, receives the hashes of the returned blocks.
         """
         if not self.enable_prefix_cache:
             return []

@@ -1,4 +1,4 @@
-"""The memory behind the block pool: keys and values of every layer, in blocks. Torch-free with native kernels."""
+"""The memory of the block pool's blocks: keys and values of every layer. Torch-free with native kernels."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class PagedKVCache:
     """Keys and values of all layers, addressed by slot = block_id * block_size + offset.
 
-    The cache is memory only; the BlockPool assigns blocks. It is allocated at once, but committed by the system as
-    blocks are first written.
+    The cache is memory only; the BlockPool assigns blocks. All of it is allocated at once, but the system commits
+    memory only when blocks are first written.
 
     Thread-safe for disjoint blocks: threads may read, write and run forwards at the same time as long as no block that
     one of them writes is used by another.
@@ -37,10 +37,9 @@ class PagedKVCache:
     ) -> None:
         """`device`: torch's name, such as "cuda:0".
 
-        `num_scratch_blocks`: blocks after the others, for rows that pad a batch.
+        `num_scratch_blocks`: number of blocks after the others, for rows that pad a batch.
 
-        `kernels`: the CPU kernels that attend over the cache and determine its layout. None: torch or a GPU attends
-        over it.
+        `kernels`: the CPU kernels that attend over the cache and determine its layout; None if torch or a GPU does.
         """
         self.planes = tuple(planes)
         self.num_blocks = num_blocks
@@ -60,8 +59,8 @@ class PagedKVCache:
         self.keys, self.values = (self._planes[name].layers for name in ("k", "v"))
 
     def layers(self, plane: str) -> Any:
-        """Returns a plane's layers, by number: tensors [num_blocks, block_size, heads, dim], or the packed layout of
-        the kernels that attend over it; for features an array of this shape (see WORDS).
+        """Returns a plane's layers, by number: tensors [num_blocks, block_size, heads, dim], or arrays in the packed
+        layout of the native kernels; features are then an array of the same shape as a tensor (see WORDS).
         """
         return self._planes[plane].layers
 
@@ -73,26 +72,26 @@ class PagedKVCache:
         self.move_slots(slots_of_blocks(pairs, self.block_size))
 
     def move_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies single slots, given as (source, destination), in all layers and planes; sources are read first."""
+        """Copies single slots, given as (source, destination), in all layers and planes. All sources are read first."""
         if pairs:
             moves = np.array(pairs, dtype=np.int64).T
             for plane in self._planes.values():
                 plane.move_slots(moves)
 
     def fence(self) -> Any:
-        """Returns a marker of the work queued so far, for `read` and `write`; None on a CPU, which queues none."""
+        """Returns a marker of the work queued so far, for `read` and `write`; None on a CPU, which queues no work."""
         return None if self.copies is None else self.copies.fence()
 
     def head_ranges(self, plane: str) -> tuple[range, ...]:
-        """Returns the ranges of heads that `read` reads most cheaply: here one range of all heads."""
+        """Returns the ranges of heads that are cheapest to read separately: here one range of all heads."""
         return (range(find_plane(self.planes, plane).num_heads),)
 
     def read(self, plane: str, layers: range, slots: Slots, after: Any = None, *, heads: range | None = None) -> Bytes:
-        """Reads the KV of `slots` ([num_tokens] int64) in `layers` as bytes; on a GPU once `after` is reached, by
-        default now.
+        """Returns the KV of `slots` ([num_tokens] int64) in `layers`: [len(layers) * num_tokens * heads * dim *
+        itemsize] uint8, contiguous, layer by layer, token-major.
 
-        `heads`: a subset; by default all. Returns [len(layers) * num_tokens * heads * dim * itemsize] uint8,
-        contiguous, layer by layer, token-major.
+        `after`: on a GPU, the fence after which to read; by default a fence after all work queued so far. `heads`: a
+        subset of the heads; by default all.
 
         Raises: InternalError if a range is outside the cache.
         """
@@ -100,7 +99,7 @@ class PagedKVCache:
         return self._planes[plane].read(layers, slots, heads, after)
 
     def take(self, plane: str, layers: range, slots: Slots, after: Any, *, heads: range | None = None) -> DeviceBytes:
-        """Returns what `read` does, but on the cache's GPU."""
+        """Does what `read` does, but leaves the bytes on the cache's GPU."""
         heads = self._checked(plane, layers, slots, heads)
         on_gpu: Any = self._planes[plane]
         assert self.copies is not None
@@ -116,10 +115,10 @@ class PagedKVCache:
         *,
         heads: range | None = None,
     ) -> None:
-        """Writes bytes in the format of `read`; on a GPU after the work that `after` marks, some of which may still use
-        the slots.
+        """Writes bytes in the format of `read`. On a GPU it first waits for the fence `after`, since earlier work may
+        still use the slots.
 
-        Without `after`, it waits for all work queued so far, which may take a step on a busy node.
+        Without `after`, it waits for all work queued so far, which may take as long as a step on a busy node.
 
         Raises: InternalError, with nothing written, if a range or the size does not fit.
         """
@@ -134,7 +133,7 @@ class PagedKVCache:
             self._planes[plane].write(layers, slots, heads, rows, after)
 
     def _checked(self, plane: str, layers: range, slots: Slots, heads: range | None) -> range:
-        """Checks all bounds and returns the heads."""
+        """Checks all bounds and returns the heads, by default all of the plane."""
         spec = find_plane(self.planes, plane)
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= spec.num_layers:
             raise InternalError(f"layers {layers} of {spec.num_layers}")

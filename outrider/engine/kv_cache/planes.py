@@ -1,4 +1,4 @@
-"""Planes: the named parts of what a cache stores for a token in each layer, as described on the wire."""
+"""Planes: the named parts of a cache, such as keys and values. Nodes describe them to each other."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class PlaneSpec:
 
     @property
     def is_feature(self) -> bool:
-        """Whether it stores a drafter head's features (see `outrider.engine.feature_spec`), which are written at the
-        end of a forward; the layers of other planes are written one after another.
+        """Whether it stores a drafter head's features (see `outrider.engine.feature_spec`). They are written at the end
+        of a forward, whereas the layers of other planes are written one after another.
         """
         return self.name.startswith(FEATURE_PLANE_PREFIX)
 

@@ -1,4 +1,4 @@
-"""One sequence's share of the KV cache: its block table. Torch-free."""
+"""The block table of one sequence, which is its share of the KV cache. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class SequenceKV:
     """Block table and number of valid tokens of one sequence.
 
     Token t is in slot block_ids[t // block_size] * block_size + t % block_size. `block_ids` are the reserved blocks;
-    the KV of the first `num_tokens` tokens is valid. A step reserves, writes, then calls `advance` or `truncate`. Only
-    blocks with valid tokens are ever shared.
+    the KV of the first `num_tokens` tokens is valid. A step calls `reserve`, writes KV, then calls `advance` or
+    `truncate`. Only blocks with valid tokens are ever shared.
     """
 
     __slots__ = (
@@ -29,17 +29,17 @@ class SequenceKV:
     )
 
     def __init__(self, pool: BlockPool, *, cache_salt: bytes = b"") -> None:
-        """Published blocks match only under the same `cache_salt`."""
+        """`cache_salt`: only sequences with the same salt share published blocks."""
         self._pool = pool
         self._block_size = pool.block_size
         self._hashes: BlockHashes = pool.new_hashes(cache_salt)  # of the published blocks and the prefix hits
-        # Whether the block of the next token is known to be neither shared nor published. Blocks without valid tokens
-        # are neither, so this stays true while tokens are added.
+        # Whether the block of the next token is known to be neither shared nor published. This stays true while tokens
+        # are added, because blocks without valid tokens are neither.
         self._owns_tail = False
         self.block_ids: list[int] = []
         self.num_tokens = 0
-        self.num_cached_tokens = 0  # part of num_tokens from the prefix cache, at creation
-        self._table = array("i")  # the prefix of block_ids that `block_table` has converted
+        self.num_cached_tokens = 0  # those of num_tokens that came from the prefix cache, at creation
+        self._table = array("i")  # block_ids, as far as `block_table` has converted them
 
     @classmethod
     def create(
@@ -52,9 +52,10 @@ class SequenceKV:
         return kv
 
     def block_table(self) -> array[int]:
-        """Returns `block_ids` as int32 [len(block_ids)], not copied: do not modify it, or keep it while blocks change.
+        """Returns `block_ids` as int32 [len(block_ids)], not as a copy. Do not modify it or keep it while blocks
+        change.
 
-        Only blocks added since the last call are converted: a step's cost must not grow with its contexts.
+        Only blocks added since the last call are converted, so that a step's cost does not grow with its contexts.
         """
         table, block_ids = self._table, self.block_ids
         if len(table) < len(block_ids):
@@ -62,20 +63,20 @@ class SequenceKV:
         return table
 
     def slot(self, place: int) -> int:
-        """Returns the slot of the n-th token from position 0; with draft trees, of the n-th row."""
+        """Returns the slot of the token at this position; in a draft tree, of the row at this index."""
         return self.block_ids[place // self._block_size] * self._block_size + place % self._block_size
 
     @property
     def capacity(self) -> int:
-        """Tokens that the reserved blocks hold."""
+        """The number of tokens that the reserved blocks can hold."""
         return len(self.block_ids) * self._block_size
 
     def has_reserved(self, num_tokens: int) -> bool:
-        """Returns whether `reserve(num_tokens)` is known to have nothing to do; if not, call it."""
+        """Returns True if `reserve(num_tokens)` would do nothing. May return False in that case too: then call it."""
         return self._owns_tail and num_tokens <= len(self.block_ids) * self._block_size
 
     def num_blocks_needed(self, num_tokens: int) -> int:
-        """Returns the blocks that `reserve(num_tokens)` would allocate, including the copy of a shared block."""
+        """Returns how many blocks `reserve(num_tokens)` would allocate, including the copy of a shared block."""
         new = max(0, self._pool.num_blocks_for(num_tokens) - len(self.block_ids))
         index, offset = divmod(self.num_tokens, self._block_size)
         return new + (num_tokens > self.num_tokens and offset > 0 and self._pool.is_shared(self.block_ids[index]))
@@ -83,8 +84,8 @@ class SequenceKV:
     def reserve(self, num_tokens: int) -> list[tuple[int, int]]:
         """Reserves blocks to write the KV of tokens [self.num_tokens, num_tokens).
 
-        Returns the (source, destination) blocks to copy before that write: a partial block that is shared is replaced
-        (copy-on-write).
+        Returns the (source, destination) blocks to copy before these writes: a shared partial block is replaced by a
+        copy (copy-on-write).
 
         Raises: NoFreeBlocksError, with nothing changed, if the pool has too few blocks.
         """
@@ -102,14 +103,14 @@ class SequenceKV:
                     pool.release((source,))
                     self._owns_tail = True
                     return [(source, self.block_ids[index])]
-                pool.withdraw(source)  # published when full, then truncated: its tail is about to change
+                pool.withdraw(source)  # it was published when it was full, and its tail is about to change
             self._owns_tail = True
         if num_new > 0:
             self.block_ids += pool.allocate(num_new)
         return []
 
     def advance(self, num_tokens: int) -> None:
-        """Records that the KV of tokens [0, num_tokens) is written; reserved blocks past it stay."""
+        """Records that the KV of tokens [0, num_tokens) is written. Reserved blocks past them stay reserved."""
         assert self.num_tokens <= num_tokens <= self.capacity
         self.num_tokens = num_tokens
 
@@ -128,7 +129,7 @@ class SequenceKV:
             self.release_beyond(num_tokens)
 
     def release_beyond(self, num_tokens: int) -> None:
-        """Releases reserved blocks past the first `num_tokens` tokens, which must include the valid ones."""
+        """Releases reserved blocks past tokens [0, num_tokens), which must include all valid ones."""
         assert num_tokens >= self.num_tokens
         num_kept = self._pool.num_blocks_for(num_tokens)
         if num_kept < len(self.block_ids):
@@ -137,7 +138,7 @@ class SequenceKV:
             del self._table[num_kept:]
 
     def publish(self, token_ids: Sequence[int]) -> None:
-        """Publishes full blocks of valid, committed tokens in the prefix cache; only new ones are hashed.
+        """Publishes the full blocks of valid, committed tokens in the prefix cache. Only new blocks are hashed.
 
         `token_ids` are the sequence's committed tokens from position 0. Idempotent.
         """

@@ -34,7 +34,7 @@ def words_of(tensor: Tensor) -> Words:
 
 
 class TensorMemory:
-    """A `PlaneMaker` for planes on one device, whose frames are copied on one stream."""
+    """A `PlaneMaker` for planes on one device. On a GPU, all their frames are copied on one stream."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
@@ -48,11 +48,11 @@ class TensorMemory:
 
 
 class CopyStream:
-    """Copies between a GPU and the host on a stream separate from the forward passes. One per cache; thread-safe.
+    """A stream for copies between a GPU and the host, separate from that of forward passes. One per cache; thread-safe.
 
-    Forward passes run on the device's default stream. A fence marks the work queued there; a copy runs after it and
-    concurrently with later work. The thread that requests a copy waits for the fence before it queues the copy: the
-    stream is a queue, in which a copy that waited for a running step would delay those behind it.
+    Forward passes run on the device's default stream. A fence marks the work queued there so far; a copy runs after its
+    fence, concurrently with later work. The thread that requests a copy waits for the fence before it queues the copy,
+    because a copy that waited in the stream would delay the copies behind it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,14 +60,14 @@ class CopyStream:
         self.stream = torch.cuda.Stream(device)
 
     def fence(self) -> Fence:
-        """Returns a fence after all work queued so far. Waiting threads sleep, since it may take a step."""
+        """Returns a fence after all work queued so far. Threads that wait for it sleep, since it may take a step."""
         fence = torch.cuda.Event(blocking=True)
         fence.record(torch.cuda.default_stream(self.device))
         return fence
 
     def gather(self, rows: Tensor, slots: Slots, after: Fence) -> Tensor:
-        """Returns some slots of [layers, slots, width] once `after` is reached: [layers, num_slots, width],
-        page-locked.
+        """Waits for `after`, then copies some slots of [layers, slots, width] to page-locked memory: [layers,
+        num_slots, width].
         """
         taken = self.take(rows, slots, after).tensor.view(rows.dtype).view(rows.shape[0], -1, rows.shape[2])
         with torch.cuda.stream(self.stream):
@@ -77,16 +77,17 @@ class CopyStream:
         return host
 
     def take(self, rows: Tensor, slots: Slots, after: Fence) -> DeviceBytes:
-        """Returns what `gather` does, as bytes on the device. The host waits for `after` only."""
+        """Does what `gather` does, but leaves the bytes on the device. The host waits only for `after`."""
         after.synchronize()
         with torch.cuda.stream(self.stream):
             taken = rows.index_select(1, upload(slots, self.device))
             return DeviceBytes(taken.view(torch.uint8).reshape(-1), self)
 
     def scatter(self, rows: Tensor, slots: Slots, payload: Bytes | DeviceBytes, after: Fence) -> None:
-        """Writes some slots of [layers, slots, width] once `after` is reached. Later work must not use them.
+        """Waits for `after`, then writes some slots of [layers, slots, width], which work queued later must not use
+        yet.
 
-        `payload` [layers * num_slots * width * itemsize] uint8 may be reused afterwards.
+        `payload`: [layers * num_slots * width * itemsize] uint8. The caller may reuse it afterwards.
         """
         if isinstance(payload, DeviceBytes):
             source = payload.tensor
@@ -101,7 +102,7 @@ class CopyStream:
             self.wait()
 
     def empty(self, num_bytes: int) -> DeviceBytes:
-        """Allocates memory that will be written on the stream."""
+        """Allocates bytes on the device, to be written on this stream."""
         with torch.cuda.stream(self.stream):
             return DeviceBytes(torch.empty(num_bytes, dtype=torch.uint8, device=self.device), self)
 
@@ -114,7 +115,7 @@ class CopyStream:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBytes:
-    """Bytes of a frame that never leave the GPU: [num_bytes] uint8, made and used on one stream."""
+    """The bytes of a frame that never leaves the GPU: [num_bytes] uint8, made and used on one stream."""
 
     tensor: Tensor
     copies: CopyStream
@@ -123,10 +124,10 @@ class DeviceBytes:
         return len(self.tensor)
 
     def checksum(self) -> int:
-        """Returns the sum of all 8-byte words, each times an odd number that depends on its place. The host waits.
+        """Returns the sum of all 8-byte words, each times an odd factor that depends on its index. The host waits.
 
-        The sum is modulo 2**64, so a device may add in any order. It detects data that was read too early or at a wrong
-        place; like xxh3 it is no defence against forgery.
+        The sum is modulo 2**64, so a device may add in any order. It detects data that was read too early or from a
+        wrong place; like xxh3, it is no defence against forgery.
         """
         with torch.cuda.stream(self.copies.stream):
             words = torch.nn.functional.pad(self.tensor, (0, -len(self) % 8)).view(torch.int64)
@@ -134,13 +135,13 @@ class DeviceBytes:
             return int((words * factors).sum()) % 2**64
 
     def to_host(self) -> bytes:
-        """Returns a copy, for which the host waits."""
+        """Returns a copy in main memory. The host waits for it."""
         with torch.cuda.stream(self.copies.stream):
             return self.tensor.cpu().numpy().tobytes()
 
 
 class HostTensorPlane(ArrayPlane):
-    """A plane in an array: torch's own copies would start a thread pool for the calling thread (see `EngineThread`)."""
+    """A plane in a numpy array, since torch's copies would start a thread pool per thread (see `EngineThread`)."""
 
     @property
     def layers(self) -> tuple[Tensor, ...]:

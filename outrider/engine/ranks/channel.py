@@ -1,4 +1,4 @@
-"""A socket pair between two ranks of one node, which carries pickled values. Torch-free."""
+"""A channel of pickled values between two ranks of one node, over a socket pair. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _LENGTH = struct.Struct("<Q")
 
 
 class RankLostError(InternalError):
-    """Raised if a process of a tensor-parallel node has ended or does not answer, so that no step can be computed."""
+    """Raised if a process of a tensor-parallel node has ended or does not answer, so that steps are impossible."""
 
     reason = "RANK_LOST"
 
 
 class Channel:
-    """One end of a channel. At most one thread sends and one receives at a time.
+    """One end of a channel. At most one thread may send and one may receive at a time.
 
-    Values are pickled: both ends are processes of this node, over sockets without an address.
+    Pickling is safe here: both ends are processes of this node, and the sockets have no address.
 
     Raises: RankLostError if the peer is gone or too slow; the channel is then closed.
     """
 
     def __init__(self, end: socket.socket, *, peer: str, timeout_seconds: float) -> None:
-        """`peer`: name for error messages, such as "rank 1". `timeout_seconds`: for a message, once it has begun."""
+        """`peer`: its name in error messages, such as "rank 1". `timeout_seconds`: for the rest of a begun message."""
         self._end = end
         self._peer = peer
         self._timeout_seconds = timeout_seconds
@@ -35,7 +35,7 @@ class Channel:
 
     @staticmethod
     def encode(message: object) -> bytes:
-        """Encodes a message for `send_encoded`, for several peers."""
+        """Encodes a message once, so that `send_encoded` can send it to several peers."""
         return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
     def send(self, message: object) -> None:
@@ -49,7 +49,7 @@ class Channel:
             raise self._lost("takes no messages", error) from error
 
     def receive(self, *, begins_within_seconds: float | None) -> Any:
-        """Returns the next message. `begins_within_seconds` None: waits for it until the peer's process ends."""
+        """Returns the next message. `begins_within_seconds`: timeout of its beginning; None: no timeout."""
         try:
             self._end.settimeout(begins_within_seconds)
             if not self._end.recv(1, socket.MSG_PEEK):

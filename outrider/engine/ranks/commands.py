@@ -1,4 +1,4 @@
-"""Messages from rank 0 to the other ranks. Commands are numbered from 1; KV requests are separate from them."""
+"""Messages from rank 0 to the other ranks: commands, which are numbered from 1, and KV requests, which are not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.engine.input_batch import InputBatch
 
 
 class Mark(NamedTuple):
-    """Progress through the commands: the number of finished commands, then of finished layers of the next one."""
+    """Progress through the commands: the number of finished commands, and of finished layers of the one after them."""
 
     num_commands: int
     num_layers: int = 0
@@ -40,7 +40,7 @@ Command = Step | MoveSlots | Stop
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvRequest:
-    """A read, answered with bytes [num_layers, num_tokens, num_heads, head_dim], or a write of such bytes."""
+    """A read, which is answered with bytes [num_layers, num_tokens, num_heads, head_dim], or a write of such bytes."""
 
     plane: str
     layers: range
@@ -52,6 +52,6 @@ class KvRequest:
 
 @dataclass(frozen=True, slots=True)
 class KvRefused:
-    """The answer to a request that does not fit the cache, failed, or whose mark was not reached in time."""
+    """The answer to a request that does not fit the cache, that failed, or whose mark was not reached in time."""
 
     message: str

@@ -1,4 +1,4 @@
-"""Rank 0's view of the other ranks: sends them commands, and reports a lost rank, which ends the node."""
+"""Rank 0's view of the other ranks. It sends them commands and reports a lost rank, which ends the node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.errors import InternalError
 
 STOP_SECONDS = 5.0
 SEEN_SECONDS = 5.0
-"""Seconds to find out which process's end made a collective fail."""
+"""Seconds that rank 0 waits, after a failed collective, for the end of the process that caused the failure."""
 _POLL_SECONDS = 0.02
 
 
@@ -31,7 +31,7 @@ class Member:
     kv_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def loss(self) -> RankLostError | None:
-        """Returns an error if the process has ended, None while it runs."""
+        """Returns an error if the process has ended, or None while it runs."""
         status = self.process.poll()
         if status is None:
             return None
@@ -41,7 +41,8 @@ class Member:
 
 
 class RankGroup:
-    """A context manager: within it, threads watch the ranks; outside it, a lost rank is noticed only when it is used.
+    """The other ranks of a node. Within the group's context, threads watch them; outside it, a lost rank is noticed
+    only when it is used.
 
     `running` and `layer_done` belong to the engine thread; any thread may call `ask` and read `reached`.
     """
@@ -56,8 +57,7 @@ class RankGroup:
     ) -> None:
         """`on_lost` is called at most once for each rank that ends before `close`, from a separate thread.
 
-        `answer_seconds`: timeout of a KV request. `release`: frees what the group holds besides its members; called by
-        `close`.
+        `answer_seconds`: timeout of a KV request. `release`: called by `close` to free other resources.
         """
         self._answer_seconds = answer_seconds
         self.members = list(members)
@@ -74,14 +74,14 @@ class RankGroup:
         return len(self.members) + 1
 
     def add(self, member: Member) -> None:
-        """Adds a member, before the first command or request. The group ends it from now on."""
+        """Adds a member, whose process `close` will end. Call it before the first command or request."""
         self.members.append(member)
 
     # ---- commands
 
     @contextmanager
     def running(self, command: Command) -> Iterator[None]:
-        """Sends the command to the other ranks; the body does this rank's part.
+        """Sends the command to the other ranks; the body of the context does this rank's part.
 
         Raises: RankLostError if the body fails because a rank is gone.
         """
@@ -129,7 +129,7 @@ class RankGroup:
     # ---- life
 
     def raise_if_lost(self, cause: Exception) -> None:
-        """Raises RankLostError if a rank has ended, or ends within SEEN_SECONDS; `cause` is the symptom."""
+        """Raises RankLostError, caused by `cause`, if a rank has ended or ends within SEEN_SECONDS."""
         deadline = time.monotonic() + SEEN_SECONDS
         while True:
             for member in self.members:
@@ -154,7 +154,7 @@ class RankGroup:
             self._on_lost(loss)
 
     def close(self) -> None:
-        """Ends the other ranks, with a command or else with SIGKILL. Idempotent."""
+        """Ends the other ranks with a command, or with SIGKILL if they do not obey in time. Idempotent."""
         if self._is_closing:
             return
         self._is_closing = True

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def split_heads(num_heads: int, num_ranks: int) -> tuple[range, ...]:
-    """Returns each rank's heads, in order and of equal length, as transformers splits the rows of a projection.
+    """Returns each rank's heads: equal ranges, in order, as transformers splits the rows of a projection.
 
     Raises: ValueError if the heads do not divide evenly.
     """
@@ -40,7 +40,7 @@ class HeadShare:
 
 
 def shares_of(heads: range, ranges: Sequence[range]) -> Iterator[HeadShare]:
-    """Yields the part of `heads` that each rank holds, in the order of heads; `ranges` are those of all ranks."""
+    """Yields the part of `heads` that each rank holds, in the order of heads. `ranges`: the heads of every rank."""
     for rank, held in enumerate(ranges):
         start, end = max(heads.start, held.start), min(heads.stop, held.stop)
         if start < end:
@@ -53,7 +53,7 @@ def shares_of(heads: range, ranges: Sequence[range]) -> Iterator[HeadShare]:
 
 @dataclass(frozen=True, slots=True)
 class RankFence:
-    """A marker of the work that all ranks have been sent so far."""
+    """A fence after all work that has been sent to the ranks so far."""
 
     mark: Mark
     local: Fence | None
@@ -62,8 +62,8 @@ class RankFence:
 class ShardedKVCache:
     """A cache in which every rank has the same block numbers, with its own heads; rank 0 alone has the features.
 
-    All ranks copy blocks and move slots in the order of steps. Reads and writes of another rank's heads wait until it
-    has reached rank 0's progress: a rank may lag by the end of a step and by copies.
+    All ranks copy blocks and move slots in the order of steps. A rank may lag behind rank 0 by the end of a step and by
+    copies, so reads and writes of its heads wait until it has caught up with the progress of rank 0.
     """
 
     def __init__(self, local: PagedKVCache, ranks: RankGroup) -> None:
@@ -80,7 +80,7 @@ class ShardedKVCache:
         )
 
     def head_ranges(self, plane: str) -> tuple[range, ...]:
-        """Returns each rank's heads, in order; for features rank 0's alone."""
+        """Returns each rank's heads, in order; for features, rank 0's only."""
         spec = find_plane(self.planes, plane)
         return split_heads(spec.num_heads, 1 if spec.is_feature else self._ranks.size)
 
@@ -103,7 +103,7 @@ class ShardedKVCache:
     def read(
         self, plane: str, layers: range, slots: Slots, after: RankFence | None = None, *, heads: range | None = None
     ) -> Bytes:
-        """Does what PagedKVCache.read does, for the whole model's heads. Raises RankLostError as well."""
+        """Does what PagedKVCache.read does, for the heads of all ranks. Raises: RankLostError, InternalError."""
         heads = find_plane(self.planes, plane).checked_heads(heads)
         fence = after or self.fence()
         parts = []
@@ -126,7 +126,7 @@ class ShardedKVCache:
         *,
         heads: range | None = None,
     ) -> None:
-        """Writes bytes in the format of `read`; each rank its own heads. Raises: InternalError, RankLostError."""
+        """Writes bytes in the format of `read`; each rank gets its own heads. Raises: InternalError, RankLostError."""
         heads = find_plane(self.planes, plane).checked_heads(heads)
         view = memoryview(payload).cast("B")
         num_cells = len(layers) * slots.size

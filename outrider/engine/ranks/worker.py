@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class RankProgress:
-    """A rank's progress through its commands: one thread advances it, others wait for it."""
+    """A rank's progress through its commands. One thread advances it; others wait for it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._at = Mark(0)
 
     def layer_done(self, layer: int) -> None:
-        """Records a finished layer; layers come in order, from 0."""
+        """Records that a layer is finished. Layers finish in order, from 0."""
         with self._changed:
             self._at = Mark(self._at.num_commands, layer + 1)
             self._changed.notify_all()
@@ -50,12 +50,12 @@ class RankProgress:
 
 
 class RankWorker:
-    """Computes in the caller's thread, and serves KV in a second one."""
+    """A rank's work: steps in the caller's thread, and KV requests in a second thread."""
 
     def __init__(
         self, *, runner: ModelRunner, kv_cache: PagedKVCache, commands: Channel, kv: Channel, timeout_seconds: float
     ) -> None:
-        """`kv_cache`: the cache of this rank's heads. `timeout_seconds`: for a request to wait for earlier commands."""
+        """`kv_cache`: the cache of this rank's heads. `timeout_seconds`: how long a request may wait for commands."""
         self._runner = runner
         self._kv_cache = kv_cache
         self._commands = commands
@@ -64,7 +64,7 @@ class RankWorker:
         self._progress = RankProgress()
 
     def run(self) -> None:
-        """Runs until rank 0 sends Stop. Raises: RankLostError if rank 0 is gone, and what a step raises."""
+        """Runs until rank 0 sends Stop. Raises: RankLostError if rank 0 is gone, and any error of a step."""
         threading.Thread(target=self._serve_kv, name="rank-kv", daemon=True).start()
         while True:
             command: Command = self._commands.receive(begins_within_seconds=None)
@@ -72,7 +72,7 @@ class RankWorker:
                 case Stop():
                     return
                 case Step():
-                    # Only rank 0 uses the logits: here they are a by-product of the last collective.
+                    # The last collective makes logits on every rank, but only rank 0 uses them.
                     self._runner.forward(command.batch, on_layer_done=self._progress.layer_done)
                 case MoveSlots():
                     self._kv_cache.move_slots(command.pairs)
