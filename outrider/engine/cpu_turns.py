@@ -23,7 +23,7 @@ MIN_LEASE_SECONDS = 0.5
 LEASE_FACTOR = 3.0
 """Ratio of a lease to the expected duration of a step: other programs on the processors may delay the holder."""
 
-TAKEN_FROM_ANOTHER = "a node on the same processors showed no life in its turn; this one goes on"
+TAKEN_FROM_ANOTHER = "the turn of a node on the same processors expired; this node took it over"
 """Log message for `on_taken_from_another`."""
 
 _NOT_TAKEN, _TAKEN, _TAKEN_FROM_ANOTHER = range(3)
@@ -85,7 +85,7 @@ class SharedTurns(CpuTurns):
             self._slot = _claim_slot(self._descriptor, self._calls.outrider_turns_slots())
             self._memory = mmap.mmap(self._descriptor, size)
         except OSError as error:
-            raise ConfigError(f"turns cannot be taken in {path}: {error}") from error
+            raise ConfigError(f"cannot open the turns file {path}: {error}") from error
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._taken_at = 0.0
         self.give()  # the slot's previous owner may have died during its turn
@@ -130,7 +130,7 @@ def open_turns(
     if not path:
         return CpuTurns()
     if kernels is None:
-        return CpuTurns("none: they need native kernels")
+        return CpuTurns("none: turns need native kernels")
     if kernels.num_threads < len(cpus):
         return CpuTurns("none: fewer threads than processors")
     file = Path(f"{path}-{_ranges(cpus)}")
@@ -151,9 +151,9 @@ def _ranges(cpus: Sequence[int]) -> str:
 def _check_file(file: os.stat_result, size: int) -> None:
     """Checks that no other user can have created the file or can write to it. Raises: OSError otherwise."""
     if not stat.S_ISREG(file.st_mode) or file.st_size not in (0, size):
-        raise OSError("it is not a file of turns")
+        raise OSError("it is not a turns file")
     if file.st_uid != os.geteuid() or file.st_mode & 0o022:
-        raise OSError("another user owns it or can write to it")
+        raise OSError("another user owns it or may write to it")
 
 
 def _claim_slot(descriptor: int, num_slots: int) -> int:
@@ -164,4 +164,4 @@ def _claim_slot(descriptor: int, num_slots: int) -> int:
         except (BlockingIOError, PermissionError):
             continue
         return slot
-    raise OSError(f"all {num_slots} slots are in use")
+    raise OSError(f"all {num_slots} slots of the turns file are in use")

@@ -30,7 +30,7 @@ class FeatureWriter:
 
         Raises: ModelError if the model's layers cannot be found.
         """
-        assert isinstance(features, FeatureReduction), "only a native decoder's are packed"
+        assert isinstance(features, FeatureReduction), "only a native decoder has packed features"
         plane = tensor_of(kv_cache.layers(features.plane_name)[0])  # [num_blocks, block_size, 1, width]
         self._plane = plane.flatten(0, 2)  # [num_slots, width]
         self._decoder = model.get_decoder()
@@ -102,4 +102,4 @@ def _layers_of(decoder: nn.Module, num_layers: int) -> nn.ModuleList:
     for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
-    raise ModelError(f"{type(decoder).__name__} has no list of its {num_layers} layers: features cannot be read")
+    raise ModelError(f"{type(decoder).__name__} has no list of {num_layers} layers, so features cannot be read")

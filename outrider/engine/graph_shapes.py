@@ -81,7 +81,7 @@ def pad(batch: InputBatch, bucket: Bucket, scratch_block: int) -> InputBatch:
     num_rows = bucket.num_rows - batch.num_rows
     num_blocks = -(-num_rows // size)
     num_empty = bucket.num_rows - batch.num_seqs - (num_rows > 0)
-    assert min(num_rows, num_empty) >= 0, "the bucket is one of this batch"
+    assert min(num_rows, num_empty) >= 0, "the batch does not fit the bucket"
     lengths = array("i", [num_rows] * (num_rows > 0) + [0] * num_empty)
     starts, slots = arrays.path_starts, arrays.path_slots
     if bucket.has_trees:

@@ -157,7 +157,7 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
     more logits than rows, or invalid parents.
     """
     if not rows:
-        raise ValueError("a forward needs at least one sequence")
+        raise ValueError("a forward pass needs at least one sequence")
     token_ids, positions, slots, logits_rows = array("q"), array("q"), array("q"), array("q")
     query_start_loc, seq_lens = array("i", (0,)), array("i")
     table_starts, block_tables = array("i", (0,)), array("i")
@@ -172,7 +172,7 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
                 f"sequence {index}: {num} rows from position {start} do not fit {len(block_ids)} blocks of {block_size}"
             )
         if not 0 <= num_logits <= num:
-            raise ValueError(f"sequence {index}: {num_logits} logits of {num} rows")
+            raise ValueError(f"sequence {index}: {num_logits} logits for {num} rows")
         block_tables.extend(block_ids[:used] if used < len(block_ids) else block_ids)
         if num == 1:  # the common case
             token_ids.append(tokens[0])
@@ -221,12 +221,12 @@ def _place_tree(
     """Sets the drafts' positions, which end `positions`, from their depths, and adds each draft's path."""
     num_drafts = len(seq.parents)
     if num_drafts >= len(seq.token_ids):
-        raise ValueError(f"sequence {index}: {num_drafts} drafts in {len(seq.token_ids)} rows")
+        raise ValueError(f"sequence {index}: {num_drafts} drafts need more than {len(seq.token_ids)} rows")
     first = len(positions) - num_drafts
     start = seq.start_position + len(seq.token_ids) - num_drafts
     for draft, parent in enumerate(seq.parents):
         if not -1 <= parent < draft:
-            raise ValueError(f"sequence {index}: draft {draft} follows {parent}")
+            raise ValueError(f"sequence {index}: draft {draft} cannot follow draft {parent}")
         before = paths[first + parent] if parent >= 0 else []
         paths[first + draft] = [*before, slots[first + draft]]
         positions[first + draft] = start + len(before)

@@ -88,12 +88,12 @@ def pool_size(spec: ModelSpec, config: KVCacheConfig, room: KVRoom, *, may_short
     if may_shorten and held >= WINDOW_STEP:
         window = held // WINDOW_STEP * WINDOW_STEP
         sys.stderr.write(
-            f"no memory for the model's window of {spec.max_model_len} tokens: sequences have at most {window}. "
-            "Set model.max_model_len, or give more memory (kv_cache.memory)\n"
+            f"not enough memory for the model's window of {spec.max_model_len} tokens: "
+            f"sequences have at most {window}. Set model.max_model_len, or give more memory (kv_cache.memory)\n"
         )
         return num_blocks, window
     source = "memory" if config.num_blocks is None else "num_blocks"
-    others = f" beside {room.own_bytes:,} for weights and steps" if room.own_bytes else ""
+    others = f" after {room.own_bytes:,} for weights and steps" if room.own_bytes else ""
     shorter = f", or model.max_model_len to {held} or lower" if held else ""
     raise ConfigError(
         f"one window of {spec.max_model_len} tokens needs {window_blocks * block_bytes:,} bytes of KV, and "

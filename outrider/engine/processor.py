@@ -56,7 +56,7 @@ def prepare_environment(cpus: Sequence[int] = ()) -> None:
             os.sched_setaffinity(0, cpus)
         except (OSError, AttributeError) as error:
             raise ConfigError(
-                f"model.cpus {','.join(map(str, cpus))} cannot be had: {error}; this process may use "
+                f"model.cpus {','.join(map(str, cpus))} is not available: {error}; this process may use "
                 f"{','.join(map(str, usable_cpus()))}"
             ) from error
     for name, value in ENVIRONMENT.items():

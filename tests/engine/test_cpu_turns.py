@@ -204,11 +204,11 @@ def test_one_at_a_time(library_file, turns_file, tmp_path, in_turns):
 
 def test_a_file_that_cannot_be_had_is_an_error_of_the_settings(library_file, tmp_path):
     library = KernelLibrary(library_file)
-    with pytest.raises(ConfigError, match=r"turns cannot be taken in .*/missing/turns: "):
+    with pytest.raises(ConfigError, match=r"cannot open the turns file .*/missing/turns: "):
         SharedTurns(library, tmp_path / "missing" / "turns")
     other = tmp_path / "other"
     other.write_text("somebody's")
-    with pytest.raises(ConfigError, match="it is not a file of turns"):
+    with pytest.raises(ConfigError, match="it is not a turns file"):
         SharedTurns(library, other)
     assert other.read_text() == "somebody's"
 
@@ -222,12 +222,12 @@ def test_a_file_that_another_user_may_have_placed_is_refused(library_file, tmp_p
     assert not elsewhere.exists()
     writable.touch()
     writable.chmod(0o666)
-    with pytest.raises(ConfigError, match="another user owns it or can write to it"):
+    with pytest.raises(ConfigError, match="another user owns it or may write to it"):
         SharedTurns(library, writable)
     foreign = tmp_path / "foreign"
     foreign.touch(0o600)
     monkeypatch.setattr(os, "geteuid", lambda: foreign.stat().st_uid + 1)
-    with pytest.raises(ConfigError, match="another user owns it or can write to it"):
+    with pytest.raises(ConfigError, match="another user owns it or may write to it"):
         SharedTurns(library, foreign)
 
 
@@ -239,7 +239,7 @@ def test_a_node_that_shares_no_processors_takes_no_turns(library_file, turns_fil
     path = str(turns_file)
     nobody, torchs, few = opened(""), opened(path, is_native=False), opened(path, num_threads=1)
     assert nobody.description == "none"
-    assert torchs.description == "none: they need native kernels"
+    assert torchs.description == "none: turns need native kernels"
     assert few.description == "none: fewer threads than processors"
     for turns in (nobody, torchs, few):
         assert turns.take(0.0)

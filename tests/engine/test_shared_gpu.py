@@ -192,7 +192,7 @@ def test_a_draft_model_fits_beside_them(start, attempt):
 
 def test_two_prefill_and_two_decode_nodes_have_no_room_for_their_weights_and_say_so(start):
     with pytest.raises(
-        ConfigError, match=r"131072 tokens needs [\d,]+ .*kv_cache\.memory gives [\d,]+ beside [\d,]+ for"
+        ConfigError, match=r"131072 tokens needs [\d,]+ .*kv_cache\.memory gives [\d,]+ after [\d,]+ for"
     ):
         start(70 * GB, shares_of(prefill_nodes=2, decode_nodes=2))
 
@@ -202,8 +202,8 @@ def test_a_window_that_does_not_fit_is_shortened_with_a_warning_unless_it_is_wan
     assert capsys.readouterr().err == ""
     assert windows(start(48 * GB, {"prefill-0": "1GiB"})) == {"prefill-0": 8192}
     assert capsys.readouterr().err == (
-        "no memory for the model's window of 131072 tokens: sequences have at most 8192. Set model.max_model_len, or "
-        "give more memory (kv_cache.memory)\n"
+        "not enough memory for the model's window of 131072 tokens: "
+        "sequences have at most 8192. Set model.max_model_len, or give more memory (kv_cache.memory)\n"
     )
     with pytest.raises(ConfigError, match=r"one window of 9000 tokens needs .* model.max_model_len to 8192 or lower"):
         start(48 * GB, {"prefill-0": "1GiB"}, max_model_len=9000)

@@ -59,7 +59,7 @@ def _why_no_flash_attention(device: str, dtype: str, package: str = "torch") -> 
     if reason := why_no_triton(device):
         return reason
     if dtype not in FLASH_ATTN_DTYPES:
-        return f"computes in {' and '.join(FLASH_ATTN_DTYPES)}, and model.dtype is {dtype}"
+        return f"computes only in {' and '.join(FLASH_ATTN_DTYPES)}, but model.dtype is {dtype}"
     if importlib.util.find_spec(package) is None:
-        return "needs the flash-attn package (pip install --no-build-isolation flash-attn, once torch is there)"
+        return "needs the flash-attn package (pip install --no-build-isolation flash-attn, after torch)"
     return ""

@@ -71,7 +71,9 @@ class TritonAttention(AttentionBackend):
         tile, (batch, fields) = self._tile, plan
         _, num_heads, head_dim = query.shape
         num_kv_heads = key_cache.shape[2]
-        assert (num_heads, num_kv_heads) == (self._num_heads, self._num_kv_heads), "made for a model of other heads"
+        assert (num_heads, num_kv_heads) == (self._num_heads, self._num_kv_heads), (
+            "the backend was made for other numbers of heads"
+        )
         padded_dim = max(16, 1 << (head_dim - 1).bit_length())
         keys_per_block = min(tile.keys, max(16, MAX_BLOCK_BYTES // (padded_dim * key_cache.element_size())))
         num_items, _, num_rows, num_merged = batch.arrays.attention_plan[:HEADER_INTS]

@@ -62,7 +62,7 @@ class BlockPool:
         """
         if num_blocks > self.num_free_blocks:
             raise NoFreeBlocksError(
-                f"{num_blocks} KV blocks are needed and {self.num_free_blocks} of {self.num_blocks} are free"
+                f"{num_blocks} KV blocks are needed, but only {self.num_free_blocks} of {self.num_blocks} are free"
             )
         return [self._take_one() for _ in range(num_blocks)]
 

@@ -17,11 +17,14 @@ class KVCacheConfig:
 
     memory: str = setting(
         "",
-        help="Size of the pool, such as 4GiB, or a share. On a CPU of the memory that is free at start: by default "
-        "20%, and never less than two full windows while that is free. On a GPU of all its memory, for weights and "
-        "steps too: by default 92%, which `outrider up` divides among the nodes of a GPU.",
+        help="Size of the KV pool, such as 4GiB, or its share of memory, such as 30%. On a CPU, the share is of the "
+        "memory that is free at start; the default is 20%, or two full windows if they need more and it is free. On a "
+        "GPU, the share is of all memory and includes weights and steps; the default is 92%, which `outrider up` "
+        "divides among the nodes of a GPU.",
     )
-    prefix_cache: bool = setting(True, help="Keep full blocks of finished sequences for prompts that begin alike.")
+    prefix_cache: bool = setting(
+        True, help="Keep full blocks of finished sequences, so that prompts with the same beginning reuse them."
+    )
     num_blocks: int | None = fixed(None)  # overrides `memory`
     block_size: int = fixed(16)  # tokens; small blocks waste little at a sequence's end and share short prefixes
 
@@ -38,6 +41,6 @@ class KVCacheConfig:
         number, unit = (float(match[1]), match[2]) if match else (0.0, "")
         if number <= 0 or (unit == "%" and number > MAX_PERCENT):
             raise ValueError(
-                f"memory {self.memory!r} is neither a size such as 4GiB nor a share from 1% to {MAX_PERCENT}%"
+                f"memory {self.memory!r} is neither a size, such as 4GiB, nor a share of at most {MAX_PERCENT}%"
             )
         return (None, number / 100) if unit == "%" else (int(number * UNITS[unit]), None)

@@ -128,7 +128,7 @@ class PagedKVCache:
         if isinstance(payload, (bytes, bytearray, memoryview)):
             rows = np.frombuffer(payload, dtype=np.uint8)
         if len(rows) != expected:
-            raise InternalError(f"{len(rows)} bytes for {expected} of plane {plane}, layers {layers}")
+            raise InternalError(f"{len(rows)} bytes instead of {expected} for plane {plane}, layers {layers}")
         if expected:
             self._planes[plane].write(layers, slots, heads, rows, after)
 
@@ -136,7 +136,7 @@ class PagedKVCache:
         """Checks all bounds and returns the heads, by default all of the plane."""
         spec = find_plane(self.planes, plane)
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= spec.num_layers:
-            raise InternalError(f"layers {layers} of {spec.num_layers}")
+            raise InternalError(f"{layers} is outside the {spec.num_layers} layers of plane {plane}")
         if slots.size and not 0 <= slots.min() <= slots.max() < self.num_blocks * self.block_size:
-            raise InternalError(f"slots outside {self.num_blocks} blocks of {self.block_size}")
+            raise InternalError(f"some slots are outside the cache of {self.num_blocks} blocks of {self.block_size}")
         return spec.checked_heads(heads)

@@ -47,7 +47,7 @@ class PlaneSpec:
         if heads is None:
             return range(self.num_heads)
         if heads.step != 1 or not 0 <= heads.start < heads.stop <= self.num_heads:
-            raise InternalError(f"heads {heads} of {self.num_heads}")
+            raise InternalError(f"{heads} is outside the {self.num_heads} heads of plane {self.name}")
         return heads
 
 
@@ -56,4 +56,4 @@ def find_plane(planes: Sequence[PlaneSpec], name: str) -> PlaneSpec:
     for plane in planes:
         if plane.name == name:
             return plane
-    raise InternalError(f"no plane {name!r} in the KV cache, only {', '.join(plane.name for plane in planes)}")
+    raise InternalError(f"the KV cache has no plane {name!r}, only {', '.join(plane.name for plane in planes)}")

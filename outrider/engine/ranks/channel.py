@@ -46,7 +46,7 @@ class Channel:
             self._end.sendall(_LENGTH.pack(len(encoded)))
             self._end.sendall(encoded)
         except OSError as error:
-            raise self._lost("takes no messages", error) from error
+            raise self._lost("accepts no messages", error) from error
 
     def receive(self, *, begins_within_seconds: float | None) -> Any:
         """Returns the next message. `begins_within_seconds`: timeout of its beginning; None: no timeout."""
@@ -76,5 +76,7 @@ class Channel:
 
     def _lost(self, what: str, error: Exception) -> RankLostError:
         self.close()
-        cause = "its end is closed" if isinstance(error, EOFError) else str(error) or type(error).__name__
+        cause = (
+            "its end of the channel is closed" if isinstance(error, EOFError) else str(error) or type(error).__name__
+        )
         return RankLostError(f"tensor-parallel {self._peer} {what}: {cause}")

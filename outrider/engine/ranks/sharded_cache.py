@@ -25,7 +25,7 @@ def split_heads(num_heads: int, num_ranks: int) -> tuple[range, ...]:
     Raises: ValueError if the heads do not divide evenly.
     """
     if num_heads % num_ranks:
-        raise ValueError(f"{num_heads} heads among {num_ranks} ranks")
+        raise ValueError(f"{num_heads} heads cannot be divided evenly among {num_ranks} ranks")
     size = num_heads // num_ranks
     return tuple(range(first, first + size) for first in range(0, num_heads, size))
 
@@ -132,7 +132,9 @@ class ShardedKVCache:
         num_cells = len(layers) * slots.size
         head_bytes = find_plane(self.planes, plane).bytes_per_head
         if view.nbytes != num_cells * len(heads) * head_bytes:
-            raise InternalError(f"{view.nbytes} bytes for {num_cells} cells of plane {plane}, {len(heads)} heads")
+            raise InternalError(
+                f"{view.nbytes} bytes do not fit {num_cells} cells of {len(heads)} heads in plane {plane}"
+            )
         if not num_cells:
             return
         cells = np.frombuffer(view, dtype=np.uint8).reshape(num_cells, -1)

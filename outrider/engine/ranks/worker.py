@@ -90,7 +90,7 @@ class RankWorker:
 
     def _answer(self, request: KvRequest) -> bytes | KvRefused | None:
         if not self._progress.wait_for(request.after, self._timeout_seconds):
-            return KvRefused(f"{request.after} was not reached in {self._timeout_seconds:g} s")
+            return KvRefused(f"the rank did not reach {request.after} within {self._timeout_seconds:g} s")
         cache, slots = self._kv_cache, request.slots
         try:
             if request.payload is None:

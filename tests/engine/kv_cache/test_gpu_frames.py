@@ -53,6 +53,6 @@ def test_a_frame_that_stays_on_the_gpu_never_comes_to_the_host(gpu, monkeypatch)
         assert (frame.tensor.shape, frame.tensor.dtype) == ((2 * 55 * 16 * 2,), torch.uint8)
         assert [line for line in log if line.startswith("host")] == OWN_WAITS[:1]
         cache.write("v", range(1, 3), slots, frame, heads=range(1))
-        with pytest.raises(InternalError, match="3520 bytes for 7040"):
+        with pytest.raises(InternalError, match="3520 bytes instead of 7040"):
             cache.write("v", range(1, 3), slots, frame)
     assert [line for line in log if line.startswith("host")] == OWN_WAITS[:1] + OWN_WAITS

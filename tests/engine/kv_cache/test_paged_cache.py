@@ -204,7 +204,7 @@ def test_a_share_of_a_gpu_is_of_all_its_memory_and_weights_count():
     assert blocks(GPU_ROOM) == 500  # of 650 what is free
     assert blocks(GPU_ROOM, memory="45%") == 200
     assert blocks(GPU_ROOM, memory="26.7%") == 17  # no more than its share, not even for a second window
-    with pytest.raises(ConfigError, match=r"64 tokens needs 12,288 bytes.*kv_cache\.memory gives 0 beside 192,000 for"):
+    with pytest.raises(ConfigError, match=r"64 tokens needs 12,288 bytes.*kv_cache\.memory gives 0 after 192,000 for"):
         blocks(GPU_ROOM, memory="20%")
     assert blocks(GPU_ROOM, memory=f"{70 * BLOCK_BYTES}B") == 70
 
