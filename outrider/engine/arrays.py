@@ -78,8 +78,8 @@ def in_pieces(function: Callable[..., Array], values: Array, *others: Any) -> Ar
         others: further arguments with one entry per row, each of length num_rows.
     """
     num_rows = len(values)
-    most = max(1, PIECE_VALUES // values.shape[1]) if str(values.device) == "cpu" else num_rows
-    if num_rows <= most:
+    chunk = max(1, PIECE_VALUES // values.shape[1]) if str(values.device) == "cpu" else num_rows
+    if num_rows <= chunk:
         return function(values, *others)
-    pieces = [slice(start, start + most) for start in range(0, num_rows, most)]
-    return namespace(values).concat([function(*(each[piece] for each in (values, *others))) for piece in pieces])
+    chunks = [slice(start, start + chunk) for start in range(0, num_rows, chunk)]
+    return namespace(values).concat([function(*(each[rows] for each in (values, *others))) for rows in chunks])

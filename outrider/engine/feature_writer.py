@@ -55,7 +55,7 @@ class FeatureWriter:
             rows = torch.cat([self._taps[tap] for tap in self._features.taps], dim=-1)
         self._plane.index_copy_(0, slots, self._reduced(rows))  # [num_rows, num_taps * hidden_size]
 
-    def tell(self, tap: int, states: Tensor, normed: Tensor | None = None) -> None:
+    def record_tap(self, tap: int, states: Tensor, normed: Tensor | None = None) -> None:
         """Records the residual stream [num_rows, hidden_size] after `tap` layers. `normed`: the same after the final
         norm, if this is the last layer.
         """
@@ -67,12 +67,12 @@ class FeatureWriter:
         if tap < len(self._layers):
 
             def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                self.tell(tap, (args[0] if args else kwargs["hidden_states"])[0])
+                self.record_tap(tap, (args[0] if args else kwargs["hidden_states"])[0])
 
             return self._layers[tap].register_forward_pre_hook(before, with_kwargs=True)
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self.tell(tap, (output if isinstance(output, Tensor) else output[0])[0])
+            self.record_tap(tap, (output if isinstance(output, Tensor) else output[0])[0])
 
         last = self._decoder if self._features.takes_final_norm else self._layers[-1]
         return last.register_forward_hook(after)

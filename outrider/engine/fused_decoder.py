@@ -41,9 +41,9 @@ class _Layer:
     gate_up: _Linear
     down: _Linear
     head_norms: tuple[Norm, Norm] | None  # for queries and keys
-    attended_norm: Norm | None  # applied to the output of attention before it is added to the residual stream
+    post_attention_norm: Norm | None  # applied to the output of attention before it is added to the residual stream
     mlp_norm: Norm  # applied after that sum
-    fed_norm: Norm | None  # applied to the output of the MLP before it is added to the residual stream
+    post_mlp_norm: Norm | None  # applied to the output of the MLP before it is added to the residual stream
     next_norm: Norm  # applied after that sum: the next layer's first norm, or the final one
     angles: tuple[Tensor, Tensor]  # cosines and sines, [num_positions, head_dim / 2] each
     options: AttentionOptions
@@ -102,9 +102,9 @@ class FusedDecoder:
             head_norms=(
                 (self._norm(attention.q_norm), self._norm(attention.k_norm)) if hasattr(attention, "q_norm") else None
             ),
-            attended_norm=after_attention if self._is_gemma else None,
+            post_attention_norm=after_attention if self._is_gemma else None,
             mlp_norm=self._norm(layer.pre_feedforward_layernorm) if self._is_gemma else after_attention,
-            fed_norm=self._norm(layer.post_feedforward_layernorm) if self._is_gemma else None,
+            post_mlp_norm=self._norm(layer.post_feedforward_layernorm) if self._is_gemma else None,
             next_norm=next_norm,
             angles=angles,
             options=options,
@@ -124,7 +124,7 @@ class FusedDecoder:
         rows = rms_norm(residual, self._first_norm)
         for index, layer in enumerate(self._layers):
             if features is not None:
-                features.tell(index, residual)
+                features.record_tap(index, residual)
             keys, values = kv_cache.keys[index], kv_cache.values[index]
             query = rotate_and_store(
                 multiply(rows, *layer.qkv),
@@ -140,11 +140,11 @@ class FusedDecoder:
                 on_layer_done(index)
             attended = attention.attend(plan, query, keys, values, layer.options).flatten(1)
             added = multiply(attended, *layer.output)
-            residual, rows = add_rms_norm(residual, added, layer.mlp_norm, layer.attended_norm)
+            residual, rows = add_rms_norm(residual, added, layer.mlp_norm, layer.post_attention_norm)
             added = multiply(activate(multiply(rows, *layer.gate_up), self._activation), *layer.down)
-            residual, rows = add_rms_norm(residual, added, layer.next_norm, layer.fed_norm)
+            residual, rows = add_rms_norm(residual, added, layer.next_norm, layer.post_mlp_norm)
         if features is not None:
-            features.tell(len(self._layers), residual, rows)
+            features.record_tap(len(self._layers), residual, rows)
         if batch.selects_logits:
             rows = rows.index_select(0, fields.logits_rows)
         # The product is rounded to the model's dtype first, like transformers' logits. Without rows nothing is

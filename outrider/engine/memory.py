@@ -19,7 +19,7 @@ from outrider.errors import ConfigError
 CPU_SHARE, GPU_SHARE = 0.2, 0.92
 """Default shares of memory for KV. Main memory has other users. On a GPU, as in vLLM, a part is left for uses that are
 not measured, such as samplers, heads and fragmentation."""
-COMFORTABLE_WINDOWS = 2
+DEFAULT_WINDOWS = 2
 """Number of full windows that KV may hold beyond its share if that much main memory is free. With two, the longest
 request leaves room for others."""
 CONTEXT_BYTES = 600 << 20
@@ -37,7 +37,7 @@ class KVRoom:
     whole_bytes: int  # memory of which KV gets a share: the free main memory, or all memory of a GPU
     own_bytes: int = 0  # the part of that share that the process needs for weights, steps and the driver
     default_share: float = CPU_SHARE
-    num_windows: int = COMFORTABLE_WINDOWS  # that KV may hold beyond its share; 0 if other processes rely on theirs
+    num_windows: int = DEFAULT_WINDOWS  # that KV may hold beyond its share; 0 if other processes rely on theirs
 
     @classmethod
     def of(cls, device: str, reserved_bytes: int = 0) -> KVRoom:

@@ -57,10 +57,10 @@ def warm_up(runner: ModelRunner, kv_cache: PagedKVCache, max_model_len: int) -> 
         rows = SequenceRows([0] * num_rows, end - num_rows, blocks, num_logits=1)
         runner.forward(build_input_batch([rows], block_size))
 
-    most = min(64, kv_cache.num_blocks * block_size, max_model_len)
-    blocks = range(-(-most // block_size))
-    for num_rows in (most, min(5, most), 1):
-        run(num_rows, most, blocks)
+    length = min(64, kv_cache.num_blocks * block_size, max_model_len)
+    blocks = range(-(-length // block_size))
+    for num_rows in (length, min(5, length), 1):
+        run(num_rows, length, blocks)
     if runner.is_asynchronous:
         window_blocks = [0] * -(-max_model_len // block_size)
         for num_rows in (min(_LONG_CHUNK, max_model_len), 1):

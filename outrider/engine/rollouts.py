@@ -135,14 +135,14 @@ class Rollouts:
         """
         number = len(sequences)
         shape = self._shapes[1 << (number - 1).bit_length()]
-        most = next(each for each in self.token_counts if each >= max(each.num_tokens for each in sequences))
+        num_steps = next(each for each in self.token_counts if each >= max(each.num_tokens for each in sequences))
         # For each token: the parameters of its race, then position, slot and depth of the row that decides it.
-        words = np.zeros((most, TABLE_WORDS + 3, shape.batch.num_seqs), dtype=np.int64)
+        words = np.zeros((num_steps, TABLE_WORDS + 3, shape.batch.num_seqs), dtype=np.int64)
         words[:, _SLOT] = self._scratch_block * self._block_size
         words[:, :TABLE_WORDS, :number] = self._decider.table([each.decision for each in sequences])
-        words[:, 0, :number] += np.arange(1, 1 + most)[:, None]
+        words[:, 0, :number] += np.arange(1, 1 + num_steps)[:, None]
         for place, (_, num_tokens, position, block_ids, depth) in enumerate(sequences):
-            for token in range(most):
+            for token in range(num_steps):
                 block, offset = divmod(position + min(token, num_tokens - 1), self._block_size)
                 words[token, _POSITION, place] = block * self._block_size + offset
                 if token < num_tokens:
@@ -151,13 +151,13 @@ class Rollouts:
         # Attention is planned for the keys of each sequence's last row, since earlier rows see fewer keys.
         fed = [SequenceRows([0], each.position + each.num_tokens - 1, each.block_ids, 1) for each in sequences]
         packed = self._padded(fed, shape.batch.num_seqs).packed()
-        shape.words[:most].copy_(page_locked(words, self._device), non_blocking=True)
+        shape.words[:num_steps].copy_(page_locked(words, self._device), non_blocking=True)
         shape.buffer[: len(packed)].copy_(page_locked(packed, self._device), non_blocking=True)
         shape.decided[0, 0, :number].copy_(winners)
         if states is not None:
             shape.states[0, :number].copy_(states)
-        shape.replays[most]()
-        return shape.decided[1 : 1 + most], shape.confidences[:most], shape.states[1 : 1 + most]
+        shape.replays[num_steps]()
+        return shape.decided[1 : 1 + num_steps], shape.confidences[:num_steps], shape.states[1 : 1 + num_steps]
 
     def _padded(self, fed: Sequence[SequenceRows], num_seqs: int) -> InputBatch:
         """Returns the batch of `fed`, padded with sequences of one row in the scratch block."""

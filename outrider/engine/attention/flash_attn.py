@@ -34,7 +34,7 @@ class _Plan:
     slots: Tensor  # [num_keys] int64
     max_num_rows: int
     max_seq_len: int
-    of_steps: Any  # the plan of the backend for steps, for layers that FlashAttention cannot compute
+    steps_plan: Any  # the plan of the backend for steps, for layers that FlashAttention cannot compute
 
 
 class FlashAttention(AttentionBackend):
@@ -68,12 +68,12 @@ class FlashAttention(AttentionBackend):
 
     def prepare(self, batch: InputBatch) -> Any:
         """Returns this backend's plan for a batch of long prompt chunks, otherwise that of the backend for steps."""
-        of_steps = self._steps.prepare(batch)
+        steps_plan = self._steps.prepare(batch)
         arrays = batch.arrays
         if batch.is_padded or batch.has_trees or batch.num_rows < MIN_ROWS * batch.num_seqs:
-            return of_steps
+            return steps_plan
         if sum(arrays.seq_lens) > max(MAX_GATHERED_KEYS, *arrays.seq_lens):
-            return of_steps
+            return steps_plan
         slots = [batch.context_slots(sequence, length) for sequence, length in enumerate(arrays.seq_lens)]
         ends = np.fromiter(accumulate(arrays.seq_lens, initial=0), dtype=np.int32)
         return _Plan(
@@ -82,7 +82,7 @@ class FlashAttention(AttentionBackend):
             slots=upload(np.concatenate(slots), self._device),
             max_num_rows=max(end - start for start, end in pairwise(arrays.query_start_loc)),
             max_seq_len=max(arrays.seq_lens),
-            of_steps=of_steps,
+            steps_plan=steps_plan,
         )
 
     def attend(
@@ -98,7 +98,7 @@ class FlashAttention(AttentionBackend):
             return self._steps.attend(plan, query, key_cache, value_cache, options)
         scale, softcap, head_dim = options.scaling, options.softcap, query.shape[2]
         if (softcap is not None and "softcap" not in self._options) or head_dim > 256 or head_dim % 8:
-            return self._steps.attend(plan.of_steps, query, key_cache, value_cache, options)
+            return self._steps.attend(plan.steps_plan, query, key_cache, value_cache, options)
         window = -1 if options.sliding_window is None else options.sliding_window - 1
         # From 2.13 on torch needs a flag for shared key heads; earlier versions have no such argument.
         wanted = {"scale": scale, "softmax_scale": scale, "softcap": softcap or 0.0, "enable_gqa": True}

@@ -15,7 +15,7 @@ from outrider.engine.ranks.commands import Command, KvRefused, KvRequest, Mark, 
 from outrider.errors import InternalError
 
 STOP_SECONDS = 5.0
-SEEN_SECONDS = 5.0
+LOSS_WAIT_SECONDS = 5.0
 """Seconds that rank 0 waits, after a failed collective, for the end of the process that caused the failure."""
 _POLL_SECONDS = 0.02
 
@@ -64,7 +64,7 @@ class RankGroup:
         self._on_lost = on_lost
         self._release = release
         self._is_closing = False
-        self._num_told = 0
+        self._num_sent = 0
         self.reached = Mark(0)
         """This rank's progress. Requests to other ranks wait until they have reached it."""
 
@@ -85,19 +85,19 @@ class RankGroup:
 
         Raises: RankLostError if the body fails because a rank is gone.
         """
-        self._tell(command)
+        self._send(command)
         try:
             yield
         except Exception as error:
             self.raise_if_lost(error)
             raise
-        self.reached = Mark(self._num_told)
+        self.reached = Mark(self._num_sent)
 
     def layer_done(self, layer: int) -> None:
         """Records, within `running`, that this rank has finished the layer."""
-        self.reached = Mark(self._num_told - 1, layer + 1)
+        self.reached = Mark(self._num_sent - 1, layer + 1)
 
-    def _tell(self, command: Command) -> None:
+    def _send(self, command: Command) -> None:
         encoded = Channel.encode(command)
         for member in self.members:
             try:
@@ -105,7 +105,7 @@ class RankGroup:
             except RankLostError as error:
                 self.raise_if_lost(error)
                 raise
-        self._num_told += 1
+        self._num_sent += 1
 
     # ---- KV
 
@@ -129,8 +129,8 @@ class RankGroup:
     # ---- life
 
     def raise_if_lost(self, cause: Exception) -> None:
-        """Raises RankLostError, caused by `cause`, if a rank has ended or ends within SEEN_SECONDS."""
-        deadline = time.monotonic() + SEEN_SECONDS
+        """Raises RankLostError, caused by `cause`, if a rank has ended or ends within LOSS_WAIT_SECONDS."""
+        deadline = time.monotonic() + LOSS_WAIT_SECONDS
         while True:
             for member in self.members:
                 if (loss := member.loss()) is not None:
