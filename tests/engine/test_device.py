@@ -9,13 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.engine import device
-from outrider.engine.device import device_type, has_gpu_driver
+from outrider.engine.device import has_gpu_driver
 from outrider.model_hub.kernels import resolve_device
-
-
-@pytest.mark.parametrize(("name", "found"), [("cpu", "cpu"), ("cuda", "cuda"), ("cuda:1", "cuda")])
-def test_the_type_is_what_stands_before_the_number(name, found):
-    assert device_type(name) == found
 
 
 @pytest.fixture

@@ -14,12 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.features import FeatureReduction
-from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.kv_cache.tensor_planes import tensor_of
-from outrider.engine.open_runner import open_runner
-from outrider.engine.step_graphs import StepGraphs
 from outrider.model_hub.compute import open_compute
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
@@ -198,44 +194,6 @@ def test_a_forward_that_fails_writes_no_features_and_leaves_no_hooks(loaded):
     assert not any(bool(layer.any()) for layer in node.cache.layers(node.reduction.plane_name))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in loaded.model.model.modules())
     assert node.features_of(PROMPT, 20).any()
-
-
-def test_captured_steps_write_features_too(loaded):
-    """Those of embeddings: a captured attention needs a GPU."""
-    if isinstance(loaded.native, NativeDecoder):
-        pytest.skip("is not captured")
-    reduction = FeatureReduction(taps=(0,), hidden_size=HIDDEN, projection=values(48, HIDDEN, seed=1))
-    node = Node(loaded, reduction)
-    replayed = []
-
-    def capture(run):
-        run()
-        return lambda: (replayed.append(1), run())
-
-    node.runner._graphs = StepGraphs(
-        GraphShapes(8),
-        device=torch.device(node.cache.device),
-        scratch_block=node.cache.scratch_blocks[0],
-        block_size=BLOCK_SIZE,
-        capture=capture,
-    )
-    node.runner.capture_graphs()
-    slots = tensor_of(node.cache.layers(reduction.plane_name)[0]).flatten(0, 2)
-    assert not slots[: NUM_BLOCKS * BLOCK_SIZE].any()
-    features = node.features_of(PROMPT, 5, num_logits=5)
-    assert len(replayed) == 13
-    assert_close(features, expected_features(loaded, reduction, PROMPT))
-
-
-def test_a_runner_that_is_opened_has_room_for_them(bfloat16):
-    reduction = REDUCTIONS["projected"]
-    model = bfloat16.with_features(reduction)
-    assert model.spec.features == reduction.plane("bfloat16")
-    assert model.spec.bytes_per_token == bfloat16.spec.bytes_per_token + 2 * reduction.width
-    config = KVCacheConfig(block_size=BLOCK_SIZE, num_blocks=1000)
-    cache, runner, _ = open_runner(model, "auto", config, num_rows=16, features=reduction)
-    runner.forward(build_input_batch([SequenceRows(PROMPT[:4], 0, [0], 1)], BLOCK_SIZE))
-    assert cache.layers(reduction.plane_name)[0][0].any()
 
 
 def test_a_node_computes_the_features_that_it_is_told(bfloat16):

@@ -137,11 +137,6 @@ def test_a_layer_is_nine_kernels_and_one_more_where_attention_is_split(
     assert (few - of_layer).total() <= (7 if architecture == "gemma3_text" else 5)
 
 
-def test_a_step_of_the_whole_model(launches):
-    counted = count(launches, runner_of("llama", 32), STEP_OF_FEW_ROWS)
-    assert counted.total() == 32 * 10 + 4
-
-
 def test_deterministic_products_add_the_merges_of_their_splits(launches):
     few, more = (count(launches, runner_of("llama", number, is_deterministic=True), CHUNK) for number in (1, 2))
     assert (more - few) == {"multiply": 4, "normalise": 2, "rotate": 1, "multiply_gates": 1, "attend": 1}

@@ -73,15 +73,6 @@ def test_sequences_in_one_batch_do_not_see_each_other(loaded, node):
     assert_same(logits, torch.stack([own_logits(loaded, OTHER)[-1], own_logits(loaded, PROMPT)[-1]]))
 
 
-def test_blocks_of_a_prefix_serve_another_sequence(loaded, node):
-    shared = node.table(16)
-    node.prefill(PROMPT[:16], shared)
-    tail = PROMPT[:16] + OTHER
-    own = node.table(len(tail) - 16)
-    logits = node.forward(SequenceRows(tail[16:], 16, shared + own, len(tail) - 16))
-    assert_same(logits, own_logits(loaded, tail)[16:])
-
-
 def test_a_rejected_draft_leaves_nothing_behind(loaded, node):
     blocks = node.table(len(PROMPT))
     node.prefill(PROMPT[:40], blocks)

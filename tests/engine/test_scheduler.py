@@ -5,30 +5,6 @@ from outrider.engine.scheduler import EngineSequence, StepPlan
 from tests.engine.schedules import NEW_TOKEN, check, decoding, make_scheduler, rows_of, run, waiting
 
 
-def test_a_waiting_sequence_joins_and_computes_its_prompt():
-    scheduler = make_scheduler()
-    assert not scheduler.has_work
-    assert scheduler.plan() == StepPlan()
-    sequence = waiting(scheduler, 1, num_tokens=10)
-    plan = scheduler.plan()
-    assert plan.admitted == (sequence,)
-    assert rows_of(plan) == [(1, 10, 0)]
-    assert plan.scheduled[0].reaches_end
-    run(plan)
-    assert rows_of(scheduler.plan()) == [(1, 1, 0)]
-
-
-def test_a_long_prompt_is_cut_into_chunks_of_the_budget():
-    scheduler = make_scheduler(rows=8)
-    sequence = waiting(scheduler, 1, num_tokens=20)
-    steps = []
-    while sequence.num_uncomputed > 1 or not steps:
-        plan = scheduler.plan()
-        steps.append([(item.num_rows, item.reaches_end) for item in plan.scheduled])
-        run(plan)
-    assert steps == [[(8, False)], [(8, False)], [(4, True)]]
-
-
 def test_a_cached_prefix_is_not_computed_again():
     scheduler = make_scheduler()
     first = waiting(scheduler, 1, num_tokens=12)
@@ -234,21 +210,6 @@ def test_when_others_hold_the_blocks_the_oldest_sits_the_step_out():
     assert scheduler.running == (sequence,)
     scheduler._pool.release(held)
     assert (1, 1, 0) in rows_of(scheduler.plan())
-
-
-def test_forks_copy_their_shared_block_before_they_write():
-    scheduler = make_scheduler()
-    kv = SequenceKV.create(scheduler._pool, [], max_cached_tokens=0)
-    kv.reserve(6)
-    kv.advance(6)
-    tables = [kv, kv.fork(), kv.fork()]
-    shared = kv.block_ids[1]
-    for key, table in enumerate(tables):
-        scheduler.add_running(EngineSequence(key=key, token_ids=list(range(7)), kv=table))
-    plan = scheduler.plan()
-    assert [source for source, _ in plan.block_copies] == [shared, shared]
-    assert len({table.block_ids[1] for table in tables}) == 3
-    check(scheduler)
 
 
 def test_copies_of_a_preempted_sequence_are_not_made():

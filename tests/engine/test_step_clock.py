@@ -6,20 +6,14 @@ from outrider.engine.step_clock import StepClock
 from outrider.profile import Part
 
 
-class Nanoseconds:
-    def __init__(self):
-        self.now = 1000
-
-    def __call__(self):
-        return self.now
+def clock_of(*readings):
+    return StepClock(iter(readings).__next__)
 
 
 def test_parts_add_up_to_the_time_that_has_passed():
-    now = Nanoseconds()
-    clock = StepClock(now)
-    for part, spent in ((Part.SCHEDULE, 5), (Part.FORWARD, 70), (Part.HAND_OFF, 9), (Part.FORWARD, 30)):
-        now.now += spent
-        assert clock.mark(part) == spent
+    clock = clock_of(1000, 1005, 1075, 1084, 1114)
+    parts = (Part.SCHEDULE, Part.FORWARD, Part.HAND_OFF, Part.FORWARD)
+    assert [clock.mark(part) for part in parts] == [5, 70, 9, 30]
     assert clock.take() == {"schedule": 5, "forward": 100, "hand_off": 9}
     assert clock.take() == {}
 
@@ -33,12 +27,8 @@ def test_what_a_callee_has_measured_moves_but_never_more_than_there_is():
 
 
 def test_a_restart_forgets_what_has_passed():
-    now = Nanoseconds()
-    clock = StepClock(now)
-    now.now += 7
+    clock = clock_of(0, 7, 107, 110)
     clock.mark(Part.IDLE)
-    now.now += 100
     clock.restart()
-    now.now += 3
     clock.mark(Part.EMIT)
     assert clock.take() == {"emit": 3}

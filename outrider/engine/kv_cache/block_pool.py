@@ -126,7 +126,7 @@ class BlockPool:
     def register(self, block_id: int, block_hash: bytes) -> None:
         """Publishes a used block under its content hash. If the hash is already published, the first block keeps it."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} is not in use"
-        if not self.enable_prefix_cache or self._hash_of[block_id] is not None or block_hash in self._block_of:
+        if self._hash_of[block_id] is not None or block_hash in self._block_of:
             return
         self._hash_of[block_id] = block_hash
         self._block_of[block_hash] = block_id

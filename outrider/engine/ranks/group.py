@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -48,19 +48,14 @@ class RankGroup:
     """
 
     def __init__(
-        self,
-        members: Sequence[Member] = (),
-        *,
-        answer_seconds: float,
-        on_lost: Callable[[RankLostError], None],
-        release: Callable[[], object],
+        self, *, answer_seconds: float, on_lost: Callable[[RankLostError], None], release: Callable[[], object]
     ) -> None:
         """`on_lost` is called at most once for each rank that ends before `close`, from a separate thread.
 
         `answer_seconds`: timeout of a KV request. `release`: called by `close` to free other resources.
         """
         self._answer_seconds = answer_seconds
-        self.members = list(members)
+        self.members: list[Member] = []
         self._on_lost = on_lost
         self._release = release
         self._is_closing = False

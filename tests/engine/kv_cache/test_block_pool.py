@@ -70,12 +70,10 @@ def test_models_with_different_seeds_have_different_names():
     assert one.append([1, 2, 3, 4]) != other.append([1, 2, 3, 4])
 
 
-def test_of_two_blocks_with_equal_content_the_first_is_cached():
-    pool = make_pool()
-    first, second = computed(pool, [1, 2, 3, 4]), computed(pool, [1, 2, 3, 4])
-    second.free()
-    assert pool.match_prefix([1, 2, 3, 4], max_tokens=4) == first.block_ids
-    check_pool(pool, [first.block_ids, first.block_ids])
+def test_equal_tokens_have_other_names_after_other_tokens():
+    chain = make_pool().new_hashes()
+    tokens = [1, 2, 3, 4] * 2
+    assert chain.append(tokens) != chain.append(tokens)
 
 
 def test_blocks_are_evicted_least_recently_released_first():

@@ -45,16 +45,6 @@ def test_releasing_slack_keeps_what_is_valid(pool):
         kv.release_beyond(4)
 
 
-def test_a_sequence_finds_what_another_published(pool):
-    tokens = list(range(10))
-    first = computed(pool, tokens)
-    first.publish(tokens)
-    second = SequenceKV.create(pool, tokens, max_cached_tokens=9)
-    assert second.block_ids == first.block_ids[:2]
-    assert second.num_tokens == second.num_cached_tokens == 8
-    check_pool(pool, [first.block_ids, second.block_ids])
-
-
 def test_what_one_tenant_published_no_other_finds(pool):
     tokens = list(range(8))
 
@@ -68,14 +58,6 @@ def test_what_one_tenant_published_no_other_finds(pool):
     assert [found(salt) for salt in (b"alice", b"bob", b"")] == [8, 0, 0]
 
 
-def test_nothing_unpublished_is_ever_found(pool):
-    tokens = list(range(8))
-    kv = computed(pool, tokens)
-    assert SequenceKV.create(pool, tokens, max_cached_tokens=8).num_tokens == 0
-    kv.free()
-    assert SequenceKV.create(pool, tokens, max_cached_tokens=8).num_tokens == 0
-
-
 def test_only_valid_tokens_are_published(pool):
     tokens = list(range(12))
     kv = SequenceKV.create(pool, tokens, max_cached_tokens=0)
@@ -83,16 +65,6 @@ def test_only_valid_tokens_are_published(pool):
     kv.advance(7)
     kv.publish(tokens)
     assert pool.match_prefix(tokens, max_tokens=12) == kv.block_ids[:1]
-
-
-def test_publishing_step_by_step_gives_the_names_of_publishing_at_once(pool):
-    tokens = list(range(100, 112))
-    kv = SequenceKV.create(pool, tokens, max_cached_tokens=0)
-    for end in range(1, 13):
-        kv.reserve(end)
-        kv.advance(end)
-        kv.publish(tokens[:end])
-    assert pool.match_prefix(tokens, max_tokens=12) == kv.block_ids
 
 
 def test_a_step_hashes_only_the_block_that_it_fills(pool, monkeypatch):
@@ -124,15 +96,6 @@ def test_a_published_block_that_is_written_again_leaves_the_cache(pool):
     assert SequenceKV.create(pool, [1, 2, 3, 4], max_cached_tokens=4).num_tokens == 0
     kv.publish([1, 2, 3, 9])
     assert SequenceKV.create(pool, [1, 2, 3, 9], max_cached_tokens=4).num_tokens == 4
-
-
-def test_a_published_block_that_others_read_is_copied_before_it_is_written_again(pool):
-    kv = computed(pool, [1, 2, 3, 4])
-    kv.publish([1, 2, 3, 4])
-    reader = SequenceKV.create(pool, [1, 2, 3, 4], max_cached_tokens=4)
-    kv.truncate(3)
-    assert kv.reserve(4) == [(reader.block_ids[0], kv.block_ids[0])]
-    assert SequenceKV.create(pool, [1, 2, 3, 4], max_cached_tokens=4).block_ids == reader.block_ids
 
 
 def test_a_fork_goes_on_publishing_under_its_own_tokens(pool):

@@ -30,11 +30,9 @@ class Rig:
         commands, kv = (Channel(end, peer="rank 1", timeout_seconds=PATIENCE_SECONDS) for end in (ours, kv))
         self.commands = Channel(self.far, peer="rank 0", timeout_seconds=PATIENCE_SECONDS)
         self.group = RankGroup(
-            [Member(1, self.process, commands, kv)],
-            answer_seconds=PATIENCE_SECONDS,
-            on_lost=self.lost.put,
-            release=lambda: self.released.append(True),
+            answer_seconds=PATIENCE_SECONDS, on_lost=self.lost.put, release=lambda: self.released.append(True)
         )
+        self.group.add(Member(1, self.process, commands, kv))
 
     def receive(self):
         return self.commands.receive(begins_within_seconds=PATIENCE_SECONDS)

@@ -15,7 +15,7 @@ from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.engine.ranks.commands import Step
 from outrider.engine.ranks.group import Member, RankGroup
-from outrider.engine.ranks.sharded_cache import ShardedKVCache
+from outrider.engine.ranks.sharded_cache import ShardedKVCache, split_heads
 from outrider.engine.ranks.worker import RankWorker
 from outrider.errors import InternalError
 
@@ -66,11 +66,12 @@ class Ranks:
             for extra in ((FEATURES,), *[()] * (size - 1))
         ]
         self.runners = [GatedRunner(cache) for cache in self.caches[1:]]
-        self.members, self.threads = [], []
+        self.threads = []
+        self.group = RankGroup(answer_seconds=PATIENCE_SECONDS, on_lost=lambda _: None, release=lambda: None)
         for rank in range(1, size):
             ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
             commands, kv = (Channel(end, peer=f"rank {rank}", timeout_seconds=PATIENCE_SECONDS) for end in ours)
-            self.members.append(Member(rank, EndlessProcess(), commands, kv))
+            self.group.add(Member(rank, EndlessProcess(), commands, kv))
             far = [Channel(end, peer="rank 0", timeout_seconds=PATIENCE_SECONDS) for end in theirs]
             worker = RankWorker(
                 runner=self.runners[rank - 1],
@@ -81,9 +82,6 @@ class Ranks:
             )
             self.threads.append(threading.Thread(target=worker.run, daemon=True))
             self.threads[-1].start()
-        self.group = RankGroup(
-            self.members, answer_seconds=PATIENCE_SECONDS, on_lost=lambda _: None, release=lambda: None
-        )
         self.cache = ShardedKVCache(self.caches[0], self.group)
 
     def step(self):
@@ -107,6 +105,14 @@ def whole_cache():
     for tensor in (*cache.keys, *cache.values, *cache.layers(FEATURES.name)):
         tensor.normal_()
     return cache
+
+
+def test_heads_are_split_in_order_and_evenly():
+    assert split_heads(8, 1) == (range(8),)
+    assert split_heads(8, 4) == (range(2), range(2, 4), range(4, 6), range(6, 8))
+    for num_ranks in (3, 16):
+        with pytest.raises(ValueError, match="8 heads"):
+            split_heads(8, num_ranks)
 
 
 HEADS = [None, range(NUM_HEADS), range(1, 3), range(3, 4), range(3)]
@@ -212,7 +218,7 @@ def test_a_write_waits_for_the_commands_before_it_but_not_for_the_step_at_hand(r
 
 
 def test_a_rank_that_is_gone_is_an_error_for_every_caller(ranks):
-    ranks.members[-1].kv.close()
+    ranks.group.members[-1].kv.close()
     with pytest.raises(RankLostError, match=f"rank {ranks.group.size - 1}"):
         ranks.cache.read("k", range(1), SLOTS)
     with pytest.raises(RankLostError):
