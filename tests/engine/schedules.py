@@ -1,4 +1,4 @@
-"""Schedulers in a given state, and what they plan."""
+"""Schedulers in a given state, and checks of their plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make_scheduler(num_blocks: int = 64, *, rows: int = 64, max_running: int = 6
 
 
 def waiting(scheduler: Scheduler, key: int, num_tokens: int = 4, **fields) -> EngineSequence:
-    """Adds a sequence whose tokens are like nobody else's."""
+    """Adds a waiting sequence, whose tokens no other sequence has."""
     sequence = EngineSequence(key=key, token_ids=[1000 + key] * num_tokens, arrival=key, **fields)
     scheduler.add(sequence)
     return sequence
@@ -34,7 +34,7 @@ def decoding(scheduler: Scheduler, key: int, num_tokens: int = 4, **fields) -> E
 
 
 def run(plan: StepPlan) -> None:
-    """What a loop does after its forward, with every draft rejected."""
+    """Does what a loop does after its forward pass if every draft is rejected."""
     for item in plan.scheduled:
         sequence = item.sequence
         assert sequence.kv is not None
@@ -48,7 +48,7 @@ def run(plan: StepPlan) -> None:
 
 
 def drafts(num_wanted):
-    """By age, as far as the room goes: so many for each sequence, or as a mapping by key says."""
+    """Chooses up to `num_wanted` drafts (a number, or a mapping by key) for each sequence, the oldest first."""
 
     def choose(room):
         left, chosen = room.max_draft_rows, {}

@@ -26,7 +26,7 @@ def machine(request, tmp_path):
                 (folder / f"{controller}.{name}").write_text(f"{text}\n")
 
         def add_memory(self, group, *, used, limit=None, cache=0, active=0):
-            """`limit` None: none."""
+            """`limit` None: the group has no limit."""
             if self.version == 1:
                 limits = {"limit_in_bytes": 2**63 - 4096 if limit is None else limit, "usage_in_bytes": used}
             else:
@@ -36,7 +36,7 @@ def machine(request, tmp_path):
             self.add("memory", group, **limits, stat=f"anon 1\n{files}active_anon 2")
 
         def add_cpu(self, group, quota, period):
-            """`quota` None: none."""
+            """`quota` None: the group has no quota."""
             if self.version == 1:
                 self.add("cpu", group, cfs_quota_us=-1 if quota is None else quota, cfs_period_us=period)
             else:

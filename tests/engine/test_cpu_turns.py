@@ -1,4 +1,4 @@
-"""Turns between processes: the line, what killed and stopped ones cost the others, and that it is one at a time."""
+"""Turns between processes: their queue, killed and stopped processes, and that only one computes at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.engine.cpu_turns import SharedTurns, open_turns
 from outrider.errors import ConfigError
 from tests.engine.turn_parties import LONG, PATIENCE_SECONDS, Party, look_twice
 
-SHORT = 0.5  # of a lease that must
+SHORT = 0.5  # seconds of a lease that must expire
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def turns_file(tmp_path):
 
 @pytest.fixture
 def join(library_file, turns_file):
-    """join() → Party, whose leases last unless it is told otherwise; all are ended after the test."""
+    """join() starts a Party, by default with leases that do not expire. All parties are killed after the test."""
     parties = []
 
     def start(min_lease_seconds=LONG):
@@ -47,7 +47,7 @@ def join(library_file, turns_file):
 
 
 def wait_in_line(party, holder):
-    """Lets the party ask for the turn that the holder has, and returns once it stands in line."""
+    """Lets the party ask for the holder's turn, and returns once the party is in the queue."""
     assert not party.take()
     assert holder.is_over()
     party.ask("take", LONG)
@@ -80,7 +80,7 @@ def test_the_line_is_in_the_order_of_asking(join):
 def test_who_leaves_the_line_is_passed_over(join):
     holder, first, second = join(), join(), join()
     assert holder.take()
-    assert not first.take()  # its place in line is kept
+    assert not first.take()  # its place in the queue is kept
     assert not second.take()
     first.give()
     holder.give()
@@ -95,7 +95,7 @@ def test_a_holder_that_is_killed_or_stopped_loses_its_turn(join, end):
     getattr(lost, end)()
     assert waiting.take(LONG)
     assert waiting.num_taken_from_others() == 1
-    for _ in range(10):  # from here on it costs nothing
+    for _ in range(10):  # from now on the lost process costs no time
         waiting.give()
         assert waiting.take()
     assert waiting.num_taken_from_others() == 1
@@ -122,7 +122,7 @@ def test_one_that_is_killed_or_stopped_in_line_is_waited_for_once(join, end):
     assert holder.keep(LONG)
     wait_in_line(lost, holder)
     getattr(lost, end)()
-    holder.give()  # leases it to the other for a short while
+    holder.give()  # gives the lost process a short lease
     assert holder.take(LONG)
     assert not holder.is_over()
     holder.give()
@@ -143,7 +143,7 @@ def test_a_process_in_the_slot_of_a_killed_one_gives_back_what_that_held(join):
 def test_a_lease_that_is_renewed_does_not_run_out(join):
     slow, waiting = join(SHORT), join()
     assert slow.take()
-    assert slow.keep(LONG)  # what it expects to take
+    assert slow.keep(LONG)  # the expected duration
     assert not waiting.take(2 * SHORT)
     slow.give()
     assert waiting.take(LONG)
@@ -153,7 +153,7 @@ def test_a_lease_that_is_renewed_does_not_run_out(join):
 def test_a_turn_is_over_after_its_time_if_somebody_waits(join):
     holder, waiting = join(), join()
     assert holder.take()
-    assert not holder.is_over(0.0)  # nobody waits
+    assert not holder.is_over(0.0)  # no process waits
     assert not waiting.take()
     assert not holder.is_over(LONG)
     assert holder.is_over(0.0)
@@ -172,7 +172,7 @@ def test_giving_without_a_turn_changes_nothing(join):
 
 @pytest.mark.parametrize("seconds_ahead", [20, 10**6])
 def test_a_file_that_an_earlier_life_of_the_machine_left_holds_nobody_up(join, turns_file, seconds_ahead):
-    """Its clock was ahead of ours: by that the lease would last."""
+    """The lease in the file ends far in the future, since its clock was ahead of ours."""
     party, another_slot = join(), 200
     with turns_file.open("r+b") as file:
         file.write(struct.pack("=Q", 7 << 16 | another_slot + 1))
@@ -184,7 +184,7 @@ def test_a_file_that_an_earlier_life_of_the_machine_left_holds_nobody_up(join, t
 
 @pytest.mark.parametrize("in_turns", [True, False], ids=["in_turns", "negative_control"])
 def test_one_at_a_time(library_file, turns_file, tmp_path, in_turns):
-    """Three processes write who they are and look again: in turns, none ever finds another."""
+    """Three processes write their number and read it again. With turns, none ever reads another's number."""
     shared = tmp_path / "shared"
     shared.write_bytes(bytes(4096))
     context = multiprocessing.get_context("spawn")

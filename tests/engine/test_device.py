@@ -1,4 +1,4 @@
-"""Names of devices, and when torch is asked whether there is a GPU."""
+"""The choice of a device, and when it asks torch whether there is a GPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_torch_that_was_built_for_cpus_finds_no_gpu(monkeypatch):
 
 
 def test_without_torch_it_is_asked_for(monkeypatch):
-    """A machine with a GPU then has an error that says so, and does not compute on its processors."""
+    """So a machine with a GPU reports that torch is missing, instead of computing on its processors."""
 
     def missing(name):
         raise PackageNotFoundError(name)

@@ -1,4 +1,4 @@
-"""Building and running in one thread."""
+"""An engine is built and run in one thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def test_what_is_built_runs_in_the_thread_that_built_it():
 
     engine = EngineThread("engine", build=build, run=run, on_failure=lambda _: None)
     assert await engine.build() == "parts"
-    assert len(threads) == 1  # it waits to be told
+    assert len(threads) == 1  # `run` waits for a call
     engine.run()
     assert await asyncio.to_thread(done.wait, PATIENCE_SECONDS)
     assert threads == [threads[0], (threads[0], "parts")]

@@ -1,4 +1,4 @@
-"""Features that a runner computes beside logits: the same as torch makes of transformers' own hidden states."""
+"""Features that a runner computes, compared with those that torch computes from transformers' hidden states."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Node(CachedRunner):
         return super().features(self.reduction.plane_name, table, positions)
 
     def features_of(self, token_ids, chunk, *, num_logits=0, **options):
-        """[num_tokens, width], computed in chunks of a fresh sequence."""
+        """Computes a new sequence in chunks and returns its features: [num_tokens, width]."""
         table = self.table(len(token_ids))
         self.prefill(token_ids, table, chunk=chunk, num_logits=num_logits, **options)
         return self.features(table, range(len(token_ids)))
@@ -89,7 +89,7 @@ def own_model(directory):
 
 @functools.cache
 def own_hidden_states(directory, token_ids):
-    """By tap, [num_tokens, HIDDEN] each; behind the final norm as one more."""
+    """Returns the states [num_tokens, HIDDEN] of every tap, and as one more those after the final norm."""
     own, last = own_model(directory), []
     with torch.inference_mode(), own.model.norm.register_forward_pre_hook(lambda module, args: last.append(args[0])):
         hidden = own(torch.tensor([token_ids]), output_hidden_states=True, use_cache=False).hidden_states
@@ -97,7 +97,7 @@ def own_hidden_states(directory, token_ids):
 
 
 def expected_features(model, reduction, token_ids):
-    """[num_tokens, width] of transformers' own forward, in float32."""
+    """Returns the features [num_tokens, width] of transformers' own forward pass, in float32."""
     hidden = own_hidden_states(model.directory, tuple(token_ids))
     taps = [tap + (tap == NUM_LAYERS and reduction.takes_final_norm) for tap in reduction.taps]
     return reduction(torch.cat([hidden[tap] for tap in taps], dim=-1))

@@ -1,7 +1,7 @@
-"""How many kernels a fused decoder launches, and that nothing in it waits: under torch's FakeTensorMode, in true sizes.
+"""How many kernels a fused decoder launches for models of real sizes, and that it never waits, in FakeTensorMode.
 
-Each is a launch, and memory that is read and written once more: they decide how far a step is above the time in which
-the weights can be read.
+Every kernel costs a launch and reads and writes memory. The fewer there are, the closer a step comes to the time that
+reading the weights takes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VIEWS = {
     "new_empty", "permute", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind",
     "unsqueeze", "view",
 }  # fmt: skip
-"""Operations that launch nothing."""
+"""Operations that launch no kernel."""
 LLAMA_8B = {
     "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 8192,
@@ -47,7 +47,7 @@ CHUNK = [SequenceRows([0] * 4096, 0, range(256), num_logits=1)]
 
 
 class Launches(TorchDispatchMode):
-    """By name, how many there were of torch's kernels and of our own."""
+    """A counter of the launches of torch's kernels and ours, by name."""
 
     def __init__(self, monkeypatch):
         super().__init__()
@@ -59,7 +59,7 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
-        if name not in VIEWS and "cuda" in devices_of((args, kwargs)):  # the batch's copy to the GPU is none
+        if name not in VIEWS and "cuda" in devices_of((args, kwargs)):  # the batch's copy to the GPU does not count
             self.by_name[name] += 1
         return result
 
@@ -83,7 +83,7 @@ class FakeKernel:
 def launches(monkeypatch):
     pytest.importorskip("triton")
     register_attention()
-    for name in ("uniform_", "normal_"):  # weights have no values here, and these would ask for the real device
+    for name in ("uniform_", "normal_"):  # fake weights have no values, and these functions would need a real device
         monkeypatch.setattr(torch.Tensor, name, lambda tensor, *_arguments, **_keywords: tensor)
     launches = Launches(monkeypatch)
     with fake_gpu(monkeypatch):
@@ -115,7 +115,7 @@ def runner_of(architecture, num_layers, *, is_deterministic=False, features=None
 
 
 def count(launches, runner, rows):
-    """Of one forward, by name."""
+    """Counts the launches of one forward pass, by name."""
     launches.by_name.clear()
     with OneDevice(), launches:
         logits = runner.forward(build_input_batch(rows, 16))

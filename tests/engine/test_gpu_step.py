@@ -1,4 +1,4 @@
-"""A whole step of a node on a GPU, as far as a machine without one can tell: devices, and where the host waits.
+"""A whole step of a node on a simulated GPU: the devices of tensors, and where the host waits.
 
 Everything runs under torch's FakeTensorMode with a model, a cache and logits on device cuda.
 """
@@ -71,7 +71,7 @@ SETTINGS = [
     ]
 )
 def backend(request, monkeypatch):
-    """The attention's name; with torch's no Triton kernel is there."""
+    """The name of the attention backend. With torch_sdpa, triton cannot be imported."""
     if request.param == "torch_sdpa":
         monkeypatch.setitem(sys.modules, "triton", None)
         return request.param
@@ -95,7 +95,7 @@ def backend(request, monkeypatch):
 
 @pytest.fixture
 def sampler(backend):
-    """Made before tensors are fake: it reads the mask of known ids."""
+    """Made before tensors are fake, because it reads the mask of known ids."""
     return Sampler(vocab_size=VOCAB_SIZE, known_token_ids=torch.ones(VOCAB_SIZE, dtype=torch.bool), device=GPU)
 
 
@@ -112,7 +112,7 @@ def node(backend, sampler, gpu, monkeypatch):
     package.__spec__ = ModuleSpec("flash_attn", None)
     package.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    for name in ("uniform_", "normal_"):  # weights have no values here, and these would ask for the real device
+    for name in ("uniform_", "normal_"):  # fake weights have no values, and these functions would need a real device
         monkeypatch.setattr(torch.Tensor, name, lambda tensor, *_arguments, **_keywords: tensor)
     config = AutoConfig.for_model(
         "llama", vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
@@ -140,7 +140,7 @@ def node(backend, sampler, gpu, monkeypatch):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """How many numbers the host has read, each time."""
+    """The number of values in each of the host's reads."""
     sizes = []
 
     def download(numbers):
@@ -152,7 +152,7 @@ def reads(monkeypatch):
 
 
 def drafts(sampler, methods=(VerificationMethod.COUPLED,), logprobs=(None,)):
-    """Of the sequences of BATCH that want logits, once for each method and kind of logprobs."""
+    """Yields the drafts of BATCH's sequences with logits, for each method and kind of logprobs."""
     for method, wanted in itertools.product(methods, logprobs):
         for settings, draft, position in zip(SETTINGS, [(6, 7, 8, 9), ()], [45, 8], strict=True):
             state = sampler.start(
@@ -189,7 +189,7 @@ def test_every_method_waits_once_for_its_tokens_and_their_logprobs(node, reads, 
 
 
 def test_no_request_compiles_a_sampling_kernel_or_waits_twice(node, reads):
-    """To compile would be seconds within a step, more than a node may be silent."""
+    """A compilation would take seconds within a step, longer than a node may be silent."""
     filters = [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.2}, {"temperature": 0.0}, {"frequency_penalty": 0.3}]
     logprobs = [None, *(LogprobsRequest(num_top=3, mode=mode) for mode in LogprobsMode)]
     Kernel.compiled.clear()
@@ -221,7 +221,7 @@ def test_no_request_compiles_a_sampling_kernel_or_waits_twice(node, reads):
     ],
 )
 def test_a_wait_or_a_mix_is_noticed(monkeypatch, question, error):
-    """The negative control of all of these."""
+    """This is the negative control of all tests here."""
     with fake_gpu(monkeypatch), OneDevice():
         logits = torch.empty(4, VOCAB_SIZE, device=GPU)
         with pytest.raises(error):
@@ -244,7 +244,7 @@ def test_a_draft_model_waits_once_for_siblings_and_what_they_were_drawn_from(nod
 
 @pytest.mark.usefixtures("gpu_memory")
 def test_no_step_without_graphs_compiles_attention_or_takes_more_memory_than_were_tried(node, monkeypatch):
-    """Where a context is long, its keys are split, and FlashAttention's are laid side by side."""
+    """Keys of a long context are split, and FlashAttention gathers them."""
     gathered, own = [], FlashAttention.attend
     monkeypatch.setattr(
         FlashAttention, "attend", lambda *args: gathered.append(getattr(args[1], "max_seq_len", 0)) or own(*args)
@@ -262,7 +262,7 @@ def test_no_step_without_graphs_compiles_attention_or_takes_more_memory_than_wer
 
 @pytest.fixture
 def gpu_memory(monkeypatch):
-    """A GPU of 20 MB of which 12 are free; this process has 1,000 bytes of it, and 9,000 in its largest step."""
+    """A GPU with 12 of 20 MB free. This process has reserved 1,000 bytes, and 9,000 in its largest step."""
     for name, value in (
         ("memory_reserved", 1000),
         ("max_memory_reserved", 9000),
@@ -287,7 +287,7 @@ def test_the_pool_leaves_free_what_the_largest_step_takes(node):
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("has_rollouts", [False, True])
 def test_a_rehearsal_leaves_nothing_behind(node, monkeypatch, has_rollouts, is_fused):
-    """Neither its cache nor its graphs, even before a garbage collection. The largest graphs stand for all."""
+    """Its cache and graphs are freed even without a garbage collection. Only the largest graphs are captured."""
     kept = []
 
     class Graph:
@@ -319,7 +319,7 @@ def test_a_rehearsal_leaves_nothing_behind(node, monkeypatch, has_rollouts, is_f
         gc.enable()
     has_graphs = node.attention.can_be_captured
     assert len(kept) == 1 + 2 * has_graphs
-    num_forwards = 4 + 2 + has_rollouts * 6 * (1 + 2 + 3 + 4 + 5 + 7)  # of 1 to 8 rows, of trees from 4 rows on
+    num_forwards = 4 + 2 + has_rollouts * 6 * (1 + 2 + 3 + 4 + 5 + 7)  # for 1 to 8 rows, and for trees from 4 rows on
     layer_bytes = open_runner.FUSED_LAYER_BYTES if is_fused else open_runner.GRAPH_LAYER_BYTES
     assert taken == 8000 + has_graphs * num_forwards * node.loaded.spec.num_layers * layer_bytes
     assert [each for each in kept if each() is not None] == []
@@ -359,12 +359,12 @@ def test_what_is_laid_out_ahead_is_not_on_the_gpu_before_its_token_ids_are(node)
 
 
 LONG_CHUNK = SequenceRows(range(300), 40, range(22), num_logits=0)
-"""FlashAttention has it, where it is there."""
+"""A chunk that FlashAttention computes if it is the backend."""
 
 
 @pytest.mark.parametrize("chunk", [BATCH[2], LONG_CHUNK])
 def test_a_forward_without_logits_reads_nothing(node, chunk):
-    """Chunks of prompts."""
+    """The forward computes a chunk of a prompt."""
     done = []
     with OneDevice(), Operations() as operations:
         logits = node.runner.forward(build_input_batch([chunk], 16), on_layer_done=done.append)

@@ -28,7 +28,7 @@ with loading_turn(["cuda:0"], print):
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
-    """Of the locks, of GPUs that have their own names as UUIDs."""
+    """The folder of the locks. A GPU's UUID is its name here."""
 
     class Properties:
         def __init__(self, device):
@@ -49,7 +49,7 @@ def test_one_process_loads_at_a_time_on_each_gpu():
             threading.Event().wait(0.02)
             inside.remove(devices)
 
-    wanted = [["cuda:0"], ["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"], ["cuda:1"]]  # the order would be a deadlock
+    wanted = [["cuda:0"], ["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"], ["cuda:1"]]  # deadlocks without an order
     threads = [threading.Thread(target=load, args=(devices,)) for devices in wanted]
     for thread in threads:
         thread.start()

@@ -1,4 +1,4 @@
-"""Our forward over the paged cache against transformers' own, for every family of tiny models."""
+"""Our forward pass over the paged cache, compared with transformers' own, for tiny models of every family."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def node(loaded):
 
 @functools.cache
 def own_model(directory):
-    """The same checkpoint as transformers alone runs it: its attention, its linear layers."""
+    """Loads the same checkpoint with transformers' own attention and linear layers."""
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
 
 
@@ -93,7 +93,7 @@ def test_a_rejected_draft_leaves_nothing_behind(loaded, node):
 
 
 def test_a_tree_of_drafts_is_verified_in_one_pass(loaded, node):
-    """The true tokens are among siblings; after the verdict their slots are moved, and decoding goes on."""
+    """The right tokens have siblings. After the verification their slots are moved, and decoding continues."""
     blocks = node.table(len(PROMPT))
     node.prefill(PROMPT[:40], blocks)
     token_ids, parents = [PROMPT[40], 7, PROMPT[41], 8, PROMPT[42], 9, PROMPT[43]], (-1, -1, 0, 1, 1, 3)

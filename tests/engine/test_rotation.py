@@ -1,4 +1,4 @@
-"""Cosines and sines by operations that IEEE 754 rounds: right, and the same on every machine."""
+"""Cosines and sines of rotations are right, and have the same bits on every machine."""
 
 from __future__ import annotations
 

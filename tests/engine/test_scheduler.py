@@ -165,7 +165,7 @@ def test_nothing_is_admitted_in_a_step_that_preempts():
     decoding(scheduler, 1, num_tokens=4)
     decoding(scheduler, 2, num_tokens=12)
     waiting(scheduler, 3, num_tokens=1, priority=9)
-    assert scheduler.plan().admitted == ()  # one block would have to stay for each that runs
+    assert scheduler.plan().admitted == ()  # a block is kept free for each running sequence
     run(scheduler.plan())
     plan = scheduler.plan()
     assert [s.key for s in plan.preempted] == [2]
@@ -201,7 +201,7 @@ def test_a_preempted_sequence_comes_back_through_the_prefix_cache():
 
 def test_when_others_hold_the_blocks_the_oldest_sits_the_step_out():
     scheduler = make_scheduler(num_blocks=2)
-    held = scheduler._pool.allocate(1)  # a transfer under way
+    held = scheduler._pool.allocate(1)  # like a running transfer
     sequence = decoding(scheduler, 1, num_tokens=4)
     run(scheduler.plan())
     waiting(scheduler, 2, num_tokens=1)

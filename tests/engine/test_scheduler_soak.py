@@ -1,4 +1,4 @@
-"""Scheduler, pool and cache together under load: the right tokens for everybody, no block lost, nobody starved."""
+"""Scheduler, pool and cache under load: all tokens are right, no block is lost and no sequence starves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def oracle(context: Sequence[int], num_wanted: int) -> list[int]:
 
 
 def often_wrong(context: Sequence[int], num_wanted: int) -> list[int]:
-    """Right for the first tokens, then wrong, then right again after the wrong one."""
+    """Drafts right tokens, then a wrong one, then tokens that would be right after it."""
     draft = MODEL.generate(context, num_wanted)
     wrong = len(context) % (num_wanted + 1)
     if wrong < num_wanted:
@@ -42,7 +42,7 @@ def often_wrong(context: Sequence[int], num_wanted: int) -> list[int]:
 
 @dataclass
 class MiniLoop:
-    """The smallest loop over an engine: plan, forward, accept, truncate. Checks the pool after every step."""
+    """A minimal loop over an engine: plan, forward, accept, truncate. It checks the pool after every step."""
 
     engine: ScriptedEngine
     drafter: Drafter

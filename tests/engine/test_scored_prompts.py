@@ -1,4 +1,4 @@
-"""How a step's rows are shared where logprobs of prompts are wanted."""
+"""How a step's rows are divided if logprobs of prompts are requested."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LONG = 3 * MAX_SCORED_ROWS
 
 
 def scored(scheduler, key, num_tokens=LONG, *, num_unscored=1, needs_logits=True, **fields):
-    """A waiting sequence; of a prompt all but its last token are scored."""
+    """Adds a waiting sequence whose prompt is scored, except its first `num_unscored` tokens."""
     token_ids = [1000 + key] * num_tokens
     scoring = PromptScoring(token_ids[num_unscored:], 0)
     sequence = EngineSequence(
@@ -21,7 +21,7 @@ def scored(scheduler, key, num_tokens=LONG, *, num_unscored=1, needs_logits=True
 
 
 def step(scheduler):
-    """A step, and what is told of the prompts that it scores."""
+    """Runs a step, which also records the logprobs of the prompts that it scores."""
     plan = scheduler.plan()
     for item in plan.scheduled:
         if item.scored_token_ids:
@@ -71,7 +71,7 @@ def test_rows_that_nobody_asked_to_score_follow_in_other_steps():
 
 
 def test_the_last_row_of_a_prompt_may_be_scored():
-    """On a prefill node, which computes no row of the prompt's last token."""
+    """This happens on a prefill node, which computes no row of the prompt's last token."""
     scheduler = make_scheduler()
     sequence = scored(scheduler, 1, 1, num_unscored=0, needs_logits=False)
     plan = scheduler.plan()

@@ -1,4 +1,4 @@
-"""Nodes that start at once on one GPU: locks, measures and sizes are ours; torch's allocator and the models are not."""
+"""Nodes that start at the same time on one GPU. Locks and sizes are real; torch's allocator and models are fakes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LLAMA_1B = replace(LLAMA_8B, num_layers=16, head_dim=64)
 
 @dataclass(frozen=True)
 class Kind:
-    """What a node computes, and what it takes for that."""
+    """What a node computes, and the memory that this takes."""
 
     spec: ModelSpec
     weight_bytes: int
@@ -53,7 +53,7 @@ KINDS = {
 
 
 class Runner:
-    """Takes memory as its node's steps do."""
+    """A runner that takes as much memory as its node's steps."""
 
     is_asynchronous = True
 
@@ -104,12 +104,12 @@ class Node:
                 graphs=self.kind.graphs,
                 may_shorten=not self.max_model_len,
             )
-        self.gpu.take(self.kind.step_bytes)  # the largest step, while others start
+        self.gpu.take(self.kind.step_bytes)  # the largest step runs while others start
         return self
 
 
 def in_a_process(run):
-    """A future; each has a thread of its own, unlike those of an executor."""
+    """Returns a future. Each call has a thread of its own, unlike with an executor."""
     future = Future()
 
     def complete():
@@ -124,7 +124,7 @@ def in_a_process(run):
 
 @pytest.fixture
 def start(monkeypatch, tmp_path):
-    """start(total_bytes, shares) of a GPU by the node's name: all nodes at once, which must fit; returns them."""
+    """start(total_bytes, shares by node) starts all nodes at the same time on one GPU, and returns them by name."""
 
     class Cache(PagedKVCache):
         def __init__(self, planes, *, num_blocks, block_size, device, num_scratch_blocks, kernels=None):

@@ -1,4 +1,4 @@
-"""The discipline of captured steps, which a CPU can check: what they read, where, and that padding changes nothing."""
+"""Rules for captured steps that a CPU can check: what they read from where, and that padding changes nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TREES = GraphShapes(has_trees=True)
 
 
 def batch_of(*sequences):
-    """Of (tokens, start) of each sequence, which has four blocks; or (tokens, start, parents)."""
+    """Builds a batch of sequences with four blocks each, given as (tokens, start) or (tokens, start, parents)."""
     return build_input_batch(
         [
             SequenceRows(tokens, start, range(4 * index, 4 * index + 4), len(tokens), *parents)
@@ -54,7 +54,7 @@ def batch_of(*sequences):
 )
 @pytest.mark.parametrize("num_logits", [0, 1, None])
 def test_buckets_hold_their_batches(rows, num_rows, num_logits):
-    """However few of their rows have logits: chunks of prompts run beside answers."""
+    """The number of rows with logits does not matter: steps mix prompt chunks and answers."""
     sequences = [SequenceRows([1] * count, 0, range(16), count if num_logits is None else num_logits) for count in rows]
     found = TREES.bucket_of(build_input_batch(sequences, BLOCK_SIZE))
     assert found == (num_rows and Bucket(num_rows))
@@ -74,14 +74,14 @@ def test_trees_run_as_they_are_where_none_are_captured_and_tables_where_the_buff
     assert TREES.bucket_of(tree) == Bucket(4, has_trees=True)
     assert GraphShapes().bucket_of(tree) is None
     chain = [SequenceRows([1] * 60, 0, range(4), 60, range(-1, 58))]
-    assert TREES.bucket_of(build_input_batch(chain, BLOCK_SIZE)) is None  # longer paths than there is room for
+    assert TREES.bucket_of(build_input_batch(chain, BLOCK_SIZE)) is None  # paths are too long for the buffer
     for num_blocks, found in ((MAX_TABLE_BLOCKS - 1, Bucket(1)), (MAX_TABLE_BLOCKS, None)):
         longest = [SequenceRows([1], num_blocks - 1, range(num_blocks), 1)]
         assert TREES.bucket_of(build_input_batch(longest, block_size=1)) == found
 
 
 def test_every_bucket_of_a_batch_is_captured():
-    """Whatever is met while serving: nothing is captured then."""
+    """Nothing is captured while a node serves, so every bucket must exist before."""
     for shapes in (GraphShapes(1), GraphShapes(100, has_trees=True), TREES):
         captured = set(shapes.buckets)
         for num_rows in range(1, 300):
@@ -107,7 +107,7 @@ def test_padding_is_a_sequence_in_the_scratch_block_then_some_without_rows():
 
 @pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 200])
 def test_padding_is_an_ordinary_batch_however_many_rows_it_has(num_rows):
-    """As build_input_batch would lay it out."""
+    """The result equals that of build_input_batch."""
     bucket = Bucket(256)
     batch = build_input_batch([SequenceRows([7] * (256 - num_rows), 3, range(17), 1)], BLOCK_SIZE)
     padded = pad(batch, bucket, SCRATCH)
@@ -137,7 +137,7 @@ def model(tiny_model):
 
 
 def test_padding_changes_no_other_row(model):
-    """With kernels whose rows have the same bits in any batch, or torch's."""
+    """Native kernels give equal bits, torch's kernels close numbers."""
     cache = PagedKVCache(
         model.spec.planes,
         num_blocks=SCRATCH,
@@ -161,7 +161,7 @@ def test_padding_changes_no_other_row(model):
 
 
 def capture_on_a_cpu(run):
-    """A graph as far as a CPU has one: the same call again."""
+    """Simulates a graph on a CPU, which repeats the call."""
     run()
     return run
 
@@ -185,7 +185,7 @@ def test_a_captured_step_reads_and_writes_the_same_addresses():
     def forward(batch):
         tensors = batch.on(CPU)
         seen.append([getattr(tensors, name).data_ptr() for name in FIELD_NAMES])
-        assert len({address % 16 for address in seen[-1]}) == 1  # or each alignment would be a kernel
+        assert len({address % 16 for address in seen[-1]}) == 1  # or a kernel would be compiled for each alignment
         numbers = (tensors.token_ids * 1000 + tensors.positions).float().unsqueeze(1)
         return numbers.index_select(0, tensors.logits_rows) if batch.selects_logits else numbers
 
@@ -225,7 +225,7 @@ def test_a_batch_can_be_padded_before_its_tokens_are_known():
 
 @pytest.mark.triton
 def test_a_model_with_our_attention_can_be_captured(model):
-    """Whatever a forward takes from the host is the same for a whole bucket: the interpreter's kernels show it."""
+    """Everything that a forward takes from the host is the same for a whole bucket. Interpreted kernels show it."""
     pytest.importorskip("triton")
     from tests.support.interpreted_triton import interpreted_attention
 
@@ -242,7 +242,7 @@ def test_a_model_with_our_attention_can_be_captured(model):
     captured._graphs = graphs_of(captured._compute, GraphShapes(8, has_trees=True), captured._attention.plan)
     for tokens, start, *parents in (([1, 2, 3], 0), ([7], 3), ([8, 9, 4], 4, (-1, -1)), ([5], 7), ([3] * 6, 8)):
         rows = [
-            SequenceRows(tokens, start, range(4), min(len(tokens), 3), *parents),  # the last one as prompt chunks have
+            SequenceRows(tokens, start, range(4), min(len(tokens), 3), *parents),  # at most 3, as for prompt chunks
             SequenceRows([6], 3 * (start > 0), range(4, 8), 1),
         ]
         batch = [build_input_batch(rows, BLOCK_SIZE) for _ in runners]
@@ -259,7 +259,7 @@ class Stream(str):
 
 
 def test_steps_are_captured_on_their_own_device_in_one_stream_without_garbage_collection(monkeypatch):
-    """Another device than the current one, which is the first."""
+    """The device is not the current one, which is the first."""
     places, events, modes, numbers = ["cuda:0"], [], [], itertools.count(1)
 
     @contextlib.contextmanager

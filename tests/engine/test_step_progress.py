@@ -1,4 +1,4 @@
-"""What a node says of the step at hand: enough for others to tell a long one from a death."""
+"""A node's reports on its current step, from which others tell a long step from a dead node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.fake_clock import FakeClock
 
 
 class Watched:
-    """The progress of a node, its clock, and who watches it from afar."""
+    """The progress of a node, its clock, and a watcher in another process."""
 
     def __init__(self):
         self.clock = FakeClock()
@@ -109,7 +109,7 @@ def test_a_step_that_others_hold_up_for_long_is_no_death(node):
 def test_what_comes_before_the_rows_are_known_is_a_part_of_the_step(node):
     node.run_step(num_rows=4, seconds=0.1)
     node.progress.begin()
-    assert node.progress.at_hand.expected_seconds == 0.1  # as the last one
+    assert node.progress.at_hand.expected_seconds == 0.1  # like the last step
     for _ in range(20):
         node.clock.advance(0.5)
         node.report()
@@ -128,7 +128,7 @@ def test_a_long_step_that_was_expected_to_be_short_before_its_rows_were_known_is
     node.run_step(num_rows=512, seconds=5.0)
     node.run_step(num_rows=1, seconds=0.01)
     node.progress.begin()
-    node.report()  # just then
+    node.report()  # at this moment
     node.progress.expect(512)
     for _ in range(25):
         node.clock.advance(0.2)

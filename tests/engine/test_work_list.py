@@ -1,4 +1,4 @@
-"""The work lists of our attention kernel: each row's keys once, evenly over programs, in bounded memory."""
+"""The work lists of our attention kernel cover each row's keys once, evenly over programs, in bounded memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QWEN_05B = WorkLists(Tile(), num_heads=14, num_kv_heads=2, num_programs=PROGRAMS
 
 
 def batch_of(*sequences):
-    """Of (rows, tokens before them), or (rows, tokens before them, parents)."""
+    """Builds a batch of sequences, given as (rows, tokens before them) or (rows, tokens before them, parents)."""
     rows = []
     for num, start, *parents in sequences:
         blocks = array("i", bytes(4 * -(-(start + num) // 16)))
@@ -28,7 +28,7 @@ def batch_of(*sequences):
 
 
 def parts(plan, batch, lists):
-    """Items [n, 7], and the first partial of each row."""
+    """Returns the plan's items [n, 7], and the first partial result of each row."""
     num_items, rows_start, num_rows, num_merged = plan[:HEADER_INTS]
     room = lists.max_items(batch.num_rows) if batch.is_padded else num_items
     items, partials = np.split(np.asarray(plan)[HEADER_INTS:], [rows_start - HEADER_INTS])
@@ -95,7 +95,7 @@ def test_every_row_meets_each_of_its_splits_once(lists):
 
 
 def idle_part(plan, batch, lists):
-    """Of the programs' time, if a key takes the same time everywhere."""
+    """Returns the idle share of the programs' time, if every key takes the same time."""
     items, _ = parts(plan, batch, lists)
     starts = lists._split_starts
     ends = np.asarray(batch.arrays.positions)[items[:, 0] + items[:, 1] - 1] + 1

@@ -1,4 +1,4 @@
-"""Processes that take turns. Without pytest, whose import would be most of their start."""
+"""Processes that take turns. They do not import pytest, so that they start quickly."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from outrider.engine.cpu_kernels.library import KernelLibrary
 from outrider.engine.cpu_turns import CpuTurns, SharedTurns
 
 PATIENCE_SECONDS = 60.0
-LONG = 30.0  # of a wait, or a lease (of which ten seconds count), that must not run out
+LONG = 30.0  # seconds of a wait, or of a lease (limited to ten seconds), that must not end
 
 
 class Party:
-    """A process with a slot, told what to do from here. Answers come in the order of the calls."""
+    """A process with a slot, which runs the calls that a test sends it, and answers in their order."""
 
     def __init__(self, library_file, turns_file, min_lease_seconds):
         context = multiprocessing.get_context("spawn")
@@ -58,7 +58,7 @@ class Party:
         return self.told("num_taken_from_others")
 
     def stop(self):
-        """Returns once it stands still."""
+        """Stops the process, and returns when it has stopped."""
         os.kill(self._process.pid, signal.SIGSTOP)
         _, status = os.waitpid(self._process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
@@ -101,7 +101,7 @@ def look_twice(number, library_file, turns_file, shared, start, results):
         for _ in range(1000):
             assert turns.take(LONG)
             memory[0] = number
-            time.sleep(1e-5)  # so that others run meanwhile
+            time.sleep(1e-5)  # so that other processes run
             num_met += memory[0] != number
             turns.give()
     results.put(num_met)

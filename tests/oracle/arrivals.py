@@ -1,4 +1,4 @@
-"""All arrivals of a decision, in numpy: Philox4x32-10 and what is made of its words, nothing skipped."""
+"""All arrival times of a decision in numpy, from Philox4x32-10, without any shortcut."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEY_STEPS = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 
 
 class RaceKey(NamedTuple):
-    """What alone decides the arrivals of one decision."""
+    """Everything that decides the arrival times of one decision."""
 
     seed: int  # uint64
     sample: int
@@ -27,7 +27,7 @@ class RaceKey(NamedTuple):
 
 
 def philox4x32(counter: tuple[npt.ArrayLike, ...], seed: int) -> tuple[Words, Words, Words, Words]:
-    """Four words for each counter of four, which broadcast together."""
+    """Returns four words for each counter. The four parts of a counter are broadcast together."""
     c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
     k0, k1 = np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32)
     for _ in range(10):
@@ -38,7 +38,7 @@ def philox4x32(counter: tuple[npt.ArrayLike, ...], seed: int) -> tuple[Words, Wo
 
 
 def exponential(words: Words) -> Floats:
-    """E(w) = -log1p(-min((w + 1/2) / 2^32, 1 - 2^-24)) in float32."""
+    """Returns E(w) = -log1p(-min((w + 1/2) / 2^32, 1 - 2^-24)) in float32."""
     uniform = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
     uniform = np.minimum(uniform, np.float32(1.0 - 2.0**-24))
     rounded = np.float32(1.0) - uniform
@@ -46,7 +46,7 @@ def exponential(words: Words) -> Floats:
 
 
 def all_arrivals(key: RaceKey, num_ids: int) -> Floats:
-    """a(v) of every id: [num_ids] float32."""
+    """Returns the arrival times a(v) of all ids: [num_ids] float32."""
     num_blocks = -(-num_ids // 64)
     w0, w1, _, _ = philox4x32((np.arange(num_blocks), key.position, key.sample, 0), key.seed)
     first = exponential(w0) * np.float32(1 / 64)

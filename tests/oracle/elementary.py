@@ -1,4 +1,4 @@
-"""Logarithm and exponential as `outrider.engine.sampler.elementary` has them, in numpy."""
+"""The logarithm and exponential of `outrider.engine.sampler.elementary`, written again in numpy."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ _LOWEST = np.float32(-32.0)
 
 
 def logarithm(values: Floats, rests: Floats | None = None) -> Floats:
-    """log(value + rest), as `outrider.engine.sampler.elementary.logarithm`: same shape, float32."""
+    """Returns log(value + rest) as `outrider.engine.sampler.elementary.logarithm` does: same shape, float32."""
     bits = values.view(np.int32)
-    exponents = (bits - _SQRT_HALF_BITS) >> _MANTISSA_BITS  # such that mantissas lie in [sqrt(1/2), sqrt(2))
+    exponents = (bits - _SQRT_HALF_BITS) >> _MANTISSA_BITS  # so that mantissas are in [sqrt(1/2), sqrt(2))
     f = (bits - (exponents << _MANTISSA_BITS)).view(np.float32)
     f -= _ONE
     if rests is not None:
@@ -65,13 +65,13 @@ def logarithm(values: Floats, rests: Floats | None = None) -> Floats:
 
 
 def masses_of(values: Floats, largest: Floats | np.float32) -> npt.NDArray[np.int64]:
-    """e^(value - largest) in steps of 2^-44, as `outrider.engine.sampler.elementary.masses_of`: same shape, int64."""
+    """Returns e^(value - largest) in steps of 2^-44, like `masses_of` of the sampler: same shape, int64."""
     with np.errstate(invalid="ignore"):
         x = values - largest
     infinite = np.isinf(largest)
-    if infinite.any():  # a bias beyond float32, or nothing left: the infinite ones share everything
+    if infinite.any():  # a bias beyond float32, or no id left: the infinite values share the mass
         x = np.where(infinite, np.where(values == largest, np.float32(0.0), _LOWEST), x)
-    np.maximum(x, _LOWEST, out=x)  # what is less rounds to 0
+    np.maximum(x, _LOWEST, out=x)  # smaller values round to 0
     exponents = np.rint(x * _LOG2_E)
     x -= exponents * _LOG2_HIGH
     x -= exponents * _LOG2_LOW
@@ -87,7 +87,7 @@ def masses_of(values: Floats, largest: Floats | np.float32) -> npt.NDArray[np.in
 
 
 def _evaluate(coefficients: Floats, x: Floats) -> Floats:
-    """The polynomial with these coefficients, that of the highest power first."""
+    """Evaluates a polynomial. The coefficient of the highest power comes first."""
     value = np.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:
         value *= x

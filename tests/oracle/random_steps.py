@@ -14,11 +14,11 @@ from tests.support.random_masks import RandomMasks
 from tests.support.sampler_kinds import SamplerKind, SamplerOfKind
 
 NUM_STEPS = {1: 20, 2: 20, 63: 30, 64: 30, 65: 30, 300: 40, 1000: 40, 5000: 40, 49_152: 4, 151_936: 2}
-"""Random steps by size of the vocabulary; a quarter of them but in a full run."""
+"""Number of random steps by size of the vocabulary. Only a full run has all of them; others have a quarter."""
 
 
 def ranks(noise):
-    """Logarithms of 1, 2, …: as many as there is noise."""
+    """Returns the logarithms of 1, 2, …, len(noise)."""
     return np.log(np.arange(1, len(noise) + 1))
 
 
@@ -38,20 +38,20 @@ ROW_OF = {
     "huge": lambda noise, _: noise * 1e38,
     "infinite": lambda noise, _: np.where(noise > 2.5, np.inf, noise),
 }
-"""By the name of a shape: a row [vocab_size] of normal noise [vocab_size] and a generator of more."""
+"""Functions by the name of a shape. They make a row [vocab_size] from normal noise [vocab_size] and a generator."""
 
 SHAPES = list(ROW_OF)
 
 
 def logits_of(shape, vocab_size, rng):
-    """One row: [vocab_size] float32."""
+    """Returns one row: [vocab_size] float32."""
     with np.errstate(over="ignore"):
         row = ROW_OF[shape](rng.standard_normal(vocab_size), rng).astype(np.float32)
     return (row.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32) if shape == "bfloat16" else row
 
 
 def random_params(rng, vocab_size, **fixed):
-    """`fixed`: settings that are not random."""
+    """Makes random parameters. `fixed`: settings that are not random."""
     choices = {
         "temperature": [0.0, 0.3, 0.7, 1.0, 1.0, 1.5, 20.0, 1e30],
         "top_p": [1.0, 1.0, 1.0, 1e-6, 0.1, 0.5, 0.9, 0.95, 0.999],
@@ -77,7 +77,7 @@ def some_ids(rng, limit, most):
 
 
 def random_known(rng, vocab_size):
-    """Padding at the end and holes, sometimes; at least one id is known."""
+    """Makes a mask of known ids, sometimes with padding at the end and holes. At least one id is known."""
     known = np.ones(vocab_size, dtype=np.bool_)
     if rng.random() < 0.5:
         known[vocab_size - int(rng.integers(0, vocab_size // 3 + 1)) :] = False
@@ -88,7 +88,7 @@ def random_known(rng, vocab_size):
 
 
 class Pair:
-    """The same samples in a sampler of torch, or in one for each of several kinds, and last in the oracle."""
+    """The same samples in a torch sampler or in samplers of several kinds, and last in the oracle."""
 
     def __init__(self, vocab_size, known, *kinds, device="cpu"):
         self.vocab_size, masks = vocab_size, RandomMasks(vocab_size)
@@ -107,14 +107,14 @@ class Pair:
         return states
 
     def decide(self, logits, parts):
-        """`parts`: (states, position, draft ids, assumed ids). Returns what each sampler decides."""
+        """Returns each sampler's decisions. `parts`: (states, position, draft ids, assumed ids)."""
         return [
             sampler.sample(logits, [SampleRows(states[i], *rest) for states, *rest in parts]).token_ids
             for i, sampler in enumerate(self.samplers)
         ]
 
     def check_random_step(self, rng, *, num_sequences, shapes=SHAPES):
-        """Not one id differs, whatever the logits, parameters, histories and drafts; and logits stay as they were."""
+        """Checks that all samplers decide the same ids for a random step, and that the logits stay unchanged."""
         logits, parts = random_step(rng, self, self.vocab_size, num_sequences, shapes)
         before = logits.copy()
         *found, expected = self.decide(logits, parts)
@@ -123,7 +123,7 @@ class Pair:
 
 
 def random_step(rng, pair, vocab_size, num_sequences, shapes=SHAPES):
-    """Some sequences of random parameters, histories and drafts, and their logits."""
+    """Makes sequences with random parameters, histories and drafts, and their logits."""
     parts, rows = [], []
     for _ in range(num_sequences):
         states = pair.start(

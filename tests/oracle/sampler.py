@@ -1,8 +1,8 @@
-"""The contract's SamplingParams in numpy, one row at a time: by sorting and by evaluating every token.
+"""The contract's SamplingParams in numpy, one row at a time, with sorting and an evaluation of every token.
 
-What native kernels, numpy and torch decide is compared with this, to the last id. Float32 with the
-operations of `outrider/engine/sampler` where they decide (docs/adr/0016), and nothing of its code
-but what a sample remembers.
+The decisions of native kernels, numpy and torch are compared with these to the last id. The oracle uses float32, with
+the operations of `outrider/engine/sampler` if they affect decisions (docs/adr/0016). Of its code, it uses only the
+state of a sample.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MASS_ONE = 2**44
 
 
 class OracleSampler(Sampler):
-    """As a Sampler, for the same states."""
+    """The oracle in place of a Sampler, with the same states."""
 
     def __init__(self, *, vocab_size: int, known_token_ids: Bools, constraints: GrammarCompiler | None = None) -> None:
         super().__init__(vocab_size=vocab_size, known_token_ids=known_token_ids, constraints=constraints)
@@ -48,7 +48,7 @@ class OracleSampler(Sampler):
 
 
 def edited(logits: Floats, known: Bools, decision: Decision) -> Floats:
-    """Steps 1 to 4: [num_ids] float32, ids up to the last known one."""
+    """Does steps 1 to 4: returns [num_ids] float32, for ids up to the last known one."""
     row = logits.copy()
     row[~known] = -np.inf
     if decision.mask is not None:
@@ -60,7 +60,7 @@ def edited(logits: Floats, known: Bools, decision: Decision) -> Floats:
 def apply_penalties(
     row: Floats, params: SamplingParams, penalties: PenaltyState, assumed_token_ids: Sequence[int]
 ) -> None:
-    """Steps 2 to 4 on `row` [vocab] float32, in place."""
+    """Does steps 2 to 4 on `row` [vocab] float32, in place."""
     if penalties.num_generated + len(assumed_token_ids) < params.min_tokens:
         row[penalties.stop_ids] = -np.inf
     for token_id, bias in params.logit_bias:
@@ -76,10 +76,10 @@ def apply_penalties(
 
 
 def decide(values: Floats, decision: Decision) -> int:
-    """Steps 5 to 7 on `values` [num_ids] float32."""
+    """Does steps 5 to 7 on `values` [num_ids] float32: returns the id."""
     params = decision.params
     if params.is_greedy or np.isnan(values).any():
-        return int(values.argmax())  # numpy promises the first of equals, and of NaN
+        return int(values.argmax())  # numpy guarantees the first of equal values, and of NaN
     values = values / np.float32(params.temperature)
     key = RaceKey(params.seed, decision.state.sample, decision.position)
     scores = values - logarithm(all_arrivals(key, len(values)))
@@ -88,9 +88,9 @@ def decide(values: Floats, decision: Decision) -> int:
 
 
 def kept(values: Floats, params: SamplingParams) -> Bools:
-    """Step 6: [num_ids], by sorting."""
+    """Does step 6 by sorting: returns a mask [num_ids]."""
     is_kept = np.ones(len(values), dtype=np.bool_)
-    order = np.argsort(-values, kind="stable")  # equals by rising id
+    order = np.argsort(-values, kind="stable")  # equal values by ascending id
     if params.min_p > 0.0:
         is_kept &= values >= values.max() + np.float32(math.log(params.min_p))
     if params.top_k > 0:
@@ -105,7 +105,7 @@ def kept(values: Floats, params: SamplingParams) -> Bools:
 
 
 def logprobs_of(logits: Floats, values: Floats, decision: Decision, token_id: int) -> TokenLogprobs | None:
-    """By the sample's mode: of the raw logits [vocab], or of what `values` after step 4 become by steps 5 and 6."""
+    """Returns logprobs by the sample's mode: those of the raw logits [vocab], or of `values` after steps 5 and 6."""
     wanted, params = decision.state.logprobs, decision.params
     if wanted is None:
         return None

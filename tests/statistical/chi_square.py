@@ -1,4 +1,4 @@
-"""Float64 references of what tokens are drawn from, and how far draws lie from them."""
+"""Reference distributions in float64, and the distance of drawn tokens from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Floats = npt.NDArray[np.float64]
 
 SMALL, LARGE = 100, 151_665  # neither is a multiple of 64
 
-# A draw that is exact passes 3.7 in all but one of ten thousand runs; the controls are far off.
+# Exact draws exceed this in one of ten thousand runs; the negative controls exceed it by far.
 PASS = 3.7
 
 
@@ -25,7 +25,7 @@ def large_logits() -> Floats:
 
 
 def probabilities(logits: Floats, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Floats:
-    """Of the filtered distribution, in float64, by sorting."""
+    """Returns the probabilities of the filtered distribution, in float64, by sorting."""
     values = logits.astype(np.float32).astype(np.float64) / temperature
     probs = np.exp(values - values.max())
     order = np.lexsort((np.arange(len(probs)), -probs))
@@ -38,8 +38,8 @@ def probabilities(logits: Floats, *, temperature: float = 1.0, top_k: int = 0, t
 
 
 def chi_square_z(drawn: npt.NDArray[np.int64], probs: Floats, *, num_bins: int = 60) -> float:
-    """How many standard deviations the chi-square lies above what exact draws give (Wilson-Hilferty)."""
-    # The most likely tokens stand alone; the others, by id, share bins of about equal mass.
+    """Returns by how many standard deviations chi-square exceeds that of exact draws (Wilson-Hilferty)."""
+    # The most likely tokens have bins of their own; the others, by id, share bins of about equal mass.
     order = np.argsort(-probs, kind="stable")
     bins = np.empty(len(probs), dtype=np.int64)
     num_alone = min(len(probs), num_bins // 2)
@@ -53,7 +53,7 @@ def chi_square_z(drawn: npt.NDArray[np.int64], probs: Floats, *, num_bins: int =
 
 
 def pairs_z(drawn: npt.NDArray[np.int64], probs: Floats) -> float:
-    """The same for pairs of neighbouring positions over a few classes of tokens: are decisions independent?"""
+    """Returns the same for pairs of neighbouring positions and a few classes of tokens: it tests independence."""
     classes = np.minimum((np.cumsum(probs) * 6).astype(np.int64), 5)
     share = np.bincount(classes, weights=probs, minlength=6)
     pairs = classes[drawn[:-1:2]] * 6 + classes[drawn[1::2]]
@@ -61,13 +61,13 @@ def pairs_z(drawn: npt.NDArray[np.int64], probs: Floats) -> float:
 
 
 def worst_z(drawn: npt.NDArray[np.int64], probs: Floats) -> float:
-    """Of both, for streams of tokens, [num_streams, num_tokens]."""
+    """Returns the larger of both for streams of tokens [num_streams, num_tokens]."""
     return max(chi_square_z(drawn.ravel(), probs), pairs_z(drawn.ravel(), probs))
 
 
 def _z(counts: npt.NDArray[np.int64], share: Floats) -> float:
     if counts[share == 0].any():
-        return np.inf  # drew the impossible
+        return np.inf  # an impossible token was drawn
     counts, share = counts[share > 0], share[share > 0]
     expected = share * counts.sum()
     freedom = len(share) - 1

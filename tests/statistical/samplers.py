@@ -1,4 +1,4 @@
-"""Samplers over one vocabulary, whose ids are all known, with constraints of one mask for all positions."""
+"""Samplers with a vocabulary of known ids only, and with constraints that have one mask for all positions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sampler_of(logits: Floats, kernels: CpuKernels | None) -> Sampler:
 
 
 class ChosenIds:
-    """As a GrammarCompiler: the options of a constraint are the ids that it allows, wherever these stand."""
+    """A stand-in for GrammarCompiler. A constraint's options are the ids that it allows, at every position."""
 
     def __init__(self, vocab_size):
         self._vocab_size = vocab_size
@@ -45,7 +45,7 @@ class _Chosen:
         return []
 
     def masks(self, assumed_token_ids, draft_token_ids):
-        """As of a grammar: what follows a token that it forbids cannot be reached, and may be anything."""
+        """Returns masks like a grammar's. Those after a forbidden token are never used, so they may be anything."""
         num_allowed = 0
         while num_allowed < len(draft_token_ids) and draft_token_ids[num_allowed] in self._ids:
             num_allowed += 1

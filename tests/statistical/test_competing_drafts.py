@@ -38,7 +38,7 @@ from tests.support.verifying import verify_now
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB_SIZE = 12
-DUE, STOP = 0, 3  # places in the logits: of the token that is due, and the stop token
+DUE, STOP = 0, 3  # indices in the base logits: the token that is due, and the stop token
 PERIOD = 7
 NUM_STREAMS = 64
 PROMPT = tuple(4 + place % PERIOD for place in range(2 * PERIOD))
@@ -46,20 +46,20 @@ HEAD_SECONDS = 0.0001
 
 
 def logits_at(base, position):
-    """The target writes a text that repeats: another token is due at each position."""
+    """Returns the target's logits for a text that repeats: at each position, another token is due."""
     values, due = base.astype(np.float32), 4 + position % PERIOD
     values[DUE], values[due] = values[due], values[DUE]
     return values
 
 
 def place_of(token_id, position):
-    """In the base logits."""
+    """Returns the token's index in the base logits."""
     due = 4 + position % PERIOD
     return {DUE: due, due: DUE}.get(token_id, token_id)
 
 
 class ToyHead(DraftForward):
-    """Draws from logits near the target's. `is_unsure`: it is so of what follows any token but the one that was due."""
+    """A head that draws from logits near the target's. `is_unsure`: it is unsure after a token that was not due."""
 
     head = None
 
@@ -84,14 +84,14 @@ class ToyHead(DraftForward):
 
 
 class EndsWhereUnsure(DraftModelProposer):
-    """Whatever it is asked for."""
+    """A proposer whose drafts always end when the head is unsure."""
 
     def propose(self, requests):
         return super().propose([replace(each, min_reach=0.3) for each in requests])
 
 
 def competition_z(*, is_unsure, num_tokens=140, seed=21):
-    """How far the numbers of tokens that were due, of stop tokens and of others lie from their distribution."""
+    """Returns the distance of the numbers of due, stop and other tokens from their distribution."""
     rng, clock = np.random.default_rng(0), SimpleNamespace(now=0.0)
     logits = rng.standard_normal(VOCAB_SIZE) * 0.3
     logits[DUE], logits[STOP] = 6.0, 4.2
@@ -177,6 +177,6 @@ def test_drafts_that_end_at_a_stop_token_bias_nothing():
 
 @pytest.mark.usefixtures("drafts_end_at_stop_tokens")
 def test_sources_that_are_compared_by_what_was_drawn_are_noticed(monkeypatch):
-    """Mistake: a draft that ends early, as it drew a stop token, is thought little of, and a lookup takes its place."""
+    """Mistake: a draft that ends early at a drawn stop token counts as worse, so a lookup replaces it."""
     monkeypatch.setattr(DraftTree, "was_drawn", False)
     assert competition_z(is_unsure=False) > PASS

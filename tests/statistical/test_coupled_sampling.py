@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def draw(
     logits: Floats, num_draws: int, kernels: CpuKernels | None = None, **settings: object
 ) -> npt.NDArray[np.int64]:
-    """Tokens of consecutive positions that all have the same logits, verified 64 rows at a time."""
+    """Draws tokens of consecutive positions with equal logits, 64 rows at a time."""
     sampler = sampler_of(logits, kernels)
     state = sampler.start(SamplingParams(**{"seed": 2024, "max_tokens": 1, **settings}), sample=0, prompt_token_ids=[])
     rows = np.tile(logits.astype(np.float32), (64, 1))
@@ -56,7 +56,7 @@ def test_small_vocabulary(settings, sampler_kernels):
 
 @pytest.mark.parametrize("settings", SETTINGS[:2], ids=str)
 def test_large_vocabulary(settings):
-    """By the quickest kernels: tests/engine compares what others decide with the same oracle, token by token."""
+    """Only the quickest kernels are tested here; tests/engine compares all others with an oracle, token by token."""
     logits = large_logits()
     probs = probabilities(logits, **settings)
     drawn = draw(logits, 1_920, native_kernels(), **settings)
@@ -65,7 +65,7 @@ def test_large_vocabulary(settings):
 
 
 def test_a_wrong_temperature_is_noticed():
-    """Negative control of the test itself."""
+    """This is the negative control of the tests above."""
     for logits, num_draws in ((small_logits(), 6_400), (large_logits(), 1_920)):
         drawn = draw(logits, num_draws, native_kernels(), temperature=1.15)
         assert chi_square_z(drawn, probabilities(logits)) > PASS

@@ -1,8 +1,8 @@
 """Heads of every form behind every verification method: what is committed has the target's distribution.
 
-Random heads draft for a target whose every position has the same logits, from features that have nothing to do with
-them; what matters is that tokens and the probabilities beside them are what the head has drawn, and from what. The
-negative controls are mistakes of such code, built in by a patch. Seeds are fixed: a passing test passes always.
+Random heads draft for a target that has the same logits at every position, from random features. What matters is that
+a draft contains the tokens that the head has drawn and the probabilities from which it has drawn them. The negative
+controls are typical mistakes, built in by a patch. Seeds are fixed: a passing test passes always.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def make_proposer(target_path, tmp_path):
     names = itertools.count()
 
     def make(form, *, in_torch=False):
-        """Its forward and its sampler by native kernels, where there are any."""
+        """By default, forward and sampler use native kernels if there are any."""
         head = open_head(
             make_head(form, tmp_path / f"{form}-{next(names)}", target_path),
             Target.open(target_path),
@@ -78,7 +78,7 @@ def target_logits():
 
 
 class RandomFeatures:
-    """Of all tokens of one text but the newest."""
+    """The features of all tokens of one text except the newest."""
 
     def __init__(self, table, num_tokens):
         self._table, self._num_tokens = table, num_tokens
@@ -91,7 +91,7 @@ class RandomFeatures:
 
 
 def drafts_of(proposer, requests):
-    """Asks until all are done; in the order of `requests`."""
+    """Asks until all proposals are done, and returns them in the order of `requests`."""
     found = {}
     for _ in range(100):
         asked = [request for request in requests if request.sequence_id not in found]
@@ -104,7 +104,7 @@ def drafts_of(proposer, requests):
 
 
 def generate(proposer, method, *, num_tokens=60, **settings):
-    """Tokens of many streams, [NUM_STREAMS, num_tokens], and the share of draft tokens that was accepted."""
+    """Returns tokens of many streams, [NUM_STREAMS, num_tokens], and the share of accepted draft tokens."""
     logits = target_logits()
     sampler = sampler_of(logits, native_kernels())
     verifier, row = RequestVerifier(sampler), logits.astype(np.float32)
@@ -167,7 +167,7 @@ def test_exact_methods_commit_the_targets_distribution(method, settings, in_torc
 
 @pytest.mark.parametrize("form", WITH_OWN_IDS)
 def test_a_race_by_the_heads_own_ids_is_noticed_by_what_is_accepted(form, make_proposer, monkeypatch):
-    """Mistake: a part of the vocabulary races by its places and gets its ids after. Exact, but worth little."""
+    """Mistake: a head's own ids race before they are mapped to the target's. That is exact, but accepts little."""
     _, acceptance = generate(make_proposer(form, in_torch=True), COUPLED, num_tokens=40, temperature=4.0)
     decide = HeadForward._decide
 
@@ -198,7 +198,7 @@ def rejection_z(proposer, **settings):
 
 @pytest.mark.parametrize("form", ["eagle3", "mlp_speculator"])
 def test_the_probabilities_of_another_row_are_noticed(form, make_proposer, monkeypatch):
-    """Mistake: of a batch, each draft token goes along with what its neighbour was drawn from."""
+    """Mistake: in a batch, each draft token gets the probabilities from which its neighbour was drawn."""
     proposer = make_proposer(form)
     distributions = DraftForward._distributions
 
@@ -210,7 +210,7 @@ def test_the_probabilities_of_another_row_are_noticed(form, make_proposer, monke
 
 
 def test_draws_beyond_what_is_sent_are_noticed(make_proposer, monkeypatch):
-    """Mistake: the head draws from all of its ids and sends the likeliest, renormalised."""
+    """Mistake: the head draws from all of its ids, but sends the likeliest ones, renormalised."""
     proposer = make_proposer("mtp")
     monkeypatch.setattr("outrider.speculation.proposers.draft_forward.MAX_DISTRIBUTION_IDS", 8)
     start = DraftForward.start

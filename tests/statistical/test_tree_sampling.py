@@ -26,7 +26,7 @@ NUM_STREAMS = 64
 
 
 def generate(logits, *, num_tokens=60, kernels=None, **settings):
-    """Tokens of streams whose every position has the same logits, [NUM_STREAMS, num_tokens]; and the tokens a step."""
+    """Returns tokens of streams with equal logits everywhere, [NUM_STREAMS, num_tokens], and tokens per step."""
     sampler = sampler_of(logits, kernels)
     verifier = RequestVerifier(sampler)
     params = SamplingParams(**{"seed": 77, "max_tokens": 1 << 20, **settings})
@@ -60,7 +60,7 @@ def test_trees_commit_the_targets_distribution(settings, sampler_kernels, is_ful
 
 
 def test_races_of_rows_instead_of_positions_are_noticed(monkeypatch):
-    """Mistake: a row is taken to decide the position of its slot, so that races are run twice."""
+    """Mistake: a row decides the position of its slot, so that a race is used for two positions."""
     runs_of_tree = coupled.runs_of_tree
 
     def of_slots(draft):
@@ -76,7 +76,7 @@ def test_races_of_rows_instead_of_positions_are_noticed(monkeypatch):
 
 
 def test_a_second_chance_for_siblings_is_noticed(monkeypatch):
-    """Mistake: each sibling is compared with a decision, instead of all with the one that is their parent's."""
+    """Mistake: each sibling is compared with any decision, instead of only that of their parent's row."""
 
     def accept_path(draft_token_ids, parents, decided):
         path, last = [], -1

@@ -1,6 +1,6 @@
 """Verification methods against float64: what is committed has the target's distribution, whatever was drafted.
 
-The negative controls are the mistakes that such code is known for, each built in by a patch; the check must notice.
+The negative controls are well-known mistakes, each built in by a patch; the check must notice them.
 Seeds are fixed: a passing test passes always.
 """
 
@@ -36,7 +36,7 @@ EXACT = [VerificationMethod.COUPLED, VerificationMethod.REJECTION]
 
 
 class ModelDrafter:
-    """Draws from a noisy copy of the target's logits, cut to its likeliest ids, by the race of each position."""
+    """A drafter that draws from a noisy copy of the target's logits, limited to its likeliest ids, by races."""
 
     def __init__(self, logits, *, noise=1.0, most=MAX_DISTRIBUTION_IDS, **settings):
         drafted = logits + np.random.default_rng(5).standard_normal(len(logits)) * noise
@@ -46,7 +46,7 @@ class ModelDrafter:
         self.sampler = sampler_of(logits, native_kernels())
 
     def draw(self, sample, num_positions):
-        """Tokens of the first positions of a stream, and what they were drawn from."""
+        """Returns the tokens of a stream's first positions, and the distribution from which they were drawn."""
         state = self.sampler.start(self.params, sample=sample, prompt_token_ids=[])
         rows = [SampleRows(state, 0, (0,) * (num_positions - 1))]
         tokens = self.sampler.sample(np.tile(self.logits, (num_positions, 1)), rows).token_ids
@@ -59,7 +59,7 @@ class ModelDrafter:
 
 
 class LookupDrafter:
-    """Knows no probabilities: proposes now a likely token, now any."""
+    """A drafter without probabilities, which proposes likely tokens and arbitrary ones."""
 
     def __init__(self, logits, **_settings):
         self.likely = np.argsort(-logits)[:5].tolist()
@@ -75,10 +75,10 @@ def params_of(settings):
 def generate(
     method, logits, drafter, *, num_tokens=100, num_streams=NUM_STREAMS, send=lambda tokens, q: len(tokens), **settings
 ):
-    """Tokens of many streams whose every position has the same logits, [num_streams, num_tokens]; and acceptance.
+    """Returns tokens of many streams with equal logits everywhere, [num_streams, num_tokens], and the acceptance rate.
 
-    Steps verify 0 to 4 draft tokens. What is left of a draft serves later steps, as it does behind a real drafter.
-    `send(token_ids, distribution)`: how many of these drafted tokens the drafter hands over.
+    Steps verify 0 to 4 draft tokens. Later steps use the rest of a draft, as with a real drafter.
+    `send(token_ids, distribution)`: how many of the drafted tokens the drafter sends.
     """
     sampler = sampler_of(logits, native_kernels())
     verifier = RequestVerifier(sampler)
@@ -127,7 +127,7 @@ def test_large_vocabulary(is_full):
 
 
 def probabilities_of(logits, settings):
-    """As `probabilities`, with min_p."""
+    """Does what `probabilities` does, with min_p as well."""
     settings = dict(settings)
     min_p = settings.pop("min_p", 0.0)
     probs = probabilities(logits, **settings)
@@ -164,8 +164,9 @@ def test_rejection_accepts_more_than_coupled_sampling():
 
 
 def replayed_z(*, num_replays=3, num_streams=1500):
-    """Of the first token after the prompt, when requests are sent again with their seeds behind a lookup that
-    remembers outputs."""
+    """Returns the distance for the first token after the prompt, if requests are repeated with their seeds and a lookup
+    remembers outputs.
+    """
     logits = np.full(100, -30.0)
     probs = np.asarray([0.6, 0.3, 0.1])  # of tokens 0 to 2
     logits[:3] = np.log(probs)
@@ -204,12 +205,12 @@ def test_a_lookup_that_remembers_outputs_does_not_bias_requests_that_are_sent_ag
 
 
 def test_drafts_that_are_cut_by_a_grammar_are_noticed(monkeypatch):
-    """Mistake: whether a position is decided by its draft's luck depends on the draft."""
+    """Mistake: the draft affects which random numbers decide its position."""
 
     def num_allowed(token_ids, _q):
         return next((i for i, token_id in enumerate(token_ids) if token_id not in ALLOWED), len(token_ids))
 
-    draw = ModelDrafter.draw  # here with a luck of its own: by the target's, few drafts that it cuts matter
+    draw = ModelDrafter.draw  # with random numbers of its own: with the target's, too few cut drafts would matter
     monkeypatch.setattr(ModelDrafter, "draw", lambda self, sample, num: draw(self, sample + NUM_STREAMS, num))
     logits = small_logits()
     for options in ({}, {"send": num_allowed}):
@@ -276,7 +277,7 @@ def test_shared_luck_for_draft_and_recovered_token_is_noticed(monkeypatch):
 
 
 def test_probabilities_that_were_not_drawn_from_are_noticed():
-    """Mistake: the drafter draws from all of q and sends its likeliest ids, renormalised."""
+    """Mistake: the drafter draws from all of q, but sends its likeliest ids, renormalised."""
     logits = small_logits()
     assert rejection_z(logits, ModelDrafter(logits, noise=2.0, most=0)) > PASS
 
@@ -288,7 +289,7 @@ def test_draft_tokens_dropped_for_being_unlikely_are_noticed():
         likely = [q.probability_of(token_id) > 0.1 for token_id in token_ids]
         return likely.index(False) if False in likely else len(token_ids)
 
-    drafter = ModelDrafter(small_logits(), noise=0.5, seed=78)  # with luck of its own, which is just as exact
+    drafter = ModelDrafter(small_logits(), noise=0.5, seed=78)  # with random numbers of its own, which is exact too
     assert rejection_z(small_logits(), drafter) < PASS
     assert rejection_z(small_logits(), drafter, send=send_until_unlikely) > PASS
 

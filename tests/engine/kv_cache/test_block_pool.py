@@ -15,7 +15,7 @@ def make_pool(num_blocks: int = 8, *, seed: bytes = b"model", enable_prefix_cach
 
 
 def cache_tokens(pool: BlockPool, token_ids: list[int]) -> list[int]:
-    """Leaves the full blocks of `token_ids` in the prefix cache, unreferenced."""
+    """Publishes the full blocks of `token_ids` in the prefix cache and releases them."""
     kv = computed(pool, token_ids)
     block_ids = kv.block_ids.copy()
     kv.free()

@@ -1,4 +1,4 @@
-"""Copies beside a GPU's forwards: what the host waits for before they are queued. Values are on the CPU here."""
+"""Copies that run concurrently with a GPU's forwards: what the host waits for. Here all values are on the CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_frames_are_gathered_and_scattered(log, dtype):
     frame = copies.gather(rows, taken, copies.fence())
     assert torch.equal(frame, rows[:, taken])
     payload = frame.view(torch.uint8).reshape(-1).numpy()
-    payload.flags.writeable = False  # as a message that has come in
+    payload.flags.writeable = False  # like a received message
     copies.scatter(others, placed, payload, copies.fence())
     assert torch.equal(others[:, placed], frame)
     assert int(others.count_nonzero()) <= frame.numel()
@@ -48,7 +48,7 @@ def test_a_frame_is_read_after_its_layers_and_beside_the_next(log):
 
 
 def test_frames_are_written_behind_what_was_queued_when_their_blocks_were_reserved(log):
-    """And not behind each step that has been queued since."""
+    """They do not wait for steps that have been queued since."""
     copies = CopyStream(torch.device("cpu"))
     reserved = copies.fence()
     log.append("a step is queued")
@@ -59,7 +59,7 @@ def test_frames_are_written_behind_what_was_queued_when_their_blocks_were_reserv
 
 
 def test_a_copy_that_waits_for_a_running_step_holds_up_no_other(log):
-    """Features are read as of now, behind the step that runs, while KV of other prompts comes in."""
+    """A read of features waits for the running step, while the KV of other prompts arrives."""
     copies, is_over = CopyStream(torch.device("cpu")), threading.Event()
     reserved, now = copies.fence(), copies.fence()
     now.synchronize = is_over.wait

@@ -1,4 +1,4 @@
-"""Frames of a cache on a GPU, as far as a machine without one can tell: where they are, and where the host waits."""
+"""Frames of a cache on a simulated GPU: on which device they are, and where the host waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.errors import InternalError
 from tests.support.fake_gpu import GPU, OneDevice, fake_gpu, fake_streams
 
 OWN_WAITS = ["host waits for default", "host waits for copies"]
-"""Of a copy: for its fence, then for its end."""
+"""What the host waits for in a copy: its fence, then its end."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Any order of operations: every sequence reads back its own tokens, no block is lost or owned twice."""
+"""Random operations in any order: every sequence reads its own tokens, and no block is lost or has two owners."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.support.pool_integrity import check_pool
 
 NUM_BLOCKS = 12
 BLOCK = 3
-TOKENS = st.integers(0, 1)  # few, so that prefixes meet
+TOKENS = st.integers(0, 1)  # few, so that prefixes are often equal
 
 
 @dataclass
 class Written:
-    """A table and the tokens whose KV it is meant to hold."""
+    """A block table and the tokens whose KV it should hold."""
 
     kv: SequenceKV
     token_ids: list[int]

@@ -60,7 +60,7 @@ def test_the_payload_is_layer_by_layer_and_token_major():
 
 
 def test_a_further_plane_is_kept_copied_and_handed_on_like_keys_and_values():
-    """With another number of layers and width: what a draft head needs of a token."""
+    """The plane has another number of layers and another width, like the features of a draft head."""
     planes = (*SPEC.planes, PlaneSpec("feature", 1, 1, 12, "bfloat16"))
     source, destination = (PagedKVCache(planes, num_blocks=6, block_size=4) for _ in range(2))
     (features,) = source.layers("feature")
@@ -145,7 +145,7 @@ BLOCK_BYTES = SPEC.bytes_per_token * 4
 
 
 def room_of(num_blocks):
-    """Free main memory for so many."""
+    """Returns main memory with room for this number of blocks."""
     return KVRoom(free_bytes=num_blocks * BLOCK_BYTES, whole_bytes=num_blocks * BLOCK_BYTES)
 
 
@@ -178,13 +178,13 @@ GPU_ROOM = KVRoom(
     default_share=0.9,
     num_windows=0,
 )
-"""Half of a GPU is free; this process has a quarter, or will have, without its KV."""
+"""Half of the GPU is free; without its KV, this process takes a quarter of it."""
 
 
 def test_a_share_of_a_gpu_is_of_all_its_memory_and_weights_count():
-    assert blocks(GPU_ROOM) == 500  # of 650 what is free
+    assert blocks(GPU_ROOM) == 500  # the share is 650 blocks, of which these are free
     assert blocks(GPU_ROOM, memory="45%") == 200
-    assert blocks(GPU_ROOM, memory="26.7%") == 17  # no more than its share, not even for a second window
+    assert blocks(GPU_ROOM, memory="26.7%") == 17  # the share only, although a second window would be free
     with pytest.raises(ConfigError, match=r"64 tokens needs 12,288 bytes.*kv_cache\.memory gives 0 after 192,000 for"):
         blocks(GPU_ROOM, memory="20%")
     assert blocks(GPU_ROOM, memory=f"{70 * BLOCK_BYTES}B") == 70
@@ -194,7 +194,7 @@ def test_a_share_of_a_gpu_is_of_all_its_memory_and_weights_count():
     ("num_blocks", "window"), [(3000, 10_000), (2500, 10_000), (2499, 9216), (600, 2048), (256, 1024), (255, None)]
 )
 def test_a_window_is_as_long_as_the_pool_in_even_steps(num_blocks, window):
-    """Less than a step is not worth serving."""
+    """A window of less than one step is refused."""
     spec = dataclasses.replace(SPEC, max_model_len=10_000)
     on_gpu = dataclasses.replace(GPU_ROOM, whole_bytes=10**9, free_bytes=num_blocks * BLOCK_BYTES)
     for config, room in (

@@ -18,7 +18,7 @@ def pool() -> BlockPool:
 
 
 def computed(pool: BlockPool, token_ids: list[int]) -> SequenceKV:
-    """A sequence whose KV is there for all of `token_ids`."""
+    """Makes a sequence with the KV of all of `token_ids`."""
     kv = SequenceKV.create(pool, token_ids, max_cached_tokens=len(token_ids))
     kv.reserve(len(token_ids))
     kv.advance(len(token_ids))

@@ -1,4 +1,4 @@
-"""What becomes of a group when a process of it ends."""
+"""How a group of ranks ends, and how it reports a process that has ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 30.0
 
 
 class Rig:
-    """A group of two, of which the second is a process that waits for the end of its input."""
+    """A group of two ranks. The second is a process that waits for the end of its input."""
 
     def __init__(self):
         self.lost = queue.SimpleQueue()
@@ -60,7 +60,7 @@ def test_a_step_that_fails_because_a_rank_was_killed_says_so(rig):
     def fail():
         with rig.group.running(MoveSlots(())):
             rig.process.kill()
-            raise RuntimeError("Connection closed by peer")  # what a collective says
+            raise RuntimeError("Connection closed by peer")  # as a collective fails
 
     with pytest.raises(RankLostError, match=r"rank 1 .* ended with status -9") as caught:
         fail()
@@ -91,7 +91,7 @@ def test_a_message_to_a_rank_whose_end_is_closed_is_its_loss(rig):
 
 
 def test_a_rank_that_leaves_a_request_for_kv_unanswered_is_lost(rig):
-    """Its messages and ours are out of step from then on: a node that went on would refuse all KV."""
+    """Requests and answers no longer match after that, so the node must not continue."""
     with rig.group:
         rig.far_kv.close()
         with pytest.raises(RankLostError, match="rank 1"):

@@ -1,4 +1,4 @@
-"""Rank 0's cache and the other ranks' workers, as threads of this process: in which order, and with which heads."""
+"""Rank 0's cache and the workers of other ranks, which are threads here: the order of their work, and their heads."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SLOTS = np.array([5, 0, 23, 17])
 
 
 class EndlessProcess:
-    """Stands in for a rank's process, which runs on."""
+    """A stand-in for the process of a rank, which never ends."""
 
     pid = 0
 
     def kill(self):
-        """Of a group that is closed: see `RankGroup.ask`."""
+        """Does nothing. `RankGroup.ask` calls it."""
 
     def poll(self):
         return None
@@ -41,7 +41,7 @@ class EndlessProcess:
 
 
 class GatedRunner:
-    """A forward that writes 1 into slot 0 of each layer of this rank, when a gate lets it."""
+    """A runner that waits for a gate before each layer, then writes 1 into slot 0 of this rank's heads."""
 
     def __init__(self, cache):
         self.cache = cache
@@ -57,7 +57,7 @@ class GatedRunner:
 
 
 class Ranks:
-    """`size` ranks; those other than 0 in threads."""
+    """A group of `size` ranks. Ranks other than 0 are threads."""
 
     def __init__(self, size):
         planes = tuple(PlaneSpec(name, NUM_LAYERS, NUM_HEADS // size, HEAD_DIM, "float32") for name in ("k", "v"))
@@ -137,7 +137,7 @@ def test_what_one_rank_has_is_what_several_have(ranks, heads):
     ranks.cache.write(FEATURES.name, range(1), SLOTS, payload.data)
     assert np.array_equal(ranks.cache.read(FEATURES.name, range(1), SLOTS, heads=range(1)), payload)
     other = PagedKVCache(whole.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-    for held in ranks.cache.head_ranges("k"):  # as frames go to a node with one rank
+    for held in ranks.cache.head_ranges("k"):  # like frames for a node with one rank
         payload = ranks.cache.read("k", range(NUM_LAYERS), SLOTS, heads=held)
         other.write("k", range(NUM_LAYERS), SLOTS, payload.data, heads=held)
     everything = ranks.cache.read("k", range(NUM_LAYERS), SLOTS)
@@ -178,12 +178,12 @@ def test_what_does_not_fit_is_refused(ranks, lie, problem):
         ranks.cache.write(
             request["plane"], request["layers"], request["slots"], request["payload"], heads=request.get("heads")
         )
-    with pytest.raises(InternalError, match="slots"):  # and another rank says so, too
+    with pytest.raises(InternalError, match="slots"):  # the check of another rank reports it too
         ranks.cache.read("k", range(1), np.array([99]), heads=range(NUM_HEADS - 1, NUM_HEADS))
 
 
 def test_a_read_waits_for_the_layers_that_its_fence_names(ranks):
-    """Rank 0 is past the first layer, others have not begun: what is pushed is what they will have written."""
+    """Rank 0 has finished the first layer and the others have not begun it: a push contains what they write later."""
     answers = queue.SimpleQueue()
     first = np.array([0])
     with ranks.step():
@@ -203,11 +203,11 @@ def test_a_read_waits_for_the_layers_that_its_fence_names(ranks):
 
 
 def test_a_write_waits_for_the_commands_before_it_but_not_for_the_step_at_hand(ranks):
-    """A copy may still read the block that was freed after it; a step uses no block that is written."""
+    """A copy may still read a block that is freed after it; a step uses no block that a transfer writes."""
     value = np.full((1, 1, NUM_HEADS * HEAD_DIM), 5, dtype=np.float32).tobytes()
     ranks.cache.copy_blocks([(0, 1)])
     with ranks.step():
-        ranks.cache.write("v", range(1), np.array([9]), value)  # the others stand in their first layer
+        ranks.cache.write("v", range(1), np.array([9]), value)  # the others wait in their first layer
         assert (ranks.caches[-1].values[0].flatten(0, 1)[9] == 5).all()
         for runner in ranks.runners:
             runner.gates.put(True)
