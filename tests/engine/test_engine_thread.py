@@ -54,23 +54,6 @@ async def test_a_build_that_nobody_waits_for_any_more_ends_quietly():
     assert not engine._thread.is_alive()
 
 
-async def test_what_run_raises_is_reported():
-    failures, failed = [], threading.Event()
-
-    def run(_):
-        raise ValueError("broken")
-
-    def on_failure(error):
-        failures.append(error)
-        failed.set()
-
-    engine = EngineThread("engine", build=lambda: None, run=run, on_failure=on_failure)
-    await engine.build()
-    engine.run()
-    assert await asyncio.to_thread(failed.wait, PATIENCE_SECONDS)
-    assert [str(error) for error in failures] == ["broken"]
-
-
 async def test_an_engine_that_never_ran_ends_when_joined():
     ran = []
     engine = EngineThread("engine", build=lambda: None, run=ran.append, on_failure=lambda _: None)

@@ -5,17 +5,6 @@ from outrider.engine.scheduler import EngineSequence, StepPlan
 from tests.engine.schedules import NEW_TOKEN, check, decoding, make_scheduler, rows_of, run, waiting
 
 
-def test_a_cached_prefix_is_not_computed_again():
-    scheduler = make_scheduler()
-    first = waiting(scheduler, 1, num_tokens=12)
-    run(scheduler.plan())
-    second = EngineSequence(key=2, token_ids=first.token_ids[:12], arrival=2)
-    scheduler.add(second)
-    plan = scheduler.plan()
-    assert (second.num_cached_tokens, second.num_uncomputed) == (8, 4)  # its last token is always fed
-    assert (2, 4, 0) in rows_of(plan)
-
-
 def test_where_no_logits_are_needed_a_cached_prompt_is_ready_when_admitted():
     scheduler = make_scheduler()
     first = waiting(scheduler, 1, num_tokens=8)
@@ -138,26 +127,6 @@ def test_the_lowest_priority_is_preempted_then_the_latest():
     assert [s.key for s in scheduler._waiting] == [2, 3]
     assert all(s.kv is None and s.num_preemptions == 1 for s in plan.preempted)
     check(scheduler)
-
-
-def test_the_oldest_is_never_preempted_whatever_its_priority():
-    scheduler = make_scheduler(num_blocks=2)
-    oldest = decoding(scheduler, 1, num_tokens=4, priority=-5)
-    decoding(scheduler, 2, num_tokens=4, priority=5)
-    run(scheduler.plan())
-    plan = scheduler.plan()
-    assert [s.key for s in plan.preempted] == [2]
-    assert rows_of(plan) == [(1, 1, 0)]
-    assert oldest.kv is not None
-    check(scheduler)
-
-
-def test_samples_of_one_group_are_told_apart_by_their_key():
-    scheduler = make_scheduler(num_blocks=2)
-    for key in (1, 2):
-        decoding(scheduler, key).arrival = 0
-    run(scheduler.plan())
-    assert [s.key for s in scheduler.plan().preempted] == [2]
 
 
 def test_nothing_is_admitted_in_a_step_that_preempts():
