@@ -52,7 +52,7 @@ def make_deterministic(model: nn.Module) -> None:
 
 
 def deterministic_kernels(dtype: str, capability: str) -> str:
-    """Describes everything that a row's bits depend on, for a node's numerics. `capability`: of the GPU, as "sm_90"."""
+    """Returns what a row's bits depend on, for a node's numerics. `capability`: the GPU's, such as "sm_90"."""
     tile = Tile()
     return (
         f"triton {triton.__version__} {capability} {dtype}, splits of {tile.split_keys} keys and "

@@ -12,7 +12,7 @@ Parts = TypeVar("Parts")
 
 
 class EngineThread(Generic[Parts]):
-    """Runs `build` and then `run` in one thread.
+    """A thread that runs `build` and then `run`.
 
     OpenMP keeps a thread pool for each thread that has ever computed in parallel. Once the pools together have more
     threads than there are cores, threads sleep at barriers instead of spinning, and a decode step takes twice as long.

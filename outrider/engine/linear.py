@@ -22,7 +22,8 @@ MakeNorm = Callable[[Tensor, float], nn.Module]
 """Makes a norm from a weight [width] float32 and the epsilon added to the mean square."""
 
 _ALLOWED_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
-"""Allowed relative difference of a norm's outputs, by dtype. It covers rounding, but not another function."""
+"""Allowed difference of a norm's outputs by dtype, relative to the output and, if one is added to the weight, also to
+the output for a weight of one. It covers rounding, but not another function."""
 
 
 class SharedProjection(nn.Module):
@@ -54,7 +55,7 @@ class SharedProjection(nn.Module):
 def replace_linear_layers(model: nn.Module, make_linear: MakeLinear) -> None:
     """Replaces every plain nn.Linear in `model`.
 
-    Old weights are freed layer by layer, so memory holds those of at most one joint product besides the new layers. A
+    Old weights are freed layer by layer, so memory holds those of at most one joint product and the new layers. A
     weight that another module shares (an embedding tied to the output layer) stays there in its plain form. The
     remaining tensors are copied out of the checkpoint's mapping, since a single view would keep the whole file
     resident.
@@ -77,7 +78,7 @@ def _replace(module: nn.Module, make_linear: MakeLinear) -> None:
 
 
 def _join(module: nn.Module, names: Sequence[str], make_linear: MakeLinear) -> None:
-    """Replaces the layers `names` of `module` by shared projections if all exist, with equal inputs and biases."""
+    """Replaces the layers `names` of `module` by shared projections if all exist, and all or none have a bias."""
     layers = [getattr(module, name, None) for name in names]
     plain = [layer for layer in layers if type(layer) is nn.Linear]
     if len(plain) < len(names) or len({(layer.in_features, layer.bias is None) for layer in plain}) != 1:

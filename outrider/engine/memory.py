@@ -41,7 +41,7 @@ class KVRoom:
 
     @classmethod
     def of(cls, device: str, reserved_bytes: int = 0) -> KVRoom:
-        """Returns the present state. `reserved_bytes`: memory that this process will need for other uses than KV.
+        """Returns the memory as it is now. `reserved_bytes`: memory that this process will need for other uses than KV.
 
         On a GPU, the share depends only on this process's own memory, not on what other processes take or free.
         """

@@ -16,7 +16,7 @@ LAYERS_REVISION = 2
 
 
 class Promise(StrEnum):
-    """A guarantee that an answer's tokens do not depend on the batch or on drafts."""
+    """How far an answer's tokens are independent of the batch and of drafts."""
 
     EXACT = "exact"
     """A row's logits have the same bits in every batch, so the tokens are always the same."""

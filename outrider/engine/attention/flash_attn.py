@@ -1,4 +1,4 @@
-"""Prompt attention by FlashAttention-2 (Dao 2023, arXiv 2307.08691), of torch or the package: float16, bfloat16."""
+"""Attention of prompts with FlashAttention-2 (Dao 2023, arXiv 2307.08691), in torch or in the flash-attn package."""
 
 from __future__ import annotations
 

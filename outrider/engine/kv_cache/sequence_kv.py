@@ -63,7 +63,7 @@ class SequenceKV:
         return table
 
     def slot(self, place: int) -> int:
-        """Returns the slot of the token at this position; in a draft tree, of the row at this index."""
+        """Returns the slot of the token at this position; with draft trees, of the row that is stored there."""
         return self.block_ids[place // self._block_size] * self._block_size + place % self._block_size
 
     @property
