@@ -18,9 +18,9 @@ class KVCacheConfig:
     memory: str = setting(
         "",
         help="Size of the KV pool, such as 4GiB, or its share of memory, such as 30%. On a CPU, the share is of the "
-        "memory that is free at start; the default is 20%, or two full windows if they need more and it is free. On a "
-        "GPU, the share is of all memory and includes weights and steps; the default is 92%, which `outrider up` "
-        "divides among the nodes of a GPU.",
+        "memory that is free at start, by default 20%, but at least two full windows if that much is free. On a GPU, "
+        "the share is of all memory and includes weights and steps; the default is 92%, which `outrider up` divides "
+        "among the nodes of a GPU.",
     )
     prefix_cache: bool = setting(
         True, help="Keep full blocks of finished sequences, so that prompts with the same beginning reuse them."
