@@ -72,7 +72,7 @@ def own_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            raise PermissionError(f"{path} is no file of this user's")
+            raise PermissionError(f"{path} is not a regular file of this user")
         yield descriptor, status
     finally:
         os.close(descriptor)

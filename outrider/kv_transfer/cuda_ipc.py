@@ -141,7 +141,7 @@ class DeviceArenaReader(ArenaReader):
             mapping = ArenaMapping(arena_id, nonce, num_bytes, copy_out)
             weakref.finalize(mapping, self._unmap, pointer, os.dup(descriptor)).atexit = False
             if copy_out(0, NONCE_BYTES).to_host() != nonce:  # read like frames, from GPU to GPU
-                raise OSError("other bytes are read than were written")
+                raise OSError("the nonce that was read is not the one that was written")
         except OSError as error:
             if not self._has_warned:
                 log.warning("memory of a sender's GPU cannot be mapped", error=str(error))
@@ -175,6 +175,6 @@ def open_shared_gpu(copies: CopyStream | None, config: KvTransferConfig) -> Shar
             log.warning("no CUDA IPC", error=str(error))
     if config.connector == CUDA_IPC:
         raise ConfigError(
-            f"kv_transfer.connector is {CUDA_IPC}, but the KV cache is on no GPU with it: choose auto"
+            f"kv_transfer.connector is {CUDA_IPC}, but the KV cache is not on a GPU that has it: choose auto"
         )
     return None

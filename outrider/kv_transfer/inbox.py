@@ -243,9 +243,9 @@ class TransferInbox:
         try:
             transfer.sink.write(region, payload)
         except Exception as error:
-            log.exception("kv sink failed", transfer_id=transfer.spec.transfer_id.hex(), region=str(region))
+            log.exception("writing KV failed", transfer_id=transfer.spec.transfer_id.hex(), region=str(region))
             transfer.has_lost_a_write = True
-            self.fail(transfer.spec.transfer_id, f"the sink refused {region}: {error}")
+            self.fail(transfer.spec.transfer_id, f"writing {region} failed: {error}")
             return Disposition.FAILED
         finally:
             transfer.end_copy()

@@ -82,7 +82,7 @@ class ReceiverStream:
         if isinstance(message, KvSenderMessage) and message.HasField("hello"):
             return KvReceiverMessage(welcome=self._welcome(message.hello))
         if self.transfer_id is None:
-            raise MalformedMessageError("the first message is a hello")
+            raise MalformedMessageError("the first message is not a hello")
         if isinstance(message, Frame):
             ack = KvAck(sequence=message.sequence, disposition=_on_wire(self._accept(message)))
             return KvReceiverMessage(ack=ack)
@@ -102,7 +102,7 @@ class ReceiverStream:
 
     def _welcome(self, hello: KvHello) -> KvWelcome:
         if hello.version != WIRE_VERSION:
-            raise MalformedMessageError(f"KV wire version {hello.version}, this side speaks {WIRE_VERSION}")
+            raise MalformedMessageError(f"KV wire version {hello.version} is not supported: expected {WIRE_VERSION}")
         connector = "grpc"
         if hello.arena_id:
             connector = CUDA_IPC if hello.arena_is_on_device else "shared_memory"
@@ -142,7 +142,7 @@ class ReceiverStream:
 
     def break_off(self) -> None:
         """Handles the end of the stream: fails the transfer unless it was committed. Idempotent."""
-        self._end("the stream broke before the commit")
+        self._end("the stream ended before the commit")
         self._release_arena()
 
     def expire(self) -> None:

@@ -181,4 +181,4 @@ def check_held(held: Frame, spec: TransferSpec, region: Region) -> None:
     )
     is_whole = len(held.payload) == region.num_bytes(plane)
     if not is_asked_for or not is_whole or xxhash.xxh3_64_intdigest(held.payload) != header.checksum:
-        raise AbortedError(f"KV of {region} was altered on the way", reason="HELD_KV_CORRUPT")
+        raise AbortedError(f"KV of {region} was altered in transit", reason="HELD_KV_CORRUPT")

@@ -116,7 +116,7 @@ class SenderStream:
             return len(self._in_flight) < MAX_UNACKNOWLEDGED_FRAMES and window.take(amount, wake)
 
         try:
-            self._wait(takes, self._progress_seconds, "acknowledges nothing", window)
+            self._wait(takes, self._progress_seconds, "acknowledged nothing", window)
         finally:
             window.leave(wake)
 
@@ -145,10 +145,10 @@ class SenderStream:
 
     def next_held(self) -> Frame:
         """Waits for the next answer to `ask`. Raises: AbortedError if the receiver lacks the KV, PeerLostError."""
-        self._wait(lambda: bool(self._held), self._progress_seconds, "sends nothing of what it holds")
+        self._wait(lambda: bool(self._held), self._progress_seconds, "did not send requested KV")
         held = self._held.popleft()
         if held is None:
-            raise AbortedError(f"KV receiver {self.address} does not hold what was asked for", reason="NOT_HELD")
+            raise AbortedError(f"KV receiver {self.address} does not hold the requested KV", reason="NOT_HELD")
         return held
 
     def keep_alive(self) -> None:
@@ -163,7 +163,7 @@ class SenderStream:
         """
         self._answers.clear()
         self._say(KvSenderMessage(commit=KvCommit(digest=digest)))
-        self._wait(lambda: bool(self._answers), self._progress_seconds, "does not answer the commit")
+        self._wait(lambda: bool(self._answers), self._progress_seconds, "did not answer the commit")
         self.release_all()
         return self._answers[-1]
 
@@ -279,7 +279,7 @@ class SenderStream:
             self._last_heard = time.monotonic()
             if isinstance(message, Frame) or message.HasField("not_held"):
                 if not self._num_asked:  # answers use memory, each up to a frame
-                    raise MalformedMessageError("KV came that was not asked for")
+                    raise MalformedMessageError("received KV that was not requested")
                 self._num_asked -= 1
                 self._held.append(message if isinstance(message, Frame) else None)
             elif message.HasField("welcome"):
@@ -308,5 +308,5 @@ class SenderStream:
 def refusal_of(address: str, disposition: Disposition) -> AbortedError:
     """Makes the error that a sender raises after the receiver has refused a frame."""
     if disposition is Disposition.STALE:
-        return AbortedError(f"KV receiver {address} has given the transfer up", reason="TRANSFER_UNKNOWN")
+        return AbortedError(f"KV receiver {address} has ended the transfer", reason="TRANSFER_UNKNOWN")
     return AbortedError(f"KV receiver {address} refused a frame: {disposition.name}", reason="FRAME_REFUSED")

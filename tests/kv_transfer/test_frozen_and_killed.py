@@ -248,4 +248,4 @@ def test_a_killed_sender_fails_the_transfer_at_once(child, peers, receiver_facto
     assert sender.line() == ["connected", connector_name]
     sender.signal(signal.SIGKILL)
     assert peers.news.get(timeout=60) == ("failed", transfer_id)
-    assert "broke" in peers.failed[transfer_id]
+    assert "ended before the commit" in peers.failed[transfer_id]

@@ -102,7 +102,7 @@ def test_a_stream_waits_for_its_turn_as_long_as_the_receiver_is_heard_and_says_t
 
 def test_a_silent_receiver_fails_those_who_wait_for_their_turn_too(stream):
     made, window = stream
-    with pytest.raises(PeerLostError, match=r"acknowledges nothing for 0\.5 s"):
+    with pytest.raises(PeerLostError, match=r"acknowledged nothing for 0\.5 s"):
         made.wait_for_room(80, window)
     assert not window._waiting
 
@@ -120,7 +120,7 @@ def test_who_waits_for_a_slot_waits_for_one_of_this_arena_whatever_else_the_rece
             made.window.hear()
 
     threading.Thread(target=talk, daemon=True).start()
-    with pytest.raises(PeerLostError, match=r"acknowledges nothing for 0\.5 s"):
+    with pytest.raises(PeerLostError, match=r"acknowledged nothing for 0\.5 s"):
         made.wait_for_room(1, slots)
     told.set()
 
