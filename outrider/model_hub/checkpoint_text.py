@@ -1,7 +1,7 @@
 """A checkpoint's text settings, read from all of its files with transformers' precedence. Torch-free.
 
-Tokens, special tokens and templates are in up to eight files, newer ones next to those that they replace. Only
-`read_text` knows their precedence: nodes, routers, constraints and gateways use its result.
+Tokens, special tokens and templates are in up to eight files, and newer kinds of files may exist together with those
+that they replace. Only `read_text` knows their precedence: nodes, routers, constraints and gateways use its result.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def _eos_token_ids(config: Mapping[str, Any]) -> set[int]:
 
 
 def _default_sampling(generation_config: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the sampling defaults, as vLLM does, whatever `do_sample` is. Values outside the contract are omitted."""
+    """Returns the sampling defaults, like vLLM regardless of `do_sample`, without values outside the contract."""
     found: dict[str, float] = {}
     for name, (kind, smallest, largest) in _SAMPLING_RANGES.items():
         value = generation_config.get(name)

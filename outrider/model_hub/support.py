@@ -29,16 +29,15 @@ from outrider.model_hub.window import Window
 
 SERVABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _MEAN_TOLERANCE = 0.3
-"""Bound on the mean difference of all rows, as a fraction of the bound on one row: a fault in every row is detected
-before it reaches that bound."""
+"""Bound on the mean difference of all rows, as a fraction of the bound on one row. It detects faults that affect every
+row, but each by less than its bound."""
 _OWN_MULTIPLE, _BESIDE_OWN = 3.0, 0.1
-"""Bound on the mean difference for a model that amplifies rounding: this multiple of transformers' own, plus this part
-of the bound on a row. Of two correct paths one may choose other experts for twice as many rows."""
+"""Bound on the mean difference for a model that amplifies rounding: this multiple of transformers' own difference, plus
+this fraction of the bound on a row. Of two correct paths, one may choose other experts for twice as many rows."""
 _OF_UNRELATED = 0.5
-"""Largest mean difference, as a fraction of the mean difference between unrelated logits."""
+"""Bound on the mean difference, as a fraction of the mean difference between unrelated logits."""
 _PROBE_TOKENS = 40
-"""Tokens of each sequence of the probe: several blocks in each half. Far positions are compared by their rotations
-only."""
+"""Tokens of each sequence of the probe, several blocks in each half. For far positions only rotations are compared."""
 SPLIT_CONTEXT = 1200
 """Tokens with which our GPU kernels split contexts and products in passes of few rows, but not in longer ones."""
 _COMPARED_ROWS = 32
@@ -80,9 +79,9 @@ def refuse_by_config(config: PretrainedConfig, device: str) -> None:
 
 
 def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> tuple[ModelSpec, list[AttentionOptions]]:
-    """Records what each layer passes to attention, in a forward of two tokens.
+    """Describes the model by recording what each layer passes to attention in a forward of two tokens.
 
-    `window`: of its rotations. Raises: ModelError if not all layers store plain K and V of one shape.
+    Raises: ModelError if not all layers store plain K and V of one shape.
     """
     name = architecture_name(model.config)
     config = model.config.get_text_config(decoder=True)
@@ -130,7 +129,7 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> t
 
 
 def _why_not_paged(model: PreTrainedModel, token_ids: Tensor) -> str:
-    """Returns why a model that uses AttentionInterface does not run with our attention: tries its own forward."""
+    """Returns why a model that uses AttentionInterface does not run with our attention. Tries its own forward."""
     try:
         _own_forward(model, token_ids)
     except Exception as error:  # noqa: BLE001 architectures may raise anything
@@ -143,9 +142,9 @@ def check_paged_forward(
 ) -> None:
     """Compares our forward with `expected`, which `own_logits` returned before anything in the model was replaced.
 
-    The allowed difference is larger if the weights were rounded (`is_lossy`). A model that amplifies rounding, such as
-    one whose experts are chosen by it, is compared with its own error: `exact`, which returns its logits in float32, is
-    called if the logits differ by more than usual, and ours may be off them by little more than `expected` is.
+    The allowed difference is larger if the weights were rounded (`is_lossy`). If the logits differ by more than usual,
+    the model may amplify rounding, for example by its choice of experts. Then `exact` is called, which returns logits
+    in float32, and our logits may differ from these by little more than `expected` does.
 
     Raises: ModelError if the difference is larger.
     """

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MAX_WINDOW = 1 << 20
-"""Tokens: positions beyond cannot be rotated exactly (outrider.engine.rotation.MAX_ANGLE)."""
+"""Longest window in tokens. Later positions cannot be rotated exactly (outrider.engine.rotation.MAX_ANGLE)."""
 _ENDLESS = 1 << 62
-"""Tokens: limits a window whose factor is excessive."""
+"""Window in tokens to which the product with an excessive factor is limited."""
 
 
 @dataclass(frozen=True, slots=True)

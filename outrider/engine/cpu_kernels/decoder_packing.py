@@ -54,7 +54,7 @@ def why_not_native(model: PreTrainedModel, spec: ModelSpec, layers: Sequence[Att
 
 
 def _is_strange(module: nn.Module) -> bool:
-    """Returns whether a quantizer replaced a linear layer: it has in and out features, but unsupported weights."""
+    """Returns whether the module is a linear layer with unsupported weights, such as one that a quantizer made."""
     if type(module) is nn.Linear:
         return module.weight.dtype not in ELEMENT_TYPES
     return isinstance(module, nn.Linear) or hasattr(module, "in_features")
@@ -68,9 +68,9 @@ def pack_decoder(
     *,
     quantise: bool = False,
 ) -> DecoderWeights:
-    """Moves the weights out of `model`, which cannot compute afterwards.
+    """Packs the weights of `model`, which cannot compute afterwards.
 
-    Each is packed and dropped in turn, so that the model is in memory only once.
+    Each weight is packed, then dropped, so that the model is in memory only once.
 
     Args:
         kernels: the weights are packed for their path.
@@ -113,7 +113,7 @@ def pack_decoder(
 
 
 def pack_reduction(kernels: CpuKernels, reduction: FeatureSpec, element_type: ElementType) -> PackedReduction:
-    """Packs a FeatureReduction. `element_type`: the model's, to which taps and projection are rounded."""
+    """Packs a FeatureReduction. `element_type`: the model's type, to which taps and projection are rounded."""
     assert isinstance(reduction, FeatureReduction)
     packing = DecoderPacking(kernels)
     for name in ("tap_norms", "norm"):
@@ -131,7 +131,7 @@ def _frequencies(rotary: Any) -> Floats:
     frequencies: Floats = rotary.inv_freq.float().numpy()
     if rotary.rope_type == "default":
         own = inverse_frequencies(rotary.config.rope_parameters["rope_theta"], 2 * len(frequencies))
-        if np.allclose(own, frequencies, rtol=1e-6, atol=0.0):  # otherwise the model defines it differently
+        if np.allclose(own, frequencies, rtol=1e-6, atol=0.0):  # otherwise the model defines them differently
             return own
     return frequencies
 

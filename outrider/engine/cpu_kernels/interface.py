@@ -79,7 +79,7 @@ def _signatures() -> dict[str, tuple[Any, list[Any]]]:
 
 
 structures: Any = SimpleNamespace(**_structures())
-"""The structures by their C names. A pointer in one is an address, whose memory it does not keep alive."""
+"""The structures by their C names. Pointers in them are addresses, which do not keep memory alive."""
 SIGNATURES = _signatures()
 
 

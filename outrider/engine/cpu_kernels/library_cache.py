@@ -90,7 +90,7 @@ def compiled_libraries(
 
 
 def _key(flags: Sequence[str], inputs: Sequence[Path]) -> str:
-    """Returns a hash of sources, flags and machine type. The compiler is not part of it: any makes the same library."""
+    """Returns a hash of sources, flags and machine type, but not of the compiler, since all make equal libraries."""
     parts = (source_hash(inputs), flags, platform.machine(), platform.libc_ver())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
@@ -101,7 +101,7 @@ def _compile(
     entries: Mapping[str, Path],
     progress: Progress,
 ) -> None:
-    """Compiles `wanted` (flags by path) into its folders of `entries`, each complete or absent."""
+    """Compiles the paths in `wanted`, given with their flags, into their `entries`, each complete or absent."""
     if not wanted:
         return
     units = source_units()

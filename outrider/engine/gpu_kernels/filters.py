@@ -1,10 +1,10 @@
-"""min_p, top_k and top_p of whole rows in three launches: finds the order key of the last token that they keep.
+"""min_p, top_k and top_p of whole rows in three launches, which find the order key of the last token that is kept.
 
-They keep a prefix of the tokens' order (see `outrider.engine.sampler.filters`), usually some hundreds of a vocabulary.
-So a value that a few thousand tokens reach is found first: the smallest of the maxima of LANES classes of ids. These
-tokens are listed, and the end is searched in the list without sorting, three bits of the key at a time, each time over
-the whole list; over the whole row if the list is too short. Weights are counts or masses, both integers, so neither
-their order nor the list's changes a sum.
+The filters keep a prefix of the tokens' order (see `outrider.engine.sampler.filters`), usually some hundreds of tokens.
+So the first step is to find a value that a few thousand tokens reach: the smallest of the maxima of LANES classes of
+ids. These tokens are listed. The last kept one is searched in the list without sorting, three bits of its key at a
+time, each time over the whole list, or over the whole row if the list is too short. Weights are counts or masses, which
+are integers, so sums do not depend on the order of the row or of the list.
 
 Programs write to a scratch row of int64, initially 0: the largest order of each class, the number of listed tokens, and
 the masses of these and of all tokens.
@@ -22,11 +22,11 @@ from outrider.engine.gpu_kernels.elementary import masses_of, order_keys, order_
 CHUNK = 1024
 """Tokens that a program searches at a time."""
 LANES = 512
-"""Classes of ids. Of n independent logits, about LANES * log(LANES) are listed."""
+"""Number of classes of ids. With independent logits, about LANES * log(LANES) are listed."""
 SLICES = 4
-"""Ids of each class that a program reads when it processes a part of a row."""
+"""Number of ids of each class that one program reads."""
 MOST_LISTED = 8192
-"""Most keys in a row's list."""
+"""Maximum number of keys in a row's list."""
 NUM_WARPS = 8
 _LOWEST_KEY = tl.constexpr(-0x8000000000000000)
 _LOWEST_ORDER = tl.constexpr(-0x80000000)
@@ -132,13 +132,13 @@ def _last_kept(
     """Returns the key of the token with which the weight of tokens within `limit` reaches `wanted`, or `limit` if none
     does.
 
-    If `is_reached`, tokens from the order `least` on are enough; otherwise the whole row is read. `wanted` is -1 for
-    top_p of the total mass within `limit`.
+    `is_reached`: whether tokens with at least the order `least` suffice; otherwise the whole row is read. `wanted`: -1
+    for top_p of the total mass within `limit`.
     """
     is_listed = is_reached & (num_listed <= ROOM)
     end = tl.where(is_listed, num_listed, num_ids).to(tl.int32)
     lowest = tl.maximum(tl.where(is_reached, least, _LOWEST_ORDER), (limit >> 32).to(tl.int32)).to(tl.int64)
-    low_half = (tl.full([], 1, tl.int64) << ID_BITS) - 1  # the varying bits of ids: keys are shortened for the search
+    low_half = (tl.full([], 1, tl.int64) << ID_BITS) - 1  # the bits of ids that vary; the search uses shorter keys
     span = ((highest - lowest) << ID_BITS) | low_half
     found = lowest << ID_BITS
     shift = 0
@@ -182,7 +182,7 @@ def filter_limits(
     CHUNK: tl.constexpr,
     ID_BITS: tl.constexpr,  # bits of the largest id
 ):
-    """Finds limits. Grid: rows. Rows without filters, with NaN (left to the race), or with only -inf keep all."""
+    """Finds limits. Grid: rows. Rows without filters, with NaN (which the race handles), or with only -inf keep all."""
     row = tl.program_id(0).to(tl.int64)
     temperature, log_min_p, top_k, top_p = _settings(table, row, num_rows)
     scratch += row * (LANES + 3)
@@ -217,7 +217,7 @@ def filter_limits(
 def limits_of(values: Tensor, table: Tensor) -> Tensor:
     """Returns the order key of the last token that min_p, top_k and top_p keep in each row: [num_rows] int64.
 
-    Tokens at -inf, which are never drawn, may be on either side of it.
+    Tokens at -inf, which are never drawn, may be on either side of the limit.
 
     Args:
         values: [num_rows, num_ids] float32 after step 4, each row contiguous.

@@ -1,7 +1,7 @@
-"""The race (Gumbel-max) in two launches: temperature, all arrivals of a row and its scores, then the best score.
+"""The race (Gumbel-max) in two launches: one for temperatures, arrivals and scores, one for the best score of each row.
 
 It uses the same float32 operations in the same order as `outrider.engine.sampler.arrivals` and `elementary`, each
-rounded, so the winners are identical. Greedy rows race without arrivals.
+rounded, so the winners are identical. The scores of greedy rows are their values, without arrivals.
 """
 
 from __future__ import annotations

@@ -47,7 +47,9 @@ SQRT_HALF_BITS = 0x3F3504F3
 _MANTISSA_BITS = 23
 _EXPONENT_BIAS = 127
 MASS_EXPONENT = 44
+"""The exponent of two in the largest mass."""
 LOWEST = -32.0
+"""Log of a weight relative to the largest, below which masses round to 0."""
 
 MASS_OF_LARGEST = 1 << MASS_EXPONENT
 """The mass of the largest value of a row."""

@@ -1,4 +1,4 @@
-"""The order of a row's tokens, by descending value and ascending id among equals, as distinct integer keys."""
+"""The order of a row's tokens, by descending value and then ascending id, given by distinct integer keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Linear layers over packed weights, in units that members of a team share.
+// Linear layers with packed weights, in units that members of a team share.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace outrider {
 
-constexpr int64_t kBytesAhead = 4096;  // that are prefetched of what is read in order
-constexpr int64_t kMostBytesOfUnit = 256 << 10;  // of a unit that is in the cache of a core together with the next one
+constexpr int64_t kBytesAhead = 4096;  // distance of the prefetch if weights are read in order
+constexpr int64_t kMostBytesOfUnit = 256 << 10;  // size up to which two units' weights fit into a core's cache together
 
 template <class Weight>
 struct Matrix {
@@ -30,21 +30,21 @@ struct Matrix {
         depth(padded_depth<Weight>(matrix.in_features)) {}
 };
 
-// Columns first … of one row of a tile, scaled and biased; `num` of them are real.
+// One row of a tile, scaled and with bias: `num` columns from `column` on. Further values are padding.
 struct TileRow {
   int64_t row;
   int64_t column;
   int num;
-  float* values;  // [kTileColumns], may be changed
+  float* values;  // [kTileColumns], may be overwritten
 };
 
-// Units of a product: as many as there are tiles of columns.
+// Returns the number of units of a product, which are tiles of columns.
 template <class Weight>
 static inline int64_t num_units(const Matrix<Weight>& matrix) {
   return (matrix.out_features + kTileColumns - 1) / kTileColumns;
 }
 
-// Whether a product of so many rows prefetches what is multiplied after a unit; else what it is about to read itself.
+// Returns whether a unit prefetches the weights of the next unit; otherwise it prefetches its own, just ahead.
 template <class Weight>
 static inline bool asks_for_next(int64_t num_rows, int64_t depth) {
   const bool takes_one_call = num_rows <= kMostRows<Weight>;
@@ -52,8 +52,8 @@ static inline bool asks_for_next(int64_t num_rows, int64_t depth) {
          !(kReadsInOrder<Weight> && takes_one_call);
 }
 
-// One unit of x W^T + b, 32 columns of all rows: calls finish(TileRow) for each row.
-// x [num_rows, stride], each row padded to the matrix's depth. Prefetches the weights at `next`, null: of the next unit.
+// Computes one unit of x W^T + b, which is 32 columns of all rows, and calls finish(TileRow) for each row.
+// x [num_rows, stride], each row padded to the matrix's depth. `next`: weights to prefetch; null: the next unit's.
 template <class Weight, class Finish>
 static inline void multiply_unit(int64_t unit, const Activation<Weight>* x, int64_t stride, int64_t num_rows,
                                  const Matrix<Weight>& matrix, Finish&& finish, const void* next = nullptr) {
@@ -83,8 +83,8 @@ static inline void multiply_unit(int64_t unit, const Activation<Weight>* x, int6
   }
 }
 
-// Asks for the weights that a member multiplies first in a coming product: during its last unit of the product before,
-// and some each time that it is called, since memory would be idle while members wait for each other.
+// Prefetches the weights that a member multiplies first in the next product: during its last unit of the current one,
+// and some with each call while it waits for other members, when memory would be idle otherwise.
 class Ahead {
  public:
   Ahead() = default;
@@ -100,7 +100,7 @@ class Ahead {
     end_ = std::min(next_ + kMostBytes, address_of(Phase::begin_of(range + 1, num_ranges, units)));
   }
 
-  // Where `bytes` begin that the caller asks for. Null: nowhere.
+  // Returns the start of the next `bytes`, which the caller prefetches; null: there is no next product.
   const void* take(int64_t bytes) {
     const char* const taken = next_;
     if (taken != nullptr) next_ = std::min(next_ + bytes, end_);
@@ -112,19 +112,19 @@ class Ahead {
   }
 
  private:
-  static constexpr int64_t kMostBytes = 256 << 10;  // of the cache of a core
+  static constexpr int64_t kMostBytes = 256 << 10;  // share of a core's cache
   static constexpr int kLinesAtOnce = 8;
 
   const char* next_ = nullptr;
   const char* end_ = nullptr;
 };
 
-// Row `row` of W to `to` [in_features] (linear.cpp).
+// Unpacks row `row` of W to `to` [in_features] (linear.cpp).
 void unpack_row(const OutriderMatrix& matrix, int64_t row, float* to);
 
-// ---- what becomes of a tile's row
+// ---- functions that finish a tile's row
 
-// Stored in T, [num_rows, width].
+// Stores it as T in [num_rows, width].
 template <class T>
 struct StoreTo {
   T* y;
@@ -138,7 +138,7 @@ struct StoreTo {
   }
 };
 
-// Added to what is there: the residual stream.
+// Adds it to the values in y, the residual stream.
 template <class T>
 struct AddTo {
   T* y;
@@ -150,8 +150,8 @@ struct AddTo {
   }
 };
 
-// silu(gate) * up. A tile holds a panel of gates and the panel of their ups. Gate and up are
-// rounded to T first, as separate layers would round them.
+// Stores silu(gate) * up. A tile has a panel of gates and the panel of the same ups. Gate and
+// up are rounded to T first, as two separate layers would round them.
 template <class T, class To>
 struct SiluMultiplyTo {
   To* y;

@@ -1,7 +1,7 @@
-// SIMULATED mistake: the product of panels.h with two sums for an output, added at the end,
-// once four rows or more (or as many as there are registers for) are computed together. What a kernel
-// does that picks its order by the size of the batch; the checks of batch invariance must catch it.
-// Likewise the values of attention.
+// SIMULATED mistake: the product of panels.h, and the values of attention, with two sums for an
+// output, which are added at the end if four rows or more (or as many as registers allow) are
+// computed together. A kernel that chooses its order by the size of the batch would do this; the
+// checks of batch invariance must detect it.
 #pragma once
 
 #include <algorithm>
