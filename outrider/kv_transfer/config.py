@@ -21,10 +21,10 @@ class KvTransferConfig:
     connector: str = setting(
         "auto",
         choices=("auto", *CONNECTORS),
-        help="On a prefill node: how it sends; auto: CUDA IPC between GPUs of one machine, else shared memory where "
-        "the decode node can attach to it, else grpc. On a decode node: what it accepts; auto: all.",
+        help="On a prefill node, the way to send: auto is CUDA IPC between GPUs of one machine, else shared memory if "
+        "the decode node can attach to it, else grpc. On a decode node, the ways to accept: auto is all of them.",
     )
-    port: int = setting(0, at_least=0, at_most=65535, help="On which a decode node receives KV; 0: the system chooses.")
+    port: int = setting(0, at_least=0, at_most=65535, help="Port on which a decode node receives KV; 0: a free one.")
     host: str = setting("", help="Interface on which a decode node receives KV; empty: the server's.")
     arena_bytes: int = fixed(32 << 20)  # main or GPU memory shared with each decode node, allocated as needed
     frame_bytes: int = fixed(2 << 20)  # largest payload of a frame, and size of an arena's slot: copying it is cheap
