@@ -7,7 +7,7 @@ which the receiver checks against the frames that arrived, or it fails as a whol
 retried under a new id. The KV of two transfers is never mixed.
 
     receiver (decode node)              sender (prefill node)
-    open(spec, sink)
+    open(spec, blocks)
                                         connect → put frames → commit
     on_complete | on_failed
     close(transfer_id) → DRAINED

@@ -1,4 +1,4 @@
-"""The engine on a GPU gives what it gives on a CPU, in float32."""
+"""The engine on a GPU gives the same results as on a CPU, in float32."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_steps_as_graphs_have_the_same_logits(tiny_model):
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
 def test_a_fused_decoder_has_the_logits_of_modules(tmp_path, architecture):
-    """In bfloat16, in which no interpreter runs."""
+    """This runs in bfloat16, which the interpreter does not support."""
     path = make_tiny_model(tmp_path / "model", architecture=architecture)
     model = load_model(ModelConfig(id=str(path), device="cuda", dtype="bfloat16"))
     assert str(model.kernels) == "fused Triton kernels"

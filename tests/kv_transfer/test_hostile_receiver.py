@@ -1,4 +1,4 @@
-"""A receiver that says what nobody has asked for."""
+"""A receiver that sends an answer to a request that was not made."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def filter_limits(
     values += row * row_stride
     listed += row * ROOM
     num_listed = tl.load(scratch + LANES)
-    is_all = tl.maximum((limit >> 32).to(tl.int32), _NOTHING) >= least  # all tokens that can be kept are >= `least`
+    is_all = tl.maximum((limit >> 32).to(tl.int32), _NOTHING) >= least  # no token below `least` can be kept
     is_reached = is_all | (num_listed >= top_k)
     if top_k > 0:
         limit = _last_kept(

@@ -1,4 +1,4 @@
-"""What Python takes from the headers of the native kernels."""
+"""Declarations that Python reads from the native kernels' headers."""
 
 from __future__ import annotations
 
