@@ -287,7 +287,7 @@ class GrammarState:
 
     def _fail_if_too_slow(self) -> None:
         if not self.failure and self._grammar.is_too_slow:
-            self._fail(f"more than {MASK_SECONDS * 1e3:g} ms a mask, or {TOKEN_SECONDS * 1e3:g} ms a token")
+            self._fail(f"more than {MASK_SECONDS * 1e3:g} ms per mask, or {TOKEN_SECONDS * 1e3:g} ms per token")
 
     def _fail(self, error: str) -> None:
         self.failure = f"the constraint takes too much work: {error}"

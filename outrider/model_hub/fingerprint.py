@@ -117,10 +117,10 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
         tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
         ends = [int(end) for _, end in (entry["data_offsets"] for entry in tensors.values())]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        why = f"its header is no safetensors header ({type(error).__name__})"
+        why = f"its header is not a safetensors header ({type(error).__name__})"
     else:
         if start > size:
-            why = f"its header claims {length:,} of {size:,} bytes"
+            why = f"its header should have {length:,} bytes, but the file has {size:,}"
         elif size != (whole := start + max(ends, default=0)):
             why = f"it has {size:,} of {whole:,} bytes"
     if why:

@@ -188,7 +188,7 @@ def _pack_apart(config: ModelConfig, progress: Progress) -> None:
     except OSError as error:  # the process cannot start, or ended before it read the configuration
         problem = str(error)
     if problem:
-        sys.stderr.write(f"{PACKER} failed ({problem}): this process packs by itself\n")
+        sys.stderr.write(f"{PACKER} failed ({problem}): this process packs the weights itself\n")
 
 
 def read_packed(folder: Path, *, is_read_in_parts: bool = False, progress: Progress = no_progress) -> Packed | None:

@@ -45,15 +45,15 @@ def why_not_native(model: PreTrainedModel, spec: ModelSpec, layers: Sequence[Att
     if any(options.softcap is not None for options in layers) or len({options.scaling for options in layers}) != 1:
         return "its layers attend with a soft cap or with different scales"
     base: Any = model.base_model
-    if strange := [name for name, module in base.layers.named_modules() if _is_strange(module)]:
-        return f"its {strange[0]} is no plain linear layer"
+    if unsupported := [name for name, module in base.layers.named_modules() if _is_unsupported_linear(module)]:
+        return f"its {unsupported[0]} is not a plain nn.Linear"
     cosines, _ = base.rotary_emb(torch.empty(1), torch.zeros((1, 1), dtype=torch.int64))
     if cosines.shape[-1] != spec.head_dim:
         return f"it rotates {cosines.shape[-1]} of {spec.head_dim} dimensions"
     return ""
 
 
-def _is_strange(module: nn.Module) -> bool:
+def _is_unsupported_linear(module: nn.Module) -> bool:
     """Returns whether the module is a linear layer with unsupported weights, such as one that a quantizer made."""
     if type(module) is nn.Linear:
         return module.weight.dtype not in ELEMENT_TYPES
@@ -147,7 +147,7 @@ def _compare_with_own(rotary: Any, cosines: Floats, sines: Floats) -> None:
         difference = float(np.abs(ours[positions.numpy()] - theirs[0, :, :half].numpy()).max())
         allowed = _ALLOWED_ANGLE * max(num_positions, 1)  # angles are rounded to float32
         if not difference <= max(allowed, 1e-5):
-            raise ModelError(f"the model rotates otherwise than its frequencies say, by {difference:.2g}")
+            raise ModelError(f"the model's rotations differ from those by its frequencies by {difference:.2g}")
 
 
 def _drop_weights(module: nn.Module) -> None:

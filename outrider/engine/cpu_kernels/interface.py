@@ -54,7 +54,7 @@ def _declarations(text: str, separator: str) -> Iterator[tuple[str, str]]:
         if declaration not in ("", "void"):  # the text after the last field, and an empty argument list
             match = re.fullmatch(r"([\w\s*]*[\s*])(\w+)", declaration)
             if match is None:  # omitting it would shift the others
-                raise ValueError(f"not understood in the headers of the native kernels: {declaration}")
+                raise ValueError(f"cannot parse a declaration in the native kernels' headers: {declaration}")
             yield match[2], "".join(match[1].split())
 
 

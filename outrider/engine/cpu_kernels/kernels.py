@@ -21,7 +21,7 @@ class CpuKernels:
         self.num_threads = num_threads
         self.team: int = library.functions.outrider_team_create(num_threads)
         if not self.team:
-            raise MemoryError(f"{num_threads} threads for native kernels cannot be had")
+            raise MemoryError(f"cannot start {num_threads} threads for the native kernels")
         free_with(self, library.functions.outrider_team_free, self.team)
 
     def make_plane(self, plane: PlaneSpec, *, num_blocks: int, block_size: int) -> CachePlane:

@@ -94,8 +94,8 @@ def write_rows(
 
 def _check_panels(cache: npt.NDArray[np.uint8], num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     is_one = isinstance(cache, np.ndarray) and cache.flags.c_contiguous
-    _check( is_one and cache.shape[1:] == (num_heads, 16 * head_dim * dtype.itemsize)
-    , "a cache without panels for them")
+    is_right = is_one and cache.shape[1:] == (num_heads, 16 * head_dim * dtype.itemsize)
+    _check(is_right, f"the cache has no panels of {num_heads} heads of {head_dim} {dtype}")
 
 
 def _call(function: Any, *arguments: object) -> None:

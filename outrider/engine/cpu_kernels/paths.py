@@ -96,7 +96,7 @@ def choose_kernels(
             return _faster_of_same_bits(choice, progress) if wanted == AUTO else choice
         reasons.append(f"{path}: {reason}")
     if wanted != AUTO:
-        raise ConfigError(f"model.kernels {wanted} cannot be had: {reason}; use auto or torch")
+        raise ConfigError(f"model.kernels {wanted} is not available: {reason}; use auto or torch")
     return KernelChoice(path=TORCH, library=None, reason=reason)
 
 
@@ -130,7 +130,7 @@ def _what_processor_lacks(path: str, cpu_flags: frozenset[str]) -> str:
     missing = [flag for flag in REQUIRED_FLAGS[path] if flag not in cpu_flags]
     if not missing:
         return ""
-    return f"the processor has no {', '.join(missing)}" if cpu_flags else "the system does not say what processor it is"
+    return f"the processor has no {', '.join(missing)}" if cpu_flags else "the system does not report processor flags"
 
 
 def _find_library(path: str, progress: Progress) -> tuple[Path | None, str]:
@@ -140,7 +140,7 @@ def _find_library(path: str, progress: Progress) -> tuple[Path | None, str]:
     except CompileError as error:
         return None, first_error(str(error))
     except OSError as error:
-        return None, f"compiled kernels cannot be kept: {error}"
+        return None, f"cannot store compiled kernels: {error}"
 
 
 def _why_not_ready(library: Path) -> str:
@@ -150,4 +150,4 @@ def _why_not_ready(library: Path) -> str:
     except OSError as error:
         return f"it cannot be loaded: {error}"
     code = functions.outrider_prepare_process()
-    return f"the system refuses it to this process ({errno.errorcode.get(code, code)})" if code else ""
+    return f"the system does not allow it ({errno.errorcode.get(code, code)})" if code else ""
