@@ -73,8 +73,7 @@ class AttachState(enum.IntEnum):
 class TransferState(enum.Enum):
     OPEN = "open"
     COMMITTED = "committed"
-    FAILED = "failed"
-    CLOSED = "closed"
+    ENDED = "ended"  # failed, or closed by the owner before its commit
 
 
 @dataclass(slots=True)
@@ -82,22 +81,22 @@ class _Transfer:
     """The state of one transfer. `changed` guards the fields that follow it."""
 
     spec: TransferSpec
-    sink: ReservedBlocks
+    blocks: ReservedBlocks
     changed: threading.Condition = field(default_factory=threading.Condition)
     state: TransferState = TransferState.OPEN
     is_attached: bool = False
     coverage: Coverage = field(init=False)
     arrived: dict[Region, int] = field(default_factory=dict)  # checksums of the frames, by region
     num_copying: int = 0  # running writes and reads of blocks
-    has_lost_a_write: bool = False  # whether a write failed, so that `coverage` has a cell that was not written
-    held_bytes: int = field(init=False)  # how much KV of tokens before the transfer's own the sender may still read
+    has_failed_write: bool = False  # whether a write failed, so that `coverage` has a cell that was not written
+    readable_bytes: int = field(init=False)  # how much KV of tokens before the transfer's own the sender may still read
     payload_bytes: int = 0
     first_frame_at: float | None = None
     last_frame_at: float | None = None
 
     def __post_init__(self) -> None:
         self.coverage = Coverage(self.spec)
-        self.held_bytes = self.spec.start_token * sum(plane.bytes_per_token for plane in self.spec.planes)
+        self.readable_bytes = self.spec.start_token * sum(plane.bytes_per_token for plane in self.spec.planes)
 
     def wait_until_drained(self, timeout_seconds: float | None) -> bool:
         """Waits until no copy is running; returns False after a timeout. Needs `changed`."""
@@ -131,12 +130,12 @@ class TransferInbox:
 
     # ---- the owner's side
 
-    def open(self, spec: TransferSpec, sink: ReservedBlocks) -> None:
+    def open(self, spec: TransferSpec, blocks: ReservedBlocks) -> None:
         """Adds a transfer, whose id must be new. Call this before its grant is announced."""
         assert spec.incarnation == self.incarnation, "a transfer is addressed to this process"
         with self._lock:
             assert spec.transfer_id not in self._transfers, "a transfer_id is used once"
-            self._transfers[spec.transfer_id] = _Transfer(spec, sink)
+            self._transfers[spec.transfer_id] = _Transfer(spec, blocks)
 
     def close(self, transfer_id: bytes, *, timeout_seconds: float = 10.0) -> DrainState:
         """Removes a transfer, whatever its state, and waits for the writes in flight. Idempotent.
@@ -150,7 +149,7 @@ class TransferInbox:
             return DrainState.DRAINED
         with transfer.changed:
             if transfer.state is not TransferState.COMMITTED:
-                transfer.state = TransferState.CLOSED
+                transfer.state = TransferState.ENDED
             if not transfer.wait_until_drained(timeout_seconds):
                 return DrainState.UNKNOWN
         with self._lock:
@@ -167,10 +166,10 @@ class TransferInbox:
             return 0
         with transfer.changed:
             if transfer.state is TransferState.OPEN:
-                transfer.state = TransferState.CLOSED
+                transfer.state = TransferState.ENDED
             if transfer.num_copying:
                 return None
-            return 0 if transfer.has_lost_a_write else transfer.coverage.complete_until()
+            return 0 if transfer.has_failed_write else transfer.coverage.complete_until()
 
     def has_seen(self, transfer_id: bytes) -> bool:
         """Returns whether this id cannot be opened: its transfer is not drained yet, or was committed recently."""
@@ -241,10 +240,10 @@ class TransferInbox:
 
     def _write(self, transfer: _Transfer, region: Region, payload: Payload) -> Disposition:
         try:
-            transfer.sink.write(region, payload)
+            transfer.blocks.write(region, payload)
         except Exception as error:
             log.exception("writing KV failed", transfer_id=transfer.spec.transfer_id.hex(), region=str(region))
-            transfer.has_lost_a_write = True
+            transfer.has_failed_write = True
             self.fail(transfer.spec.transfer_id, f"writing {region} failed: {error}")
             return Disposition.FAILED
         finally:
@@ -265,12 +264,12 @@ class TransferInbox:
         num_bytes = region.num_bytes(plane)
         with transfer.changed:
             is_open = transfer.state is TransferState.OPEN  # afterwards its blocks may belong to another sequence
-            if not is_open or num_bytes > min(transfer.held_bytes, MAX_FRAME_BYTES):
+            if not is_open or num_bytes > min(transfer.readable_bytes, MAX_FRAME_BYTES):
                 return None
-            transfer.held_bytes -= num_bytes
+            transfer.readable_bytes -= num_bytes
             transfer.num_copying += 1
         try:
-            payload = transfer.sink.read(region)
+            payload = transfer.blocks.read(region)
         finally:
             transfer.end_copy()
         return FrameHeader.of(spec, region, payload), payload
@@ -316,7 +315,7 @@ class TransferInbox:
         with transfer.changed:
             if transfer.state is not TransferState.OPEN:
                 return
-            transfer.state = TransferState.FAILED
+            transfer.state = TransferState.ENDED
         self._on_failed(transfer_id, reason)
 
     def wait_until_drained(self, transfer_id: bytes, *, timeout_seconds: float) -> DrainState:

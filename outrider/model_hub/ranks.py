@@ -103,7 +103,7 @@ def open_ranks(
         for member in ranks.members:
             member.commands.send(replace(start, rank=member.rank))
         _receive(ranks.members)
-        release.callback(_leave)
+        release.callback(_leave_process_group)
         shard = open_shard(start, progress=progress)
         reduction = None if features is None else features(shard.model)
         shard = replace(shard, model=shard.model.with_features(reduction))
@@ -167,6 +167,6 @@ def _receive(members: Sequence[Member]) -> list[Any]:
     return [member.commands.receive(begins_within_seconds=START_SECONDS) for member in members]
 
 
-def _leave() -> None:
+def _leave_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

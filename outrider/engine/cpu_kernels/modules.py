@@ -18,7 +18,7 @@ from outrider.engine.cpu_kernels.matrices import PackedMatrix, WeightArena
 from outrider.engine.cpu_kernels.operators import linear, plain_linear, rms_norm
 from outrider.engine.linear import replace_linear_layers, replace_norms
 
-_LARGEST_VECTOR = 64
+_MAX_VECTOR_SIZE = 64
 """Maximum number of elements in one of torch's vectors: two AVX-512 registers of bfloat16."""
 
 
@@ -77,7 +77,7 @@ class WholeVectorActivation(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """Activates rows of any shape."""
         flat = rows.reshape(-1)
-        padded = nn.functional.pad(flat, (0, -flat.numel() % _LARGEST_VECTOR))
+        padded = nn.functional.pad(flat, (0, -flat.numel() % _MAX_VECTOR_SIZE))
         output: Tensor = self._activation(padded)[: flat.numel()].view(rows.shape)
         return output
 

@@ -30,7 +30,7 @@ MOST_LISTED = 8192
 NUM_WARPS = 8
 _LOWEST_KEY = tl.constexpr(-0x8000000000000000)
 _LOWEST_ORDER = tl.constexpr(-0x80000000)
-_NOTHING = tl.constexpr(-2139095041)  # the order of -inf
+_MINUS_INF = tl.constexpr(-2139095041)  # the order of -inf
 _NAN = tl.constexpr(0x7FFFFFFF)  # above the order of every number
 
 
@@ -105,7 +105,7 @@ def list_tokens(
     own = tl.div_rn(own, temperature)
     order = order_of(own)
     keys = order_keys(order, ids)
-    is_kept = (order > _NOTHING) & (keys >= limit)
+    is_kept = (order > _MINUS_INF) & (keys >= limit)
     is_listed = is_kept & (order >= least)
     number = tl.sum(is_listed.to(tl.int32), axis=0)
     if number > 0:
@@ -156,7 +156,7 @@ def _last_kept(
             keys = tl.where(is_listed, tl.load(listed + places, mask=is_there & is_listed, other=_LOWEST_KEY), keys)
             order = (keys >> 32).to(tl.int32)
             weights = masses_of(value_of(order), value_of(highest)) if IS_MASS else tl.full([CHUNK], 1, tl.int64)
-            weights = tl.where(is_there & (order > _NOTHING) & (keys >= limit), weights, 0)
+            weights = tl.where(is_there & (order > _MINUS_INF) & (keys >= limit), weights, 0)
             keys = ((keys >> 32) << ID_BITS) | (keys & low_half)
             sums += tl.where(keys[:, None] >= bounds[None, :], weights[:, None], 0)
         totals = tl.sum(sums, axis=0)  # descending; the first is everything within the limit
@@ -187,14 +187,14 @@ def filter_limits(
     temperature, log_min_p, top_k, top_p = _settings(table, row, num_rows)
     scratch += row * (LANES + 3)
     least, highest, limit = _lane_bounds(scratch, log_min_p, LANES)
-    if (temperature == 0.0) | (highest == _NAN) | (highest <= _NOTHING):
+    if (temperature == 0.0) | (highest == _NAN) | (highest <= _MINUS_INF):
         tl.store(limits + row, tl.full([], _LOWEST_KEY, tl.int64))
         return
 
     values += row * row_stride
     listed += row * ROOM
     num_listed = tl.load(scratch + LANES)
-    is_all = tl.maximum((limit >> 32).to(tl.int32), _NOTHING) >= least  # no token below `least` can be kept
+    is_all = tl.maximum((limit >> 32).to(tl.int32), _MINUS_INF) >= least  # no token below `least` can be kept
     is_reached = is_all | (num_listed >= top_k)
     if top_k > 0:
         limit = _last_kept(

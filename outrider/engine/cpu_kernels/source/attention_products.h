@@ -13,22 +13,22 @@
 namespace outrider {
 
 constexpr int kPanelsOfSpan = kSpan / kPanel;
-constexpr int kMostPanelsTogether = 4;
+constexpr int kMaxPanelsTogether = 4;
 constexpr int kPanelsAhead = 8;
 
 // Limits of the rows, and of rows times panels, whose sums stay in registers. Few rows are multiplied with several
 // panels at once: with one panel, multiply-adds would wait for the sums of earlier ones.
 #if defined(__AVX512F__)
-constexpr int kMostSums = 24;
-constexpr int kMostRowsTogether = 6;
+constexpr int kMaxSums = 24;
+constexpr int kMaxRowsTogether = 6;
 #else
-constexpr int kMostSums = 5;
-constexpr int kMostRowsTogether = 5;
+constexpr int kMaxSums = 5;
+constexpr int kMaxRowsTogether = 5;
 #endif
 
 // The maximum number of rows of one call.
 template <class KV>
-constexpr int kRowsOfCall = kMostRowsTogether;
+constexpr int kRowsOfCall = kMaxRowsTogether;
 #if defined(__AMX_BF16__)
 template <>
 constexpr int kRowsOfCall<BFloat16> = 32;
@@ -103,10 +103,10 @@ template <int Rows, class F>
 static inline void for_panels(int64_t num, F&& f) {
   int64_t index = 0;
   const auto take = [&]<int Count>() {
-    if constexpr (Count == 1 || Rows * Count <= kMostSums)
+    if constexpr (Count == 1 || Rows * Count <= kMaxSums)
       for (; index + Count <= num; index += Count) f(index, std::integral_constant<int, Count>{});
   };
-  take.template operator()<kMostPanelsTogether>();
+  take.template operator()<kMaxPanelsTogether>();
   take.template operator()<2>();
   take.template operator()<1>();
 }
@@ -129,7 +129,7 @@ static inline void multiply_keys(int rows, const Activation<KV>* x, int64_t dept
   if constexpr (sizeof(KV) == 2) return multiply_keys_by_tiles(rows, x, depth, keys, num, to);
   else
 #endif
-    with_constant<kMostRowsTogether>(rows, [&](auto count) {
+    with_constant<kMaxRowsTogether>(rows, [&](auto count) {
       for_panels<count.value>(num, [&](int64_t index, auto panels) {
         multiply_some_keys<KV, count.value, panels.value>(x, depth, keys + index, to + index * kPanel);
       });
@@ -146,7 +146,7 @@ static inline void multiply_values(int rows, const Activation<KV>* weights, cons
   if constexpr (sizeof(KV) == 2) return multiply_values_by_tiles(rows, weights, values, num, head_dim, to);
   else
 #endif
-    with_constant<kMostRowsTogether>(rows, [&](auto count) {
+    with_constant<kMaxRowsTogether>(rows, [&](auto count) {
       for_panels<count.value>(head_dim / kPanel, [&](int64_t index, auto panels) {
         multiply_some_values<KV, count.value, panels.value>(weights, values, num, index * kPanel, to + index * kPanel,
                                                             head_dim);

@@ -65,7 +65,7 @@ class DecoderStep final : public Job {
       phases_[0].share(member, row_units(num_rows_), [&](int64_t unit) {
         for_rows(unit, num_rows_, [&](int64_t row) { embed(row); });
       });
-    Ahead ahead;
+    NextWeights ahead;
     for (size_t index = 0; index < layers_.size(); index++)
       run_layer(index, &phases_[1 + index * kPhasesOfLayer], member, ahead);
     if (!taps_.empty() && is_last(layers_.size() - 1)) {
@@ -199,7 +199,7 @@ class DecoderStep final : public Job {
   }
 
   // A phase: normalises rows of the residual stream. `num_layers`: the layers before it, for taps; -1: no taps.
-  void normalise(Phase& phase, Member member, Ahead& ahead, const Rows& rows, const float* weight,
+  void normalise(Phase& phase, Member member, NextWeights& ahead, const Rows& rows, const float* weight,
                  int64_t num_layers = -1) {
     const int64_t width = decoder_.hidden_size;
     const auto normalise_rows = [&](int64_t unit) {
@@ -214,7 +214,8 @@ class DecoderStep final : public Job {
   }
 
   // A phase: quantises rows for the next product, if weights are int8.
-  void quantise_rows(Phase& phase, Member member, Ahead& ahead, const Row* rows, int64_t num_rows, int64_t width) {
+  void quantise_rows(Phase& phase, Member member, NextWeights& ahead, const Row* rows, int64_t num_rows,
+                     int64_t width) {
     if (!kIsQuantised) return;
     const auto quantise_unit = [&](int64_t unit) {
       for_rows(unit, num_rows, [&](int64_t row) { quantise<Weight>(rows, row, width, quantised_); });
@@ -224,12 +225,12 @@ class DecoderStep final : public Job {
 
   // A phase: multiplies rows by one matrix. Waiting members prefetch `next`, the matrix of the next product (or null).
   template <class Finish>
-  void multiply(Phase& phase, Member member, Ahead& ahead, const Row* rows, int64_t num_rows,
+  void multiply(Phase& phase, Member member, NextWeights& ahead, const Row* rows, int64_t num_rows,
                 const OutriderMatrix& matrix, const OutriderMatrix* next, Finish&& finish) {
     const Matrix<Weight> typed(matrix);
-    ahead = next != nullptr ? Ahead(Matrix<Weight>(*next), member) : Ahead();
-    const bool asks = asks_for_next<Weight>(num_rows, typed.depth);
-    const int64_t last = asks ? Phase::end_of(member, num_units(typed)) - 1 : -1;
+    ahead = next != nullptr ? NextWeights(Matrix<Weight>(*next), member) : NextWeights();
+    const bool prefetches_next = prefetches_next_unit<Weight>(num_rows, typed.depth);
+    const int64_t last = prefetches_next ? Phase::end_of(member, num_units(typed)) - 1 : -1;
     const auto multiply_rows = [&](int64_t unit) {
       const void* const first_of_next = unit == last ? ahead.take(kTileColumns * typed.depth * sizeof(Weight)) : nullptr;
       multiply_unit<Weight>(unit, multiplied<Weight>(rows, quantised_), activations_before<Weight>(typed.depth),
@@ -238,7 +239,7 @@ class DecoderStep final : public Job {
     phase.share(member, num_units(typed), multiply_rows, ahead);
   }
 
-  void run_layer(size_t index, Phase* phases, Member member, Ahead& ahead) {
+  void run_layer(size_t index, Phase* phases, Member member, NextWeights& ahead) {
     const OutriderLayer& layer = layers_[index];
     const OutriderMatrix* next_qkv = index + 1 < layers_.size() ? &layers_[index + 1].qkv : nullptr;
     const int64_t width = decoder_.hidden_size, attended_width = decoder_.num_heads * decoder_.head_dim;
@@ -298,7 +299,7 @@ class DecoderStep final : public Job {
   }
 
   // Two phases: attend, and merge the spans' partial results if the plan is split.
-  void attend(Phase& tasks, Phase& merges, size_t index, Member member, Ahead& ahead) {
+  void attend(Phase& tasks, Phase& merges, size_t index, Member member, NextWeights& ahead) {
     const AttentionPlan& plan = *plan_of_layer_[index];
     const OutriderAttention options = attention_options(layers_[index]);
     const Rows rows = rows_of(index);

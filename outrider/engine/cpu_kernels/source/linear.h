@@ -10,7 +10,7 @@
 namespace outrider {
 
 constexpr int64_t kBytesAhead = 4096;  // distance of the prefetch if weights are read in order
-constexpr int64_t kMostBytesOfUnit = 256 << 10;  // size up to which two units' weights fit into a core's cache together
+constexpr int64_t kMaxBytesOfUnit = 256 << 10;  // size up to which two units' weights fit into a core's cache together
 
 template <class Weight>
 struct Matrix {
@@ -46,9 +46,9 @@ static inline int64_t num_units(const Matrix<Weight>& matrix) {
 
 // Returns whether a unit prefetches the weights of the next unit; otherwise it prefetches its own, just ahead.
 template <class Weight>
-static inline bool asks_for_next(int64_t num_rows, int64_t depth) {
-  const bool takes_one_call = num_rows <= kMostRows<Weight>;
-  return kTileColumns * depth * static_cast<int64_t>(sizeof(Weight)) <= kMostBytesOfUnit &&
+static inline bool prefetches_next_unit(int64_t num_rows, int64_t depth) {
+  const bool takes_one_call = num_rows <= kMaxRows<Weight>;
+  return kTileColumns * depth * static_cast<int64_t>(sizeof(Weight)) <= kMaxBytesOfUnit &&
          !(kReadsInOrder<Weight> && takes_one_call);
 }
 
@@ -57,19 +57,19 @@ static inline bool asks_for_next(int64_t num_rows, int64_t depth) {
 template <class Weight, class Finish>
 static inline void multiply_unit(int64_t unit, const Activation<Weight>* x, int64_t stride, int64_t num_rows,
                                  const Matrix<Weight>& matrix, Finish&& finish, const void* next = nullptr) {
-  alignas(64) float tile[kMostRows<Weight> * kTileColumns];
+  alignas(64) float tile[kMaxRows<Weight> * kTileColumns];
   const int64_t column = unit * kTileColumns;
   const int columns = static_cast<int>(std::min<int64_t>(kTileColumns, matrix.out_features - column));
   const int panels = columns > kPanel ? 2 : 1;
   const Weight* packed = matrix.packed + column * matrix.depth;
-  const bool asks = asks_for_next<Weight>(num_rows, matrix.depth);
-  if (!asks) next = reinterpret_cast<const char*>(packed) + kBytesAhead;
+  const bool prefetches_next = prefetches_next_unit<Weight>(num_rows, matrix.depth);
+  if (!prefetches_next) next = reinterpret_cast<const char*>(packed) + kBytesAhead;
   else if (next == nullptr) next = packed + kTileColumns * matrix.depth;
-  Prefetch prefetch(next, asks ? (num_rows + kMostRows<Weight> - 1) / kMostRows<Weight> : 1);
+  Prefetch prefetch(next, prefetches_next ? (num_rows + kMaxRows<Weight> - 1) / kMaxRows<Weight> : 1);
   for (int64_t row = 0; row < num_rows;) {
-    const int rows = static_cast<int>(equal_part(num_rows - row, kMostRows<Weight>));
+    const int rows = static_cast<int>(equal_part(num_rows - row, kMaxRows<Weight>));
     multiply_tile<Weight>(rows, x + row * stride, stride, packed, panels, matrix.depth, tile, prefetch);
-    if (asks) prefetch.skip(panels * matrix.depth * kPanel * sizeof(Weight));
+    if (prefetches_next) prefetch.skip(panels * matrix.depth * kPanel * sizeof(Weight));
     else prefetch.stop();
     for (int r = 0; r < rows; r++) {
       float* values = tile + r * kTileColumns;
@@ -85,19 +85,19 @@ static inline void multiply_unit(int64_t unit, const Activation<Weight>* x, int6
 
 // Prefetches the weights that a member multiplies first in the next product: during its last unit of the current one,
 // and some with each call while it waits for other members, when memory would be idle otherwise.
-class Ahead {
+class NextWeights {
  public:
-  Ahead() = default;
+  NextWeights() = default;
 
   template <class Weight>
-  Ahead(const Matrix<Weight>& matrix, Member member) {
+  NextWeights(const Matrix<Weight>& matrix, Member member) {
     const int num_ranges = Phase::num_ranges(member), range = member.index % num_ranges;
     const auto address_of = [&](int64_t unit) {
       return reinterpret_cast<const char*>(matrix.packed + unit * kTileColumns * matrix.depth);
     };
     const int64_t units = num_units(matrix);
     next_ = address_of(Phase::begin_of(range, num_ranges, units));
-    end_ = std::min(next_ + kMostBytes, address_of(Phase::begin_of(range + 1, num_ranges, units)));
+    end_ = std::min(next_ + kMaxBytes, address_of(Phase::begin_of(range + 1, num_ranges, units)));
   }
 
   // Returns the start of the next `bytes`, which the caller prefetches; null: there is no next product.
@@ -112,7 +112,7 @@ class Ahead {
   }
 
  private:
-  static constexpr int64_t kMostBytes = 256 << 10;  // share of a core's cache
+  static constexpr int64_t kMaxBytes = 256 << 10;  // share of a core's cache
   static constexpr int kLinesAtOnce = 8;
 
   const char* next_ = nullptr;

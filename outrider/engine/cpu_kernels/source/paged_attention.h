@@ -28,7 +28,7 @@
 
 namespace outrider {
 
-constexpr float kNothing = -1e30f;  // the score of a masked key, and the largest score of a row that sees none
+constexpr float kMaskedScore = -1e30f;  // the score of a masked key, and the largest score of a row that sees none
 
 // Scratch memory of one member for one task.
 template <class KV>
@@ -203,7 +203,7 @@ struct PagedAttention {
       const int seen = static_cast<int>(std::min<int64_t>(num, panels_seen));
       float* to = result.values + row * head_dim;
       if (seen <= 0) {
-        std::fill_n(result.largest + row, count, kNothing);
+        std::fill_n(result.largest + row, count, kMaskedScore);
         std::fill_n(result.sums + row, count, 0.0f);
         std::fill_n(to, count * head_dim, 0.0f);
         continue;
@@ -280,11 +280,11 @@ struct PagedAttention {
   void weigh(float* scores, Activation<KV>* weights, int num, int first, int last, float* largest, float* sum) const {
     const auto is_seen = [&](int i) { return (kLanes + i >= first) & (kLanes + i < last); };
     const float scaling = options.scaling, softcap = options.softcap;
-    Floats most = broadcast(kNothing);
+    Floats most = broadcast(kMaskedScore);
     for (int i = 0; i < num; i += kWidth) {
       Floats value = load(scores + i) * scaling;
       if (softcap > 0) value = hyperbolic_tangent(value / softcap) * softcap;
-      if (i < first || i + kWidth > last) value = is_seen(i) ? value : broadcast(kNothing);
+      if (i < first || i + kWidth > last) value = is_seen(i) ? value : broadcast(kMaskedScore);
       store(scores + i, value);
       most = larger(value, most);
     }

@@ -224,22 +224,22 @@ namespace outrider {
 
 // The maximum number of rows of one call, for which there are enough registers.
 template <class Weight>
-constexpr int kMostRows = kWidth == 16 ? 12 : 6;
+constexpr int kMaxRows = kWidth == 16 ? 12 : 6;
 #if !defined(__AVX512F__)
 // Pairs need two more registers: with six rows, sums would be spilled.
 template <>
-constexpr int kMostRows<BFloat16> = 5;
+constexpr int kMaxRows<BFloat16> = 5;
 #elif defined(__AMX_BF16__)
 template <>
-constexpr int kMostRows<BFloat16> = 32;
+constexpr int kMaxRows<BFloat16> = 32;
 #elif defined(__AVX512BF16__)
 // Sixteen sums keep the dot product unit busy, which starts one product per cycle and takes six cycles. With 12 rows
 // there are more loads of activations, and products were 5 % slower.
 template <>
-constexpr int kMostRows<BFloat16> = 8;
+constexpr int kMaxRows<BFloat16> = 8;
 #endif
 template <>
-constexpr int kMostRows<int8_t> = kByteRows;
+constexpr int kMaxRows<int8_t> = kByteRows;
 
 template <class Weight, int Rows, int Panels>
 static inline void multiply_panels(const Activation<Weight>* x, int64_t stride, const Weight* panels,
@@ -277,7 +277,7 @@ static inline void multiply_at_most(int rows, const Activation<Weight>* x, int64
 }
 
 // Computes tile [rows][kTileColumns] = x [rows, depth at `stride`] times 1 or 2 panels, for at
-// most kMostRows rows. `depth` is padded, and so is x: with zeros, or with any finite values
+// most kMaxRows rows. `depth` is padded, and so is x: with zeros, or with any finite values
 // if the weights' padding is zeros.
 template <class Weight>
 static inline void multiply_tile(int rows, const Activation<Weight>* x, int64_t stride, const Weight* panels,
@@ -292,7 +292,7 @@ static inline void multiply_tile(int rows, const Activation<Weight>* x, int64_t 
     return multiply_by_byte_tiles(rows, x, stride, panels, num_panels, depth, tile, prefetch);
   else
 #endif
-    multiply_at_most<Weight, kMostRows<Weight>>(rows, x, stride, panels, panel_size, num_panels, depth, tile, prefetch);
+    multiply_at_most<Weight, kMaxRows<Weight>>(rows, x, stride, panels, panel_size, num_panels, depth, tile, prefetch);
 }
 
 // Returns the number of rows, at most `most`, for the next call. Calls get nearly equal numbers

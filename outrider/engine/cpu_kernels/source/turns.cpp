@@ -51,7 +51,7 @@ Turns::Taken Turns::take(int32_t slot, int64_t length, int64_t timeout) {
       continue;  // a turn that was released before the enqueuing is free now
     }
     if (now >= deadline) return Taken::kNo;
-    wait(seen, std::min({deadline, lease_ends_[slot_of(holder)].load(), now + kLongestSleep}) - now);
+    wait(seen, std::min({deadline, lease_ends_[slot_of(holder)].load(), now + kMaxSleep}) - now);
   }
 }
 
@@ -88,13 +88,13 @@ void Turns::give(int32_t slot, int64_t length) {
 }
 
 void Turns::lease(int32_t slot, int64_t now, int64_t nanoseconds) {
-  lease_ends_[slot] = now + std::min(nanoseconds, kLongestLease);
+  lease_ends_[slot] = now + std::min(nanoseconds, kMaxLease);
 }
 
 bool Turns::has_run_out(uint64_t holder) const {
   const int64_t end = lease_ends_[slot_of(holder)];
   const int64_t now = monotonic();  // read after the end: with an earlier time a new lease would seem too long
-  return end <= now || end - now > kLongestLease;  // the latter was written before a reboot, when the clock was ahead
+  return end <= now || end - now > kMaxLease;  // the latter was written before a reboot, when the clock was ahead
 }
 
 void Turns::enqueue(int32_t slot) {

@@ -34,8 +34,8 @@ class Turns {
   void give(int32_t slot, int64_t lease);
 
  private:
-  static constexpr int64_t kLongestLease = 10'000'000'000;
-  static constexpr int64_t kLongestSleep = 500'000'000;  // in case the releaser died before it woke the waiter
+  static constexpr int64_t kMaxLease = 10'000'000'000;
+  static constexpr int64_t kMaxSleep = 500'000'000;  // in case the releaser died before it woke the waiter
 
   // Returns the holder's slot; -1 if nobody holds the turn, or if the value is no slot, as in a foreign file.
   static int32_t slot_of(uint64_t holder) {
