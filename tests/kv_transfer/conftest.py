@@ -145,12 +145,15 @@ class Peers:
 class RawStream:
     """A sender of any messages."""
 
-    def __init__(self, port):
-        self.channel = grpc.insecure_channel(
+    def __init__(self, port, *messages, channel=None):
+        """`channel`: of another stream, to share its connection."""
+        self.channel = channel or grpc.insecure_channel(
             f"127.0.0.1:{port}",
             options=[("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)],
         )
         self.outgoing: queue.SimpleQueue = queue.SimpleQueue()
+        for message in messages:
+            self.say(message)
         self.call = self.channel.stream_stream(METHOD)(iter(self.outgoing.get, None), timeout=60)
 
     def say(self, message):
@@ -169,8 +172,8 @@ class RawStream:
 def raw():
     streams = []
 
-    def open_stream(port):
-        streams.append(RawStream(port))
+    def open_stream(*arguments, **options):
+        streams.append(RawStream(*arguments, **options))
         return streams[-1]
 
     yield open_stream

@@ -1,4 +1,4 @@
-"""What the receiver makes of peers that break the protocol."""
+"""The receiver's reaction to peers that break the protocol."""
 
 from __future__ import annotations
 

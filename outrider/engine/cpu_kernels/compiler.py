@@ -108,11 +108,11 @@ def source_units() -> list[str]:
     return ["".join(f'#include "{name}"\n' for name in unit) for unit in units if unit]
 
 
-def source_hash(inputs: Sequence[Path] = ()) -> str:
-    """Returns the SHA-256 in hexadecimal over all inputs of a library: sources, this module, and further `inputs`."""
+def source_hash() -> str:
+    """Returns the SHA-256 in hexadecimal over all inputs of a library except its flags: the sources and this module."""
     sources = [path for path in SOURCE.iterdir() if path.suffix in SOURCE_SUFFIXES]
     digest = hashlib.sha256()
-    for path in (Path(__file__), *sorted(sources), *sorted(inputs)):
+    for path in (Path(__file__), *sorted(sources)):
         content = path.read_bytes()
         digest.update(f"{path.name}:{len(content)}:".encode() + content)
     return digest.hexdigest()
