@@ -126,7 +126,7 @@ class GrammarCompiler:
         )
 
     def warm_up(self) -> None:
-        """Does in advance what takes long and holds the interpreter's lock."""
+        """Reads the tokenizer in advance, which takes long and holds the interpreter's lock."""
         with suppress(NotSupportedError):
             _ = self._tokenizer
 

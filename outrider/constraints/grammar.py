@@ -178,7 +178,7 @@ class _Tokens:
                 break
             found.append(token_id)
             num_bytes += len(part)
-        while num_bytes < len(wanted):  # a tokenizer may normalize: uses the longest tokens of these bytes
+        while num_bytes < len(wanted):  # after normalization, for example: takes the longest tokens of these bytes
             sizes = range(min(self._longest, len(wanted) - num_bytes), 0, -1)
             size = next((size for size in sizes if wanted[num_bytes : num_bytes + size] in self._ids), 0)
             found += [self._ids[wanted[num_bytes : num_bytes + size]]] if size else []

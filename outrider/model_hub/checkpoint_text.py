@@ -103,7 +103,7 @@ def read_text(files: Mapping[str, bytes]) -> CheckpointText:
 
 
 def resolved_files(files: Mapping[str, bytes], text: CheckpointText) -> dict[str, bytes]:
-    """Returns the files with the resolved settings where readers with other precedence look first."""
+    """Returns the files, changed so that readers with another precedence also find the resolved settings."""
     config = _read_object(files, "tokenizer_config.json")
     config = {name: value for name, value in config.items() if name not in SPECIAL_TOKENS} | dict(text.special_tokens)
     resolved = dict(files) | {TOKENIZER_FILE: text.tokenizer_json, "tokenizer_config.json": json.dumps(config).encode()}
@@ -266,7 +266,7 @@ def _eos_token_ids(config: Mapping[str, Any]) -> set[int]:
 
 
 def _default_sampling(generation_config: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the sampling defaults, like vLLM regardless of `do_sample`, without values outside the contract."""
+    """Returns the sampling defaults without values outside the contract. Like vLLM it ignores `do_sample`."""
     found: dict[str, float] = {}
     for name, (kind, smallest, largest) in _SAMPLING_RANGES.items():
         value = generation_config.get(name)

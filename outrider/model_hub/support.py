@@ -39,12 +39,12 @@ _UNRELATED_FRACTION = 0.5
 _PROBE_TOKENS = 40
 """Tokens of each sequence of the probe, several blocks in each half. For far positions only rotations are compared."""
 SPLIT_CONTEXT = 1200
-"""Tokens with which our GPU kernels split contexts and products in passes of few rows, but not in longer ones."""
+"""Number of tokens for which our GPU kernels split contexts and products in passes of few rows, but not of many."""
 _COMPARED_ROWS = 32
 _ROWS_ALONE = 8
 _COMPARED_BLOCK = 16
 _COMPARED_CHUNK = 200
-"""Rows per chunk: fewer than those from which on our GPU kernels do not split."""
+"""Rows per chunk: fewer than the number from which on our GPU kernels no longer split."""
 
 
 def refuse_by_config(config: PretrainedConfig, device: str) -> None:

@@ -50,7 +50,7 @@ PROBE = "#include <atomic>\nvoid wait(std::atomic<int>& value) { value.wait(0); 
 
 
 class CompileError(Exception):
-    """Raised if no library can be compiled: there is no compiler, or it rejects a source; its output is the message."""
+    """Raised if there is no compiler, or with its output if it rejects a source."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ def attend(
     split_largest,  # [partials, num_heads] float32
     split_totals,  # same
     positions,  # [num_rows] int64
-    block_tables,  # int32, all sequences' end to end
+    block_tables,  # int32, the tables of all sequences, concatenated
     path_starts,  # [num_rows + 1] int64, into path_slots; with HAS_PATHS
     path_slots,  # [sum of depths] int64: slots of the last keys of rows in trees
     plan,  # [ints] int32, see work_list.py

@@ -24,7 +24,7 @@ class Norm(NamedTuple):
 
     weight: Tensor  # [width], any floating dtype
     epsilon: float  # added to the mean square
-    rounds_first: bool = True  # whether to round before multiplying by the weight, too, as in Llama, not Gemma
+    rounds_first: bool = True  # whether to round also before multiplying by the weight, as in Llama but not Gemma
 
 
 @triton.jit

@@ -29,7 +29,7 @@ MAX_PARTIALS = 1 << 17
 """Maximum number of partial sums in a forward, each for a row, a query head and a split: 68 MB with heads of 128
 values. Tiles are not cut if that would need more."""
 ITEMS_PER_PROGRAM = 4
-"""Number of items per program that is aimed at: with equal lengths, programs are idle for at most about a fifth of the
+"""Target number of items per program. With items of equal length, programs are idle for at most about a fifth of the
 time."""
 
 
