@@ -53,10 +53,7 @@ def _answer(message: str | None) -> None:
 
 
 def why_invalid(tokenizer: LLTokenizer, constraint: Constraint) -> str | None:
-    """Returns why a constraint is invalid, with the place if it is a schema; None if it compiles.
-
-    SIGVTALRM ends the process after `MAX_CPU_SECONDS`.
-    """
+    """Returns why a constraint is invalid, with the place in a schema, or None. Ends the process at MAX_CPU_SECONDS."""
     message = _error(tokenizer, constraint)
     if message is None or constraint.kind is not ConstraintKind.JSON_SCHEMA:
         return message

@@ -87,10 +87,7 @@ class Arena:
     """
 
     def __init__(self, *, directory: str, num_bytes: int, slot_bytes: int, has_slots: bool = True) -> None:
-        """`has_slots`: whether the slots are in the file; otherwise only its head has memory.
-
-        Raises: OSError, also if there is no memory for one slot.
-        """
+        """`has_slots`: whether the slots are in the file. Raises: OSError, also if there is no memory for one slot."""
         self.arena_id = secrets.token_bytes(16)
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.slot_bytes = slot_bytes
@@ -140,10 +137,7 @@ class Arena:
             return 4 * list(self._taken.values()).count(None) >= self.num_slots
 
     def take(self, owner: object) -> int | None:
-        """Takes a slot and returns its offset; None if there is no memory for more slots.
-
-        The caller must have taken 1 from the window `free_slots`.
-        """
+        """Takes a slot, for 1 taken from `free_slots`. Returns its offset; None if there is no memory for another."""
         with self._lock:
             if not self._free and not self._reserve():
                 self.num_slots -= 1

@@ -39,10 +39,7 @@ MAX_FRAME_BYTES = 8 << 20
 
 PLANE_NAME_BYTES = 16
 PACKED_REGION = struct.Struct(f"<{PLANE_NAME_BYTES}sIIIIHH")
-"""Wire format of a region: plane (UTF-8, zero-padded), then start and exclusive end of layers, tokens and heads.
-
-Numbers are little-endian and unsigned.
-"""
+"""Wire format of a region: plane (UTF-8, zero-padded); start, end of layers, tokens, heads (unsigned little-endian)."""
 
 
 class DrainState(enum.Enum):
@@ -133,10 +130,7 @@ class FrameHeader:
 
 
 def checksum_of(payload: Payload) -> int:
-    """Returns the payload's xxh3-64, or for bytes on a GPU a checksum that the GPU computes.
-
-    Both ends of a transfer have payloads of the same kind.
-    """
+    """Returns the payload's xxh3-64; on a GPU, another checksum. Both ends of a transfer have payloads of one kind."""
     return xxhash.xxh3_64_intdigest(payload) if isinstance(payload, memoryview) else payload.checksum()
 
 

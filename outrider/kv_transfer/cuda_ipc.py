@@ -161,8 +161,7 @@ class DeviceArenaReader(ArenaReader):
 
 
 def open_shared_gpu(copies: CopyStream | None, config: KvTransferConfig) -> SharedGpu | None:
-    """Returns the GPU of the cache with this copy stream. None: the cache is not on one GPU, or CUDA IPC is unavailable
-    or not accepted by the settings.
+    """Returns the cache's GPU; None if the cache is not on one GPU, or CUDA IPC is unavailable or not accepted.
 
     Raises: ConfigError if the settings accept only CUDA IPC and it is unavailable.
     """
@@ -174,7 +173,5 @@ def open_shared_gpu(copies: CopyStream | None, config: KvTransferConfig) -> Shar
         except (ImportError, OSError, RuntimeError) as error:
             log.warning("no CUDA IPC", error=str(error))
     if config.connector == CUDA_IPC:
-        raise ConfigError(
-            f"kv_transfer.connector is {CUDA_IPC}, but the KV cache is not on a GPU that has it: choose auto"
-        )
+        raise ConfigError(f"kv_transfer.connector is {CUDA_IPC}, but the KV cache is not on a GPU with it: choose auto")
     return None

@@ -76,10 +76,7 @@ def encode_frame(sequence: int, header: FrameHeader, payload: memoryview | None,
 
 
 def decode_message(message: bytes, others: type[Others]) -> Frame | Others:
-    """Decodes a frame, whose payload is a view of the message, or a message of type `others`.
-
-    Raises: MalformedMessageError.
-    """
+    """Decodes a frame, with a view of the message as payload, or one of `others`. Raises: MalformedMessageError."""
     try:
         if message[0] == 0:
             return _decode_frame(message)

@@ -143,8 +143,7 @@ class TransferInbox:
         Returns UNKNOWN after a timeout: the transfer is kept, and its blocks must not be reused. After the return no
         callback for the transfer begins, except `on_complete` for a commit that was being answered.
         """
-        with self._lock:
-            transfer = self._transfers.get(transfer_id)
+        transfer = self._find(transfer_id)
         if transfer is None:
             return DrainState.DRAINED
         with transfer.changed:

@@ -34,9 +34,8 @@ class ArenaSource:
     """Offers one arena to each receiving process, which all of its transfers share. Thread-safe.
 
     An arena is dropped if its receiver is lost, if another process answers at its address, or
-    after IDLE_SECONDS without a transfer, when the receiver has dropped it too. A receiver
-    that could not attach, or for which there was no memory, is asked again after IDLE_SECONDS:
-    /dev/shm may have been full for a moment only.
+    after IDLE_SECONDS without a transfer, when the receiver has dropped it, too. After the same
+    time a receiver that could not attach, or for which there was no memory, is asked again.
     """
 
     def __init__(

@@ -16,10 +16,7 @@ TRITON = "triton"
 
 
 def choose_model_kernels(config: ModelConfig, device: str, *, progress: Progress = no_progress) -> KernelChoice:
-    """Returns the choice for `model.kernels`; FUSED does not support all architectures. May compile them.
-
-    Raises: ConfigError if the setting cannot be satisfied.
-    """
+    """Returns the choice for `model.kernels`; FUSED is not for all architectures. May compile. Raises: ConfigError."""
     if config.tensor_parallel_size > 1:
         return torch_instead(config, f"model.tensor_parallel_size is {config.tensor_parallel_size}")
     if device_type(device) != "cpu":
