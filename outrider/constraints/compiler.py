@@ -44,10 +44,9 @@ MAX_OWN_DEBT_SECONDS = 0.02
 FORGIVEN_SHARE = 0.02
 """Fraction of wall-clock time by which debts shrink, so that a grammar that was too slow is served again later."""
 NOT_ALLOWED = "a generated token does not follow the constraint"
-"""Beginning of the failure after a forbidden token, which a client may have sent, or was drawn as none was allowed."""
+"""Beginning of the failure after a forbidden token that a client sent, or that was drawn when none was allowed."""
 _LEXER = "lexer error"
-"""Part of the lexer's error messages. All samples of a grammar share its states, so another may have caused the error.
-"""
+"""Part of the lexer's errors. All samples of a grammar share its states, so another sample may have caused one."""
 
 
 class Debt:
