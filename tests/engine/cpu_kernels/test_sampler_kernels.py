@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from outrider.engine.cpu_kernels.interface import structures
-from outrider.engine.sampler import Sampler, SampleRows
+from outrider.engine.sampler import SampleRows
 from outrider.engine.sampler.edits import Vocabulary
 from outrider.engine.sampler.native_decider import NativeDecider
 from outrider.request import SamplingParams
 from tests.engine.cpu_kernels.libraries import with_few_for_tests
 from tests.oracle.arrivals import RaceKey, all_arrivals
 from tests.oracle.elementary import logarithm, masses_of
-from tests.oracle.random_steps import NUM_STEPS, SHAPES, Pair, logits_of, random_known, random_step
+from tests.oracle.random_steps import NUM_STEPS, SHAPES, Pair, logits_of, random_known
 from tests.support.sampler_kinds import NUMPY
 
 
@@ -89,24 +89,6 @@ def test_another_position_would_be_noticed(kernels):
         for sampler, state, position in zip(pair.samplers, states, (5, 6), strict=True)
     )
     assert sum(one == other for one, other in zip(native, expected, strict=True)) < 20
-
-
-def test_a_row_depends_neither_on_other_rows_nor_on_threads(library, teams):
-    rng = np.random.default_rng(11)
-    vocab_size = 2000
-    known = random_known(rng, vocab_size)
-    pair = Pair(vocab_size, known, by(teams(library, 1)))
-    logits, parts = random_step(rng, pair, vocab_size, num_sequences=30)
-    together = pair.decide(logits, parts)[0]
-    alone, start = [], 0
-    for part in parts:
-        num_rows = 1 + len(part[2])
-        alone += pair.decide(logits[start : start + num_rows], [part])[0]
-        start += num_rows
-    assert alone == together
-    threaded = Sampler(vocab_size=vocab_size, known_token_ids=known, kernels=teams(library, 4))
-    for _ in range(20):
-        assert threaded.sample(logits, [SampleRows(states[0], *rest) for states, *rest in parts]).token_ids == together
 
 
 def test_a_history_that_grows_is_followed(kernels):
