@@ -95,9 +95,3 @@ def test_a_range_again_is_a_duplicate_and_another_cut_is_refused(transfer):
         assert transfer.put("k", heads) is Disposition.CONFLICTING
         assert transfer.put("v", (0, 4), tokens=(0, 1)) in (Disposition.WRITTEN, Disposition.DUPLICATE)
     assert transfer.put("v", (2, 6), tokens=(3, 4)) is Disposition.CONFLICTING  # other tokens, but heads cut elsewhere
-
-
-@pytest.mark.parametrize("heads", [(0, 9), (7, 9), (8, 9), (3, 3), (5, 2), (3, 0), (0, 0), (0, 2**16 - 1)])
-def test_ranges_outside_the_plane_are_refused(transfer, heads):
-    assert transfer.put("k", heads) is Disposition.OUT_OF_BOUNDS
-    assert np.isnan(transfer.sink.kv["k"]).all()

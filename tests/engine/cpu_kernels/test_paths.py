@@ -148,26 +148,15 @@ def test_what_was_measured_is_kept_for_the_processor(ratio, tmp_path):
     assert ratio.num_asked == 2
 
 
-def test_what_was_measured_on_a_loaded_machine_is_not_kept(ratio, tmp_path):
-    library = tmp_path / "library.so"
-    ratio.value, ratio.load = 2.0, 1e6
-    assert multiply_adds_are_faster(library, "one")
-    ratio.value, ratio.load = 1.0, 0.0
+@pytest.mark.parametrize("why", ["the machine is loaded", "it was damaged", "there is no folder"])
+def test_what_was_not_kept_is_measured_again(ratio, tmp_path, why):
+    library = tmp_path / ("none" * (why == "there is no folder")) / "library.so"
+    ratio.load = 1e6 * (why == "the machine is loaded")
     assert not multiply_adds_are_faster(library, "one")
-
-
-def test_a_damaged_answer_is_measured_again(ratio, tmp_path):
-    multiply_adds_are_faster(tmp_path / "library.so", "one")
-    (kept,) = tmp_path.iterdir()
-    kept.write_text("")
-    ratio.value = 2.0
-    assert multiply_adds_are_faster(tmp_path / "library.so", "one")
-
-
-def test_what_cannot_be_kept_is_measured_at_each_start(ratio, tmp_path):
-    library = tmp_path / "none" / "library.so"
-    assert not multiply_adds_are_faster(library, "one")
-    ratio.value = 2.0
+    if why == "it was damaged":
+        (kept,) = tmp_path.iterdir()
+        kept.write_text("")
+    ratio.value, ratio.load = 2.0, 0.0
     assert multiply_adds_are_faster(library, "one")
 
 
