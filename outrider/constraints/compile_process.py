@@ -1,9 +1,9 @@
-"""A process that compiles constraints for a router: some would take minutes, and a thread cannot be killed.
+"""A process that compiles constraints for a router. Some would take minutes, and a thread cannot be killed.
 
     python -m outrider.constraints.compile_process
 
-It reads lines of JSON: the first describes the tokenizer, the others are constraints. It answers each with a line:
-null, or an error message. The system ends it if a constraint takes too much processor time or memory.
+It reads lines of JSON: the first describes the tokenizer, the others are constraints. It answers each line with
+another: null, or an error message. The system ends it if a constraint takes too much processor time or memory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from outrider.errors import InvalidRequestError, NotSupportedError
 from outrider.request import Constraint, ConstraintKind
 
 MAX_CPU_SECONDS = 0.5
+"""Seconds of processor time that one compilation may take."""
 MAX_MEMORY_BYTES = 4 << 30
 """Bytes of address space, most of which is never touched."""
 LOCATE_SECONDS = 0.1
-"""Seconds for locating the faulty part of a schema."""
+"""Seconds that may be spent on locating the faulty part of a schema."""
 
 Schema = dict[str, Any]
 Path = tuple[str | int, ...]
@@ -52,7 +53,7 @@ def _answer(message: str | None) -> None:
 
 
 def why_invalid(tokenizer: LLTokenizer, constraint: Constraint) -> str | None:
-    """Returns the error's message, with the place in a schema. Ends the process after `MAX_CPU_SECONDS`."""
+    """Returns why a constraint is invalid, with the place in a schema, or None. Ends the process at MAX_CPU_SECONDS."""
     message = _error(tokenizer, constraint)
     if message is None or constraint.kind is not ConstraintKind.JSON_SCHEMA:
         return message
@@ -60,7 +61,7 @@ def why_invalid(tokenizer: LLTokenizer, constraint: Constraint) -> str | None:
     deadline = time.monotonic() + LOCATE_SECONDS
 
     def compiles(part: Schema) -> bool:
-        """Returns whether a part compiles; True if there is no time left to check."""
+        """Returns whether a part compiles; True if no time is left to check."""
         if time.monotonic() > deadline:
             return True
         return _error(tokenizer, Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(part))) is None

@@ -30,23 +30,23 @@ ALL_ALLOWED = -1
 NUM_THREADS = 2
 """Threads that compile constraints: with two, a slow one does not delay the next."""
 MAX_COMPILED = 32
-"""Number of the newest grammars that are kept compiled, besides those in use."""
+"""Number of the newest grammars that are kept compiled, in addition to those in use."""
 MAX_CACHED_MASKS = 256
-"""Cached masks of one sample between two commits: 6 KB each with 49,152 tokens."""
+"""Maximum number of cached masks of one sample between two commits; 6 KB each with 49,152 tokens."""
 MASK_SECONDS = 0.004
 """Processor time that the masks of one sample in one step may take on average; 0.00005 to 0.001 is usual."""
 TOKEN_SECONDS = 0.0005
 """Processor time that a committed token, or the search for a forced one, may take; 0.00001 to 0.0001 is usual."""
 MAX_DEBT_SECONDS = 0.07
-"""Limit of the additional processor time that all grammars of a node may take together, as other sequences wait."""
+"""Processor time beyond allowances that all grammars of a node may take together, since other sequences wait."""
 MAX_OWN_DEBT_SECONDS = 0.02
-"""Debt up to which a grammar may continue, however much the others owe."""
+"""Debt up to which a grammar may always continue, whatever the debt of the others."""
 FORGIVEN_SHARE = 0.02
 """Fraction of wall-clock time by which debts shrink, so that a grammar that was too slow is served again later."""
 NOT_ALLOWED = "a generated token does not follow the constraint"
-"""The beginning of such a failure: the client brought other tokens, or no allowed token could be drawn."""
+"""Beginning of the failure after a forbidden token that a client sent, or that was drawn when none was allowed."""
 _LEXER = "lexer error"
-"""Marks errors of the lexer, whose states all samples of a grammar share: another sample may have caused the error."""
+"""Part of the lexer's errors. All samples of a grammar share its states, so another sample may have caused one."""
 
 
 class Debt:
@@ -125,7 +125,7 @@ class GrammarCompiler:
         )
 
     def warm_up(self) -> None:
-        """Does in advance what takes long and holds the interpreter's lock."""
+        """Reads the tokenizer in advance, which takes long and holds the interpreter's lock."""
         with suppress(NotSupportedError):
             _ = self._tokenizer
 
@@ -234,7 +234,7 @@ class GrammarState:
         return True
 
     def _fill(self, masks: Masks, path: tuple[int, ...], *, num_assumed: int) -> None:
-        """Fills the reachable ones of the rows after `num_assumed` tokens of the path."""
+        """Fills the reachable rows; the first row follows `num_assumed` tokens of the path."""
         num_tokens, error = self._try(lambda: self._follow(masks, path, num_assumed=num_assumed))
         if error:
             masks[max(num_tokens - num_assumed, 0) :] = 0
@@ -243,7 +243,7 @@ class GrammarState:
                 self._fail(error)
 
     def _follow(self, masks: Masks, path: tuple[int, ...], *, num_assumed: int) -> int:
-        """Returns how many of the path's tokens can be followed until no mask can be made: at its end or an error."""
+        """Fills masks until the path's end, a forbidden token or an error. Returns how many tokens it has followed."""
         matcher, num_committed, num_tokens = self._matcher, len(self._token_ids), 0
         while True:
             if num_tokens >= num_assumed:
@@ -262,7 +262,7 @@ class GrammarState:
         return num_tokens
 
     def _try(self, action: Callable[[], T]) -> tuple[T, str]:
-        """Returns the result of an action of the matcher, and its error, or "".
+        """Returns the result of an action of the matcher, and its error; "" if there is none.
 
         If the lexer is full, the action is repeated with an empty one: other samples or earlier drafts may have
         filled it.
@@ -273,7 +273,7 @@ class GrammarState:
         return result, error
 
     def _take_error(self) -> str:
-        """Returns the matcher's error, or "". A failed matcher is replaced, since it never leaves its error state."""
+        """Returns the matcher's error; "" if there is none. Replaces a failed matcher, which cannot recover."""
         if not self._matcher.is_error():
             return ""
         error: str = self._matcher.get_error().splitlines()[0]
@@ -286,7 +286,7 @@ class GrammarState:
 
     def _fail_if_too_slow(self) -> None:
         if not self.failure and self._grammar.is_too_slow:
-            self._fail(f"more than {MASK_SECONDS * 1e3:g} ms a mask, or {TOKEN_SECONDS * 1e3:g} ms a token")
+            self._fail(f"more than {MASK_SECONDS * 1e3:g} ms per mask, or {TOKEN_SECONDS * 1e3:g} ms per token")
 
     def _fail(self, error: str) -> None:
         self.failure = f"the constraint takes too much work: {error}"

@@ -1,9 +1,9 @@
 """Constraints by llguidance: grammars over the bytes of a vocabulary's tokens. Needs neither torch nor numpy.
 
 llguidance (https://github.com/guidance-ai/llguidance) parses with Earley's algorithm over derivatives of regular
-expressions. Its limits count work, not time, so that all nodes refuse the same grammars. Compilation has no such
-limit in some cases (intersections of patterns): so routers compile in a process that they can kill, and nodes only
-get what a router has compiled.
+expressions. Its limits count work, not time, so that all nodes refuse the same grammars. In some cases compilation
+has no such limit (intersections of patterns), so routers compile in a process that they can kill, and send only
+constraints that compiled to nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NUMERICS = f"llguidance {version('llguidance')}, compact"
 
 MAX_MESSAGE_LENGTH = 500
 MAX_SPELLINGS = 512
-"""Cached texts and their tokens: the samples of one grammar reach the same texts."""
+"""Number of texts whose tokens are cached: the samples of one grammar reach the same texts."""
 
 # A mask takes at most about 0.1 s, even if only one long text can follow; the states of one grammar's lexer take
 # about 40 MB.
@@ -55,6 +55,7 @@ _UNLIMITED: dict[str, tuple[Any, ...]] = {
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values map the user's own names to schemas."""
 DATA = ("const", "enum", "default", "examples", "example", "x-guidance")
+"""Keywords whose values are data, not schemas."""
 
 
 def grammar_text(constraint: Constraint) -> str:
@@ -78,7 +79,7 @@ def grammar_text(constraint: Constraint) -> str:
 
 
 def _without_annotations(schema: Any, *, is_named: bool = False) -> Any:
-    """Returns the schema without parts that constrain nothing and that llguidance refuses; limits times and durations.
+    """Returns the schema without parts that constrain nothing and that llguidance refuses. Limits `_FORMAT_LENGTHS`.
 
     An unknown `format` is an annotation in JSON Schema. `is_named`: whether this is a mapping from names to schemas.
     """
@@ -177,7 +178,7 @@ class _Tokens:
                 break
             found.append(token_id)
             num_bytes += len(part)
-        while num_bytes < len(wanted):  # a tokenizer may normalize: uses the longest tokens of these bytes
+        while num_bytes < len(wanted):  # after normalization, for example: takes the longest tokens of these bytes
             sizes = range(min(self._longest, len(wanted) - num_bytes), 0, -1)
             size = next((size for size in sizes if wanted[num_bytes : num_bytes + size] in self._ids), 0)
             found += [self._ids[wanted[num_bytes : num_bytes + size]]] if size else []

@@ -1,1 +1,1 @@
-"""Moves KV from prefill to decode nodes: `base` has the interface, `receiver` and `connect` the two ends."""
+"""Moves KV from prefill to decode nodes: `base` has the shared values, `receiver` and `connectors` the two ends."""

@@ -1,12 +1,12 @@
-"""The shared-memory arena: it belongs to the sender, the receiver maps it read-only.
+"""The shared-memory arena, which belongs to the sender; the receiver maps it read-only.
 
-Nobody ever writes into another process's memory, so a sender thawed after its time
-cannot hurt. The file lies in /dev/shm under a random name until the receiver has mapped
-it and proved so by reading its nonce; then it is unlinked, and lives as long as the two
-mappings. The sender holds a lock on it, which ends with its process: a file without one
-was left by a sender that was killed, and is swept away. (Not
-`multiprocessing.shared_memory`: its resource tracker unlinks segments of others and
-outlives its process.)
+No process ever writes into another one's memory, so a sender that was frozen (SIGSTOP) and
+continues too late does no harm. The file is in /dev/shm under a random name until the
+receiver has mapped it, and has proved that by the nonce that it read; then it is unlinked,
+and its memory lives as long as the two mappings. The sender holds a lock on it, which ends
+with its process: an unlocked file was left by a killed sender, and is removed.
+(`multiprocessing.shared_memory` is unsuitable: its resource tracker unlinks segments of
+other processes and outlives its process.)
 
     bytes 0..15    nonce
     from 4096      slots of equal size, each written by the sender, read by the receiver,
@@ -41,21 +41,23 @@ NONCE_BYTES = 16
 HEAD_BYTES = 4096
 MAX_ARENA_BYTES = 1 << 30
 IDLE_SECONDS = 60.0
+"""Seconds without a transfer after which both sides drop an arena."""
 MAX_IDLE = 16
+"""Number of idle arenas that a receiver keeps mapped."""
 MIN_SWEPT_SECONDS = 60.0
-"""Younger files are left alone: their senders may be about to lock them."""
+"""Minimum age of a file that `sweep` removes, in seconds: the sender of a younger one may be about to lock it."""
 
 
 def arena_path(directory: str, arena_id: bytes) -> Path:
-    """Returns the path of an arena. Both sides derive it, so that a peer can name an arena but never a file."""
+    """Returns an arena's path. Both sides derive it from the id, so a peer can never name another file."""
     return Path(directory, NAME_PREFIX + arena_id.hex())
 
 
 def sweep(directory: str) -> int:
-    """Removes the files that killed senders of this user have left. Returns how many."""
+    """Removes files left by killed senders of this user. Returns their number."""
     num_removed = 0
     for path in Path(directory).glob(f"{NAME_PREFIX}*"):
-        with contextlib.suppress(OSError), own_file(path) as (descriptor, status):  # or its sender lives
+        with contextlib.suppress(OSError), own_file(path) as (descriptor, status):  # an error if its sender lives
             if time.time() - status.st_mtime >= MIN_SWEPT_SECONDS:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
@@ -65,28 +67,27 @@ def sweep(directory: str) -> int:
 
 @contextlib.contextmanager
 def own_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
-    """Opens the file for reading: (descriptor, status). Raises: OSError where it is gone or another user's."""
+    """Opens the file for reading: (descriptor, status). Raises: OSError if it is gone or belongs to another user."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            raise PermissionError(f"{path} is no file of this user's")
+            raise PermissionError(f"{path} is not a regular file of this user")
         yield descriptor, status
     finally:
         os.close(descriptor)
 
 
 class Arena:
-    """The sender's side: its slots are taken, filled, sent and released. Thread-safe.
+    """The sender's side, whose slots are taken, filled, sent and released. Thread-safe.
 
-    Memory is reserved slot by slot as slots are first needed (`posix_fallocate`): a full
-    /dev/shm is then an error that can be handled, rather than a SIGBUS. The memory goes with
-    the object, once the receiver has unmapped it too. Raises in the constructor: OSError,
-    also when there is no room for one slot.
+    The memory of each slot is reserved when it is first needed (`posix_fallocate`), so that a
+    full /dev/shm is an error that can be handled rather than a SIGBUS. It is freed once this
+    object is gone and the receiver has unmapped it.
     """
 
     def __init__(self, *, directory: str, num_bytes: int, slot_bytes: int, has_slots: bool = True) -> None:
-        """`has_slots`: whether the slots are in the file. If not, the file has memory for its head only."""
+        """`has_slots`: whether the slots are in the file. Raises: OSError, also if there is no memory for one slot."""
         self.arena_id = secrets.token_bytes(16)
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.slot_bytes = slot_bytes
@@ -110,33 +111,33 @@ class Arena:
         self._free = [HEAD_BYTES]
         self._num_reserved = 1
         self._has_slots = has_slots
-        self._taken: dict[int, object] = {}  # by offset, for whom; None: quarantined
+        self._taken: dict[int, object] = {}  # the owner of each taken slot, by offset; None: quarantined
 
     def unlink(self) -> None:
-        """Removes the file's name; mappings stay. Idempotent."""
+        """Unlinks the file; mappings stay valid. Idempotent."""
         self._path.unlink(missing_ok=True)
 
     def retire(self) -> None:
-        """Gives out no more slots, and tells whoever waits for one."""
+        """Grants no more slots, and wakes the callers that wait for one."""
         self.unlink()
         self.free_slots.close()
 
     def quarantine(self, owner: object) -> None:
-        """Keeps the owner's slots taken until the receiver acknowledges them after all.
+        """Keeps the owner's slots taken until the receiver acknowledges them, if ever.
 
-        The receiver was not drained, so it may read them at any later time.
+        The receiver was not drained, so it may still read them.
         """
         with self._lock:
             self._taken.update({offset: None for offset, of in self._taken.items() if of is owner})
 
     @property
     def is_worn(self) -> bool:
-        """Whether so many slots are quarantined that new transfers should use another arena."""
+        """Whether new transfers should use another arena, because at least a quarter of the slots is quarantined."""
         with self._lock:
             return 4 * list(self._taken.values()).count(None) >= self.num_slots
 
     def take(self, owner: object) -> int | None:
-        """Takes a slot, for one of `free_slots`; returns its offset. None: there is no memory for more slots."""
+        """Takes a slot, for 1 taken from `free_slots`. Returns its offset; None if there is no memory for another."""
         with self._lock:
             if not self._free and not self._reserve():
                 self.num_slots -= 1
@@ -146,7 +147,7 @@ class Arena:
             return offset
 
     def _reserve(self) -> bool:
-        """Adds a fresh slot to the free ones if there is memory for it. Needs the lock."""
+        """Reserves memory for another free slot. Returns whether there was enough. Needs the lock."""
         offset = HEAD_BYTES + self._num_reserved * self.slot_bytes
         try:
             if self._has_slots:
@@ -160,7 +161,7 @@ class Arena:
         return True
 
     def write(self, offset: int, payload: Payload) -> None:
-        """Fills a taken slot (numpy copies without the GIL)."""
+        """Copies the payload to a taken slot (numpy releases the GIL)."""
         assert isinstance(payload, memoryview)
         self._bytes[offset : offset + len(payload)] = np.frombuffer(payload, dtype=np.uint8)
 
@@ -175,7 +176,7 @@ class Arena:
 
 @dataclass(eq=False)
 class ArenaMapping:
-    """The receiver's view of one sender's arena, which it only reads."""
+    """The receiver's read-only view of one sender's arena."""
 
     arena_id: bytes
     nonce: bytes
@@ -185,19 +186,20 @@ class ArenaMapping:
     idle_since: float = 0.0
 
     def copy(self, offset: int, length: int) -> Payload | None:
-        """Returns a private copy, or None for a range outside the slots.
+        """Returns a private copy; None if the range is not within the slots.
 
-        The sender can change the pages at any moment; of a copy, the bytes that are checked are those that are written.
+        The sender can change its pages at any time. With a copy, the bytes that are checked are the bytes that are
+        written.
         """
         is_inside = offset >= HEAD_BYTES and offset + length <= self.num_bytes
         return self.copy_out(offset, length) if is_inside else None
 
 
 class ArenaReader:
-    """The arenas that a receiver has mapped. A mapping outlives a transfer: the next one finds it again.
+    """The arenas that a receiver has mapped. A mapping outlives a transfer, so that the next one can use it.
 
-    Whenever a transfer begins or ends, mappings that nobody has used for a minute are dropped, and the oldest ones if
-    there are too many. Their sender then offers a new arena. Thread-safe.
+    Whenever a transfer begins or ends, mappings that were not used for IDLE_SECONDS are dropped, and the longest idle
+    ones beyond MAX_IDLE. Their sender then offers a new arena. Thread-safe.
     """
 
     def __init__(self, directory: str) -> None:
@@ -206,7 +208,7 @@ class ArenaReader:
         self._mappings: OrderedDict[bytes, ArenaMapping] = OrderedDict()
 
     def attach(self, arena_id: bytes, num_bytes: int) -> ArenaMapping | None:
-        """Maps an arena. Returns None where it is missing, or is not a file that only this user can truncate."""
+        """Maps an arena. Returns None if it is missing, or if another user could truncate its file."""
         with self._lock:
             self._drop_idle()
             mapping = self._mappings.get(arena_id) or self._map(arena_id, num_bytes)
@@ -229,23 +231,23 @@ class ArenaReader:
         if not HEAD_BYTES < num_bytes <= MAX_ARENA_BYTES:
             return None
         try:
-            # Who may truncate the file could kill us by SIGBUS: only we ourselves may.
+            # A user who can truncate the file could kill this process with a SIGBUS.
             with own_file(arena_path(self._directory, arena_id)) as (descriptor, status):
                 return self._open(descriptor, arena_id, num_bytes) if status.st_size == num_bytes else None
         except OSError:
-            return None  # another host or container, or unlinked
+            return None  # the sender is on another host or in another container, or the file was unlinked
 
     def _open(self, descriptor: int, arena_id: bytes, num_bytes: int) -> ArenaMapping | None:
-        """Maps the content of the file. Raises: OSError."""
+        """Maps the file's content. Raises: OSError."""
         mapping = mmap.mmap(descriptor, num_bytes, prot=mmap.PROT_READ)
 
-        def copy_out(offset: int, length: int) -> memoryview:  # numpy copies without the GIL
+        def copy_out(offset: int, length: int) -> memoryview:  # numpy releases the GIL while it copies
             return np.frombuffer(mapping, np.uint8, length, offset).copy().data.toreadonly()
 
         return ArenaMapping(arena_id, mapping[:NONCE_BYTES], num_bytes, copy_out)
 
     def _drop_idle(self) -> None:
-        """Drops idle mappings; their memory is freed with the last view of it. Needs the lock."""
+        """Drops idle mappings. Their memory is freed with its last view. Needs the lock."""
         idle = [mapping for mapping in self._mappings.values() if mapping.num_users == 0]
         idle.sort(key=lambda mapping: mapping.idle_since)
         horizon = time.monotonic() - IDLE_SECONDS

@@ -1,13 +1,13 @@
 """The values that both ends of a KV transfer share.
 
-A *transfer* fills one reservation on a decode node: every token of
-[start_token, end_token), of every layer, of every plane. It is named by a random
-`transfer_id` and addressed to one `incarnation` of the receiving process; it ends by a
-commit that is checked against what arrived, or it fails as a whole and is retried under
-a new id. KV of two transfers is never mixed.
+A *transfer* fills one reservation on a decode node: the KV of all tokens in
+[start_token, end_token), for every layer of every plane. It has a random `transfer_id`
+and is addressed to one `incarnation` of the receiving process. It ends with a commit,
+which the receiver checks against the frames that arrived, or it fails as a whole and is
+retried under a new id. The KV of two transfers is never mixed.
 
     receiver (decode node)              sender (prefill node)
-    open(spec, sink)
+    open(spec, blocks)
                                         connect → put frames → commit
     on_complete | on_failed
     close(transfer_id) → DRAINED
@@ -29,34 +29,34 @@ if TYPE_CHECKING:
     from outrider.engine.kv_cache.tensor_planes import DeviceBytes
 
 Payload: TypeAlias = "memoryview | DeviceBytes"
-"""Of a frame: a view of bytes, or bytes on a GPU."""
+"""The payload of a frame: a view of bytes in main memory, or bytes on a GPU."""
 
 ID_BYTES = 16
-"""Length of transfer ids and incarnations."""
+"""Length of transfer ids and incarnations, in bytes."""
 
 MAX_FRAME_BYTES = 8 << 20
-"""Bound on the payload of one frame, in bytes."""
+"""Maximum payload of one frame, in bytes."""
 
 PLANE_NAME_BYTES = 16
 PACKED_REGION = struct.Struct(f"<{PLANE_NAME_BYTES}sIIIIHH")
-"""Plane (UTF-8, zero-padded), layers, tokens and heads from start to end (exclusive). Little-endian, unsigned."""
+"""Wire format of a region: plane (UTF-8, zero-padded); start, end of layers, tokens, heads (unsigned little-endian)."""
 
 
 class DrainState(enum.Enum):
     """Whether a write may still be in flight after the end of a transfer."""
 
-    DRAINED = "drained"  # no byte is written any more
-    UNKNOWN = "unknown"  # one may be: whatever it could touch must not be reused
+    DRAINED = "drained"  # no write is in flight
+    UNKNOWN = "unknown"  # a write may be in flight, so the memory that it could touch must not be reused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSpec:
-    """What a receiver expects of one transfer. Positions are absolute, 0 = first prompt token."""
+    """The content that a receiver expects of one transfer. Positions are absolute; 0 is the first prompt token."""
 
     transfer_id: bytes  # 16 random bytes
     incarnation: bytes  # of the receiving process, 16 random bytes
     start_token: int
-    end_token: int  # exclusive; equal to start_token: nothing but the commit is expected
+    end_token: int  # exclusive; if equal to start_token, the transfer consists of its commit only
     planes: tuple[PlaneSpec, ...]
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class TransferSpec:
         assert 0 <= self.start_token <= self.end_token, "tokens [start_token, end_token)"
 
     def plane(self, name: str) -> PlaneSpec | None:
-        """Returns the plane of that name, if the transfer has one."""
+        """Returns the plane with this name; None if the transfer has no such plane."""
         return next((plane for plane in self.planes if plane.name == name), None)
 
 
@@ -79,7 +79,7 @@ class Region:
     heads: range
 
     def is_inside(self, plane: PlaneSpec, *, start_token: int, end_token: int) -> bool:
-        """Returns whether it is a non-empty part of that plane, within these tokens."""
+        """Returns whether the region is a non-empty part of this plane, within these tokens."""
         return (
             0 <= self.layers.start < self.layers.stop <= plane.num_layers
             and start_token <= self.tokens.start < self.tokens.stop <= end_token
@@ -87,11 +87,11 @@ class Region:
         )
 
     def num_bytes(self, plane: PlaneSpec) -> int:
-        """Returns the length of the region's payload in bytes. The region lies within that plane."""
+        """Returns the length of the region's payload in bytes. The region must be within this plane."""
         return len(self.layers) * len(self.tokens) * len(self.heads) * plane.bytes_per_head
 
     def pack(self) -> bytes:
-        """Returns the region as `PACKED_REGION`."""
+        """Encodes the region as `PACKED_REGION`."""
         plane, layers, tokens, heads = self.plane.encode(), self.layers, self.tokens, self.heads
         assert len(plane) <= PLANE_NAME_BYTES, "a plane's name has at most 16 bytes"
         edges = layers.start, layers.stop, tokens.start, tokens.stop, heads.start, heads.stop
@@ -104,22 +104,22 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameHeader:
-    """What precedes a frame's payload.
+    """The header of a frame, which precedes its payload.
 
-    The payload is contiguous, layer after layer, token-major within each:
-    [num_layers, num_tokens, heads, head_dim] in the plane's dtype, so that block sizes, and the
-    numbers of devices that share the heads, may differ on both sides.
+    The payload is contiguous: [num_layers, num_tokens, num_heads, head_dim] in the plane's
+    dtype. It does not depend on block sizes, nor on the number of devices that share the
+    heads, so these may differ between sender and receiver.
     """
 
     transfer_id: bytes
     incarnation: bytes
     region: Region
-    length: int  # bytes of payload
+    length: int  # of the payload, in bytes
     checksum: int  # `checksum_of` the payload
 
     @classmethod
     def of(cls, spec: TransferSpec, region: Region, payload: Payload) -> FrameHeader:
-        """Makes the header of a frame of that transfer."""
+        """Makes the header of a frame of this transfer."""
         return cls(
             transfer_id=spec.transfer_id,
             incarnation=spec.incarnation,
@@ -130,12 +130,12 @@ class FrameHeader:
 
 
 def checksum_of(payload: Payload) -> int:
-    """Returns xxh3-64, or what a GPU can compute. Both ends of a transfer have payloads of one kind."""
+    """Returns the payload's xxh3-64; on a GPU, another checksum. Both ends of a transfer have payloads of one kind."""
     return xxhash.xxh3_64_intdigest(payload) if isinstance(payload, memoryview) else payload.checksum()
 
 
 def frames_digest(frames: Mapping[Region, int]) -> int:
-    """Returns one checksum of frames in any order, given as the checksums of their payloads by region."""
+    """Returns one checksum of all frames, whatever their order. `frames`: their payloads' checksums, by region."""
     return xxhash.xxh3_64_intdigest(
         b"".join(sorted(region.pack() + checksum.to_bytes(8, "little") for region, checksum in frames.items()))
     )
@@ -143,11 +143,11 @@ def frames_digest(frames: Mapping[Region, int]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStats:
-    """How a completed transfer went, as the receiver saw it."""
+    """The figures of a completed transfer, measured by the receiver."""
 
     connector: str  # one of `CONNECTORS`
     payload_bytes: int
-    seconds: float  # first frame received to commit; 0 when there was no frame
+    seconds: float  # from the arrival of the first frame to the commit; 0 if there was no frame
 
 
 class CommitState(enum.IntEnum):
@@ -155,10 +155,10 @@ class CommitState(enum.IntEnum):
 
     COMMITTED = 1
     INCOMPLETE = 2
-    UNKNOWN = 3  # no such transfer here: closed, failed or never opened
+    UNKNOWN = 3  # the receiver has no such transfer: it was closed, has failed or was never opened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitResult:
     state: CommitState
-    complete_until: int = 0  # INCOMPLETE: before this token nothing is missing; at the end, other frames were sent
+    complete_until: int = 0  # if INCOMPLETE: all KV before this token has arrived; end_token if the digests differ

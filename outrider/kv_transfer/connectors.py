@@ -1,4 +1,4 @@
-"""Opens senders. `auto` takes the best way of carrying payload to which the receiver attaches."""
+"""Opens senders. With `auto` a sender uses the best connector that its receiver can attach to."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ MAX_CHANNELS = 256
 
 
 class Connector:
-    """Opens senders, and keeps what transfers to the same receiver share: a connection and an arena. Thread-safe.
+    """Opens senders, and keeps the gRPC connection and the arena that transfers to one receiver share. Thread-safe.
 
-    There is one gRPC connection to each address, which no other channel uses.
+    There is one connection to each address, and no other channel uses it.
     """
 
     def __init__(
         self, config: KvTransferConfig, security: PeerSecurity = PLAINTEXT, *, gpu: SharedGpu | None = None
     ) -> None:
-        """`gpu`: the GPU that has the KV cache, if it can share memory."""
+        """`gpu`: the GPU with the KV cache, if it can share memory."""
         self.name = config.connector  # "auto" or one of CONNECTORS
         self._security = security
-        self._sources: dict[str, ArenaSource | None] = {}  # by connector, the best first; None: payload in messages
+        self._sources: dict[str, ArenaSource | None] = {}  # by connector, best first; None: messages carry the payload
         for name in config.accepted:
             if name == "grpc":
                 self._sources[name] = None
@@ -41,14 +41,14 @@ class Connector:
                 self._sources[name] = ArenaSource(config, gpu if name == CUDA_IPC else None)
         self._config = config
         self._lock = threading.Lock()
-        self._links: OrderedDict[str, tuple[grpc.Channel, SharedWindow]] = OrderedDict()  # last used last
-        self._material: TlsMaterial | None = None  # of the channels
+        self._links: OrderedDict[str, tuple[grpc.Channel, SharedWindow]] = OrderedDict()  # most recently used last
+        self._material: TlsMaterial | None = None  # the certificates of these channels
 
     def connect(self, address: str, spec: TransferSpec) -> Sender:
         """Attaches to the transfer that the receiver at host:port has opened.
 
-        Raises: PeerLostError (nobody there), AbortedError (the receiver does not know the
-        transfer), NotSupportedError (the connector does not work between these two).
+        Raises: PeerLostError if no receiver answers, AbortedError if it does not know the transfer,
+        NotSupportedError if it cannot attach by any of the connectors.
         """
         stream = self._open_stream(address)
         try:
@@ -69,7 +69,7 @@ class Connector:
             raise
 
     def close(self) -> None:
-        """Drops connections and arenas; senders that are still open fail. Idempotent."""
+        """Closes connections and arenas, which fails senders that are still open. Idempotent."""
         with self._lock:
             links = list(self._links.values())
             self._links.clear()
@@ -86,7 +86,7 @@ class Connector:
         material = self._security.material
         with self._lock:
             if material is not self._material:
-                self._links.clear()  # each ends with its last transfer
+                self._links.clear()  # each connection ends with its last transfer
                 self._material = material
             link = self._links.get(address)
             if link is None:

@@ -1,4 +1,4 @@
-"""Which layers, tokens and heads of a transfer have arrived."""
+"""Tracks the layers, tokens and heads of a transfer that have arrived."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from outrider.kv_transfer.base import Region, TransferSpec
 
 
 class Coverage:
-    """Arrived cells of every plane. Not thread-safe: its transfer's lock guards it.
+    """The arrived (layer, token, head) cells of every plane. Not thread-safe: the transfer's lock guards it.
 
     A sender cuts all frames of a plane at the same heads. So two head ranges of a plane are equal or disjoint, and
-    there are at most as many ranges as heads. A frame that is cut elsewhere overlaps.
+    there are at most as many ranges as heads. A frame with another cut counts as overlapping.
     """
 
     def __init__(self, spec: TransferSpec) -> None:
         self._spec = spec
-        # By plane, then by range of heads: whether each token of each layer is there, [num_layers, num_tokens].
+        # By plane, then by range of heads: whether each token of each layer has arrived, [num_layers, num_tokens].
         self._arrived: dict[str, dict[range, npt.NDArray[np.bool_]]] = {plane.name: {} for plane in spec.planes}
 
     def overlaps(self, region: Region) -> bool:
-        """Returns whether a cell of this region (within bounds) has arrived, or its heads are cut elsewhere."""
+        """Returns whether a cell of this region (within bounds) has arrived, or another cut overlaps its heads."""
         heads, arrived = region.heads, self._arrived[region.plane]
         if heads not in arrived:
             return any(other.start < heads.stop and heads.start < other.stop for other in arrived)
         return bool(self._cells(region).any())
 
     def add(self, region: Region) -> None:
-        """Marks a region that does not overlap."""
+        """Marks a region as arrived. `overlaps` must be false for it."""
         heads, arrived = region.heads, self._arrived[region.plane]
         if heads not in arrived:
             num_layers = find_plane(self._spec.planes, region.plane).num_layers
@@ -42,12 +42,12 @@ class Coverage:
         return arrived[layers.start : layers.stop, tokens.start - first : tokens.stop - first]
 
     def complete_until(self) -> int:
-        """Returns the token up to which every head of every layer of every plane has arrived."""
+        """Returns the end of the leading tokens that have arrived for every head of every layer of every plane."""
         start, end = self._spec.start_token, self._spec.end_token
         is_there = np.ones(end - start, dtype=np.bool_)
         for plane in self._spec.planes:
             arrived = self._arrived[plane.name]
-            if sum(map(len, arrived)) < plane.num_heads:  # they are disjoint
+            if sum(map(len, arrived)) < plane.num_heads:  # the ranges are disjoint
                 return start
             for tokens in arrived.values():
                 is_there &= tokens.all(axis=0)

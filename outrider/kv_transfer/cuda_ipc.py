@@ -1,11 +1,11 @@
-"""Connector `cuda_ipc`: payload in memory of the sender's GPU, which the receiver maps by CUDA IPC.
+"""Connector `cuda_ipc`: payload in memory of the sender's GPU, which the receiver maps with CUDA IPC.
 
-Everything is as in an arena of shared memory: the sender owns it, and the receiver only reads it, by copies to memory
-of its own. The slots are not in the file, which tells processes of this user on this machine where they are. The driver
-allocates them, apart from torch: with memory of torch's, the receiver would get all that torch keeps beside it.
+It works like an arena in shared memory: the sender owns it, and the receiver only copies from it to its own memory.
+The slots are not in the file, which instead gives processes of this user on this machine the handle of their memory.
+The CUDA driver allocates that memory: memory from torch would also share other data in the same allocation.
 
-    file      handle of the memory 64s, nonce 16s; locked by a receiver for as long as it has the memory mapped
-    memory    from 0 the nonce, from 4096 the slots
+    file      handle of the memory 64s, nonce 16s; a receiver locks it while it has the memory mapped
+    memory    the nonce at 0, the slots from 4096 on
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ if TYPE_CHECKING:
     from outrider.engine.kv_cache.tensor_planes import CopyStream, DeviceBytes
 
 DESCRIPTION = struct.Struct(f"<64s{NONCE_BYTES}s")
-"""Not as shared memory begins: an older receiver would take the file for that, and read zeros for slots."""
+"""Format of the file. It must not begin with the nonce: an older receiver would read zeros from it as shared memory."""
 ALLOCATION_BYTES = 2 << 20
-"""The driver shares multiples of it: what else lies in one would be shared as well."""
-LAZY_ENABLE_PEER_ACCESS = 1  # of CUipcMem_flags: memory of another GPU is mapped where the two reach each other
+"""Granularity in which the driver shares memory, in bytes: other data in the same unit would be shared too."""
+LAZY_ENABLE_PEER_ACCESS = 1  # of CUipcMem_flags: another GPU's memory can be mapped if the two have peer access
 
 log = get_logger("kv_transfer")
 
 
 class SharedGpu:
-    """Shares memory of the GPU that has a cache, and maps memory of other processes. Thread-safe; raises OSError."""
+    """Shares memory of the GPU with the KV cache, and maps memory of other processes. Thread-safe; raises OSError."""
 
     def __init__(self, copies: CopyStream, driver: Any) -> None:
-        """`copies`: of the cache. `driver`: `cuda.bindings.driver`, which torch's builds for CUDA bring."""
+        """`copies`: the cache's stream. `driver`: `cuda.bindings.driver`, a dependency of torch's builds for CUDA."""
         self.copies = copies
         self._driver = driver
         self._context: Any = None
         self._context = self.call("cuDevicePrimaryCtxRetain", self.call("cuDeviceGet", copies.device.index or 0))
-        self.left: list[LeftMemory] = []  # for later arenas
+        self.left: list[LeftMemory] = []  # memory of dropped arenas, for later ones
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Calls a function of the driver, in the context that torch uses, and returns its result."""
+        """Calls a function of the driver in torch's context and returns its result."""
         if self._context is not None:
-            self._driver.cuCtxSetCurrent(self._context)  # any thread may call
+            self._driver.cuCtxSetCurrent(self._context)  # the context is per thread, and any thread may call
         error, *result = getattr(self._driver, name)(*arguments)
         if int(error):
             raise OSError(f"{name}: {error.name}")
         return result[0] if result else None
 
     def allocate(self, num_bytes: int) -> tuple[int, bytes]:
-        """Returns pointer and handle of memory that an arena has left, or else of new memory.
+        """Returns pointer and handle of a dropped arena's memory if there is any, otherwise of new memory.
 
-        New memory is kept until the process ends, because the driver forbids to free what another process may have
-        mapped. All arenas of a process are of one size.
+        New memory is kept until the process ends, because the driver does not allow freeing memory that another process
+        may have mapped. All arenas of a process have the same size.
         """
         for memory in [*self.left]:
             if memory.is_unread():
@@ -68,7 +68,7 @@ class SharedGpu:
         pointer = int(self.call("cuMemAlloc", -(-num_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES))
         try:
             return pointer, bytes(self.call("cuIpcGetMemHandle", pointer).reserved)
-        except OSError:  # a GPU or system without CUDA IPC: nobody can map it
+        except OSError:  # a GPU or system without CUDA IPC, so no process can have mapped it
             self.call("cuMemFree", pointer)
             raise
 
@@ -79,30 +79,30 @@ class SharedGpu:
         return int(self.call("cuIpcOpenMemHandle", wanted, LAZY_ENABLE_PEER_ACCESS))
 
     def copy(self, destination: int, source: int, num_bytes: int) -> None:
-        """Queues a copy on the stream of `copies`."""
+        """Queues a copy on the cache's copy stream."""
         self.call("cuMemcpyDtoDAsync", destination, source, num_bytes, self.copies.stream.cuda_stream)
 
 
 class LeftMemory(NamedTuple):
-    """Memory of an arena that was dropped."""
+    """The memory of a dropped arena."""
 
     pointer: int
     handle: bytes
-    file: int  # the arena's, a descriptor
-    taken: dict[int, object]  # its slots that were not acknowledged
+    file: int  # descriptor of the arena's file
+    taken: dict[int, object]  # the slots that were not acknowledged, as in the arena
 
     def is_unread(self) -> bool:
-        """Returns whether nobody reads it any more: all slots are acknowledged, or the receiver unmapped it or died."""
+        """Returns whether no process reads it: all slots are acknowledged, or the receiver unmapped it or ended."""
         try:
             if self.taken:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return False  # a frozen receiver may read it once it is thawed
+            return False  # the receiver may be frozen and read it later
         return True
 
 
 class DeviceArena(Arena):
-    """The sender's side. When it is dropped, its memory is left for a later arena."""
+    """The sender's side. After it is dropped, a later arena uses its memory."""
 
     def __init__(self, gpu: SharedGpu, config: KvTransferConfig) -> None:
         slots = {"num_bytes": config.arena_bytes, "slot_bytes": config.device_frame_bytes}
@@ -119,13 +119,13 @@ class DeviceArena(Arena):
         weakref.finalize(self, gpu.left.append, left).atexit = False
 
     def write(self, offset: int, payload: Any) -> None:
-        """Fills a taken slot with DeviceBytes; returns once they are there, for every process."""
+        """Copies DeviceBytes to a taken slot. Returns once every process can read them there."""
         self._gpu.copy(self._pointer + offset, payload.tensor.data_ptr(), len(payload))
         self._gpu.copies.wait()
 
 
 class DeviceArenaReader(ArenaReader):
-    """Maps arenas of GPUs. The first that cannot be mapped is a warning: their senders use shared memory."""
+    """Maps arenas of GPUs. Senders use shared memory if that fails; the first failure is logged as a warning."""
 
     def __init__(self, gpu: SharedGpu, directory: str) -> None:
         super().__init__(directory)
@@ -140,8 +140,8 @@ class DeviceArenaReader(ArenaReader):
             copy_out = functools.partial(self._copy_out, pointer)
             mapping = ArenaMapping(arena_id, nonce, num_bytes, copy_out)
             weakref.finalize(mapping, self._unmap, pointer, os.dup(descriptor)).atexit = False
-            if copy_out(0, NONCE_BYTES).to_host() != nonce:  # read as frames are: from GPU to GPU
-                raise OSError("other bytes are read than were written")
+            if copy_out(0, NONCE_BYTES).to_host() != nonce:  # read like frames, from GPU to GPU
+                raise OSError("the nonce that was read is not the one that was written")
         except OSError as error:
             if not self._has_warned:
                 log.warning("memory of a sender's GPU cannot be mapped", error=str(error))
@@ -151,19 +151,19 @@ class DeviceArenaReader(ArenaReader):
 
     def _unmap(self, pointer: int, file: int) -> None:
         self._gpu.call("cuIpcCloseMemHandle", pointer)
-        os.close(file)  # which ends its lock
+        os.close(file)  # releases the lock
 
     def _copy_out(self, pointer: int, offset: int, num_bytes: int) -> DeviceBytes:
-        """Copies bytes out of mapped memory. The host does not wait for it."""
+        """Copies bytes out of mapped memory. Returns before the GPU has copied them."""
         taken = self._gpu.copies.empty(num_bytes)
         self._gpu.copy(taken.tensor.data_ptr(), pointer + offset, num_bytes)
         return taken
 
 
 def open_shared_gpu(copies: CopyStream | None, config: KvTransferConfig) -> SharedGpu | None:
-    """Returns the GPU of a cache, by its copies. None: the cache is not on one GPU, or CUDA IPC is off or missing.
+    """Returns the cache's GPU; None if the cache is not on one GPU, or CUDA IPC is unavailable or not accepted.
 
-    Raises: ConfigError where the settings allow nothing else.
+    Raises: ConfigError if the settings accept only CUDA IPC and it is unavailable.
     """
     if copies is not None and CUDA_IPC in config.accepted:
         try:
@@ -173,5 +173,5 @@ def open_shared_gpu(copies: CopyStream | None, config: KvTransferConfig) -> Shar
         except (ImportError, OSError, RuntimeError) as error:
             log.warning("no CUDA IPC", error=str(error))
     if config.connector == CUDA_IPC:
-        raise ConfigError(f"kv_transfer.connector is {CUDA_IPC}, but the KV cache is on no GPU with it: choose auto")
+        raise ConfigError(f"kv_transfer.connector is {CUDA_IPC}, but the KV cache is not on a GPU with it: choose auto")
     return None

@@ -1,13 +1,14 @@
 """The KV wire: one bidirectional gRPC stream of raw bytes for each transfer.
 
-Sender → receiver: KvHello, then reads in any number; frames, KvCommit, KvCancel, KvAlive in any number. Receiver →
-sender: a KvWelcome for each KvHello, a frame or KvNotHeld for each read, a KvAck for each frame, KvCommitAnswer,
-KvCancelled. All but frames are messages of kv.proto, none of which begins with a zero byte. Whatever does not parse
-raises `MalformedMessageError`, before anything is looked up or written.
+The sender sends a KvHello, then any number of reads, then any number of frames, KvCommit, KvCancel and KvAlive. The
+receiver answers each KvHello with a KvWelcome, each read with a frame or KvNotHeld, each frame with a KvAck, KvCommit
+with KvCommitAnswer, and KvCancel with KvCancelled. All messages except frames are defined in kv.proto, and none of
+these begins with a zero byte. A message that does not parse raises `MalformedMessageError` before anything is looked
+up or written.
 
     frame    0 u8, sequence u32, check u32 (xxh32 of sequence and header), header, payload
     header   transfer_id 16s, incarnation 16s, region (`PACKED_REGION`), length u64, checksum u64 (xxh3-64 of
-             the payload), offset u64 of the payload in the sender's arena; 0: it follows
+             the payload), offset u64 of the payload in the sender's arena, or 0 if the payload follows
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ METHOD = f"/{SERVICE_NAME}/{METHOD_NAME}"
 WIRE_VERSION = 3
 
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + 65_536
-"""Bound on a message with a payload and its header, in bytes."""
+"""Maximum size of a frame with its payload, in bytes."""
 
 MAX_OTHER_BYTES = 4096
-"""Bound on any other message, in bytes. A parsed message of very many small fields is much larger than its bytes."""
+"""Maximum size of any other message, in bytes: parsed, many small fields take much more memory than their bytes."""
 
 CANCEL = KvSenderMessage(cancel=KvCancel()).SerializeToString()
 ALIVE = KvSenderMessage(alive=KvAlive()).SerializeToString()
@@ -49,21 +50,21 @@ Others = TypeVar("Others", KvSenderMessage, KvReceiverMessage)
 
 
 class MalformedMessageError(OutriderError):
-    """A message that does not parse, or whose header was altered on the way."""
+    """A message that does not parse, or a frame whose header was altered in transit."""
 
     reason = "MALFORMED_KV_MESSAGE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    sequence: int  # counts a sender's frames, for the acknowledgement; 0 of one that was read
+    sequence: int  # the frame's number, from 1, which its acknowledgement repeats; 0 in an answer to a read
     header: FrameHeader
-    offset: int  # of the payload in the arena; 0: it is here
+    offset: int  # of the payload in the arena; 0 if it is in `payload`
     payload: memoryview
 
 
 def encode_frame(sequence: int, header: FrameHeader, payload: memoryview | None, *, offset: int = 0) -> bytes:
-    """Encodes a frame, its payload behind it in one copy. A payload of None lies in the arena."""
+    """Encodes a frame, followed by its payload unless that is None, because it is in the arena."""
     body = b"".join(
         (
             _IDS.pack(header.transfer_id, header.incarnation),
@@ -75,7 +76,7 @@ def encode_frame(sequence: int, header: FrameHeader, payload: memoryview | None,
 
 
 def decode_message(message: bytes, others: type[Others]) -> Frame | Others:
-    """Decodes a frame, whose payload is a view of the message, or one of `others`. Raises: MalformedMessageError."""
+    """Decodes a frame, with a view of the message as payload, or one of `others`. Raises: MalformedMessageError."""
     try:
         if message[0] == 0:
             return _decode_frame(message)
@@ -118,5 +119,5 @@ def _decode_frame(message: bytes) -> Frame:
 
 
 def _check(sequence: int, body: bytes | memoryview) -> int:
-    # A flipped bit in a header must not steer good payload to a wrong place.
+    # Because of a flipped bit in the header, an intact payload could be written to the wrong place.
     return xxhash.xxh32_intdigest(body, seed=sequence)

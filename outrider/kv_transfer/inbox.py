@@ -1,13 +1,13 @@
-"""The receiver's side of the protocol, without any transport: transfers, their frames and how they end.
+"""The receiver's side of the protocol, without any transport: the states of transfers, and the checks of frames.
 
-Every connector ends here, so its rules hold for all of them:
+All connectors deliver here, so these rules hold for all of them:
 
-- a frame is looked up by its own header; another transfer's, another incarnation's, or
-  one of a transfer that has ended, is dropped and counted;
+- a frame belongs to the transfer that its own header names; a frame of another
+  incarnation, of an unknown transfer, or of one that has ended is dropped and counted;
 - bounds, length and checksum are checked before a byte is written;
-- what has been written is never written again: an equal frame is a duplicate, another
-  one for the same cells is refused;
-- after `close` has returned DRAINED nothing is written or read any more.
+- cells are written only once: an equal frame is a duplicate, and a different one for the
+  same cells is refused;
+- after `close` has returned DRAINED, nothing is written or read any more.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.service.telemetry.logging import get_logger
 
 NUM_REMEMBERED_COMMITS = 4096
-"""Number of commits that are answered again after their transfer was closed."""
+"""Number of most recent commits that can be answered again after their transfer was closed."""
 
 log = get_logger("kv_transfer")
 
 
 class Disposition(enum.IntEnum):
-    """What became of a frame."""
+    """The receiver's decision about a frame."""
 
     WRITTEN = 1
     DUPLICATE = 2  # equal to one that was written
-    STALE = 3  # another transfer's or incarnation's, or the transfer has ended
+    STALE = 3  # for another transfer or incarnation, or for a transfer that has ended
     CORRUPT = 4  # truncated or altered
     OUT_OF_BOUNDS = 5
-    CONFLICTING = 6  # other bytes, or another cut, for cells that were written
-    FAILED = 7  # it could not be written; the transfer has failed
+    CONFLICTING = 6  # overlaps written cells, with other bytes or another cut
+    FAILED = 7  # writing it failed, and so the transfer has failed
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the receiver lacks the frame: a transfer with a refused one never completes."""
+        """Whether the receiver does not have the frame's KV. A transfer with a refused frame never completes."""
         return self not in (Disposition.WRITTEN, Disposition.DUPLICATE)
 
 
@@ -64,43 +64,42 @@ class AttachState(enum.IntEnum):
     """The answer to a sender's hello."""
 
     ATTACHED = 1
-    UNKNOWN = 2  # no such transfer, or it has failed
-    WRONG_INCARNATION = 3  # meant for an earlier process at this address
+    UNKNOWN = 2  # there is no such transfer, or it has failed
+    WRONG_INCARNATION = 3  # the transfer is for an earlier process at this address
     BUSY = 4  # another sender is attached
-    NOT_OFFERED = 5  # the receiver does not take payload by this connector
+    NOT_OFFERED = 5  # the receiver does not accept this connector
 
 
 class TransferState(enum.Enum):
     OPEN = "open"
     COMMITTED = "committed"
-    FAILED = "failed"
-    CLOSED = "closed"
+    ENDED = "ended"  # failed, or closed by the owner before its commit
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """One transfer's state; `changed` guards everything below it."""
+    """The state of one transfer. `changed` guards the fields that follow it."""
 
     spec: TransferSpec
-    sink: ReservedBlocks
+    blocks: ReservedBlocks
     changed: threading.Condition = field(default_factory=threading.Condition)
     state: TransferState = TransferState.OPEN
     is_attached: bool = False
     coverage: Coverage = field(init=False)
-    arrived: dict[Region, int] = field(default_factory=dict)  # region -> checksum
-    num_copying: int = 0  # writes and reads of blocks that are under way
-    has_lost_a_write: bool = False  # a cell counts as arrived that was not written
-    held_bytes: int = field(init=False)  # of the tokens before the transfer's own that may still be read
+    arrived: dict[Region, int] = field(default_factory=dict)  # checksums of the frames, by region
+    num_copying: int = 0  # running writes and reads of blocks
+    has_failed_write: bool = False  # whether a write failed, so that `coverage` has a cell that was not written
+    readable_bytes: int = field(init=False)  # how much KV of tokens before the transfer's own the sender may still read
     payload_bytes: int = 0
     first_frame_at: float | None = None
     last_frame_at: float | None = None
 
     def __post_init__(self) -> None:
         self.coverage = Coverage(self.spec)
-        self.held_bytes = self.spec.start_token * sum(plane.bytes_per_token for plane in self.spec.planes)
+        self.readable_bytes = self.spec.start_token * sum(plane.bytes_per_token for plane in self.spec.planes)
 
     def wait_until_drained(self, timeout_seconds: float | None) -> bool:
-        """Waits until no copy is under way; returns whether that is so. Needs `changed`."""
+        """Waits until no copy is running; returns False after a timeout. Needs `changed`."""
         return self.changed.wait_for(lambda: self.num_copying == 0, timeout_seconds)
 
     def end_copy(self) -> None:
@@ -110,7 +109,7 @@ class _Transfer:
 
 
 class TransferInbox:
-    """The transfers that one process expects. Thread-safe; callbacks run in the caller's thread, without locks."""
+    """The transfers that one process expects. Thread-safe. Callbacks run in the caller's thread, without locks."""
 
     def __init__(
         self,
@@ -124,33 +123,32 @@ class TransferInbox:
         self._on_complete = on_complete
         self._on_failed = on_failed
         self._clock = clock
-        self._lock = threading.Lock()  # guards the three below; never held while a transfer's lock is taken
+        self._lock = threading.Lock()  # guards the next three; never held while a transfer's lock is acquired
         self._transfers: dict[bytes, _Transfer] = {}
         self._commits: OrderedDict[bytes, None] = OrderedDict()
         self._counts: Counter[str] = Counter()
 
     # ---- the owner's side
 
-    def open(self, spec: TransferSpec, sink: ReservedBlocks) -> None:
-        """Expects a transfer. Call this before its grant is announced; its id must be new."""
+    def open(self, spec: TransferSpec, blocks: ReservedBlocks) -> None:
+        """Adds a transfer, whose id must be new. Call this before its grant is announced."""
         assert spec.incarnation == self.incarnation, "a transfer is addressed to this process"
         with self._lock:
             assert spec.transfer_id not in self._transfers, "a transfer_id is used once"
-            self._transfers[spec.transfer_id] = _Transfer(spec, sink)
+            self._transfers[spec.transfer_id] = _Transfer(spec, blocks)
 
     def close(self, transfer_id: bytes, *, timeout_seconds: float = 10.0) -> DrainState:
-        """Forgets a transfer, whatever its state, and waits for the write in flight. Idempotent.
+        """Removes a transfer, whatever its state, and waits for the writes in flight. Idempotent.
 
-        UNKNOWN: the write has not returned in time; the blocks must not be reused. No callback for the transfer starts
-        after the return, except that a commit which was just being answered may still report itself complete.
+        Returns UNKNOWN after a timeout: the transfer is kept, and its blocks must not be reused. After the return no
+        callback for the transfer begins, except `on_complete` for a commit that was being answered.
         """
-        with self._lock:
-            transfer = self._transfers.get(transfer_id)
+        transfer = self._find(transfer_id)
         if transfer is None:
             return DrainState.DRAINED
         with transfer.changed:
             if transfer.state is not TransferState.COMMITTED:
-                transfer.state = TransferState.CLOSED
+                transfer.state = TransferState.ENDED
             if not transfer.wait_until_drained(timeout_seconds):
                 return DrainState.UNKNOWN
         with self._lock:
@@ -158,47 +156,46 @@ class TransferInbox:
         return DrainState.DRAINED
 
     def received_until(self, transfer_id: bytes) -> int | None:
-        """Ends the transfer to further frames. Returns the token up to which its KV is checked and written.
+        """Refuses further frames. Returns the token before which all of the transfer's KV is checked and written.
 
-        Returns 0 where that is not known because the transfer is closed or a write was lost, and None while a copy is
-        under way.
+        Returns 0 if that is unknown because the transfer is closed or a write failed, and None while a copy is running.
         """
         transfer = self._find(transfer_id)
         if transfer is None:
             return 0
         with transfer.changed:
             if transfer.state is TransferState.OPEN:
-                transfer.state = TransferState.CLOSED
+                transfer.state = TransferState.ENDED
             if transfer.num_copying:
                 return None
-            return 0 if transfer.has_lost_a_write else transfer.coverage.complete_until()
+            return 0 if transfer.has_failed_write else transfer.coverage.complete_until()
 
     def has_seen(self, transfer_id: bytes) -> bool:
-        """Returns whether `open` needs another id: this transfer is not drained yet, or was committed recently."""
+        """Returns whether this id cannot be opened: its transfer is not drained yet, or was committed recently."""
         return self._find(transfer_id) is not None or self.was_committed(transfer_id)
 
     def last_frame_at(self, transfer_id: bytes) -> float | None:
-        """Returns when the last new frame was accepted, by this inbox's clock. None: none was, or it is closed."""
+        """Returns the time of the last new frame, by this inbox's clock; None if there was none, or after `close`."""
         transfer = self._find(transfer_id)
         return None if transfer is None else transfer.last_frame_at
 
     def counters(self) -> Counter[str]:
-        """Returns totals since the start: messages_malformed, and frames_ with a `Disposition` in lower case."""
+        """Returns totals since the start: messages_malformed, and frames_<disposition> in lower case."""
         with self._lock:
             return self._counts.copy()
 
     # ---- the connectors' side
 
     def attach(self, transfer_id: bytes, incarnation: bytes) -> AttachState:
-        """Attaches a sender to its transfer, one at a time."""
+        """Attaches a sender to its transfer, which can have one sender at a time."""
         if incarnation != self.incarnation:
             return AttachState.WRONG_INCARNATION
         transfer = self._find(transfer_id)
-        if transfer is None:  # looked up first: it may be committed and closed meanwhile
+        if transfer is None:  # looked up before the commits: it may be committed and closed in between
             return AttachState.ATTACHED if self.was_committed(transfer_id) else AttachState.UNKNOWN
         with transfer.changed:
             if transfer.state is TransferState.COMMITTED:
-                return AttachState.ATTACHED  # to ask again for the commit's answer
+                return AttachState.ATTACHED  # the sender asks again for the commit's answer
             if transfer.state is not TransferState.OPEN:
                 return AttachState.UNKNOWN
             if transfer.is_attached:
@@ -207,11 +204,11 @@ class TransferInbox:
             return AttachState.ATTACHED
 
     def accept(self, header: FrameHeader, payload: Payload) -> Disposition:
-        """Checks a frame and writes it. Nobody may change `payload` during the call."""
+        """Checks a frame and writes it. The payload must not change during the call."""
         return self.note(self._accept(header, payload))
 
     def note(self, disposition: Disposition) -> Disposition:
-        """Counts what became of a frame."""
+        """Counts a frame's disposition and returns it."""
         self.count(f"frames_{disposition.name.lower()}")
         return disposition
 
@@ -242,18 +239,21 @@ class TransferInbox:
 
     def _write(self, transfer: _Transfer, region: Region, payload: Payload) -> Disposition:
         try:
-            transfer.sink.write(region, payload)
+            transfer.blocks.write(region, payload)
         except Exception as error:
-            log.exception("kv sink failed", transfer_id=transfer.spec.transfer_id.hex(), region=str(region))
-            transfer.has_lost_a_write = True
-            self.fail(transfer.spec.transfer_id, f"the sink refused {region}: {error}")
+            log.exception("writing KV failed", transfer_id=transfer.spec.transfer_id.hex(), region=str(region))
+            transfer.has_failed_write = True
+            self.fail(transfer.spec.transfer_id, f"writing {region} failed: {error}")
             return Disposition.FAILED
         finally:
             transfer.end_copy()
         return Disposition.WRITTEN
 
     def read(self, transfer_id: bytes, region: Region) -> tuple[FrameHeader, memoryview] | None:
-        """Reads KV of tokens before the transfer's own. None: it is not held here, or more than all was asked for."""
+        """Reads KV of tokens before the transfer's own.
+
+        Returns None if it is not held here, or if the transfer's reads together would exceed the size of that KV.
+        """
         transfer = self._find(transfer_id)
         if transfer is None:
             return None
@@ -262,22 +262,22 @@ class TransferInbox:
             return None
         num_bytes = region.num_bytes(plane)
         with transfer.changed:
-            is_open = transfer.state is TransferState.OPEN  # its blocks are another's afterwards
-            if not is_open or num_bytes > min(transfer.held_bytes, MAX_FRAME_BYTES):
+            is_open = transfer.state is TransferState.OPEN  # afterwards its blocks may belong to another sequence
+            if not is_open or num_bytes > min(transfer.readable_bytes, MAX_FRAME_BYTES):
                 return None
-            transfer.held_bytes -= num_bytes
+            transfer.readable_bytes -= num_bytes
             transfer.num_copying += 1
         try:
-            payload = transfer.sink.read(region)
+            payload = transfer.blocks.read(region)
         finally:
             transfer.end_copy()
         return FrameHeader.of(spec, region, payload), payload
 
     def commit(self, transfer_id: bytes, digest: int, *, connector: str) -> CommitResult:
-        """Commits the transfer: COMMITTED once and for ever after, INCOMPLETE (it stays open), or UNKNOWN.
+        """Commits the transfer and answers COMMITTED, also when asked again. INCOMPLETE leaves the transfer open.
 
-        A transfer is complete if every token of every layer of every plane has arrived, and if `digest`, which is
-        `frames_digest` of the frames that were sent, is also that of the frames that arrived.
+        A transfer is complete if every token of every layer of every plane has arrived, and if the `frames_digest` of
+        the arrived frames is `digest`, that of the frames that were sent.
         """
         transfer = self._find(transfer_id)
         if transfer is None:
@@ -307,18 +307,18 @@ class TransferInbox:
         return CommitResult(state=CommitState.COMMITTED)
 
     def fail(self, transfer_id: bytes, reason: str) -> None:
-        """Fails a transfer that cannot complete any more, and reports it once. Does nothing after its end."""
+        """Fails a transfer that cannot complete, and reports that once. Does nothing if it has ended."""
         transfer = self._find(transfer_id)
         if transfer is None:
             return
         with transfer.changed:
             if transfer.state is not TransferState.OPEN:
                 return
-            transfer.state = TransferState.FAILED
+            transfer.state = TransferState.ENDED
         self._on_failed(transfer_id, reason)
 
     def wait_until_drained(self, transfer_id: bytes, *, timeout_seconds: float) -> DrainState:
-        """Waits until a transfer that has ended writes nothing any more."""
+        """Waits until a transfer that has ended has no writes in flight."""
         transfer = self._find(transfer_id)
         if transfer is None:
             return DrainState.DRAINED
@@ -326,7 +326,7 @@ class TransferInbox:
             return DrainState.DRAINED if transfer.wait_until_drained(timeout_seconds) else DrainState.UNKNOWN
 
     def count(self, name: str) -> None:
-        """Adds one to one of the `counters`."""
+        """Increments one of the `counters`."""
         with self._lock:
             self._counts[name] += 1
 
@@ -335,13 +335,13 @@ class TransferInbox:
             return self._transfers.get(transfer_id)
 
     def was_committed(self, transfer_id: bytes) -> bool:
-        """Returns whether it was committed recently, also after `close`."""
+        """Returns whether the transfer was committed recently; also true after `close`."""
         with self._lock:
             return transfer_id in self._commits
 
 
 def _fits(header: FrameHeader, transfer: _Transfer) -> bool:
-    """Returns whether the region is a part of the transfer and has the length of its header."""
+    """Returns whether the frame's region is part of the transfer and its length is the region's."""
     spec, region = transfer.spec, header.region
     plane = spec.plane(region.plane)
     return (

@@ -1,7 +1,7 @@
 """The decode node's KV ingest: a synchronous gRPC server on its own port and threads.
 
-Copying and hashing release the GIL and stay off the token loop. Handlers take and
-return raw bytes: a frame is not parsed by protobuf (see `frames`).
+Copying and hashing release the GIL and do not run on the token loop. Handlers take and
+return raw bytes, since frames are not protobuf messages (see `frames`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from outrider.rpc.channels import server_options
 from outrider.rpc.tls import PLAINTEXT, PeerSecurity
 
 HELLO_SECONDS = 2.0
-"""How long a stream may take to attach to a transfer, in seconds."""
+"""Seconds within which a stream must attach to a transfer."""
 
 
 class KvReceiver:
-    """Receives transfers for one process; `inbox` knows their states.
+    """Receives transfers for one process; their states are in `inbox`.
 
-    Each stream holds one thread. There are as many attached streams as the owner has opened transfers. At most
-    `max_unattached` others may stay, for `HELLO_SECONDS`; one more displaces the oldest, so that peers who say nothing,
-    or lie, keep no honest sender out. Callbacks come from those threads and must be quick: they hand the news to the
-    owner's queue.
+    Each stream occupies one thread. At most one stream is attached to each transfer that the owner has opened. At most
+    `max_unattached` others may wait, each for `HELLO_SECONDS`; one more displaces the oldest, so that silent or
+    dishonest peers cannot keep honest senders out. Callbacks run in these threads and must be quick: they only put an
+    event into the owner's queue.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class KvReceiver:
         gpu: SharedGpu | None = None,
         security: PeerSecurity = PLAINTEXT,
     ) -> None:
-        """`progress_seconds`: a sender that is silent for longer has failed (it reports four times as often).
+        """`progress_seconds`: a sender that is silent for longer has failed (keep-alives come four times as often).
 
-        `max_senders`: the number of streams beyond which more are refused. `gpu`: the GPU that has the cache, if it can
+        `max_senders`: the number of streams from which on more are refused. `gpu`: the GPU with the KV cache, if it can
         map other processes' memory.
         """
         self._address = f"[{host}]" if ":" in host else host
@@ -68,13 +68,13 @@ class KvReceiver:
         if gpu is not None:
             readers[CUDA_IPC] = DeviceArenaReader(gpu, arena_directory)
         self._readers = {name: readers[name] for name in connectors if name in readers}
-        self._streams: dict[ReceiverStream, None] = {}  # oldest first; insertion and removal are atomic
+        self._streams: dict[ReceiverStream, None] = {}  # oldest first; needs no lock: insertion and removal are atomic
         self._is_stopped = threading.Event()
         self._security = security
         self._server: grpc.Server | None = None
 
     def start(self) -> int:
-        """Listens, and returns the port. Raises: ConfigError for an address or a certificate that cannot be used."""
+        """Listens, and returns the port. Raises: ConfigError if the address or the certificate cannot be used."""
         credentials = self._security.server_credentials()
         executor = ThreadPoolExecutor(self._max_senders, thread_name_prefix="kv-receiver")
         options = [
@@ -98,7 +98,7 @@ class KvReceiver:
         return port
 
     def stop(self) -> None:
-        """Ends all streams and frees the port. Transfers that were open fail."""
+        """Ends all streams and frees the port. Open transfers fail."""
         if self._server is not None:
             self._server.stop(grace=0).wait(timeout=1)
             self._server = None
@@ -107,9 +107,9 @@ class KvReceiver:
             reader.close()
 
     def close(self, transfer_id: bytes, *, timeout_seconds: float = 10.0) -> DrainState:
-        """Forgets a transfer in whatever state. Idempotent. After DRAINED no byte is written to its blocks.
+        """Removes a transfer, whatever its state. Idempotent. After DRAINED no byte is written to its blocks.
 
-        It waits for the write in flight, for `timeout_seconds` at most. UNKNOWN: keep the blocks, and call again.
+        Waits for the writes in flight, at most `timeout_seconds`. After UNKNOWN keep the blocks, and call again.
         """
         state = self.inbox.close(transfer_id, timeout_seconds=timeout_seconds)
         for stream in list(self._streams):
@@ -126,16 +126,16 @@ class KvReceiver:
         )
         self._streams[stream] = None
         unattached = [each for each in list(self._streams) if not each.is_attached]
-        for displaced in unattached[::-1][self._max_unattached :]:  # they have waited longest to attach
+        for displaced in unattached[::-1][self._max_unattached :]:  # these have waited longest
             displaced.cancel()
-        # The callback comes when the peer is gone even while this thread is busy writing.
+        # The callback runs as soon as the peer is gone, even while this thread is writing.
         if not context.add_callback(stream.break_off):
             stream.break_off()
         try:
             for message in requests:
                 self._move_deadline(stream)
                 reply = stream.handle(message)
-                self._move_deadline(stream)  # the peer may take its time to read the reply
+                self._move_deadline(stream)  # starts the peer's time to read the reply
                 if reply is not None:
                     yield reply
                     self._move_deadline(stream)
@@ -149,7 +149,7 @@ class KvReceiver:
             stream.deadline = time.monotonic() + self._progress_seconds
 
     def _watch(self) -> None:
-        """Ends streams that are late. A frozen peer (SIGSTOP) looks alive to TCP; its thread would wait for ever."""
+        """Ends streams past their deadline: TCP does not notice a frozen peer (SIGSTOP), which occupies a thread."""
         while not self._is_stopped.wait(min(self._progress_seconds, HELLO_SECONDS) / 4):
             now = time.monotonic()
             for stream in list(self._streams):

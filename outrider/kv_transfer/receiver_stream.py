@@ -1,4 +1,4 @@
-"""One sender's stream as the receiver serves it: it takes messages and returns answers."""
+"""The receiver's side of one sender's stream: takes messages and returns answers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ from outrider.v1.kv_pb2 import (
 )
 
 DRAIN_SECONDS = 10.0
+"""Seconds to wait for the writes in flight of a cancelled transfer before answering the sender."""
 MAX_FALSE_HELLOS = 8
-"""Bound for one stream. An honest sender tries up to three connectors, for a transfer that is expected."""
+"""Number of failed hellos that end a stream. An honest sender needs one hello for each of up to three connectors."""
 
 
 class ReceiverStream:
-    """State of one stream. `handle` runs in the stream's thread; the rest may be called from any."""
+    """The state of one stream. `handle` runs in the stream's thread; other methods may be called from any thread."""
 
     def __init__(
         self,
@@ -47,33 +48,33 @@ class ReceiverStream:
         cancel: Callable[[], object],
         deadline: float = math.inf,
     ) -> None:
-        """`readers`: by connector that is accepted, its reader of arenas; None for the connector without.
+        """`readers`: the accepted connectors, each with its reader of arenas; None if it needs none.
 
-        `deadline`: for the sender's next message, by time.monotonic.
+        `deadline`: time.monotonic by which the sender's next message must come.
         """
         self.deadline = deadline
         self._inbox = inbox
         self._readers = readers
         self.cancel = cancel
-        self._connector = ""  # the one that the sender has settled on
+        self._connector = ""  # from the sender's last successful hello
         self._arena: ArenaMapping | None = None
         self._lock = threading.Lock()
         self._end_reason: str | None = None
         self._num_false_hellos = 0
-        self.transfer_id: bytes | None = None  # once attached
+        self.transfer_id: bytes | None = None  # None until the stream is attached
 
     @property
     def is_attached(self) -> bool:
         return self.transfer_id is not None
 
     def handle(self, message: bytes) -> bytes | None:
-        """Returns the answer, if there is one. Counts a message that does not parse. The first must be a hello."""
+        """Handles a message and returns the answer, if any. Counts malformed messages. The first must be a hello."""
         try:
             answer = self._answer(decode_message(message, KvSenderMessage))
-        except MalformedMessageError:  # if it was a frame, the commit will miss it
+        except MalformedMessageError:  # if it was a frame, the commit will be incomplete
             self._inbox.count("messages_malformed")
             if not self.is_attached:
-                self.cancel()  # not one of ours
+                self.cancel()  # the peer is no sender of ours
             return None
         return answer.SerializeToString() if isinstance(answer, KvReceiverMessage) else answer
 
@@ -81,7 +82,7 @@ class ReceiverStream:
         if isinstance(message, KvSenderMessage) and message.HasField("hello"):
             return KvReceiverMessage(welcome=self._welcome(message.hello))
         if self.transfer_id is None:
-            raise MalformedMessageError("the first message is a hello")
+            raise MalformedMessageError("the first message is not a hello")
         if isinstance(message, Frame):
             ack = KvAck(sequence=message.sequence, disposition=_on_wire(self._accept(message)))
             return KvReceiverMessage(ack=ack)
@@ -101,7 +102,7 @@ class ReceiverStream:
 
     def _welcome(self, hello: KvHello) -> KvWelcome:
         if hello.version != WIRE_VERSION:
-            raise MalformedMessageError(f"KV wire version {hello.version}, this side speaks {WIRE_VERSION}")
+            raise MalformedMessageError(f"KV wire version {hello.version} is not supported: expected {WIRE_VERSION}")
         connector = "grpc"
         if hello.arena_id:
             connector = CUDA_IPC if hello.arena_is_on_device else "shared_memory"
@@ -110,14 +111,14 @@ class ReceiverStream:
         if self.transfer_id is None:
             state = self._inbox.attach(hello.transfer_id, hello.incarnation)
             if state is not AttachState.ATTACHED:
-                self._num_false_hellos += 1  # each is work for the interpreter that the node's steps need as well
+                self._num_false_hellos += 1  # each costs interpreter time, which the node's steps need too
                 if self._num_false_hellos == MAX_FALSE_HELLOS:
                     self.cancel()
                 return KvWelcome(state=_on_wire(state))
             with self._lock:
                 self.transfer_id = hello.transfer_id
                 end_reason = self._end_reason
-            if end_reason is not None:  # the stream broke just now
+            if end_reason is not None:  # the stream ended while it was being attached
                 self._inbox.fail(hello.transfer_id, end_reason)
         elif hello.transfer_id != self.transfer_id:
             return KvWelcome(state=_on_wire(AttachState.BUSY))  # one stream, one transfer
@@ -133,15 +134,15 @@ class ReceiverStream:
             return self._inbox.note(Disposition.STALE)
         payload: Payload | None = frame.payload
         if frame.offset:
-            arena = self._arena  # `break_off` comes from another thread
+            arena = self._arena  # read once: `break_off` in another thread may reset it
             payload = None if arena is None else arena.copy(frame.offset, frame.header.length)
         if payload is None:
             return self._inbox.note(Disposition.OUT_OF_BOUNDS)
         return self._inbox.accept(frame.header, payload)
 
     def break_off(self) -> None:
-        """Notes that the stream has ended, and fails the transfer unless it was committed. Idempotent."""
-        self._end("the stream broke before the commit")
+        """Handles the end of the stream: fails the transfer unless it was committed. Idempotent."""
+        self._end("the stream ended before the commit")
         self._release_arena()
 
     def expire(self) -> None:
@@ -150,9 +151,9 @@ class ReceiverStream:
         self.cancel()
 
     def end_unless_committed(self) -> None:
-        """Ends the stream of a transfer that the owner has closed, so that the sender hears of it at once."""
+        """Ends the stream of a transfer that the owner has closed, so that the sender notices at once."""
         if self.transfer_id is not None and not self._inbox.was_committed(self.transfer_id):
-            self.cancel()  # otherwise the commit's answer may still be on its way
+            self.cancel()  # not after a commit, whose answer may still be in flight
 
     def _end(self, reason: str) -> None:
         with self._lock:
@@ -171,5 +172,5 @@ class ReceiverStream:
 
 
 def _on_wire(member: enum.IntEnum) -> Any:
-    """Converts to an enum of kv.proto, which has the same numbers."""
+    """Converts to kv.proto's enum, which has the same numbers."""
     return member.value

@@ -11,31 +11,31 @@ from outrider.kv_transfer.base import Payload, Region
 
 
 class ReservedBlocks:
-    """The blocks that one transfer writes to. The engine thread makes it once they are allocated; any thread uses it.
+    """The blocks that one transfer writes to. The engine thread creates it after allocating them; any thread uses it.
 
-    It is safe beside running forwards: reserved blocks are in no running sequence's block table, and whoever frees them
-    has waited for the copies under way. Work that was queued before the reservation may still use them, so writes wait
-    for it, by one fence for all frames. Neither method blocks on the token loop. An exception fails the transfer.
+    Forwards may run at the same time: reserved blocks are in no running sequence's block table, and they are freed only
+    after all copies have ended. GPU work that was queued before the reservation may still use them, so writes wait for
+    it, with one fence for all frames. No method waits for the token loop. An exception fails the transfer.
     """
 
     def __init__(self, kv_cache: KVCache, block_ids: Sequence[int]) -> None:
-        self._kv_cache: Any = kv_cache  # whose transfers have payloads of its kind
+        self._kv_cache: Any = kv_cache  # the kind of payload depends on the kind of cache
         self._slots = slots_of(block_ids, len(block_ids) * kv_cache.block_size, kv_cache.block_size)
         self._reserved = kv_cache.fence()
 
     def write(self, region: Region, payload: Payload) -> None:
-        """Writes bytes [layers, tokens, heads, head_dim] of disjoint regions, which were checked as frames."""
+        """Writes bytes [layers, tokens, heads, head_dim]. Regions must be within bounds, and disjoint."""
         self._kv_cache.write(
             region.plane, region.layers, self._slots_of(region), payload, self._reserved, heads=region.heads
         )
 
     def read(self, region: Region, after: Any = None) -> memoryview:
-        """Reads bytes [layers, tokens, heads, head_dim] as of `after`, a fence of the cache; None: as of now."""
+        """Reads bytes [layers, tokens, heads, head_dim] after the cache's fence `after`; None: reads at once."""
         slots = self._slots_of(region)
         return memoryview(self._kv_cache.read(region.plane, region.layers, slots, after, heads=region.heads))
 
     def take(self, region: Region, after: Any) -> Any:
-        """Reads the same as DeviceBytes, on the GPU that has the cache. The host does not wait for it."""
+        """Reads the same as DeviceBytes, on the cache's GPU. Returns before the GPU has copied them."""
         return self._kv_cache.take(region.plane, region.layers, self._slots_of(region), after, heads=region.heads)
 
     def _slots_of(self, region: Region) -> Slots:

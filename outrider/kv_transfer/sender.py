@@ -1,4 +1,4 @@
-"""The sender of every connector. Connectors differ only in how a payload travels."""
+"""The sending end of a transfer, for every connector. Connectors differ only in how the payload is carried."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.kv_transfer.sender_stream import SenderStream
 
 READ_AHEAD = 4
-"""Number of regions that are asked for before the first of them has come. It bounds the memory, in frames."""
+"""Number of regions that are requested ahead of the one being waited for. It bounds memory, in frames."""
 
 
 class Sender:
-    """Pushes one transfer's frames to the receiver that opened it. One owner, one thread.
+    """Pushes one transfer's frames to the receiver that opened it. It belongs to one thread.
 
-    `put` returns when the payload has been copied or sent: the buffer belongs to the caller
-    again. It blocks while the bytes that the receiver has not acknowledged exceed the
-    connector's bound, so a slow receiver never makes the sender's memory grow. Silence
-    beyond the progress deadline is a failure, whatever TCP says.
+    `put` returns when the payload has been copied or sent, so that the caller may reuse the
+    buffer. It blocks while the window of unacknowledged payload is full, so that a slow
+    receiver never makes the sender's memory grow. A receiver that is silent beyond the
+    progress deadline has failed, even if its TCP connection still exists.
     """
 
     def __init__(
@@ -49,31 +49,30 @@ class Sender:
         arena: Arena | None,
         reopen: Callable[[], SenderStream],
     ) -> None:
-        """`arena`: payload goes into its slots; None: along the stream, a message for each frame, as works everywhere.
+        """`arena`: its slots carry the payload; None: the stream's messages do, which works between any two hosts.
 
-        `reopen`: another stream to the same receiver, to ask for a commit's lost answer.
+        `reopen`: opens another stream to the same receiver, to ask for a lost answer to the commit.
         """
         self.connector = connector
         self.max_frame_bytes = max_frame_bytes  # the largest payload of one `put`
-        self.payload_bytes = 0  # put so far
+        self.payload_bytes = 0  # of all frames so far
         self._spec = spec
         self._stream = stream
         self._arena = arena
         self._reopen = reopen
-        self._sent: dict[Region, int] = {}  # checksums of the payloads
+        self._sent: dict[Region, int] = {}  # checksums of the frames, by region
         self._drain: DrainState | None = None
-        self.keep_alive_seconds = stream.keep_alive_seconds  # how often to call `keep_alive` while nothing is put
+        self.keep_alive_seconds = stream.keep_alive_seconds  # between calls of `keep_alive` while nothing is put
         self.keep_alive = stream.keep_alive
         self.interrupt = stream.interrupt
         self.when_ended = stream.when_ended
         self.when_acknowledged = stream.when_acknowledged
 
     def put(self, region: Region, payload: Any) -> None:
-        """Sends one frame of at most `max_frame_bytes`: DeviceBytes by CUDA IPC, else any buffer.
+        """Sends one frame of at most `max_frame_bytes`, given as DeviceBytes for CUDA IPC, otherwise as any buffer.
 
-        Raises: PeerLostError (stream broken or no progress), AbortedError (the receiver
-        refuses the transfer: closed, failed or another's; or it refused a frame, by whatever
-        reason: a transfer that lacks one never completes).
+        Raises: PeerLostError if the stream ended or made no progress; AbortedError if the receiver has refused this
+        transfer, which may be closed or failed, or one of its frames, without which it never completes.
         """
         view: Payload = payload if self.connector == CUDA_IPC else memoryview(payload).cast("B")
         assert len(view) <= self.max_frame_bytes, "frames are cut to max_frame_bytes"
@@ -88,13 +87,13 @@ class Sender:
         self.payload_bytes += len(view)
 
     def _put_inline(self, header: FrameHeader, payload: memoryview) -> None:
-        """Sends the payload in the frame's message. The window of all streams to the receiver bounds what it owes."""
+        """Sends the payload in the frame's message, within the window of all streams to the receiver."""
         window = self._stream.window
         self._stream.wait_for_room(len(payload), window)
         self._stream.send(header, payload, release=partial(window.give_back, len(payload)))
 
     def _put_in_slot(self, arena: Arena, header: FrameHeader, payload: Payload) -> None:
-        """Sends the place of the payload; an acknowledged slot is free for any transfer to the same receiver."""
+        """Sends the payload's place in the arena. An acknowledged slot is free for any transfer to it."""
         offset = None
         while offset is None:
             self._stream.wait_for_room(1, arena.free_slots)
@@ -103,10 +102,10 @@ class Sender:
         self._stream.send(header, None, offset=offset, release=partial(arena.release, offset))
 
     def read(self, regions: Iterable[Region], blocks: ReservedBlocks) -> None:
-        """Fetches KV that the receiver holds of tokens before `spec.start_token`; before the first `put`.
+        """Fetches the receiver's KV of tokens before `spec.start_token`. Call it before the first `put`.
 
-        Each region is checked as a frame would be, then written. Raises: AbortedError (not held there, or
-        altered on the way: the transfer goes on without), PeerLostError.
+        Each region is checked like a frame, then written to `blocks`. Raises: AbortedError if the receiver does not
+        hold a region or it was altered in transit, after which the transfer can continue; PeerLostError.
         """
         asked: deque[Region] = deque()
         for region in regions:
@@ -124,19 +123,16 @@ class Sender:
 
     @property
     def num_frames(self) -> int:
-        """The number of frames that were put."""
+        """Number of frames that were put."""
         return self._stream.num_frames
 
     def commit(self) -> CommitResult:
-        """Waits for every acknowledgement, then asks whether the transfer is complete. Idempotent.
-
-        Raises: PeerLostError.
-        """
+        """Commits the transfer and returns the receiver's answer. Idempotent. Raises: PeerLostError, AbortedError."""
         self._stream.raise_if_ended()
         try:
             result = self._stream.commit(frames_digest(self._sent))
         except PeerLostError:
-            # The answer may be what was lost: a commit may be asked for any number of times.
+            # Perhaps only the answer was lost. A receiver answers any number of commits.
             self._drain = DrainState.UNKNOWN
             self._abandon()
             self._stream.close()
@@ -156,9 +152,9 @@ class Sender:
             stream.close()
 
     def cancel(self) -> DrainState:
-        """Gives the transfer up, also after a failure. After a commit it only frees. Idempotent.
+        """Cancels the transfer, also after a failure. Does nothing after a commit. Idempotent.
 
-        DRAINED: the receiver has confirmed that it reads and writes nothing of this transfer any more.
+        Returns DRAINED if the receiver has confirmed that it no longer reads or writes anything of this transfer.
         """
         if self._drain is None:
             self._drain = self._stream.cancel()
@@ -167,7 +163,7 @@ class Sender:
         return self._drain
 
     def _abandon(self) -> None:
-        """The receiver was not drained. Slots that it may still read are never written again; messages are copies."""
+        """Frees what an undrained receiver cannot read any more: messages, but not slots, which are quarantined."""
         if self._arena is None:
             self._stream.release_all()
         else:
@@ -175,7 +171,7 @@ class Sender:
 
 
 def check_held(held: Frame, spec: TransferSpec, region: Region) -> None:
-    """Checks that this is the frame that was asked for, unaltered. Raises: AbortedError."""
+    """Checks that a fetched frame has the requested region and is unaltered. Raises: AbortedError."""
     header, plane = held.header, spec.plane(region.plane)
     assert plane is not None, "a region of the transfer's planes"
     is_asked_for = (header.transfer_id, header.incarnation, header.region) == (
@@ -185,4 +181,4 @@ def check_held(held: Frame, spec: TransferSpec, region: Region) -> None:
     )
     is_whole = len(held.payload) == region.num_bytes(plane)
     if not is_asked_for or not is_whole or xxhash.xxh3_64_intdigest(held.payload) != header.checksum:
-        raise AbortedError(f"KV of {region} was altered on the way", reason="HELD_KV_CORRUPT")
+        raise AbortedError(f"KV of {region} was altered in transit", reason="HELD_KV_CORRUPT")

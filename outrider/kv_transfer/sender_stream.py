@@ -1,4 +1,4 @@
-"""The sender's end of one transfer's stream: it tracks unacknowledged frames and waits with deadlines."""
+"""The sender's side of one transfer's stream: tracks unacknowledged frames, and waits with deadlines."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from outrider.kv_transfer.shared_window import SharedWindow
 from outrider.v1.kv_pb2 import KvAck, KvCommit, KvHello, KvReceiverMessage, KvSenderMessage, KvWelcome
 
 MAX_UNACKNOWLEDGED_FRAMES = 256
-"""Bound on the frames in flight, so that their acknowledgements always fit into the stream's flow-control window."""
+"""Maximum number of frames in flight: their acknowledgements always fit into the stream's flow-control window."""
 
 
 class SenderStream:
-    """One gRPC call. One owner; its reader thread and `interrupt` are the only others.
+    """One gRPC call. Belongs to one thread, except its own reader thread and `interrupt`.
 
-    Every wait ends by `progress_seconds` without a word from the receiver.
+    Every wait ends with an error after `progress_seconds` without a message from the receiver.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class SenderStream:
         window: SharedWindow,
         config: KvTransferConfig,
     ) -> None:
-        """`window`: shared by all streams to the address, for payload that travels along them."""
+        """`window`: for payload in messages; all streams to the address share it."""
         self.address = address
         self._tell_acknowledged: Callable[[int], None] = lambda _frame: None
         self.window = window
@@ -55,29 +55,30 @@ class SenderStream:
         self._progress_seconds = config.progress_seconds
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._in_flight: dict[int, Callable[[], None]] = {}  # by the frame's number, what frees its payload's room
-        self.num_frames = 0  # that were sent: the number of the last one
+        self._in_flight: dict[int, Callable[[], None]] = {}  # by frame number, the function that frees its room
+        self.num_frames = 0  # frames sent; also the number of the last one
         self._last_heard = time.monotonic()
-        self._broken: OutriderError | None = None  # the call is over
-        self._refused: OutriderError | None = None  # the receiver, or `interrupt`, wants no more
+        self._broken: OutriderError | None = None  # set when the call has ended
+        self._refused: OutriderError | None = None  # set by a refused frame or `interrupt`
         self._tell_end: Callable[[], None] = lambda: None  # called without the lock
         self._welcomes: list[KvWelcome] = []
-        self._num_asked = 0  # regions whose answer is due
-        self._held: deque[Frame | None] = deque()  # None: it is not held there
+        self._num_asked = 0  # requested regions that are not answered yet
+        self._held: deque[Frame | None] = deque()  # answers; None: the receiver does not hold the region
         self._answers: list[CommitResult] = []
         self._drain: DrainState | None = None
         push: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(METHOD)
-        self._call = push(iter(self._outgoing.get, None))  # None ends it
+        self._call = push(iter(self._outgoing.get, None))  # None ends the requests
         threading.Thread(target=self._read, name="kv-sender-acks", daemon=True).start()
 
-    # ---- what the owner does
+    # ---- the owner's thread
 
     def hello(self, spec: TransferSpec, **arena: Any) -> bytes | None:
-        """Attaches to the transfer. Returns the nonce that the receiver has read in the arena on offer.
+        """Attaches to the transfer. Returns the nonce that the receiver has read from the offered arena.
 
-        `arena`: fields of KvHello that describe it. Returns None where the receiver takes no payload this way.
+        `arena`: fields of KvHello that describe it. Returns None if the receiver does not accept this connector.
 
-        Raises: AbortedError (no such transfer, or taken), PeerLostError (nobody, or another process there).
+        Raises: AbortedError if the receiver has no such transfer or it has another sender; PeerLostError if the
+        receiver does not answer or is another process.
         """
         self._welcomes.clear()
         hello = KvHello(
@@ -104,10 +105,10 @@ class SenderStream:
         self._outgoing.put(message.SerializeToString())
 
     def wait_for_room(self, amount: int, window: SharedWindow) -> None:
-        """Waits until it has taken this much of the window. Raises: PeerLostError, AbortedError.
+        """Waits until it has taken this amount of the window. Raises: PeerLostError, AbortedError.
 
-        While others have their turn, the receiver counts as alive if the window hears of it, and it is told that this
-        sender is alive. Once this stream has sent something, it must hear from the receiver itself.
+        Until this stream has a frame in flight, messages to any stream that shares the window show that the receiver
+        is alive; then only messages to this stream do. Keep-alives are sent meanwhile.
         """
         wake = self._wake
 
@@ -115,7 +116,7 @@ class SenderStream:
             return len(self._in_flight) < MAX_UNACKNOWLEDGED_FRAMES and window.take(amount, wake)
 
         try:
-            self._wait(takes, self._progress_seconds, "acknowledges nothing", window)
+            self._wait(takes, self._progress_seconds, "acknowledged nothing", window)
         finally:
             window.leave(wake)
 
@@ -128,7 +129,7 @@ class SenderStream:
     ) -> None:
         """Queues one frame, with its payload or with the payload's place in the arena.
 
-        `release` is called once, by whichever thread learns that the receiver needs the payload no more.
+        `release` is called once, from any thread, when the receiver no longer needs the payload.
         """
         with self._changed:
             self.num_frames += 1
@@ -137,37 +138,37 @@ class SenderStream:
         self._outgoing.put(encode_frame(sequence, header, payload, offset=offset))
 
     def ask(self, region: Region) -> None:
-        """Asks for KV that the receiver holds. `next_held` returns the answers in order."""
+        """Requests KV that the receiver holds. `next_held` returns the answers in order."""
         with self._changed:
             self._num_asked += 1
         self._say(KvSenderMessage(read=region.pack()))
 
     def next_held(self) -> Frame:
-        """Waits for the next answer to `ask`. Raises: AbortedError when the KV is not held there, PeerLostError."""
-        self._wait(lambda: bool(self._held), self._progress_seconds, "sends nothing of what it holds")
+        """Waits for the next answer to `ask`. Raises: AbortedError if the receiver lacks the KV, PeerLostError."""
+        self._wait(lambda: bool(self._held), self._progress_seconds, "did not send requested KV")
         held = self._held.popleft()
         if held is None:
-            raise AbortedError(f"KV receiver {self.address} does not hold what was asked for", reason="NOT_HELD")
+            raise AbortedError(f"KV receiver {self.address} does not hold the requested KV", reason="NOT_HELD")
         return held
 
     def keep_alive(self) -> None:
-        """Tells the receiver that the sender lives while it sends nothing. Raises: PeerLostError, AbortedError."""
+        """Tells the receiver that this idle sender is alive. Raises: PeerLostError, AbortedError."""
         self.raise_if_ended()
         self._outgoing.put(ALIVE)
 
     def commit(self, digest: int) -> CommitResult:
-        """Asks for the commit. Frames and commit arrive in order, so the answer acknowledges every frame.
+        """Requests the commit. It arrives after all frames, so its answer acknowledges them all.
 
         Raises: PeerLostError, AbortedError.
         """
         self._answers.clear()
         self._say(KvSenderMessage(commit=KvCommit(digest=digest)))
-        self._wait(lambda: bool(self._answers), self._progress_seconds, "does not answer the commit")
+        self._wait(lambda: bool(self._answers), self._progress_seconds, "did not answer the commit")
         self.release_all()
         return self._answers[-1]
 
     def cancel(self) -> DrainState:
-        """Gives the transfer up and ends the stream. Returns DRAINED when the receiver says so in time."""
+        """Cancels the transfer and ends the stream. Returns DRAINED if the receiver confirms that in time."""
         self._outgoing.put(CANCEL)
         with self._changed:
             self._last_heard = time.monotonic()
@@ -179,7 +180,7 @@ class SenderStream:
         return drain
 
     def close(self) -> None:
-        """Ends the stream; idempotent."""
+        """Ends the stream. Idempotent."""
         self._outgoing.put(None)
         with self._changed:
             is_settled = bool(self._answers) or self._drain is not None
@@ -187,25 +188,25 @@ class SenderStream:
             self._call.cancel()
 
     def interrupt(self) -> None:
-        """Makes whoever waits, and every later `put`, `keep_alive` or `commit`, raise AbortedError. From any thread."""
+        """Makes a waiting call, and every later `put`, `keep_alive` or `commit`, raise AbortedError. Thread-safe."""
         with self._changed:
             self._refused = AbortedError(f"the KV transfer to {self.address} was cancelled")
             self._changed.notify_all()
         self._tell_if_ended()
 
     def when_ended(self, tell: Callable[[], None]) -> None:
-        """Calls `tell` when every later `put` and `commit` raises; at once if that is so already.
+        """Calls `tell` when the stream has ended, so that every later `put` and `commit` raises; at once if it has.
 
-        The call comes from any thread, perhaps more than once, and must not block.
+        `tell` is called from any thread, perhaps more than once, and must not block.
         """
         self._tell_end = tell
         self._tell_if_ended()
 
     def when_acknowledged(self, tell: Callable[[int], None]) -> None:
-        """Calls `tell` with the number of each frame, from 1, once it is acknowledged.
+        """Calls `tell` with the number of each frame, from 1, when it is acknowledged.
 
-        The call comes from a thread of the stream and must not block. Frames that only a commit's answer acknowledges
-        are left out. Call this before the first `put`.
+        `tell` is called from a thread of the stream and must not block. Frames that only a commit's answer acknowledges
+        are omitted. Call this before the first `put`.
         """
         self._tell_acknowledged = tell
 
@@ -221,7 +222,7 @@ class SenderStream:
             raise error
 
     def release_all(self) -> None:
-        """Frees the room of all frames in flight. Acknowledgements that come later change nothing."""
+        """Releases the room of all frames in flight. Later acknowledgements have no effect."""
         with self._changed:
             in_flight, self._in_flight = list(self._in_flight.values()), {}
         for release in in_flight:
@@ -257,7 +258,7 @@ class SenderStream:
             for message in self._call:
                 self._take(decode_message(message, KvReceiverMessage))
             error: OutriderError = PeerLostError(f"KV receiver {self.address} ended the stream", node=self.address)
-        except (MalformedMessageError, ValueError) as malformed:  # or an enum's number that this version does not know
+        except (MalformedMessageError, ValueError) as malformed:  # ValueError: an enum's number is unknown
             self._call.cancel()
             error = PeerLostError(f"KV receiver {self.address}: {malformed}", node=self.address)
         except grpc.RpcError as broken:
@@ -267,7 +268,7 @@ class SenderStream:
             self._broken = error
             self._changed.notify_all()
         self._tell_if_ended()
-        self._outgoing.put(None)  # lets gRPC's own thread go
+        self._outgoing.put(None)  # ends gRPC's thread, which waits for requests
 
     def _take(self, message: Frame | KvReceiverMessage) -> None:
         self.window.hear()
@@ -277,8 +278,8 @@ class SenderStream:
         with self._changed:
             self._last_heard = time.monotonic()
             if isinstance(message, Frame) or message.HasField("not_held"):
-                if not self._num_asked:  # each may be as large as a frame
-                    raise MalformedMessageError("KV came that was not asked for")
+                if not self._num_asked:  # answers use memory, each up to a frame
+                    raise MalformedMessageError("received KV that was not requested")
                 self._num_asked -= 1
                 self._held.append(message if isinstance(message, Frame) else None)
             elif message.HasField("welcome"):
@@ -305,7 +306,7 @@ class SenderStream:
 
 
 def refusal_of(address: str, disposition: Disposition) -> AbortedError:
-    """Returns what a sender raises once the receiver has refused a frame."""
+    """Makes the error that a sender raises after the receiver has refused a frame."""
     if disposition is Disposition.STALE:
-        return AbortedError(f"KV receiver {address} has given the transfer up", reason="TRANSFER_UNKNOWN")
+        return AbortedError(f"KV receiver {address} has ended the transfer", reason="TRANSFER_UNKNOWN")
     return AbortedError(f"KV receiver {address} refused a frame: {disposition.name}", reason="FRAME_REFUSED")

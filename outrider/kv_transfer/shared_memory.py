@@ -1,4 +1,4 @@
-"""Connector `shared_memory`: the sender writes payload to its arena, and sends only the location in messages."""
+"""Connector `shared_memory`: the sender writes payloads to its arena and sends only their locations in messages."""
 
 from __future__ import annotations
 
@@ -23,38 +23,37 @@ log = get_logger("kv_transfer")
 
 @dataclass(slots=True)
 class _Offered:
-    """An arena as offered to one receiver."""
+    """The arena that was offered to one receiver."""
 
-    arena: Arena | None  # None: the receiver cannot attach to it
+    arena: Arena | None  # None: the receiver could not attach to it
     address: str
-    used_at: float  # monotonic seconds; when it was offered, where the receiver cannot attach
+    used_at: float  # monotonic seconds of the last transfer; of the offer if the receiver could not attach
 
 
 class ArenaSource:
-    """Offers one arena to each receiving process, the same one to all its transfers. Thread-safe.
+    """Offers one arena to each receiving process, which all of its transfers share. Thread-safe.
 
-    An arena is dropped when its receiver is lost, when another process answers at its
-    address, and when nothing was sent to it for so long that the receiver has dropped it.
-    A receiver that could not attach, or for which there was no memory, is asked again after as long: a /dev/shm may
-    have been full for a moment.
+    An arena is dropped if its receiver is lost, if another process answers at its address, or
+    after IDLE_SECONDS without a transfer, when the receiver has dropped it, too. After the same
+    time a receiver that could not attach, or for which there was no memory, is asked again.
     """
 
     def __init__(
         self, config: KvTransferConfig, gpu: SharedGpu | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`gpu`: the GPU whose memory holds the arenas. None: they are in shared memory."""
+        """`gpu`: the GPU whose memory holds the arenas; None: they are in shared memory."""
         self.name = "shared_memory" if gpu is None else CUDA_IPC
         self._gpu = gpu
         self._config = config
         self._clock = clock
         self._lock = threading.Lock()
-        self._offered: OrderedDict[bytes, _Offered] = OrderedDict()  # by the receiver's incarnation, last used last
+        self._offered: OrderedDict[bytes, _Offered] = OrderedDict()  # by incarnation, most recently used last
         sweep(config.arena_directory)
 
     def offer(self, stream: SenderStream, spec: TransferSpec) -> Arena | None:
-        """Returns the arena that the receiver has attached to, or None where it cannot.
+        """Returns the arena that the receiver has attached to; None if it cannot attach.
 
-        A receiver forgets idle arenas; it is offered a new one then. Raises: PeerLostError, AbortedError.
+        A receiver that has dropped its idle arena gets a new one. Raises: PeerLostError, AbortedError.
         """
         with self._lock:
             self._drop_idle()
@@ -74,8 +73,8 @@ class ArenaSource:
         return arena
 
     def _remember(self, incarnation: bytes, offered: _Offered) -> None:
-        """Records what was offered; senders at work keep the arena that they use. Needs the lock."""
-        self._offered.pop(incarnation, None)  # at another address of it, perhaps
+        """Records what was offered. Running senders keep the arena that they use. Needs the lock."""
+        self._offered.pop(incarnation, None)  # it may have had another address
         for other in [key for key, known in self._offered.items() if known.address == offered.address]:
             del self._offered[other]
         self._offered[incarnation] = offered
@@ -83,7 +82,7 @@ class ArenaSource:
             self._offered.popitem(last=False)
 
     def _drop_idle(self) -> None:
-        """Drops arenas that nothing was sent to for IDLE_SECONDS. Needs the lock."""
+        """Drops arenas that were not used for IDLE_SECONDS. Needs the lock."""
         horizon = self._clock() - IDLE_SECONDS
         while self._offered and next(iter(self._offered.values())).used_at <= horizon:
             self._offered.popitem(last=False)
@@ -98,7 +97,7 @@ class ArenaSource:
         try:
             return arena if self._attach(stream, spec, arena) else None
         finally:
-            arena.unlink()  # nobody else needs its name
+            arena.unlink()  # only the receiver needs its name, and only to attach
 
     def _make_arena(self) -> Arena:
         if self._gpu is not None:

@@ -1,4 +1,4 @@
-"""A bound on what a receiver has not acknowledged, for all streams to it. Streams take from it in turns (FIFO)."""
+"""A flow-control window that all streams to one receiver share. It is granted in the order of requests (FIFO)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from outrider.errors import PeerLostError
 
 
 class SharedWindow:
-    """A window of bytes or of slots. Thread-safe.
+    """A window, in bytes or in slots, that bounds what a receiver has not acknowledged. Thread-safe.
 
-    Streams call it with their own lock held, so it calls a stream's `wake` without holding its own.
+    Streams call it with their own lock held, so it calls a stream's `wake` without holding its lock.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self.last_heard = 0.0  # by time.monotonic: of the receiver; of slots, an acknowledgement of one
+        self.last_heard = 0.0  # time.monotonic of the receiver's last message; for slots, of the last acknowledgement
         self._lock = threading.Lock()
         self._num_bytes = self._num_free = num_bytes
         self._waiting: dict[Callable[[], None], None] = {}  # first come, first served
         self._is_closed = False
 
     def take(self, num_bytes: int, wake: Callable[[], None]) -> bool:
-        """Takes part of the window. False: there is no room; `wake` is called when it is the caller's turn.
+        """Takes part of the window. Returns False if it must wait; `wake` is called when it may try again.
 
-        One caller may take more than the whole window, while nobody else has any of it. Raises: PeerLostError once the
-        window is closed.
+        If nothing of the window is taken, one caller may take more than the whole window. Raises: PeerLostError after
+        `close`.
         """
         with self._lock:
             if self._is_closed:
@@ -39,25 +39,25 @@ class SharedWindow:
             return True
 
     def leave(self, wake: Callable[[], None]) -> None:
-        """Ends the caller's turn, whether or not it has taken any, and wakes the next one."""
+        """Removes the caller from the queue, whether or not `take` has succeeded, and wakes the next one."""
         with self._lock:
             self._waiting.pop(wake, None)
         self._wake_next()
 
     def give_back(self, num_bytes: int) -> None:
-        """Returns what has been acknowledged, or will never be, to the window."""
+        """Returns to the window what has been acknowledged, or never will be."""
         if num_bytes:
             with self._lock:
                 self._num_free += num_bytes
             self._wake_next()
 
     def close(self) -> None:
-        """Gives out no more, and tells those who wait, one after the other."""
+        """Grants nothing any more, and wakes the waiting callers one after the other."""
         self._is_closed = True
         self._wake_next()
 
     def hear(self) -> None:
-        """Notes that the receiver has said something."""
+        """Records that a message has come from the receiver."""
         self.last_heard = time.monotonic()
 
     def _wake_next(self) -> None:

@@ -1,7 +1,7 @@
 """A checkpoint's text settings, read from all of its files with transformers' precedence. Torch-free.
 
-Tokens, special tokens and templates are in up to eight files, newer ones next to those that they replace. Only
-`read_text` knows their precedence: nodes, routers, constraints and gateways use its result.
+Tokens, special tokens and templates are in up to eight files, and newer kinds of files may exist together with those
+that they replace. Only `read_text` knows their precedence: nodes, routers, constraints and gateways use its result.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def read_text(files: Mapping[str, bytes]) -> CheckpointText:
 
 
 def resolved_files(files: Mapping[str, bytes], text: CheckpointText) -> dict[str, bytes]:
-    """Returns the files with the resolved settings where readers with other precedence look first."""
+    """Returns the files, changed so that readers with another precedence also find the resolved settings."""
     config = _read_object(files, "tokenizer_config.json")
     config = {name: value for name, value in config.items() if name not in SPECIAL_TOKENS} | dict(text.special_tokens)
     resolved = dict(files) | {TOKENIZER_FILE: text.tokenizer_json, "tokenizer_config.json": json.dumps(config).encode()}
@@ -266,7 +266,7 @@ def _eos_token_ids(config: Mapping[str, Any]) -> set[int]:
 
 
 def _default_sampling(generation_config: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the sampling defaults, as vLLM does, whatever `do_sample` is. Values outside the contract are omitted."""
+    """Returns the sampling defaults without values outside the contract. Like vLLM it ignores `do_sample`."""
     found: dict[str, float] = {}
     for name, (kind, smallest, largest) in _SAMPLING_RANGES.items():
         value = generation_config.get(name)

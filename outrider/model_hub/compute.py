@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 PROMPT_ROWS = {"cpu": 256, "cuda": 4096}
 """Prompt tokens per forward pass, by device type. On a CPU, more than 256 rows are no faster per row, and other nodes
-on its processors would wait longer. A GPU needs thousands of rows for full use, and so reads keys less often."""
+on its processors would wait longer. A GPU needs thousands of rows to be fully used, and reads keys less often then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A warmed-up model. Enter `ranks` while the node computes: it watches other ranks' processes, and ends them."""
+    """A warmed-up model. Enter `ranks` while the node computes: it watches other ranks' processes and ends them."""
 
     model: LoadedModel
     kv_cache: KVCache
@@ -88,11 +88,11 @@ def open_compute(
     """Loads the model and makes its cache, in this process or in `model.tensor_parallel_size` ones, of which this is
     rank 0.
 
-    `max_rows_per_step`: None if all rows are prompt rows: as many as suit the device.
+    `max_rows_per_step`: None if all rows are prompt rows, whose number is PROMPT_ROWS.
 
-    `graphs`: steps to capture, if `model.cuda_graphs` and the device allow it; their memory is not the cache's.
+    `graphs`: steps to capture, if `model.cuda_graphs` and the device allow it; the cache leaves memory for them.
 
-    `main_memory_bytes`: other memory that the node may need, if the cache is in main memory.
+    `main_memory_bytes`: other main memory that the node may need, which a cache in main memory leaves free.
 
     `features`: returns, for the loaded model, the reduction whose features are stored for every row in a cache plane.
 

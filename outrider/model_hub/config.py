@@ -27,19 +27,19 @@ class ModelConfig:
     kernels: str = setting(
         "auto",
         choices=("auto", "torch", "portable", "avx512", "avx512_bf16", "amx"),
-        help="On a CPU, auto is the best native path that was built and that the processor has, else torch. On a GPU, "
-        "auto fuses the layers of Llama, Mistral, Qwen2, Qwen3 and Gemma 3; torch runs transformers' modules.",
+        help="On a CPU, auto is the best native path that the processor supports and that could be built, else torch. "
+        "On a GPU, auto fuses layers of Llama, Mistral, Qwen2, Qwen3 and Gemma 3; torch runs transformers' modules.",
     )
     weights: str = setting(
         "auto",
         choices=("auto", "int8"),
-        help="auto keeps linear layers in the dtype; int8 is LOSSY (another model, strictly): weights, and activations "
-        "as they are multiplied, are rounded to 8 bits, for half the memory traffic; native kernels only.",
+        help="auto keeps linear layers in the dtype. int8 is LOSSY (strictly, another model): weights and inputs of "
+        "linear layers are rounded to 8 bits, for half the memory traffic; native kernels only.",
     )
     head: str = setting(
         "auto",
-        help="A drafter head's folder: prefill and decode nodes compute its features for each token. auto: the default "
-        "model has one; empty: none.",
+        help="A drafter head's folder: prefill and decode nodes compute its features for each token. auto: the head of "
+        "the default model, none for other models; empty: none.",
     )
     device: str = setting("auto", help="auto, cpu, cuda or cuda:N.")
     tensor_parallel_size: int = setting(
@@ -52,8 +52,8 @@ class ModelConfig:
     )
     deterministic: bool = setting(
         False,
-        help="On a GPU: the same bits for a row in any batch, by our own kernels, at some cost of speed. On a CPU "
-        "native kernels always do that.",
+        help="On a GPU: a row has the same bits in any batch, with our own kernels, at some cost of speed. On a CPU "
+        "native kernels always guarantee that.",
     )
     cuda_graphs: bool = setting(
         True,
@@ -63,17 +63,17 @@ class ModelConfig:
     max_model_len: int = setting(
         0,
         at_least=0,
-        help="Most tokens of prompt and answer; 0 is the model's window. Where rotations depend on the length "
-        "(longrope, dynamic) that is the original one; more takes the rotations of the long window for all.",
+        help="Maximum tokens of prompt and answer; 0 is the model's window. If rotations depend on the length "
+        "(longrope, dynamic), that is the original window; a longer one uses its rotations for all sequences.",
     )
     num_threads: int = setting(0, at_least=0, help="Threads of one forward pass; 0: one for each processor it may use.")
     cpus: tuple[int, ...] = setting((), help="Processors that this process may use, such as 0,1; empty: all.")
     keep_packed: bool = setting(
-        True, help="Keep the weights as native kernels read them in the cache directory: later starts map them."
+        True, help="Store weights in the native kernels' format in the cache directory, where later starts map them."
     )
     turns_file: str = setting(
         "",
-        help="Prefill and decode nodes that compute on the same processors and name the same file take turns; empty: "
-        "none. `outrider up` chooses.",
+        help="Prefill and decode nodes on the same processors take turns if they name the same file; empty: no turns. "
+        "`outrider up` sets it.",
     )
     cache_dir: str = fixed("")  # for converted models; empty: $OUTRIDER_CACHE_DIR, else the user's cache

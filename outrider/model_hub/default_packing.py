@@ -35,10 +35,11 @@ RECORDED_LOGITS = Path(__file__).with_name("default_logits.json")
 """transformers' logits in float32; `tests/model_hub/test_default_packing.py` recomputes and compares them."""
 
 PROBE_BLOCKS = (24, 4)
-"""Number of blocks, and tokens per block."""
-_TABLES = ((6, 1, 4, 20, 9, 23, 11, 3, 17, 14), (2, 7, 0, 22, 5, 19, 8, 16, 12, 21))
+"""Number of blocks, and tokens per block, of the cache for a probe."""
+_BLOCK_TABLES = ((6, 1, 4, 20, 9, 23, 11, 3, 17, 14), (2, 7, 0, 22, 5, 19, 8, 16, 12, 21))
 """Block tables of a probe's sequences."""
 _TYPES = {"BF16": np.uint16, "I64": np.int64, "BOOL": np.bool_}
+"""numpy's types for the types in a safetensors header."""
 
 
 def map_tensors(path: Path) -> dict[str, np.ndarray]:
@@ -123,7 +124,7 @@ def probe_logits(runner: ModelRunner, token_ids: Sequence[Sequence[int]]) -> Arr
     half = len(token_ids[0]) // 2
     halves = []
     for start in (0, half):
-        sequences = zip(token_ids, _TABLES, strict=False)
+        sequences = zip(token_ids, _BLOCK_TABLES, strict=False)
         rows = [SequenceRows(ids[start : start + half], start, table, half) for ids, table in sequences]
         logits = runner.forward(build_input_batch(rows, PROBE_BLOCKS[1]))
         halves.append(logits.reshape(len(rows), half, -1))

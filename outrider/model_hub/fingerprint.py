@@ -23,7 +23,7 @@ LENGTH_BYTES = 8
 FORMATS = ("model.safetensors", "pytorch_model.bin")
 """Weight files in transformers' order of preference: one file of this name, or those in the index next to it."""
 RACY_SECONDS = 2.0
-"""A file changed less than this before it was hashed may change again within one tick of its file system's clock."""
+"""Minimum age of a file's last change for caching its hash: a later change may get the same time stamp otherwise."""
 VOLATILE_KEYS = frozenset({"_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 """Keys of config.json about how it was saved, not about the model."""
 
@@ -117,10 +117,10 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
         tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
         ends = [int(end) for _, end in (entry["data_offsets"] for entry in tensors.values())]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        why = f"its header is no safetensors header ({type(error).__name__})"
+        why = f"its header is not a safetensors header ({type(error).__name__})"
     else:
         if start > size:
-            why = f"its header claims {length:,} of {size:,} bytes"
+            why = f"its header should have {length:,} bytes, but the file has {size:,}"
         elif size != (whole := start + max(ends, default=0)):
             why = f"it has {size:,} of {whole:,} bytes"
     if why:
@@ -137,8 +137,8 @@ def file_sha256(path: Path) -> str:
 def known_sha256(path: Path, cache: Path) -> str:
     """Returns a file's SHA-256, cached in `cache` while the file's size, inode, and both change times stay the same.
 
-    An edit in place changes the ctime even if it restores the modification time. A cache that cannot be written costs a
-    read of the file, nothing else.
+    An edit in place changes the ctime even if it restores the modification time. If the cache cannot be written, the
+    file is read each time.
     """
     state = _state(path)
     entry = cache / "hashes" / hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]

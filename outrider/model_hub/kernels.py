@@ -16,7 +16,7 @@ TRITON = "triton"
 
 
 def choose_model_kernels(config: ModelConfig, device: str, *, progress: Progress = no_progress) -> KernelChoice:
-    """Returns the choice for `model.kernels`; FUSED suits some architectures only. May compile. Raises: ConfigError."""
+    """Returns the choice for `model.kernels`; FUSED is not for all architectures. May compile. Raises: ConfigError."""
     if config.tensor_parallel_size > 1:
         return torch_instead(config, f"model.tensor_parallel_size is {config.tensor_parallel_size}")
     if device_type(device) != "cpu":
@@ -55,7 +55,7 @@ def check_deterministic(config: ModelConfig, device: str, kernels: KernelChoice)
 def torch_instead(config: ModelConfig, reason: str) -> KernelChoice:
     """Returns the choice of torch's kernels for `reason`. Raises: ConfigError with it if a native path is set."""
     if config.kernels not in (AUTO, TORCH):
-        raise ConfigError(f"model.kernels {config.kernels} cannot be had: {reason}; use auto or torch")
+        raise ConfigError(f"model.kernels {config.kernels} is not available: {reason}; use auto or torch")
     return KernelChoice(path=TORCH, library=None, reason=reason)
 
 
@@ -76,7 +76,7 @@ def resolve_device(name: str) -> str:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"model.device {name!r} is no device: use auto, cpu, cuda or cuda:N") from error
+        raise ConfigError(f"model.device {name!r} is not a device: use auto, cpu, cuda or cuda:N") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"model.device {name}: torch sees {torch.cuda.device_count()} CUDA devices; use auto or cpu")
     return str(device)

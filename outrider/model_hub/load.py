@@ -130,7 +130,7 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
 
 
 def _numerics(config: ModelConfig, kernels: KernelChoice, model: RunnableModel) -> Numerics:
-    """Returns the numerics: exact unless a part that torch computes is not, or depends on the batch in a test."""
+    """Returns the numerics: exact, unless torch computes a part that is not, or depended on the batch in a test."""
     dtype = model.spec.dtype
     if model.native is not None:
         by_layers = isinstance(model.native, NativeLayers)
@@ -180,7 +180,7 @@ def _make_runnable(
         return replace(runnable, model=None, native=decoder)
     native = NativeLayers(started, quantise=quantise)
     native.replace_in(model)
-    torch.set_num_threads(1)  # torch's remaining work is light, and rounds differently at the seams between threads
+    torch.set_num_threads(1)  # torch's remaining work is light, and rounds differently where threads' parts meet
     return replace(runnable, native=native)
 
 

@@ -39,7 +39,7 @@ class LoadedModel(RunnableModel):
     constraints: GrammarCompiler  # for its vocabulary
     directory: Path
     weights_from: str  # for users: "checkpoint", or "packed weights, mapped"
-    packed_key: PackedKey | None = None  # key of its packed weights, if kept; its head's are kept with them
+    packed_key: PackedKey | None = None  # key of its packed weights, if they are cached; its head's are cached with it
 
     def with_features(self, features: FeatureSpec | None) -> LoadedModel:
         """Returns the model with this reduction's plane in its cache, and its format in `info`."""

@@ -1,9 +1,9 @@
 """READ FIRST: how a node gets its model: from packed weights if there are any, else from the checkpoint.
 
-Packed weights are mapped, without torch, transformers, packing or checks, and nodes of one machine share them. A node
-that finds none has them made by a process that then ends (`packed_weights.PACKER`). If that fails, it makes them
-itself, and stores them for the next node. The default model is packed without torch (`default_packing`); others are
-loaded with torch and transformers by outrider.model_hub.load.
+Packed weights are mapped, without torch, transformers, packing or checks, and nodes of one machine share them. If
+there are none, a node starts a process that packs them and ends (`packed_weights.PACKER`). If that fails, the node
+packs them itself and stores them for the next one. The default model is packed without torch (`default_packing`);
+others are loaded with torch and transformers by outrider.model_hub.load.
 """
 
 from __future__ import annotations

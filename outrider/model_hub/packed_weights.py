@@ -49,13 +49,13 @@ MADE_BY = (
 PACKER = "outrider.heads.packer"
 """The process that packs a model and its head. This package does not import its code, since nodes run without torch."""
 packs_here = False
-"""Whether this is the packer, which sets it."""
+"""Whether this process is the packer, which sets it."""
 
 WAIT_SECONDS = 1800.0
-"""Seconds to wait for another process that packs the same. A killed one is not waited for."""
+"""Seconds to wait for another process that packs the same weights. A killed one does not delay the others."""
 
 KEPT_FOR_A_MODEL = 2
-"""Older versions of a model or head that are kept in addition to the new one: the most recently used."""
+"""Number of older versions of a model or head, the most recently used ones, that are kept beside the new one."""
 
 _PAGE, _LINE = 4096, 64
 _HASHED_AT_ONCE = 64 << 20
@@ -64,9 +64,7 @@ _SPARE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class PackedKey:
-    """The weights' location, and all that their bytes depend on: a model and its settings, and the code that packs
-    them.
-    """
+    """The location of packed weights. Covers everything that the bytes depend on: model, settings and packing code."""
 
     config: ModelConfig  # settings with which another process packs the same
     cache: Path
@@ -124,12 +122,11 @@ def open_packed(
 ) -> tuple[Packed | None, str]:
     """Maps weights packed earlier, or now by another process; else calls `pack` and stores its result for others.
 
-    Any number of processes may call it concurrently: one packs, the others wait for it and report stage "wait". A cache
-    that cannot be used costs time and memory, nothing else: the result of `pack`, possibly None, is returned with the
-    reason.
+    Any number of processes may call it concurrently: one packs, the others wait for it and report stage "wait". If the
+    cache cannot be used, the result of `pack`, possibly None, is returned with the reason.
 
-    `is_read_in_parts`: whether only pages that this process reads become resident. By default all are, as a model's
-    must be: they count as used when its KV cache is sized (see outrider.engine.memory).
+    `is_read_in_parts`: whether only pages that this process reads become resident. By default all pages do, which a
+    model needs: they must count as used when its KV cache is sized (see outrider.engine.memory).
     """
     read = partial(read_packed, key.folder, is_read_in_parts=is_read_in_parts, progress=progress)
     if (packed := read()) is not None:
@@ -152,7 +149,7 @@ def open_packed(
             with contextlib.suppress(OSError):
                 if not key.refused.exists():
                     _remove_old(key)
-                key.refused.touch()  # unused files leave the cache
+                key.refused.touch()  # also marks it as used: unused files are removed from the cache
         elif not problem:
             try:
                 write_packed(key, made)
@@ -191,7 +188,7 @@ def _pack_apart(config: ModelConfig, progress: Progress) -> None:
     except OSError as error:  # the process cannot start, or ended before it read the configuration
         problem = str(error)
     if problem:
-        sys.stderr.write(f"{PACKER} failed ({problem}): this process packs by itself\n")
+        sys.stderr.write(f"{PACKER} failed ({problem}): this process packs the weights itself\n")
 
 
 def read_packed(folder: Path, *, is_read_in_parts: bool = False, progress: Progress = no_progress) -> Packed | None:

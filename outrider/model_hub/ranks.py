@@ -36,7 +36,7 @@ from outrider.own_modules import module_command, tied
 from outrider.progress import Progress, no_progress
 
 TIMEOUT_SECONDS = 60.0
-"""Seconds for a collective, or a message: ranks do the same at the same time and wait only for each other's lag."""
+"""Seconds that a collective or a message may take. Ranks do the same work at the same time, so none waits long."""
 
 
 class LeadingRunner(ModuleSteps):
@@ -103,7 +103,7 @@ def open_ranks(
         for member in ranks.members:
             member.commands.send(replace(start, rank=member.rank))
         _receive(ranks.members)
-        release.callback(_leave)
+        release.callback(_leave_process_group)
         shard = open_shard(start, progress=progress)
         reduction = None if features is None else features(shard.model)
         shard = replace(shard, model=shard.model.with_features(reduction))
@@ -132,8 +132,8 @@ def _pool_size(
 ) -> tuple[int, int]:
     """Returns `pool_size` of each rank's cache. A size in bytes is for the whole model's cache.
 
-    Ranks on a CPU share its memory. On GPUs the fullest one counts, and rank 0, which has its heads and all features,
-    needs most.
+    Ranks on a CPU share its memory. On GPUs, the one with the least room counts, with the needs of rank 0, which are
+    the largest: its heads and all features.
     """
     spec, (num_bytes, fraction) = model.spec, kv_cache.size
     if num_bytes is not None or device_type(model.device) == "cpu":
@@ -143,7 +143,7 @@ def _pool_size(
 
 
 def _may_be_a_loss(error: Exception) -> bool:
-    """Returns whether a channel or a collective may have raised it. Errors of settings or the model end all ranks."""
+    """Returns whether a lost rank may have caused an error. Errors of settings or the model occur in all ranks."""
     return isinstance(error, RankLostError | RuntimeError) or isinstance(error.__cause__, RuntimeError)
 
 
@@ -167,6 +167,6 @@ def _receive(members: Sequence[Member]) -> list[Any]:
     return [member.commands.receive(begins_within_seconds=START_SECONDS) for member in members]
 
 
-def _leave() -> None:
+def _leave_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -29,23 +29,22 @@ from outrider.model_hub.window import Window
 
 SERVABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _MEAN_TOLERANCE = 0.3
-"""Bound on the mean difference of all rows, as a fraction of the bound on one row: a fault in every row is detected
-before it reaches that bound."""
-_OWN_MULTIPLE, _BESIDE_OWN = 3.0, 0.1
-"""Bound on the mean difference for a model that amplifies rounding: this multiple of transformers' own, plus this part
-of the bound on a row. Of two correct paths one may choose other experts for twice as many rows."""
-_OF_UNRELATED = 0.5
-"""Largest mean difference, as a fraction of the mean difference between unrelated logits."""
+"""Bound on the mean difference of all rows, as a fraction of the bound on one row. It detects faults that affect every
+row, but each by less than its bound."""
+_OWN_MULTIPLE, _OWN_MARGIN = 3.0, 0.1
+"""Bound on the mean difference for a model that amplifies rounding: this multiple of transformers' own difference, plus
+this fraction of the bound on a row. Of two correct paths, one may choose other experts for twice as many rows."""
+_UNRELATED_FRACTION = 0.5
+"""Bound on the mean difference, as a fraction of the mean difference between unrelated logits."""
 _PROBE_TOKENS = 40
-"""Tokens of each sequence of the probe: several blocks in each half. Far positions are compared by their rotations
-only."""
+"""Tokens of each sequence of the probe, several blocks in each half. For far positions only rotations are compared."""
 SPLIT_CONTEXT = 1200
-"""Tokens with which our GPU kernels split contexts and products in passes of few rows, but not in longer ones."""
+"""Number of tokens for which our GPU kernels split contexts and products in passes of few rows, but not of many."""
 _COMPARED_ROWS = 32
 _ROWS_ALONE = 8
 _COMPARED_BLOCK = 16
 _COMPARED_CHUNK = 200
-"""Rows per chunk: fewer than those from which on our GPU kernels do not split."""
+"""Rows per chunk: fewer than the number from which on our GPU kernels no longer split."""
 
 
 def refuse_by_config(config: PretrainedConfig, device: str) -> None:
@@ -68,21 +67,21 @@ def refuse_by_config(config: PretrainedConfig, device: str) -> None:
     if unknown:
         raise ModelError(f"{name} has layers of type {', '.join(sorted(unknown))}, which keep no plain K and V")
     if getattr(text_config, "num_kv_shared_layers", 0):
-        raise ModelError(f"{name} has layers that share the K and V of others, which the paged cache does not know")
+        raise ModelError(f"{name} has layers that share the K and V of others, which the paged cache does not support")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"{name} is no causal language model that transformers knows")
+        raise ModelError(f"{name} is not a causal language model that transformers knows")
     module = sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__]
     if not hasattr(module, "ALL_ATTENTION_FUNCTIONS"):
         raise ModelError(
-            f"{name} cannot be served: it computes attention by code of its own, or none, not through transformers' "
-            "AttentionInterface, where paged attention takes its place"
+            f"{name} cannot be served: it does not compute attention through transformers' AttentionInterface, which "
+            "paged attention replaces"
         )
 
 
 def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> tuple[ModelSpec, list[AttentionOptions]]:
-    """Records what each layer passes to attention, in a forward of two tokens.
+    """Describes the model by recording what each layer passes to attention in a forward of two tokens.
 
-    `window`: of its rotations. Raises: ModelError if not all layers store plain K and V of one shape.
+    Raises: ModelError if not all layers store plain K and V of one shape.
     """
     name = architecture_name(model.config)
     config = model.config.get_text_config(decoder=True)
@@ -110,7 +109,7 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> t
     layer_types = getattr(config, "layer_types", None) or ()
     for layer, layer_type in enumerate(layer_types):
         if layer_type == "sliding_attention" and layers[layer].sliding_window is None:
-            raise ModelError(f"{name}: layer {layer} slides its window in a mask of its own, which is not supported")
+            raise ModelError(f"{name}: layer {layer} slides its window with its own mask, which is not supported")
     shapes = {shape for shape, _ in recorded.values()}
     if len(shapes) != 1:
         raise ModelError(f"{name} has layers of different K and V shapes {sorted(shapes)}, which is not supported")
@@ -130,12 +129,12 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> t
 
 
 def _why_not_paged(model: PreTrainedModel, token_ids: Tensor) -> str:
-    """Returns why a model that uses AttentionInterface does not run with our attention: tries its own forward."""
+    """Returns why a model that uses AttentionInterface does not run with our attention. Tries its own forward."""
     try:
         _own_forward(model, token_ids)
     except Exception as error:  # noqa: BLE001 architectures may raise anything
         return f"its own forward fails as well ({type(error).__name__}: {error}): its checkpoint is damaged or unusual"
-    return "its layers do not hand the arguments of a forward on to attention, by which paged attention finds the cache"
+    return "its layers do not pass a forward's arguments on to attention, through which paged attention finds the cache"
 
 
 def check_paged_forward(
@@ -143,9 +142,9 @@ def check_paged_forward(
 ) -> None:
     """Compares our forward with `expected`, which `own_logits` returned before anything in the model was replaced.
 
-    The allowed difference is larger if the weights were rounded (`is_lossy`). A model that amplifies rounding, such as
-    one whose experts are chosen by it, is compared with its own error: `exact`, which returns its logits in float32, is
-    called if the logits differ by more than usual, and ours may be off them by little more than `expected` is.
+    The allowed difference is larger if the weights were rounded (`is_lossy`). If the logits differ by more than usual,
+    the model may amplify rounding, for example by its choice of experts. Then `exact` is called, which returns logits
+    in float32, and our logits may differ from these by little more than `expected` does.
 
     Raises: ModelError if the difference is larger.
     """
@@ -162,7 +161,7 @@ def check_paged_forward(
     own = float(_differences(expected, reference).mean())
     found = float(_differences(paged, reference).mean())
     unrelated = float(_differences(reference.roll(1, dims=1), reference).mean())  # each row against another one
-    limit = min(_OWN_MULTIPLE * own + _BESIDE_OWN * allowed, _OF_UNRELATED * unrelated)
+    limit = min(_OWN_MULTIPLE * own + _OWN_MARGIN * allowed, _UNRELATED_FRACTION * unrelated)
     if not found <= limit:
         what, advice = "paged forward", "its attention may be one that cannot be served"
         if kernels := "native" * (model.native is not None) or "fused" * (model.fused is not None):

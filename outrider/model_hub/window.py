@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MAX_WINDOW = 1 << 20
-"""Tokens: positions beyond cannot be rotated exactly (outrider.engine.rotation.MAX_ANGLE)."""
-_ENDLESS = 1 << 62
-"""Tokens: limits a window whose factor is excessive."""
+"""Longest window in tokens. Later positions cannot be rotated exactly (outrider.engine.rotation.MAX_ANGLE)."""
+_MAX_PRODUCT = 1 << 62
+"""Window in tokens to which the product with an excessive factor is limited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,8 @@ def _limits(rotation: Mapping[str, Any], stated: int, layers: str) -> tuple[int,
     kind = _kind(rotation)
     factor = max(_positive(rotation.get("factor"), "factor", 1.0), 1.0)
     original = _positive(rotation.get("original_max_position_embeddings"), "original_max_position_embeddings", stated)
-    extended = max(stated, int(min(original * factor, _ENDLESS)))
-    extended_stated = int(min(stated * factor, _ENDLESS))
+    extended = max(stated, int(min(original * factor, _MAX_PRODUCT)))
+    extended_stated = int(min(stated * factor, _MAX_PRODUCT))
     if kind == "yarn":
         return extended, extended
     if kind == "longrope":

@@ -149,4 +149,4 @@ def test_a_packer_that_fails_is_told(monkeypatch, capfd, name, value, problem):
     monkeypatch.setattr(packed_weights if name == "PACKER" else sys, name, value)
     packed_weights._pack_apart(ModelConfig(), pytest.fail)
     told = capfd.readouterr().err
-    assert f"{problem}): this process packs by itself" in told
+    assert f"{problem}): this process packs the weights itself" in told

@@ -9,7 +9,7 @@ def test_two_processes_hand_kv_over_and_a_connector_that_is_not_here_is_named():
     absent, shared = measure(
         "cpu", "cpu", connectors=("cuda_ipc", "shared_memory"), at_once=(2,), num_rounds=1, num_tokens=32
     )
-    assert "on no GPU" in absent["unavailable"]
+    assert "not on a GPU" in absent["unavailable"]
     assert shared["used"] == shared["connector"] == "shared_memory"
     assert shared["same"]
     assert shared["mib"] == 2 * 32 * sum(plane.bytes_per_token for plane in PLANES) >> 20

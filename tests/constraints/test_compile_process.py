@@ -1,4 +1,4 @@
-"""What a router is told of constraints that do not compile."""
+"""The messages that a router gets about constraints that do not compile."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a constraint means: literals that spell added tokens, with tokenizers of every kind, and annotations."""
+"""The meaning of constraints: literals that spell added tokens, for all kinds of tokenizers, and annotations."""
 
 import json
 import random
@@ -31,7 +31,7 @@ def byte_level_with_added_tokens():
 
 
 def sentence_piece(*, metaspace):
-    """As Llama's: with byte fallback, or as Mistral's older ones: with a Metaspace decoder."""
+    """Makes a tokenizer like Llama's, with byte fallback, or like Mistral's older ones, with a Metaspace decoder."""
     special, by_byte = ["<unk>", "<s>", "<|im_end|>"], [f"<0x{byte:02X}>" for byte in range(256)]
     characters = ["\u2581", *map(chr, range(33, 127)), "th", "the", "\u2581the"]
     vocabulary = {token: index for index, token in enumerate([*special, *by_byte, *characters])}
@@ -113,7 +113,7 @@ def test_a_literal_that_spells_an_added_token_is_visible_text(tokenizer, literal
     ("options", "may_follow"), [({}, False), ({"x-guidance": {"whitespace_flexible": True}}, True)]
 )
 def test_json_is_compact_unless_its_schema_says_otherwise(compiler, options, may_follow):
-    """A small model may write nothing but whitespace for ever."""
+    """Otherwise a small model might write only whitespace."""
     state = compiler.start(Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(SCHEMA | options)))
     state.commit(TOKENIZER.encode("{", add_special_tokens=False).ids)
     space = TOKENIZER.encode("\n", add_special_tokens=False).ids[0]

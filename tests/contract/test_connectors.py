@@ -261,6 +261,7 @@ def test_a_sink_that_refuses_fails_the_transfer(link):
     assert link.peers.news.get(timeout=WAIT_SECONDS) == ("failed", spec.transfer_id)
     assert "no room" in link.peers.failed[spec.transfer_id]
     sender.cancel()
+    assert link.receiver.close(spec.transfer_id) is DrainState.DRAINED
 
 
 def held_regions(start, end):

@@ -1,4 +1,4 @@
-"""The engine on a GPU gives what it gives on a CPU, in float32."""
+"""The engine on a GPU gives the same results as on a CPU, in float32."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ pytestmark = pytest.mark.gpu
 PROMPT = [(i * 7) % 250 + 20 for i in range(40)]
 
 
+def attention_for(model, name="triton"):
+    heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
+    return make_attention_backend(name, model.device, model.spec.dtype, **heads)
+
+
 def sampled_tokens(path, device, *, num_tokens=20):
     model = load_model(ModelConfig(id=str(path), device=device, dtype="float32"))
-    heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
-    attention = make_attention_backend("auto", model.device, model.spec.dtype, **heads)
     cache = model.make_cache(256, 16)
-    runner = make_runner(model, cache, attention)
+    runner = make_runner(model, cache, attention_for(model, "auto"))
     sampler = Sampler(vocab_size=model.spec.vocab_size, known_token_ids=model.known_token_ids, device=model.device)
     state = sampler.start(
         SamplingParams(seed=3, max_tokens=num_tokens, temperature=0.8), sample=0, prompt_token_ids=PROMPT
@@ -58,8 +61,7 @@ def test_deterministic_mode_says_exact_after_rows_in_company_have_been_compared(
 def test_steps_as_graphs_have_the_same_logits(tiny_model):
     """Verification, decoding and draft trees, in batches that share a bucket."""
     model = load_model(ModelConfig(id=str(tiny_model), device="cuda", dtype="float32"))
-    heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
-    attention = make_attention_backend("triton", model.device, model.spec.dtype, **heads)
+    attention = attention_for(model)
     shapes = GraphShapes(16, has_trees=True)
     assert rehearse(model, attention, num_rows=64, block_size=16, graphs=shapes) > 0
     runners = []
@@ -80,15 +82,13 @@ def test_steps_as_graphs_have_the_same_logits(tiny_model):
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
 def test_a_fused_decoder_has_the_logits_of_modules(tmp_path, architecture):
-    """In bfloat16, in which no interpreter runs."""
+    """This runs in bfloat16, which the interpreter does not support."""
     path = make_tiny_model(tmp_path / "model", architecture=architecture)
     model = load_model(ModelConfig(id=str(path), device="cuda", dtype="bfloat16"))
     assert str(model.kernels) == "fused Triton kernels"
-    heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
-    attention = make_attention_backend("triton", model.device, model.spec.dtype, **heads)
     rows = [SequenceRows(PROMPT, 0, range(8), 40), SequenceRows(PROMPT[:7], 0, range(8, 16), 2)]
     found, expected = (
-        make_runner(each, each.make_cache(16, 16), attention).forward(build_input_batch(rows, 16))
+        make_runner(each, each.make_cache(16, 16), attention_for(model)).forward(build_input_batch(rows, 16))
         for each in (model, replace(model, fused=None))
     )
     assert float((found - expected).abs().max() / expected.abs().max()) < 0.05

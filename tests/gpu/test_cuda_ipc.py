@@ -52,7 +52,7 @@ def test_the_checksum_is_the_cpus():
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_memory_that_is_mapped_outlives_its_owner(tmp_path, is_killed):
-    """A prefill node that is killed in a push must not take the decode node's context with it."""
+    """A prefill node that is killed during a push must not break the decode node's CUDA context."""
     copies = CopyStream(torch.device("cuda"))
     gpu = open_shared_gpu(copies, KvTransferConfig())
     assert gpu is not None

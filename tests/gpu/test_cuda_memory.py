@@ -1,4 +1,4 @@
-"""What a process has of a GPU, and whether a rehearsal foresees what its steps and graphs will take."""
+"""The GPU memory of a process, and a rehearsal's estimate of the memory that steps and graphs take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outrider.progress import no_progress
 pytestmark = pytest.mark.gpu
 
 SLACK_BYTES = 256 << 20
-"""Between estimates and what the driver takes."""
+"""Difference allowed between estimates and the driver's allocations, in bytes."""
 
 
 def test_a_process_knows_its_own_part(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Captured rollouts draft what a call for each token does, in float32."""
+"""Captured rollouts give the same drafts as one call per token, in float32."""
 
 from __future__ import annotations
 

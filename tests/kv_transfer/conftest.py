@@ -21,7 +21,7 @@ CELL_BYTES = 16
 
 
 class RecordingSink:
-    """Keeps the bytes of every cell; `gate` holds writes up."""
+    """Stores the bytes of every cell. Writes wait for `gate`."""
 
     def __init__(self):
         self.cells = {}
@@ -31,7 +31,7 @@ class RecordingSink:
         self.is_writing = threading.Event()
 
     def read(self, region):
-        """What was held before the transfer: as a sender would have sent it."""
+        """Returns KV from before the transfer, with the bytes that a sender would have sent."""
         return memoryview(Peers.payload(region))
 
     def write(self, region, payload):
@@ -47,7 +47,7 @@ class RecordingSink:
 
 
 class Peers:
-    """What a sender would send, piece by piece, and what the receiving side has said."""
+    """Frames and messages of a sender, and the callbacks of the receiving side."""
 
     incarnation = INCARNATION
 
@@ -96,7 +96,7 @@ class Peers:
         )
 
     def frame(self, spec, region, *, salt=0, **changes):
-        """(header, payload) of a frame; `changes` are lies in the header."""
+        """Returns (header, payload) of a frame. `changes`: false fields of the header."""
         payload = self.payload(region, salt=salt)
         fields = {
             "transfer_id": spec.transfer_id,
@@ -120,16 +120,16 @@ class Peers:
 
     @staticmethod
     def sent(frames):
-        """The checksums of these by region."""
+        """Returns the frames' checksums, by region."""
         return {header.region: header.checksum for header, _ in frames}
 
     @staticmethod
     def hello(spec, **offer):
-        """What a sender says first; `offer`: an arena."""
+        """Returns a sender's first message. `offer`: fields of an arena."""
         return encode_hello(spec.transfer_id, spec.incarnation, **offer)
 
     def finish(self, spec, stream):
-        """The transfer still completes after whatever went wrong."""
+        """Sends all frames and a commit, and returns the state in its answer."""
         frames = self.frames(spec)
         for sequence, frame in enumerate(frames, start=1000):
             stream.ask(encode_frame(sequence, *frame))
@@ -143,14 +143,17 @@ class Peers:
 
 
 class RawStream:
-    """A sender that says whatever a test wants."""
+    """A sender of any messages."""
 
-    def __init__(self, port):
-        self.channel = grpc.insecure_channel(
+    def __init__(self, port, *messages, channel=None):
+        """`channel`: of another stream, to share its connection."""
+        self.channel = channel or grpc.insecure_channel(
             f"127.0.0.1:{port}",
             options=[("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)],
         )
         self.outgoing: queue.SimpleQueue = queue.SimpleQueue()
+        for message in messages:
+            self.say(message)
         self.call = self.channel.stream_stream(METHOD)(iter(self.outgoing.get, None), timeout=60)
 
     def say(self, message):
@@ -169,8 +172,8 @@ class RawStream:
 def raw():
     streams = []
 
-    def open_stream(port):
-        streams.append(RawStream(port))
+    def open_stream(*arguments, **options):
+        streams.append(RawStream(*arguments, **options))
         return streams[-1]
 
     yield open_stream
@@ -190,7 +193,7 @@ def inbox(peers):
 
 @pytest.fixture
 def receiver_factory(peers):
-    """Started receivers with their ports."""
+    """Starts receivers and returns them with their ports."""
     receivers = []
 
     def make(**options):

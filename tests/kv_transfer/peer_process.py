@@ -1,6 +1,6 @@
 """The other process of the tests that freeze and kill: `peer_process.py receive|send …`.
 
-Speaks in lines on stdout; ends when stdin closes. With FAKE_GPU in the environment, a directory, it has a fake GPU.
+It prints lines on stdout and ends when stdin is closed. FAKE_GPU in the environment, a directory, gives it a fake GPU.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def receive(transfer_id):
 
 
 def send(transfer_id, address, connector_name):
-    """Puts one frame for each line on stdin; says "put" or the error; reports itself alive meanwhile."""
+    """Puts one frame for each line on stdin, and prints "put" or the error. Sends keep-alives meanwhile."""
     gpu = open_gpu()
     if gpu:
         from tests.support.fake_cuda_driver import fake_bytes

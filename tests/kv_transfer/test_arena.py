@@ -35,10 +35,10 @@ def new_arena(tmp_path):
 
 
 def take(arena, owner="a sender"):
-    """A slot's offset; None: none is free, or there is no memory for it."""
+    """Takes a slot and returns its offset; None if none is free or there is no memory for one."""
 
     def wake():
-        """Nobody waits."""
+        """Is never called."""
 
     has_one = arena.free_slots.take(1, wake)
     arena.free_slots.leave(wake)
@@ -182,7 +182,7 @@ def test_one_arena_serves_all_transfers_to_a_process_and_a_forgotten_one_is_repl
 
 
 def let_a_minute_pass(reader):
-    """Without transfers: of the last one the receiver's thread may still be in its arena."""
+    """Makes the mapping idle for IDLE_SECONDS, after the receiver's thread has finished the last transfer."""
     (mapping,) = reader._mappings.values()
 
     def is_idle():
@@ -234,7 +234,7 @@ def test_an_arena_with_many_quarantined_slots_is_replaced(new_arena):
 
 
 class Breaking(ReceiverStream):
-    """Its arena is gone between two looks at it: `break_off` comes from another thread."""
+    """A stream whose arena can be read once, as if `break_off` then reset it in another thread."""
 
     _looks = 0
 

@@ -1,4 +1,4 @@
-"""Which arenas a sender keeps: of receivers that live and can attach, and for no longer than they do."""
+"""The arenas that a sender keeps: those of living receivers that can attach."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OLD = time.time() - 3600
 
 
 class Receiver:
-    """One receiving process, as a stream to it shows it."""
+    """A receiving process, as seen through a stream to it."""
 
     def __init__(self, directory, address="127.0.0.1:1"):
         self.address = address
@@ -46,7 +46,7 @@ class Receiver:
 
 
 class Sender:
-    """An `ArenaSource` with a clock of its own."""
+    """An `ArenaSource` with its own clock."""
 
     def __init__(self, directory):
         self.now = 0.0

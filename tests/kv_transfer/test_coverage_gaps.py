@@ -19,7 +19,7 @@ SPEC = TransferSpec(
     ),
 )
 CUTS = ([(0, 4)], [(0, 2), (2, 4)], [(0, 1), (1, 4)], [(0, 1), (1, 2), (2, 3), (3, 4)], [(1, 3)])
-"""Of heads, by different senders."""
+"""Cuts of the heads by different senders."""
 
 
 def ranges(start, end):

@@ -1,4 +1,4 @@
-"""KV by CUDA IPC, with a fake driver: whose memory is shared, for how long, and what happens where that fails."""
+"""KV by CUDA IPC, with a fake driver: which memory is shared, for how long, and what happens if that fails."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Pair:
     connector: Connector
 
     def transfer(self):
-        """Pushes one whole; the connector that carried it."""
+        """Pushes a whole transfer and returns the connector that carried it."""
         spec, sink = self.peers.spec(), self.peers.sink()
         self.receiver.inbox.open(spec, sink)
         sender = self.connector.connect(f"127.0.0.1:{self.port}", spec)
@@ -136,11 +136,11 @@ def test_a_receiver_warns_once_of_memory_that_it_cannot_map(gpu, driver, tmp_pat
 
 
 def test_a_gpu_that_reads_other_bytes_than_were_written_is_not_used(pair, monkeypatch, driver):
-    """As between GPUs of a machine whose IOMMU redirects what one sends to the other."""
+    """As between GPUs of a machine whose IOMMU redirects transfers between them."""
     monkeypatch.setattr(driver, "cuIpcOpenMemHandle", lambda *_: driver.cuMemAlloc(2 << 20))
     with capture_logs() as logs:
         assert pair().transfer() == "shared_memory"
-    assert "other bytes" in logs[0]["error"]
+    assert "not the one that was written" in logs[0]["error"]
 
 
 def new_arena(gpu, directory):
@@ -167,14 +167,14 @@ def test_the_file_names_the_memory_and_holds_no_slots(gpu, tmp_path):
 
 
 def test_a_receiver_of_an_older_version_does_not_take_it_for_shared_memory(gpu, tmp_path):
-    """Which knows no `arena_is_on_device`."""
+    """Older versions do not read `arena_is_on_device`."""
     arena = new_arena(gpu, tmp_path)
     found = ArenaReader(str(tmp_path)).attach(arena.arena_id, arena.num_bytes)
     assert found is None or found.nonce != arena.nonce
 
 
 def test_memory_is_lent_again_unless_a_receiver_may_still_read_of_it(gpu, driver, tmp_path):
-    """It is never freed: the driver forbids that while another process may have it mapped."""
+    """It is never freed, which the driver does not allow while another process may have it mapped."""
     first = new_arena(gpu, tmp_path)
     first.release(first.take("done"))
     del first
@@ -197,7 +197,7 @@ def test_memory_is_lent_again_unless_a_receiver_may_still_read_of_it(gpu, driver
 
 
 def test_memory_without_a_handle_is_freed(gpu, driver):
-    """Nobody can have it mapped. Each receiver is offered an arena once a minute."""
+    """No process can have mapped it. Each receiver is offered an arena once a minute."""
     driver.fails.add("cuIpcGetMemHandle")
     with pytest.raises(OSError, match="cuIpcGetMemHandle"):
         gpu.allocate(1 << 20)
@@ -205,7 +205,7 @@ def test_memory_without_a_handle_is_freed(gpu, driver):
 
 
 def test_what_was_altered_in_a_slot_is_not_written(peers, inbox, gpu, tmp_path):
-    """Or was read before it was there."""
+    """The same holds for a slot that is read before it was written."""
     spec, sink = peers.spec(), peers.sink()
     inbox.open(spec, sink)
     arena = new_arena(gpu, tmp_path)
@@ -242,7 +242,7 @@ def test_the_checksum_is_a_sum_in_any_order_and_changes_with_each_byte(gpu):
 def test_caches_that_are_not_on_one_gpu_share_none_of_its_memory(connector, is_wanted):
     config = KvTransferConfig(connector=connector)
     if is_wanted:
-        with pytest.raises(ConfigError, match=r"kv_transfer.connector is cuda_ipc, but the KV cache is on no GPU"):
+        with pytest.raises(ConfigError, match=r"kv_transfer.connector is cuda_ipc, but the KV cache is not on a GPU"):
             open_shared_gpu(None, config)
     else:
         assert open_shared_gpu(None, config) is None
@@ -250,7 +250,7 @@ def test_caches_that_are_not_on_one_gpu_share_none_of_its_memory(connector, is_w
 
 @pytest.fixture
 def bindings(monkeypatch):
-    """Puts a module in place of `cuda.bindings`."""
+    """Replaces the module `cuda.bindings`."""
 
     def put(driver):
         package, module = ModuleType("cuda"), ModuleType("cuda.bindings")

@@ -6,12 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.kv_transfer.base import CommitState, FrameHeader, Region, frames_digest
+from outrider.kv_transfer.base import CommitState, FrameHeader, Region
 from outrider.kv_transfer.frames import (
     ALIVE,
     CANCEL,
-    NOT_HELD,
-    WIRE_VERSION,
     Frame,
     MalformedMessageError,
     decode_message,
@@ -23,12 +21,10 @@ from outrider.v1 import kv_pb2
 from tests.support.kv_messages import (
     decode_receiver_message,
     decode_sender_message,
-    encode_ack,
     encode_commit,
     encode_hello,
     encode_read,
     encode_slot_frame,
-    encode_welcome,
 )
 
 REGION = Region("latent", range(1, 9), range(100, 2**32 - 1), range(6, 2**16 - 1))
@@ -37,36 +33,12 @@ HELLO = encode_hello(b"t" * 16, b"i" * 16, arena_id=b"a" * 16, arena_bytes=2**33
 OTHER = replace(REGION, layers=range(9))
 
 
-def test_what_a_sender_says_comes_back_equal():
-    kind, hello = decode_sender_message(HELLO)
-    assert (kind, hello.version, hello.transfer_id, hello.arena_bytes) == ("hello", WIRE_VERSION, b"t" * 16, 2**33)
-    kind, asked = decode_sender_message(encode_read(REGION))
-    assert (kind, decode_region(asked)) == ("read", REGION)
-    assert [decode_sender_message(message)[0] for message in (CANCEL, ALIVE)] == ["cancel", "alive"]
-
-
-def test_a_commit_says_which_frames_were_sent_in_whatever_order():
-    digests = [
-        decode_sender_message(encode_commit(sent))[1].digest
-        for sent in ({REGION: 7, OTHER: 8}, {REGION: 8, OTHER: 7}, {REGION: 7}, {})
-    ]
-    assert len(set(digests)) == len(digests)
-    assert frames_digest({OTHER: 8, REGION: 7}) == digests[0]
-
-
 def test_what_is_said_of_a_frame_comes_back_equal():
     slot_frame = Frame(sequence=5, header=HEADER, offset=2**35, payload=memoryview(b""))
     assert decode_sender_message(encode_slot_frame(5, HEADER, 2**35)) == slot_frame
     for decode in (decode_sender_message, decode_receiver_message):
         frame = decode(encode_frame(6, HEADER, memoryview(b"payload")))
         assert (frame.sequence, frame.header, frame.offset, bytes(frame.payload)) == (6, HEADER, 0, b"payload")
-
-
-def test_what_a_receiver_says_comes_back_equal():
-    assert decode_receiver_message(NOT_HELD)[0] == "not_held"
-    assert decode_receiver_message(encode_welcome(AttachState.BUSY)).state is AttachState.BUSY
-    ack = decode_receiver_message(encode_ack(2**32 - 1, Disposition.STALE))
-    assert (ack.sequence, ack.disposition) == (2**32 - 1, Disposition.STALE)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +82,7 @@ def test_a_message_with_more_behind_it_is_refused(message):
 
 
 def test_what_is_no_frame_is_short():
-    """Small fields in any number would take many times their bytes to parse."""
+    """Parsing many small fields would take several times their bytes."""
     with pytest.raises(MalformedMessageError, match="8000 bytes"):
         decode_sender_message(ALIVE * 4000)
 

@@ -1,4 +1,4 @@
-"""SIGSTOP looks alive to TCP; kill -9 does not say goodbye. Neither side may wait for ever."""
+"""Peers that are frozen (SIGSTOP), which TCP does not notice, or killed. Neither side may wait for ever."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.waiting import wait_for
 PROGRAM = Path(__file__).with_name("peer_process.py")
 ROOT = PROGRAM.parents[2]
 PROGRESS_SECONDS = 2.0
-"""Of a receiver whose senders say every 0.2 s that they live: a busy machine holds nobody up for so long."""
+"""A receiver's progress deadline. Its senders send keep-alives every 0.2 s, which a busy machine delays by less."""
 
 
 class Child:
@@ -53,7 +53,7 @@ class Child:
         self.process.send_signal(number)
 
     def freeze(self):
-        """Returns once it stands still."""
+        """Stops the process, and waits until it has stopped."""
         self.signal(signal.SIGSTOP)
         wait_for(lambda: os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG))
 
@@ -68,7 +68,7 @@ class Child:
 
 @pytest.fixture
 def gpu_and_driver(monkeypatch, tmp_path):
-    """Fakes, which all processes share."""
+    """A fake GPU and its driver, which all processes share."""
     pytest.importorskip("torch")
     from tests.support.fake_cuda_driver import fake_shared_gpu
 
@@ -77,7 +77,7 @@ def gpu_and_driver(monkeypatch, tmp_path):
 
 @pytest.fixture
 def gpu(request):
-    """None for the connectors that use none."""
+    """The GPU; None for connectors without one."""
     return request.getfixturevalue("gpu_and_driver")[0] if "cuda_ipc" in request.node.name else None
 
 
@@ -164,13 +164,13 @@ def test_a_killed_receiver_ends_the_sender_at_once(receiving, connector, gpu):
 
 
 def test_cuda_ipc_lends_memory_again_once_a_lost_receiver_is_dead(child, gpu_and_driver):
-    """Else each decode node that dies in a push would cost the prefill node GPU memory, for as long as that lives."""
+    """Otherwise each decode node that dies during a push would cost the prefill node GPU memory until its own end."""
     gpu, driver = gpu_and_driver
     sizes = {"arena_bytes": 1 << 20, "frame_bytes": 1 << 16, "device_frame_bytes": 1 << 16}
     config = KvTransferConfig(connector="cuda_ipc", progress_seconds=0.4, **sizes)
 
     def lose():
-        """A receiver that is frozen in a push. Its sender has given it up."""
+        """Freezes a receiver during a push, and returns it after its sender has given up."""
         spec, connector = spec_of(os.urandom(16)), Connector(config, gpu=gpu)
         receiver = child("receive", spec.transfer_id.hex())
         sender = connector.connect(f"127.0.0.1:{receiver.line()[1]}", spec)
@@ -182,7 +182,7 @@ def test_cuda_ipc_lends_memory_again_once_a_lost_receiver_is_dead(child, gpu_and
         return receiver
 
     def wait_until_left(number):
-        """Threads of the streams end in their own time; until then they keep what they have sent."""
+        """Waits for the streams' threads to end, since until then they keep their arenas."""
         wait_for(lambda: gc.collect() >= 0 and len(gpu.left) == number)
 
     first = lose()
@@ -248,4 +248,4 @@ def test_a_killed_sender_fails_the_transfer_at_once(child, peers, receiver_facto
     assert sender.line() == ["connected", connector_name]
     sender.signal(signal.SIGKILL)
     assert peers.news.get(timeout=60) == ("failed", transfer_id)
-    assert "broke" in peers.failed[transfer_id]
+    assert "ended before the commit" in peers.failed[transfer_id]

@@ -1,4 +1,4 @@
-"""A receiver that says what nobody has asked for."""
+"""A receiver that sends an answer to a request that was not made."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ def test_kv_that_was_not_asked_for_ends_the_stream(address):
         stream.when_ended(has_ended.set)
         stream.hello(Peers.spec())
         assert has_ended.wait(PATIENCE_SECONDS)
-        with pytest.raises(PeerLostError, match="not asked for"):
+        with pytest.raises(PeerLostError, match="not requested"):
             stream.raise_if_ended()
         stream.close()

@@ -1,4 +1,4 @@
-"""All pushes to one receiver share what it may leave unacknowledged."""
+"""All pushes to one receiver share one window of unacknowledged payload."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from outrider.errors import PeerLostError
 from outrider.kv_transfer.base import CommitState
-from outrider.kv_transfer.config import KvTransferConfig
+from outrider.kv_transfer.config import PROGRESS_SECONDS, KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
 from outrider.kv_transfer.sender_stream import SenderStream
 from outrider.kv_transfer.shared_window import SharedWindow
@@ -58,8 +58,8 @@ def test_a_receiver_that_acknowledges_nothing_costs_one_window_however_many_push
 
 @pytest.fixture(params=["payload", "slots"])
 def stream(request, peers, receiver_factory):
-    """Attached, with a progress deadline of half a second, and a window of 100 that another stream has: the one of all
-    payload to the receiver, or one of an arena's slots. Its receiver waits for two seconds.
+    """An attached stream with a progress deadline of half a second, and a window of 100 that another stream has taken:
+    the window of all payload to the receiver, or that of an arena's slots. The receiver's deadline is two seconds.
     """
     receiver, port = receiver_factory(progress_seconds=2.0)
     spec, window = peers.spec(), SharedWindow(100)
@@ -102,13 +102,13 @@ def test_a_stream_waits_for_its_turn_as_long_as_the_receiver_is_heard_and_says_t
 
 def test_a_silent_receiver_fails_those_who_wait_for_their_turn_too(stream):
     made, window = stream
-    with pytest.raises(PeerLostError, match=r"acknowledges nothing for 0\.5 s"):
+    with pytest.raises(PeerLostError, match=r"acknowledged nothing for 0\.5 s"):
         made.wait_for_room(80, window)
     assert not window._waiting
 
 
 def test_who_waits_for_a_slot_waits_for_one_of_this_arena_whatever_else_the_receiver_says(stream):
-    """All may be quarantined, while later transfers go on in another arena."""
+    """All slots may be quarantined while later transfers use another arena."""
     made, _ = stream
     slots, told = SharedWindow(1), threading.Event()
     assert slots.take(1, other)
@@ -120,9 +120,15 @@ def test_who_waits_for_a_slot_waits_for_one_of_this_arena_whatever_else_the_rece
             made.window.hear()
 
     threading.Thread(target=talk, daemon=True).start()
-    with pytest.raises(PeerLostError, match=r"acknowledges nothing for 0\.5 s"):
+    with pytest.raises(PeerLostError, match=r"acknowledged nothing for 0\.5 s"):
         made.wait_for_room(1, slots)
     told.set()
+
+
+@pytest.mark.parametrize("progress_seconds", [0.2, 10.0, 600.0])
+def test_a_patient_sender_shows_life_as_often_as_receivers_ask_for(progress_seconds):
+    config = KvTransferConfig(progress_seconds=progress_seconds)
+    assert config.keep_alive_seconds <= min(PROGRESS_SECONDS, progress_seconds) / 4
 
 
 def test_turns_are_taken_in_the_order_of_asking_and_more_than_the_window_is_lent_alone():

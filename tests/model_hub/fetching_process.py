@@ -1,8 +1,8 @@
-"""Gets the default model as a node does, with a download and a conversion that are only acted.
+"""Fetches the default model like a node, with a simulated download and conversion.
 
-`python fetching_process.py CACHE_DIRECTORY [--as-nobody]`: progress goes to stdout, one JSON array a line;
-so do the words "download" and "convert" when they begin. The acted download writes a byte now and then until the
-file CACHE_DIRECTORY/go is there. Exit status 1 and the message on stderr for an OutriderError.
+`python fetching_process.py CACHE_DIRECTORY [--as-nobody]` prints progress to stdout, one JSON array per line, and
+["begins", "download"] or ["begins", "convert"]. The simulated download writes until the file CACHE_DIRECTORY/go exists.
+An OutriderError gives exit status 1 and its message on stderr.
 """
 
 from __future__ import annotations

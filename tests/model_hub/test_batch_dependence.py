@@ -1,4 +1,4 @@
-"""What lets a node say that its logits are exact: rows compared over batches, contexts and draft trees, at load."""
+"""The check at load behind exact numerics: rows are compared over batches, contexts and draft trees."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def exact_model(tmp_path_factory):
 
 
 def attention_that_errs_in(monkeypatch, is_wrong):
-    """By one part in a thousand, in batches of which `is_wrong` says so."""
+    """Changes attention by a thousandth in batches for which `is_wrong` returns True."""
 
     class Erring(NativeAttention):
         def attend(self, plan, query, *arguments):
@@ -66,7 +66,7 @@ class Norm(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_norms_of_every_dtype_are_replaced(dtype):
-    """One that stays torch's adds in an order that may depend on the batch."""
+    """Torch's norms add in an order that may depend on the batch."""
     model = nn.Sequential(LlamaRMSNorm(96), nn.LayerNorm(96)).to(dtype)
     with torch.no_grad():
         model[0].weight.normal_(generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say about text, against transformers where that reads them too."""
+"""The text settings in a checkpoint's files, compared with transformers if it reads them too."""
 
 import json
 
@@ -18,7 +18,7 @@ def token(content, *, special=True, **flags):
 
 
 def files_of(config=None, *, added=(), **others):
-    """A byte-level tokenizer of 260 ids with `added` tokens, and files by name without their ending."""
+    """Makes a byte-level tokenizer of 260 ids with `added` tokens, and `others`: files by name without ".json"."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", "<tool>", "<|im_end|>", *alphabet])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
@@ -138,7 +138,7 @@ def test_every_end_that_any_file_names_counts():
     assert ends({"eos_token_id": 7}, {"eos_token_id": [5, 7]}, eos_token="</s>") == (1, 5, 7)
     assert ends({"text_config": {"eos_token_id": [1]}}, {"eos_token_id": 0}) == (0, 1)
     assert ends({"eos_token_id": None}, {"eos_token_id": -1}) == ()
-    assert ends({"eos_token_id": 9999}, {}) == (9999,)  # of which no row may be
+    assert ends({"eos_token_id": 9999}, {}) == (9999,)  # the model may have no such row
     assert ends({"text_config": [1]}, {"eos_token_id": 2}, eos_token={"lstrip": True}) == (2,)
 
 

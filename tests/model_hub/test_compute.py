@@ -42,7 +42,7 @@ def test_the_cache_leaves_room_for_what_else_the_node_takes_of_main_memory(model
 
 
 def test_a_model_is_loaded_and_its_cache_allocated_in_one_turn_of_the_gpu(model, monkeypatch):
-    """A process that would take it then waits, and says so."""
+    """Another process that needs the GPU's turn waits meanwhile, and reports that."""
     stages = []
 
     @contextmanager
@@ -74,7 +74,7 @@ def test_a_model_is_loaded_and_its_cache_allocated_in_one_turn_of_the_gpu(model,
 
 
 def test_a_rehearsal_has_as_many_logits_as_a_step_may_have(model, monkeypatch):
-    """A decode node's: all rows, of drafts too. A prefill node's: those of prompts that are scored."""
+    """In a decode node these are all rows, including drafts; in a prefill node, rows of prompts that are scored."""
     opened = []
 
     def noted(*arguments, num_rows, num_logits, **keywords):
@@ -89,7 +89,7 @@ def test_a_rehearsal_has_as_many_logits_as_a_step_may_have(model, monkeypatch):
 
 @pytest.mark.parametrize("is_wanted", [False, True])
 def test_a_window_that_memory_does_not_hold_is_shortened_unless_it_is_wanted(tmp_path, capsys, is_wanted):
-    """And then it is what the node says it serves, and what its runner and a draft model count on."""
+    """The shortened window is the one that the node publishes, and that its runner and a draft model use."""
     path = make_tiny_model(tmp_path / "model", seed=5, overrides={"max_position_embeddings": 8192})
     config = ModelConfig(id=str(path), kernels="torch", num_threads=1, max_model_len=8192 * is_wanted)
     kv_cache = KVCacheConfig(num_blocks=200)

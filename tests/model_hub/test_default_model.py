@@ -1,4 +1,4 @@
-"""The default model's cache, with downloads and conversions that are only acted."""
+"""The default model's cache, with simulated downloads and conversions."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def whole(acted, tmp_path):
 
 
 def test_a_byte_that_a_disk_has_lost_is_found_by_the_whole_check(whole, monkeypatch):
-    """It changes no time that a file system keeps, so a start trusts what was hashed before."""
+    """It changes no time stamp of the file system, so a start uses the cached hash."""
     weights = whole / "model.safetensors"
     written = file_sha256(weights)
     content = bytearray(weights.read_bytes())
@@ -172,7 +172,7 @@ def test_a_child_process_that_finds_the_disk_full_is_believed_whatever_it_says(a
 
 @pytest.fixture
 def act_as_python(tmp_path, monkeypatch):
-    """act_as_python(lines of a shell script): what runs as pip."""
+    """act_as_python(*lines) makes a shell script that runs instead of pip."""
 
     def act(*lines):
         python = tmp_path / "python"

@@ -1,4 +1,4 @@
-"""The default model and its head packed without torch: the bits that torch's way gives, and a check of its own."""
+"""The default model and its head packed without torch: the same bits as with torch, and their own check."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(NATIVE.library is None, reason=str(NATIVE)),
 ]
 WEIGHTS_SHA256 = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
-"""Of the file that transformers 5.23 writes after reading the GGUF file."""
+"""SHA-256 of the file that transformers 5.23 writes after reading the GGUF file."""
 
 
 @pytest.fixture(scope="module")

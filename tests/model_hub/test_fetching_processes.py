@@ -1,4 +1,4 @@
-"""Processes that want the default model at once, on one cache: as containers do that share a volume."""
+"""Processes that fetch the default model at the same time into one cache, like containers that share a volume."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAIT_SECONDS = 60.0
 
 
 class Fetching:
-    """One such process."""
+    """One of these processes."""
 
     def __init__(self, cache: Path, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -29,7 +29,7 @@ class Fetching:
         )
 
     def until(self, *words: object) -> list:
-        """The first line that begins with these words."""
+        """Returns the first line that begins with these words."""
         for line in self.process.stdout:
             said = json.loads(line)
             if said[: len(words)] == list(words):
@@ -37,7 +37,7 @@ class Fetching:
         raise AssertionError(f"ended without saying {words}: {self.process.stderr.read()}")
 
     def end(self) -> tuple[int, list, str]:
-        """Exit status, what else it said, and its errors."""
+        """Returns the exit status, the remaining lines, and stderr."""
         output, errors = self.process.communicate(timeout=WAIT_SECONDS)
         return self.process.returncode, [json.loads(line) for line in output.splitlines()], errors
 

@@ -68,7 +68,7 @@ def test_the_dtype_counts(directory, model_fingerprint):
 
 @pytest.fixture
 def remembering(monkeypatch):
-    """Remembers at once, and counts the files that are read."""
+    """Caches hashes at once, and records the files that are read."""
     read = []
     monkeypatch.setattr(fingerprint_module, "RACY_SECONDS", -1e9)
     monkeypatch.setattr(fingerprint_module, "file_sha256", lambda path: read.append(path) or file_sha256(path))
@@ -113,7 +113,7 @@ def test_a_memory_that_is_damaged_or_no_directory_costs_the_reading(tmp_path, re
 
 
 def test_weight_files_are_those_that_transformers_loads(directory, model_fingerprint):
-    """Mistral's repositories hold the same weights as consolidated.safetensors, beside the shards."""
+    """Mistral's repositories also have the weights as consolidated.safetensors, in addition to the shards."""
     before = model_fingerprint(directory, dtype="float32")
     (directory / "consolidated.safetensors").write_bytes(bytes(20))
     assert model_fingerprint(directory, dtype="float32") == before
@@ -132,7 +132,7 @@ def test_weight_files_are_those_that_transformers_loads(directory, model_fingerp
 
 
 def test_weights_that_the_configuration_names_are_those_that_count(directory, model_fingerprint):
-    """transformers_weights of config.json: transformers loads it in place of model.safetensors."""
+    """transformers loads the file in `transformers_weights` of config.json instead of model.safetensors."""
     (directory / "config.json").write_text('{"transformers_weights": "other.safetensors"}')
     with pytest.raises(ModelError, match=r"has no weights: expected other\.safetensors"):
         weight_files(directory)

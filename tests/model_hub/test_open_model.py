@@ -1,4 +1,4 @@
-"""Packed weights: written once, mapped by every later start, and never trusted without a look."""
+"""Packed weights: written once, mapped by every later start, and always checked before use."""
 
 from __future__ import annotations
 
@@ -97,12 +97,12 @@ def copy(tiny, tmp_path):
     return shutil.copytree(tiny, tmp_path / "copy")
 
 
-def edit(path, *, at=-1000):
-    """One byte of the weights, in place; the time of modification is put back."""
+def edit(path):
+    """Changes one byte of the weights in place, and restores the modification time."""
     weights = path / "model.safetensors"
     times = weights.stat()
     content = bytearray(weights.read_bytes())
-    content[at] ^= 0x40
+    content[-1000] ^= 0x40
     weights.write_bytes(content)
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
 
@@ -132,7 +132,7 @@ def test_weights_that_change_while_they_are_loaded_are_not_kept_as_those_before(
 
 
 def test_weights_that_change_while_they_are_loaded_are_not_named_as_those_after(tmp_path, monkeypatch):
-    """Nor where nothing is packed: the node would have the old weights, and the fingerprint of the new ones."""
+    """The same holds if nothing is packed: a node would have the old weights and the fingerprint of the new ones."""
     path = make_tiny_model(tmp_path / "gemma", architecture="gemma")
     original = load_module._load_weights
 
@@ -197,18 +197,13 @@ def test_damaged_weights_are_found_and_made_again(opened, loads, cache, damage):
     assert len(loads) == 2
 
 
-def test_what_the_bytes_depend_on_makes_others(opened, tiny, loads, tmp_path, monkeypatch):
-    copy = shutil.copytree(tiny, tmp_path / "copy")
+def test_what_the_bytes_depend_on_makes_others(opened, copy, loads, monkeypatch):
     opened(copy)
     for settings in ({"dtype": "float32"}, {"weights": "int8"}, {"max_model_len": 512}):
         before = len(loads)
         opened(copy, **settings)
         assert len(loads) == before + 1, settings
-    with (copy / "model.safetensors").open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)[0]
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last ^ 1]))
+    edit(copy)
     opened(copy)
     assert len(loads) == 5
     monkeypatch.setattr(packed_weights, "_source_hash", lambda: "another version")
@@ -233,7 +228,7 @@ def test_weights_that_no_node_asked_for_in_a_month_are_removed(opened, cache, tm
     (folder,) = folders(cache)
     long_ago = time.time() - KEPT_SECONDS - 1
     os.utime(folder, (long_ago, long_ago))
-    opened()  # which is asking for it
+    opened()  # uses it
     opened(make_tiny_model(tmp_path / "llama"))
     assert folder.exists()
     os.utime(folder, (long_ago, long_ago))
@@ -301,8 +296,7 @@ def test_a_model_that_fails_the_check_is_not_kept(opened, cache, monkeypatch):
     assert folders(cache) == []
 
 
-def test_a_damaged_checkpoint_is_refused_whatever_is_packed(opened, tiny, tmp_path):
-    copy = shutil.copytree(tiny, tmp_path / "copy")
+def test_a_damaged_checkpoint_is_refused_whatever_is_packed(opened, copy):
     opened(copy)
     os.truncate(copy / "model.safetensors", 1000)
     with pytest.raises(ModelError, match="is damaged"):

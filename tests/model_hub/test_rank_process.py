@@ -1,4 +1,4 @@
-"""A rank other than 0 before it computes: what it does when rank 0 goes no further."""
+"""A rank other than 0 before it computes, if rank 0 does not continue."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ START = Start(
 
 @pytest.mark.parametrize("told", [(), (START,)])
 def test_a_rank_that_is_told_to_stop_while_the_node_starts_just_ends(monkeypatch, told):
-    """Such as by a node that has found its cache to be too large, and says so."""
+    """An example is a node that finds its cache to be too large and reports that."""
     monkeypatch.setattr(rank_process, "open_shard", lambda _: SimpleNamespace(room=7))
     (commands, far), (kv, far_kv) = socket.socketpair(), socket.socketpair()
     rank_0 = Channel(far, peer="rank 1", timeout_seconds=PATIENCE_SECONDS)

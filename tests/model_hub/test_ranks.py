@@ -1,4 +1,4 @@
-"""A model on two ranks: real processes with gloo, on the CPU. Beside it the same model on one."""
+"""A model on two ranks, which are real processes with gloo on the CPU, compared with the same model on one."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def forward(compute, *rows):
 
 
 def run(compute):
-    """The logits of a prompt in chunks, of greedy steps, and of steps that verify; and the greedy tokens."""
+    """Returns the logits of a prompt in chunks, of greedy steps and of verification steps, and the greedy tokens."""
     logits, tokens = [], list(PROMPT)
     for start, end in CHUNKS:
         logits.append(forward(compute, SequenceRows(PROMPT[start:end], start, TABLE, end - start)))
@@ -98,13 +98,13 @@ def run(compute):
 
 
 def features_of(compute):
-    """Of the prompt's tokens, one after another."""
+    """Returns the features of the prompt's tokens."""
     slots = slots_of(TABLE, len(PROMPT) - 1, BLOCK_SIZE)
     return compute.kv_cache.read(FEATURES.plane_name, range(1), slots).view(np.float32)
 
 
 def push(source, destination, table, *, max_frame_bytes=700):
-    """What a prefill node and a decode node do with the prompt's KV but its last token."""
+    """Pushes the KV of the prompt, without its last token, like a prefill node to a decode node."""
     ended, failed = queue.SimpleQueue(), []
     inbox = TransferInbox(
         incarnation=bytes(16), on_complete=lambda *_: None, on_failed=lambda _, reason: failed.append(reason)
@@ -144,7 +144,7 @@ def push(source, destination, table, *, max_frame_bytes=700):
 
 @RANKS_ON_CPU
 def test_two_ranks_compute_and_hand_over_what_one_does_until_one_is_killed(tmp_path, monkeypatch):
-    """One test: to start a rank takes seconds."""
+    """This is one test because starting a rank takes seconds."""
     path, lost = make_model(tmp_path), queue.SimpleQueue()
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -189,7 +189,7 @@ def test_two_ranks_compute_and_hand_over_what_one_does_until_one_is_killed(tmp_p
     [("qwen2", "float32"), ("qwen3", "float32"), ("mistral", "float32"), ("gemma2", "float32"), ("llama", "bfloat16")],
 )
 def test_plans_of_other_families_compute_the_same_too(tmp_path, architecture, dtype):
-    """Norms of single heads, biases, windows, soft caps; and a dtype in which the ranks' sums are rounded."""
+    """They have norms of heads, biases, windows and soft caps, and a dtype in which the ranks' sums are rounded."""
     path = make_tiny_model(tmp_path / "model", seed=5, architecture=architecture)
     one, two = open_one(path, dtype=dtype), open_two(path, print, dtype=dtype)
     rows = SequenceRows(PROMPT, 0, TABLE, len(PROMPT))
@@ -240,7 +240,7 @@ def test_settings_that_do_not_go_together_are_refused_before_anything_is_started
 
 
 def make_gpt2(path):
-    """A configuration is enough: nothing is loaded."""
+    """Makes a configuration, which is enough because nothing is loaded."""
     from transformers import GPT2Config
 
     GPT2Config().save_pretrained(path)
@@ -248,7 +248,7 @@ def make_gpt2(path):
 
 
 def test_a_process_alone_loads_no_shard(tmp_path):
-    """A draft node, say, which does not start ranks."""
+    """An example is a draft node, which does not start ranks."""
     from outrider.model_hub.open import open_model
 
     path = make_tiny_model(tmp_path / "model")
@@ -257,7 +257,7 @@ def test_a_process_alone_loads_no_shard(tmp_path):
 
 
 class StartUp:
-    """Stands in for the processes of ranks 1 and up: each ends at once with status 1, as a rank does that fails."""
+    """Replaces the processes of ranks from 1 on. Each ends at once with status 1, like a rank that fails."""
 
     def __init__(self, tmp_path, monkeypatch):
         self.processes, self.far_ends, self.temporary = [], [], tmp_path / "temporary"

@@ -1,4 +1,4 @@
-"""The default model itself: the tokens that transformers' generate gives, from our paged forward."""
+"""The default model: our paged forward gives the tokens of transformers' generate."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ PROMPT = (
 
 @pytest.fixture(scope="module")
 def loaded():
-    """As nodes have it: from packed weights where there are any."""
+    """The model as nodes open it, from packed weights if there are any."""
     return open_model(ModelConfig())
 
 
 @pytest.fixture(scope="module")
 def num_tokens(is_full):
-    """Of each answer."""
+    """The number of tokens of each answer."""
     return 200 if is_full else 45
 
 
 def decode(loaded, prompt, *, num_rows, num_tokens):
-    """Greedy tokens after `prompt`, `num_rows` at a time: one known token and, as drafts, what really follows."""
+    """Returns the greedy tokens after `prompt` and their logits. A step has `num_rows` rows: one token, and drafts."""
     node, blocks = CachedRunner(loaded), range(63, -1, -1)
     node.prefill(prompt[:-1], blocks, num_logits=0)
     token_ids, logits_of_steps = list(prompt), []
     while len(token_ids) < len(prompt) + num_tokens:
-        rows = [token_ids[-1], *[1234] * (num_rows - 1)]  # drafts that are wrong, as most are
+        rows = [token_ids[-1], *[1234] * (num_rows - 1)]  # the drafts are wrong
         logits = node.forward(SequenceRows(rows, len(token_ids) - 1, blocks, num_rows))[0]
         logits_of_steps.append(logits)
         token_ids.append(int(logits.argmax()))
@@ -54,11 +54,11 @@ def decode(loaded, prompt, *, num_rows, num_tokens):
 
 @pytest.fixture(scope="module")
 def generated(loaded, num_tokens):
-    """What transformers generates in float32: the prompt's ids and those after it."""
+    """The prompt's ids, and the ids that transformers generates after it in float32."""
     prompt = Tokenizer.from_file(str(loaded.directory / "tokenizer.json")).encode(PROMPT).ids
     theirs = AutoModelForCausalLM.from_pretrained(loaded.directory, dtype=torch.float32)
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # slower, but not by orders where others use the cores as well
+    torch.set_num_threads(1)  # several threads would be very slow if other processes use the cores
     with torch.inference_mode():
         answer = theirs.generate(
             torch.tensor([prompt]), do_sample=False, min_new_tokens=num_tokens, max_new_tokens=num_tokens
@@ -77,7 +77,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(loaded_in_float32, gen
     if not (loaded.cpu_kernels or is_full):
         num_tokens //= 3  # torch takes five times as long as the native kernels
         expected = expected[:num_tokens]
-    # min_new_tokens bans the end of text there; here nothing does, so compare up to it.
+    # min_new_tokens bans the end of text in `generate`, but not here, so tokens are compared up to it.
     end = next((i for i, token in enumerate(expected) if token in loaded.info.eos_token_ids), num_tokens)
     for num_rows in (1, 5):
         ours, logits = decode(loaded, prompt, num_rows=num_rows, num_tokens=num_tokens)

@@ -1,4 +1,4 @@
-"""What a configuration says of a model's window, and rotations that depend on the length."""
+"""The window that a model's configuration defines, and rotations that depend on the length."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("max_model_len", [0, 2048])
 def test_rotations_by_length_are_one_choice_for_all_sequences(tmp_path, shape, max_model_len):
-    """transformers switches all rows of a batch to the long factors when one of them is far."""
+    """transformers uses the long factors for all rows of a batch if one position is beyond the original window."""
     is_old = Version(transformers.__version__) < Version("5.23")
     if is_old and (shape, max_model_len) == ("gemma3_text, longrope", 2048):
         pytest.skip("this transformers fails at the second long sequence: it loses the long factors of a kind of layer")
@@ -130,7 +130,7 @@ def test_rotations_by_length_are_one_choice_for_all_sequences(tmp_path, shape, m
 
 @pytest.mark.skipif(choose_kernels().library is None, reason="native kernels are not there")
 def test_rows_at_the_end_of_the_window_are_in_the_company_that_is_tried(tmp_path, monkeypatch):
-    """The negative control: rotations by length that nobody has noticed."""
+    """The negative control: rotations that depend on the length and were not detected in the configuration."""
     path = make_tiny_model(
         tmp_path, architecture="gemma3_text", overrides=copy.deepcopy(SHAPES["gemma3_text, longrope"][1])
     )

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from outrider.kv_transfer.base import CommitResult, CommitState, frames_digest
 from outrider.kv_transfer.frames import WIRE_VERSION, Frame, decode_message, encode_frame
 from outrider.kv_transfer.inbox import AttachState, Disposition
-from outrider.v1.kv_pb2 import KvAck, KvCommit, KvHello, KvReceiverMessage, KvSenderMessage, KvWelcome
+from outrider.v1.kv_pb2 import KvCommit, KvHello, KvReceiverMessage, KvSenderMessage, KvWelcome
 
 
 def encode_hello(transfer_id, incarnation, **others):
@@ -31,10 +31,6 @@ def encode_read(region):
 
 def encode_welcome(state):
     return KvReceiverMessage(welcome=KvWelcome(state=state)).SerializeToString()
-
-
-def encode_ack(sequence, disposition):
-    return KvReceiverMessage(ack=KvAck(sequence=sequence, disposition=disposition)).SerializeToString()
 
 
 def decode_sender_message(message):

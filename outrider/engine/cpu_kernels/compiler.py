@@ -35,10 +35,10 @@ COMPILE_FLAGS = (
     "-pthread",
 )
 LINK_FLAGS = ("-shared", "-pthread")
-# A library with its own hidden C++ runtime cannot conflict with another one in torch's process.
+# The library has its own hidden C++ runtime, which cannot conflict with the one that torch loads.
 EXPORTS = "exports.map"
 LINUX_LINK_FLAGS = ("-static-libstdc++", "-static-libgcc", f"-Wl,--version-script={EXPORTS}", "-Wl,-z,defs")
-WARNING_FLAGS = ("-Wall", "-Wextra")  # kept with the library: errors for developers, not for users
+WARNING_FLAGS = ("-Wall", "-Wextra")  # stored with the library: tests treat warnings as errors, users never see them
 # GCC 12 warns about its own _mm512_undefined wherever an intrinsic is inlined (GCC bug 105593), about an ABI that no
 # caller sees, and about types local to a source, because a unit includes several.
 GCC_WARNING_FLAGS = ("-Wno-maybe-uninitialized", "-Wno-psabi", "-Wno-subobject-linkage")
@@ -50,7 +50,7 @@ PROBE = "#include <atomic>\nvoid wait(std::atomic<int>& value) { value.wait(0); 
 
 
 class CompileError(Exception):
-    """Raised if no library can be compiled: there is no compiler, or it rejects a source; its output is the message."""
+    """Raised if there is no compiler, or with its output if it rejects a source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def find_compiler() -> Compiler | None:
 
 
 def path_flags() -> Mapping[str, tuple[str, ...]]:
-    """Returns this machine type's instruction paths, each with its additional flags."""
+    """Returns the instruction paths for this type of machine, each with its additional compiler flags."""
     return X86_PATHS if platform.machine() in X86_64 else OTHER_PATHS
 
 
@@ -108,11 +108,11 @@ def source_units() -> list[str]:
     return ["".join(f'#include "{name}"\n' for name in unit) for unit in units if unit]
 
 
-def source_hash(inputs: Sequence[Path] = ()) -> str:
-    """Returns the SHA-256 in hexadecimal over all inputs of a library: sources, this module, and further `inputs`."""
+def source_hash() -> str:
+    """Returns the SHA-256 in hexadecimal over all inputs of a library except its flags: the sources and this module."""
     sources = [path for path in SOURCE.iterdir() if path.suffix in SOURCE_SUFFIXES]
     digest = hashlib.sha256()
-    for path in (Path(__file__), *sorted(sources), *sorted(inputs)):
+    for path in (Path(__file__), *sorted(sources)):
         content = path.read_bytes()
         digest.update(f"{path.name}:{len(content)}:".encode() + content)
     return digest.hexdigest()

@@ -27,7 +27,7 @@ Logits = npt.NDArray[np.float32]
 
 
 class NativeDecoder:
-    """The forward pass of a whole model over our paged cache. A step's state is in a workspace."""
+    """A whole model for forward passes with our paged cache. The state of a step is in a workspace."""
 
     def __init__(self, kernels: CpuKernels, weights: DecoderWeights) -> None:
         """`weights` must be packed for the path of `kernels`."""
@@ -63,7 +63,7 @@ class NativeStep(ModelRunner):
     attention_name = "native"
 
     def __init__(self, decoder: NativeDecoder, kv_cache: PagedKVCache, features: FeatureSpec | None = None) -> None:
-        """`kv_cache` must be made for these kernels. `features`: written for each row to their plane of the cache."""
+        """`kv_cache` must be made for these kernels. `features`: for each row, written to their plane of the cache."""
         self._decoder = decoder  # keeps the structure's memory alive
         self._struct = struct = decoder.struct
         self._kv_cache = kv_cache
@@ -101,11 +101,11 @@ class NativeStep(ModelRunner):
     def draft(
         self, batch: InputBatch, features: Words, target_ids: npt.NDArray[np.int64] | None, vocab_size: int
     ) -> tuple[Words, Logits]:
-        """Runs a drafter head, whose rows are fed with `features` [num_rows, hidden_size] in addition to their tokens.
+        """Runs a drafter head, whose input is `features` [num_rows, hidden_size] in addition to the tokens.
 
-        `target_ids` [own vocab_size] int64: the indices of its logits among `vocab_size`; None: all, in order. Returns
-        (own hidden states [num_logits, hidden_size], logits [num_logits, vocab_size] float32, -inf for ids without
-        one).
+        `target_ids` [number of the head's logits] int64: the target's ids of the head's logits; None: all ids, in
+        order. Returns (the head's hidden states [num_logits, hidden_size], logits [num_logits, vocab_size] float32,
+        -inf for ids without a logit).
         """
         struct = batch_struct(batch)
         features = np.ascontiguousarray(features)

@@ -45,16 +45,16 @@ def why_not_native(model: PreTrainedModel, spec: ModelSpec, layers: Sequence[Att
     if any(options.softcap is not None for options in layers) or len({options.scaling for options in layers}) != 1:
         return "its layers attend with a soft cap or with different scales"
     base: Any = model.base_model
-    if strange := [name for name, module in base.layers.named_modules() if _is_strange(module)]:
-        return f"its {strange[0]} is no plain linear layer"
+    if unsupported := [name for name, module in base.layers.named_modules() if _is_unsupported_linear(module)]:
+        return f"its {unsupported[0]} is not a plain nn.Linear"
     cosines, _ = base.rotary_emb(torch.empty(1), torch.zeros((1, 1), dtype=torch.int64))
     if cosines.shape[-1] != spec.head_dim:
         return f"it rotates {cosines.shape[-1]} of {spec.head_dim} dimensions"
     return ""
 
 
-def _is_strange(module: nn.Module) -> bool:
-    """Returns whether a quantizer replaced a linear layer: it has in and out features, but unsupported weights."""
+def _is_unsupported_linear(module: nn.Module) -> bool:
+    """Returns whether the module is a linear layer with unsupported weights, such as one that a quantizer made."""
     if type(module) is nn.Linear:
         return module.weight.dtype not in ELEMENT_TYPES
     return isinstance(module, nn.Linear) or hasattr(module, "in_features")
@@ -68,9 +68,9 @@ def pack_decoder(
     *,
     quantise: bool = False,
 ) -> DecoderWeights:
-    """Moves the weights out of `model`, which cannot compute afterwards.
+    """Packs the weights of `model`, which cannot compute afterwards.
 
-    Each is packed and dropped in turn, so that the model is in memory only once.
+    Each weight is packed, then dropped, so that the model is in memory only once.
 
     Args:
         kernels: the weights are packed for their path.
@@ -113,7 +113,7 @@ def pack_decoder(
 
 
 def pack_reduction(kernels: CpuKernels, reduction: FeatureSpec, element_type: ElementType) -> PackedReduction:
-    """Packs a FeatureReduction. `element_type`: the model's, to which taps and projection are rounded."""
+    """Packs a FeatureReduction. `element_type`: the model's type, to which taps and projection are rounded."""
     assert isinstance(reduction, FeatureReduction)
     packing = DecoderPacking(kernels)
     for name in ("tap_norms", "norm"):
@@ -131,7 +131,7 @@ def _frequencies(rotary: Any) -> Floats:
     frequencies: Floats = rotary.inv_freq.float().numpy()
     if rotary.rope_type == "default":
         own = inverse_frequencies(rotary.config.rope_parameters["rope_theta"], 2 * len(frequencies))
-        if np.allclose(own, frequencies, rtol=1e-6, atol=0.0):  # otherwise the model defines it differently
+        if np.allclose(own, frequencies, rtol=1e-6, atol=0.0):  # otherwise the model defines them differently
             return own
     return frequencies
 
@@ -147,7 +147,7 @@ def _compare_with_own(rotary: Any, cosines: Floats, sines: Floats) -> None:
         difference = float(np.abs(ours[positions.numpy()] - theirs[0, :, :half].numpy()).max())
         allowed = _ALLOWED_ANGLE * max(num_positions, 1)  # angles are rounded to float32
         if not difference <= max(allowed, 1e-5):
-            raise ModelError(f"the model rotates otherwise than its frequencies say, by {difference:.2g}")
+            raise ModelError(f"the model's rotations differ from those by its frequencies by {difference:.2g}")
 
 
 def _drop_weights(module: nn.Module) -> None:

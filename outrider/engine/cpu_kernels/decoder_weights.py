@@ -38,8 +38,8 @@ class DecoderShape:
     element_type: ElementType  # type of activations, embedding, and weights that are not int8
     sliding_windows: tuple[int, ...]  # by layer; 0: none
     matrix_sizes: Mapping[str, tuple[int, int]]  # by name: (out_features, in_features)
-    begins_normalised: bool = False  # for drafter heads, like the next: see OutriderDecoder
-    keeps_normalised: bool = False
+    begins_normalised: bool = False  # for drafter heads: see OutriderDecoder
+    keeps_normalised: bool = False  # same
 
     @classmethod
     def of_json(cls, shape: Mapping[str, Any]) -> DecoderShape:
@@ -73,7 +73,7 @@ class DecoderWeights:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedReduction(FeatureSpec):
-    """A head's reduction of hidden states to features, packed by `pack_reduction`. Other blobs may be among its own.
+    """A head's reduction of hidden states to features, packed by `pack_reduction`. `blobs` may include others.
 
     Names: "reduction.tap_norms" and "reduction.norm" in float32, "reduction.projection.packed",
     "reduction.projection.bias". Tensors that it does not have are absent.

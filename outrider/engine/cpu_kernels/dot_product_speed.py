@@ -14,22 +14,22 @@ from outrider.engine.cpu_kernels.interface import structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import ElementType, KernelLibrary, Workspace
 
-NUM_ROWS, NUM_FEATURES = 48, 256  # all in the cache of one core, so that memory does not matter
+NUM_ROWS, NUM_FEATURES = 48, 256  # all fit into the cache of one core, so that memory does not matter
 TURNS = 51
 WIDENING = 1.1  # bfloat16 multiply-adds take a tenth longer than float32's: weights are widened first
 
 
 def multiply_adds_are_faster(file: Path, processor: str) -> bool:
-    """Returns whether bfloat16 is faster with multiply-adds, as this library multiplies float32, than with dot
-    products.
+    """Returns whether multiply-adds, which this library uses for float32, are faster for bfloat16 than dot products.
 
-    An AVX512-BF16 instruction does the work of two multiply-adds of equal width. Per thread, some processors start two
-    of them in a cycle, others one in two cycles, in which they do four multiply-adds. Measuring takes ten milliseconds.
-    A result measured on an idle processor is stored next to the library if possible, so that later starts choose alike.
+    An AVX512-BF16 instruction does the work of two multiply-adds of equal width. Some processors start two of them per
+    cycle and thread, others one in two cycles, which is the time of four multiply-adds. Measuring takes ten
+    milliseconds. A result measured on an idle processor is stored next to the library if possible, so that later starts
+    choose the same.
 
     Args:
         file: the library.
-        processor: its name, under which the result is stored; an image may be measured on one and start on another.
+        processor: its name, which is part of the result's file name: a container image may start on another processor.
     """
     kept = file.with_name(f"multiply-adds-{processor}")
     try:
@@ -43,10 +43,9 @@ def multiply_adds_are_faster(file: Path, processor: str) -> bool:
 
 
 def _dot_product_ratio(library: KernelLibrary) -> float:
-    """Returns the time of a bfloat16 product over a float32 one, in the thread's CPU time: the minimum of each, in
-    turns.
+    """Returns the time of a bfloat16 product divided by that of a float32 one: the minima of alternate measurements.
 
-    Another program on a core that shares its multipliers slows the type that uses them more: multiply-adds.
+    Times are the thread's CPU time. A program on a core that shares the multipliers slows multiply-adds more.
     """
     products = [_product(library, dtype) for dtype in (ElementType.BFLOAT16, ElementType.FLOAT32)]
     turns = [[timeit(product, timer=thread_time, number=1) for product in products] for _ in range(TURNS)]
@@ -61,7 +60,7 @@ def _product(library: KernelLibrary, dtype: ElementType) -> Callable[[], object]
     matrix = structures.OutriderMatrix(addressof(packed), None, None, NUM_FEATURES, NUM_FEATURES, dtype)
     x, y = (create_string_buffer(NUM_ROWS * NUM_FEATURES * 4) for _ in range(2))
 
-    def multiply(_held: object = packed) -> None:  # `matrix` has only its address
+    def multiply(_held: object = packed) -> None:  # kept alive here: `matrix` has only its address
         library.functions.outrider_linear(kernels.team, workspace.handle, dtype, x, NUM_ROWS, byref(matrix), y)
 
     return multiply

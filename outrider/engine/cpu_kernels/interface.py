@@ -54,7 +54,7 @@ def _declarations(text: str, separator: str) -> Iterator[tuple[str, str]]:
         if declaration not in ("", "void"):  # the text after the last field, and an empty argument list
             match = re.fullmatch(r"([\w\s*]*[\s*])(\w+)", declaration)
             if match is None:  # omitting it would shift the others
-                raise ValueError(f"not understood in the headers of the native kernels: {declaration}")
+                raise ValueError(f"cannot parse a declaration in the native kernels' headers: {declaration}")
             yield match[2], "".join(match[1].split())
 
 
@@ -79,7 +79,7 @@ def _signatures() -> dict[str, tuple[Any, list[Any]]]:
 
 
 structures: Any = SimpleNamespace(**_structures())
-"""The structures by their C names. A pointer in one is an address, whose memory it does not keep alive."""
+"""The structures by their C names. Pointers in them are addresses, which do not keep memory alive."""
 SIGNATURES = _signatures()
 
 

@@ -10,9 +10,9 @@ from outrider.engine.kv_cache.planes import PlaneSpec
 
 
 class CpuKernels:
-    """A loaded library and the team that computes with it: the caller, and other threads, which sleep between jobs.
+    """A loaded library and its team: the calling thread, and other threads, which sleep between jobs.
 
-    One job at a time: it belongs to the thread that runs the engine.
+    It runs one job at a time and belongs to the thread that runs the engine.
     """
 
     def __init__(self, library: KernelLibrary, num_threads: int) -> None:
@@ -21,11 +21,11 @@ class CpuKernels:
         self.num_threads = num_threads
         self.team: int = library.functions.outrider_team_create(num_threads)
         if not self.team:
-            raise MemoryError(f"{num_threads} threads for native kernels cannot be had")
+            raise MemoryError(f"cannot start {num_threads} threads for the native kernels")
         free_with(self, library.functions.outrider_team_free, self.team)
 
     def make_plane(self, plane: PlaneSpec, *, num_blocks: int, block_size: int) -> CachePlane:
-        """Implements `PlaneMaker`; keys and values are in panels."""
+        """Implements `PlaneMaker`. Planes of keys and values consist of panels."""
         if plane.is_feature:
             return ArrayPlane(plane, num_blocks=num_blocks, block_size=block_size)
         return PanelPlane(self.library, plane, num_blocks=num_blocks, block_size=block_size)

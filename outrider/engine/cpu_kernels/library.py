@@ -53,9 +53,7 @@ STEP_PHASES = ("linear", "attention", "norm", "rope", "head")
 
 
 class Workspace(ForwardPhases):
-    """Scratch memory of one runner, which grows to its largest step. It also records the times of a native decoder's
-    steps.
-    """
+    """Scratch memory of one runner, which grows to its largest step. It also measures a native decoder's phases."""
 
     def __init__(self, library: KernelLibrary) -> None:
         self._functions = library.functions
@@ -72,7 +70,7 @@ class Workspace(ForwardPhases):
         self._functions.outrider_workspace_measure(self.handle, 0)
 
     def take(self) -> dict[str, int]:
-        """Returns nanoseconds by name in STEP_PHASES."""
+        """Returns the nanoseconds of each of STEP_PHASES since the last call."""
         spent = (ctypes.c_int64 * len(STEP_PHASES))()
         self._functions.outrider_workspace_take_times(self.handle, spent)
         return dict(zip(STEP_PHASES, spent, strict=True))

@@ -56,7 +56,7 @@ def compiled_library(path: str, progress: Progress = no_progress) -> Path:
 
 
 def compiled_libraries(
-    paths: Mapping[str, tuple[str, ...]], *, inputs: Sequence[Path] = (), progress: Progress = no_progress
+    paths: Mapping[str, tuple[str, ...]], *, progress: Progress = no_progress
 ) -> tuple[dict[str, Path], dict[str, str]]:
     """Returns the libraries of `paths`, and by path why others are omitted. Compiles what the cache lacks.
 
@@ -65,7 +65,6 @@ def compiled_libraries(
 
     Args:
         paths: each path's additional flags, by name.
-        inputs: files that those flags name, such as headers.
         progress: receives stage "kernels" in compiled units; zeros while another process compiles.
 
     Raises:
@@ -73,7 +72,7 @@ def compiled_libraries(
         OSError: if the cache cannot be written.
     """
     folder = libraries_directory()
-    entries = {path: folder / f"{path}-{_key(flags, inputs)}" for path, flags in paths.items()}
+    entries = {path: folder / f"{path}-{_key(flags)}" for path, flags in paths.items()}
     left_out: dict[str, str] = {}
     if missing := [path for path in paths if not _is_intact(entries[path])]:
         compiler = find_compiler()
@@ -89,9 +88,9 @@ def compiled_libraries(
     return {path: entry / CACHED_LIBRARY for path, entry in entries.items() if path not in left_out}, left_out
 
 
-def _key(flags: Sequence[str], inputs: Sequence[Path]) -> str:
-    """Returns a hash of sources, flags and machine type. The compiler is not part of it: any makes the same library."""
-    parts = (source_hash(inputs), flags, platform.machine(), platform.libc_ver())
+def _key(flags: Sequence[str]) -> str:
+    """Returns a hash of sources, flags and machine type, but not of the compiler, since all make equal libraries."""
+    parts = (source_hash(), flags, platform.machine(), platform.libc_ver())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
@@ -101,7 +100,7 @@ def _compile(
     entries: Mapping[str, Path],
     progress: Progress,
 ) -> None:
-    """Compiles `wanted` (flags by path) into its folders of `entries`, each complete or absent."""
+    """Compiles the paths in `wanted`, given with their flags, into their `entries`, each complete or absent."""
     if not wanted:
         return
     units = source_units()

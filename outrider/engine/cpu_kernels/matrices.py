@@ -1,6 +1,6 @@
 """Weights in the kernels' layout, in huge pages if the system has them. Torch-free.
 
-Plain weights are `Words`: float32 as numpy has it, bfloat16 as uint16.
+Plain weights are `Words`: numpy's float32, or uint16 for bfloat16.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 
 WORD_TYPES = {np.dtype(np.float32): ElementType.FLOAT32, np.dtype(np.uint16): ElementType.BFLOAT16}
 PANEL = 16
-"""Output features of a panel, the unit in which interleaved halves alternate."""
+"""Number of output features in a panel, by which interleaved halves alternate."""
 
 _CHUNK_BYTES = 64 * 1024 * 1024
 _ALIGNMENT = 4096
@@ -64,7 +64,7 @@ class WeightArena:
 
 
 class PackedMatrix:
-    """W and b of y = x W^T + b, packed for the kernels. Holds no plain copy of W."""
+    """W and b of y = x W^T + b, packed for the kernels, without a plain copy of W."""
 
     def __init__(
         self,
@@ -75,12 +75,12 @@ class PackedMatrix:
         interleave: bool = False,
         quantise: bool = False,
     ) -> None:
-        """Packs several linear layers into one matrix, computed at once.
+        """Packs several linear layers into one matrix.
 
         Args:
-            kernels: pack and later multiply.
+            kernels: pack the weights, and multiply later.
             arena: allocates the packed weights.
-            linears: with the same input and type.
+            linears: layers with the same input and type.
             interleave: for two layers, gate and up, whose panels alternate.
             quantise: store weights as int8 with one scale per output feature, and multiply with int8 rows (lossy).
         """
@@ -134,12 +134,12 @@ def to_float32(words: Words) -> Floats:
 
 
 def quantise_rows(weight: Words) -> tuple[npt.NDArray[np.int8], Floats]:
-    """Quantises each row to symmetric int8: [n, k] → ([n, k] int8, [n] float32 scales). The largest becomes ±127."""
+    """Quantises rows to symmetric int8: [n, k] → ([n, k] int8, [n] float32 scales). A row's largest becomes ±127."""
     values = to_float32(weight)
     scales = np.maximum(np.abs(values).max(axis=1) / np.float32(127), np.finfo(np.float32).tiny)
     return np.clip(np.rint(values / scales[:, None]), -127, 127).astype(np.int8), scales
 
 
 def _interleaved(out_features: int) -> npt.NDArray[np.int64]:
-    """Returns the source feature at each place when two padded halves alternate by panel: [out_features]."""
+    """Returns the order of features in which panels of two padded halves alternate: [out_features]."""
     return np.arange(out_features).reshape(2, -1, PANEL).swapaxes(0, 1).reshape(-1)

@@ -18,12 +18,12 @@ from outrider.engine.cpu_kernels.matrices import PackedMatrix, WeightArena
 from outrider.engine.cpu_kernels.operators import linear, plain_linear, rms_norm
 from outrider.engine.linear import replace_linear_layers, replace_norms
 
-_LARGEST_VECTOR = 64
-"""Most elements in a vector of torch's: two AVX-512 registers of bfloat16."""
+_MAX_VECTOR_SIZE = 64
+"""Maximum number of elements in one of torch's vectors: two AVX-512 registers of bfloat16."""
 
 
 class NativeLinear(nn.Module):
-    """y = x W^T + b, computed by the packed kernel. Holds no plain copy of W."""
+    """y = x W^T + b, computed by the native kernel, without a plain copy of W."""
 
     def __init__(self, owner: NativeLayers, weight: Tensor, bias: Tensor | None) -> None:
         """`weight` [out_features, in_features]; `bias` [out_features]."""
@@ -63,11 +63,11 @@ class NativeRMSNorm(nn.Module):
 
 
 class WholeVectorActivation(nn.Module):
-    """A torch activation that computes every element the same way, wherever in the batch it is.
+    """A torch activation that computes every element in the same way, wherever it is in the batch.
 
-    torch computes elementwise functions in vectors, and the remaining elements by other code, whose exponential differs
-    in the last bit. Padding leaves no remainder. Remainders at the seams between threads are not covered: torch must
-    run one thread.
+    torch computes elementwise functions in vectors, and the remaining elements with other code, whose exponential
+    differs in the last bit. Padding avoids a remainder. Each of torch's threads would have a remainder, so torch must
+    use one thread.
     """
 
     def __init__(self, activation: nn.Module) -> None:
@@ -77,7 +77,7 @@ class WholeVectorActivation(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """Activates rows of any shape."""
         flat = rows.reshape(-1)
-        padded = nn.functional.pad(flat, (0, -flat.numel() % _LARGEST_VECTOR))
+        padded = nn.functional.pad(flat, (0, -flat.numel() % _MAX_VECTOR_SIZE))
         output: Tensor = self._activation(padded)[: flat.numel()].view(rows.shape)
         return output
 

@@ -25,7 +25,7 @@ ELEMENT_TYPES = {torch.float32: ElementType.FLOAT32, torch.bfloat16: ElementType
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
-    """Makes a PlainLinear of CPU tensors, in their memory if that is contiguous."""
+    """Makes a PlainLinear of CPU tensors, which shares their memory if that is contiguous."""
     return PlainLinear(words_of(weight), None if bias is None else words_of(bias))
 
 
@@ -60,7 +60,7 @@ def paged_attention(
     value_cache: npt.NDArray[np.uint8],  # same
     output: Tensor,  # like query
 ) -> None:
-    """Attends with queries to the keys and values of their sequences, in place."""
+    """Computes attention of queries over the keys and values of their sequences, and writes it to `output`."""
     for cache in (key_cache, value_cache):
         _check_panels(cache, options.num_kv_heads, options.head_dim, query.dtype)
     _call(
@@ -94,11 +94,12 @@ def write_rows(
 
 def _check_panels(cache: npt.NDArray[np.uint8], num_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     is_one = isinstance(cache, np.ndarray) and cache.flags.c_contiguous
-    _check(is_one and cache.shape[1:] == (num_heads, 16 * head_dim * dtype.itemsize), "a cache without panels for them")
+    is_right = is_one and cache.shape[1:] == (num_heads, 16 * head_dim * dtype.itemsize)
+    _check(is_right, f"the cache has no panels of {num_heads} heads of {head_dim} {dtype}")
 
 
 def _call(function: Any, *arguments: object) -> None:
-    """Calls a function, named in a trace only while one is recorded: naming takes longer than a small kernel."""
+    """Calls a function. Names it in torch's trace only if one is recorded, as that takes longer than a small kernel."""
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 as torch itself asks
         with record_function(function.__name__):
             function(*arguments)

@@ -14,9 +14,9 @@ from outrider.engine.rotation import cosines_and_sines
 from outrider.errors import ModelError
 
 WIDTH_STEP = 32
-"""Activation widths are multiples of this, so that rows need no padding on any instruction path."""
+"""Widths of activations must be multiples of this, so that rows need no padding on any instruction path."""
 HEAD_DIM_STEP = 16
-"""The dimensions of a head must be a multiple of this for attention."""
+"""The dimension of a head must be a multiple of this."""
 
 _POSITIONS_AT_ONCE = 4096
 
@@ -32,7 +32,7 @@ class DecoderPacking:
         self.matrix_sizes: dict[str, tuple[int, int]] = {}
 
     def add(self, name: str, values: np.ndarray | None) -> None:
-        """Adds values unchanged; does nothing for None."""
+        """Adds values unchanged. Does nothing for None."""
         if values is not None:
             self.blobs[name] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 

@@ -1,4 +1,4 @@
-"""Keys or values of all layers in the layout that native kernels multiply: panels of 16 slots. Torch-free."""
+"""Keys or values of all layers in the native kernels' layout, which is panels of 16 slots. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ PANEL_SLOTS = 16
 
 
 class PanelPlane:
-    """A `CachePlane`, "k" or "v", whose layout is in source/kv_panels.h. Rows go in and out in wire format.
+    """A `CachePlane`, "k" or "v", with the layout of source/kv_panels.h. Rows are read and written in wire format.
 
-    Initially zeros, whose pages take no memory before they are written. Threads may write different slots concurrently.
+    Its content is initially zeros; pages take no memory before they are written. Threads may write different slots
+    concurrently.
     """
 
     def __init__(self, library: KernelLibrary, plane: PlaneSpec, *, num_blocks: int, block_size: int) -> None:
@@ -33,8 +34,8 @@ class PanelPlane:
         memory = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
             with contextlib.suppress(OSError):  # the system has no huge pages
-                # With huge pages, which numpy requests, a first token would take 2 MiB in each layer. With small pages
-                # a forward of one row costs nothing more after 300 tokens, 2 % after 3,000 and 5 % after 8,000.
+                # With huge pages, which numpy requests, a first token would take 2 MiB in each layer. Small pages make
+                # a forward of one row no slower after 300 tokens, 2 % slower after 3,000 and 5 % after 8,000.
                 memory.madvise(mmap.MADV_NOHUGEPAGE)
         self.layers: Bytes = np.frombuffer(memory, dtype=np.uint8).reshape(shape)
         """The panels: [layers, panels, heads, 16 * head_dim * itemsize]."""

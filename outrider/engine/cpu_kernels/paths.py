@@ -1,4 +1,4 @@
-"""Chooses the instruction path of a process: the best that its processor has. Torch-free.
+"""Chooses the instruction path of a process: the best one that its processor supports. Torch-free.
 
 The choice is made once, at start, and never by the size of a product: two paths give different bits, and equal rows
 must give equal results. Only avx512 and avx512_bf16 have the same bits; the faster one is found by measuring.
@@ -23,7 +23,7 @@ from outrider.progress import Progress, no_progress
 AUTO = "auto"
 TORCH = "torch"
 FUSED = "fused"
-"""For GPUs: see outrider.engine.fused_decoder."""
+"""The path of models on GPUs with fused layers; see outrider.engine.fused_decoder."""
 
 _X86_64_V3 = ("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe")
 _X86_64_V4 = (*_X86_64_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
@@ -38,7 +38,7 @@ REQUIRED_FLAGS: Mapping[str, tuple[str, ...]] = {
 """The x86-64 CPU flags, spelled as in /proc/cpuinfo, that each path's compiler flags require."""
 
 SAME_BITS = {"avx512": "avx512_bf16"}
-"""For a path, another one with the same arithmetic but other instructions."""
+"""Paths that compute the same bits as another path, with other instructions."""
 
 PREFERENCE = ("amx", "avx512_bf16", "avx512", "portable")
 
@@ -49,7 +49,7 @@ class KernelChoice:
 
     path: str  # one of PREFERENCE, or FUSED or TORCH
     library: Path | None  # None for FUSED and TORCH
-    reason: str = ""  # why no better path was chosen; empty if there is none
+    reason: str = ""  # why no better path was chosen; empty for the best one
 
     @property
     def arithmetic(self) -> str:
@@ -69,13 +69,14 @@ class KernelChoice:
 def choose_kernels(
     wanted: str = "auto", *, cpu_flags: frozenset[str] | None = None, progress: Progress = no_progress
 ) -> KernelChoice:
-    """Returns the best path that this processor has and whose library is available, or the `wanted` one.
+    """Returns the best path that this processor supports and whose library is available, or the `wanted` one.
 
-    The first process that needs a library compiles it. Enables for this process what the path needs (AMX tiles).
+    The first process that needs a library compiles it. The path's requirements (AMX tiles) are enabled for this
+    process.
 
     Args:
         wanted: "auto", "torch", or one of PREFERENCE.
-        cpu_flags: of the processor; by default this one's.
+        cpu_flags: the processor's flags; by default those of this one.
         progress: receives the progress of compiling.
 
     Raises:
@@ -88,14 +89,14 @@ def choose_kernels(
     for path in PREFERENCE if wanted == AUTO else (wanted,):
         lacks = _what_processor_lacks(path, cpu_flags)
         if lacks and wanted == AUTO and path != PREFERENCE[-1]:
-            continue  # not worth a reason: most processors have no AMX
+            continue  # no reason is given: most processors have no AMX
         library, reason = (None, lacks) if lacks else _find_library(path, progress)
         if library is not None and not (reason := _why_not_ready(library)):
             choice = KernelChoice(path=path, library=library, reason="; ".join(reasons))
             return _faster_of_same_bits(choice, progress) if wanted == AUTO else choice
         reasons.append(f"{path}: {reason}")
     if wanted != AUTO:
-        raise ConfigError(f"model.kernels {wanted} cannot be had: {reason}; use auto or torch")
+        raise ConfigError(f"model.kernels {wanted} is not available: {reason}; use auto or torch")
     return KernelChoice(path=TORCH, library=None, reason=reason)
 
 
@@ -117,7 +118,7 @@ def processor_flags() -> frozenset[str]:
 
 
 def processor_name() -> str:
-    """Returns a name of this type of processor for use in a file name: "AuthenticAMD-25-17-1"."""
+    """Returns a name of this type of processor for file names, such as "AuthenticAMD-25-17-1"."""
     about = about_processor()
     return "-".join(about.get(key, "") for key in ("vendor_id", "cpu family", "model", "stepping"))
 
@@ -129,7 +130,7 @@ def _what_processor_lacks(path: str, cpu_flags: frozenset[str]) -> str:
     missing = [flag for flag in REQUIRED_FLAGS[path] if flag not in cpu_flags]
     if not missing:
         return ""
-    return f"the processor has no {', '.join(missing)}" if cpu_flags else "the system does not say what processor it is"
+    return f"the processor has no {', '.join(missing)}" if cpu_flags else "the system does not report processor flags"
 
 
 def _find_library(path: str, progress: Progress) -> tuple[Path | None, str]:
@@ -139,14 +140,14 @@ def _find_library(path: str, progress: Progress) -> tuple[Path | None, str]:
     except CompileError as error:
         return None, first_error(str(error))
     except OSError as error:
-        return None, f"compiled kernels cannot be kept: {error}"
+        return None, f"cannot store compiled kernels: {error}"
 
 
 def _why_not_ready(library: Path) -> str:
-    """Loads the library permanently and lets it request what it needs from the system; returns why that failed."""
+    """Loads the library and lets it request what it needs from the system. Returns why that failed, or ""."""
     try:
         functions = ctypes.CDLL(str(library))
     except OSError as error:
         return f"it cannot be loaded: {error}"
     code = functions.outrider_prepare_process()
-    return f"the system refuses it to this process ({errno.errorcode.get(code, code)})" if code else ""
+    return f"the system does not allow it ({errno.errorcode.get(code, code)})" if code else ""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 MIN_CAPABILITY = (8, 0)
-"""Least compute capability for our kernels, which are compiled and checked for 8.0, 9.0 and 10.0."""
+"""Minimum compute capability for our kernels, which are compiled and checked for 8.0, 9.0 and 10.0."""
 
 FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
 """Model types in config.json that outrider.engine.fused_decoder supports."""

@@ -2,9 +2,9 @@
 
 A tile is LINES lines of one sequence and one KV head; a line is a row with one of the query heads that share the KV
 head. If more heads share it than a tile has lines, they are divided among several tiles. Keys are read in blocks of
-KEYS and in splits, both at fixed positions, so a row reads the same blocks in the same order whatever else is in its
-tile or its batch. Keys that a row does not see add 0 to it. Splits are merged in order, by the program of a whole tile
-or by `merge_splits`, with the same operations. So a row's rounding depends on `Tile` and nothing else.
+KEYS and in splits, both at fixed positions, so a row reads the same blocks in the same order whatever other rows are
+in its tile or batch. Keys that a row does not see add 0 to it. Splits are merged in order, by the program of a whole
+tile or by `merge_splits`, with the same operations. So a row's rounding depends on `Tile` only.
 
 The first SPLITS_PER_SIZE splits have SPLIT_KEYS positions, the next ones twice as many, and so on.
 
@@ -114,7 +114,7 @@ def attend(
     split_largest,  # [partials, num_heads] float32
     split_totals,  # same
     positions,  # [num_rows] int64
-    block_tables,  # int32, all sequences' end to end
+    block_tables,  # int32, the tables of all sequences, concatenated
     path_starts,  # [num_rows + 1] int64, into path_slots; with HAS_PATHS
     path_slots,  # [sum of depths] int64: slots of the last keys of rows in trees
     plan,  # [ints] int32, see work_list.py

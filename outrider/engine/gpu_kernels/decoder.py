@@ -15,7 +15,7 @@ from torch import Tensor
 
 HEADS_PER_PROGRAM = 8
 ACTIVATION_BLOCK = 1024
-"""Values of a row that one program computes: 16 bytes for each of its threads with a 16-bit dtype."""
+"""Values of a row that one program computes: 16 bytes per thread with a 16-bit dtype."""
 _SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 
 
@@ -24,7 +24,7 @@ class Norm(NamedTuple):
 
     weight: Tensor  # [width], any floating dtype
     epsilon: float  # added to the mean square
-    rounds_first: bool = True  # whether to round before multiplying by the weight, too, as in Llama, not Gemma
+    rounds_first: bool = True  # whether to round also before multiplying by the weight, as in Llama but not Gemma
 
 
 @triton.jit
@@ -78,9 +78,10 @@ def rms_norm(rows: Tensor, norm: Norm) -> Tensor:
 def add_rms_norm(
     residual: Tensor, added: Tensor | None, norm: Norm, added_norm: Norm | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Takes the residual stream and an addend [num_rows, width], contiguous; returns (their sum, the normalised sum).
+    """Adds to the residual stream and returns (the sum, the normalised sum); all [num_rows, width], contiguous.
 
-    `added`: the addend; None: nothing. `added_norm`: applied to it first, with the constants of `norm`; None: no norm.
+    `added`: the addend; None: nothing. `added_norm`: a norm that is first applied to the addend, with the constants of
+    `norm`; None: no norm.
     """
     num_rows, width = residual.shape
     padded = triton.next_power_of_2(width)
@@ -98,7 +99,7 @@ def add_rms_norm(
 
 
 def norm_warps(padded_width: int) -> int:
-    """Returns the warps with which a thread has 16 values: two loads of 16 bytes with a 16-bit dtype."""
+    """Returns the number of warps so that a thread has 16 values: two loads of 16 bytes with a 16-bit dtype."""
     return min(max(padded_width // 512, 1), 16)
 
 
@@ -212,7 +213,7 @@ def rotate_and_store(
 
 
 def rotation_warps(padded_half: int) -> int:
-    """Returns the warps with which a thread has four values of each half: 8 bytes with a 16-bit dtype."""
+    """Returns the number of warps so that a thread has four values of each half: 8 bytes with a 16-bit dtype."""
     return min(max(HEADS_PER_PROGRAM * padded_half // 128, 1), 8)
 
 

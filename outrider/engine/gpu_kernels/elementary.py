@@ -1,4 +1,4 @@
-"""Logarithm, mass and order of a token, as in `outrider.engine.sampler.elementary` and `order`.
+"""Logarithms, masses and order keys of tokens, as in `outrider.engine.sampler.elementary` and `order`.
 
 They use the same float32 operations in the same order, each rounded separately, so the bits are the same.
 """
@@ -19,7 +19,7 @@ _EXP_POLYNOMIAL = tl.constexpr(elementary.EXP_POLYNOMIAL)
 _MASS_BIAS = tl.constexpr(127 + elementary.MASS_EXPONENT)
 _LOWEST = tl.constexpr(elementary.LOWEST)
 _WHOLE = tl.constexpr(2.0**23)
-"""From here on every float32 is an integer."""
+"""The smallest number from which on every float32 is an integer."""
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def order_of(values):
 
 @triton.jit
 def value_of(order):
-    """Returns the value that has this order."""
+    """Returns the value with this order."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 

@@ -1,10 +1,10 @@
-"""min_p, top_k and top_p of whole rows in three launches: finds the order key of the last token that they keep.
+"""min_p, top_k and top_p of whole rows in three launches, which find the order key of the last token that is kept.
 
-They keep a prefix of the tokens' order (see `outrider.engine.sampler.filters`), usually some hundreds of a vocabulary.
-So a value that a few thousand tokens reach is found first: the smallest of the maxima of LANES classes of ids. These
-tokens are listed, and the end is searched in the list without sorting, three bits of the key at a time, each time over
-the whole list; over the whole row if the list is too short. Weights are counts or masses, both integers, so neither
-their order nor the list's changes a sum.
+The filters keep a prefix of the tokens' order (see `outrider.engine.sampler.filters`), usually some hundreds of tokens.
+So the first step is to find a value that a few thousand tokens reach: the smallest of the maxima of LANES classes of
+ids. These tokens are listed. The last kept one is searched in the list without sorting, three bits of its key at a
+time, each time over the whole list, or over the whole row if the list is too short. Weights are counts or masses, which
+are integers, so sums do not depend on the order of the row or of the list.
 
 Programs write to a scratch row of int64, initially 0: the largest order of each class, the number of listed tokens, and
 the masses of these and of all tokens.
@@ -22,15 +22,15 @@ from outrider.engine.gpu_kernels.elementary import masses_of, order_keys, order_
 CHUNK = 1024
 """Tokens that a program searches at a time."""
 LANES = 512
-"""Classes of ids. Of n independent logits, about LANES * log(LANES) are listed."""
+"""Number of classes of ids. With independent logits, about LANES * log(LANES) are listed."""
 SLICES = 4
-"""Ids of each class that a program reads when it processes a part of a row."""
+"""Number of ids of each class that one program reads."""
 MOST_LISTED = 8192
-"""Most keys in a row's list."""
+"""Maximum number of keys in a row's list."""
 NUM_WARPS = 8
 _LOWEST_KEY = tl.constexpr(-0x8000000000000000)
 _LOWEST_ORDER = tl.constexpr(-0x80000000)
-_NOTHING = tl.constexpr(-2139095041)  # the order of -inf
+_MINUS_INF = tl.constexpr(-2139095041)  # the order of -inf
 _NAN = tl.constexpr(0x7FFFFFFF)  # above the order of every number
 
 
@@ -105,7 +105,7 @@ def list_tokens(
     own = tl.div_rn(own, temperature)
     order = order_of(own)
     keys = order_keys(order, ids)
-    is_kept = (order > _NOTHING) & (keys >= limit)
+    is_kept = (order > _MINUS_INF) & (keys >= limit)
     is_listed = is_kept & (order >= least)
     number = tl.sum(is_listed.to(tl.int32), axis=0)
     if number > 0:
@@ -132,13 +132,13 @@ def _last_kept(
     """Returns the key of the token with which the weight of tokens within `limit` reaches `wanted`, or `limit` if none
     does.
 
-    If `is_reached`, tokens from the order `least` on are enough; otherwise the whole row is read. `wanted` is -1 for
-    top_p of the total mass within `limit`.
+    `is_reached`: whether tokens with at least the order `least` suffice; otherwise the whole row is read. `wanted`: -1
+    for top_p of the total mass within `limit`.
     """
     is_listed = is_reached & (num_listed <= ROOM)
     end = tl.where(is_listed, num_listed, num_ids).to(tl.int32)
     lowest = tl.maximum(tl.where(is_reached, least, _LOWEST_ORDER), (limit >> 32).to(tl.int32)).to(tl.int64)
-    low_half = (tl.full([], 1, tl.int64) << ID_BITS) - 1  # the varying bits of ids: keys are shortened for the search
+    low_half = (tl.full([], 1, tl.int64) << ID_BITS) - 1  # the bits of ids that vary; the search uses shorter keys
     span = ((highest - lowest) << ID_BITS) | low_half
     found = lowest << ID_BITS
     shift = 0
@@ -156,7 +156,7 @@ def _last_kept(
             keys = tl.where(is_listed, tl.load(listed + places, mask=is_there & is_listed, other=_LOWEST_KEY), keys)
             order = (keys >> 32).to(tl.int32)
             weights = masses_of(value_of(order), value_of(highest)) if IS_MASS else tl.full([CHUNK], 1, tl.int64)
-            weights = tl.where(is_there & (order > _NOTHING) & (keys >= limit), weights, 0)
+            weights = tl.where(is_there & (order > _MINUS_INF) & (keys >= limit), weights, 0)
             keys = ((keys >> 32) << ID_BITS) | (keys & low_half)
             sums += tl.where(keys[:, None] >= bounds[None, :], weights[:, None], 0)
         totals = tl.sum(sums, axis=0)  # descending; the first is everything within the limit
@@ -182,19 +182,19 @@ def filter_limits(
     CHUNK: tl.constexpr,
     ID_BITS: tl.constexpr,  # bits of the largest id
 ):
-    """Finds limits. Grid: rows. Rows without filters, with NaN (left to the race), or with only -inf keep all."""
+    """Finds limits. Grid: rows. Rows without filters, with NaN (which the race handles), or with only -inf keep all."""
     row = tl.program_id(0).to(tl.int64)
     temperature, log_min_p, top_k, top_p = _settings(table, row, num_rows)
     scratch += row * (LANES + 3)
     least, highest, limit = _lane_bounds(scratch, log_min_p, LANES)
-    if (temperature == 0.0) | (highest == _NAN) | (highest <= _NOTHING):
+    if (temperature == 0.0) | (highest == _NAN) | (highest <= _MINUS_INF):
         tl.store(limits + row, tl.full([], _LOWEST_KEY, tl.int64))
         return
 
     values += row * row_stride
     listed += row * ROOM
     num_listed = tl.load(scratch + LANES)
-    is_all = tl.maximum((limit >> 32).to(tl.int32), _NOTHING) >= least  # all tokens that can be kept are >= `least`
+    is_all = tl.maximum((limit >> 32).to(tl.int32), _MINUS_INF) >= least  # no token below `least` can be kept
     is_reached = is_all | (num_listed >= top_k)
     if top_k > 0:
         limit = _last_kept(
@@ -217,7 +217,7 @@ def filter_limits(
 def limits_of(values: Tensor, table: Tensor) -> Tensor:
     """Returns the order key of the last token that min_p, top_k and top_p keep in each row: [num_rows] int64.
 
-    Tokens at -inf, which are never drawn, may be on either side of it.
+    Tokens at -inf, which are never drawn, may be on either side of the limit.
 
     Args:
         values: [num_rows, num_ids] float32 after step 4, each row contiguous.

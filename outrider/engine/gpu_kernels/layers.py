@@ -28,8 +28,8 @@ class ProductTile:
 
 PRODUCT_TILE = ProductTile()
 _MAX_SPLIT_ROWS = 64
-"""Most rows for which products are split. With more rows there are enough tiles to fill a GPU, and splits would only
-cost memory."""
+"""Maximum number of rows for which products are split. More rows give enough tiles to fill a GPU, so that splits would
+only cost memory."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -1,7 +1,7 @@
-"""The race (Gumbel-max) in two launches: temperature, all arrivals of a row and its scores, then the best score.
+"""The race (Gumbel-max) in two launches: one for temperatures, arrivals and scores, one for the best score of each row.
 
 It uses the same float32 operations in the same order as `outrider.engine.sampler.arrivals` and `elementary`, each
-rounded, so the winners are identical. Greedy rows race without arrivals.
+rounded, so the winners are identical. The scores of greedy rows are their values, without arrivals.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WORD_SCALE = tl.constexpr(2.0**-32)
 _LARGEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)
 
 BLOCKS_PER_PROGRAM = 16
-_NOTHING = tl.constexpr(-2139095041)  # high half of -inf's key
+_MINUS_INF = tl.constexpr(-2139095041)  # high half of -inf's key
 _NAN = tl.constexpr(0x7FFFFFFF)  # above the high half of every number's key
 
 
@@ -120,7 +120,7 @@ def pick(
     keys = tl.load(best + row * num_chunks + chunks, mask=chunks < num_chunks, other=-0x8000000000000000)
     key = tl.max(keys, axis=0)
     token_id = 0xFFFFFFFF - (key & 0xFFFFFFFF)
-    tl.store(token_ids + row, tl.where((key >> 32) <= _NOTHING, 0, token_id))
+    tl.store(token_ids + row, tl.where((key >> 32) <= _MINUS_INF, 0, token_id))
 
 
 def winners_of(values: Tensor, table: Tensor, limits: Tensor | None, token_ids: Tensor | None = None) -> Tensor:

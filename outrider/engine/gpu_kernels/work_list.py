@@ -1,9 +1,9 @@
-"""The work of our attention kernel's programs in one forward: a list made on the host. Torch-free.
+"""The work list of our attention kernel for one forward, made on the host. Torch-free.
 
-A tile is some rows of one sequence. The kernel has as many programs as a GPU runs concurrently, which go through the
-list with equal strides: an item is a tile with all of its keys, or with some of their splits, whose partial sums
-`merge_splits` adds up. So programs are as busy with few long sequences as with many short ones, and none is empty.
-Splits begin at fixed positions and are added in order, so cutting a tile changes no bits.
+A tile is some rows of one sequence. An item of the list is a tile with all of its keys, or with some of their splits,
+whose partial sums `merge_splits` adds. The kernel has as many programs as a GPU runs concurrently, and they go through
+the list with equal strides. So programs are as busy with few long sequences as with many short ones. Splits begin at
+fixed positions and are added in order, so cutting a tile changes no bits.
 
 Source of the fixed grid and of its plan on the host: FlashInfer (Ye et al. 2025, arXiv 2501.01005).
 """
@@ -26,15 +26,16 @@ ITEM_INTS = 7
 """Integers of an item: first row, number of rows, start of the block table, first split, end split, first partial or
 -1, and partials per row."""
 MAX_PARTIALS = 1 << 17
-"""Most partial sums of a forward, each for a row, a query head and a split: 68 MB with heads of 128 values, for any
-sequence length. Tiles beyond that are not cut."""
+"""Maximum number of partial sums in a forward, each for a row, a query head and a split: 68 MB with heads of 128
+values. Tiles are not cut if that would need more."""
 ITEMS_PER_PROGRAM = 4
-"""With this many items of equal length, programs are idle for at most about a fifth of the time."""
+"""Target number of items per program. With items of equal length, programs are idle for at most about a fifth of the
+time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Sizes of our attention kernel, the only things that a row's bits depend on."""
+    """Sizes of our attention kernel. A row's bits depend on these only."""
 
     lines: int = 32  # rows × query heads of a KV head; a multiple of 16
     keys: int = 64  # positions in a block
@@ -46,7 +47,7 @@ class Tile:
 
 _Numbers = npt.NDArray[Any]
 _NUM_SIZES = 20
-"""Sizes of splits: more than 31-bit positions need."""
+"""Number of different sizes of splits, more than enough for 31-bit positions."""
 
 
 class WorkLists:

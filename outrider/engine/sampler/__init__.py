@@ -1,4 +1,4 @@
-"""Chooses tokens from logits: the contract's SamplingParams, by the coupled race (Gumbel-max) of the design."""
+"""Chooses tokens from logits by the contract's SamplingParams, with a race (Gumbel-max) that draft and target share."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ from outrider.engine.sampler.order import first_of_largest
 from outrider.engine.sampler.sequence_sampling import Decision, SampleRows
 
 _MAX_VALUES = 1 << 22
-"""Logits that are sampled from together, which bounds the memory of a draw."""
+"""Maximum number of logits that are processed together, to bound the memory of a draw."""
 
 
 class ArrayDecider:
-    """Decides row by row, without sums of floats, whose order would depend on the device."""
+    """Decides each row by itself, without sums of floats, whose order would depend on the device."""
 
     def __init__(self, editor: LogitEditor) -> None:
         self._editor = editor

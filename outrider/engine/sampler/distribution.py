@@ -1,4 +1,4 @@
-"""Steps 5 and 6 of the contract's SamplingParams for whole rows: the distribution that a token is drawn from.
+"""Steps 5 and 6 of the contract's SamplingParams for whole rows: the distribution from which a token is drawn.
 
 The kernels' race does not need it, since it looks only into blocks that can win. `ArrayDecider`'s race, logprobs and
 verification methods that compare probabilities need the whole distribution.
@@ -19,7 +19,7 @@ from outrider.request import SamplingParams
 
 
 def drawn_from(values: Array, decisions: Sequence[Decision]) -> Array:
-    """Returns the values after steps 5 and 6, -inf if filtered out: [num_rows, num_ids]. Greedy rows are unchanged.
+    """Returns the values after steps 5 and 6, -inf for filtered tokens: [num_rows, num_ids]. Greedy rows are unchanged.
 
     The result is a copy if some rows, but not all, are greedy.
     """

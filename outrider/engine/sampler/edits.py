@@ -36,8 +36,8 @@ class Vocabulary:
 class Edits:
     """Bans, biases and penalties of the rows that have any.
 
-    Entries i of `places` and `numbers` belong together. Those of changed row r are its bans from starts[3 r] on, its
-    biases from starts[3 r + 1], its penalties from starts[3 r + 2], each token once.
+    Entries with equal indices in `places` and `numbers` belong together. The bans of changed row r begin at
+    starts[3 r], its biases at starts[3 r + 1], its penalties at starts[3 r + 2]; each token occurs once in each.
     """
 
     starts: Ints  # [3 * num_changed + 1]
@@ -47,7 +47,7 @@ class Edits:
 
     @classmethod
     def of(cls, changed: Sequence[tuple[int, Decision]]) -> Edits:
-        """Collects the edits of rows, each given with the index of its first logit: at least one row."""
+        """Collects the edits of one or more rows, each given with the index of its first logit."""
         starts, places, numbers = [0], [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.float32)]
 
         def add(ids: Ints, values: Floats, start: int) -> None:
@@ -74,13 +74,13 @@ class Edits:
         )
 
     def packed(self) -> Ints:
-        """Returns all fields in one array, as the Triton kernel reads it; float32 as its bits."""
+        """Returns all fields in one array for the Triton kernel; float32 values are given as their bits."""
         factors, numbers = (each.view(np.int32).astype(np.int64).ravel() for each in (self.factors, self.numbers))
         return np.concatenate([self.starts, factors, self.places, numbers])
 
 
 ApplyEdits = Callable[[Array, Edits], None]
-"""Edits all logits of a step, given as one row, in place."""
+"""A function that edits all logits of a step, given as one row, in place."""
 
 
 @without_warnings
@@ -114,7 +114,7 @@ def apply_by_kernel(flat: Array, edits: Edits) -> None:
 
 
 class LogitEditor:
-    """Edits all rows of a step together on their device; always with the same library and device."""
+    """Edits all rows of a step together on their device. All logits must be of one array library and device."""
 
     def __init__(self, vocabulary: Vocabulary, apply: ApplyEdits = apply_to_array) -> None:
         self.vocabulary = vocabulary
@@ -126,7 +126,7 @@ class LogitEditor:
             self._holes[vocabulary.holes] = True
 
     def edit(self, logits: Array, decisions: Sequence[Decision]) -> Array:
-        """Bans holes and what constraints forbid, then applies bans, biases and penalties.
+        """Bans unknown ids and tokens that constraints forbid, then applies bans, biases and penalties.
 
         Args:
             logits: [num_rows, vocab_size] float32, not changed.

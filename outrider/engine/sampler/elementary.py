@@ -47,7 +47,9 @@ SQRT_HALF_BITS = 0x3F3504F3
 _MANTISSA_BITS = 23
 _EXPONENT_BIAS = 127
 MASS_EXPONENT = 44
+"""The exponent of two in the largest mass."""
 LOWEST = -32.0
+"""Log of a weight relative to the largest, below which masses round to 0."""
 
 MASS_OF_LARGEST = 1 << MASS_EXPONENT
 """The mass of the largest value of a row."""
@@ -92,7 +94,7 @@ def masses_of(values: Array, largest: Array) -> Array:
         largest: float32, broadcasts to the values. If it is infinite, equal values have mass 2^44, all others 0.
     """
     xp = namespace(values)
-    # The largest become 0 by their bits: if a bias exceeds float32 or no token is left, the difference would be NaN.
+    # A product of bits sets the largest to 0: if a bias exceeds float32 or no token is left, the difference is NaN.
     x = ((values - largest).view(xp.int32) * (values != largest)).view(xp.float32)
     x = xp.clip(x, min=LOWEST)  # smaller values round to 0
     exponents = xp.round(x * LOG2_E)

@@ -16,7 +16,7 @@ _NEVER_REACHED = (1 << 63) - 1
 
 
 def has_filters(params: SamplingParams) -> bool:
-    """Returns whether step 6 does anything."""
+    """Returns whether step 6 has an effect."""
     return params.min_p > 0.0 or params.top_k > 0 or params.top_p < 1.0
 
 

@@ -1,4 +1,4 @@
-"""Logprobs of chosen tokens: from the model, or from the distribution that they were drawn from.
+"""Logprobs of chosen tokens, of the model's distribution or of the one from which they were drawn.
 
 Sums are of masses (integers), so a row's logprobs have the same bits in any batch and on any device.
 """
@@ -20,7 +20,7 @@ from outrider.engine.scheduler import EngineSequence, Scheduled, StepPlan
 from outrider.request import LogprobsMode, TokenLogprobs
 
 PIECE_ROWS = 8
-"""Rows of a prompt that a device processes together, which bounds the memory of intermediate results."""
+"""Number of a prompt's rows that a device processes together, to bound the memory of intermediate results."""
 
 
 def pending_prompt_logprobs(logits: Array, token_ids: Sequence[int], num_top: int) -> Pending[list[TokenLogprobs]]:
@@ -50,7 +50,7 @@ def take_scored_rows(plan: StepPlan, logits: Array) -> tuple[Array, list[Pending
     """Splits off the last rows of logits, which belong to sequences whose prompts are scored. Call it before these
     advance.
 
-    Returns the other rows, and for each such sequence the new logprobs; reading them counts them as done.
+    Returns the other rows, and for each such sequence its new logprobs. Reading these records them as scored.
     """
     scored: list[Pending[ScoredSequence]] = []
     for item in reversed(plan.scheduled):

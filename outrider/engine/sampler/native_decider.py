@@ -19,9 +19,9 @@ from outrider.engine.sampler.edits import Vocabulary
 from outrider.engine.sampler.filters import has_filters
 from outrider.engine.sampler.sequence_sampling import SampleRows, SequenceSampling
 
-# Logits up to which a call keeps Python's lock; those of rows with filters count more, since they are read more often.
-# Such a call takes about half a millisecond; in the worst case, a top_k of tens of thousands, it should stay within the
-# five for which another thread may keep the lock (an estimate).
+# Number of logits up to which a call keeps Python's lock. Those of rows with filters count more, since they are read
+# more often. Such a call takes about half a millisecond. In the worst case, a top_k of tens of thousands, it should
+# take less than the five milliseconds for which any thread may keep the lock (an estimate).
 _SHORT_CALL = 1 << 20
 _FILTERED_WEIGHT = 4
 
@@ -63,7 +63,7 @@ class _Prepared:
         counts = self._penalties.counts
         if counts is not None:
             sampling.num_counted = len(counts)
-            if counts.ids is not self._counted_ids:  # it grew
+            if counts.ids is not self._counted_ids:  # the array was replaced by a larger one
                 self._counted_ids = counts.ids
                 sampling.counted_ids = counts.ids.ctypes.data
                 sampling.counts = counts.counts.ctypes.data
@@ -75,7 +75,7 @@ class NativeDecider:
 
     def __init__(self, kernels: CpuKernels, vocabulary: Vocabulary) -> None:
         """Raises: MemoryError if there is no memory for a row of each thread."""
-        self._kernels = kernels  # their team must outlive the sampler
+        self._kernels = kernels  # kept, because the team must outlive the sampler
         functions = kernels.library.functions
         holes = np.ascontiguousarray(vocabulary.holes, dtype=np.int64)
         self._sampler: int = functions.outrider_sampler_create(

@@ -1,4 +1,4 @@
-"""The order of a row's tokens, by descending value and ascending id among equals, as distinct integer keys."""
+"""The order of a row's tokens, by descending value and then ascending id, given by distinct integer keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOWEST_KEY = -(1 << 63)
 
 
 def order_keys(values: Array) -> Array:
-    """Returns a key for each token, the first token's the largest: [num_rows, num_ids] float32 -> int64."""
+    """Returns a key for each token, the largest for the first one: [num_rows, num_ids] float32 -> int64."""
     keys = lowest_keys(values)
     keys |= _LOW_HALF - namespace(values).arange(values.shape[1], device=values.device)
     return keys

@@ -36,7 +36,7 @@ _WARM_UP_STEPS: tuple[dict[str, Any], ...] = (
     {"min_p": 0.1, "top_k": 2, "top_p": 0.9},
     {"logit_bias": ((0, 1.0),), "min_tokens": 1, "repetition_penalty": 1.1, "presence_penalty": 0.1},
 )
-"""Sampling parameters of one step each: kernels are compiled for the features that the rows of a step use."""
+"""Sampling parameters of each warm-up step, since kernels are compiled for the features that a step's rows use."""
 
 
 class Sampler:
@@ -61,9 +61,9 @@ class Sampler:
         """Args:
         vocab_size: width of the logits.
         known_token_ids: [vocab_size] bool, ids that the tokenizer has; at least one.
-        device: of the logits.
-        kernels: for logits on the CPU. None: numpy or torch decides, with the same result.
-        constraints: compiles constraints of requests for the same vocabulary. None: no request has any.
+        device: the logits' device.
+        kernels: decide if logits are on the CPU; None: numpy or torch decides, with the same result.
+        constraints: compiles constraints of requests for the same vocabulary; None: no request has any.
         """
         self._masks_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # starts with the first constraint
         self._masks_in_making: Future[Any] | None = None

@@ -28,7 +28,7 @@ def _bits(numbers: Sequence[float]) -> np.ndarray:
 
 
 class TritonDecider:
-    """Reads each logit once, twice more in rows with filters, and more often if very many tokens are likely."""
+    """Decides by kernels that read each logit once, twice more with filters, and more often if many are likely."""
 
     def __init__(self, editor: LogitEditor) -> None:
         self._editor = editor

@@ -1,4 +1,4 @@
-"""The kernels under test: every path that this machine can run, and libraries that are built for the tests alone."""
+"""The kernels under test: every path that this machine can run, and libraries that are built for tests only."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.engine.cpu_kernels.libraries import BREAKS_THE_RULE, MADE_FOR_TESTS, 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread_of_torchs():
-    """So that references take no core from the teams under test."""
+    """Torch computes references with one thread, so that they take no core from the teams under test."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", params=PATHS)
 def library(request, made_libraries):
-    """A library for each way of computing; those of this machine's paths are what nodes load."""
+    """A library for each path. Those of this machine's paths are the ones that nodes load."""
     path = request.param
     if path in MADE_FOR_TESTS:
         return made_libraries(path)
@@ -49,7 +49,7 @@ def rule_breaking_library(made_libraries):
 
 @pytest.fixture(scope="session")
 def made_libraries() -> Callable[[str], KernelLibrary]:
-    """made_libraries(name); compiled on first use."""
+    """made_libraries(name) → KernelLibrary, compiled on first use."""
     return functools.cache(made_library)
 
 
@@ -69,13 +69,13 @@ def teams():
 
 @pytest.fixture
 def kernels(library, teams):
-    """One thread."""
+    """Kernels with one thread."""
     return teams(library, 1)
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Where compiled libraries are kept: a folder that is not there yet."""
+    """The folder for compiled libraries, which does not exist yet."""
     folder = tmp_path / "kernels"
     monkeypatch.setenv(LIBRARIES_VARIABLE, str(folder))
     return folder
@@ -83,7 +83,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def source(tmp_path, monkeypatch, cache):
-    """Two functions instead of all kernels, one path instead of three."""
+    """A source with a few functions instead of all kernels, and one path."""
     source = tmp_path / "source"
     source.mkdir()
     (source / "exports.map").write_bytes((compiler.SOURCE / "exports.map").read_bytes())

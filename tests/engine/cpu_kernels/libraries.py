@@ -1,8 +1,9 @@
-"""Libraries that are built for tests alone: kernels as other processors run them, and with a mistake."""
+"""Libraries that are built for tests only: kernels as other processors run them, and with a mistake."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import platform
 from collections.abc import Iterator
@@ -17,9 +18,9 @@ from outrider.engine.cpu_kernels.paths import PREFERENCE, choose_kernels
 from outrider.errors import ConfigError
 
 SIMULATED = Path(__file__).parent / "simulated"
-_FROM_SOURCE = os.path.relpath(SIMULATED, SOURCE)  # where the compiler runs: the same flags in every checkout
+_FROM_SOURCE = os.path.relpath(SIMULATED, SOURCE)  # relative to the compiler's folder: equal flags in all checkouts
 MADE_FOR_TESTS = {
-    "generic": (),  # portable C++ without AVX2, as other processors run it
+    "generic": (),  # portable C++ without AVX2, for other processors
     "simulated_avx512_bf16": ("-march=x86-64-v3", "-include", f"{_FROM_SOURCE}/avx512_bf16.h"),
     "simulated_avx512": (
         "-march=x86-64-v3",
@@ -34,9 +35,9 @@ _FLAGS = {
     **MADE_FOR_TESTS,
     BREAKS_THE_RULE: ("-march=x86-64-v3", "-I.", "-include", f"{_FROM_SOURCE}/breaks_the_rule.h"),
 }
-_QUICKLY = ("-O1", "-Wno-psabi")  # compiled quickly, not computing quickly
+_QUICKLY = ("-O1", "-Wno-psabi")  # compilation is quick, computation is not
 BUILD_SECONDS = 600
-"""What a test that has one built may take, on a machine with much else to do."""
+"""Seconds that a test with a build may take on a busy machine."""
 
 
 def _runs_here(path: str) -> bool:
@@ -45,7 +46,7 @@ def _runs_here(path: str) -> bool:
     return False
 
 
-REAL_PATHS = [path for path in PREFERENCE if _runs_here(path)]  # test_paths says which others
+REAL_PATHS = [path for path in PREFERENCE if _runs_here(path)]  # test_paths skips the others with a reason
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:
@@ -57,11 +58,11 @@ PATHS = [
     *(pytest.param(path, id=path) for path in REAL_PATHS),
     *(pytest.param(name, id=name, marks=_marks(name)) for name in MADE_FOR_TESTS),
 ]
-"""Parameters of the fixture `library`. What this processor has is simulated in full runs only."""
+"""Parameters of the fixture `library`. Paths that this processor supports are simulated in full runs only."""
 
 
 def with_few_for_tests(cases: dict[str, tuple], few: tuple[str, ...]) -> list:
-    """Parameters (library, *case): all cases on the paths that nodes run, `few` on libraries made for tests."""
+    """Returns parameters (library, *case): all cases on the paths that nodes run, `few` on libraries made for tests."""
     return [
         pytest.param(*path.values, *case, id=f"{path.id}-{name}", marks=path.marks)
         for path in PATHS
@@ -71,11 +72,12 @@ def with_few_for_tests(cases: dict[str, tuple], few: tuple[str, ...]) -> list:
 
 
 def made_library(name: str) -> KernelLibrary:
-    """Compiled unless the cache holds it."""
+    """Returns a library, which is compiled unless it is cached."""
     if find_compiler() is None:
         pytest.skip("no C++ compiler")
-    with _without_preloaded_sanitizer():
-        libraries, left_out = compiled_libraries({name: (*_FLAGS[name], *_QUICKLY)}, inputs=sorted(SIMULATED.iterdir()))
+    headers = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SIMULATED.iterdir()))).hexdigest()
+    with _without_preloaded_sanitizer():  # a change of the headers is one of the flags
+        libraries, left_out = compiled_libraries({name: (*_FLAGS[name], *_QUICKLY, f"-DHEADERS_{headers}")})
     if name in left_out:
         assert platform.machine() not in X86_64, left_out[name]
         pytest.skip(left_out[name])
@@ -84,7 +86,7 @@ def made_library(name: str) -> KernelLibrary:
 
 @contextlib.contextmanager
 def _without_preloaded_sanitizer() -> Iterator[None]:
-    """The compiler needs none, and is slow with one."""
+    """Removes a preloaded sanitizer, with which the compiler would be slow."""
     preloaded = os.environ.pop("LD_PRELOAD", None)
     try:
         yield

@@ -1,5 +1,5 @@
-// Exercises team.h from C++, where members can be held up on purpose. One case a run, by name.
-// Ends with 0, or says what went wrong; whoever runs it sets a limit to its time.
+// Exercises team.h from C++, where members can be delayed on purpose. A run executes one case,
+// given by name. It exits with 0, or reports the failure; the caller must set a timeout.
 #include "team.h"
 
 #include <sys/resource.h>
@@ -35,7 +35,7 @@ class Flag {
   std::atomic<bool> is_set_{false};
 };
 
-// Phases of units, each of which reads what the phase before wrote and is done once.
+// Phases of units. Each unit is done once and reads the results of the previous phase.
 struct Chain final : Job {
   Chain(int num_phases, int64_t num_units) : phases(num_phases), values(num_phases + 1) {
     for (auto& of_phase : values) of_phase.assign(num_units, 0);
@@ -48,7 +48,7 @@ struct Chain final : Job {
       const int64_t num = static_cast<int64_t>(values[phase].size());
       phases[phase].share(member, num, [&](int64_t unit) {
         if (in_unit) in_unit(member.index, static_cast<int>(phase), unit);
-        // Of the whole phase before: a unit that came too early would add too little.
+        // Sums the whole previous phase: a unit that ran too early would get a smaller sum.
         int64_t sum = 0;
         for (const int64_t value : values[phase]) sum += value;
         values[phase + 1][unit] += sum / num + 1;
@@ -63,7 +63,7 @@ struct Chain final : Job {
   }
 
   std::vector<Phase> phases;
-  std::vector<std::vector<int64_t>> values;  // not atomic: phases order what units do
+  std::vector<std::vector<int64_t>> values;  // not atomic, since phases order the units
   std::function<void(int, int)> before_phase;
   std::function<void(int, int, int64_t)> in_unit;
 };
@@ -77,8 +77,8 @@ void more_threads_than_cores() {
   }
 }
 
-// Workers that lose their core between two units: here they wait, outside of any unit, for
-// something that comes after the whole job. A barrier of threads would never end.
+// Workers that lose their core between two units: here they wait, outside of any unit, for an
+// event after the whole job. With a barrier of threads the job would never end.
 void late_workers_hold_up_no_phase() {
   Team team(3);
   for (int late_phase = 0; late_phase < 4; late_phase++) {
@@ -89,14 +89,14 @@ void late_workers_hold_up_no_phase() {
     };
     team.run(job);
     job->check();
-    // Later jobs are done without them as well, and their memory may go.
+    // Later jobs are done without them, too, and the memory of these jobs may be freed.
     for (int i = 0; i < 50; i++) {
       const auto next = std::make_shared<Chain>(3, 5);
       team.run(next);
       next->check();
     }
     is_over->set();
-    // They come back: a job of which member 0 waits in a unit until another member did one.
+    // They continue: in this job member 0 waits in a unit until another member has done one.
     Flag has_helped;
     const auto shared = std::make_shared<Chain>(1, 2);
     shared->in_unit = [&](int member, int, int64_t) { member == 0 ? has_helped.wait() : has_helped.set(); };
@@ -106,7 +106,7 @@ void late_workers_hold_up_no_phase() {
   }
 }
 
-// A phase is not over before a unit that somebody is still in.
+// A phase does not end while a member is in a unit.
 void a_unit_that_takes_long_is_waited_for() {
   Team team(2);
   for (int i = 0; i < 20; i++) {
@@ -131,7 +131,7 @@ void a_unit_that_takes_long_is_waited_for() {
   }
 }
 
-// All members are in their first unit before any of them goes on.
+// All members enter their first unit before any of them continues.
 void a_member_begins_with_units_of_its_own() {
   constexpr int kMembers = 3;
   constexpr int64_t kUnits = 10;
@@ -187,7 +187,7 @@ void no_more_threads_is_an_error_and_leaves_nothing_behind() {
   rlimit limit{};
   getrlimit(RLIMIT_AS, &limit);
   rlimit low = limit;
-  low.rlim_cur = rlim_t{256} << 20;  // a thread takes 8 MiB for its stack
+  low.rlim_cur = rlim_t{256} << 20;  // a thread's stack needs 8 MiB
   require(setrlimit(RLIMIT_AS, &low) == 0, "the limit could not be set");
   bool is_refused = false;
   try {

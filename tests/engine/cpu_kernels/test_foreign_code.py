@@ -1,4 +1,4 @@
-"""What other code in the process leaves behind in the processor must not reach the kernels."""
+"""Processor state that other code in the process has left must not affect the kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def random_rows(*shape, dtype=torch.bfloat16):
 
 @pytest.fixture
 def flushing():
-    """The calling thread takes subnormal numbers for zeros, as code compiled with -ffast-math makes it."""
+    """The calling thread treats subnormal numbers as zeros, as after loading code compiled with -ffast-math."""
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormal numbers")
     yield
@@ -35,7 +35,7 @@ def test_subnormal_numbers_are_kept_whoever_computes_a_unit(library, teams, flus
     for num_threads in (1, 2, 3):
         kernels = teams(library, num_threads)
         matrix = pack(kernels, [weight])
-        for _ in range(10):  # who does which unit is chance
+        for _ in range(10):  # which thread does a unit is random
             y = linear(kernels, matrix, x)
             torch.set_flush_denormal(False)
             assert torch.allclose(y.double(), expected, rtol=1e-4, atol=0.0)
@@ -60,7 +60,7 @@ def test_the_callers_own_arithmetic_is_given_back(kernels, flushing):
 
 
 class Products:
-    """Products of several sizes from two of the library's files, each before and after one of another size."""
+    """Products of several sizes by two of the library's source files, each before and after one of another size."""
 
     ORDER = (
         *(("linear", 20), ("attention", 1), ("linear", 20), ("attention", 30), ("linear", 1), ("attention", 1)),
@@ -83,7 +83,7 @@ class Products:
         return paged_attention(self.kernels, query, *self.caches, batch, AttentionOptions(0.3))
 
     def in_turns(self, between):
-        """All of ORDER, with something else done before each."""
+        """Computes all of ORDER, and calls `between` before each."""
         outputs = []
         for name, num_rows in self.ORDER:
             between()
@@ -91,7 +91,7 @@ class Products:
         return outputs
 
     def assert_right(self, outputs):
-        """Each equals the first of its kind, and linear ones the product."""
+        """Checks that each output equals the first of its kind, and that linear ones are the product."""
         first = {}
         for (name, num_rows), output in zip(self.ORDER, outputs, strict=True):
             assert torch.equal(bits(output), first.setdefault((name, num_rows), bits(output))), (name, num_rows)
@@ -101,7 +101,7 @@ class Products:
 
 
 def test_operators_of_different_files_may_follow_each_other_and_torch_between_them(library, teams):
-    """Its own bfloat16 products use the same instructions where there are some."""
+    """Torch's own bfloat16 products use the same instructions if the processor has them."""
     left, right = random_rows(64, 96), random_rows(96, 64)
     for num_threads, between in ((1, lambda: None), (2, lambda: torch.mm(left, right))):
         products = Products(teams(library, num_threads))
@@ -119,7 +119,7 @@ def test_simulated_tiles_that_other_code_gave_back_are_shaped_again(made_librari
 @pytest.mark.slow
 @pytest.mark.timeout(BUILD_SECONDS)
 def test_no_thread_keeps_its_tiles_when_it_waits(made_libraries, teams):
-    """The simulation of AMX counts them."""
+    """The simulation of AMX counts threads with tiles."""
     library = made_libraries("simulated_amx")
     products = Products(teams(library, 3))
     products.assert_right(products.in_turns(lambda: None))

@@ -1,4 +1,4 @@
-"""The cache that native kernels attend over: its layout, and that rows go in and out as of a plain one."""
+"""The KV cache of native kernels: its layout, and reads and writes like those of a plain cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_cache(kernels, dtype, block_size=16):
 
 
 def fill(cache, seed=0):
-    """Everything, with random bytes."""
+    """Fills all slots with random bytes."""
     random = np.random.default_rng(seed)
     for plane in cache.planes:
         layers = range(plane.num_layers)
@@ -35,7 +35,7 @@ def contents(cache):
 @pytest.mark.parametrize("dtype", WORDS)
 def test_sixteen_slots_of_a_head_are_a_panel_of_packed_weights(kernels, dtype):
     cache = fill(make_cache(kernels, dtype))
-    size = 4 // WORDS[dtype]().itemsize  # of a word, in numbers
+    size = 4 // WORDS[dtype]().itemsize  # numbers in a word
     shape = (NUM_LAYERS, NUM_SLOTS // 16, 16, NUM_HEADS, HEAD_DIM)  # layers, panels, keys, heads, columns
     keys, values = (
         cache.read(plane, range(NUM_LAYERS), EVERYTHING).view(WORDS[dtype]).reshape(shape) for plane in ("k", "v")

@@ -1,4 +1,4 @@
-"""Whole decoders in one native call: the model that transformers computes, and the same bits in any schedule."""
+"""Whole decoders in one native call: transformers' logits, and the same bits in any schedule."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def rounded_checkpoints(checkpoints, tmp_path_factory):
-    """The weights that bfloat16 has, in float32."""
+    """Checkpoints with weights rounded to bfloat16, stored in float32."""
 
     @functools.cache
     def directory(architecture):
@@ -87,7 +87,7 @@ def decoders(checkpoints, teams):
     def decoder(library, architecture, kind):
         key = library.file, architecture, kind
         if key not in made:
-            model = copy.deepcopy(loaded(checkpoints(architecture), KINDS[kind]))  # packing takes its weights away
+            model = copy.deepcopy(loaded(checkpoints(architecture), KINDS[kind]))  # packing removes its weights
             dtype = str(KINDS[kind]).removeprefix("torch.")
             spec, layers = describe_decoder(model, dtype=dtype, window=resolve_window(model.config))
             assert why_not_native(model, spec, layers) == ""
@@ -112,7 +112,7 @@ class Sequence:
 
 
 class Engine:
-    """Runs rows of some sequences over one cache, and keeps the book of blocks."""
+    """Runs rows of some sequences over one cache, and manages its blocks."""
 
     def __init__(self, decoder, spec, kernels, prompts, seed=0, features=None):
         self.random = random.Random(seed)
@@ -130,9 +130,9 @@ class Engine:
                 panels[:, block * BLOCK_SIZE // 16 : (block + 1) * BLOCK_SIZE // 16] = 0xFF  # NaN of any size
 
     def run(self, plan, *, on_layer_done=None, wants_logits=True, num_left_out=()):
-        """`plan`: (sequence, rows, ids of wrong drafts behind them). Logits of the rows without the drafts.
+        """Returns the logits of the rows, without those of drafts. `plan`: (sequence, rows, ids of wrong drafts).
 
-        `num_left_out`: by sequence, rows at the beginning whose logits are not computed; by default none.
+        `num_left_out`: by sequence, the number of leading rows whose logits are not computed; by default none.
         """
         rows = []
         num_left_out = num_left_out or [0] * len(plan)
@@ -158,14 +158,14 @@ class Engine:
             sequence.block_ids.append(block)
 
     def preempt(self, sequence):
-        """Its KV is lost; what another shares stays."""
+        """Drops a sequence's KV, except blocks that another sequence shares."""
         for block in sequence.block_ids:
             self.references[block] -= 1
         self.spoil(block for block in sequence.block_ids if self.references[block] == 0)
         sequence.block_ids, sequence.num_computed = [], 0
 
     def share_prefix(self, sequence, other):
-        """What a prefix cache does: whole blocks of equal tokens are taken over instead of computed."""
+        """Does what a prefix cache does: shares whole blocks of equal tokens instead of computing them."""
         equal = next(
             (i for i, pair in enumerate(zip(sequence.token_ids, other.token_ids, strict=False)) if pair[0] != pair[1]),
             min(len(sequence.token_ids), len(other.token_ids)),
@@ -188,21 +188,21 @@ PROMPTS = [LONG, LONG[:100] + random_ids(50, 2), random_ids(70, 3)]
 
 @functools.cache
 def prompt_alone(decoder, spec, kernels, index):
-    """Logits of every token of one of PROMPTS, computed alone: one row, one sequence, one thread at a time."""
+    """Returns the logits of every token of one of PROMPTS, computed one row at a time, by one thread."""
     engine = Engine(decoder, spec, kernels, PROMPTS)
     return torch.cat([engine.run([(index, 1, [])])[0] for _ in PROMPTS[index]])
 
 
 def logits_alone(decoder, spec, kernels):
-    """Of all PROMPTS."""
+    """Returns the logits of all PROMPTS."""
     return [prompt_alone(decoder, spec, kernels, index) for index in range(len(PROMPTS))]
 
 
 def rows_that_differ(alone, decoder, spec, kernels, seed, *, leaves_out=False):
-    """(sequence, position) whose logits have other bits than alone, in a random schedule of everything.
+    """Returns each (sequence, position) whose logits in a random schedule have other bits than alone.
 
-    Chunks of any size, single rows, drafts that turn out wrong, mixed batches, prefixes
-    taken from the cache, preemption. `leaves_out`: the logits of rows at the beginning of chunks.
+    The schedule has chunks of any size, single rows, wrong drafts, mixed batches, prefix hits and preemption.
+    `leaves_out`: whether logits of rows at the beginning of chunks are not computed.
     """
     engine = Engine(decoder, spec, kernels, PROMPTS, seed)
     choose, differing, num_compared, num_left_out = engine.random, [], 0, 0
@@ -273,7 +273,7 @@ def test_a_prompt_in_one_chunk_and_layer_by_layer(library, teams, decoders):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_chunk_without_logits_leaves_the_same_keys_and_values(library, teams, decoders, kind):
-    """Its last layer computes nothing else."""
+    """Its last layer computes only these."""
     decoder, spec = decoders(library, "qwen3", kind)
     engines = [Engine(decoder, spec, teams(library, 2), PROMPTS) for _ in range(2)]
     for engine, wants_logits in zip(engines, (True, False), strict=True):
@@ -310,7 +310,7 @@ def test_features_have_the_same_bits_alone_and_in_company(library, teams, decode
 def test_drafts_of_a_tree_have_the_logits_and_leave_the_keys_and_values_of_plain_decode(
     library, teams, decoders, architecture, num_known
 ):
-    """The true tokens are drafts of a tree, with wrong ones between them; then their slots are moved."""
+    """The correct tokens are drafts of a tree, among wrong ones; then their slots are moved."""
     decoder, spec = decoders(library, architecture, "bfloat16")
     alone = prompt_alone(decoder, spec, teams(library, 1), 0)
     plain, engine = (Engine(decoder, spec, teams(library, num_threads), [LONG]) for num_threads in (1, 2))
@@ -332,7 +332,7 @@ def test_drafts_of_a_tree_have_the_logits_and_leave_the_keys_and_values_of_plain
 
 
 def kv_of(engine, num_tokens):
-    """Keys and values of the first sequence, in bytes."""
+    """Returns the keys and values of the first sequence, as bytes."""
     slots = np.array(engine.sequences[0].block_ids)[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)
     taken = slots.flatten()[:num_tokens]
     return [engine.cache.read(plane.name, range(plane.num_layers), taken).tobytes() for plane in engine.cache.planes]
@@ -348,12 +348,12 @@ def test_a_kernel_that_breaks_the_rule_is_caught(rule_breaking_library, teams, d
     assert rows_that_differ(logits_alone(decoder, spec, kernels), decoder, spec, kernels, seed=0)
 
 
-# ---- what is computed, not only that it is always the same
+# ---- correct values, not only equal bits
 
 
 @functools.cache
 def logits_of_transformers(directory, dtype):
-    """Of every token of LONG, by the untouched model: [280, vocab_size] float64."""
+    """Returns the logits of every token of LONG from the unchanged model: [280, vocab_size] float64."""
     model = load(directory, dtype, attention="eager")
     with torch.inference_mode():
         return model(torch.tensor([LONG])).logits[0].double()
@@ -370,7 +370,7 @@ def error_of(logits, expected):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("kind", "allowed"), [("float32", 1e-5), ("int8", 0.1)])
 def test_logits_are_those_of_transformers(library, teams, decoders, checkpoints, architecture, kind, allowed):
-    """Up to the rounding of float32; with int8 weights lossy by a few hundredths."""
+    """They are equal up to the rounding of float32. int8 weights are lossy by a few hundredths."""
     logits = native_logits(*decoders(library, architecture, kind), teams(library, 1))
     assert error_of(logits, logits_of_transformers(checkpoints(architecture), torch.float32)) < allowed
 

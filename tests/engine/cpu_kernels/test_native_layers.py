@@ -95,7 +95,7 @@ def test_a_trace_names_the_kernels(tmp_path):
 
 @pytest.mark.parametrize("width", [1504, 1500])
 def test_activations_of_many_rows_and_odd_widths_are_the_same_bits_too(tmp_path, width):
-    """Wide enough for torch to split an activation over threads, and to leave elements over at its end."""
+    """The widths make torch divide an activation among threads, and leave a remainder at the end of a vector."""
     torch.set_num_threads(3)
     directory = make_tiny_model(tmp_path, architecture="gemma", overrides={"intermediate_size": width})
     model = load_model(ModelConfig(id=str(directory), dtype="float32"))
@@ -123,7 +123,7 @@ CONV1D = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
     ("architecture", "settings"), [("mixtral", EXPERTS), ("gpt2", CONV1D)], ids=["experts", "conv1d"]
 )
 def test_what_torch_computes_in_a_model_is_not_said_to_be_exact(tmp_path, architecture, settings):
-    """Its order of sums depends on the number of rows: seen at load, by comparing bits."""
+    """Torch's order of sums depends on the number of rows, which is detected at load by comparing bits."""
     directory = make_tiny_model(tmp_path)
     common = json.loads((directory / "config.json").read_text())
     names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")

@@ -1,5 +1,6 @@
-"""The native kernel's own borders, on every instruction path: spans, panels, sizes of heads; and a row's bits in any
-company. What all backends have in common is in tests/contract/test_attention_backends.py.
+"""The native kernel's borders on every instruction path (spans, panels, sizes of heads), and a row's bits in any batch.
+
+Tests for all backends are in tests/contract/test_attention_backends.py.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Heads:
 
 
 class Cache:
-    """Keys and values of some sequences, scattered over blocks; NaN wherever no sequence has a token."""
+    """Keys and values of some sequences, scattered over blocks; NaN in slots without a token."""
 
     def __init__(
         self, lengths: Sequence[int], heads: Heads, dtype: torch.dtype, *, block_size: int = 16, seed: int = 0
@@ -62,7 +63,7 @@ class Cache:
             self.queries.append(torch.randn((length, heads.num_heads, heads.head_dim), generator=generator).to(dtype))
 
     def attend(self, kernels, parts, options, *, workspace=None) -> Tensor:
-        """`parts`: (sequence, rows, tokens before them), as one batch. [num_rows, num_heads, head_dim]."""
+        """Attends in one batch: [num_rows, num_heads, head_dim]. `parts`: (sequence, rows, tokens before them)."""
         batch = build_input_batch(
             [SequenceRows([0] * rows, before, self.tables[seq], 1) for seq, rows, before in parts], self.block_size
         )
@@ -71,7 +72,7 @@ class Cache:
 
 
 def reference(query: Tensor, keys: Tensor, values: Tensor, before: int, options: AttentionOptions):
-    """(the output, how far from it rounding may lead), both [rows, num_heads, head_dim] float64."""
+    """Returns (the output, the difference that rounding explains), both [rows, num_heads, head_dim] float64."""
     group, dtype = query.shape[1] // keys.shape[1], query.dtype
     query, keys, values = (tensor.double() for tensor in (query, keys, values))
     keys, values = (tensor.repeat_interleave(group, dim=1) for tensor in (keys, values))
@@ -87,8 +88,8 @@ def reference(query: Tensor, keys: Tensor, values: Tensor, before: int, options:
         seen &= torch.arange(len(keys)) > positions - options.sliding_window
     weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1)
     output = torch.einsum("hrt,thd->rhd", weights, values)
-    # Each weight is off by the error of its score and of the exponential, and then rounded to the values' type, as
-    # all are that it is divided by the sum of; then the sum's own rounding.
+    # The error of a weight is that of its score and of the exponential, and the rounding to the values' type, which
+    # also applies to the weights in the sum that it is divided by. The sum is rounded, too.
     rounded = 2 * rounding_of(dtype) if dtype == torch.bfloat16 else 0.0
     weight_error = 2 * score_error.masked_fill(~seen, 0.0).amax(dim=-1) + (len(keys) + 32) * ROUNDING + rounded
     weight_error = weight_error.T.unsqueeze(-1)
@@ -127,7 +128,7 @@ def test_heads_of_any_multiple_of_16(kernels, dtype, head_dim):
 @pytest.mark.parametrize("group", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_single_rows_of_few_query_heads(kernels, dtype, group, head_dim):
-    """A few query rows take several panels of keys, and of columns, at once: by fours, then by twos, then by ones."""
+    """Few query rows are multiplied with several panels of keys, or of columns, at once: four, then two, then one."""
     check(kernels, [(1, 300), (1, 16), (1, 0)], dtype=dtype, heads=Heads(head_dim, 2, group))
 
 
@@ -200,7 +201,7 @@ OPTIONS = {
 
 
 def rows_that_differ(kernels_alone, kernels, cache: Cache, batches, options) -> list[int]:
-    """Positions of sequence 0 whose output in one of `batches` has other bits than alone."""
+    """Returns the positions of sequence 0 whose output in one of `batches` has other bits than alone."""
     differing = []
     workspace = Workspace(kernels.library)
     for parts in batches:
@@ -250,7 +251,7 @@ def test_bits_of_heads_of_any_size(library, teams, head_dim):
         assert rows_that_differ(*kernels, cache, COMPANIES["mixed_batch"], OPTIONS["full"]) == []
 
 
-SCATTERED = (1, 3, 8, 24, 40)  # sizes of blocks none, or not each, of which is made of panels
+SCATTERED = (1, 3, 8, 24, 40)  # block sizes with which some or all blocks do not consist of whole panels
 
 
 def test_bits_do_not_depend_on_where_the_blocks_lie(kernels):
@@ -263,11 +264,11 @@ def test_bits_do_not_depend_on_where_the_blocks_lie(kernels):
 
 
 def test_a_sum_that_vanishes_is_the_same_zero_in_any_company(library, teams):
-    """A weight times a subnormal value may round to -0, to which only a row in company adds a masked key's +0."""
+    """A weight times a subnormal value may round to -0, and a masked key's +0 is added only with other rows."""
     cache = Cache([20], Heads(16, 1, 1), torch.float32)
     query, key, value = cache.queries[0], cache.keys[0], cache.values[0]
     query[:], key[:], value[:] = 1.0, 0.0, 1.0
-    key[0] = 1.0  # the largest score, of a value that is zero
+    key[0] = 1.0  # the largest score, whose value is zero
     value[0], value[1:11] = 0.0, -1e-45
     for index, block in enumerate(cache.tables[0]):
         part = slice(index * 16, index * 16 + 16)
@@ -312,7 +313,7 @@ def allocated_bytes():
 @pytest.mark.parametrize("library", REAL_PATHS, indirect=True)
 @pytest.mark.parametrize(("num_sequences", "num_rows"), [(32, 1), (9, 24)], ids=["decode", "prompts"])
 def test_scratch_of_long_contexts_and_many_members_stays_small(library, teams, num_sequences, num_rows):
-    """Results of all spans would take 32 MB for as many rows as fit a task, and 75 MB for these rows of prompts."""
+    """Partial results of all spans would take 32 MB for as many rows as a task has, and 75 MB for these prompts."""
     heads, num_tokens = Heads(head_dim=128, num_kv_heads=2, group=8), 10_000
     cache = Cache([num_tokens], heads, torch.float32, block_size=256)
     parts = [(0, num_rows, num_tokens - num_rows)] * num_sequences

@@ -19,7 +19,7 @@ PORTABLE, AVX512, AVX512_BF16, AMX = (
 
 
 class Libraries:
-    """Stand-ins for compiling and loading: which paths were tried, and what is wrong with them."""
+    """Replaces compiling and loading. Records the paths that were tried, and has the faults of paths."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -51,12 +51,18 @@ def libraries(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cpu_flags", "path"),
-    [(AMX, "amx"), (AVX512_BF16, "avx512_bf16"), (AVX512, "avx512"), (PORTABLE, "portable")],
+    ("wanted", "cpu_flags", "path"),
+    [
+        ("auto", AMX, "amx"),
+        ("auto", AVX512_BF16, "avx512_bf16"),
+        ("auto", AVX512, "avx512"),
+        ("auto", PORTABLE, "portable"),
+        ("portable", AMX, "portable"),
+    ],
     ids=lambda value: None,
 )
-def test_the_best_path_of_the_processor_is_taken(libraries, cpu_flags, path):
-    choice = choose_kernels(cpu_flags=cpu_flags)
+def test_the_wanted_path_or_the_best_of_the_processor_is_taken(libraries, wanted, cpu_flags, path):
+    choice = choose_kernels(wanted, cpu_flags=cpu_flags)
     assert (choice.path, choice.library, choice.reason) == (path, libraries.folder / path, "")
     assert libraries.tried == [path]  # no other is even compiled
     assert str(choice) == f"native kernels: {path}"
@@ -80,17 +86,30 @@ def test_the_library_that_the_processor_needs_is_compiled_once(source, cache):
     assert told == [("kernels", 1, 1)]
 
 
-def test_a_path_that_does_not_compile_leaves_the_next_one_and_the_reason(libraries):
-    libraries.does_not_compile["avx512_bf16"] = CompileError("c++ one.cpp\none.cpp:1: error: no such thing")
-    choice = choose_kernels(cpu_flags=AVX512_BF16)
-    assert (choice.path, choice.reason) == ("avx512", "avx512_bf16: one.cpp:1: error: no such thing")
+NOT_CPP = CompileError("c++ one.cpp\none.cpp:1: error: no such thing")
+NO_TILES = "the system does not allow it (EPERM)"
+SLOW = {"slow_dot_products": {"avx512_bf16"}}
 
 
-def test_slow_dot_products_leave_multiply_adds_of_the_same_bits(libraries):
-    libraries.slow_dot_products = {"avx512_bf16"}
-    choice = choose_kernels(cpu_flags=AVX512_BF16)
-    assert (choice.path, choice.library, choice.arithmetic) == ("avx512", libraries.folder / "avx512", "avx512_bf16")
-    assert str(choice) == "native kernels: avx512 (avx512_bf16: its instruction is slower here)"
+@pytest.mark.parametrize(
+    ("faults", "cpu_flags", "path", "reason"),
+    [
+        ({"does_not_compile": {"avx512_bf16": NOT_CPP}}, AVX512_BF16, "avx512",
+         "avx512_bf16: one.cpp:1: error: no such thing"),
+        ({"does_not_load": {"amx": NO_TILES}}, AMX, "avx512_bf16", f"amx: {NO_TILES}"),
+        (SLOW, AVX512_BF16, "avx512", "avx512_bf16: its instruction is slower here"),
+        (SLOW | {"does_not_load": {"amx": NO_TILES}}, AMX, "avx512",
+         f"amx: {NO_TILES}; avx512_bf16: its instruction is slower here"),
+        (SLOW | {"does_not_compile": {"avx512": NOT_CPP}}, AVX512_BF16, "avx512_bf16", ""),
+        (SLOW | {"does_not_load": {"avx512": NO_TILES}}, AVX512_BF16, "avx512_bf16", ""),
+    ],
+)  # fmt: skip
+def test_the_next_best_path_is_taken_and_the_reason_told(libraries, faults, cpu_flags, path, reason):
+    vars(libraries).update(faults)
+    choice = choose_kernels(cpu_flags=cpu_flags)
+    assert (choice.path, choice.library, choice.reason) == (path, libraries.folder / path, reason)
+    assert choice.arithmetic == "avx512_bf16"
+    assert str(choice) == f"native kernels: {path}" + f" ({reason})" * bool(reason)
 
 
 def test_what_is_wanted_is_taken_slow_or_not(libraries):
@@ -98,22 +117,9 @@ def test_what_is_wanted_is_taken_slow_or_not(libraries):
     assert choose_kernels("avx512_bf16", cpu_flags=AVX512_BF16).path == "avx512_bf16"
 
 
-@pytest.mark.parametrize("fails", ["does_not_compile", "does_not_load"])
-def test_slow_dot_products_are_better_than_none(libraries, fails):
-    libraries.slow_dot_products = {"avx512_bf16"}
-    setattr(libraries, fails, {"avx512": CompileError("no such thing") if fails == "does_not_compile" else "EPERM"})
-    assert choose_kernels(cpu_flags=AVX512_BF16).path == "avx512_bf16"
-
-
-def test_why_there_are_no_tiles_is_told_beside_slow_dot_products(libraries):
-    libraries.slow_dot_products = {"avx512_bf16"}
-    libraries.does_not_load["amx"] = "EPERM"
-    assert choose_kernels(cpu_flags=AMX).reason == "amx: EPERM; avx512_bf16: its instruction is slower here"
-
-
 @pytest.fixture
 def ratio(monkeypatch):
-    """Of the times that are measured, and how often it was asked for."""
+    """The measured ratio, and the number of measurements."""
     ratio = SimpleNamespace(value=1.0, num_asked=0, load=0.0)
 
     def measure(_library):
@@ -142,49 +148,27 @@ def test_what_was_measured_is_kept_for_the_processor(ratio, tmp_path):
     assert ratio.num_asked == 2
 
 
-def test_what_was_measured_on_a_loaded_machine_is_not_kept(ratio, tmp_path):
-    library = tmp_path / "library.so"
-    ratio.value, ratio.load = 2.0, 1e6
-    assert multiply_adds_are_faster(library, "one")
-    ratio.value, ratio.load = 1.0, 0.0
+@pytest.mark.parametrize("why", ["the machine is loaded", "it was damaged", "there is no folder"])
+def test_what_was_not_kept_is_measured_again(ratio, tmp_path, why):
+    library = tmp_path / ("none" * (why == "there is no folder")) / "library.so"
+    ratio.load = 1e6 * (why == "the machine is loaded")
     assert not multiply_adds_are_faster(library, "one")
-
-
-def test_a_damaged_answer_is_measured_again(ratio, tmp_path):
-    multiply_adds_are_faster(tmp_path / "library.so", "one")
-    (kept,) = tmp_path.iterdir()
-    kept.write_text("")
-    ratio.value = 2.0
-    assert multiply_adds_are_faster(tmp_path / "library.so", "one")
-
-
-def test_what_cannot_be_kept_is_measured_at_each_start(ratio, tmp_path):
-    library = tmp_path / "none" / "library.so"
-    assert not multiply_adds_are_faster(library, "one")
-    ratio.value = 2.0
+    if why == "it was damaged":
+        (kept,) = tmp_path.iterdir()
+        kept.write_text("")
+    ratio.value, ratio.load = 2.0, 0.0
     assert multiply_adds_are_faster(library, "one")
 
 
 def test_compiled_kernels_that_cannot_be_kept_are_told(source, cache):
     cache.touch()  # a file where the folder should be
-    assert "cannot be kept" in choose_kernels(cpu_flags=PORTABLE).reason
-
-
-def test_a_system_that_refuses_tiles_leaves_the_next_path(libraries):
-    libraries.does_not_load["amx"] = "the system refuses it to this process (EPERM)"
-    choice = choose_kernels(cpu_flags=AMX)
-    assert (choice.path, choice.reason) == ("avx512_bf16", "amx: the system refuses it to this process (EPERM)")
+    assert "cannot store compiled kernels" in choose_kernels(cpu_flags=PORTABLE).reason
 
 
 @pytest.mark.parametrize("wanted", ["amx", "avx512_bf16"])
 def test_a_wanted_path_that_the_processor_has_not_is_an_error_with_the_reason(libraries, wanted):
-    with pytest.raises(ConfigError, match=f"model.kernels {wanted} cannot be had: the processor has no avx512f"):
+    with pytest.raises(ConfigError, match=f"model.kernels {wanted} is not available: the processor has no avx512f"):
         choose_kernels(wanted, cpu_flags=PORTABLE)
-
-
-def test_a_wanted_path_below_the_best_is_taken(libraries):
-    assert choose_kernels("portable", cpu_flags=AMX).path == "portable"
-    assert libraries.tried == ["portable"]
 
 
 def test_a_file_that_is_no_library_is_told(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Native decisions are the ids of the oracle, and what they are made of the same bits."""
+"""Native decisions are the oracle's, and arrivals, logarithms and masses have the same bits."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from outrider.engine.cpu_kernels.interface import structures
-from outrider.engine.sampler import Sampler, SampleRows
+from outrider.engine.sampler import SampleRows
 from outrider.engine.sampler.edits import Vocabulary
 from outrider.engine.sampler.native_decider import NativeDecider
 from outrider.request import SamplingParams
 from tests.engine.cpu_kernels.libraries import with_few_for_tests
 from tests.oracle.arrivals import RaceKey, all_arrivals
 from tests.oracle.elementary import logarithm, masses_of
-from tests.oracle.random_steps import NUM_STEPS, SHAPES, Pair, logits_of, random_known, random_step
+from tests.oracle.random_steps import NUM_STEPS, SHAPES, Pair, logits_of, random_known
 from tests.support.sampler_kinds import NUMPY
 
 
@@ -26,7 +26,7 @@ def kernels(request, library, teams):
     return teams(library, request.param)
 
 
-# ---- what decisions are made of
+# ---- the steps of a decision
 
 
 @pytest.mark.parametrize("num_ids", [1, 64, 1000, 49_152, 151_936])
@@ -62,7 +62,7 @@ def test_masses_are_the_same_integers(library, largest):
     indirect=["library"],
 )
 def test_decisions_are_those_of_the_oracle(library, teams, vocab_size, num_steps, is_full):
-    """Whatever the logits, parameters, histories and drafts, alone and in a team of three: not one id differs."""
+    """No id differs, whatever the logits, parameters, histories and drafts, with one thread and with three."""
     kinds = [by(teams(library, num_threads)) for num_threads in (1, 3)]
     rng = np.random.default_rng(vocab_size)
     for _ in range(num_steps if is_full else -(-num_steps // 4)):
@@ -79,7 +79,7 @@ def test_every_shape_of_logits_is_decided_as_expected(library, teams, shape, is_
 
 
 def test_another_position_would_be_noticed(kernels):
-    """Negative control: decisions do depend on what is compared."""
+    """Negative control: decisions depend on the position."""
     rng = np.random.default_rng(3)
     pair = Pair(1000, np.ones(1000, dtype=np.bool_), by(kernels))
     logits = np.stack([logits_of("normal", 1000, rng) for _ in range(64)])
@@ -91,26 +91,8 @@ def test_another_position_would_be_noticed(kernels):
     assert sum(one == other for one, other in zip(native, expected, strict=True)) < 20
 
 
-def test_a_row_depends_neither_on_other_rows_nor_on_threads(library, teams):
-    rng = np.random.default_rng(11)
-    vocab_size = 2000
-    known = random_known(rng, vocab_size)
-    pair = Pair(vocab_size, known, by(teams(library, 1)))
-    logits, parts = random_step(rng, pair, vocab_size, num_sequences=30)
-    together = pair.decide(logits, parts)[0]
-    alone, start = [], 0
-    for part in parts:
-        num_rows = 1 + len(part[2])
-        alone += pair.decide(logits[start : start + num_rows], [part])[0]
-        start += num_rows
-    assert alone == together
-    threaded = Sampler(vocab_size=vocab_size, known_token_ids=known, kernels=teams(library, 4))
-    for _ in range(20):
-        assert threaded.sample(logits, [SampleRows(states[0], *rest) for states, *rest in parts]).token_ids == together
-
-
 def test_a_history_that_grows_is_followed(kernels):
-    """Counts live in arrays that are replaced as they grow, while the kernels hold their addresses."""
+    """Counts are in arrays that are replaced as they grow, and the kernels must get their new addresses."""
     vocab_size = 500
     pair = Pair(vocab_size, np.ones(vocab_size, dtype=np.bool_), by(kernels))
     params = SamplingParams(seed=1, max_tokens=999, frequency_penalty=1.5, presence_penalty=0.5, repetition_penalty=1.2)
@@ -125,7 +107,7 @@ def test_a_history_that_grows_is_followed(kernels):
 
 
 def test_holes_are_left_out_of_greedy_rows(kernels):
-    """Also where all else of the row decides alone: holes are looked at only where one is the largest."""
+    """This includes rows without edits, where holes are checked only if one of them is the largest."""
     known = np.ones(200, dtype=np.bool_)
     known[[0, 77, 130]] = False
     pair = Pair(200, known, by(kernels))

@@ -1,4 +1,4 @@
-"""Packages as pip makes them, but for the isolated environment, which needs a registry."""
+"""Packages as pip makes them, without the isolated environment, which needs a package index."""
 
 import shutil
 import tarfile
@@ -13,7 +13,7 @@ PACKAGE = Path("outrider", "engine", "cpu_kernels")
 
 
 def test_packages_are_pure_carry_the_kernels_sources_and_compile_nothing(tmp_path, monkeypatch):
-    """Wheel, editable install and source distribution, by what pip calls, with a compiler that nobody may call."""
+    """Builds wheel, editable install and source distribution as pip does, with a compiler that must not be called."""
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):

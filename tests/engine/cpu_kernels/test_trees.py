@@ -1,4 +1,4 @@
-"""Trees of drafts: a row has the bits that it has alone after its own path, and so has what it leaves in the cache."""
+"""Trees of drafts: a row has the same bits as alone after its own path, and so do its keys and values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ HEAD_DIM = 32
 
 
 class Tree:
-    """A context and drafts behind it: queries, and keys and values by slot order, [length, num_kv_heads, head_dim]."""
+    """A context and drafts after it: queries, and keys and values in the order of slots.
+
+    Keys and values are [length, num_kv_heads, head_dim].
+    """
 
     def __init__(self, *, before, known, parents, group, dtype, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -27,7 +30,7 @@ class Tree:
         self.queries = torch.randn((known + len(parents), 2 * group, HEAD_DIM), generator=generator).to(dtype)
 
     def cache(self, order):
-        """Keys and values of these slots, one after the other in shuffled blocks; (key cache, value cache, table)."""
+        """Puts keys and values of these slots into shuffled blocks. Returns (key cache, value cache, table)."""
         num_blocks = -(-len(order) // BLOCK_SIZE)
         table = torch.randperm(num_blocks + 2, generator=torch.Generator().manual_seed(len(order)))[
             :num_blocks
@@ -41,7 +44,7 @@ class Tree:
         return *caches, table
 
     def together(self, kernels, options):
-        """All rows in one batch, between two sequences without trees."""
+        """Computes all rows in one batch, between two sequences without trees."""
         keys, values, table = self.cache(range(len(self.keys)))
         other = SequenceRows([0], self.before, table, 1)
         batch = build_input_batch(
@@ -51,7 +54,7 @@ class Tree:
         return paged_attention(kernels, query, keys, values, batch, options)[1:-1]
 
     def alone(self, kernels, options):
-        """Each row by itself, as plain decode computes it after its own path."""
+        """Computes each row by itself, like plain decoding after its own path."""
         context = self.before + self.known
         orders = [range(self.before + row + 1) for row in range(self.known)]
         orders += [
@@ -89,7 +92,7 @@ def test_any_tree_behind_any_context(
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_a_mask_alone_would_not_do(kernels, shape):
-    """The negative control: the same keys at the indices of their rows have other bits, unless the tree is a chain."""
+    """The negative control: with keys in the order of rows, bits differ unless the tree is a chain."""
     tree = Tree(before=250, known=1, parents=shape, group=3, dtype=torch.float32, seed=0)
     options = AttentionOptions(0.2)
     keys, values, table = tree.cache(range(len(tree.keys)))

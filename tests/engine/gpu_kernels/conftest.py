@@ -1,4 +1,4 @@
-"""These run on the CPU, in triton's interpreter."""
+"""These tests run on the CPU, in triton's interpreter."""
 
 from __future__ import annotations
 

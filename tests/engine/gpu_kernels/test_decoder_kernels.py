@@ -1,4 +1,4 @@
-"""What a decoder layer does between its products: the bits of transformers' own operations, in any batch."""
+"""The operations of a decoder layer between its products: the results of transformers' operations, in any batch."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ KINDS = [  # triton's interpreter rounds to bfloat16 otherwise than a GPU
     *(pytest.param(("cuda", dtype), marks=pytest.mark.gpu) for dtype in (torch.float32, torch.bfloat16)),
 ]
 ROUNDINGS = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-"""The distance between two numbers, at most; in float32 sums of another order differ by more."""
+"""Maximum relative difference of two results; in float32 more than a rounding, since sums have another order."""
 NUM_ROWS, NUM_HEADS, NUM_KV_HEADS = 9, 5, 2
 PARTS = [slice(0, 1), slice(3, 5), slice(4, 9)]
 
 
 @pytest.fixture
 def _interpreted():
-    """Here kernels run on a GPU where there is one."""
+    """These tests run on a GPU if there is one."""
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0]}-{str(kind[1]).removeprefix('torch.')}")
 def numbers(request):
-    """Random ones of a shape."""
+    """numbers(*shape) returns random numbers."""
     device, dtype = request.param
     generator = torch.Generator().manual_seed(0)
     return lambda *shape: torch.randn(shape, generator=generator).to(device, dtype)
 
 
 def close(found, expected):
-    """To the last bit or the one before it: sums have another order."""
+    """Checks that numbers differ by at most a rounding, since sums have another order."""
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=ROUNDINGS[found.dtype], atol=1e-6)
 

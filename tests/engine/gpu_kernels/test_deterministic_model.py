@@ -1,4 +1,4 @@
-"""A model of our layers, in the interpreter: a row's logits have the same bits alone and in company."""
+"""A model of our layers, in the interpreter: a row's logits have the same bits alone and with other rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS = [(i * 37) % 90 for i in range(40)]
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """So that small models have splits, and rows at both sides of the border between one program and two."""
+    """Small models have splits, and numbers of rows on both sides of the limit for splitting."""
     tile = layers.ProductTile(rows=16, outputs=32, features=16, split_features=32)
     monkeypatch.setattr(layers, "PRODUCT_TILE", tile)
     monkeypatch.setattr(layers, "_MAX_SPLIT_ROWS", 3)
@@ -55,7 +55,7 @@ def runner(small_tiles):
 
     torch.set_num_threads(1)
     register_attention()
-    # Rows of 64 numbers and their multiples: on a CPU, torch computes what is left over by other code.
+    # Widths are multiples of 64: on a CPU, torch computes a remainder with other code.
     config = AutoConfig.for_model(
         "qwen2", vocab_size=96, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, initializer_range=0.2,
@@ -76,7 +76,7 @@ def runner(small_tiles):
 
 @torch.inference_mode()
 def own_logits(model):
-    """transformers' own, of 6 tokens: [6, 96]."""
+    """Returns transformers' logits of 6 tokens: [6, 96]."""
     model.set_attn_implementation("eager")
     logits = model(input_ids=torch.tensor([TOKENS[:6]]), use_cache=False).logits[0]
     model.set_attn_implementation(ATTENTION_NAME)

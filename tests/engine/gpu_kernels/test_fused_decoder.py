@@ -70,7 +70,7 @@ MODELS = {
 
 
 def make_model(name, *, is_deterministic=False):
-    """(transformers' model, the same with a fused decoder, which has other modules)."""
+    """Returns (transformers' model, the same model with a fused decoder)."""
     register_attention()
     architecture, changes = MODELS[name]
     sizes = {
@@ -108,7 +108,7 @@ def model(request):
 
 @torch.inference_mode()
 def own_logits(own, token_ids):
-    """[num_tokens, vocab_size]."""
+    """Returns [num_tokens, vocab_size]."""
     return own(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
 
 
@@ -127,7 +127,7 @@ def close(found, expected):
 
 
 def test_ragged_steps_give_transformers_logits(model):
-    """Chunks of prompts with and without logits, and decodes, two sequences beside each other."""
+    """Two sequences in the same steps: chunks of prompts with and without logits, and decoding."""
     own, model = model
     node = Node(model)
     expected, others = own_logits(own, TOKENS), own_logits(own, OTHERS)
@@ -158,7 +158,7 @@ def test_rows_of_a_draft_tree_see_their_own_paths(model):
 
 
 def test_a_model_is_in_memory_once_and_its_modules_go_on(model):
-    """So that transformers can compute it where the two do not agree."""
+    """Its modules are used if the two do not agree."""
     own, model = model
     weights = list(model.model.parameters())
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in weights}
@@ -187,7 +187,7 @@ def test_features_are_of_transformers_hidden_states(model, takes_final_norm):
 
 
 def test_captured_steps_are_the_same(monkeypatch):
-    """Logits and features of padded batches, which read one buffer."""
+    """Logits and features of padded batches are correct, though all batches use one buffer."""
     replayed = []
 
     def capture(run):
@@ -210,7 +210,7 @@ def test_captured_steps_are_the_same(monkeypatch):
 
 
 def test_rows_that_pad_have_angles_however_small_the_window_is(monkeypatch):
-    """Their positions are as many as they are themselves: the kernel would read behind the table."""
+    """Padding rows have ascending positions, with which the kernel would read beyond a short table."""
     monkeypatch.setattr(module_steps, "cuda_graphs", lambda _device: lambda run: run)
     beyond = []
 

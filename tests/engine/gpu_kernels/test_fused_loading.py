@@ -1,4 +1,4 @@
-"""Which models get a fused decoder, and what their node then says of itself."""
+"""The models that get a fused decoder, and the numerics that their node publishes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENS = [(i * 37) % 299 for i in range(20)]
 
 @pytest.fixture(autouse=True)
 def _kernels_of_a_gpu(monkeypatch):
-    """On this CPU."""
+    """Chooses a GPU's kernels on this CPU."""
     monkeypatch.setattr(
         load, "choose_model_kernels", lambda *_arguments, **_options: KernelChoice(path=FUSED, library=None)
     )
@@ -41,7 +41,7 @@ def checkpoint(tmp_path):
 
 
 def logits_of(model):
-    """[20, vocab_size]."""
+    """Returns [20, vocab_size]."""
     return CachedRunner(model, num_blocks=5, block_size=4).prefill(TOKENS, range(5))
 
 
@@ -102,7 +102,7 @@ def test_a_gpu_fuses_unless_settings_say_otherwise():
 
 
 def test_numerics_of_a_deterministic_node_name_what_rounds_otherwise(checkpoint, monkeypatch):
-    """Modules and a fused decoder give other bits: their nodes must not take over each other's answers."""
+    """Modules and a fused decoder give different bits, so their nodes must not continue each other's answers."""
     monkeypatch.setattr(load, "check_deterministic", lambda *_arguments: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(load, "attention_of", lambda *_arguments: "triton")

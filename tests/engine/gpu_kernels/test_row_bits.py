@@ -1,4 +1,4 @@
-"""A row of our attention kernel has the same bits alone and in any company: what model.deterministic rests on."""
+"""A row of our attention kernel has the same bits alone and with any other rows, as model.deterministic requires."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ KINDS = [  # triton's interpreter has no products of bfloat16
 
 @pytest.fixture
 def _interpreted():
-    """Here kernels run on a GPU where there is one."""
+    """These tests run on a GPU if there is one."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def memory(request):
-    """(queries of positions, keys, values): row by row, so that a row is the same wherever it is in a batch."""
+    """(queries by position, keys, values). A row's query does not depend on its place in a batch."""
     generator = torch.Generator().manual_seed(3)
     shape = (NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
     shapes = ((100, NUM_HEADS, HEAD_DIM), shape, shape)
@@ -46,7 +46,7 @@ def memory(request):
 
 
 def attend(memory, *sequences, options=PLAIN, tile=TILE, num_programs=3):
-    """[num_rows, num_heads, head_dim] of all rows."""
+    """Returns the attention of all rows: [num_rows, num_heads, head_dim]."""
     queries, keys, values = memory
     batch = build_input_batch(sequences, BLOCK_SIZE)
     heads = {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS}
@@ -114,7 +114,7 @@ def planned(*sequences, num_programs):
 
 @pytest.mark.parametrize("position", [3, 40, 69])
 def test_a_plan_for_later_positions_gives_the_same_bits(memory, position):
-    """As the forwards of a rollout use it, whose positions rise on the device."""
+    """Forwards of a rollout use it like this: positions increase on the device."""
     queries, keys, values = memory
     later, now = (build_input_batch([rows(each, each + 1)], BLOCK_SIZE) for each in (70, position))
     attention = TritonAttention(
@@ -128,7 +128,7 @@ def test_a_plan_for_later_positions_gives_the_same_bits(memory, position):
 
 
 def test_a_token_has_the_same_bits_in_a_tree_and_in_a_chain(memory):
-    """Its keys lie elsewhere, but in the same order."""
+    """Its keys are in other slots, but are read in the same order."""
     queries, keys, values = memory
     chain = attend(memory, rows(45, 50))
     keys, values = keys.clone(), values.clone()

@@ -1,4 +1,4 @@
-"""Our Triton kernels for sampling, in the interpreter: edits, filters and the race, to the oracle's last id."""
+"""Our Triton kernels for sampling, in the interpreter: edits, filters and the race give exactly the oracle's ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _small_programs(monkeypatch):
-    """The interpreter computes whole programs: with small ones a small vocabulary has several, of which one is cut."""
+    """Programs are small, so that a small vocabulary has several of them, the last of which is partly empty."""
     monkeypatch.setattr(filters, "CHUNK", 64)
     monkeypatch.setattr(filters, "LANES", 16)
     monkeypatch.setattr(filters, "SLICES", 4)
@@ -34,7 +34,7 @@ def _small_programs(monkeypatch):
 
 
 def by_kernels(sampler):
-    """The sampler, deciding as on a GPU."""
+    """Returns the sampler, changed to decide as on a GPU."""
     editor = LogitEditor(sampler._editor.vocabulary, apply_by_kernel)
     sampler._editor, sampler.decider = editor, kernels.TritonDecider(editor)
     return sampler
@@ -69,7 +69,7 @@ FILTERS = [
 
 
 def check_limits(values, params):
-    """To the last id, ties included: torch sorts. Rows with NaN have no order to limit, and -inf is never drawn."""
+    """Compares the limits, ties included, with torch's, which sorts. Rows with NaN and ids at -inf are excluded."""
     num_ids = values.shape[1]
     sampler = Sampler(vocab_size=num_ids, known_token_ids=torch.ones(num_ids, dtype=torch.bool))
     states = [sampler.start(each, sample=0, prompt_token_ids=[]) for each in params]
@@ -99,7 +99,7 @@ TEMPERATURES = (0.7, 0.02, 1e30)
     ],
 )
 def test_limits_of_every_filter_are_torchs(shape, temperature, is_full):
-    """The list of candidates has room for 100 tokens here: for some rows that is too few."""
+    """The list of candidates has room for 100 tokens here, which is too few for some rows."""
     rng = np.random.default_rng(3)
     for num_ids in (1, 17, 150, 500) if is_full else (150,):
         params = [SamplingParams(seed=1, max_tokens=9, temperature=temperature, **each) for each in FILTERS]
@@ -112,7 +112,7 @@ FULL_ONLY = [pytest.param(shape, marks=pytest.mark.full) for shape in ("equal", 
 
 @pytest.mark.parametrize("shape", ["normal", *FULL_ONLY])
 def test_a_whole_vocabulary_is_limited_by_programs_of_their_real_size(shape, monkeypatch, is_full):
-    """Also where every token is a candidate, and the list has no room for them."""
+    """This includes rows in which every token is a candidate, so that the list has no room for them."""
     num_ids = 128_256 if is_full else 32_000
     monkeypatch.undo()
     rng = np.random.default_rng(4)
@@ -128,7 +128,7 @@ def test_a_whole_vocabulary_is_limited_by_programs_of_their_real_size(shape, mon
 
 
 def test_a_list_that_is_enough_is_all_that_is_searched(monkeypatch):
-    """Few tokens of a row are likely, or few are allowed: then the row itself is not looked through."""
+    """If few tokens of a row are likely, or few are allowed, the row itself is not searched."""
 
     class Blind:
         def __getitem__(self, grid):

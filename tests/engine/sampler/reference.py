@@ -1,4 +1,4 @@
-"""An independent reference of what is random and of what is filtered: float64, full evaluation, sorting."""
+"""An independent reference of random draws and filters, in float64, with full evaluation and sorting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def params_of(**settings: object) -> SamplingParams:
 
 
 def reference_arrivals(seed: int, sample: int, position: int, vocab_size: int) -> npt.NDArray[np.float64]:
-    """Every arrival of one decision: [vocab] float64."""
+    """Returns every arrival of one decision: [vocab] float64."""
     key = split_seed(seed)
 
     def exponential(word: int) -> float:
@@ -34,13 +34,13 @@ def reference_arrivals(seed: int, sample: int, position: int, vocab_size: int) -
 
 
 def reference_distribution(values: npt.NDArray[np.float32], params: SamplingParams) -> npt.NDArray[np.float64]:
-    """Log-probabilities of what a token is drawn from, by the contract's steps 5 and 6 of values after step 4: [vocab].
+    """Returns the log-probabilities of the distribution from which a token is drawn: [vocab].
 
-    Greedy: of the values, at temperature 1.
+    It applies the contract's steps 5 and 6 to values after step 4. For greedy rows the temperature is 1.
     """
     if params.is_greedy:
         return _log_softmax(values.astype(np.float64))
-    # Ties are ties of float32 values, which the sampler divides in float32.
+    # The sampler divides in float32, so ties are those of float32 values.
     values = (values / np.float32(params.temperature)).astype(np.float64)
     order = sorted(range(len(values)), key=lambda token_id: (-values[token_id], token_id))
     probs = np.exp(values - values.max())  # relative to the largest: those of equal tokens add up exactly

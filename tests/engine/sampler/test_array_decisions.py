@@ -1,4 +1,4 @@
-"""Decisions by either library are the ids of the oracle, whatever the logits, parameters, histories and drafts."""
+"""Decisions with either library equal the oracle's, whatever the logits, parameters, histories and drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numpy and torch make the same bits of a row: distributions, logprobs and what verification methods commit."""
+"""Numpy and torch give the same bits: distributions, logprobs and the tokens that verification methods commit."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SIZES = [1, 63, 65, 700, 5000]
 
 
 def bits(array):
-    """What it holds, not what it means: NaN equals itself, and 0.0 is not -0.0."""
+    """Returns an array's bits, by which NaN equals itself, and 0.0 differs from -0.0."""
     array = np.ascontiguousarray(np.asarray(array))
     return array.dtype, array.shape, array.tobytes()
 
 
 def edge_cases(vocab_size):
-    """Rows of values that arithmetic treats by rules of their own."""
+    """Returns rows of values for which arithmetic has special rules."""
     special = [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 1.0, 1.0]
     rows = [np.resize(np.roll(special, shift), vocab_size) for shift in range(len(special))]
     rows += [np.resize(each, vocab_size) for each in ([0.0, -0.0], [-np.inf], [np.inf, 1.0], [-0.0, -np.inf, -1.0])]
@@ -65,7 +65,7 @@ SETTINGS = [
 
 
 def starts(samplers, rng, vocab_size, asked=None):
-    """One state of each sampler for a sample of random parameters, some of which are these."""
+    """Returns a state of each sampler for a sample with random parameters and one of SETTINGS."""
     params = random_params(rng, vocab_size, **SETTINGS[rng.integers(len(SETTINGS))])
     options = {
         "sample": int(rng.integers(4)),
@@ -90,7 +90,7 @@ def test_distributions_have_the_same_bits(samplers, vocab_size):
 
 
 def test_keys_and_tables_of_logprobs_have_the_same_bits(vocab_size):
-    """But of rows with NaN, whose masses are no numbers and are not looked at."""
+    """Rows with NaN are excluded, since their masses are undefined and not used."""
     rng = np.random.default_rng(2)
     logits = rows_of(vocab_size, rng)
     token_ids = rng.integers(0, vocab_size, len(logits))
@@ -109,7 +109,7 @@ def test_keys_and_tables_of_logprobs_have_the_same_bits(vocab_size):
 
 
 def random_draft(rng, vocab_size):
-    """1 to 5 tokens, some beyond the vocabulary, and for each what it was drawn from, or nothing for all."""
+    """Returns 1 to 5 tokens, some beyond the vocabulary, and each one's distribution, or no distributions at all."""
     token_ids = tuple(rng.integers(0, vocab_size + 3, rng.integers(1, 6)).tolist())
     if rng.random() < 0.3:
         return token_ids, ()
@@ -124,7 +124,7 @@ def random_draft(rng, vocab_size):
 
 @pytest.mark.parametrize("method", [VerificationMethod.COUPLED, VerificationMethod.REJECTION])
 def test_drafts_have_the_same_outcome(samplers, vocab_size, method):
-    """Tokens, logprobs and acceptance. Typical acceptance is not held to it: see there."""
+    """Tokens, logprobs and acceptance are equal. Typical acceptance is excluded: it does not promise equal bits."""
     rng = np.random.default_rng(3)
     for _ in range(8):
         drafts = [random_draft(rng, vocab_size) for _ in range(10)]

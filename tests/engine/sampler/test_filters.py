@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from outrider.engine.arrays import largest_of
-from outrider.engine.sampler import SampleRows
 from outrider.engine.sampler.filters import limits_of
 from outrider.engine.sampler.order import ids_of_keys, lowest_keys, order_keys, values_of_keys
 from tests.engine.sampler.reference import params_of, reference_distribution
 
 SETTINGS = [
+    {},
     {"top_p": 0.95, "temperature": 0.7},
     {"top_p": 0.5},
     {"top_p": 1e-6},
@@ -71,13 +71,3 @@ def test_keys_sort_as_values_do_and_equals_by_rising_id(array):
     assert np.array_equal(np.asarray(keys[0])[:, None] >= lowest[None], values[:, None] >= values[None])
     for number in (0, 1, 7, 999, 1000):
         assert ids_of_keys(largest_of(keys, number))[0].tolist() == order[:number].tolist()
-
-
-def test_top_p_one_and_top_k_zero_keep_everything(make_sampler):
-    logits = np.zeros((64, 70), dtype=np.float32)
-    sampler = make_sampler(70)
-    state = sampler.start(params_of(), sample=0, prompt_token_ids=[])
-    drawn = set()
-    for start in range(0, 1280, 64):
-        drawn |= set(sampler.sample(logits, [SampleRows(state, start, (0,) * 63)]).token_ids)
-    assert drawn == set(range(70))

@@ -19,7 +19,7 @@ def random_logits(num_rows, *, ties):
 
 
 def expected_logprobs(logprobs, values, token_id, num_top):
-    """Rank and alternatives by sorting: (logprob, rank, top)."""
+    """Returns (logprob, rank, top), found by sorting."""
     order = [i for i in np.lexsort((np.arange(len(values)), -values)) if logprobs[i] > -np.inf][:num_top]
     rank = 1 + int((values[np.isfinite(logprobs)] > values[token_id]).sum())
     return logprobs[token_id], rank, [(int(i), logprobs[i]) for i in order]

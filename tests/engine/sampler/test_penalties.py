@@ -15,7 +15,7 @@ VOCAB_SIZE = 100
 
 @pytest.fixture
 def edited(array):
-    """Edits a row by either library."""
+    """Edits a row with either library."""
 
     def edit(params, logits, penalties, assumed=()):
         editor = LogitEditor(Vocabulary.of(np.ones(len(logits), dtype=np.bool_)))
@@ -103,7 +103,7 @@ PENALTIES = [
 
 @pytest.mark.parametrize("settings", PENALTIES, ids=str)
 def test_rows_with_drafts_decide_as_sequential_steps_do(settings, make_sampler):
-    """Row j counts the drafts before it: whatever they are, decisions equal those made token by token."""
+    """Row j counts the drafts before it, so decisions equal those made token by token, whatever the drafts are."""
     rng = np.random.default_rng(8)
     logits = (rng.standard_normal((8, VOCAB_SIZE)) * 2).astype(np.float32)
     logits[:, [1, 2]] += 3  # stop tokens are tempting
@@ -131,7 +131,7 @@ def test_rows_with_drafts_decide_as_sequential_steps_do(settings, make_sampler):
 
 
 def test_ignoring_drafts_is_noticed(make_sampler):
-    """Negative control: without the drafts before it a row would decide otherwise."""
+    """Negative control: without the drafts before it a row would have another token."""
     logits = np.zeros((8, VOCAB_SIZE), dtype=np.float32)
     logits[:, 7] = 9.0
     params = params_of(temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0)

@@ -1,4 +1,4 @@
-"""Logprobs of tokens that a prompt has: those that generated tokens would get, in any pieces."""
+"""Logprobs of a prompt's tokens: those that generated tokens would have, in pieces of any size."""
 
 from __future__ import annotations
 

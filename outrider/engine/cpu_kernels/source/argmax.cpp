@@ -8,8 +8,8 @@ int64_t first_nan(const float* logits, int64_t num_ids) {
   return std::find_if(logits, logits + num_ids, [](float value) { return value != value; }) - logits;
 }
 
-// Blocks are only compared lane by lane: the first block that holds the largest is known
-// without knowing where in it, and that is looked up once.
+// Blocks are compared lane by lane, which finds the first block with the largest value. The
+// place within that block is looked up once, at the end.
 int64_t first_of_largest(const float* logits, int64_t num_ids) {
   const int64_t num_whole = num_ids / kBlock;
   int64_t best_block = 0;

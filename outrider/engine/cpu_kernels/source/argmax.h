@@ -1,15 +1,15 @@
-// The largest of a row.
+// The argmax of a row of logits.
 #pragma once
 
 #include <cstdint>
 
 namespace outrider {
 
-// The place of the largest, the lowest among equals; of the first NaN where there is one. 0
-// where all are -infinity.
+// Returns the id of the largest value, the lowest id among equals; the first NaN's id if there
+// is a NaN, and 0 if all values are -infinity.
 int64_t first_of_largest(const float* logits, int64_t num_ids);
 
-// The place of the first NaN; num_ids where there is none.
+// Returns the id of the first NaN; num_ids if there is none.
 int64_t first_nan(const float* logits, int64_t num_ids);
 
 }  // namespace outrider

@@ -1,5 +1,5 @@
-// Arrival times: the race that decides a position, fixed in advance by (seed, sample, position).
-// ../../sampler/arrivals.py tells what they are; the same numbers to the bit.
+// Arrival times: the race that decides a position, determined by (seed, sample, position).
+// ../../sampler/arrivals.py explains them and computes the same bits.
 #pragma once
 
 #include "elementary.h"
@@ -7,28 +7,29 @@
 
 namespace outrider {
 
-constexpr int64_t kBlock = 64;  // ids of a block
-constexpr int64_t kGroup = 4;   // ids that share a counter of purpose 1
+constexpr int64_t kBlock = 64;  // ids in a block
+constexpr int64_t kGroup = 4;   // ids that share one counter of purpose 1
 
 constexpr uint32_t kBlockPurpose = 0;
 constexpr uint32_t kTokenPurpose = 1;
 
-// What alone decides the arrivals of one decision.
+// The key that fully determines the arrivals of one decision.
 struct RaceKey {
   uint64_t seed;
   uint32_t sample;
   uint32_t position;
 };
 
-// First arrivals of blocks, for one decision.
+// The first arrival in each block, for one decision.
 struct BlockArrivals {
   float* first;             // e_b
   float* log_first;         // log e_b
   uint8_t* winner_offsets;  // i_b - 64 b
 };
 
-// The Exp(1) variable of each word: -log1p(-u), with u capped below 1 or 128 of the 2^32 words
-// would give infinity. Small values, which win races, keep full relative precision.
+// Returns the Exp(1) variable of each word: -log1p(-u). u is capped below 1: without the cap
+// 128 of the 2^32 words would give infinity. Small values, which win races, keep full
+// relative precision.
 static inline Floats unit_exponential(Words words) {
   const Floats largest = broadcast(0x1.fffffep-1f);
   Floats u = (__builtin_convertvector(words, Floats) + 0.5f) * 0x1p-32f;
@@ -43,7 +44,7 @@ static inline Words lane_indices() {
   return lanes;
 }
 
-// Draws those of kWidth blocks from `first_block` on, to the beginning of the arrays.
+// Draws the first arrivals of kWidth blocks from `first_block` on, to the beginning of the arrays.
 static inline void draw_first_arrivals(const RaceKey& key, int64_t first_block, const BlockArrivals& arrivals) {
   const Words counters = lane_indices() + static_cast<uint32_t>(first_block);
   const PhiloxWords words = philox4x32(counters, key.position, key.sample, kBlockPurpose, key.seed);
@@ -53,7 +54,7 @@ static inline void draw_first_arrivals(const RaceKey& key, int64_t first_block, 
   for (int i = 0; i < kWidth; i++) arrivals.winner_offsets[i] = static_cast<uint8_t>(words.w1[i] % kBlock);
 }
 
-// The arrivals of a block's 64 ids.
+// Computes the arrivals of a block's 64 ids.
 static inline void draw_arrivals(const RaceKey& key, int64_t block, float first, int64_t winner_offset,
                                  float* arrivals) {
   uint32_t words[kBlock];

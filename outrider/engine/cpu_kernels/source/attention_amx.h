@@ -1,4 +1,4 @@
-// The products of attention_products.h on AMX tiles, two by two: 32 rows times 32 columns.
+// The products of attention_products.h on two by two AMX tiles: 32 rows times 32 columns.
 #pragma once
 
 namespace outrider {
@@ -16,7 +16,7 @@ static inline void multiply_keys_by_tiles(int rows, const BFloat16* x, int64_t d
   }
 }
 
-// A step is one panel of 16 keys: those of two do not lie together.
+// A step is one panel of 16 keys, because panels are not contiguous.
 static inline void multiply_values_by_tiles(int rows, const BFloat16* weights, const BFloat16* const* values, int num,
                                             int64_t head_dim, float* to) {
   constexpr int kLines = kPanel / 2;

@@ -1,4 +1,4 @@
-// How the attention of a step's rows is cut into tasks (see paged_attention.h).
+// The division of a step's attention into tasks (see paged_attention.h).
 #pragma once
 
 #include <algorithm>
@@ -10,23 +10,23 @@
 namespace outrider {
 
 constexpr int kSpan = 256;
-constexpr int kRowsTogether = 30;  // query rows that share a read of keys, if there are as many
-constexpr int64_t kMaxPartialBytes = 64 << 20;  // of a split plan: beyond, members share tiles only
+constexpr int kRowsTogether = 30;  // maximum number of query rows that share one read of keys
+constexpr int64_t kMaxPartialBytes = 64 << 20;  // limit of partial results; beyond it tiles are not split
 
-// Consecutive rows of one sequence, at consecutive positions; each sees what the row before it
-// sees, and itself.
+// Consecutive rows of one sequence, at consecutive positions. Each sees the keys that the row
+// before it sees, and its own.
 struct AttentionTile {
   int64_t seq;
   int64_t row;       // first, in the batch
   int64_t num_rows;
   int64_t position;  // of the first row
-  int64_t first_span, last_span;  // spans with a key that any of the rows sees: [first, last)
-  int64_t partial;   // index of the first span's partial results, for one KV head
-  const int64_t* path;    // slots of the keys from path_position on, in a tree
-  int64_t path_position;  // keys before it are where the block table says
+  int64_t first_span, last_span;  // [first, last): spans with keys that any of the rows sees
+  int64_t partial;   // index of the first span's partial result, for one KV head
+  const int64_t* path;    // in a tree, the slots of the keys from path_position on
+  int64_t path_position;  // earlier keys are found through the block table
 };
 
-// Whether a row of a tree sees what the row before it sees, and itself. True outside of trees.
+// Returns whether a row sees the keys that the row before it sees, and its own; always true outside of trees.
 static inline bool follows_row_before(const OutriderBatch& batch, int64_t row) {
   if (batch.path_starts == nullptr) return true;
   const int64_t end = batch.path_starts[row + 1], depth = end - batch.path_starts[row];
@@ -35,15 +35,15 @@ static inline bool follows_row_before(const OutriderBatch& batch, int64_t row) {
   return depth == 1 || batch.path_slots[end - 2] == batch.slots[row - 1];
 }
 
-// How one forward's attention is cut into tasks; the same for all layers of equal window.
+// The tasks of one forward's attention, which are the same for all layers with equal windows.
 struct AttentionPlan {
   std::vector<AttentionTile> tiles;
   std::vector<std::pair<int32_t, int32_t>> spans;  // (tile, span) of every task, if split
-  bool is_split = false;  // spans of one tile are tasks of their own
+  bool is_split = false;  // whether each span of a tile is a task of its own
   int64_t num_partials = 0;
-  int64_t query_rows = 0;  // of the largest tile: rows times heads of a KV head
+  int64_t query_rows = 0;  // of the largest tile: rows times query heads per KV head
 
-  // Of `num_rows` rows [num_rows], rising, or with null of all.
+  // Plans the rows with these indices [num_rows], ascending; null: all rows.
   void make(const OutriderAttention& options, const OutriderBatch& batch, int num_members,
             const int64_t* rows = nullptr, int64_t num_rows = 0) {
     const auto is_wanted = [&](int64_t row) {
@@ -76,7 +76,7 @@ struct AttentionPlan {
         tiles.push_back(tile);
       }
     }
-    // Few tiles leave members idle at the end: then spans are given out one by one.
+    // With few tiles some members would be idle at the end, so each span becomes a task.
     const int64_t num_tasks = static_cast<int64_t>(tiles.size()) * options.num_kv_heads;
     is_split = num_members > 1 && num_tasks < 8 * num_members && num_partials > static_cast<int64_t>(tiles.size()) &&
                partial_bytes(options) <= kMaxPartialBytes;
@@ -86,7 +86,7 @@ struct AttentionPlan {
           spans.emplace_back(static_cast<int32_t>(tile), static_cast<int32_t>(span));
   }
 
-  // What the results of all spans take if the plan is split.
+  // Returns the size of the partial results of a split plan.
   int64_t partial_bytes(const OutriderAttention& options) const {
     const int64_t floats = options.num_kv_heads * query_rows * (options.head_dim + 2);
     return num_partials * floats * static_cast<int64_t>(sizeof(float));

@@ -1,7 +1,7 @@
 // The products of attention: a few rows times panels of the paged cache (kv_panels.h).
 //
-// As in panels.h, every output has one float32 accumulator, to which products are added with
-// rising k, whatever rows and columns are computed beside it.
+// As in panels.h, every output has one float32 accumulator, to which products are added in
+// ascending order of k, whichever other rows and columns are computed at the same time.
 #pragma once
 
 #include <type_traits>
@@ -13,22 +13,22 @@
 namespace outrider {
 
 constexpr int kPanelsOfSpan = kSpan / kPanel;
-constexpr int kMostPanelsTogether = 4;
+constexpr int kMaxPanelsTogether = 4;
 constexpr int kPanelsAhead = 8;
 
-// Rows and, by rows, panels whose sums stay in registers. A few rows take several panels at once: of one, the
-// multipliers would wait for each other's sums.
+// Limits of the rows, and of rows times panels, whose sums stay in registers. Few rows are multiplied with several
+// panels at once: with one panel, multiply-adds would wait for the sums of earlier ones.
 #if defined(__AVX512F__)
-constexpr int kMostSums = 24;
-constexpr int kMostRowsTogether = 6;
+constexpr int kMaxSums = 24;
+constexpr int kMaxRowsTogether = 6;
 #else
-constexpr int kMostSums = 5;
-constexpr int kMostRowsTogether = 5;
+constexpr int kMaxSums = 5;
+constexpr int kMaxRowsTogether = 5;
 #endif
 
-// Rows that one call multiplies at most.
+// The maximum number of rows of one call.
 template <class KV>
-constexpr int kRowsOfCall = kMostRowsTogether;
+constexpr int kRowsOfCall = kMaxRowsTogether;
 #if defined(__AMX_BF16__)
 template <>
 constexpr int kRowsOfCall<BFloat16> = 32;
@@ -37,8 +37,9 @@ constexpr int kRowsOfCall<BFloat16> = 32;
 template <int Rows, int Panels>
 using Sums = Floats[Rows][Panels][kVectorsPerPanel];
 
-// sums += x [Rows, depth at `stride`] times `Panels` panels of so many inputs at `from`. Prefetches into the second
-// cache (see Prefetch) what lies at `ahead`, kPanelsAhead before its turn: no processor foresees a head's next panel.
+// Adds x [Rows, depth at `stride`] times `Panels` panels of `depth` inputs at `from` to the sums. Prefetches the panels
+// at `ahead`, which are multiplied kPanelsAhead later, into the second-level cache (see Prefetch): processors do not
+// predict the address of a head's next panel.
 template <class KV, int Rows, int Panels>
 [[gnu::always_inline]] static inline void add_products(const Activation<KV>* x, int64_t stride,
                                                        const KV* const* from, const KV* const* ahead, int64_t depth,
@@ -89,7 +90,7 @@ static inline void multiply_some_values(const Activation<KV>* weights, const KV*
   store_sums<Rows, Panels>(sums, to, stride);
 }
 
-// Calls f(count) with a constant, of `count` in 1 … Most.
+// Calls f with `count`, 1 to Most, as a compile-time constant.
 template <int Most, class F>
 static inline void with_constant(int count, F&& f) {
   if constexpr (Most > 1)
@@ -97,15 +98,15 @@ static inline void with_constant(int count, F&& f) {
   f(std::integral_constant<int, Most>{});
 }
 
-// Calls f(index, count) for `num` panels in turn, 4, 2 or 1 at once: constants, as many as Rows leave room for.
+// Calls f(index, count) for `num` panels, 4, 2 or 1 at a time, as registers allow. `count` is a compile-time constant.
 template <int Rows, class F>
 static inline void for_panels(int64_t num, F&& f) {
   int64_t index = 0;
   const auto take = [&]<int Count>() {
-    if constexpr (Count == 1 || Rows * Count <= kMostSums)
+    if constexpr (Count == 1 || Rows * Count <= kMaxSums)
       for (; index + Count <= num; index += Count) f(index, std::integral_constant<int, Count>{});
   };
-  take.template operator()<kMostPanelsTogether>();
+  take.template operator()<kMaxPanelsTogether>();
   take.template operator()<2>();
   take.template operator()<1>();
 }
@@ -118,8 +119,8 @@ static inline void for_panels(int64_t num, F&& f) {
 
 namespace outrider {
 
-// to [rows, num * 16 at kSpan] = x [rows, depth] times `num` panels of keys; rows at most kRowsOfCall. `keys` has
-// kPanelsAhead pointers more, to what is wanted next.
+// Computes to [rows, num * 16 at kSpan] = x [rows, depth] times `num` panels of keys, for at most kRowsOfCall rows.
+// `keys` has kPanelsAhead more pointers, to the panels that are needed next.
 template <class KV>
 static inline void multiply_keys(int rows, const Activation<KV>* x, int64_t depth, const KV* const* keys, int num,
                                  float* to) {
@@ -128,15 +129,15 @@ static inline void multiply_keys(int rows, const Activation<KV>* x, int64_t dept
   if constexpr (sizeof(KV) == 2) return multiply_keys_by_tiles(rows, x, depth, keys, num, to);
   else
 #endif
-    with_constant<kMostRowsTogether>(rows, [&](auto count) {
+    with_constant<kMaxRowsTogether>(rows, [&](auto count) {
       for_panels<count.value>(num, [&](int64_t index, auto panels) {
         multiply_some_keys<KV, count.value, panels.value>(x, depth, keys + index, to + index * kPanel);
       });
     });
 }
 
-// to [rows, head_dim] = weights [rows, num * 16 at kSpan] times `num` panels of values; rows at most kRowsOfCall.
-// `values` has as many pointers more.
+// Computes to [rows, head_dim] = weights [rows, num * 16 at kSpan] times `num` panels of values, for at most
+// kRowsOfCall rows. `values` has kPanelsAhead more pointers, too.
 template <class KV>
 static inline void multiply_values(int rows, const Activation<KV>* weights, const KV* const* values, int num,
                                    int64_t head_dim, float* to) {
@@ -145,7 +146,7 @@ static inline void multiply_values(int rows, const Activation<KV>* weights, cons
   if constexpr (sizeof(KV) == 2) return multiply_values_by_tiles(rows, weights, values, num, head_dim, to);
   else
 #endif
-    with_constant<kMostRowsTogether>(rows, [&](auto count) {
+    with_constant<kMaxRowsTogether>(rows, [&](auto count) {
       for_panels<count.value>(head_dim / kPanel, [&](int64_t index, auto panels) {
         multiply_some_values<KV, count.value, panels.value>(weights, values, num, index * kPanel, to + index * kPanel,
                                                             head_dim);

@@ -1,4 +1,4 @@
-// What every function of api.h, and every job of a team's worker, runs in.
+// The frame in which every function of api.h, and every job in a team's worker, runs.
 #pragma once
 
 #include <cerrno>
@@ -14,8 +14,8 @@
 
 namespace outrider {
 
-// While products may use AMX tiles: at its end the thread's are released, or every switch to another thread would
-// save and restore them.
+// A scope in which products may use AMX tiles. Its end releases the thread's tiles, which every context switch would
+// save and restore otherwise.
 struct TileUse {
 #if defined(__AMX_BF16__)
   TileUse() { forget_tile_shapes(); }
@@ -27,7 +27,7 @@ struct TileUse {
   TileUse& operator=(const TileUse&) = delete;
 };
 
-// Does `f`. Returns 0, or the errno of what it threw: nothing may be thrown through C.
+// Calls `f`. Returns 0, or the errno of an exception, since none may pass through C.
 template <class F>
 int32_t call(F&& f) noexcept {
   const DefaultArithmetic arithmetic;

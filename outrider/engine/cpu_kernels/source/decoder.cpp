@@ -1,9 +1,9 @@
 // All layers of a decoder in the shape of Llama (Llama, Mistral, Qwen2, Qwen3), in one job of
-// the team: the operators of the other files, each a phase. It spares a step about two
-// thousand calls from Python.
+// the team. Each operator of the other files is a phase. This saves about two thousand calls
+// from Python per step.
 //
-// The residual stream is kept in float32. Everything that is multiplied by weights, and keys
-// and values, is rounded to the model's type.
+// The residual stream is float32. The inputs of linear layers, keys and values are rounded to
+// the model's type.
 
 #include <algorithm>
 #include <memory>
@@ -21,17 +21,17 @@ namespace {
 
 constexpr int kPhasesOfLayer = 11;
 constexpr int kPhasesOfFeatures = 2;
-constexpr int64_t kRowsOfUnit = 8;  // of phases that go row by row
+constexpr int64_t kRowsOfUnit = 8;  // in phases that process rows one by one
 
 int64_t row_units(int64_t num_rows) { return (num_rows + kRowsOfUnit - 1) / kRowsOfUnit; }
 
-// Calls f for the rows of one unit.
+// Calls f for each row of a unit.
 template <class F>
 void for_rows(int64_t unit, int64_t num_rows, F&& f) {
   for (int64_t row = unit * kRowsOfUnit; row < std::min(num_rows, (unit + 1) * kRowsOfUnit); row++) f(row);
 }
 
-// Type: of keys, values and, by rounding, activations. Weight: of the linear layers.
+// Type: the type of keys and values, to which activations are rounded. Weight: the type of linear layers.
 template <class Type, class Weight>
 class DecoderStep final : public Job {
  public:
@@ -65,7 +65,7 @@ class DecoderStep final : public Job {
       phases_[0].share(member, row_units(num_rows_), [&](int64_t unit) {
         for_rows(unit, num_rows_, [&](int64_t row) { embed(row); });
       });
-    Ahead ahead;
+    NextWeights ahead;
     for (size_t index = 0; index < layers_.size(); index++)
       run_layer(index, &phases_[1 + index * kPhasesOfLayer], member, ahead);
     if (!taps_.empty() && is_last(layers_.size() - 1)) {
@@ -81,7 +81,7 @@ class DecoderStep final : public Job {
   // Some rows of the batch.
   struct Rows {
     int64_t num;
-    const int64_t* ids;  // [num], rising; null: all
+    const int64_t* ids;  // [num], ascending; null: all
 
     int64_t operator[](int64_t index) const { return ids == nullptr ? index : ids[index]; }
     int64_t index_of(int64_t row) const { return ids == nullptr ? row : std::lower_bound(ids, ids + num, row) - ids; }
@@ -95,8 +95,8 @@ class DecoderStep final : public Job {
 
   bool is_last(size_t index) const { return first_ + static_cast<int64_t>(index) + 1 == decoder_.num_layers; }
 
-  // Rows for which a layer does more than write keys and values: in the last one those whose logits are wanted, unless
-  // features are made of what comes after it.
+  // Returns the rows for which a layer computes more than keys and values. In the last layer these are the rows with
+  // logits, or all rows if there is a tap after it.
   Rows rows_of(size_t index) const {
     const bool is_tapped = std::find(taps_.begin(), taps_.end(), decoder_.num_layers) != taps_.end();
     if (!is_last(index) || is_tapped || batch_.num_logits == num_rows_) return Rows{num_rows_, nullptr};
@@ -141,7 +141,7 @@ class DecoderStep final : public Job {
     for (int64_t i = 0; i < width; i++) to[i] = widen(from[i]);
   }
 
-  // What a drafter head's first layer is given in the place of a normalised row.
+  // Makes a row of a drafter head's first layer, instead of a normalised row.
   void embed_with_feature(int64_t row, float* residual) {
     const int64_t width = decoder_.hidden_size;
     const Type* feature = static_cast<const Type*>(batch_.features) + row * width;
@@ -154,7 +154,7 @@ class DecoderStep final : public Job {
     quantise<Weight>(normalised_, row, 2 * width, quantised_);
   }
 
-  // Keeps a row of the residual stream, rounded, where a tap is after so many layers.
+  // Copies a row of the residual stream, rounded, to the taps that are after this number of layers.
   void tap(int64_t row, int64_t num_layers) {
     const int64_t width = decoder_.hidden_size, num_taps = taps_.size();
     const float* from = residual_ + row * width;
@@ -170,7 +170,7 @@ class DecoderStep final : public Job {
     }
   }
 
-  // Two phases: the rows' taps become features, at their slots.
+  // Two phases: reduce the rows' taps to features, and store these in their slots.
   void reduce_taps(Phase& rows, Phase& product, Member member) {
     const int64_t hidden = decoder_.hidden_size, num_taps = taps_.size(), width = num_taps * hidden;
     Type* plane = static_cast<Type*>(features_.plane);
@@ -198,8 +198,8 @@ class DecoderStep final : public Job {
     });
   }
 
-  // A phase: the rows of the residual stream, normalised; after so many layers, of which there may be taps.
-  void normalise(Phase& phase, Member member, Ahead& ahead, const Rows& rows, const float* weight,
+  // A phase: normalises rows of the residual stream. `num_layers`: the layers before it, for taps; -1: no taps.
+  void normalise(Phase& phase, Member member, NextWeights& ahead, const Rows& rows, const float* weight,
                  int64_t num_layers = -1) {
     const int64_t width = decoder_.hidden_size;
     const auto normalise_rows = [&](int64_t unit) {
@@ -213,8 +213,9 @@ class DecoderStep final : public Job {
     phase.share(member, row_units(rows.num), normalise_rows, ahead);
   }
 
-  // A phase, for int8 weights: rows as the next product takes them.
-  void quantise_rows(Phase& phase, Member member, Ahead& ahead, const Row* rows, int64_t num_rows, int64_t width) {
+  // A phase: quantises rows for the next product, if weights are int8.
+  void quantise_rows(Phase& phase, Member member, NextWeights& ahead, const Row* rows, int64_t num_rows,
+                     int64_t width) {
     if (!kIsQuantised) return;
     const auto quantise_unit = [&](int64_t unit) {
       for_rows(unit, num_rows, [&](int64_t row) { quantise<Weight>(rows, row, width, quantised_); });
@@ -222,14 +223,14 @@ class DecoderStep final : public Job {
     phase.share(member, row_units(num_rows), quantise_unit, ahead);
   }
 
-  // A phase: rows times one matrix. Who waits for others asks for `next`, the matrix of the product after it (or null).
+  // A phase: multiplies rows by one matrix. Waiting members prefetch `next`, the matrix of the next product (or null).
   template <class Finish>
-  void multiply(Phase& phase, Member member, Ahead& ahead, const Row* rows, int64_t num_rows,
+  void multiply(Phase& phase, Member member, NextWeights& ahead, const Row* rows, int64_t num_rows,
                 const OutriderMatrix& matrix, const OutriderMatrix* next, Finish&& finish) {
     const Matrix<Weight> typed(matrix);
-    ahead = next != nullptr ? Ahead(Matrix<Weight>(*next), member) : Ahead();
-    const bool asks = asks_for_next<Weight>(num_rows, typed.depth);
-    const int64_t last = asks ? Phase::end_of(member, num_units(typed)) - 1 : -1;
+    ahead = next != nullptr ? NextWeights(Matrix<Weight>(*next), member) : NextWeights();
+    const bool prefetches_next = prefetches_next_unit<Weight>(num_rows, typed.depth);
+    const int64_t last = prefetches_next ? Phase::end_of(member, num_units(typed)) - 1 : -1;
     const auto multiply_rows = [&](int64_t unit) {
       const void* const first_of_next = unit == last ? ahead.take(kTileColumns * typed.depth * sizeof(Weight)) : nullptr;
       multiply_unit<Weight>(unit, multiplied<Weight>(rows, quantised_), activations_before<Weight>(typed.depth),
@@ -238,13 +239,13 @@ class DecoderStep final : public Job {
     phase.share(member, num_units(typed), multiply_rows, ahead);
   }
 
-  void run_layer(size_t index, Phase* phases, Member member, Ahead& ahead) {
+  void run_layer(size_t index, Phase* phases, Member member, NextWeights& ahead) {
     const OutriderLayer& layer = layers_[index];
     const OutriderMatrix* next_qkv = index + 1 < layers_.size() ? &layers_[index + 1].qkv : nullptr;
     const int64_t width = decoder_.hidden_size, attended_width = decoder_.num_heads * decoder_.head_dim;
     const Rows all{num_rows_, nullptr}, rows = rows_of(index);
     const auto note = [&](OutriderPhase kind) {
-      if (member.index == 0) workspace_.times.note(kind);  // the caller, who is never late
+      if (member.index == 0) workspace_.times.note(kind);  // only the caller takes part in every phase
     };
     const auto add = [&](const TileRow& tile) {
       AddTo<float>{residual_, width}(TileRow{rows[tile.row], tile.column, tile.num, tile.values});
@@ -275,7 +276,7 @@ class DecoderStep final : public Job {
     note(OUTRIDER_LINEAR);
   }
 
-  // Query and key heads are normalised (Qwen3) and rotated; keys and values go to the cache.
+  // Normalises (Qwen3) and rotates query and key heads, and writes keys and values to the cache.
   void rotate_and_write(int64_t row, const OutriderLayer& layer, size_t index) {
     const int64_t head_dim = decoder_.head_dim, angle = batch_.positions[row] * (head_dim / 2);
     const int64_t slot = batch_.slots[row], place = panel_at(slot, 0, decoder_.num_kv_heads, head_dim);
@@ -297,8 +298,8 @@ class DecoderStep final : public Job {
     }
   }
 
-  // Two phases, of which the second has work only when spans are shared.
-  void attend(Phase& tasks, Phase& merges, size_t index, Member member, Ahead& ahead) {
+  // Two phases: attend, and merge the spans' partial results if the plan is split.
+  void attend(Phase& tasks, Phase& merges, size_t index, Member member, NextWeights& ahead) {
     const AttentionPlan& plan = *plan_of_layer_[index];
     const OutriderAttention options = attention_options(layers_[index]);
     const Rows rows = rows_of(index);
@@ -322,8 +323,8 @@ class DecoderStep final : public Job {
     if (plan.is_split) merges.share(member, attention.num_merges(), merge_task, ahead);
   }
 
-  // Copies, since a late member may look at them when the caller has gone on; what they point
-  // to is for units only.
+  // These are copies, because a late member may read them after the call has returned. Memory
+  // that they point to is used within units only.
   OutriderWorkspace& workspace_;
   const OutriderDecoder decoder_;
   const std::vector<OutriderLayer> layers_;
@@ -333,16 +334,16 @@ class DecoderStep final : public Job {
 
   OutriderFeatures features_{};
   std::vector<int64_t> taps_;
-  const int64_t first_;  // layer
+  const int64_t first_;  // the first layer
   const int64_t num_rows_;
   std::vector<Phase> phases_;
   std::vector<PlanOfLayers> plans_;
   std::vector<AttentionPlan*> plan_of_layer_;
-  int64_t heads_ = 0;                          // of a projected row: query, key and value
+  int64_t heads_ = 0;                          // query, key and value heads of a projected row
   int64_t query_rows_ = 0;
   float* residual_ = nullptr;  // [rows, hidden]
   Row* normalised_ = nullptr;  // [rows, hidden]
-  QuantisedGroup* quantised_ = nullptr;  // [rows, groups], what the next product takes if weights are int8
+  QuantisedGroup* quantised_ = nullptr;  // [rows, groups], the next product's input if weights are int8
   Type* projected_ = nullptr;  // [rows, heads_, head_dim]
   Row* attended_ = nullptr;    // [rows, num_heads, head_dim]
   Row* gated_ = nullptr;       // [rows, intermediate]
@@ -350,7 +351,7 @@ class DecoderStep final : public Job {
   float* partials_ = nullptr;
 };
 
-// Stored where its column belongs.
+// Stores each logit in the column of its id.
 struct ScatterTo {
   float* y;
   int64_t width;
@@ -396,7 +397,7 @@ void logits_of(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& 
   workspace.times.note(OUTRIDER_HEAD);
 }
 
-// Calls f with null pointers of the activations' and of a matrix's type.
+// Calls f with null pointers whose types are those of the activations and of a matrix.
 template <class F>
 void with_types(const OutriderDecoder& decoder, const OutriderMatrix& matrix, F&& f) {
   const auto with_weight = [&](auto* type) {

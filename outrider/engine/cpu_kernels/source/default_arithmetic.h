@@ -1,13 +1,13 @@
-// How the processor rounds while kernels compute.
+// The processor's rounding mode while kernels compute.
 #pragma once
 
 #include <cfenv>
 
 namespace outrider {
 
-// Rounds to nearest and keeps subnormal numbers, whatever the thread was set to. A library
-// that is compiled with -ffast-math makes the thread that loads it flush them to zero: then
-// a row's bits would depend on which member of the team computes it.
+// A scope in which the thread rounds to nearest and keeps subnormal numbers. Loading a library
+// that was compiled with -ffast-math sets the loading thread to flush them to zero, so that a
+// row's bits would depend on the member of the team that computes it.
 class DefaultArithmetic {
  public:
   DefaultArithmetic() {

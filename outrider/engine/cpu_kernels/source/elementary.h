@@ -1,17 +1,17 @@
-// Logarithm and exponential whose every step is one operation that IEEE 754 rounds: plus, minus
-// and times of float32, written in order and never contracted. The same bits come out of
-// ../../sampler/elementary.py and on any machine, so a race and a filter decide alike
-// everywhere. Both are good to one unit in the last place (polynomials of Cephes' logf, expf).
+// Logarithm and exponential in which every step is one operation that IEEE 754 rounds: addition,
+// subtraction and multiplication of float32, in a fixed order and never contracted. They give the
+// same bits as ../../sampler/elementary.py on any machine, so races and filters are decided alike
+// everywhere. Both are accurate to one unit in the last place (polynomials of Cephes' logf, expf).
 #pragma once
 
 #include "numbers.h"
 
 namespace outrider {
 
-// log(sum + rest) of positive, normal `sum`, with |rest| at most half a unit of it in the last place.
+// Returns log(sum + rest). `sum` is positive and normal, and |rest| at most half a unit in its last place.
 static inline Floats logarithm_of_sum(Floats sum, Floats rest) {
   const Ints bits = reinterpret_cast<Ints>(sum);
-  const Ints exponent = (bits - 0x3f3504f3) >> 23;  // such that the mantissa lies in [sqrt(1/2), sqrt(2))
+  const Ints exponent = (bits - 0x3f3504f3) >> 23;  // so that the mantissa is in [sqrt(1/2), sqrt(2))
   const Floats mantissa = reinterpret_cast<Floats>(bits - (exponent << 23));
   const Floats scale = reinterpret_cast<Floats>((127 - exponent) << 23);
   const Floats f = (mantissa - 1.0f) + rest * scale;
@@ -34,7 +34,7 @@ static inline Floats logarithm_of_sum(Floats sum, Floats rest) {
 
 static inline Floats logarithm(Floats value) { return logarithm_of_sum(value, Floats{}); }
 
-// e^x * 2^44 of x at most 0, not below e^-32: what is less rounds to a mass of 0.
+// Returns e^x * 2^44 for x <= 0. x is raised to at least -32; smaller values round to a mass of 0.
 static inline Floats scaled_exponential(Floats x) {
   const Floats lowest = broadcast(-32.0f);
   x = x > lowest ? x : lowest;

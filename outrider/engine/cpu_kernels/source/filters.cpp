@@ -14,17 +14,17 @@ constexpr int kHalfWidth = kWidth / 2;
 
 typedef double Doubles __attribute__((vector_size(kHalfWidth * 8)));
 
-// Where the largest is infinite (a bias beyond float32): its equals share everything.
+// Returns the weights if the largest value is infinite (a bias beyond float32): only its equals have any.
 Floats infinite_weights(Floats values, float largest) {
   return values == largest ? broadcast(static_cast<float>(kMassOne)) : Floats{};
 }
 
-// Float32 weights in steps of 2^-44 of the largest, not rounded to whole steps yet.
+// Returns float32 weights in units of 2^-44 of the largest, not yet rounded to integers.
 Floats weights(Floats values, float largest) {
   return std::isinf(largest) ? infinite_weights(values, largest) : scaled_exponential(values - largest);
 }
 
-// The lower or the upper half of the lanes.
+// Converts the lower or the upper half of the lanes to float64.
 template <bool kUpper>
 Doubles widen_half(Floats values) {
 #if defined(__AVX512F__)
@@ -40,10 +40,10 @@ Doubles widen_half(Floats values) {
 #endif
 }
 
-// To the nearest integer of values below 2^51: beyond 2^52 there is no room for a fraction.
+// Rounds values below 2^51 to the nearest integer: from 2^52 on, float64 has no fraction.
 Doubles rounded(Doubles values) { return (values + 0x1p52) - 0x1p52; }
 
-// Adds weights, each rounded to an integer: exact below 2^53, that is for 512 of the largest.
+// Adds weights, each rounded to an integer. Sums are exact below 2^53, which is 512 times the largest.
 void add_masses(Floats weights, Doubles& sums) {
   sums += rounded(widen_half<false>(weights)) + rounded(widen_half<true>(weights));
 }
@@ -59,13 +59,13 @@ Limit earlier(const Limit& one, const Limit& other) {
   return one.last_id < other.last_id ? one : other;
 }
 
-// The k-th greatest of some values, which it moves about.
+// Returns the k-th greatest of some values, which it reorders.
 float kth_greatest(float* values, int64_t num, int64_t k) {
   std::nth_element(values, values + k - 1, values + num, std::greater<float>());
   return values[k - 1];
 }
 
-// A value that at least k tokens reach, by what is cheap to know of them.
+// Returns a value that at least k tokens reach, from the maxima of blocks or of their lanes.
 float reached_by(const LogitRow& row, int64_t k, float* scratch) {
   if (k <= row.num_blocks) {
     std::copy(row.maxima, row.maxima + row.num_blocks, scratch);
@@ -80,7 +80,7 @@ float reached_by(const LogitRow& row, int64_t k, float* scratch) {
   return -kInfinity;
 }
 
-// Copies values of at least `least` to `to`; returns how many.
+// Copies the values that are at least `least` to `to`. Returns their number.
 int64_t collect(const LogitRow& row, float least, float* to) {
   int64_t num = 0;
   for (int64_t b = 0; b < row.num_blocks; b++) {
@@ -95,7 +95,7 @@ int64_t collect(const LogitRow& row, float least, float* to) {
   return num;
 }
 
-// The id of the n-th token with this value; there are as many.
+// Returns the id of the n-th token with this value. There must be at least n of them.
 int64_t nth_equal(const LogitRow& row, float value, int64_t n) {
   for (int64_t b = 0;; b++) {
     if (row.maxima[b] < value) continue;
@@ -108,7 +108,7 @@ int64_t nth_equal(const LogitRow& row, float value, int64_t n) {
   }
 }
 
-// The k-th token of the order. What fills up the last block comes after all tokens.
+// Returns the k-th token of the order. The padding of the last block comes after all tokens.
 Limit kth(const LogitRow& row, int64_t k, float* scratch) {
   const int64_t num = collect(row, reached_by(row, k, scratch), scratch);
   const float value = kth_greatest(scratch, num, k);
@@ -116,7 +116,7 @@ Limit kth(const LogitRow& row, int64_t k, float* scratch) {
   return {value, nth_equal(row, value, k - num_greater)};
 }
 
-// The masses of what some limits keep, the widest first.
+// Returns the masses of the tokens within each limit. The first limit must be the widest.
 template <int kNum>
 std::array<int64_t, kNum> masses_within(const LogitRow& row, const std::array<Limit, kNum>& limits) {
   std::array<int64_t, kNum> masses{};
@@ -141,7 +141,7 @@ std::array<int64_t, kNum> masses_within(const LogitRow& row, const std::array<Li
   return masses;
 }
 
-// A lower bound of what a limit keeps: the blocks' largest values alone.
+// Returns a lower bound of the mass within a limit, from the blocks' largest values only.
 int64_t least_mass_within(const LogitRow& row, const Limit& limit) {
   int64_t mass = 0;
   for (int64_t b = 0; b < row.num_blocks; b += kWidth) {
@@ -155,7 +155,7 @@ int64_t least_mass_within(const LogitRow& row, const Limit& limit) {
   return mass;
 }
 
-// Whether so many blocks reach a value that all might as well be looked at.
+// Returns whether so many blocks reach a value that reading all of them costs little more.
 bool is_flat(const LogitRow& row, float value) {
   return std::count_if(row.maxima, row.maxima + row.num_blocks, [value](float largest) { return largest >= value; }) >
          row.num_blocks / 4;
@@ -199,7 +199,7 @@ OutriderStatus outrider_masses(const float* values, int64_t num, float largest, 
       const Floats weight = weights(broadcast(values[i]), largest);
       Doubles sums{};
       add_masses(weight, sums);
-      masses[i] = total(sums) / kWidth;  // all lanes hold the same
+      masses[i] = total(sums) / kWidth;  // all lanes have the same weight
     }
   });
 }

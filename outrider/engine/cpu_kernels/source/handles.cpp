@@ -1,4 +1,4 @@
-// Teams and workspaces as Python holds them.
+// Creates and frees teams and workspaces for Python.
 #include <new>
 
 #include "api.h"

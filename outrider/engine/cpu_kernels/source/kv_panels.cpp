@@ -7,7 +7,7 @@ using namespace outrider;
 
 namespace {
 
-// Between the cache and `rows` [num_layers, num_slots, num_heads, head_dim], which are read if they are const.
+// Copies between the cache and `rows` [num_layers, num_slots, num_heads, head_dim]; to the cache if `rows` is const.
 template <class KV, class Row>
 void copy_rows(const OutriderPanels& cache, int64_t first_head, int64_t num_heads, const int64_t* slots,
                int64_t num_slots, Row* rows) {

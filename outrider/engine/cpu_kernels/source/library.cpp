@@ -1,4 +1,4 @@
-// What a process asks of the library before anything else.
+// Functions that a process calls before all others.
 #include <cerrno>
 
 #include "api.h"
@@ -23,8 +23,8 @@ const char* outrider_path(void) {
 int32_t outrider_prepare_process(void) {
 #if defined(__AMX_TILE__)
 #if defined(__linux__)
-  // Linux saves tile registers only for processes that asked for it: without this the first
-  // tile instruction is a SIGILL. All threads have it then, also those that started before.
+  // Linux saves tile registers only for processes that requested it; without the request the
+  // first tile instruction is a SIGILL. It applies to all threads, also to those already running.
   constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
   constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? 0 : errno;

@@ -6,7 +6,7 @@
 namespace outrider {
 namespace {
 
-// How a weight lies in a panel, and back: of int8 with 128 added (panels_int8.h).
+// Converts a weight to its form in a panel and back: an int8 weight is stored with 128 added (panels_int8.h).
 template <class Weight>
 Weight flipped(Weight value) {
   if constexpr (sizeof(Weight) == 1) return static_cast<int8_t>(value ^ INT8_MIN);
@@ -52,7 +52,7 @@ void unpack_typed_row(const OutriderMatrix& matrix, int64_t row, float* to) {
   }
 }
 
-// Rows as the product wants them: in its activation type, padded with zeros.
+// Converts rows for a product: to its activation type, padded with zeros.
 template <class Weight, class T>
 const Activation<Weight>* as_activations(OutriderWorkspace& workspace, const T* x, int64_t num_rows, int64_t width,
                                          int64_t depth) {
@@ -89,7 +89,7 @@ void linear(Team& team, OutriderWorkspace& workspace, const T* x, int64_t num_ro
   });
 }
 
-// Calls f with a null pointer of the type that `type` names.
+// Calls f with a null pointer whose type is that of `type`.
 template <class F>
 void with_type(int32_t type, F&& f) {
   if (type == OUTRIDER_BFLOAT16) return f(static_cast<BFloat16*>(nullptr));

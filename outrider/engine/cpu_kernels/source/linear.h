@@ -1,4 +1,4 @@
-// Linear layers over packed weights, in units that members of a team share.
+// Linear layers with packed weights, in units that members of a team share.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace outrider {
 
-constexpr int64_t kBytesAhead = 4096;  // that are prefetched of what is read in order
-constexpr int64_t kMostBytesOfUnit = 256 << 10;  // of a unit that is in the cache of a core together with the next one
+constexpr int64_t kBytesAhead = 4096;  // distance of the prefetch if weights are read in order
+constexpr int64_t kMaxBytesOfUnit = 256 << 10;  // size up to which two units' weights fit into a core's cache together
 
 template <class Weight>
 struct Matrix {
@@ -30,46 +30,46 @@ struct Matrix {
         depth(padded_depth<Weight>(matrix.in_features)) {}
 };
 
-// Columns first … of one row of a tile, scaled and biased; `num` of them are real.
+// One row of a tile, scaled and with bias: `num` columns from `column` on. Further values are padding.
 struct TileRow {
   int64_t row;
   int64_t column;
   int num;
-  float* values;  // [kTileColumns], may be changed
+  float* values;  // [kTileColumns], may be overwritten
 };
 
-// Units of a product: as many as there are tiles of columns.
+// Returns the number of units of a product, which are tiles of columns.
 template <class Weight>
 static inline int64_t num_units(const Matrix<Weight>& matrix) {
   return (matrix.out_features + kTileColumns - 1) / kTileColumns;
 }
 
-// Whether a product of so many rows prefetches what is multiplied after a unit; else what it is about to read itself.
+// Returns whether a unit prefetches the weights of the next unit; otherwise it prefetches its own, just ahead.
 template <class Weight>
-static inline bool asks_for_next(int64_t num_rows, int64_t depth) {
-  const bool takes_one_call = num_rows <= kMostRows<Weight>;
-  return kTileColumns * depth * static_cast<int64_t>(sizeof(Weight)) <= kMostBytesOfUnit &&
+static inline bool prefetches_next_unit(int64_t num_rows, int64_t depth) {
+  const bool takes_one_call = num_rows <= kMaxRows<Weight>;
+  return kTileColumns * depth * static_cast<int64_t>(sizeof(Weight)) <= kMaxBytesOfUnit &&
          !(kReadsInOrder<Weight> && takes_one_call);
 }
 
-// One unit of x W^T + b, 32 columns of all rows: calls finish(TileRow) for each row.
-// x [num_rows, stride], each row padded to the matrix's depth. Prefetches the weights at `next`, null: of the next unit.
+// Computes one unit of x W^T + b, which is 32 columns of all rows, and calls finish(TileRow) for each row.
+// x [num_rows, stride], each row padded to the matrix's depth. `next`: weights to prefetch; null: the next unit's.
 template <class Weight, class Finish>
 static inline void multiply_unit(int64_t unit, const Activation<Weight>* x, int64_t stride, int64_t num_rows,
                                  const Matrix<Weight>& matrix, Finish&& finish, const void* next = nullptr) {
-  alignas(64) float tile[kMostRows<Weight> * kTileColumns];
+  alignas(64) float tile[kMaxRows<Weight> * kTileColumns];
   const int64_t column = unit * kTileColumns;
   const int columns = static_cast<int>(std::min<int64_t>(kTileColumns, matrix.out_features - column));
   const int panels = columns > kPanel ? 2 : 1;
   const Weight* packed = matrix.packed + column * matrix.depth;
-  const bool asks = asks_for_next<Weight>(num_rows, matrix.depth);
-  if (!asks) next = reinterpret_cast<const char*>(packed) + kBytesAhead;
+  const bool prefetches_next = prefetches_next_unit<Weight>(num_rows, matrix.depth);
+  if (!prefetches_next) next = reinterpret_cast<const char*>(packed) + kBytesAhead;
   else if (next == nullptr) next = packed + kTileColumns * matrix.depth;
-  Prefetch prefetch(next, asks ? (num_rows + kMostRows<Weight> - 1) / kMostRows<Weight> : 1);
+  Prefetch prefetch(next, prefetches_next ? (num_rows + kMaxRows<Weight> - 1) / kMaxRows<Weight> : 1);
   for (int64_t row = 0; row < num_rows;) {
-    const int rows = static_cast<int>(equal_part(num_rows - row, kMostRows<Weight>));
+    const int rows = static_cast<int>(equal_part(num_rows - row, kMaxRows<Weight>));
     multiply_tile<Weight>(rows, x + row * stride, stride, packed, panels, matrix.depth, tile, prefetch);
-    if (asks) prefetch.skip(panels * matrix.depth * kPanel * sizeof(Weight));
+    if (prefetches_next) prefetch.skip(panels * matrix.depth * kPanel * sizeof(Weight));
     else prefetch.stop();
     for (int r = 0; r < rows; r++) {
       float* values = tile + r * kTileColumns;
@@ -83,24 +83,24 @@ static inline void multiply_unit(int64_t unit, const Activation<Weight>* x, int6
   }
 }
 
-// Asks for the weights that a member multiplies first in a coming product: during its last unit of the product before,
-// and some each time that it is called, since memory would be idle while members wait for each other.
-class Ahead {
+// Prefetches the weights that a member multiplies first in the next product: during its last unit of the current one,
+// and some with each call while it waits for other members, when memory would be idle otherwise.
+class NextWeights {
  public:
-  Ahead() = default;
+  NextWeights() = default;
 
   template <class Weight>
-  Ahead(const Matrix<Weight>& matrix, Member member) {
+  NextWeights(const Matrix<Weight>& matrix, Member member) {
     const int num_ranges = Phase::num_ranges(member), range = member.index % num_ranges;
     const auto address_of = [&](int64_t unit) {
       return reinterpret_cast<const char*>(matrix.packed + unit * kTileColumns * matrix.depth);
     };
     const int64_t units = num_units(matrix);
     next_ = address_of(Phase::begin_of(range, num_ranges, units));
-    end_ = std::min(next_ + kMostBytes, address_of(Phase::begin_of(range + 1, num_ranges, units)));
+    end_ = std::min(next_ + kMaxBytes, address_of(Phase::begin_of(range + 1, num_ranges, units)));
   }
 
-  // Where `bytes` begin that the caller asks for. Null: nowhere.
+  // Returns the start of the next `bytes`, which the caller prefetches; null: there is no next product.
   const void* take(int64_t bytes) {
     const char* const taken = next_;
     if (taken != nullptr) next_ = std::min(next_ + bytes, end_);
@@ -112,19 +112,19 @@ class Ahead {
   }
 
  private:
-  static constexpr int64_t kMostBytes = 256 << 10;  // of the cache of a core
+  static constexpr int64_t kMaxBytes = 256 << 10;  // share of a core's cache
   static constexpr int kLinesAtOnce = 8;
 
   const char* next_ = nullptr;
   const char* end_ = nullptr;
 };
 
-// Row `row` of W to `to` [in_features] (linear.cpp).
+// Unpacks row `row` of W to `to` [in_features] (linear.cpp).
 void unpack_row(const OutriderMatrix& matrix, int64_t row, float* to);
 
-// ---- what becomes of a tile's row
+// ---- functions that finish a tile's row
 
-// Stored in T, [num_rows, width].
+// Stores it as T in [num_rows, width].
 template <class T>
 struct StoreTo {
   T* y;
@@ -138,7 +138,7 @@ struct StoreTo {
   }
 };
 
-// Added to what is there: the residual stream.
+// Adds it to the values in y, the residual stream.
 template <class T>
 struct AddTo {
   T* y;
@@ -150,8 +150,8 @@ struct AddTo {
   }
 };
 
-// silu(gate) * up. A tile holds a panel of gates and the panel of their ups. Gate and up are
-// rounded to T first, as separate layers would round them.
+// Stores silu(gate) * up. A tile has a panel of gates and the panel of the same ups. Gate and
+// up are rounded to T first, as two separate layers would round them.
 template <class T, class To>
 struct SiluMultiplyTo {
   To* y;

@@ -1,4 +1,4 @@
-// A row of logits, cut in blocks of 64 ids with the largest of each.
+// A row of logits in blocks of 64 ids, with the largest value of each block.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ static inline bool is_any(Ints mask) {
 #endif
 }
 
-// The largest of 64 values lane by lane; lanes of `is_nan` are set where one is no number.
+// Returns the lane-wise largest of 64 values, and sets the lanes of `is_nan` that have a NaN.
 static inline Floats largest_of_block(const float* values, Ints& is_nan) {
   Floats largest = load(values);
   is_nan |= largest != largest;
@@ -35,20 +35,20 @@ static inline Floats largest_of_block(const float* values, Ints& is_nan) {
   return largest;
 }
 
-// The last block of a row, filled up with -infinity.
+// Copies the last block of a row, padded with -infinity.
 static inline void fill_tail(const float* logits, int64_t num_ids, float* tail) {
   const int64_t start = num_ids / kBlock * kBlock;
   std::fill(tail, tail + kBlock, -kInfinity);
   std::copy(logits + start, logits + num_ids, tail);
 }
 
-// One row for blockwise work. Every value is divided by the temperature where it comes out,
-// so that everything downstream sees the distribution after step 5 of the contract. Each
-// value depends on its own logit and the temperature alone.
+// One row, for access by blocks. Values are logits divided by the temperature when they are
+// read, so that all later steps use the distribution after step 5 of the contract. A value
+// depends only on its own logit and the temperature.
 struct LogitRow {
   const float* logits;   // [num_ids]
-  const float* tail;     // [64] the last block filled up with -infinity, unless it is whole
-  const float* maxima;   // [num_blocks] each block's largest value
+  const float* tail;     // [64], the last block padded with -infinity, unless it is complete
+  const float* maxima;   // [num_blocks], each block's largest value
   int64_t num_ids;
   int64_t num_blocks;
   float temperature;
@@ -56,18 +56,18 @@ struct LogitRow {
 
   float value(int64_t id) const { return logits[id] / temperature; }
 
-  // 64 logits, before the temperature.
+  // Returns a block's 64 logits, not yet divided by the temperature.
   const float* block(int64_t b) const { return (b + 1) * kBlock <= num_ids ? logits + b * kBlock : tail; }
 };
 
-// The last token that is kept in the order of falling value and among equals of rising id.
+// The last token that is kept, in the order of descending value and ascending id among equals.
 struct Limit {
   float value;
   int64_t last_id;
 
   bool keeps(float other, int64_t id) const { return other > value || (other == value && id <= last_id); }
 
-  // Lanes of `values`, which belong to ids from `first_id` on.
+  // Returns which lanes of `values`, which belong to ids from `first_id` on, are kept.
   Ints keeps(Floats values, int64_t first_id) const {
     const int64_t last_lane = std::clamp<int64_t>(last_id - first_id, -1, kWidth);
     const Ints is_low = reinterpret_cast<Ints>(lane_indices()) <= static_cast<int32_t>(last_lane);

@@ -1,8 +1,8 @@
 // Number formats and the vector type of this instruction path.
 //
-// A library is compiled once for each instruction path (see ../build.py) and only one of
-// them is loaded by a process, so a path is chosen by the compiler's flags, never at run
-// time. Everything here has internal linkage for the same reason.
+// A library is compiled for each instruction path (see ../compiler.py), and a process loads
+// only one of them, so the compiler's flags choose the path, never a test at run time.
+// Everything here has internal linkage for the same reason.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace outrider {
 
-// Columns of a panel: packed matrices are cut into panels of this many output features.
+// Output features of a panel, the unit of packed matrices.
 constexpr int kPanel = 16;
 
 #if defined(__AVX512F__)
@@ -24,15 +24,15 @@ constexpr int kWidth = 8;
 #endif
 constexpr int kVectorsPerPanel = kPanel / kWidth;
 
-// Whether products of bfloat16 are those of AVX512-BF16's instruction, bit by bit, with it or without: of a pair the
-// upper one is added first, each rounded once, and subnormal numbers count as zeros.
+// Whether products of bfloat16 have the bits of AVX512-BF16's instruction, with or without that instruction: the upper
+// product of a pair is added first, each addition is rounded once, and subnormal numbers count as zeros.
 constexpr bool kHasBitsOfDotProducts = kWidth == 16;
 
 typedef float Floats __attribute__((vector_size(kWidth * 4)));
 typedef int32_t Ints __attribute__((vector_size(kWidth * 4)));
 typedef uint32_t Words __attribute__((vector_size(kWidth * 4)));
 
-// The same in memory, at any address. (Copying with memcpy would go through the stack.)
+// The same types in memory, at any address. (memcpy would copy through the stack.)
 typedef float FloatsInMemory __attribute__((vector_size(kWidth * 4), aligned(4), may_alias));
 typedef uint32_t WordsInMemory __attribute__((vector_size(kWidth * 4), aligned(2), may_alias));
 
@@ -61,9 +61,9 @@ static inline Floats load(const float* from) { return *reinterpret_cast<const Fl
 
 static inline void store(float* to, Floats value) { *reinterpret_cast<FloatsInMemory*>(to) = value; }
 
-// a * b + c, rounded once; by the C library where the processor cannot, so that a path has the same bits on
-// every machine. Written out, and contraction is off in the flags: the same expression must round alike
-// wherever the compiler unrolls it.
+// Returns a * b + c, rounded once; computed by the C library if the processor cannot, so that a path has the
+// same bits on every machine. Contraction is off in the flags and the operation is explicit here, because an
+// expression must round the same way wherever the compiler unrolls it.
 static inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
@@ -76,11 +76,11 @@ static inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// One instruction each on x86, if written so; b if one is NaN.
+// These are one instruction each on x86, in this form. They return b if a or b is NaN.
 static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 static inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 
-// The sum of all lanes, always in the same order: halves are folded onto each other.
+// Returns the sum of all lanes, always in the same order: the halves are added repeatedly.
 static inline float sum_of_lanes(Floats value) {
   float lanes[kWidth];
   store(lanes, value);
@@ -111,18 +111,18 @@ static inline float widen(float value) { return value; }
 static inline BFloat16 round_to_bfloat16(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
-  if (value != value) return BFloat16{static_cast<uint16_t>((bits >> 16) | 0x40)};  // stays a NaN
+  if (value != value) return BFloat16{static_cast<uint16_t>((bits >> 16) | 0x40)};  // remains a NaN
   return BFloat16{static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
-static inline Floats rounded_to_bfloat16(Floats value) {  // stays float32
+static inline Floats rounded_to_bfloat16(Floats value) {  // the result is float32
   const Words bits = reinterpret_cast<Words>(value);
   const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
   const Words not_a_number = (bits & 0xffff0000) | 0x00400000;
   return reinterpret_cast<Floats>(value == value ? rounded : not_a_number);
 }
 
-// kWidth consecutive values.
+// Loads kWidth consecutive values as float32.
 static inline Floats load_wide(const float* from) { return load(from); }
 
 static inline Floats load_wide(const BFloat16* from) {
@@ -144,7 +144,7 @@ static inline void store_one(BFloat16* to, float value) { *to = round_to_bfloat1
 
 static inline void store_rounded(float* to, Floats value) { store(to, value); }
 
-// The upper halves of floats, as bfloat16.
+// Stores the upper halves of floats, which are bfloat16.
 static inline void store_upper_halves(BFloat16* to, Words floats) {
   const Words bits = floats >> 16;
 #if defined(__AVX512F__)
@@ -162,24 +162,24 @@ static inline void store_rounded(BFloat16* to, Floats value) {
   store_upper_halves(to, reinterpret_cast<Words>(rounded_to_bfloat16(value)));
 }
 
-// Of values that have been rounded to the type.
+// Stores values that were already rounded to the type.
 static inline void store_exact(float* to, Floats value) { store(to, value); }
 static inline void store_exact(BFloat16* to, Floats value) { store_upper_halves(to, reinterpret_cast<Words>(value)); }
 
-// The value as it would be after storing and loading it in T, without the memory.
+// Rounds to T, with the same result as storing and loading, but in registers.
 static inline Floats rounded_to(Floats value, const float*) { return value; }
 static inline Floats rounded_to(Floats value, const BFloat16*) { return rounded_to_bfloat16(value); }
 
-// 2 * kWidth consecutive bfloat16 as two vectors: those at even places, those at odd ones.
+// Loads 2 * kWidth consecutive bfloat16 as two vectors: those with even indices, and those with odd ones.
 static inline void load_pairs(const BFloat16* from, Floats& even, Floats& odd) {
   const Words pairs = *reinterpret_cast<const WordsInMemory*>(from);
   even = reinterpret_cast<Floats>(pairs << 16);
   odd = reinterpret_cast<Floats>(pairs & 0xffff0000);
 }
 
-// ---- functions of a whole vector
+// ---- functions of a vector
 
-// e^x to about one unit in the last place (Cephes' expf), 0 below -87.3.
+// Returns e^x, accurate to about one unit in the last place (Cephes' expf); 0 below -87.3.
 static inline Floats exponential(Floats x) {
   const Floats lowest = broadcast(-87.3f), highest = broadcast(88.0f);
   const auto is_zero = x < lowest;

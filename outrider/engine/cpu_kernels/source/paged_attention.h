@@ -1,18 +1,18 @@
 // Attention of a step's rows over the paged cache, in tasks that members of a team share.
 //
-// The keys of a sequence are taken in spans of kSpan at absolute positions. Within a span a
-// row's weights are a plain softmax, rounded to the type of the values; spans are merged with
-// rising position (online softmax, Milakov and Gimelshein, 2018). Where a span begins and in
-// which order its products are added depends on positions alone, so a row's output has the
-// same bits whatever rows are computed beside it, and whether or not members share its spans
-// (as flash-decoding does, Dao et al., 2023).
+// The keys of a sequence are processed in spans of kSpan keys at absolute positions. Within a
+// span a row's weights are a plain softmax, rounded to the type of the values; spans are merged
+// in ascending order (online softmax, Milakov and Gimelshein, 2018). The start of a span and
+// the order of its products depend on positions only. So a row's output has the same bits
+// whichever rows are computed at the same time, and whether or not members share its spans
+// (as in flash-decoding, Dao et al., 2023).
 //
 // The query rows of one KV head, for some rows of one sequence, share one read of its keys.
-// Sixteen keys at consecutive positions are multiplied where they lie, if they fill a panel of
-// the cache (kv_panels.h) in that order. Otherwise they are brought together first: where a
-// block is not made of whole panels, and the last keys of a row in a tree of drafts, which do
-// not lie at the slots of their positions. Rows that follow each other in a tree share a read
-// too; others read their keys by themselves, each in the order of positions.
+// Sixteen keys at consecutive positions are multiplied in place if they fill a panel of the
+// cache (kv_panels.h) in that order. Otherwise they are gathered first: blocks may not consist
+// of whole panels, and the last keys of a row in a tree of drafts are not in the slots of their
+// positions. Rows that continue the path of the row before them share a read, too; other rows
+// of a tree read their keys separately, in the order of positions.
 #pragma once
 
 #include <algorithm>
@@ -28,17 +28,17 @@
 
 namespace outrider {
 
-constexpr float kNothing = -1e30f;  // the largest score of a row that has seen no key
+constexpr float kMaskedScore = -1e30f;  // the score of a masked key, and the largest score of a row that sees none
 
-// Scratch of one member for one task.
+// Scratch memory of one member for one task.
 template <class KV>
 struct AttentionScratch {
   Activation<KV>* query;    // [query_rows, depth]
   float* scores;            // [kRowsOfCall, kSpan]
   Activation<KV>* weights;  // [kRowsOfCall, kSpan]
-  KV* keys;                 // [kPanelsOfSpan][depth * 16], those that were brought together
+  KV* keys;                 // [kPanelsOfSpan][depth * 16], gathered keys
   KV* values;               // [kPanelsOfSpan][head_dim * 16]
-  float* running;           // a partial result: see PartialResult
+  float* running;           // two partial results, see PartialResult
 
   static int64_t bytes(int64_t query_rows, int64_t head_dim) {
     return AttentionScratch(nullptr, query_rows, head_dim).size_;
@@ -61,8 +61,8 @@ struct AttentionScratch {
   int64_t size_ = 0;
 };
 
-// What a row has seen in some spans: largest score, sum of weights, weighted values. Of
-// `num` query rows, one array after the other.
+// The result of some spans for `num` query rows: largest scores, sums of weights, and weighted
+// values, one array after the other.
 struct PartialResult {
   float* largest;   // [num]
   float* sums;      // [num]
@@ -72,7 +72,7 @@ struct PartialResult {
   PartialResult(float* at, int64_t num) : largest(at), sums(at + num), values(at + 2 * num) {}
 };
 
-// Adds `later`, of the span that follows, to `earlier`.
+// Adds the result of the next span, `later`, to `earlier`.
 static inline void merge(const PartialResult& earlier, const PartialResult& later, int64_t num, int64_t head_dim) {
   for (int64_t r = 0; r < num; r++) {
     const float largest = std::max(earlier.largest[r], later.largest[r]);
@@ -85,9 +85,9 @@ static inline void merge(const PartialResult& earlier, const PartialResult& late
   }
 }
 
-// A finished row's values. A sum that is zero may be either zero: keys that a row does not see
-// are added with weight 0 where they are computed for the rows beside it, which makes +0 of
-// -0. Adding 0 leaves one of them.
+// Returns a finished row's values. The sign of a zero depends on other rows: keys that are
+// computed for these rows, but that this row does not see, are added with weight 0, which
+// turns -0 into +0. Adding 0 always gives +0.
 static inline Floats finished_values(const float* values, float factor) { return load(values) * factor + 0.0f; }
 
 // One layer's attention.
@@ -96,11 +96,11 @@ struct PagedAttention {
   const OutriderAttention& options;
   const OutriderBatch& batch;
   const AttentionPlan& plan;
-  const KV* query;  // rows at query_stride, rotated
+  const KV* query;  // rotated rows at distances of query_stride
   int64_t query_stride;
   const KV* key_cache;
   const KV* value_cache;
-  float* partials;  // [num_partials, kv heads] partial results of query_rows rows, if the plan is split
+  float* partials;  // [num_partials, num_kv_heads] results of query_rows rows, if the plan is split
 
   int64_t group() const { return options.num_heads / options.num_kv_heads; }
 
@@ -113,8 +113,8 @@ struct PagedAttention {
     return static_cast<int64_t>(plan.is_split ? plan.spans.size() : plan.tiles.size()) * options.num_kv_heads;
   }
 
-  // One task. `store_row(row, head, values, factor)` receives finished rows, for it to apply `finished_values` to;
-  // those of a split plan are finished by the tasks of `finish_split`, once all of these are done.
+  // Runs one task. Calls `store_row(row, head, values, factor)` for finished rows, which must apply `finished_values`.
+  // Rows of a split plan are finished by the tasks of `finish_split`, after all tasks of `run`.
   template <class Store>
   void run(int64_t task, AttentionScratch<KV>& scratch, Store&& store_row) const {
     const int64_t index = task / options.num_kv_heads, head = task % options.num_kv_heads;
@@ -140,7 +140,7 @@ struct PagedAttention {
     store_tile(tile, head, running, store_row);
   }
 
-  // The rest of a split plan's work, a task for each tile and KV head: merges its spans.
+  // Returns the number of tasks of `finish_split`: in a split plan one for each tile and KV head, merging its spans.
   int64_t num_merges() const { return static_cast<int64_t>(plan.tiles.size()) * options.num_kv_heads; }
 
   template <class Store>
@@ -172,10 +172,10 @@ struct PagedAttention {
     }
   }
 
-  // Of the task that most likely comes next.
+  // Returns the KV head of the task that most likely comes next.
   int64_t head_after(int64_t head) const { return (head + 1) % options.num_kv_heads; }
 
-  // `next_span`, `next_head`: whose keys are wanted then.
+  // Computes one span's result. The keys of `next_span` and `next_head` are prefetched, as they are probably next.
   void compute_span(const AttentionTile& tile, int64_t head, int64_t span, AttentionScratch<KV>& scratch,
                     const PartialResult& result, int64_t next_span, int64_t next_head) const {
     const int64_t head_dim = options.head_dim, depth = padded_depth<KV>(head_dim), rows = tile.num_rows * group();
@@ -183,7 +183,7 @@ struct PagedAttention {
     const int num_keys = static_cast<int>(std::min<int64_t>(kSpan, tile.position + tile.num_rows - begin));
     const int first_panel = first_key(tile.position, begin) / kPanel;
     const int num = (num_keys + kPanel - 1) / kPanel - first_panel;
-    // Panels of keys, then of values, then the next keys: each is asked for before its turn.
+    // Panels of keys, then of values, then the next keys. Each is prefetched before its turn.
     const KV* panels[2 * kPanelsOfSpan + kPanelsAhead];
     const KV** values = panels + num;
     for (int i = 0; i < num; i++) {
@@ -197,13 +197,13 @@ struct PagedAttention {
 
     for (int64_t row = 0, count; row < rows; row += count) {
       count = equal_part(rows - row, kRowsOfCall<KV>);
-      // Panels that the last of these rows sees: those behind it are for others.
+      // The number of panels that the last of these rows sees; later ones are for other rows.
       const int64_t last_position = tile.position + (row + count - 1) / group();
       const int64_t panels_seen = last_position / kPanel + 1 - begin / kPanel - first_panel;
       const int seen = static_cast<int>(std::min<int64_t>(num, panels_seen));
       float* to = result.values + row * head_dim;
       if (seen <= 0) {
-        std::fill_n(result.largest + row, count, kNothing);
+        std::fill_n(result.largest + row, count, kMaskedScore);
         std::fill_n(result.sums + row, count, 0.0f);
         std::fill_n(to, count * head_dim, 0.0f);
         continue;
@@ -220,26 +220,26 @@ struct PagedAttention {
     }
   }
 
-  // The first key of the span at `begin` that a row at `position` sees, counted from there.
+  // Returns the first key that a row at `position` sees of the span at `begin`, relative to `begin`.
   int first_key(int64_t position, int64_t begin) const {
     if (options.sliding_window == 0) return 0;
     return static_cast<int>(std::max<int64_t>(0, position - options.sliding_window + 1 - begin));
   }
 
-  // Where the key at a position lies for the last row of a tile.
+  // Returns the slot of the key at a position, as seen by the last row of a tile.
   int64_t slot_of(const AttentionTile& tile, int64_t position) const {
     if (position >= tile.path_position) return tile.path[position - tile.path_position];
     const int32_t* blocks = batch.block_tables + batch.table_starts[tile.seq];
     return blocks[position / batch.block_size] * batch.block_size + position % batch.block_size;
   }
 
-  // The panels of the `num` keys from `position` on, a multiple of 16, and of their values: in the cache, or brought
-  // together as panel `index` of the scratch. Values behind the last one are zeros.
+  // Finds the panels of the `num` keys from `position` on, a multiple of 16, and of their values: in the cache, or
+  // gathered in panel `index` of the scratch memory. Values after the last one are zeros.
   void find_panel(const AttentionTile& tile, int64_t head, int64_t position, int num, int index,
                   AttentionScratch<KV>& scratch, const KV*& keys, const KV*& values) const {
     const int64_t head_dim = options.head_dim, depth = padded_depth<KV>(head_dim);
     const auto at = [&](int64_t slot) { return panel_at(slot, head, options.num_kv_heads, head_dim); };
-    // Of most keys the first one's slot says where all are.
+    // Usually all keys are in place, which the slot of the first one tells.
     const int64_t slot = slot_of(tile, position);
     int in_place = slot % kPanel == 0 ? 1 : 0;
     if (in_place != 0 && batch.block_size % kPanel == 0)
@@ -266,7 +266,7 @@ struct PagedAttention {
     }
   }
 
-  // A key and its value, from one slot of a panel to another.
+  // Copies a key and its value from one slot of a panel to another.
   void copy_slot(const KV* keys, const KV* values, int64_t from, KV* to_keys, KV* to_values, int64_t to) const {
     constexpr int64_t word = kPerWord<KV>;
     for (int64_t d = 0; d < options.head_dim * kPanel; d += kPanel * word)
@@ -276,15 +276,15 @@ struct PagedAttention {
         to_values[column + place_in_panel<KV>(to, n)] = values[column + place_in_panel<KV>(from % kPanel, n)];
   }
 
-  // scores [num] → weights e^(score - largest), 0 for keys outside [first, last), and their sum.
+  // Computes the weights e^(score - largest) of scores [num], 0 for keys outside [first, last), and their sum.
   void weigh(float* scores, Activation<KV>* weights, int num, int first, int last, float* largest, float* sum) const {
     const auto is_seen = [&](int i) { return (kLanes + i >= first) & (kLanes + i < last); };
     const float scaling = options.scaling, softcap = options.softcap;
-    Floats most = broadcast(kNothing);
+    Floats most = broadcast(kMaskedScore);
     for (int i = 0; i < num; i += kWidth) {
       Floats value = load(scores + i) * scaling;
       if (softcap > 0) value = hyperbolic_tangent(value / softcap) * softcap;
-      if (i < first || i + kWidth > last) value = is_seen(i) ? value : broadcast(kNothing);
+      if (i < first || i + kWidth > last) value = is_seen(i) ? value : broadcast(kMaskedScore);
       store(scores + i, value);
       most = larger(value, most);
     }
@@ -299,8 +299,8 @@ struct PagedAttention {
     *sum = sum_of_lanes(total);
   }
 
-  // As stored: rounded to the type of the values. A weight is not negative, or a NaN, of bfloat16 keys one whose lower
-  // half is zeros, so that nothing is carried into its exponent.
+  // Stores a weight and returns it as stored, rounded to the type of the values. A weight is at least 0, or a NaN. A
+  // NaN of bfloat16 keys has a lower half of zeros, so that rounding carries nothing into its exponent.
   static Floats store_weights(Activation<KV>* to, Floats weight) {
     if constexpr (sizeof(KV) == 4) {
       store(to, weight);

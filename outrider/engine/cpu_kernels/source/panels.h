@@ -1,14 +1,14 @@
-// The product at the heart of every kernel: some rows times two panels of packed weights.
+// The product in every kernel: some rows times two panels of packed weights.
 //
-// The rule that makes results independent of the batch: every output has ONE accumulator,
-// to which products are added with rising k, and that accumulator never knows how many
-// other rows or columns are computed beside it. So a row's bits are the same alone, as one
-// of five, or in a prefill of hundreds.
+// The rule that makes results independent of the batch: every output has ONE accumulator, to
+// which products are added in ascending order of k, and no operation on it depends on the
+// number of other rows or columns that are computed at the same time. So a row's bits are the
+// same alone, as one of five, or in a prefill of hundreds.
 //
-// Packed weights, for panels of 16 output features:
+// Packed weights, in panels of 16 output features:
 //   float32   [panels][in_features][16]
-//   bfloat16  [panels][in_features / 2][16][2]: pairs of k lie together, as the dot product
-//             instructions of AVX512-BF16 and AMX want them
+//   bfloat16  [panels][in_features / 2][16][2]: pairs of k, as the dot product instructions of
+//             AVX512-BF16 and AMX read them
 //   int8      [panels][in_features / 4][16][4], one scale for each output feature (panels_int8.h)
 // in_features is padded with zeros to a multiple of kDepthStep.
 #pragma once
@@ -18,8 +18,8 @@
 
 namespace outrider {
 
-// What rows are kept in while they are multiplied with a kind of weight. Without dot product
-// instructions for bfloat16, values that were rounded to bfloat16 stay in float32.
+// The type of rows that are multiplied by a type of weight. Without dot product instructions
+// for bfloat16, values that were rounded to bfloat16 are kept as float32.
 template <class Weight>
 struct ActivationOf {
   using type = float;
@@ -49,8 +49,9 @@ constexpr int64_t kDepthStep<BFloat16> = 2;
 template <>
 constexpr int64_t kDepthStep<int8_t> = kDepthOfGroup;
 
-// Whether the only call of two panels multiplies one after the other, as they lie in memory: so weights were read
-// fastest, and fastest with 4 KiB prefetched (on Zen 4 24 GB/s in a thread with int8, both panels at a time 16).
+// Whether two panels that only one call multiplies are multiplied one after the other, in the order of memory. Weights
+// were read fastest this way, with a prefetch of 4 KiB: on Zen 4 24 GB/s per thread with int8, but 16 if both panels
+// were multiplied together.
 template <class Weight>
 constexpr bool kReadsInOrder = false;
 #if defined(__AVX512F__) && !defined(__AMX_BF16__)
@@ -67,41 +68,42 @@ static inline int64_t padded_depth(int64_t in_features) {
   return (in_features + kDepthStep<Weight> - 1) / kDepthStep<Weight> * kDepthStep<Weight>;
 }
 
-// Activations of a row before its k, a multiple of kDepthStep. Before its padded depth: the stride of rows.
+// Returns the number of a row's activations before k, a multiple of kDepthStep. For the padded depth it is the stride.
 template <class Weight>
 static inline int64_t activations_before(int64_t k) {
   return sizeof(Weight) == 1 ? k / kDepthOfGroup : k;
 }
 
-// Of rows and their quantised form, what is multiplied with a kind of weight.
+// Returns the form of the rows that is multiplied by a type of weight: their quantised form for int8.
 template <class Weight, class Row>
 static inline const Activation<Weight>* multiplied(const Row* rows, const QuantisedGroup* quantised) {
   if constexpr (sizeof(Weight) == 1) return quantised;
   else return rows;
 }
 
-// Makes the quantised form of one of `rows` [num_rows, width], if that is what is multiplied.
+// Quantises one of `rows` [num_rows, width] if weights are int8.
 template <class Weight, class Row>
 static inline void quantise(const Row* rows, int64_t row, int64_t width, QuantisedGroup* quantised) {
   if constexpr (sizeof(Weight) == 1) quantise_row(rows + row * width, width, quantised + row * groups_of(width));
 }
 
-constexpr int kTileColumns = 2 * kPanel;  // of the tile that one call computes
+constexpr int kTileColumns = 2 * kPanel;  // columns of the tile that one call computes
 
-// Prefetches weights while others are multiplied. Panels that several calls multiply, each some rows, are in the cache
-// after the first one: all these calls share in asking for what is multiplied next, so that memory is read evenly.
-// A few calls ask for many lines each, into the second cache: two cores of a Zen 4 read scattered pieces of 2 KiB so at
-// 27 GB/s, into the first one at 20 (16 rows took 0.82 of the time). One call gained nothing, and many lost.
+// Prefetches weights while others are multiplied. If several calls multiply the same panels, each with some rows, the
+// panels are in the cache after the first call. All these calls then share the prefetch of the next panels, so that
+// memory is read evenly. A few calls prefetch many lines each, to the second-level cache: with that, two cores of a
+// Zen 4 read scattered pieces of 2 KiB at 27 GB/s, but to the first-level cache at 20 (16 rows took 0.82 of the time).
+// A single call gained nothing by it, and many calls lost.
 struct Prefetch {
   static constexpr int kFewCalls = 4;
   const char* next;
   int32_t num_calls;
-  int32_t left;  // calls of `operator()` until the next one that asks for something
+  int32_t left;  // calls of `operator()` until the next one that prefetches
 
   Prefetch(const void* from, int64_t num_calls)
       : next(static_cast<const char*>(from)), num_calls(static_cast<int32_t>(num_calls)), left(this->num_calls) {}
 
-  // With every line that is read of `num` panels.
+  // Must be called for every line that is read from `num` panels.
   void operator()(int num) {
     if (--left > 0) return;
     left = num_calls;
@@ -110,12 +112,12 @@ struct Prefetch {
       is_one_of_few ? __builtin_prefetch(next, 0, 2) : __builtin_prefetch(next, 0, 3);
   }
 
-  void skip(int64_t bytes_read) { next += bytes_read / num_calls; }  // in a copy of this
+  void skip(int64_t bytes_read) { next += bytes_read / num_calls; }  // for bytes whose lines a copy has prefetched
   void stop() { num_calls = left = INT32_MAX; }
 };
 
-// Weights of one k (or of a pair) for one panel, in registers, and how a row's sums become larger by their products:
-// in kNumAdds additions, each of a vector of the panel times a value of the row.
+// One panel's weights of one k (or of a pair), in registers. Their products with a row's values are added to its sums
+// in kNumAdds additions, each of a vector of the panel times one value.
 template <class Weight>
 struct Step;
 
@@ -154,13 +156,13 @@ struct Step<BFloat16> {
   void load_from(const BFloat16* from) {
     for (int v = 0; v < kVectorsPerPanel; v++) load_pairs(from + v * kWidth * 2, at[0][v], at[1][v]);
   }
-  static constexpr int place(int add) { return kHasBitsOfDotProducts ? 1 - add : add; }  // in the pair
+  static constexpr int place(int add) { return kHasBitsOfDotProducts ? 1 - add : add; }  // index within the pair
   static Floats value(const float* x, int add) { return broadcast(x[place(add)]); }
   Floats add(int add, int v, Floats value, Floats sum) const { return multiply_add(at[place(add)][v], value, sum); }
 #endif
 };
 
-// While this exists, subnormal numbers count as zeros where multiply-adds stand in for dot product instructions.
+// A scope in which subnormal numbers count as zeros if multiply-adds replace dot product instructions.
 template <class Weight>
 struct DotProductArithmetic {
 #if defined(__AVX512F__) && !defined(__AVX512BF16__)
@@ -169,12 +171,12 @@ struct DotProductArithmetic {
   DotProductArithmetic() { _mm_setcsr(found | kFlushToZero); }
   ~DotProductArithmetic() { _mm_setcsr(found); }
 #else
-  DotProductArithmetic() {}  // (or compilers call it unused)
+  DotProductArithmetic() {}  // without it, compilers report an unused variable
 #endif
 };
 
-// `Rows` rows times `Panels` panels, step by step. (Such functions are not inlined: within a larger one GCC 12 keeps
-// sums in memory.)
+// Multiplies `Rows` rows by `Panels` panels, step by step. (It is not inlined, because GCC 12 keeps the sums in memory
+// within a larger function.)
 template <class Weight, int Rows, int Panels>
 [[gnu::noinline]] static void multiply_by_steps(const Activation<Weight>* x, int64_t stride, const Weight* panels,
                                                 int64_t panel_size, int64_t depth, float* tile, Prefetch prefetch) {
@@ -220,24 +222,24 @@ template <class Weight, int Rows, int Panels>
 
 namespace outrider {
 
-// Rows that one call multiplies at most: as many as there are registers for.
+// The maximum number of rows of one call, for which there are enough registers.
 template <class Weight>
-constexpr int kMostRows = kWidth == 16 ? 12 : 6;
+constexpr int kMaxRows = kWidth == 16 ? 12 : 6;
 #if !defined(__AVX512F__)
-// Pairs take two more registers: with six rows, sums would be spilled.
+// Pairs need two more registers: with six rows, sums would be spilled.
 template <>
-constexpr int kMostRows<BFloat16> = 5;
+constexpr int kMaxRows<BFloat16> = 5;
 #elif defined(__AMX_BF16__)
 template <>
-constexpr int kMostRows<BFloat16> = 32;
+constexpr int kMaxRows<BFloat16> = 32;
 #elif defined(__AVX512BF16__)
-// Sixteen sums keep the unit of dot products busy, which begins one a cycle and takes six; with 12 rows, whose loads
-// of activations are more, products were 5 % slower.
+// Sixteen sums keep the dot product unit busy, which starts one product per cycle and takes six cycles. With 12 rows
+// there are more loads of activations, and products were 5 % slower.
 template <>
-constexpr int kMostRows<BFloat16> = 8;
+constexpr int kMaxRows<BFloat16> = 8;
 #endif
 template <>
-constexpr int kMostRows<int8_t> = kByteRows;
+constexpr int kMaxRows<int8_t> = kByteRows;
 
 template <class Weight, int Rows, int Panels>
 static inline void multiply_panels(const Activation<Weight>* x, int64_t stride, const Weight* panels,
@@ -253,8 +255,8 @@ static inline void multiply_panels(const Activation<Weight>* x, int64_t stride, 
 template <class Weight, int Rows>
 static inline void multiply_rows(const Activation<Weight>* x, int64_t stride, const Weight* panels, int64_t panel_size,
                                  int num_panels, int64_t depth, float* tile, Prefetch prefetch) {
-  // One row leaves registers for both panels, and needs their independent sums to keep the
-  // multipliers busy; from two rows on each panel is read by itself, if vectors are narrow.
+  // One row leaves registers for both panels, whose independent sums keep the multipliers
+  // busy. With more rows and narrow vectors, each panel is multiplied separately.
   constexpr bool kTogether = kWidth == 16 || (Rows == 1 && sizeof(Weight) > 1);
   if constexpr (kTogether)
     if (num_panels == 2 && !(kReadsInOrder<Weight> && prefetch.num_calls == 1))
@@ -274,9 +276,9 @@ static inline void multiply_at_most(int rows, const Activation<Weight>* x, int64
   multiply_rows<Weight, Rows>(x, stride, panels, panel_size, num_panels, depth, tile, prefetch);
 }
 
-// tile [rows][kTileColumns] = x [rows, depth at `stride`] times 1 or 2 panels; rows at most
-// kMostRows. `depth` is padded, and so is x (with zeros, or with anything finite where the
-// weights are the zeros).
+// Computes tile [rows][kTileColumns] = x [rows, depth at `stride`] times 1 or 2 panels, for at
+// most kMaxRows rows. `depth` is padded, and so is x: with zeros, or with any finite values
+// if the weights' padding is zeros.
 template <class Weight>
 static inline void multiply_tile(int rows, const Activation<Weight>* x, int64_t stride, const Weight* panels,
                                  int num_panels, int64_t depth, float* tile, Prefetch prefetch) {
@@ -290,11 +292,11 @@ static inline void multiply_tile(int rows, const Activation<Weight>* x, int64_t 
     return multiply_by_byte_tiles(rows, x, stride, panels, num_panels, depth, tile, prefetch);
   else
 #endif
-    multiply_at_most<Weight, kMostRows<Weight>>(rows, x, stride, panels, panel_size, num_panels, depth, tile, prefetch);
+    multiply_at_most<Weight, kMaxRows<Weight>>(rows, x, stride, panels, panel_size, num_panels, depth, tile, prefetch);
 }
 
-// How many of `rows` the next call should take, of at most so many: as equal parts as possible,
-// so that no call is left with one row and half the registers.
+// Returns the number of rows, at most `most`, for the next call. Calls get nearly equal numbers
+// of rows, so that the last one does not have a single row and unused registers.
 static inline int64_t equal_part(int64_t rows, int64_t most) {
   const int64_t calls = (rows + most - 1) / most;
   return (rows + calls - 1) / calls;

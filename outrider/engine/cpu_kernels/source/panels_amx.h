@@ -1,14 +1,14 @@
 // The product of panels.h on AMX tiles: 16 rows times 16 columns, 32 k at a time.
 //
-// Which tiles a row falls into depends on the rows beside it, its own products do not: a
-// tile adds them for each of its rows by itself, k ascending.
+// A row's tile depends on the other rows, but its products do not: a tile adds them for each
+// of its rows separately, in ascending order of k.
 #pragma once
 
 #include "numbers.h"
 
 namespace outrider {
 
-// What _tile_loadconfig reads: the shape of each of eight tiles.
+// The operand of _tile_loadconfig: the shapes of eight tiles.
 struct alignas(64) TileShapes {
   uint8_t palette = 1;
   uint8_t start_row = 0;
@@ -17,25 +17,25 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {};
 };
 
-// What `shape_tiles` was last called with; the processor keeps shapes for each thread. One
-// variable for all files of the library (`inline`, not `static`), or a file would not know
-// that the products of another have changed them.
+// The arguments of the last `shape_tiles` in this thread, for which the processor keeps the
+// shapes. It is `inline`, not `static`: all files of the library must share one variable,
+// since each of them may change the shapes.
 inline thread_local int shaped_tiles = -1;
 
-// For a thread that may have run other code with tiles of its own, such as torch's.
+// Must be called in a thread that may have run other code with tiles, such as torch's.
 static inline void forget_tile_shapes() { shaped_tiles = -1; }
 
-// For a thread that has no more products to do.
+// Must be called when a thread has computed its products.
 static inline void release_tiles() {
   if (shaped_tiles == -1) return;
   shaped_tiles = -1;
   _tile_release();
 }
 
-// Tiles 0, 1: sums of the first rows for two panels; 2, 3: of the second rows, if there are some. 4, 5: first
+// Shapes the tiles. 0, 1: sums of the first 16 rows for two panels; 2, 3: of the second rows, if any. 4, 5: first
 // and second rows of x. 6, 7: weights of two panels, `lines` pairs of k.
 static inline void shape_tiles(int first_rows, int second_rows, int lines = 16) {
-  asm volatile("" : : : "memory");  // GCC 12 does not know that tiles read memory: what was stored comes first
+  asm volatile("" : : : "memory");  // GCC 12 does not know that tiles read memory, so stores must be ordered before
   if (second_rows < 1) second_rows = 1;
   const int key = (first_rows * 32 + second_rows) * 32 + lines;
   if (key == shaped_tiles) return;
@@ -49,12 +49,12 @@ static inline void shape_tiles(int first_rows, int second_rows, int lines = 16) 
   shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = static_cast<uint8_t>(second_rows);
   shapes.rows[6] = shapes.rows[7] = static_cast<uint8_t>(lines);
   shapes.bytes_of_row[4] = shapes.bytes_of_row[5] = static_cast<uint16_t>(4 * lines);
-  asm volatile("" : : "r"(&shapes) : "memory");  // GCC 12 takes only the first bytes to be read, and drops the rest
+  asm volatile("" : : "r"(&shapes) : "memory");  // GCC 12 assumes that only the first bytes are read
   _tile_loadconfig(&shapes);
 }
 
-// Adds x [rows, depth at `stride`] times one or two panels at `from` to tiles 0 … 3, which are shaped for these rows
-// and for steps of 2 * `lines` of depth. Calls prefetch(panel, k) for each line of weights.
+// Adds x [rows, depth at `stride`] times one or two panels at `from` to tiles 0 to 3, which must be shaped for these
+// rows and for steps of 2 * `lines` of depth. Calls prefetch(panel, k) for each line of weights.
 template <class LinePrefetch>
 static inline void add_tiles(int rows, const BFloat16* x, int64_t stride, const BFloat16* const* from, int num,
                              int64_t depth, int lines, LinePrefetch&& prefetch) {

@@ -12,7 +12,7 @@ static inline void multiply_by_byte_tiles(int rows, const QuantisedGroup* x, int
   const int first_rows = rows < 16 ? rows : 16, second_rows = rows - first_rows;
   const int64_t panel_size = depth * kPanel, x_bytes = stride * static_cast<int64_t>(sizeof(QuantisedGroup));
   const bool has_two_panels = num_panels == 2;
-  constexpr int64_t sums_bytes = kTileColumns * 4;  // of a row of sums
+  constexpr int64_t sums_bytes = kTileColumns * 4;  // size of a row of sums
   alignas(64) int32_t sums[32 * kTileColumns];
   shape_tiles(first_rows, second_rows);
   for (int64_t first = 0; first < depth; first += kDepthOfGroup, x++) {

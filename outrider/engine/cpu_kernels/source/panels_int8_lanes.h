@@ -1,12 +1,13 @@
-// The product of panels_int8.h in vector registers: by AVX512-VNNI, by AVX2, or by what the compiler makes of it.
+// The product of panels_int8.h in vector registers: with AVX512-VNNI, with AVX2, or with vectors that the compiler
+// translates.
 #pragma once
 
 #include "numbers.h"
 
 namespace outrider {
 
-// Four k of a panel, and the sums of one row and a panel. No step may saturate: pairs of products, up to 2 * 255 * 127,
-// do not fit into 16 bits.
+// Weights of four k of a panel, and the sums of one row and a panel. No step may saturate: sums of two products, up to
+// 2 * 255 * 127, exceed 16 bits.
 #if defined(__AVX512VNNI__)
 constexpr int kByteRows = 6;
 
@@ -18,9 +19,9 @@ struct PanelQuad {
 struct PanelSums {
   __m512i sums;
   void begin(int32_t start) { sums = _mm512_set1_epi32(start); }
-  // GCC 12 copies sums from one register to another and back around the intrinsic.
+  // Around the intrinsic GCC 12 would copy sums between registers.
   void add(const PanelQuad& weights, int32_t quad) {
-#if defined(_mm512_dpbusd_epi32)  // simulated, by tests
+#if defined(_mm512_dpbusd_epi32)  // simulated by tests
     sums = _mm512_dpbusd_epi32(sums, weights.bytes, _mm512_set1_epi32(quad));
 #else
     asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weights.bytes), "v"(_mm512_set1_epi32(quad)));
@@ -29,7 +30,7 @@ struct PanelSums {
   Ints columns(int) const { return reinterpret_cast<Ints>(sums); }
 };
 #elif defined(__AVX2__)
-constexpr int kByteRows = 2;  // of one panel: a row has four registers of sums
+constexpr int kByteRows = 2;  // for one panel: each row has four registers of sums
 
 struct PanelQuad {
   __m256i words[4];  // four columns each
@@ -40,7 +41,7 @@ struct PanelQuad {
 };
 
 struct PanelSums {
-  __m256i pairs[4];  // of each column, its even and its odd pairs of k
+  __m256i pairs[4];  // for each column, its even and its odd pairs of k
   void begin(int32_t start) {
     for (__m256i& pair : pairs) pair = _mm256_set1_epi64x(static_cast<uint32_t>(start));
   }
@@ -49,7 +50,7 @@ struct PanelSums {
     for (int i = 0; i < 4; i++) pairs[i] = _mm256_add_epi32(pairs[i], _mm256_madd_epi16(weights.words[i], x));
   }
   Ints columns(int vector) const {
-    const __m256i sums = _mm256_hadd_epi32(pairs[2 * vector], pairs[2 * vector + 1]);  // by halves of 128 bits
+    const __m256i sums = _mm256_hadd_epi32(pairs[2 * vector], pairs[2 * vector + 1]);  // within halves of 128 bits
     return reinterpret_cast<Ints>(_mm256_permute4x64_epi64(sums, 0b11011000));
   }
 };
@@ -80,7 +81,7 @@ struct PanelSums {
 };
 #endif
 
-// `Rows` rows, `stride` groups apart, times `Panels` panels.
+// Multiplies `Rows` rows, `stride` groups apart, by `Panels` panels.
 template <int Rows, int Panels>
 [[gnu::noinline]] static void multiply_by_quads(const QuantisedGroup* x, int64_t stride, const int8_t* panels,
                                                 int64_t panel_size, int64_t depth, float* tile, Prefetch prefetch) {

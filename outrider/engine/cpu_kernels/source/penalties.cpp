@@ -25,7 +25,7 @@ float committed_count(const OutriderSampling& sampling, int64_t id) {
   return found == end ? 0.0f : sampling.counts[found - sampling.counted_ids];
 }
 
-// `before` has room for a value of each assumed token.
+// Applies penalties. `before` has room for one value per assumed token.
 void penalise(const OutriderSampling& sampling, const Assumed& assumed, int64_t vocab_size, float* logits,
               float* before) {
   const auto is_known = [vocab_size](int64_t id) { return id >= 0 && id < vocab_size; };
@@ -35,7 +35,7 @@ void penalise(const OutriderSampling& sampling, const Assumed& assumed, int64_t 
     float& logit = logits[sampling.counted_ids[i]];
     logit = penalised(sampling, logit, sampling.counts[i]);
   }
-  // Assumed tokens have greater counts than the table says: they are few, and done again.
+  // Counts of assumed tokens are larger than in the table. There are few of them, so they are computed again.
   for (int64_t i = 0; i < assumed.num; i++) {
     if (!is_known(assumed.ids[i])) continue;
     const auto times = std::count(assumed.ids, assumed.ids + assumed.num, assumed.ids[i]);

@@ -1,7 +1,7 @@
 // Philox4x32-10, kWidth counters at once.
 //
-// Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC'11). Integers
-// only: the same words on every machine, and those of ../../sampler/philox.py.
+// Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC'11). It uses
+// integers only, so words are the same on every machine, and in ../../sampler/philox.py.
 #pragma once
 
 #include "numbers.h"
@@ -12,11 +12,11 @@ struct PhiloxWords {
   Words w0, w1, w2, w3;
 };
 
-typedef uint64_t Products __attribute__((vector_size(kWidth * 4)));  // of every other lane
+typedef uint64_t Products __attribute__((vector_size(kWidth * 4)));  // products of every other lane
 
 static inline Products multiply_even_lanes(Products a, Products b) {
 #if defined(__AVX512F__)
-  // As _mm512_mul_epu32, at which GCC 12 warns of uninitialised values in its own header.
+  // Equals _mm512_mul_epu32, for which GCC 12 warns about uninitialised values in its own header.
   return reinterpret_cast<Products>(
       _mm512_maskz_mul_epu32(0xff, reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
 #elif defined(__AVX2__)
@@ -26,7 +26,7 @@ static inline Products multiply_even_lanes(Products a, Products b) {
 #endif
 }
 
-// Both halves of the 64-bit products of all lanes.
+// Computes both halves of the 64-bit products of all lanes.
 static inline void multiply_wide(Words a, uint32_t multiplier, Words& high, Words& low) {
   const Products factors = reinterpret_cast<Products>(a), multipliers = Products{} + multiplier;
   const Products even = multiply_even_lanes(factors, multipliers);
@@ -35,7 +35,7 @@ static inline void multiply_wide(Words a, uint32_t multiplier, Words& high, Word
   low = reinterpret_cast<Words>((even & 0xffffffff) | (odd << 32));
 }
 
-// Counters (c0, c1, c2, c3), of which all but the first are the same in all lanes.
+// Computes the words of counters (c0, c1, c2, c3); only c0 differs between lanes.
 static inline PhiloxWords philox4x32(Words c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t seed) {
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   PhiloxWords words{c0, Words{} + c1, Words{} + c2, Words{} + c3};

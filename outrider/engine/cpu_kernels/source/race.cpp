@@ -7,10 +7,10 @@ namespace outrider {
 
 namespace {
 
-// A little less than a score: float32 logarithms need not be monotone to the last bit.
+// Returns a little less than a score, because float32 logarithms are not exactly monotone.
 float with_slack(float score) { return score - (1e-5f + 1e-6f * std::min(std::fabs(score), 1e30f)); }
 
-// The blocks' winners, whose arrivals are known, set a score to beat.
+// Returns the best score of the blocks' winners, whose arrivals are known: the first score to beat.
 float best_of_block_winners(const LogitRow& row, const BlockArrivals& arrivals, const Limit& limit) {
   float best = -kInfinity;
   for (int64_t b = 0; b < row.num_blocks; b++) {
@@ -22,7 +22,7 @@ float best_of_block_winners(const LogitRow& row, const BlockArrivals& arrivals, 
   return best;
 }
 
-// Raises best_score and sets best_id where a token of the block beats it.
+// Updates best_score and best_id if a token of the block has a better score.
 void look_into_block(const LogitRow& row, const RaceKey& key, const BlockArrivals& arrivals, const Limit& limit,
                      int64_t b, float& best_score, int64_t& best_id) {
   alignas(64) float times[kBlock], scores[kBlock];
@@ -47,7 +47,7 @@ int64_t run_race(const LogitRow& row, const RaceKey& key, const BlockArrivals& a
   float to_beat = with_slack(best_of_block_winners(row, arrivals, limit));
   float best_score = -kInfinity;
   int64_t best_id = 0;
-  for (int64_t b = 0; b < row.num_blocks; b++) {  // by rising id: an equal score does not beat an earlier one
+  for (int64_t b = 0; b < row.num_blocks; b++) {  // in ascending order: among equal scores the lowest id wins
     if (row.maxima[b] - arrivals.log_first[b] >= to_beat && row.maxima[b] >= limit.value) {
       look_into_block(row, key, arrivals, limit, b, best_score, best_id);
       to_beat = std::max(to_beat, with_slack(best_score));

@@ -12,7 +12,7 @@ namespace {
 
 template <class T>
 void rms_norm(Team& team, const T* x, int64_t num_rows, int64_t width, const float* weight, float epsilon, T* y) {
-  constexpr int64_t kElements = 16384;  // fewer are not worth waking anybody
+  constexpr int64_t kElements = 16384;  // with fewer, waking other members is not worthwhile
   const int64_t at_once = std::max<int64_t>(1, kElements / width);
   team.share((num_rows + at_once - 1) / at_once, [&](int64_t unit, int) {
     for (int64_t row = unit * at_once; row < std::min(num_rows, (unit + 1) * at_once); row++)

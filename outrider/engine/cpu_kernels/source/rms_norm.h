@@ -7,8 +7,8 @@
 
 namespace outrider {
 
-// to [width] = x / sqrt(mean(x^2) + epsilon) * weight, rounded to T where x was of T: as
-// transformers does, once before the weight is applied and once after.
+// Computes to [width] = x / sqrt(mean(x^2) + epsilon) * weight. Like transformers, it rounds to T
+// before and after multiplying by the weight.
 template <class T, class From, class To>
 static inline void rms_norm_row(const From* x, int64_t width, const float* weight, float epsilon, To* to) {
   const T* type = nullptr;

@@ -1,12 +1,12 @@
-// Rotary position embedding (Su et al., 2021), in the form that rotates halves of a head.
+// Rotary position embedding (Su et al., 2021), which pairs the halves of a head.
 #pragma once
 
 #include "numbers.h"
 
 namespace outrider {
 
-// from, to [head_dim], may be the same; cosines and sines [head_dim / 2] of the position.
-// head_dim is a multiple of 16. Rounded once, to the type of `to`, after rounding to T.
+// Rotates a head. `from` and `to` [head_dim] may be the same; cosines and sines [head_dim / 2] are
+// those of the position; head_dim is a multiple of 16. Results are rounded to T, then to `to`'s type.
 template <class T, class From, class To>
 static inline void rotate_head(const From* from, int64_t head_dim, const float* cosines, const float* sines, To* to) {
   const T* type = nullptr;
@@ -18,7 +18,7 @@ static inline void rotate_head(const From* from, int64_t head_dim, const float* 
     store_exact(to + i, rounded_to(low * cosine - high * sine, type));
     store_exact(to + half + i, rounded_to(high * cosine + low * sine, type));
   }
-  for (; i < half; i++) {  // half a vector is left when head_dim is not a multiple of 2 * kWidth
+  for (; i < half; i++) {  // half a vector remains if head_dim is not a multiple of 2 * kWidth
     const float low = widen(from[i]), high = widen(from[half + i]);
     const Floats first = rounded_to(broadcast(low * cosines[i] - high * sines[i]), type);
     const Floats second = rounded_to(broadcast(high * cosines[i] + low * sines[i]), type);

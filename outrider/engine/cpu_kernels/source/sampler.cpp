@@ -14,15 +14,15 @@ using namespace outrider;
 
 namespace {
 
-// What one thread needs for one row. A sampler has all of it before a team begins: a thread
-// must not run out of memory.
+// One thread's scratch memory for one row. A sampler allocates it before a team begins, because
+// threads of a team must not allocate memory.
 struct Scratch {
   Buffer edited;            // [vocab_size] float: a row that steps 1 to 4 change
-  Buffer assumed;           // [the most that a row assumes] float: what penalties set aside
-  Buffer selected;          // [num_blocks * 64] float: values that top_k chooses from
+  Buffer assumed;           // [maximum number of assumed tokens] float: their logits before penalties
+  Buffer selected;          // [num_blocks * 64] float: values that top_k selects from
   Buffer maxima;            // [num_blocks] float
   Buffer first, log_first;  // [num_blocks, rounded up to vectors] float
-  Buffer winner_offsets;    // likewise, uint8_t
+  Buffer winner_offsets;    // the same, uint8_t
   float tail[kBlock];
 
   BlockArrivals arrivals() const { return {first.get<float>(), log_first.get<float>(), winner_offsets.get<uint8_t>()}; }
@@ -44,23 +44,23 @@ struct OutriderSampler {
   int64_t vocab_size;
   int64_t num_ids;
   std::vector<int64_t> holes;
-  std::vector<Scratch> scratch;  // one for each thread
-  Buffer decisions;              // [rows of the largest step so far]
+  std::vector<Scratch> scratch;  // by thread
+  Buffer decisions;              // [number of rows of the largest step so far]
 
   int64_t num_blocks() const { return (num_ids + kBlock - 1) / kBlock; }
 };
 
 namespace {
 
-// Steps 5 to 7 for a row that is not greedy.
+// Applies steps 5 to 7 to a row that is not greedy.
 int64_t draw(const OutriderSampling& sampling, const LogitRow& row, const RaceKey& key, Scratch& scratch) {
   const BlockArrivals arrivals = scratch.arrivals();
   for (int64_t b = 0; b < row.num_blocks; b += kWidth)
     draw_first_arrivals(key, b, {arrivals.first + b, arrivals.log_first + b, arrivals.winner_offsets + b});
   const Limit kept = first_limit(row, sampling, scratch.selected.get<float>());
   TopP top_p(row, sampling, kept);
-  // Where top_p leaves out the winner, everything from it on is out as well, and the race is
-  // run again among the tokens before it. The first token is always kept: this ends.
+  // If top_p removes the winner, it also removes all tokens after it in the order, and the race
+  // runs again among the tokens before it. This ends, because the first token is always kept.
   for (Limit limit = kept;;) {
     const int64_t winner = run_race(row, key, arrivals, limit);
     if (sampling.top_p >= 1.0) return winner;
@@ -75,7 +75,7 @@ int64_t decide(const OutriderSampler& sampler, const Decision& decision, Scratch
   const float* logits = decision.logits;
   const bool changes = changes_row(sampling, decision.mask, decision.assumed);
   if (sampling.is_greedy && !changes) {
-    // No copy for the sake of holes: leaving them out changes nothing where another id is found.
+    // Holes alone need no copy of the row: banning them has no effect if the winner is another id.
     const int64_t id = first_of_largest(logits, sampler.num_ids);
     if (!holes.contain(id)) return id;
   }
@@ -93,12 +93,12 @@ int64_t decide(const OutriderSampler& sampler, const Decision& decision, Scratch
   fill_tail(logits, sampler.num_ids, scratch.tail);
   Ints is_nan{};
   for (int64_t b = 0; b < row.num_blocks; b++) {
-    // Rounded division is monotone: the largest of quotients is the quotient of the largest.
+    // Rounded division is monotone, so the largest quotient is the quotient of the largest.
     maxima[b] = largest_of_lanes(largest_of_block(row.block(b), is_nan)) / sampling.temperature;
     row.largest = std::max(row.largest, maxima[b]);
   }
   if (is_any(is_nan)) return first_nan(logits, sampler.num_ids);
-  if (row.largest == -kInfinity) return 0;  // everything is out, and all alike
+  if (row.largest == -kInfinity) return 0;  // all tokens are banned
   const RaceKey key{sampling.seed, sampling.sample, static_cast<uint32_t>(decision.position)};
   return draw(sampling, row, key, scratch);
 }

@@ -41,7 +41,7 @@ void Team::work(int index, int num_members) {
   for (uint32_t seen = 0;;) {
     spin_until([&] { return started_.load(std::memory_order_acquire) != seen; });
     started_.wait(seen, std::memory_order_acquire);
-    seen = started_.load(std::memory_order_acquire);  // jobs that were missed are done
+    seen = started_.load(std::memory_order_acquire);  // any skipped jobs are done
     if (stops_) return;
     std::shared_ptr<Job> job;
     {

@@ -1,10 +1,10 @@
-// A team of threads that computes one step together, on cores that it may not have to itself.
+// A team of threads that computes one step together, on cores that it may share with others.
 //
-// A barrier waits for every thread, so one that another process has pushed off its core
-// holds up all the others, hundreds of times a step. Here a phase of a job is over when its
-// UNITS are done, whoever did them: a thread that is not running holds up nobody unless it
-// lost its core in the middle of a unit, and when it comes back it finds the phases behind
-// it finished and joins the present one. Alone on its cores a team loses nothing by this.
+// A barrier waits for every thread, so a thread that lost its core to another process would
+// delay all others, hundreds of times per step. Here a phase of a job ends when its UNITS are
+// done, whichever threads did them. A thread without a core delays the others only if it lost
+// the core within a unit; when it continues, it skips the finished phases and joins the
+// current one. On cores of its own, a team is as fast as with barriers.
 #pragma once
 
 #include <sched.h>
@@ -19,9 +19,9 @@
 
 namespace outrider {
 
-// Some ten microseconds: members that each have a core come apart by less.
+// About ten microseconds: members with a core each finish a phase closer together than that.
 constexpr int kSpins = 500;
-// Then the core is offered to others a few times before sleeping, which costs a wake-up.
+// After spinning, a thread yields its core a few times before it sleeps, since waking up is slow.
 constexpr int kYields = 20;
 
 static inline void pause() {
@@ -32,7 +32,7 @@ static inline void pause() {
 #endif
 }
 
-// Returns as soon as `is_over()`; false when it has not come true in the time worth spinning.
+// Waits for `is_over()` by spinning and yielding. Returns false if that took too long.
 template <class IsOver>
 static inline bool spin_until(IsOver&& is_over) {
   for (int i = 0; i < kSpins; i++) {
@@ -46,18 +46,18 @@ static inline bool spin_until(IsOver&& is_over) {
   return false;
 }
 
-// One of the threads that do a job.
+// One of the threads that work on a job.
 struct Member {
-  int index;  // 0: the caller's
-  int num;    // of them all
+  int index;  // 0: the caller
+  int num;    // number of members
 };
 
-// Units 0 … total - 1 of work. Each member has a range of consecutive ones, so that it reads memory that lies
-// together; whoever has done its own takes units of the others. Used once.
+// Units 0 to total - 1 of work. Each member begins with its own range of consecutive units, so that it reads
+// contiguous memory, and then takes units from other ranges. Used once.
 class Phase {
  public:
-  // Does units until none is left, then waits for those that others still do, and calls `while_waiting()` again and
-  // again. All members call it with the same total. `unit(index)` must not depend on who does it.
+  // Does units until none is left, then waits for the units of other members, calling `while_waiting()` repeatedly.
+  // All members must pass the same total. The result of `unit(index)` must not depend on the member.
   template <class Unit, class Waiting>
   void share(Member member, int64_t total, Unit&& unit, Waiting&& while_waiting) {
     if (done_.load(std::memory_order_acquire) == total) return;
@@ -81,17 +81,17 @@ class Phase {
 
   static int num_ranges(Member member) { return std::min(member.num, kRanges); }
 
-  // The first unit of a range. Member m begins with range m % num_ranges.
+  // Returns the first unit of a range. Member m begins with range m % num_ranges.
   static int64_t begin_of(int range, int num_ranges, int64_t total) { return total * range / num_ranges; }
 
-  // What is behind the last unit of the range that a member begins with.
+  // Returns the end of the range that a member begins with.
   static int64_t end_of(Member member, int64_t total) {
     const int num = num_ranges(member);
     return begin_of(member.index % num + 1, num, total);
   }
 
  private:
-  static constexpr int kRanges = 16;  // more members share ranges
+  static constexpr int kRanges = 16;  // with more members, several begin with the same range
 
   template <class Waiting>
   void wait(int32_t total, Waiting&& while_waiting) const {
@@ -109,18 +109,18 @@ class Phase {
   alignas(64) std::atomic<int32_t> done_{0};
 };
 
-// What a team does: phases, one after the other, in the same order by every member.
+// The work of a team: phases that every member goes through in the same order.
 class Job {
  public:
   virtual ~Job() = default;
-  // After all phases are done a late member may still walk through them: nothing outside of
-  // phases may be touched that does not live as long as the job.
+  // A late member may still go through the phases after all of them are done, so code outside
+  // of units may only use memory that lives as long as the job.
   virtual void work(Member member) = 0;
 };
 
 class Team {
  public:
-  // Throws std::system_error when the process may not have so many threads.
+  // Throws std::system_error if the process may not have so many threads.
   explicit Team(int num_threads);
   ~Team();
   Team(const Team&) = delete;
@@ -128,11 +128,11 @@ class Team {
 
   int size() const { return static_cast<int>(workers_.size()) + 1; }
 
-  // Does `job` together with the workers that are free; the calling thread is member 0.
-  // Returns when all its phases are done. Called by one thread at a time.
+  // Runs `job` with all workers that are free. The calling thread is member 0. Returns when all
+  // phases are done. Only one thread at a time may call it.
   void run(const std::shared_ptr<Job>& job);
 
-  // A job of one phase.
+  // Runs a job of one phase.
   template <class Unit>
   void share(int64_t total, Unit&& unit) {
     if (total <= 1 || workers_.empty()) {
@@ -145,21 +145,21 @@ class Team {
         phase.share(member, total, [&](int64_t index) { unit(index, member.index); });
       }
       int64_t total;
-      Unit& unit;  // of the caller, who stays until all units are done
+      Unit& unit;  // belongs to the caller, which waits until all units are done
       Phase phase;
     };
     run(std::make_shared<OnePhase>(total, unit));
   }
 
  private:
-  void work(int index, int num_members);  // `num_members`: while it is made, `size` still grows
+  void work(int index, int num_members);  // `size` grows while the team is created, so it is passed
   void stop();
 
   std::vector<std::thread> workers_;
   std::mutex job_lock_;
   std::shared_ptr<Job> job_;  // the newest
   std::atomic<bool> stops_{false};
-  alignas(64) std::atomic<uint32_t> started_{0};  // jobs, counted; workers sleep on it
+  alignas(64) std::atomic<uint32_t> started_{0};  // number of jobs started; workers sleep on it
 };
 
 }  // namespace outrider

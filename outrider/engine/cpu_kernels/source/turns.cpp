@@ -28,30 +28,30 @@ int64_t monotonic() {
 Turns::Taken Turns::take(int32_t slot, int64_t length, int64_t timeout) {
   const int64_t deadline = monotonic() + timeout;
   for (;;) {
-    // In this order: who finds the holder as it was, and then sleeps, is woken by any change since.
+    // `changes_` is read before `holder_`: if the holder changes afterwards, `wait` returns at once.
     const uint32_t seen = changes_;
     uint64_t holder = holder_;
     const int64_t now = monotonic();
-    if (slot_of(holder) == slot) {  // handed over
+    if (slot_of(holder) == slot) {  // another process has released the turn to this one
       lease(slot, now, length);
-      if (holder_ != holder) continue;  // too late: somebody has taken it since
+      if (holder_ != holder) continue;  // too late: a third process has taken it
       tickets_[slot] = 0;
       return Taken::kYes;
     }
     const bool is_free = slot_of(holder) < 0;
     if (is_free || has_run_out(holder)) {
-      lease(slot, now, length);  // before it is ours, or it could be taken away at once
+      lease(slot, now, length);  // before taking the turn: with an expired lease it could be lost at once
       if (!holder_.compare_exchange_strong(holder, successor(holder, slot))) continue;
       tickets_[slot] = 0;
-      announce();  // to the other waiters: the lease ends at another time
+      announce();  // other waiters must sleep until the end of the new lease
       return is_free ? Taken::kYes : Taken::kFromAnother;
     }
     if (tickets_[slot] == 0) {
       enqueue(slot);
-      continue;  // what was given before that was given to nobody
+      continue;  // a turn that was released before the enqueuing is free now
     }
     if (now >= deadline) return Taken::kNo;
-    wait(seen, std::min({deadline, lease_ends_[slot_of(holder)].load(), now + kLongestSleep}) - now);
+    wait(seen, std::min({deadline, lease_ends_[slot_of(holder)].load(), now + kMaxSleep}) - now);
   }
 }
 
@@ -70,7 +70,7 @@ bool Turns::is_wanted(int32_t slot) const {
 }
 
 void Turns::give(int32_t slot, int64_t length) {
-  // Somebody may be handing the turn to this slot at this moment: then it is lost until that lease ends.
+  // If another process is releasing the turn to this slot right now, nobody has it until that lease ends.
   tickets_[slot] = 0;
   uint64_t holder = holder_;
   if (slot_of(holder) != slot) return;
@@ -79,22 +79,22 @@ void Turns::give(int32_t slot, int64_t length) {
     next = longest_waiter();
     if (next < 0) break;
     uint32_t ticket = tickets_[next];
-    // Dequeued by the releaser: a waiter that was killed is handed the turn only once.
+    // The releaser dequeues the waiter, so that a killed one receives the turn only once.
     if (ticket != 0 && tickets_[next].compare_exchange_strong(ticket, 0)) break;
   }
   if (next >= 0) lease(next, monotonic(), length);
-  holder_.compare_exchange_strong(holder, successor(holder, next));  // else somebody has taken it
+  holder_.compare_exchange_strong(holder, successor(holder, next));  // fails if another process has taken the turn
   announce();
 }
 
 void Turns::lease(int32_t slot, int64_t now, int64_t nanoseconds) {
-  lease_ends_[slot] = now + std::min(nanoseconds, kLongestLease);
+  lease_ends_[slot] = now + std::min(nanoseconds, kMaxLease);
 }
 
 bool Turns::has_run_out(uint64_t holder) const {
   const int64_t end = lease_ends_[slot_of(holder)];
-  const int64_t now = monotonic();  // after the end was read: an earlier time would make a fresh lease too long
-  return end <= now || end - now > kLongestLease;  // of another life of this machine, whose clock was ahead
+  const int64_t now = monotonic();  // read after the end: with an earlier time a new lease would seem too long
+  return end <= now || end - now > kMaxLease;  // the latter was written before a reboot, when the clock was ahead
 }
 
 void Turns::enqueue(int32_t slot) {
@@ -120,7 +120,7 @@ int32_t Turns::longest_waiter() const {
 void Turns::announce() {
   changes_.fetch_add(1);
 #if defined(__linux__)
-  // Not std::atomic::notify_all, which reaches threads of one process.
+  // std::atomic::notify_all would wake threads of this process only.
   syscall(SYS_futex, &changes_, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 #endif
 }
@@ -131,7 +131,7 @@ void Turns::wait(uint32_t seen, int64_t nanoseconds) const {
   const timespec limit{static_cast<time_t>(seconds), static_cast<long>(rest)};
   if (nanoseconds > 0) syscall(SYS_futex, &changes_, FUTEX_WAIT, seen, &limit, nullptr, 0);
 #else
-  constexpr int64_t kLook = 200'000;  // there is nothing to sleep on
+  constexpr int64_t kLook = 200'000;  // ns between looks: without futexes there is nothing to sleep on
   const timespec limit{0, static_cast<long>(std::clamp(nanoseconds, int64_t{0}, kLook))};
   if (changes_ == seen) nanosleep(&limit, nullptr);
 #endif

@@ -1,8 +1,8 @@
 // Turns of processes that compute on the same processors (ADR 17).
 //
 // A turn is a lease in memory that the processes share: its holder renews it while it computes, and if the
-// holder dies or hangs, it expires. Turns affect timing only: a process that has lost its turn, and does not
-// know yet, computes the same numbers beside the other.
+// holder dies or hangs, it expires. Turns affect timing only: a process that has lost its turn without knowing
+// it yet computes the same numbers, at the same time as the new holder.
 //
 // Waiters queue by ticket (FIFO). Releasing a turn hands it to the longest waiter, so that a process that
 // wants another turn at once does not overtake the others.
@@ -13,7 +13,7 @@
 
 namespace outrider {
 
-// What the processes map. Zeros are its beginning; it may outlive any of them.
+// The memory that the processes map, initially zeros. It may outlive any of them.
 class Turns {
  public:
   static constexpr int32_t kSlots = 256;
@@ -26,18 +26,18 @@ class Turns {
   // Renews the lease: `lease` ns from now. False: the turn was lost.
   bool keep(int32_t slot, int64_t lease);
 
-  // Whether others are in the queue.
+  // Returns whether others are in the queue.
   bool is_wanted(int32_t slot) const;
 
-  // Releases the turn to the longest waiter, if any, and leaves the queue. That one has `lease` ns to wake up
+  // Releases the turn to the longest waiter, if any, and leaves the queue. The waiter has `lease` ns to wake up
   // and renew the lease.
   void give(int32_t slot, int64_t lease);
 
  private:
-  static constexpr int64_t kLongestLease = 10'000'000'000;
-  static constexpr int64_t kLongestSleep = 500'000'000;  // should whoever gave the turn have died before waking us
+  static constexpr int64_t kMaxLease = 10'000'000'000;
+  static constexpr int64_t kMaxSleep = 500'000'000;  // in case the releaser died before it woke the waiter
 
-  // Or -1: nobody's. No slot at all, in a file that is not ours, is nobody's too.
+  // Returns the holder's slot; -1 if nobody holds the turn, or if the value is no slot, as in a foreign file.
   static int32_t slot_of(uint64_t holder) {
     const auto slot = static_cast<int32_t>(holder & 0xffff) - 1;
     return slot < kSlots ? slot : -1;
@@ -52,10 +52,10 @@ class Turns {
   void announce();
   void wait(uint32_t seen, int64_t nanoseconds) const;
 
-  std::atomic<uint64_t> holder_;   // how often it changed, then the holder's slot + 1, 16 bits; 0: nobody
-  std::atomic<uint32_t> changes_;  // of the holder; waiters sleep on it
+  std::atomic<uint64_t> holder_;   // number of changes, then 16 bits of the holder's slot + 1; 0: nobody
+  std::atomic<uint32_t> changes_;  // counts changes of the holder; waiters sleep on it
   std::atomic<uint32_t> last_ticket_;
-  std::atomic<int64_t> lease_ends_[kSlots];  // of the turns of each: CLOCK_MONOTONIC, ns
+  std::atomic<int64_t> lease_ends_[kSlots];  // when each slot's turn ends: CLOCK_MONOTONIC, ns
   std::atomic<uint32_t> tickets_[kSlots];    // 0: not in the queue
 };
 

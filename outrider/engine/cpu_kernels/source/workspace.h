@@ -1,4 +1,4 @@
-// Scratch memory of one runner: grows to its largest step and stays.
+// Scratch memory of one runner, which grows to its largest step and is kept.
 #pragma once
 
 #include <chrono>
@@ -21,8 +21,8 @@ class Buffer {
   Buffer(Buffer&& other) noexcept : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
   ~Buffer() { std::free(data_); }
 
-  // At least `count` values, contents lost when it grows. Aligned to cache lines. Throws
-  // std::bad_alloc, and is empty then.
+  // Returns memory for at least `count` values, aligned to cache lines. Growing loses the
+  // content. Throws std::bad_alloc, after which the buffer is empty.
   template <class T>
   T* of(int64_t count) {
     const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64 + 64;
@@ -46,7 +46,7 @@ class Buffer {
   size_t size_ = 0;
 };
 
-// Where the time of steps goes, as the calling thread sees it, waiting included.
+// The time of steps by phase, measured in the calling thread, including its waits.
 class StepTimes {
  public:
   bool is_on = false;
@@ -54,7 +54,7 @@ class StepTimes {
   void begin() {
     if (is_on) last_ = now();
   }
-  // What passed since the last call belongs to `kind`, an OutriderPhase.
+  // Adds the time since the last call to `kind`, an OutriderPhase.
   void note(int kind) {
     if (!is_on) return;
     const int64_t at = now();
@@ -79,19 +79,19 @@ class StepTimes {
 
 }  // namespace outrider
 
-// One member's own part, and what all share.
+// Each member's own scratch memory, and the shared memory.
 struct OutriderWorkspace {
   struct Own {
     outrider::Buffer attention;
   };
   std::vector<Own> own;
   outrider::Buffer residual;     // [rows, hidden] float
-  outrider::Buffer activations;  // normalised rows, or rows in the form that a product wants
+  outrider::Buffer activations;  // normalised rows, or rows that were converted for a product
   outrider::Buffer projected;    // query, key and value of all rows
   outrider::Buffer attended;
   outrider::Buffer gated;
-  outrider::Buffer quantised;  // rows of which int8 weights are multiplied
-  outrider::Buffer taps;  // [rows, taps, hidden] of features
+  outrider::Buffer quantised;  // rows for int8 weights
+  outrider::Buffer taps;  // [rows, taps, hidden], for features
   outrider::StepTimes times;
-  outrider::Buffer partials;  // of attention that is split over the keys
+  outrider::Buffer partials;  // partial results of split attention
 };

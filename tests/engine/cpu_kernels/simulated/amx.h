@@ -1,7 +1,7 @@
 // SIMULATED AMX tiles with products of bfloat16 and of bytes, on top of the simulated AVX512-BF16.
 //
-// What the processor would refuse ends the process with the reason: a tile that has no
-// shape, shapes that do not fit each other, a configuration that is not one.
+// Errors that a processor would report end the process with the reason: a tile without a
+// shape, shapes that do not fit each other, an invalid configuration.
 #pragma once
 
 #include <atomic>
@@ -14,9 +14,9 @@ namespace simulated {
 
 constexpr int kTiles = 8;
 constexpr int kTileRows = 16;
-constexpr int kTileBytes = 64;  // of a row
+constexpr int kTileBytes = 64;  // maximum size of a row
 
-// What LDTILECFG reads.
+// The operand of LDTILECFG.
 struct TileConfiguration {
   uint8_t palette;
   uint8_t start_row;
@@ -32,7 +32,7 @@ struct Tile {
   uint8_t at[kTileRows][kTileBytes] = {};
 };
 
-// Of one thread. One for all files of a library, as the processor has one.
+// The state of one thread, shared by all files of a library, as a processor has one.
 struct Tiles {
   bool is_configured = false;
   Tile tiles[kTiles];
@@ -89,7 +89,7 @@ inline void stored(int tile, void* to, int64_t stride) {
     std::memcpy(static_cast<char*>(to) + row * stride, from.at[row], from.bytes);
 }
 
-// TDPBF16PS: the even and the odd products of a row are summed apart, then together, then added.
+// TDPBF16PS: the even and the odd products of a row are summed separately, and both sums are added.
 inline void dpbf16ps(int to, int left, int right) {
   Tile &sums = shaped_tile(to), &a = shaped_tile(left), &b = shaped_tile(right);
   require(to != left && to != right && left != right, "a tile that is two operands");
@@ -114,7 +114,7 @@ inline void dpbf16ps(int to, int left, int right) {
   }
 }
 
-// TDPBSUD: signed bytes of the left tile times unsigned ones of the right, four for each sum, which wraps around.
+// TDPBSUD: signed bytes of the left tile times unsigned bytes of the right one, four for each sum, which wraps around.
 inline void dpbsud(int to, int left, int right) {
   Tile &sums = shaped_tile(to), &a = shaped_tile(left), &b = shaped_tile(right);
   require(to != left && to != right && left != right, "a tile that is two operands");
@@ -133,13 +133,13 @@ inline void dpbsud(int to, int left, int right) {
 
 }  // namespace simulated
 
-// What other code in the process may do between two calls: oneDNN gives its tiles back like this.
+// Does what other code in the process may do between two calls: oneDNN releases its tiles like this.
 extern "C" __attribute__((visibility("default"), used)) inline void outrider_simulated_tile_release() {
   if (simulated::tiles.is_configured) simulated::num_threads_with_tiles--;
   simulated::tiles = simulated::Tiles{};
 }
 
-// Whose tiles the system saves and restores at each switch to another thread.
+// Returns the number of threads with tiles, which the system would save and restore at each context switch.
 extern "C" __attribute__((visibility("default"), used)) inline int outrider_simulated_threads_with_tiles() {
   return simulated::num_threads_with_tiles;
 }

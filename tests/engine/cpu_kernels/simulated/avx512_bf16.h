@@ -1,10 +1,11 @@
-// SIMULATED AVX512F, AVX512-BF16 (unless SIMULATED_WITHOUT_BF16) and AVX512-VNNI: what the kernels use of them, in plain C++.
+// SIMULATED AVX512F, AVX512-BF16 (unless SIMULATED_WITHOUT_BF16) and AVX512-VNNI in plain C++, as far as the kernels
+// use them.
 //
-// For machines without these instructions. Included before everything else (-include), so
-// that the kernels' own files are compiled as they are: the macros below stand in for the
-// compiler's intrinsics and for its telling that the instructions are there. Semantics are
-// those of Intel's manual (Software Developer's Manual, volume 2, "Operation" of each
-// instruction); what it leaves open is not simulated.
+// This file is for machines without these instructions. It is included before all others
+// (-include), so that the kernels' files are compiled unchanged: the macros below replace the
+// compiler's intrinsics and its macros for available instructions. Semantics are those of
+// Intel's manual (Software Developer's Manual, volume 2, "Operation" of each instruction);
+// undefined behaviour is not simulated.
 #pragma once
 
 #include <immintrin.h>
@@ -27,7 +28,7 @@ inline float widened(uint16_t bfloat16) {
   return flushed(wide);
 }
 
-// a * b + c, rounded once.
+// Returns a * b + c, rounded once.
 inline float multiply_add(uint16_t a, uint16_t b, float c) {
   return flushed(__builtin_fmaf(widened(a), widened(b), flushed(c)));
 }
@@ -88,7 +89,7 @@ inline __m512i slli_epi32(__m512i value, unsigned count) {
   return loadu_si512(lanes);
 }
 
-// Products of the even 32-bit lanes, 64 bits wide; 0 where the mask has no bit.
+// Returns the 64-bit products of the even 32-bit lanes; 0 in lanes whose bit in the mask is 0.
 inline __m512i maskz_mul_epu32(uint8_t mask, __m512i a, __m512i b) {
   uint64_t left[8], right[8];
   std::memcpy(left, &a, sizeof left);
@@ -97,7 +98,7 @@ inline __m512i maskz_mul_epu32(uint8_t mask, __m512i a, __m512i b) {
   return loadu_si512(left);
 }
 
-// A bit for each lane in which a & b is not zero.
+// Returns a bit for each lane, set if a & b is not zero.
 inline uint16_t test_epi32_mask(__m512i a, __m512i b) {
   uint32_t left[16], right[16];
   std::memcpy(left, &a, sizeof left);
@@ -123,7 +124,7 @@ inline __m512d cvtps_pd(__m256 narrow) {
   return wide;
 }
 
-// VDPBF16PS: of each pair the upper product is added first.
+// VDPBF16PS: the upper product of each pair is added first.
 __attribute__((noinline)) inline __m512 dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
   uint16_t left[32], right[32];
   std::memcpy(left, &a, sizeof left);
@@ -135,7 +136,7 @@ __attribute__((noinline)) inline __m512 dpbf16_ps(__m512 sums, __m512bh a, __m51
   return sums;
 }
 
-// VPDPBUSD: unsigned bytes of a times signed ones of b, four for each sum, which wraps around.
+// VPDPBUSD: unsigned bytes of a times signed bytes of b, four for each sum, which wraps around.
 inline __m512i dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
   uint32_t sum[16];
   uint8_t left[64];

@@ -1,7 +1,7 @@
-// SIMULATED mistake: the product of panels.h with two sums for an output, added at the end,
-// once four rows or more (or as many as there are registers for) are computed together. What a kernel
-// does that picks its order by the size of the batch; the checks of batch invariance must catch it.
-// Likewise the values of attention.
+// SIMULATED mistake: the product of panels.h, and the values of attention, with two sums for an
+// output, which are added at the end if four rows or more (or as many as registers allow) are
+// computed together. A kernel that chooses its order by the size of the batch would do this; the
+// checks of batch invariance must detect it.
 #pragma once
 
 #include <algorithm>
@@ -16,10 +16,10 @@ template <class Weight>
 static inline void multiply_tile_by_size(int rows, const Activation<Weight>* x, int64_t stride, const Weight* panels,
                                          int num_panels, int64_t depth, float* tile, Prefetch prefetch) {
   const int64_t first = depth / 2 / kDepthStep<Weight> * kDepthStep<Weight>;
-  if (rows < std::min(4, kMostRows<Weight>) || first == 0)
+  if (rows < std::min(4, kMaxRows<Weight>) || first == 0)
     return multiply_tile<Weight>(rows, x, stride, panels, num_panels, depth, tile, prefetch);
   const int64_t panel_size = depth * kPanel;
-  float other[kMostRows<Weight> * kTileColumns];
+  float other[kMaxRows<Weight> * kTileColumns];
   for (int p = 0; p < num_panels; p++) {
     const Weight* panel = panels + p * panel_size;
     multiply_tile<Weight>(rows, x, stride, panel, 1, first, tile + p * kPanel, prefetch);
