@@ -1,4 +1,4 @@
-"""The router's settings: addresses of nodes, and limits of the queue. Everything else comes from the nodes."""
+"""The router's settings, mainly the nodes' addresses and the queue's limits. Everything else comes from the nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.service.config import SERVICE_SECTIONS, GatewayConfig
 from router.store_address import MEMORY, ValkeyAddress
 
 STORE = "store"
-"""The value of `router.receipts` for the store that routers share."""
+"""The value of `router.receipts` that keeps receipts in the store that routers share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +86,16 @@ class RouterConfig:
         help="Whether gateways may use the router as a vLLM engine (vllm.grpc.engine.VllmEngine), as the OpenAI API "
         "does. auto: where smg-grpc-proto is installed.",
     )
-    tls: TlsConfig = field(default_factory=TlsConfig)  # for clients, if they see another certificate
+    tls: TlsConfig = field(default_factory=TlsConfig)  # if clients see another certificate than nodes do
 
-    prefill_outstanding_tokens: int = fixed(1024)  # uncached, for a prefill node that does not report its chunk size
-    open_timeout_seconds: float = fixed(10.0)  # for a decode node to grant or reject, which it does between steps
-    kv_ready_timeout_seconds: float = fixed(10.0)  # from a prefill's end to complete KV; its last frames take less
-    resolve_interval_seconds: float = fixed(2.0)  # finds new containers soon, and a lookup is cheap
-    store_lease_seconds: float = fixed(2.0)  # unrenewed requests then have no owner: about when a router's loss shows
+    prefill_outstanding_tokens: int = fixed(1024)  # uncached tokens; for prefill nodes that report no chunk size
+    open_timeout_seconds: float = fixed(10.0)  # for a decode node's grant or refusal, which it sends between steps
+    kv_ready_timeout_seconds: float = fixed(10.0)  # from the end of a prefill to complete KV; the last frames take less
+    resolve_interval_seconds: float = fixed(2.0)  # new containers are found soon, and a lookup is cheap
+    # An owner that does not renew its lease loses the request. Clients take about as long to notice a lost router.
+    store_lease_seconds: float = fixed(2.0)
     store_append_seconds: float = fixed(0.2)  # tokens that a lost router has not stored are recomputed
-    tokenizer_threads: int = fixed(2)  # a prompt is encoded in milliseconds; more would take CPUs from nodes
+    tokenizer_threads: int = fixed(2)  # encoding a prompt takes milliseconds; more threads would take CPUs from nodes
 
     def __post_init__(self) -> None:
         if self.store != MEMORY:

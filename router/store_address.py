@@ -13,7 +13,7 @@ from outrider.errors import ConfigError
 from outrider.extras import install_command
 
 MEMORY = "memory"
-"""The value of `router.store` for memory that no other router shares."""
+"""The value of `router.store` that keeps requests in this router's memory only."""
 PASSWORD_VARIABLE = "OUTRIDER_STORE_PASSWORD"  # noqa: S105 its name
 DEFAULT_PORT = 6379
 _SCHEMES = ("valkey", "valkeys")
@@ -21,7 +21,7 @@ _SCHEMES = ("valkey", "valkeys")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValkeyAddress:
-    """The address of a server of Valkey's protocol. Its text has no password."""
+    """The address of a server that speaks Valkey's protocol. `str` leaves the password out."""
 
     host: str
     port: int = DEFAULT_PORT

@@ -1,10 +1,10 @@
-"""Continues a Generate stream after a failed call: chooses the router, the call and the time.
+"""Continues a Generate stream after a failed call: chooses the next router, call and time.
 
-A request with a resume window is resumed: on its router first, then on the others, until its
-window has passed. If a router does not know it (the first one died before it stored the
-request, or there is no common store), it is sent again, with the tokens that have arrived
-and the seed of Started. A request without a window is sent again only if nothing of its
-answer has arrived.
+A request with a resume window is resumed, on its router first and then on the others, until
+its window has passed. If a router does not know it (because the first one died before it
+stored the request, or there is no shared store), it is sent again, with the tokens that have
+arrived and the seed of Started. A request without a window is sent again only if nothing of
+its answer has arrived.
 """
 
 from __future__ import annotations
@@ -62,21 +62,21 @@ class Continuation:
         self._window_seconds = wanted.resume_window_seconds
         self._targets = targets
         self._attempts = attempts
-        self._num_events = 0  # the number in the record when the last call began
+        self._num_events = 0  # the record's number of events when the last call began
         self._num_failures = 0  # since the last event
-        self._lost_at: float | None = None  # None: no call of a resumable request was lost since the last event
+        self._lost_at: float | None = None  # time of the first lost call since the last event; if resumable
         self._not_before: dict[str, float] = {}  # by target: the monotonic time before which it must not be called
-        self._is_draining = False  # whether a router has reported, since the last event, that it is being replaced
-        self._is_over = False  # rejected, or taken over by another stream
+        self._is_draining = False  # whether a router has reported, since the last event, that it is draining
+        self._is_over = False  # whether the request was rejected, or resumed by another stream
         self.step = Step(targets.current, self._resume() if wanted.request is None else wanted.request)
 
     @property
     def leaves_work(self) -> bool:
-        """Whether a router would continue to compute the answer without a reader."""
+        """Whether a router would go on computing the answer although nobody reads it."""
         return self._window_seconds is not None and not self._record.is_complete and not self._is_over
 
     def next_after(self, error: OutriderError) -> Step:
-        """Returns the call that follows a failed one. Raises: `error` if there is none."""
+        """Returns the call that follows a failed one. Raises: `error` if the stream cannot continue."""
         if self._record.num_events > self._num_events:  # events have arrived since the last call
             self._num_events = self._record.num_events
             self._num_failures, self._lost_at, self._is_draining = 0, None, False
@@ -125,9 +125,9 @@ class Continuation:
         return self._paused(self._targets.after(step.target), self._resume())
 
     def _paused(self, target: str, request: router_pb2.ResumeRequest) -> Step:
-        """Pauses by exponential backoff once every target was tried, and at least as long as this router asked.
+        """Returns a call with a pause: a backoff once every target was tried, and at least what the router asked for.
 
-        No pause is longer than the rest of the resume window.
+        A pause that the router asked for is cut to the rest of the resume window.
         """
         assert self._window_seconds is not None
         self._num_failures += 1
@@ -146,7 +146,7 @@ class Continuation:
         )
 
     def _sent_again(self, error: OutriderError) -> Step:
-        """Sends the request again, to a router that does not know it. Raises: `error`."""
+        """Returns a call that sends the request again, to a router that does not know it. Raises: `error`."""
         record = self._record
         if self._request is None:
             raise error
@@ -163,7 +163,7 @@ class Continuation:
             record.is_sent_again = True
         return Step(self.step.target, request)
 
-    # ------------------------------------------------------------ without
+    # ------------------------------------------------------------ without a resume window
 
     def _begun_again_after(self, error: OutriderError) -> Step:
         record, request = self._record, self._request
@@ -177,14 +177,14 @@ class Continuation:
         if isinstance(error, PeerLostError) and error.reason == UNREACHABLE:
             self._num_failures += 1
             target = self._targets.after(self.step.target)
-            if self._num_failures % len(self._targets):  # some targets are untried
+            if self._num_failures % len(self._targets):  # another target is untried
                 record.forget_start()
                 return Step(target, request)
             return self._attempted_again(error, target)
         return self._attempted_again(error, self.step.target)
 
     def _attempted_again(self, error: OutriderError, target: str) -> Step:
-        """Follows the retry policy. Raises: `error` if the policy gives up."""
+        """Returns the next attempt by the retry policy. Raises: `error` if the policy gives up."""
         seconds = self._attempts.next_after(error)
         if seconds is None:
             raise error

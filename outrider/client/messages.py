@@ -1,6 +1,6 @@
-"""Prompts in the forms that callers use: OpenAI's chat messages, and token ids of numpy and torch."""
+"""Reads prompts in the forms that callers use: OpenAI's chat messages, and token ids of numpy and torch."""
 
-# ruff: noqa: TRY004 the value is wrong: callers add its field
+# ruff: noqa: TRY004 a wrong type is a ValueError here: callers add the name of the field
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from outrider.request import ChatMessage
 
 TOOL_MEMBERS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
-"""Members of a message besides its role and content: they are passed to the chat template unchanged."""
+"""Members of a message, other than its role and content, that are passed to the chat template unchanged."""
 
 _RENDER = "render the chat yourself (apply_chat_template) and give its token ids"
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether the prompt is a list of messages, valid or not."""
+    """Returns whether the prompt is a list of messages, valid or not."""
     is_list = isinstance(prompt, Sequence) and len(prompt) > 0
     return is_list and (isinstance(prompt[0], (ChatMessage, Mapping)) or hasattr(prompt[0], "model_dump"))
 
@@ -26,7 +26,7 @@ def is_chat(prompt: Any) -> bool:
 def read_message(message: Any) -> ChatMessage:
     """Converts a ChatMessage, or an OpenAI message with a role and text, as a dict or an object of OpenAI's client.
 
-    Raises: ValueError that says what is wrong.
+    Raises: ValueError for anything else.
     """
     if isinstance(message, ChatMessage):
         return message
@@ -55,7 +55,7 @@ def _text_of(part: Any) -> str:
 
 
 def read_token_ids(prompt: Any, *, other: str = "a list of messages") -> list[int]:
-    """`other` names what a prompt may be besides text and token ids. Raises: ValueError for anything else."""
+    """Returns token ids as a list. `other` names the caller's third form of a prompt. Raises: ValueError."""
     if isinstance(prompt, (bytes, bytearray)):
         raise ValueError("a prompt is text, not bytes: decode them")
     if isinstance(prompt, Mapping):

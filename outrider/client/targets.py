@@ -1,4 +1,4 @@
-"""The routers that a client may call."""
+"""The addresses of the routers that a client may call."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Sequence
 DEFAULT_PORT = 50051
 MAX_PORT = 65_535
 DEFAULT_TARGET = f"127.0.0.1:{DEFAULT_PORT}"
-_LISTS_OF_THEIR_OWN = ("ipv4:", "ipv6:")  # schemes of gRPC targets that may contain commas
+_LISTS_OF_THEIR_OWN = ("ipv4:", "ipv6:")  # schemes of gRPC whose targets may contain commas
 
 
 class Targets:
-    """A client's targets, and which of them answered last: calls try it first. Shared by a client's threads."""
+    """A client's targets. Calls try `current`, the one that answered last, first. Shared by the client's threads."""
 
     def __init__(self, targets: str | Sequence[str]) -> None:
         """`targets` is one target, several separated by commas, or a sequence.
 
-        Raises: ValueError if there is none, for an invalid target, and for an https:// URL.
+        Raises: ValueError if there is no target, for an invalid one, and for an https:// URL.
         """
         if isinstance(targets, str):
             targets = [targets] if targets.startswith(_LISTS_OF_THEIR_OWN) else targets.split(",")
@@ -37,13 +37,13 @@ class Targets:
         return self.all[(self.all.index(target) + 1) % len(self.all)]
 
     def in_order(self) -> tuple[str, ...]:
-        """Returns every target once, the current one first."""
+        """Returns all targets, the current one first."""
         first = self.all.index(self.current)
         return (*self.all[first:], *self.all[:first])
 
 
 def dialled(target: str) -> str:
-    """Returns the target for gRPC: the router's default port is added, http:// is removed. Raises: ValueError."""
+    """Returns a target for gRPC: adds the default port, and removes http://. Raises: ValueError."""
     scheme, is_url, rest = target.partition("://")
     if is_url and scheme.lower() in ("https", "grpcs"):
         raise ValueError(f"{target}: a target is HOST:PORT; TLS is asked for by tls (of commands: --tls, --authority)")

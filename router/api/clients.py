@@ -1,4 +1,4 @@
-"""Identification of clients, by a `client_id` in the metadata or by a token from a file of hashes."""
+"""Identifies clients by a `client_id` in the metadata, or by a token whose hash is in a file."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ TOKEN_KEY = "authorization"  # noqa: S105 a metadata key
 SCHEME = "bearer "
 FORM = "NAME sha256:HEX [priority=N] [rate=N]"
 CHECK_SECONDS = 1.0
-"""Seconds between checks whether the token file has changed, which calls make."""
+"""Seconds between checks for a changed token file. A call makes the check."""
 OWNER_MARK = "·"
-"""Separates a client's name from its request_id. A request_id is ASCII, so no client can contain the mark in one."""
+"""Separates a client's name from its request_id, which is ASCII and therefore cannot contain the mark."""
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
@@ -32,19 +32,19 @@ _log = get_logger("clients")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """A client, as far as it is identified."""
+    """The client of a call, as far as it is known."""
 
-    name: str = ""  # of its token; empty without authentication
-    share: str = ""  # the client whose share of queue and threads is charged
-    max_priority: int | None = None  # None: any
-    cache_salt: bytes = b""  # seeds the block hashes of its prompts; empty: one tenant, or no authentication
+    name: str = ""  # the name of its token; empty without authentication
+    share: str = ""  # the name that the fair queues use: clients of one name share one turn
+    max_priority: int | None = None  # None: any priority
+    cache_salt: bytes = b""  # seeds its prompts' block hashes; empty with one tenant or without authentication
 
     def key_of(self, request_id: str) -> str:
         """Returns the request's key on this router and in its store: each client has its own request ids."""
         return f"{self.name}{OWNER_MARK}{request_id}" if self.name else request_id
 
     def check_priority(self, priority: int) -> None:
-        """Raises: NotAllowedError if the priority is too high."""
+        """Checks a request's priority. Raises: NotAllowedError if it is too high."""
         if self.max_priority is not None and priority > self.max_priority:
             raise NotAllowedError(
                 f"{self.name} may ask for priority {self.max_priority} at most, not {priority}", reason="PRIORITY"
@@ -58,10 +58,10 @@ def split_key(key: str) -> tuple[str, str]:
 
 
 class Clients:
-    """Unauthenticated clients; calls without a `client_id` share the empty name. Owned by the event loop."""
+    """Identifies clients by an unverified `client_id`; calls without one share a name. Owned by the event loop."""
 
     def identify(self, metadata: Metadata | None) -> Caller:
-        """Returns the caller of a call with this metadata. Raises: UnauthenticatedError."""
+        """Returns the client that sent this metadata. Raises: UnauthenticatedError."""
         return Caller(share=_text_of(metadata, CLIENT_ID_KEY)[:MAX_CLIENT_ID_LENGTH])
 
     def charge(self, caller: Caller) -> None:
@@ -74,7 +74,7 @@ class Clients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLimits:
-    """The limits of all tokens of one name."""
+    """The limits of one client, common to all tokens of its name."""
 
     max_priority: int = 0
     calls_per_minute: int | None = None  # None: no limit
@@ -89,11 +89,11 @@ class Tokens:
 
 
 class TokenFile(Clients):
-    """Clients by the hashes of their tokens, one per line: `NAME sha256:HEX [priority=N] [rate=N]`.
+    """Identifies clients by tokens. The file has a hash per line: `NAME sha256:HEX [priority=N] [rate=N]`.
 
-    `priority` is the highest that a request may have (default 0), `rate` the calls per minute. Several tokens of
-    one name are one client, so that a token can be replaced. The file is reloaded when it changes; if it does not
-    parse it is rejected, and the tokens loaded before stay valid.
+    `priority` is the highest priority that a request may have (default 0), `rate` the calls per minute. Several tokens
+    of one name are one client, so that a token can be replaced. The file is reloaded when it changes. A file that does
+    not parse is rejected, and the previous tokens stay valid.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -110,7 +110,7 @@ class TokenFile(Clients):
         if not shown.lower().startswith(SCHEME):
             raise UnauthenticatedError("this router asks for a token: authorization: Bearer TOKEN", reason="NO_TOKEN")
         self._reload_if_changed()
-        # Timing reveals at most how a hash begins, from which no token can be guessed.
+        # The lookup's timing reveals at most how a hash begins, and no token can be guessed from a hash.
         name = self._tokens.names.get(hashlib.sha256(shown[len(SCHEME) :].strip().encode()).digest())
         if name is None:
             raise UnauthenticatedError("the token is not known here", reason="UNKNOWN_TOKEN")
@@ -148,10 +148,10 @@ class TokenFile(Clients):
 
 @dataclass(slots=True)
 class _Allowance:
-    """A token bucket of one minute."""
+    """A token bucket that holds the calls of one minute."""
 
-    left: float
-    at: float
+    left: float  # calls
+    at: float  # time of the last update, in monotonic seconds
 
     def take(self, per_minute: int, now: float) -> float:
         """Takes one call from the bucket. Returns 0, or the seconds to wait for the next call."""

@@ -29,7 +29,7 @@ from router.observe.records import Records
 from router.observe.spans import Span, Step
 
 LOOP_SECONDS = 2.0
-"""Seconds that the event loop may take for a copy."""
+"""Seconds that an HTTP thread waits for the event loop to make a copy."""
 MAX_SERIAL_DIGITS = 18
 JSON = "application/json"
 CONTENT_TYPES = {
@@ -54,7 +54,7 @@ TokenText = Callable[[int], str]
 
 
 class RouterPages:
-    """Finds pages by path (`outrider.service.pages.FindPage`). Takes one copy at a time, however many clients ask."""
+    """Finds pages by path (`outrider.service.pages.FindPage`). Makes one copy at a time, for any number of clients."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class RouterPages:
         return [_summary_json(record, now) for record in self._records]
 
     def _copy(self, serial: int) -> tuple[dict[str, Any], dict[str, Iterable[Any]]] | None:
-        """Returns (single values, lists); iterating over a list does the slow part."""
+        """Returns a record as (single values, lists). Steps are converted during iteration, because that is slow."""
         record = self._records.find(serial)
         if record is None:
             return None
@@ -163,7 +163,7 @@ class RouterPages:
 
 
 def _node_json(status: NodeStatus, link: NodeLink | None) -> dict[str, Any]:
-    """Returns a node's status. `link`: None for a target without an address."""
+    """Returns a node's status. `link` is None for a target that resolves to no address."""
     info = None if link is None else link.info
     return {
         "name": status.name,
@@ -186,7 +186,7 @@ def _object(fields: Mapping[str, Any], **lists: Iterable[Any]) -> bytes:
     return f"{{{', '.join(parts)}}}".encode()
 
 
-# ------------------------------------------------------------ seconds since a request's arrival; null: unknown
+# ------------------------------------------------------------ times are seconds since arrival; null: unknown
 
 
 def _summary_json(record: RequestRecord, now: float) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Turns a public request into a complete one: validated, encoded, with defaults filled in.
+"""Validates public requests, encodes their prompts, and fills in defaults.
 
-`check_request` validates the message alone, before any compute is spent; `read_request` encodes the prompt, validates
-what needs its tokens (`check_prompt`), and has the constraint compiled. They raise InvalidRequestError that names the
-field by its path, such as "sampling.top_p".
+`check_request` validates the message alone, which is cheap. `read_request` encodes the prompt, validates what depends
+on its tokens (`check_prompt`), and compiles the constraint. Both raise InvalidRequestError that names the field by its
+path, such as "sampling.top_p".
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ MAX_STOP_TOKENS = 64
 MAX_CONSTRAINT_BYTES = 65_536
 MAX_CHOICES = 1024
 MAX_DETOKENIZED = 1 << 20
-"""Token ids per Detokenize: more than any context window has, and checked within milliseconds."""
+"""Maximum token ids in one Detokenize: more than any context window has, and checked within milliseconds."""
 _PROMPT_FIELDS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
 _MAX_DURATION_SECONDS = 315_576_000_000  # the range of google.protobuf.Duration
 MAX_RESUME_WINDOW_SECONDS = 3600.0
-"""Longest resume window in seconds; longer ones are cut, since unread answers take memory here and in the store."""
+"""Maximum resume window in seconds. Longer ones are cut, since unread answers take memory here and in the store."""
 SEED_LIMIT = 1 << 53
-"""Drawn seeds are below this limit, so that floating-point numbers of any language represent them exactly."""
+"""Upper bound of the seeds that the router draws. Below it, double-precision numbers are exact in any language."""
 
 
 async def read_request(
@@ -57,10 +57,10 @@ async def read_request(
 ) -> Request:
     """Returns the request for the nodes. `proto` has passed `check_request`.
 
-    `default_method`: verification method if the request names none.
+    `default_method`: the verification method of a request that names none.
 
-    Raises: InvalidRequestError if the prompt does not fit or a constraint does not compile; CapacityError if too
-    many texts or constraints wait.
+    Raises: InvalidRequestError if the prompt does not fit or the constraint does not compile; CapacityError if the
+    queue of texts or of constraints is full.
     """
     token_ids = await encode_prompt(proto, served, client=caller.share)
     max_tokens = check_prompt(proto, token_ids, served.info)
@@ -86,7 +86,7 @@ async def read_request(
 
 
 def resume_window_seconds(proto: router_pb2.GenerateRequest) -> float | None:
-    """Returns at most `MAX_RESUME_WINDOW_SECONDS`; None if the answer ends with its stream."""
+    """Returns the resume window, at most `MAX_RESUME_WINDOW_SECONDS`; None if the request is not resumable."""
     if not proto.HasField("resume_window"):
         return None
     return min(proto.resume_window.seconds + proto.resume_window.nanos / 1e9, MAX_RESUME_WINDOW_SECONDS)
@@ -98,7 +98,7 @@ async def encode_prompt(
     """Returns the prompt's token ids.
 
     Raises: InvalidRequestError if the chat template refuses the messages or the text is certain to exceed the window;
-    CapacityError if too many texts wait.
+    CapacityError if the queue of texts is full.
     """
     tokenizer, max_tokens = served.tokenizer, served.info.max_model_len
     if isinstance(proto, router_pb2.GenerateRequest) and proto.HasField("token_ids"):
@@ -133,10 +133,10 @@ def check_request(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
 
 
 def check_prompt(proto: router_pb2.GenerateRequest, token_ids: Sequence[int], model: ModelInfo) -> int:
-    """Checks what needs the encoded prompt, and returns the effective max_tokens.
+    """Checks the encoded prompt, and returns the effective max_tokens.
 
-    Raises: InvalidRequestError if the context window or a message is too small, or the model has no row for a token:
-    a tokenizer may have more ids than its model.
+    Raises: InvalidRequestError if the request exceeds the context window or the size of a message, or if the model has
+    no embedding for a token: a tokenizer may have more ids than its model.
     """
     field = _PROMPT_FIELDS[proto.WhichOneof("prompt") or "text"]
     window, sampling, num_prompt_tokens = model.max_model_len, proto.sampling, len(token_ids)
@@ -174,7 +174,10 @@ def check_prompt(proto: router_pb2.GenerateRequest, token_ids: Sequence[int], mo
 
 
 def check_chat(chat: router_pb2.Chat, model: ModelInfo) -> None:
-    """Checks the number of messages first, so that an over-long chat is rejected before each message is checked."""
+    """Checks the number of messages, then each message, so that a huge chat is rejected at once.
+
+    Raises: InvalidRequestError.
+    """
     num_messages = len(chat.messages)
     _require(num_messages > 0, "a chat has at least one message", field="chat.messages")
     _require(
@@ -222,14 +225,14 @@ def _check_prompt(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
             raise InvalidRequestError("one of text, token_ids and chat is needed", field="prompt")
         case "token_ids":
             num_ids = len(proto.token_ids.ids)
-            if not 0 < num_ids < model.max_model_len:  # rejected before each of its ids is checked
+            if not 0 < num_ids < model.max_model_len:  # rejected here, before each id is checked
                 check_prompt(proto, proto.token_ids.ids, model)
         case "chat":
             check_chat(proto.chat, model)
 
 
 _Rule = tuple[str, Callable[[router_pb2.SamplingParams], bool], str]
-_SAMPLING_RULES: tuple[_Rule, ...] = (  # field, predicate on its value, allowed values as text
+_SAMPLING_RULES: tuple[_Rule, ...] = (  # field, predicate of allowed values, the same in words
     ("temperature", lambda s: math.isfinite(s.temperature) and s.temperature >= 0, "finite and at least 0"),
     ("top_p", lambda s: not s.HasField("top_p") or 0 < s.top_p <= 1, "above 0 and at most 1"),
     ("min_p", lambda s: 0 <= s.min_p <= 1, "0 to 1"),

@@ -1,4 +1,4 @@
-"""Outrider's own public service: converts protos to calls of `RequestRegistry`, and answers to protos."""
+"""Outrider's public service. Converts protos to calls of `RequestRegistry`, and answers to protos."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ SERVICE_NAME = "outrider.v1.RouterService"
 DEFAULT_WATCH_SECONDS = 1.0
 LEAST_WATCH_SECONDS = 0.1
 MAX_WATCHES = 128
-"""Maximum concurrent WatchCluster calls: each costs a message with every node, up to ten times a second."""
+"""Maximum concurrent WatchCluster calls: each gets a message with every node up to ten times a second."""
 MAX_WATCHES_OF_ONE = 32
-"""Maximum concurrent WatchCluster calls per client, by its token's name or else its address."""
+"""Maximum concurrent WatchCluster calls per client, which is a token's name or, without tokens, an address."""
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     def __init__(self, requests: RequestRegistry) -> None:
         self._requests = requests
-        self._has_ended = asyncio.Event()  # there is nothing left to watch
+        self._has_ended = asyncio.Event()  # set when the router stops
         self._watches: Counter[str] = Counter()  # by client
 
     def end_watches(self) -> None:
@@ -50,7 +50,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
             async def add(event: AnswerEvent) -> None:
                 builder.add(event)
-                if builder.num_bytes > DEFAULT_MAX_MESSAGE_BYTES:  # ends early what could not be sent
+                if builder.num_bytes > DEFAULT_MAX_MESSAGE_BYTES:  # the rest would be computed in vain
                     raise InvalidRequestError(
                         f"the answer has more than the {DEFAULT_MAX_MESSAGE_BYTES} bytes of a message; "
                         "Generate streams it",

@@ -1,8 +1,8 @@
-"""Messages of the engine protocol: converts a gateway's request to our own, and our answer to the engine's.
+"""Converts a gateway's requests to the router's own, and the router's answers to the engine's messages.
 
 The request is then validated and served like any other. Three differences of the gateway are corrected here: it
 encodes the prompts of completions without the tokenizer's special tokens, leaves the schema of tool calls open, and
-may take a constrained answer for a thought.
+may mistake a constrained answer for reasoning.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from router.nodes.directory import ServedModel
 from router.text.tokenizer import Tokenizer
 
 COMPLETION_PREFIX = "cmpl-"
-"""Prefix of a completion's id, the only difference from a chat. The prompt of either comes as token ids."""
+"""Prefix of a completion's request id, the only difference from a chat's. Both prompts arrive as token ids."""
 OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
 NO_THOUGHT = f"{OPEN_TAG}\n\n{CLOSE_TAG}\n\n"
-"""The text that templates write if a model must not think."""
+"""The text with which templates switch reasoning off."""
 TAG_PARSERS = (
     *("base", "deepseek_r1", "deepseek_v31", "glm45", "kimi_k25", "kimi_thinking"),
     *("minimax", "nano_v3", "qwen3", "qwen3_thinking", "step3"),
 )
-"""Reasoning parsers of the gateway that look for these tags, whether they start inside a thought or not."""
+"""The gateway's reasoning parsers that look for these tags, including those that assume an open tag at the start."""
 
 ANY_OBJECT = '{"type": "object"}'
-"""The schema of `json_object`."""
+"""The JSON schema for `json_object`."""
 _SAME = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("max_tokens", "min_tokens", "n", "json_schema", "regex", "grammar"),
 )
-"""Sampling parameters with the same meaning on both sides. Zero means unset in fields without presence."""
+"""Sampling parameters with the same meaning in both protocols. In fields without presence, zero means unset."""
 _TOOL_CALLS = (
     '{"type":"array","minItems":1,"items":{"type":"object","anyOf":[{"properties":{"name":{"type":"string","enum":['
 )
@@ -64,20 +64,22 @@ _UNSUPPORTED = {
     "structural_tag": "structural tags are not known",
 }
 MAX_COMPLETE_BYTES = 4 << 20
-"""gRPC clients with default settings, such as tonic, reject larger messages."""
+"""Maximum bytes of a message: gRPC clients with default settings, for example tonic, reject larger ones."""
 _TOKEN_BYTES = 5
-_LOGPROB_BYTES = 9  # with its token id; per token: its own, its alternatives', and one more for lengths
+_LOGPROB_BYTES = 9  # of a logprob and its token id
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
 
 
 def request_from_engine(
     proto: Any, served: ServedModel, reasoning_parser: str = ""
 ) -> tuple[router_pb2.GenerateRequest, Sequence[int]]:
-    """Returns (our own request, tokens that the gateway gets before each sample's own).
+    """Returns (the router's own request, tokens to send to the gateway before each sample's own).
 
-    `proto`: a `vllm.grpc.engine.GenerateRequest`. Values are validated later, like those of all requests.
-    `reasoning_parser`: the gateway's, if it has one. Raises: InvalidRequestError for messages too large to be copied,
-    and for requests that the gateway would garble; NotSupportedError for fields without a counterpart.
+    `proto`: a `vllm.grpc.engine.GenerateRequest`. Its values are validated later, like those of all requests.
+    `reasoning_parser`: the gateway's parser, if it has one.
+
+    Raises: InvalidRequestError for messages that are too large to copy, and for requests whose answers the gateway
+    would garble; NotSupportedError for fields without a counterpart.
     """
     _check_sizes(proto, served.info)
     params = proto.sampling_params
@@ -125,7 +127,7 @@ def request_from_engine(
 
 
 def _without_thought(token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Returns (tokens that end a prompt so that the answer begins at once, tokens that tell every parser so)."""
+    """Returns (tokens that end the prompt's reasoning, tokens that show the gateway's parser that it has ended)."""
     found = _THOUGHT_AT_END.search(tokenizer.decode_now(token_ids[-_END_TOKENS:]))
     begun, is_closed = (found[0], bool(found[2])) if found else ("", False)
     rest = NO_THOUGHT.removeprefix(begun) if NO_THOUGHT.startswith(begun) else f"{CLOSE_TAG}\n\n"
@@ -134,7 +136,10 @@ def _without_thought(token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[li
 
 
 def _check_sizes(proto: Any, model: ModelInfo) -> None:
-    """Raises: InvalidRequestError. A message may have a million of each: copying them would block the router."""
+    """Checks sizes before anything is copied: copying a million entries would block the router.
+
+    Raises: InvalidRequestError.
+    """
     params = proto.sampling_params
     for field, values, limit in (
         ("tokenized.input_ids", proto.tokenized.input_ids, model.max_model_len),
@@ -164,7 +169,7 @@ def _sampling(params: Any) -> router_pb2.SamplingParams:
 
 
 def _closed(schema: str) -> str:
-    """Closes a schema of tool calls: a call has a name and parameters only; without `parameters` it takes none.
+    """Closes a schema of tool calls: a call has only a name and parameters, and a tool without parameters takes none.
 
     Raises: InvalidRequestError.
     """
@@ -179,7 +184,7 @@ def _closed(schema: str) -> str:
 
 
 def _num_logprobs(params: Any) -> int | None:
-    """Returns the number of logprobs. Raises: InvalidRequestError for all of them (-1)."""
+    """Returns the number of alternatives wanted. Raises: InvalidRequestError for -1, which means all."""
     if not params.HasField("logprobs"):
         return None
     number: int = params.logprobs
@@ -189,20 +194,22 @@ def _num_logprobs(params: Any) -> int | None:
 
 
 class EngineAnswer:
-    """Converts an answer's events, each once and in order.
+    """Converts an answer's events to the engine's messages. It takes each event once, in order.
 
-    A stream has a chunk for each delta. It ends with one Complete per sample; without a stream the Complete has all
-    tokens. Totals over all samples (cached and draft tokens) are in the first one, since clients add them up.
+    A streamed answer has a chunk for each Delta and ends with one Complete per sample. In an answer that is not
+    streamed, the Completes have all tokens. The first one has the totals over all samples (cached and draft tokens),
+    since clients add them up.
     """
 
     def __init__(self, request: router_pb2.GenerateRequest, *, is_streamed: bool, preface: Sequence[int] = ()) -> None:
-        """`preface`: tokens that precede each sample's own, and are not counted."""
+        """`preface`: tokens to send before each sample's own. They are not counted."""
         self._preface = preface
         num = num_samples(request.sampling)
         self._completes = [vllm_engine_pb2.GenerateComplete(index=index) for index in range(num)]
         self._is_streamed = is_streamed
         self._stop_token_ids = frozenset(request.stop.token_ids)  # other tokens that end an answer are not reported
         self._num_prompt_tokens = 0
+        # The token's own logprob, its alternatives', and as many bytes as one more has for lengths.
         num_logprobs = 2 + request.output.top_logprobs if request.output.HasField("top_logprobs") else 0
         self._max_tokens = MAX_COMPLETE_BYTES // (_TOKEN_BYTES + _LOGPROB_BYTES * num_logprobs)  # per Complete
 
@@ -243,7 +250,7 @@ class EngineAnswer:
         complete.output_ids.extend(delta.token_ids)
         if delta.logprobs:
             _extend_logprobs(complete.output_logprobs, delta.logprobs)
-        if complete.completion_tokens > self._max_tokens:  # ends early what could not be sent
+        if complete.completion_tokens > self._max_tokens:  # the rest would be computed in vain
             raise InvalidRequestError(
                 f"the answer has more than the {MAX_COMPLETE_BYTES} bytes of a message; stream it",
                 field="stream",
@@ -271,7 +278,7 @@ class EngineAnswer:
 
 
 def _extend_logprobs(target: Any, logprobs: Sequence[TokenLogprobs]) -> None:
-    """Appends to `target`, an OutputLogProbs."""
+    """Appends logprobs to `target`, an OutputLogProbs."""
     target.token_logprobs.extend(value.logprob for value in logprobs)
     target.token_ids.extend(value.token_id for value in logprobs)
     target.top_logprobs.extend(_top(value) for value in logprobs)
