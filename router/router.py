@@ -178,7 +178,7 @@ class Router:
             self.requests.fail_all(_stopping())
         self.servicer.end_watches()
         if num_calls := await self.calls.wait_for_present(FINAL_STATUS_SECONDS):
-            _log.warning("clients do not read their answers' ends", num_calls=num_calls)
+            _log.warning("clients have not read the end of their answers", num_calls=num_calls)
 
     async def stop(self) -> None:
         self.requests.is_draining = True
@@ -206,7 +206,7 @@ class Router:
 
     def _context_now(self) -> RouterContext:
         if self.context is None:
-            raise PeerLostError("the router waits for nodes", reason="NO_NODE")
+            raise PeerLostError("the router is waiting for nodes", reason="NO_NODE")
         return self.context
 
     def _on_lost(self, role: NodeRole) -> None:
@@ -231,10 +231,10 @@ def _make_vllm_engine(wanted: str, requests: RequestRegistry, reasoning_parser: 
     except Exception as error:  # not installed, or incompatible with the installed protobuf and grpc
         if wanted == "on":
             raise ConfigError(
-                f"router.vllm_engine is on, and smg-grpc-proto cannot be imported ({error}); "
-                f"{install_command('openai')} brings it"
+                f"router.vllm_engine=on needs smg-grpc-proto, which cannot be imported ({error}); install it with "
+                f"{install_command('openai')}"
             ) from error
         if not isinstance(error, ImportError):
-            _log.warning("the engine service is not served", error=str(error))
+            _log.warning("vLLM engine service is off: smg-grpc-proto cannot be imported", error=str(error))
         return None
     return VllmEngineServicer(requests, reasoning_parser)

@@ -157,7 +157,7 @@ class Continuation:
             request.output.ClearField("prompt_logprobs")  # they have arrived
         if record.has_deltas:
             if request.sampling.n > 1:
-                error.add_note("the samples had begun to arrive, and only an answer of one sample can be sent again")
+                error.add_note("a part of the answer has arrived, and only a request with n = 1 can be sent again then")
                 raise error
             request.generated_token_ids.extend(record.token_ids())
             record.is_sent_again = True
@@ -170,8 +170,8 @@ class Continuation:
         if record.has_deltas or request is None:
             if isinstance(error, PeerLostError):
                 error.add_note(
-                    f"{record.num_tokens} tokens had arrived of a request without a resume window: to go on, send it "
-                    "again with this seed and generated_token_ids"
+                    f"{record.num_tokens} tokens had arrived of a request without a resume window: to continue, send "
+                    "it again with the same seed and these tokens as generated_token_ids"
                 )
             raise error
         if isinstance(error, PeerLostError) and error.reason == UNREACHABLE:

@@ -117,7 +117,7 @@ def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.Generat
         _assign(request, field, values.get(name))
     constraints = [name for name in CONSTRAINTS if values.get(name) is not None]
     if len(constraints) > 1:
-        raise InvalidRequestError(f"{' and '.join(constraints)}: an answer has one constraint", field="sampling")
+        raise InvalidRequestError(f"{' and '.join(constraints)}: only one constraint is allowed", field="sampling")
     schema = options.get("json_schema")
     if schema is not None:
         _assign(request, "sampling.json_schema", schema if isinstance(schema, str) else _schema_text(schema))
@@ -182,11 +182,11 @@ def set_prompt(request: Any, prompt: Any, **options: Unpack[ChatOptions]) -> Non
         _assign(request, "chat.continue_final_message", options.get("continue_final_message"))
         variables = options.get("chat_template_kwargs") or {}
         if not isinstance(variables, Mapping):
-            raise InvalidRequestError("chat.template_kwargs: a dict is needed", field="chat.template_kwargs")
+            raise InvalidRequestError("chat.template_kwargs must be a dict", field="chat.template_kwargs")
         variables = _to_json(variables, "chat.template_kwargs")
         _assign(request, "chat.template_kwargs", variables)
     elif isinstance(request, router_pb2.TokenizeRequest):
-        raise InvalidRequestError("only text and chats are tokenized", field="input")
+        raise InvalidRequestError("only text and chats can be tokenized", field="input")
     else:
         try:
             token_ids = read_token_ids(prompt)
@@ -239,7 +239,7 @@ def _assign(message: Any, path: str, value: Any, *, name: str = "") -> None:
             setattr(message, field, value)
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         is_no_text = str(error).startswith("bad argument")  # protobuf's error for values other than text or bytes
-        problem = f"text is needed, not {reprlib.repr(value)}" if is_no_text else error
+        problem = f"must be text, not {reprlib.repr(value)}" if is_no_text else error
         raise InvalidRequestError(f"{name or path}: {problem}", field=name or path) from error
 
 

@@ -74,7 +74,7 @@ class StreamRecord:
     def _take_started(self, started: Started) -> None:
         before = self._started
         if before is not None and (before.seed, before.num_prompt_tokens) != (started.seed, started.num_prompt_tokens):
-            raise InternalError(f"{started.router} resumed another request than {self.request_id!r}")
+            raise InternalError(f"{started.router} resumed another request instead of {self.request_id!r}")
         if before is not None and not started.prompt_logprobs:  # the resumed call did not ask for them again
             started = replace(started, prompt_logprobs=before.prompt_logprobs)
         self._started = started
@@ -84,7 +84,7 @@ class StreamRecord:
         sample = delta.sample
         expected = self._next_positions.get(sample, delta.start_position)
         if delta.start_position != expected:
-            raise InternalError(f"sample {sample} went on at {delta.start_position}, {expected} was next")
+            raise InternalError(f"sample {sample} continued at position {delta.start_position} instead of {expected}")
         if not delta.token_ids:
             if sample in self._ended_texts:
                 return None

@@ -59,7 +59,7 @@ def why_not_replayable(receipt: Receipt) -> str:
     if method is VerificationMethod.COUPLED:
         return "" if any(sample.token_ids for sample in receipt.samples) else "it has no tokens to compare"
     label = "a method that this version does not know" if method is None else method.label
-    return f"its drafts were verified by {label}, so that its tokens depend on drafts, which are not kept"
+    return f"its drafts were verified by {label}, so that its tokens depend on drafts, which a receipt does not have"
 
 
 def check_model(receipt: Receipt, served: Model) -> None:
@@ -67,8 +67,8 @@ def check_model(receipt: Receipt, served: Model) -> None:
     if receipt.model.fingerprint != served.fingerprint:
         raise MismatchError(
             f"request {receipt.request_id!r} was answered by {receipt.model.name} in {receipt.model.dtype} with "
-            f"fingerprint {receipt.model.fingerprint}; served is {served.name} in {served.dtype} with fingerprint "
-            f"{served.fingerprint}, whose tokens cannot be compared"
+            f"fingerprint {receipt.model.fingerprint}; the served model, {served.name} in {served.dtype} with "
+            f"fingerprint {served.fingerprint}, is not comparable"
         )
 
 
@@ -116,7 +116,7 @@ def _request_of(receipt: Receipt) -> router_pb2.GenerateRequest:
         num_samples = request.sampling.n if request.sampling.HasField("n") else 1
         start = len(request.token_ids.ids) + len(request.generated_token_ids)
         if len(receipt.samples) != num_samples:
-            raise ValueError(f"{num_samples} samples were asked for, it has {len(receipt.samples)}")
+            raise ValueError(f"it has {len(receipt.samples)} samples instead of {num_samples}")
         if any(sample.start_position != start for sample in receipt.samples):
             raise ValueError(f"its samples do not begin at position {start}")
     except ValueError as error:

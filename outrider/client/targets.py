@@ -24,7 +24,7 @@ class Targets:
         if isinstance(targets, str):
             targets = [targets] if targets.startswith(_LISTS_OF_THEIR_OWN) else targets.split(",")
         if not isinstance(targets, Sequence) or not all(isinstance(target, str) for target in targets):
-            raise ValueError(f"a target is HOST:PORT, not {targets!r}")
+            raise ValueError(f"a target must be HOST:PORT, not {targets!r}")
         self.all = tuple(dict.fromkeys(dialled(target.strip()) for target in targets if target.strip()))
         if not self.all:
             raise ValueError("a client needs at least one target")
@@ -46,7 +46,7 @@ def dialled(target: str) -> str:
     """Returns a target for gRPC: adds the default port, and removes http://. Raises: ValueError."""
     scheme, is_url, rest = target.partition("://")
     if is_url and scheme.lower() in ("https", "grpcs"):
-        raise ValueError(f"{target}: a target is HOST:PORT; TLS is asked for by tls (of commands: --tls, --authority)")
+        raise ValueError(f"{target}: a target must be HOST:PORT; tls (in commands --tls, --authority) turns TLS on")
     if is_url and scheme.lower() in ("http", "grpc"):
         target = rest.partition("/")[0]
     if re.match(r"(unix|unix-abstract|dns|ipv4|ipv6|xds|vsock):(?!\d+$)|\w+://", target):
@@ -56,5 +56,5 @@ def dialled(target: str) -> str:
         return f"[{host}]:{DEFAULT_PORT}" if host.version == 6 else f"{host}:{DEFAULT_PORT}"
     found = re.fullmatch(r"(\[[^\[\]]+\]|[^:/\[\]]+)(?::(\d+))?", target)
     if found is None or int(found[2] or DEFAULT_PORT) > MAX_PORT:
-        raise ValueError(f"{target}: a target is HOST:PORT, for example {DEFAULT_TARGET} or [::1]:{DEFAULT_PORT}")
+        raise ValueError(f"{target}: a target must be HOST:PORT, for example {DEFAULT_TARGET} or [::1]:{DEFAULT_PORT}")
     return target if found[2] else f"{target}:{DEFAULT_PORT}"

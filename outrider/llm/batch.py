@@ -81,8 +81,8 @@ class Batch:
             token_ids = list(cast("Sequence[int]", content))
         if not 0 < len(token_ids) < window:
             raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens; the window of {window} has room for 1 to {window - 1} and "
-                "the answer",
+                f"the prompt has {len(token_ids)} tokens; a window of {window} allows 1 to {window - 1}, to leave room "
+                "for the answer",
                 field="prompt",
             )
         return replace(request, content=token_ids, text=text)

@@ -47,7 +47,7 @@ UseTqdm = bool | MakeBar
 
 _RENDER = "render the prompt with get_tokenizer().apply_chat_template and pass its token ids to generate"
 _INSTEAD = {
-    "priority": "requests of one LLM are equal, and start in their order",
+    "priority": "the requests of one LLM have equal priority, and start in their order",
     "prompt_token_ids": "pass token ids as prompts",
     "guided_options_request": "use structured_outputs of SamplingParams",
     "lora_request": "merge the adapter into the model",
@@ -255,7 +255,7 @@ def _load(engine_args: Mapping[str, Any], overrides: Sequence[str]) -> ResolvedC
     kinds = {"cluster": ClusterConfig, "model": ModelConfig, "kv_cache": KVCacheConfig}
     file = os.environ.get(CONFIG_FILE_VARIABLE)  # read by every process
     if "port" in engine_args:
-        raise ConfigError("LLM() port: nothing is served over HTTP; outrider up --openai PORT does that")
+        raise ConfigError("LLM() port: an LLM does not serve HTTP; use outrider up --openai PORT")
     given = {name: value for name, value in engine_args.items() if (name, value) not in UNSET}
     resolved = load_config(
         kinds,
@@ -267,8 +267,8 @@ def _load(engine_args: Mapping[str, Any], overrides: Sequence[str]) -> ResolvedC
     for key, entry in resolved.elsewhere.items():
         if key.startswith(CLOSED) and not is_null(entry.value):
             raise ConfigError(
-                f"{entry.source}: LLM asks its router in plaintext and without a token, so {key} would refuse it; its "
-                f'services are on loopback: settings={{"{key}": "null"}}'
+                f"{entry.source}: an LLM calls its router in plaintext and without a token, which {key} would refuse; "
+                f'its services are on loopback, so pass settings={{"{key}": "null"}}'
             )
     return resolved
 

@@ -68,7 +68,7 @@ def _read_prompt(prompt: PromptType) -> Source:
     token_ids = prompt.get("prompt_token_ids")
     if other or (text is None and token_ids is None):
         given = ", ".join(map(repr, other)) or "an empty dict"
-        raise ValueError(f"a prompt has the key 'prompt' or 'prompt_token_ids', not {given}")
+        raise ValueError(f"a prompt must have the key 'prompt' or 'prompt_token_ids', not {given}")
     return _read_prompt(text) if token_ids is None else (read_token_ids(token_ids), text)
 
 

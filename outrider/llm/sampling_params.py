@@ -108,7 +108,7 @@ class SamplingParams:
         check_supported(self)  # once more, because fields may have been assigned since
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name} is 0 to 20: logprobs of the whole vocabulary are not supported")
+                raise ValueError(f"{name} must be 0 to 20: logprobs of the whole vocabulary are not supported")
         taken = [item.name for item in fields(self) if "instead" not in item.metadata and item.name not in _CONVERTED]
         values = {_OPTIONS.get(name, name): getattr(self, name) for name in taken}
         values["top_k"] = 0 if self.top_k == -1 else self.top_k

@@ -47,7 +47,7 @@ class Caller:
         """Checks a request's priority. Raises: NotAllowedError if it is too high."""
         if self.max_priority is not None and priority > self.max_priority:
             raise NotAllowedError(
-                f"{self.name} may ask for priority {self.max_priority} at most, not {priority}", reason="PRIORITY"
+                f"priority {priority} exceeds the maximum of {self.max_priority} for {self.name}", reason="PRIORITY"
             )
 
 
@@ -108,12 +108,14 @@ class TokenFile(Clients):
     def identify(self, metadata: Metadata | None) -> Caller:
         shown = _text_of(metadata, TOKEN_KEY)
         if not shown.lower().startswith(SCHEME):
-            raise UnauthenticatedError("this router asks for a token: authorization: Bearer TOKEN", reason="NO_TOKEN")
+            raise UnauthenticatedError(
+                "a token is required: send the metadata authorization: Bearer TOKEN", reason="NO_TOKEN"
+            )
         self._reload_if_changed()
         # The lookup's timing reveals at most how a hash begins, and no token can be guessed from a hash.
         name = self._tokens.names.get(hashlib.sha256(shown[len(SCHEME) :].strip().encode()).digest())
         if name is None:
-            raise UnauthenticatedError("the token is not known here", reason="UNKNOWN_TOKEN")
+            raise UnauthenticatedError("the token is not in the router's token file", reason="UNKNOWN_TOKEN")
         return replace(self.named(name), max_priority=self._tokens.limits[name].max_priority)
 
     def charge(self, caller: Caller) -> None:
@@ -125,7 +127,9 @@ class TokenFile(Clients):
         wait_seconds = allowance.take(rate, self._clock())
         if wait_seconds > 0:
             raise CapacityError(
-                f"{caller.name} may make {rate} calls a minute", retry_after_seconds=wait_seconds, reason="RATE_LIMIT"
+                f"rate limit of {rate} calls per minute exceeded for {caller.name}",
+                retry_after_seconds=wait_seconds,
+                reason="RATE_LIMIT",
             )
 
     def named(self, name: str) -> Caller:
@@ -143,7 +147,7 @@ class TokenFile(Clients):
             try:
                 self._tokens = read_tokens(self._path)
             except ConfigError as error:
-                _log.error("the changed token file is refused; the old tokens stay valid", error=error.message)
+                _log.error("changed token file is invalid; the previous tokens stay valid", error=error.message)
 
 
 @dataclass(slots=True)
@@ -184,7 +188,7 @@ def read_tokens(path: Path) -> Tokens:
             except ValueError as error:
                 raise ConfigError(f"router.token_file {path}:{number}: {error}") from error
     if not tokens.names:
-        raise ConfigError(f"router.token_file {path} has no token; a line is {FORM}")
+        raise ConfigError(f"router.token_file {path} has no token; each line must be {FORM}")
     return tokens
 
 
@@ -203,10 +207,10 @@ def _read_line(words: list[str], tokens: Tokens) -> None:
         numbers[key] = int(text)
     limits = TokenLimits(max_priority=numbers.get("priority", 0), calls_per_minute=numbers.get("rate"))
     if tokens.limits.setdefault(name, limits) != limits:
-        raise ValueError(f"{name} has other limits in an earlier line")
+        raise ValueError(f"{name} has different limits in an earlier line")
     owner = tokens.names.setdefault(bytes.fromhex(found[1]), name)
     if owner != name:
-        raise ValueError(f"{owner} has the same token")
+        raise ValueError(f"the token already belongs to {owner}")
 
 
 def _text_of(metadata: Metadata | None, wanted: str) -> str:

@@ -44,8 +44,8 @@ RECORD_FIGURES = (
 )
 NOTHING_HERE = Page.message(
     HTTPStatus.NOT_FOUND,
-    "nothing is here: / is the page, /metrics is for Prometheus, /api/cluster, /api/requests and /api/requests/N "
-    "are figures as JSON",
+    "not found; there are / (the page), /metrics (for Prometheus), and /api/cluster, /api/requests and "
+    "/api/requests/N (JSON)",
 )
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ class RouterPages:
             if path.startswith("/api/requests/") and serial.isascii() and serial.isdecimal():
                 return self._request(serial)
         except TimeoutError:
-            message = f"the router has not answered within {LOOP_SECONDS:g} s: its event loop is busy"
+            message = f"the router did not answer within {LOOP_SECONDS:g} s, because its event loop is busy"
             return Page.message(HTTPStatus.SERVICE_UNAVAILABLE, message)
         except RuntimeError:
             if not self._loop.is_closed():
@@ -121,7 +121,8 @@ class RouterPages:
     def _request(self, serial: str) -> Page:
         found = self._on_loop(partial(self._copy, int(serial))) if len(serial) <= MAX_SERIAL_DIGITS else None
         if found is None:
-            return Page.message(HTTPStatus.NOT_FOUND, f"request {serial[:MAX_SERIAL_DIGITS]} is not known (any more)")
+            message = f"request {serial[:MAX_SERIAL_DIGITS]} is unknown, or its record was evicted"
+            return Page.message(HTTPStatus.NOT_FOUND, message)
         fields, lists = found
         return Page(_object(fields, **lists), JSON)
 

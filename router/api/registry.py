@@ -155,7 +155,7 @@ class RequestRegistry:
     async def _find(self, key: str, request_id: str, next_positions: Mapping[int, int]) -> LiveRequest:
         live, is_claiming = self._by_key.get(key), self.keeper is not None and self.keeper.is_claiming(key)
         if live is not None and live.state is State.ENCODING and not is_claiming:
-            raise NotFoundError(f"request {request_id!r} is being encoded", reason="NOT_RESUMABLE")
+            raise NotFoundError(f"request {request_id!r} is still being encoded", reason="NOT_RESUMABLE")
         if live is not None and not is_claiming:
             if live.window_seconds is None:
                 raise NotFoundError(f"request {request_id!r} has no resume window", reason="NOT_RESUMABLE")
@@ -172,7 +172,7 @@ class RequestRegistry:
                 return await self._find(key, request_id, next_positions)
         fingerprint = self._nodes.model().info.fingerprint
         if self.keeper is None:
-            raise NotFoundError(f"no request {key!r} is running or resumable here", reason="REQUEST_NOT_FOUND")
+            raise NotFoundError(f"request {request_id!r} is neither running nor resumable", reason="REQUEST_NOT_FOUND")
         return await self.keeper.resume(key, fingerprint=fingerprint)
 
     async def _is_ours(self, key: str) -> bool:
@@ -196,7 +196,11 @@ class RequestRegistry:
         known = {} if output.HasField("top_logprobs") else stored.token_ids  # logprobs are not stored
         start = stored.request.start_position
         if any(position > start + len(known.get(sample, ())) for sample, position in next_positions.items()):
-            raise NotFoundError(f"request {request_id!r} cannot go on here", reason="NOT_REPRODUCIBLE")
+            raise NotFoundError(
+                f"request {request_id!r} cannot be continued: the client has tokens that are not stored and could not "
+                "be recomputed identically",
+                reason="NOT_REPRODUCIBLE",
+            )
 
     def _is_exact(self, stored: StoredAnswer) -> bool:
         """Returns whether the nodes have the numerics that they had when the request began, and these are exact."""
@@ -327,7 +331,7 @@ class RequestRegistry:
         """Encodes and starts the request. `stored`: the state that another router stored. Raises: OutriderError."""
         context, key = self._context(), caller.key_of(request_id)
         if key in self:
-            raise AlreadyRunningError(f"request {request_id!r} is running", reason="DUPLICATE_REQUEST_ID")
+            raise AlreadyRunningError(f"request {request_id!r} is already running", reason="DUPLICATE_REQUEST_ID")
         window_seconds = resume_window_seconds(proto)
         live = LiveRequest(key, context, window_seconds=window_seconds, on_change=self._take_change)
         self._by_key[key] = live

@@ -52,8 +52,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 builder.add(event)
                 if builder.num_bytes > DEFAULT_MAX_MESSAGE_BYTES:  # the rest would be computed in vain
                     raise InvalidRequestError(
-                        f"the answer has more than the {DEFAULT_MAX_MESSAGE_BYTES} bytes of a message; "
-                        "Generate streams it",
+                        f"the answer exceeds the message limit of {DEFAULT_MAX_MESSAGE_BYTES} bytes; use Generate, "
+                        "which streams",
                         field="sampling.max_tokens",
                         reason="ANSWER_TOO_LARGE",
                     )
@@ -65,7 +65,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         async with rpc_errors(context):
             check_request_id(request.request_id)
             if len(request.next_positions) > MAX_SAMPLES:
-                raise InvalidRequestError(f"an answer has at most {MAX_SAMPLES} samples", field="next_positions")
+                raise InvalidRequestError(
+                    f"next_positions must have at most {MAX_SAMPLES} entries", field="next_positions"
+                )
             next_positions = dict(request.next_positions)
             async with self._requests.find(request.request_id, next_positions, context) as live:
                 await live.write(context.write, event_to_proto, next_positions)
@@ -79,7 +81,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             caller = self._requests.charge(context)
             kind = request.WhichOneof("input")
             if kind is None:
-                raise InvalidRequestError("one of text and chat is needed", field="input")
+                raise InvalidRequestError("an input is required: text or chat", field="input")
             served = self._requests.served()
             if kind == "chat":
                 check_chat(request.chat, served.info)
@@ -119,9 +121,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         """Counts a watch during the block. Raises: CapacityError above `MAX_WATCHES` or `MAX_WATCHES_OF_ONE`."""
         client = self._requests.identify(context).name or host_of_peer(context.peer())
         if self._watches.total() >= MAX_WATCHES:
-            raise CapacityError(f"{MAX_WATCHES} calls watch the cluster already", reason="TOO_MANY_WATCHES")
+            raise CapacityError(f"limit of {MAX_WATCHES} WatchCluster calls reached", reason="TOO_MANY_WATCHES")
         if self._watches[client] >= MAX_WATCHES_OF_ONE:
-            message = f"{MAX_WATCHES_OF_ONE} calls of this client watch the cluster already"
+            message = f"limit of {MAX_WATCHES_OF_ONE} WatchCluster calls per client reached"
             raise CapacityError(message, reason="TOO_MANY_WATCHES")
         self._watches[client] += 1
         try:

@@ -322,7 +322,7 @@ class RequestRecord:
             self.moves.append(Move(time.monotonic(), cause, node, message[:MAX_DETAIL_CHARS]))
             self.traced.add_event("moved", {"outrider.cause": cause, "outrider.node": node})
         _log.warning(
-            "work moves",
+            "work moves to another node",
             request_id=self.request_id,
             cause=cause,
             node=node,
@@ -354,7 +354,7 @@ class RequestRecord:
                 if isinstance(error, InvalidRequestError):
                     self.error = f"{error.reason}: {error.field}"
                 elif isinstance(error, InternalError):
-                    self.error = f"{error.reason}: the router's log says more"
+                    self.error = f"{error.reason}: see the router's log"
         elif self.outcome is None:
             self.outcome = RequestState.ABORTED
         for span in self.spans:

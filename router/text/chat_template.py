@@ -70,7 +70,7 @@ class ChatTemplate:
         template = self._templates.get(name)
         if template is None:
             names = ", ".join(sorted(self._templates)) or "none"
-            raise _refused(f"the model has no chat template for this (it has: {names}); send text", field="chat")
+            raise _refused(f"the model has no chat template {name!r} (it has: {names}); send text", field="chat")
         chat = [_normalized(message) for message in messages]
         if continue_final_message and chat:
             chat[-1]["content"] += _OPEN_END
@@ -84,12 +84,12 @@ class ChatTemplate:
                     raise
                 text = template.render(values)
         except _TEMPLATE_ERRORS as error:
-            raise _refused(f"the model's chat template refuses these messages: {error}") from error
+            raise _refused(f"the model's chat template rejects these messages: {error}") from error
         if not continue_final_message:
             return text
         beginning, found, end = text.rpartition(_OPEN_END.strip())
         if not found:
-            raise _refused("the model's chat template does not end with the last message: it cannot be continued")
+            raise _refused("the last message cannot be continued: the model's chat template does not end with it")
         return beginning if end.startswith(" ") else beginning.rstrip()
 
 
@@ -107,7 +107,7 @@ def _normalized(message: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(content, list):
         parts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
         if not all(isinstance(part, str) for part in parts):
-            raise _refused("the content of a message is a text, or a list of parts with a text")
+            raise _refused("the content of a message must be a text, or a list of parts with a text")
         content = "\n".join(parts)
     found["content"] = content
     for function in _functions(found):

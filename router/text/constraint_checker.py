@@ -135,10 +135,10 @@ class ConstraintChecker:
             status = self._process.wait(ANSWER_SECONDS)
             if self._is_closed or -status not in _TOO_MUCH:
                 raise
-            _log.warning("a constraint was too much for its compiler", kind=constraint.kind, signal=-status)
+            _log.warning("constraint exceeded the compiler's limits", kind=constraint.kind, signal=-status)
             return (
-                f"the {constraint.kind} takes more than {MAX_CPU_SECONDS:g} s to compile, or too much memory: "
-                "intersect fewer patterns, or repeat less"
+                f"the {constraint.kind} needs more than {MAX_CPU_SECONDS:g} s to compile, or too much memory: "
+                "use fewer intersections and repetitions"
             )
 
 
@@ -171,5 +171,5 @@ def _ask(process: subprocess.Popen[str], asked: str) -> str | None:
         return answer
     status = process.wait(ANSWER_SECONDS)
     if time.monotonic() >= deadline:
-        raise CapacityError("compiling the constraint got no processor", reason="CONSTRAINTS_BUSY")
-    raise InternalError(f"the compiler of constraints has ended with {status}")
+        raise CapacityError("constraint compiler timed out waiting for CPU", reason="CONSTRAINTS_BUSY")
+    raise InternalError(f"constraint compiler ended with status {status}")

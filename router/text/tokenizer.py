@@ -83,7 +83,7 @@ class EncodingQueue:
         is_over = (of_client and of_client + num_bytes > self._max_client_bytes) or total + num_bytes > limit
         if is_over and total:
             raise CapacityError(
-                f"too much waits: {of_client} bytes of this client, {total} of all clients",
+                f"queue is full: {of_client} bytes of this client wait, {total} of all clients",
                 retry_after_seconds=RETRY_SECONDS,
                 reason=self._busy_reason,
             )
@@ -205,7 +205,7 @@ class Tokenizer:
         least = len(text) // self._longest_token if self._longest_token else 0
         if max_tokens is not None and least > max_tokens:
             raise InvalidRequestError(
-                f"the text has at least {least} tokens; the window is {max_tokens}",
+                f"the text has at least {least} tokens, which exceeds the window of {max_tokens}",
                 field=field,
                 reason="PROMPT_TOO_LONG",
             )

@@ -276,7 +276,7 @@ def test_what_is_not_json_names_its_field():
         with pytest.raises(InvalidRequestError, match="JSON serializable") as refused:
             make_request([message], options)
         assert refused.value.field == field
-    with pytest.raises(InvalidRequestError, match=r"^chat.template_kwargs: a dict is needed"):
+    with pytest.raises(InvalidRequestError, match=r"^chat.template_kwargs must be a dict"):
         make_request([ChatMessage("user", "a")], {"chat_template_kwargs": "x"})
 
 
@@ -342,18 +342,21 @@ def test_messages_may_be_dicts_of_openai():
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (["a", "b"], "a prompt is a text, token ids or a list of messages, not ['a', 'b']; send several one by one"),
+        (["a", "b"], "a prompt must be text, token ids or a list of messages, not ['a', 'b']; send several one by one"),
         ([("user", "hi")], "not [('user', 'hi')]"),
         (None, "not None"),
         (5, "not 5"),
         (b"hi", "not bytes: decode them"),
-        ({"role": "user", "content": "hi"}, "not a dict: a message stands in a list"),
+        ({"role": "user", "content": "hi"}, "not a dict: put a message into a list"),
         ([{"role": "user", "content": 5}], "chat.messages[0]: "),
-        ([ChatMessage("user", "hi"), "hi"], "chat.messages[1]: a message is a dict with role and content, not 'hi'"),
-        ([{"content": "hi"}], "a message has a role and a content, not {'content': 'hi'}"),
+        (
+            [ChatMessage("user", "hi"), "hi"],
+            "chat.messages[1]: a message must be a dict with role and content, not 'hi'",
+        ),
+        ([{"content": "hi"}], "a message must have a role and a content: {'content': 'hi'}"),
         (
             [{"role": "assistant", "content": None, "audio": {"id": "c"}}],
-            "not audio: render the chat yourself (apply_chat_template) and give its token ids",
+            "must not have audio: render the chat yourself (apply_chat_template) and pass its token ids",
         ),
         ([ChatMessage("user", "\ud800")], "chat.messages[0].content"),
     ],

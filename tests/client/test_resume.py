@@ -114,7 +114,7 @@ def test_several_samples_that_had_begun_cannot_be_sent_again(reader_of, start):
     first, second = start("one", held_at=HELD_AT), start("other")
     with pytest.raises(NotFoundError) as raised:
         reader_of([first.address, second.address]).generate(n=2, on_delta=at(4, first.stop))
-    assert "only an answer of one sample" in raised.value.__notes__[0]
+    assert "only a request with n = 1" in raised.value.__notes__[0]
 
 
 def test_a_router_that_cannot_be_reached_at_first_is_passed_over(reader_of, start):
@@ -315,7 +315,7 @@ def test_a_delta_that_leaves_a_gap_or_comes_twice_is_never_handed_on(reader_of, 
         serving = start()
         serving.router.Generate = lambda request, context, messages=messages: iter(messages)
         stopped = Serving(serving.router)
-        with pytest.raises(InternalError, match="5 was next"):
+        with pytest.raises(InternalError, match="instead of 5"):
             reader_of(stopped.address).generate()
         stopped.stop()
 

@@ -144,13 +144,13 @@ def test_no_more_than_the_nodes_have_room_for_and_some_that_wait_are_sent_at_onc
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        (["ok", "a" * WINDOW], r"prompts\[1\]: the prompt has 100 tokens; the window of 100 has room for 1 to 99"),
+        (["ok", "a" * WINDOW], r"prompts\[1\]: the prompt has 100 tokens; a window of 100 allows 1 to 99"),
         (["ok", ""], r"prompts\[1\]: the prompt has 0 tokens"),
-        (["ok", {"multi_modal_data": 1}], r"prompts\[1\]: a prompt has the key .*, not 'multi_modal_data'"),
+        (["ok", {"multi_modal_data": 1}], r"prompts\[1\]: a prompt must have the key .*, not 'multi_modal_data'"),
         (["ok", {}], r"prompts\[1\]: .* not an empty dict"),
-        (["ok", None], r"prompts\[1\]: a prompt is a text, token ids or a dict, not None"),
+        (["ok", None], r"prompts\[1\]: a prompt must be text, token ids or a dict, not None"),
         (["ok", ["a", 1]], r"prompts\[1\]: .* not \['a', 1\]"),
-        (["ok", {"prompt": 5}], r"prompts\[1\]: a prompt is a text, token ids or a dict, not 5"),
+        (["ok", {"prompt": 5}], r"prompts\[1\]: a prompt must be text, token ids or a dict, not 5"),
     ],
 )
 def test_a_prompt_that_cannot_be_is_named_before_anything_is_generated(llm, router, prompts, message):
@@ -164,13 +164,13 @@ def test_a_prompt_that_cannot_be_is_named_before_anything_is_generated(llm, rout
     [
         (
             {"role": "user", "content": [{"type": "image_url"}]},
-            r"messages\[0\]: .* a text, not image_url",
+            r"messages\[0\]: .* must be text, not image_url",
         ),
-        ({"content": "a"}, r"a role and a content, not \{'content': 'a'\}"),
+        ({"content": "a"}, r"a role and a content: \{'content': 'a'\}"),
         ({"role": "user", "content": [{"type": "text"}]}, r"messages\[0\]: .* not a part without text"),
-        ("hello", r"messages\[0\]: a message is a dict with role and content, not 'h'"),
+        ("hello", r"messages\[0\]: a message must be a dict with role and content, not 'h'"),
         ({"role": "user", "content": ["a", "b"]}, r"messages\[0\]: .* not 'a'"),
-        ({"role": "assistant", "content": "a", "audio": {"id": "a"}}, "not audio"),
+        ({"role": "assistant", "content": "a", "audio": {"id": "a"}}, "must not have audio"),
     ],
 )
 def test_a_message_that_is_not_text_is_refused(llm, message, problem):

@@ -57,11 +57,11 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 _THOUGHT_AT_END = re.compile(f"({OPEN_TAG}\\s*)?({CLOSE_TAG}\\s*)?$")
 _END_TOKENS = 32  # enough to contain the tags, even if each of their characters is a token
 _UNSUPPORTED = {
-    **dict.fromkeys(("mm_inputs", "extra_mm_inputs", "media_refs"), "prompts are text"),
-    **dict.fromkeys(("kv_transfer_params", "kv_transfer_params_json"), "KV is the cluster's own"),
-    "prompt_logprobs": "they are had by our own service",
-    "truncate_prompt_tokens": "prompts are not truncated",
-    "structural_tag": "structural tags are not known",
+    **dict.fromkeys(("mm_inputs", "extra_mm_inputs", "media_refs"), "prompts are text only"),
+    **dict.fromkeys(("kv_transfer_params", "kv_transfer_params_json"), "the cluster transfers KV by itself"),
+    "prompt_logprobs": "use outrider.v1.RouterService",
+    "truncate_prompt_tokens": "truncate the prompt first",
+    "structural_tag": "use a grammar",
 }
 MAX_COMPLETE_BYTES = 4 << 20
 """Maximum bytes of a message: gRPC clients with default settings, for example tonic, reject larger ones."""
@@ -110,15 +110,15 @@ def request_from_engine(
         return request, ()
     if proto.request_id.startswith(COMPLETION_PREFIX):
         if params.HasField("logprobs"):
-            why = "log-probabilities of completions are lost in the gateway: ask for them in chats, or by gRPC"
+            why = "the gateway loses log-probabilities of completions: ask for them in chats, or by gRPC"
             raise InvalidRequestError(why, field="logprobs")
         before, after = served.tokenizer.added_around()
     elif (kind := request.sampling.WhichOneof("constraint")) and reasoning_parser not in ("", NO_PARSER):
         if reasoning_parser not in TAG_PARSERS:
-            why = f"the reasoning parser {reasoning_parser} may take a constrained answer for a thought"
-            raise InvalidRequestError(f"{why}: ask without the constraint", field=f"sampling_params.{kind}")
+            why = f"the reasoning parser {reasoning_parser} may mistake a constrained answer for reasoning"
+            raise InvalidRequestError(f"{why}: send no constraint", field=f"sampling_params.{kind}")
         if any(stop in OPEN_TAG + CLOSE_TAG for stop in params.stop):  # the gateway looks for them there too
-            why = f"a part of {OPEN_TAG}{CLOSE_TAG}, which comes before a constrained answer, ends it"
+            why = f"a stop string is part of {OPEN_TAG}{CLOSE_TAG}, which precedes a constrained answer"
             raise InvalidRequestError(why, field="sampling_params.stop")
         after, preface = _without_thought(proto.tokenized.input_ids, served.tokenizer)
     for part in (before, proto.tokenized.input_ids, after):
@@ -164,7 +164,7 @@ def _sampling(params: Any) -> router_pb2.SamplingParams:
     elif params.json_schema.startswith(_TOOL_CALLS) and len(params.json_schema) <= MAX_CONSTRAINT_BYTES:
         values["json_schema"] = _closed(params.json_schema)
     if any(token_id < 0 for token_id in params.logit_bias):
-        raise InvalidRequestError("a token id is not negative", field="sampling_params.logit_bias")
+        raise InvalidRequestError("token ids must not be negative", field="sampling_params.logit_bias")
     return router_pb2.SamplingParams(**values, logit_bias=dict(params.logit_bias))
 
 
@@ -179,7 +179,8 @@ def _closed(schema: str) -> str:
             call["additionalProperties"] = False
             call["properties"]["parameters"] = call["properties"]["parameters"] or _NO_PARAMETERS
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise InvalidRequestError(f"no schema of tool calls: {error}", field="sampling_params.json_schema") from error
+        message = f"json_schema is not a valid schema of tool calls: {error}"
+        raise InvalidRequestError(message, field="sampling_params.json_schema") from error
     return json.dumps(calls)
 
 
@@ -189,7 +190,7 @@ def _num_logprobs(params: Any) -> int | None:
         return None
     number: int = params.logprobs
     if number < 0:
-        raise InvalidRequestError(f"logprobs is 0 or more, not {number}", field="sampling_params.logprobs")
+        raise InvalidRequestError(f"logprobs must be at least 0, not {number}", field="sampling_params.logprobs")
     return number
 
 
@@ -252,7 +253,7 @@ class EngineAnswer:
             _extend_logprobs(complete.output_logprobs, delta.logprobs)
         if complete.completion_tokens > self._max_tokens:  # the rest would be computed in vain
             raise InvalidRequestError(
-                f"the answer has more than the {MAX_COMPLETE_BYTES} bytes of a message; stream it",
+                f"the answer exceeds the message limit of {MAX_COMPLETE_BYTES} bytes; stream it",
                 field="stream",
                 reason="ANSWER_TOO_LARGE",
             )

@@ -85,7 +85,7 @@ class VllmEngineServicer:
         """Aborts the requests and frees their resources at once. Their streams end with the finish reason "abort"."""
         async with rpc_errors(context):
             if len(request.request_ids) > MAX_ABORTED:
-                raise InvalidRequestError(f"at most {MAX_ABORTED} requests are aborted at once", field="request_ids")
+                raise InvalidRequestError(f"request_ids must have at most {MAX_ABORTED} entries", field="request_ids")
             refused: OutriderError | None = None
             for request_id in request.request_ids:
                 try:
@@ -156,7 +156,7 @@ class VllmEngineServicer:
 
     async def _refuse(self, request: Any, context: Context) -> Never:
         async with rpc_errors(context):
-            raise NotSupportedError("this engine generates text; it has no such call")
+            raise NotSupportedError("this engine does not support the call: it only generates text")
         raise AssertionError("the call has ended")
 
     Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _refuse

@@ -145,7 +145,7 @@ async def test_what_is_not_there_is_not_found_with_a_clear_word(http):
     for path in NOWHERE:
         page = await http.ask(path)
         assert (page.status, page.content_type) == (404, "text/plain; charset=utf-8"), path
-        assert b"/api/requests/N" in page.body or b"is not known" in page.body
+        assert b"/api/requests/N" in page.body or b"is unknown" in page.body
         assert len(page.body) < 300
 
 

@@ -133,7 +133,7 @@ def test_a_transfer_that_came_to_nothing_is_not_that_of_the_next_grant(metrics):
 def test_what_a_node_says_of_an_invalid_request_may_quote_it_and_is_not_kept(metrics):
     record = Records(1).begin("r", metrics)
     record.end(InternalError("decode node decode-0 calls the request invalid: regex 'my secret' is not closed"))
-    assert record.error == "INTERNAL: the router's log says more"
+    assert record.error == "INTERNAL: see the router's log"
 
 
 def test_steps_of_all_requests_are_bounded_and_room_comes_from_the_request_that_ended_first(metrics):

@@ -57,7 +57,7 @@ def unread_bytes(pipe):
 async def test_the_endless_one_is_refused_in_time_and_the_next_ones_are_compiled(checker):
     found = await asyncio.gather(*(verdict(checker, each) for each in (GOOD, ENDLESS, BAD, GOOD)))
     assert found[0] == found[3] == ""
-    assert "takes more than 0.5 s to compile" in found[1]
+    assert "needs more than 0.5 s to compile" in found[1]
     assert "unclosed group" in found[2]
 
 
@@ -174,7 +174,7 @@ async def test_a_failure_of_ours_is_not_the_clients(checker, monkeypatch):
     monkeypatch.setattr(checker, "_tokenizer", {"no tokenizer": "in it"})
     process.kill()
     process.wait(10)
-    with pytest.raises(InternalError, match="has ended with 1"):
+    with pytest.raises(InternalError, match="ended with status 1"):
         await verdict(checker, BAD)
 
 
@@ -197,7 +197,7 @@ async def test_what_else_ends_the_process_says_nothing_of_a_constraint(checker):
             await asyncio.sleep(0)
     process.terminate()
     os.kill(process.pid, signal.SIGCONT)
-    with pytest.raises(InternalError, match="ended with -15"):
+    with pytest.raises(InternalError, match="ended with status -15"):
         await asking
     assert "unclosed group" in await verdict(checker, BAD)
 
@@ -212,7 +212,7 @@ async def test_a_process_that_is_stopped_is_given_up(checker, monkeypatch):
     assert await verdict(checker, GOOD) == ""
     monkeypatch.setattr(constraint_checker, "ANSWER_SECONDS", 0.5)
     os.kill(checker._process.pid, signal.SIGSTOP)
-    with pytest.raises(CapacityError, match="got no processor"):
+    with pytest.raises(CapacityError, match="timed out waiting for CPU"):
         await verdict(checker, Constraint(ConstraintKind.REGEX, "a" * 300_000))
 
 

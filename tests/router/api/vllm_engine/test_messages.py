@@ -91,7 +91,7 @@ def test_tool_calls_have_a_name_and_parameters_and_nothing_else():
     assert schema["$defs"] == {}
     deep = TOOL_CALLS.replace('"$defs":{}', '"$defs":' + "[" * 9999)
     for broken in (TOOL_CALLS[:-1], deep):
-        with pytest.raises(InvalidRequestError, match="no schema of tool calls"):
+        with pytest.raises(InvalidRequestError, match="not a valid schema of tool calls"):
             ours(json_schema=broken)
 
 

@@ -98,7 +98,7 @@ def test_without_a_constraint_the_model_thinks(thinking):
 
 def test_a_stop_that_the_empty_thought_has_is_refused(thinking):
     _, client = thinking
-    with pytest.raises(openai.BadRequestError, match="comes before a constrained answer"):
+    with pytest.raises(openai.BadRequestError, match="precedes a constrained answer"):
         client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "x"}], stop=["<"], extra_body={"regex": "a"}
         )
@@ -109,7 +109,7 @@ def test_a_parser_with_tags_of_its_own_is_not_together_with_constraints():
     try:
         with (
             gateway_before(router, reasoning_parser="kimi") as client,
-            pytest.raises(openai.BadRequestError, match="the reasoning parser kimi may take a constrained answer"),
+            pytest.raises(openai.BadRequestError, match="the reasoning parser kimi may mistake a constrained answer"),
         ):
             client.chat.completions.create(
                 model=MODEL, messages=[{"role": "user", "content": "x"}], max_tokens=4, extra_body={"regex": "a"}
