@@ -1,6 +1,6 @@
-"""A router without nodes that resumes: its tokens follow from seed, sample and position alone.
+"""A fake router that can resume answers, since its tokens depend only on seed, sample and position.
 
-Requests are files of a directory, which several such routers may share. As a program:
+Requests are files in a directory, which several such routers may share. As a program:
 `python -m tests.client.answering_router DIRECTORY PORT HELD_AT`.
 """
 
@@ -36,7 +36,7 @@ def token_at(seed, sample, position):
 
 
 def answer(seed, *, n=1, starts=None):
-    """Messages from `starts` (by sample, else the prompt's end): Deltas of two tokens, held-back text, Finished."""
+    """Yields Deltas of two tokens, the held-back text and Finished. `starts`: by sample; default: the prompt's end."""
     starts = starts or {}
     end = NUM_PROMPT_TOKENS + NUM_TOKENS
     by_sample = []
@@ -60,9 +60,10 @@ def delta(sample, position, token_ids, text):
 
 
 class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
-    """`faults`: what the next calls do, first first: a number of messages before UNAVAILABLE, an error, or None.
+    """A router that follows a script.
 
-    `held_at`: after so many messages a Generate waits until its call ends or another stream has the answer.
+    `faults`: what the next calls do, in order: a number of messages before UNAVAILABLE, an error, or None.
+    `held_at`: the number of messages after which a Generate waits until its call ends or another stream takes over.
     """
 
     def __init__(self, directory: Path, *, held_at: int | None = None) -> None:
@@ -114,7 +115,7 @@ class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.GetModelResponse(name="m")
 
     def store(self, request_id, *, seed=0):
-        """As another router of this store would have done."""
+        """Stores a request as another router of this store would."""
         request = router_pb2.GenerateRequest(request_id=request_id)
         request.sampling.seed = seed
         (self.directory / request_id).write_bytes(request.SerializeToString())
@@ -152,7 +153,7 @@ def fail(context, error):
 
 
 class Serving:
-    """A router on a port, with TLS if it has `credentials`; `stop` breaks its calls off."""
+    """Serves a router on a port, with TLS if there are `credentials`. `stop` cancels its calls."""
 
     def __init__(self, router: router_pb2_grpc.RouterServiceServicer, *, port: int = 0, credentials=None) -> None:
         self.router = router

@@ -18,7 +18,7 @@ WAIT_SECONDS = 60.0
 
 
 class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
-    """Streams two samples of two tokens; the prompt "endless" never ends, "full" is refused."""
+    """Streams two samples of two tokens. The answer to "endless" never ends; "full" is refused."""
 
     def __init__(self) -> None:
         self.cancelled = threading.Event()
@@ -296,7 +296,7 @@ def test_an_option_that_does_not_exist_is_a_type_error_that_names_the_nearest(op
 
 
 class Message:
-    """As a message of an answer in OpenAI's client."""
+    """Like a message in OpenAI's client."""
 
     @staticmethod
     def model_dump():
@@ -304,7 +304,7 @@ class Message:
 
 
 class Schema:
-    """As a model of pydantic's."""
+    """Like a model of pydantic."""
 
     @staticmethod
     def model_json_schema():

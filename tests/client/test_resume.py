@@ -1,4 +1,4 @@
-"""A stream survives its router: resumed there, on another one, or sent again; and when it is given up."""
+"""A stream survives the loss of its router: it is resumed there or on another one, or sent again, or given up."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tests.client.readers import SEED
 
 WAIT_SECONDS = 60.0
 HELD_AT = 14
-"""Messages after which a router waits for what is done to it: more than clients read before they do it."""
+"""Number of messages after which a router waits for the test to disturb it, which happens before."""
 NOBODY = "127.0.0.1:1"
 DEFAULT_WINDOW_SECONDS = 30.0
 PROJECT = Path(__file__).parents[2]
 
 
 def at(number, action):
-    """What `on_delta` may be: does something at this Delta."""
+    """Returns an `on_delta` that calls `action` at this Delta."""
     return lambda index: action() and False if index == number else None
 
 
 def assert_whole(reader, stream, *, n=1, seed=SEED):
-    """Every token and all text once, in order, whatever happened in between."""
+    """Checks that every token and all text arrived once and in order."""
     expected = [message.delta for message in answer(seed, n=n) if message.HasField("delta")]
     for sample in range(n):
         of_sample = [entry for entry in expected if entry.sample == sample]
@@ -58,7 +58,7 @@ def assert_whole(reader, stream, *, n=1, seed=SEED):
 def test_a_broken_stream_is_resumed_on_the_same_router(reader_of, start, n):
     first, second = start(), start()
     whole = list(answer(SEED, n=n))
-    # Before and after Started, in the middle, behind a sample's held-back text, before the summary.
+    # The stream breaks before and after Started, in the middle, after a sample's last text, and before the summary.
     first.router.faults = [0, 1, 7, len(whole) // 2, 1]
     reader = reader_of([first.address, second.address])
     stream = reader.generate(n=n)
@@ -199,7 +199,7 @@ def test_a_stream_whose_answer_another_one_took_over_ends(reader_of, start):
     with pytest.raises(AbortedError, match="another stream has the answer"):
         reader_of([serving.address, NOBODY]).generate(request_id="mine", on_delta=take_over)
     taken[0].join(WAIT_SECONDS)
-    assert sum(len(new.token_ids) for new in taken[1]) == NUM_TOKENS  # and it was not aborted
+    assert sum(len(new.token_ids) for new in taken[1]) == NUM_TOKENS  # it was not aborted
     other.close()
 
 
@@ -240,7 +240,7 @@ def test_an_answer_that_is_left_early_is_aborted_in_spite_of_its_window(reader_o
     stream = reader_of(serving.address).generate(resume_window_seconds=30.0, on_delta=lambda index: index == 3)
     assert serving.router.aborted == [stream.request_id]
     stream = reader_of(serving.address).generate(on_delta=lambda index: index == 3)
-    assert serving.router.aborted == [serving.router.aborted[0]]  # without one, gRPC's cancellation does it
+    assert serving.router.aborted == [serving.router.aborted[0]]  # without a window, cancelling the call is enough
 
 
 def test_closing_the_client_aborts_what_it_streams(start):
@@ -329,7 +329,7 @@ def test_a_router_that_resumes_another_request_is_found_out(reader_of, start):
 
 
 def test_a_router_process_that_is_frozen_goes_unnoticed(reader_of, start, tmp_path):
-    """tests/faults/test_lost_routers.py has one that is killed."""
+    """tests/faults/test_lost_routers.py kills one."""
     second = start()
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.client.answering_router", str(tmp_path / "store"), "0", str(HELD_AT)],

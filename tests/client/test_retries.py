@@ -1,4 +1,4 @@
-"""Which failed calls are made again, with what, and when not."""
+"""Retries: which failed calls are repeated, and when."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INVALID = InvalidRequestError("too long", field="text")
 
 
 class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
-    """Each call does what comes next in `script`: an error, or (parts of an answer, then an error or None)."""
+    """Each call takes the next entry of `script`: an error, or (parts of an answer, an error or None)."""
 
     def __init__(self) -> None:
         self.script = []
@@ -80,7 +80,7 @@ def router(served):
 
 @pytest.fixture
 def generate(reader_of, served, router):
-    """generate(**options) → the finished stream, from either client; raises what iterating raises."""
+    """generate(**options) reads a stream with either client and returns it. It raises what iterating raises."""
     return lambda retry=QUICK, **options: reader_of(served[1], retry=retry).generate(**options)
 
 
@@ -148,11 +148,11 @@ def test_all_attempts_share_one_deadline(generate, complete, router):
     busy = CapacityError("full", retry_after_seconds=0.3)
     router.script = [busy, busy, WHOLE]
     generate(timeout_seconds=5.0)
-    first, second, third = router.seconds_left  # gRPC sends a deadline rounded, by up to 3 %
+    first, second, third = router.seconds_left  # gRPC rounds a deadline by up to 3 %
     assert third < second - 0.1 < first - 0.2 < 5.0
     router.script = [CapacityError("full", retry_after_seconds=300.0), None]
     started_at = time.monotonic()
-    with pytest.raises(CapacityError):  # the wait would outlast the deadline: the error stands at once
+    with pytest.raises(CapacityError):  # the wait would exceed the deadline, so the error is raised at once
         complete(timeout_seconds=WAIT_SECONDS)
     assert time.monotonic() - started_at < WAIT_SECONDS / 2
 

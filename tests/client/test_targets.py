@@ -1,4 +1,4 @@
-"""Several routers: which of them a call goes to."""
+"""With several routers, to which of them a call goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM's arguments and parameters become, and which errors name those that become nothing."""
+"""How vLLM's arguments and parameters are converted, and the errors for those that are not supported."""
 
 from __future__ import annotations
 

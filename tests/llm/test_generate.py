@@ -1,4 +1,4 @@
-"""`LLM.generate` and `LLM.chat` with a router that needs no nodes."""
+"""`LLM.generate` and `LLM.chat` with a fake router."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_script_draws_the_same_seeds_each_time_unless_it_wants_others(router, 
 
 
 def test_requests_wait_for_room_however_often_they_are_refused(llm, router):
-    router.full = 5  # one more than a client tries by itself
+    router.full = 5  # one more than a client's own attempts
     assert texts(llm.generate("a")) == ["A"]
     assert router.full == 0
 
@@ -186,7 +186,7 @@ def test_parameters_that_the_router_refuses_are_named_and_end_the_batch(llm, rou
 
 
 class InterruptedBar:
-    """A progress bar whose reader presses Ctrl-C when one answer of three is there and the others are in work."""
+    """A progress bar that simulates Ctrl-C when one of three answers is complete and the others are running."""
 
     def __init__(self, router, *, total, desc, **options):
         self._is_answers = total == 3 and desc == "Processed prompts"

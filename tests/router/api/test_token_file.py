@@ -1,4 +1,4 @@
-"""Files of token hashes: what they may contain, who is who, how often each may call."""
+"""Token files: their format, and the names, priorities and rates of clients."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_tenants_have_salts_of_their_own_and_a_single_one_has_none(write):
     write(line("alice", "a-secret"), line("bob", "b-secret"))
     assert clients.identify(shown("a-secret")).cache_salt == b"alice"
     assert clients.identify(shown("b-secret")).cache_salt == b"bob"
-    assert clients.named("bob").cache_salt == b"bob"  # of a request that another router has begun
+    assert clients.named("bob").cache_salt == b"bob"  # for a request that another router started
 
 
 def test_a_changed_file_is_taken_and_a_broken_one_is_not(write):

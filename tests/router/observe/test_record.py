@@ -1,4 +1,4 @@
-"""Records of requests: what is recorded of a request, in which order, and how little of it is kept."""
+"""Records of requests: what they contain, in which order, and their limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chats as transformers renders them, and what clients leave out of messages or write in two ways."""
+"""Chats are rendered as by transformers, also if clients omit members of messages or write them differently."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Token by token gives what decoding all at once gives, on several kinds of tokenizer."""
+"""Decoding token by token equals decoding all at once, for several kinds of tokenizer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_an_id_beyond_the_table_adds_nothing():
 
 
 def sentencepiece_like():
-    """▁ for spaces, bytes as a fallback, the leading space dropped: as Llama 2 and Mistral do."""
+    """Makes a tokenizer like those of Llama 2 and Mistral: ▁ for spaces, byte fallback, no leading space."""
     words = ["▁the", "▁cat", "▁", "s", "at", "▁sat", "é", "日"]
     vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
     vocab |= {word: 257 + index for index, word in enumerate(words)}

@@ -1,4 +1,4 @@
-"""Stop strings: found wherever the token borders are, cut where the contract says."""
+"""Stop strings are found across token boundaries, and text is cut as router.proto says."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pieces:
 
 
 def feed(pieces, strings, *, include_match=False):
-    """(text released, the string that matched, pieces read)."""
+    """Returns (the released text, the matched stop string, the number of pieces read)."""
     text = AnswerText(Pieces(), strings, include_match=include_match)
     released = ""
     for num_read, piece in enumerate(pieces, start=1):
@@ -78,7 +78,7 @@ def test_any_split_agrees_with_looking_at_the_whole_text(text, strings, cuts, in
 
 
 def answer(data, *, stops=(), min_tokens=0):
-    """(text, matched, tokens read) of a byte-level answer."""
+    """Returns (the text, the matched stop string, the number of tokens read) of a byte-level answer."""
     text = AnswerText(TOKENIZER.detokenizer(skip_special_tokens=True), stops, min_tokens=min_tokens)
     released = ""
     for num_read, byte in enumerate(data, start=1):
@@ -93,7 +93,7 @@ def answer(data, *, stops=(), min_tokens=0):
     [
         (b"aXbXc", "X", 0, ("a", "X", 2)),
         (b"aXbXc", "X", 2, ("aXb", "X", 4)),
-        (b"aXXc", "XX", 2, ("aXXc", None, 4)),  # it would begin in the first two tokens
+        (b"aXXc", "XX", 2, ("aXXc", None, 4)),  # a match would begin in the first two tokens
         (b"aXXXc", "XX", 2, ("aX", "XX", 4)),
         (b"XXXX", "X", 4, ("XXXX", None, 4)),
     ],

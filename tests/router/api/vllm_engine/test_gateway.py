@@ -32,7 +32,7 @@ def client(router):
 
 @pytest.fixture
 def decode(router):
-    """The node, as it is between tests."""
+    """The decode node, with the attributes of a new one."""
     decode = router.cluster.decode
     yield decode
     decode.script, decode.step_seconds, decode.max_running = letters, 0.0, 64
@@ -165,7 +165,7 @@ def test_overload_is_a_429_and_passes(client, router, decode):
         patch.setattr(queue, "_max_waiting", 0)
         stream = chat(client, max_tokens=400, stream=True)
         next(iter(stream))
-        for _ in range(12):  # more than open a breaker
+        for _ in range(12):  # more than it takes to open a circuit breaker
             with pytest.raises(openai.RateLimitError):
                 chat(client)
         stream.close()

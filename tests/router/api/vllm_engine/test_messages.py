@@ -1,4 +1,4 @@
-"""Requests of the engine protocol as ours, and our answers as its messages, without a server."""
+"""Conversion of the engine's requests to ours and of our answers to the engine's messages, without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine service over the wire: what an OpenAI gateway sees of a router."""
+"""The engine service over gRPC: what an OpenAI gateway receives from a router."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def engine_of(cluster):
 
 
 async def ask(cluster, *, metadata=None, **fields):
-    """(the chunks, the Completes by index)."""
+    """Returns (the chunks, the Completes by index)."""
     call = engine_of(cluster).Generate(request_of(**fields), timeout=2 * PATIENCE_SECONDS, metadata=metadata)
     messages = await read_on(call)
     chunks = [message.chunk for message in messages if message.HasField("chunk")]

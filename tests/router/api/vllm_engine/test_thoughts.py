@@ -1,4 +1,4 @@
-"""A constrained answer is an answer, whatever the gateway's reasoning parser takes the first token for."""
+"""The gateway's reasoning parsers do not mistake a constrained answer for reasoning."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def router_with(template, parser):
     ids=["always", "toggle", "open"],
 )
 def thinking(request):
-    """(router, client)"""
+    """Yields (router, client)."""
     parser, template = request.param
     router = router_with(template, parser)
     try:
@@ -80,7 +80,7 @@ def test_a_constrained_answer_is_no_thought(thinking, options, says, stream):
     else:
         assert content == says
     assert thoughts == ""
-    tags = len("<think></think>") if stream else 0  # the gateway counts what it gets
+    tags = len("<think></think>") if stream else 0  # the gateway counts all that it gets
     assert 0 <= usage.completion_tokens - (len(says) + 1) <= tags
     prompt = bytes(token_id for token_id in decode.opened[-1].prompt_token_ids if token_id < 256)
     assert prompt.endswith(b"<think>\n\n</think>\n\n")
