@@ -71,15 +71,14 @@ class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
         self.held_at = held_at
         self.faults = []
         self.calls = []  # (method, request)
+        self.seconds_left = []  # until each call's deadline
         self.aborted = []
         self._attached = {}  # by request id: the number of the stream that has the answer
         self._numbers = itertools.count()
 
     def Generate(self, request, context):
-        fault = self._begin("Generate", request)
+        fault = self._begin("Generate", request, context)
         path = self.directory / request.request_id
-        if isinstance(fault, Exception):
-            fail(context, fault)
         if path.exists():
             fail(context, AlreadyRunningError("running"))
         if not request.sampling.HasField("seed"):
@@ -88,13 +87,17 @@ class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
         num_brought = len(request.generated_token_ids)
         expected = [token_at(request.sampling.seed, 0, NUM_PROMPT_TOKENS + index) for index in range(num_brought)]
         assert list(request.generated_token_ids) == expected
+        if not request.HasField("resume_window"):
+            context.add_callback(lambda: path.unlink(missing_ok=True))
         yield from self._stream(request, {0: NUM_PROMPT_TOKENS + num_brought}, fault, context, held_at=self.held_at)
 
+    def Complete(self, request, context):
+        self._begin("Complete", request, context)
+        return router_pb2.CompleteResponse(completions=[router_pb2.Completion(text="whole")])
+
     def Resume(self, request, context):
-        fault = self._begin("Resume", request)
+        fault = self._begin("Resume", request, context)
         path = self.directory / request.request_id
-        if isinstance(fault, Exception):
-            fail(context, fault)
         if not path.exists():
             fail(context, NotFoundError(f"no request {request.request_id}"))
         stored = router_pb2.GenerateRequest.FromString(path.read_bytes())
@@ -109,23 +112,25 @@ class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.AbortResponse(aborted=is_known)
 
     def GetModel(self, request, context):
-        fault = self._begin("GetModel", request)
-        if isinstance(fault, Exception):
-            fail(context, fault)
+        self._begin("GetModel", request, context)
         return router_pb2.GetModelResponse(name="m")
 
-    def store(self, request_id, *, seed=0):
+    def store(self, request_id, *, seed=0, n=1):
         """Stores a request as another router of this store would."""
         request = router_pb2.GenerateRequest(request_id=request_id)
-        request.sampling.seed = seed
+        request.sampling.seed, request.sampling.n = seed, n
         (self.directory / request_id).write_bytes(request.SerializeToString())
 
     def methods(self):
         return [method for method, _ in self.calls]
 
-    def _begin(self, method, request):
+    def _begin(self, method, request, context):
         self.calls.append((method, request))
-        return self.faults.pop(0) if self.faults else None
+        self.seconds_left.append(context.time_remaining())
+        fault = self.faults.pop(0) if self.faults else None
+        if isinstance(fault, Exception):
+            fail(context, fault)
+        return fault
 
     def _stream(self, request, starts, num_messages, context, *, held_at=None):
         request_id, seed, n = request.request_id, request.sampling.seed, request.sampling.n or 1

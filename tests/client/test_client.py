@@ -349,6 +349,9 @@ def test_messages_may_be_dicts_of_openai():
         (b"hi", "not bytes: decode them"),
         ({"role": "user", "content": "hi"}, "not a dict: put a message into a list"),
         ([{"role": "user", "content": 5}], "chat.messages[0]: "),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "content must be text, not image_url"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "content must be text, not a part without text"),
+        ([{"role": "user", "content": ["a", "b"]}], "content must be a text or a list of text parts, not 'a'"),
         (
             [ChatMessage("user", "hi"), "hi"],
             "chat.messages[1]: a message must be a dict with role and content, not 'hi'",

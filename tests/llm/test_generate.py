@@ -159,22 +159,9 @@ def test_a_prompt_that_cannot_be_is_named_before_anything_is_generated(llm, rout
     assert router.requests == []
 
 
-@pytest.mark.parametrize(
-    ("message", "problem"),
-    [
-        (
-            {"role": "user", "content": [{"type": "image_url"}]},
-            r"messages\[0\]: .* must be text, not image_url",
-        ),
-        ({"content": "a"}, r"a role and a content: \{'content': 'a'\}"),
-        ({"role": "user", "content": [{"type": "text"}]}, r"messages\[0\]: .* not a part without text"),
-        ("hello", r"messages\[0\]: a message must be a dict with role and content, not 'h'"),
-        ({"role": "user", "content": ["a", "b"]}, r"messages\[0\]: .* not 'a'"),
-        ({"role": "assistant", "content": "a", "audio": {"id": "a"}}, "must not have audio"),
-    ],
-)
-def test_a_message_that_is_not_text_is_refused(llm, message, problem):
-    with pytest.raises(ValueError, match=problem):
+@pytest.mark.parametrize("message", [{"content": "a"}, "hello"])
+def test_a_message_that_is_not_text_is_refused(llm, message):
+    with pytest.raises(ValueError, match=r"messages\[0\]: a message must "):
         llm.chat([message])
 
 

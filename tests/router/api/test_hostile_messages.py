@@ -158,7 +158,7 @@ async def test_a_prompt_is_hashed_once_however_long_it_waits(cluster, monkeypatc
 @pytest.mark.parametrize("kind", ["generate", "text", "chat"])
 async def test_what_is_longer_than_the_window_for_certain_is_not_encoded(serving, kind):
     encoded = []
-    serving.service.nodes.served.tokenizer._encode = lambda *args, **_: encoded.append(args)
+    serving.service.nodes.served.tokenizer.encode_now = lambda *args, **_: encoded.append(args)
     text = "x" * 1_000_000
     chat = R.Chat(messages=[R.ChatMessage(role="user", content=text)])
     calls = {

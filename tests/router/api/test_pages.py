@@ -69,6 +69,8 @@ async def test_a_requests_page_has_the_agreed_fields_and_times_from_its_arrival(
     spans = {span["kind"]: span for span in record["spans"]}
     assert list(spans) == ["encode", "queue", "open", "prefill", "kv_transfer", "decode"]
     assert all(0 <= span["start"] <= span["end"] for span in spans.values())
+    assert spans["queue"]["end"] <= spans["open"]["start"] <= spans["open"]["end"] <= spans["prefill"]["start"]
+    assert [span["node"] for span in spans.values()] == ["", "", "decode-0", "prefill-0", "decode-0", "decode-0"]
     assert {**spans["decode"], "start": 0, "end": 0} == {
         "kind": "decode", "attempt": 0, "node": "decode-0", "start": 0, "end": 0, "num_tokens": 6, "bytes": None,
         "detail": "",

@@ -39,13 +39,6 @@ def feed(pieces, strings, *, include_match=False):
     return released + text.finish(), None, len(pieces)
 
 
-def test_the_string_that_begins_earliest_wins_then_the_first_in_the_list():
-    assert feed(["abc"], ["bc", "abc", "c"])[1] == "abc"
-    assert feed(["abc"], ["ab", "abc"])[1] == "ab"
-    assert feed(["abc"], ["abc", "ab"])[1] == "abc"
-    assert feed(["a", "b", "c"], ["abc", "ab"])[1] == "ab", "the first token that completes one ends the sample"
-
-
 def test_an_end_that_could_begin_a_stop_string_is_held_back_and_no_more():
     text = AnswerText(Pieces(), ["STOP"])
     assert text.append("go ST") == "go "
@@ -107,12 +100,3 @@ def test_a_character_that_the_first_min_tokens_begin_belongs_to_them():
     assert answer(data, stops=["é"], min_tokens=1) == ("é", "é", 4)
     assert answer(data, stops=["é"], min_tokens=2) == ("é", "é", 4)
     assert answer(data, stops=["é"], min_tokens=3) == ("éé", None, 4)
-
-
-def test_a_stop_string_inside_a_character_border_waits_for_the_whole_character():
-    assert answer("ab🙂cd".encode(), stops=["🙂"]) == ("ab", "🙂", 6)
-
-
-def test_an_empty_stop_string_is_a_bug_of_ours():
-    with pytest.raises(AssertionError):
-        AnswerText(Pieces(), [""])

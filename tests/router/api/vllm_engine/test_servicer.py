@@ -144,36 +144,7 @@ async def test_a_seed_that_was_not_sent_is_drawn_and_logged(cluster):
     assert [entry["seed"] for entry in log if entry["event"] == "request admitted"] == seeds
 
 
-async def test_a_lost_node_is_not_noticed(node_pair):
-    await node_pair.serve()
-    task = asyncio.ensure_future(ask(node_pair, max_tokens=200))
-    await node_pair.until_streaming()
-    busy, _ = node_pair.busy_and_free()
-    await busy.stop()
-    node_pair.pace(0.0)
-    chunks, (complete,) = await task
-    assert ids_of(chunks) == [97 + (3 + 7 * place) % 26 for place in range(200)]
-    assert complete.finish_reason == "length"
-
-
-async def test_many_streams_at_once_have_their_own_tokens(cluster):
-    await cluster.serve()
-    asked = (ask(cluster, request_id=f"r{seed}", seed=seed, max_tokens=30) for seed in range(32))
-    for seed, (chunks, _) in enumerate(await asyncio.gather(*asked)):
-        assert ids_of(chunks) == [97 + (seed % 26 + 7 * place) % 26 for place in range(30)]
-    await cluster.is_empty()
-
-
 # ---------------------------------------------------------------- ends
-
-
-async def test_a_cancelled_call_frees_everything(cluster):
-    cluster.decode.step_seconds = 0.05
-    await cluster.serve()
-    call = engine_of(cluster).Generate(request_of(max_tokens=400, stream=False))
-    await cluster.eventually(lambda: cluster.decode.groups)
-    call.cancel()
-    await cluster.is_empty()
 
 
 @pytest.mark.parametrize(
@@ -210,17 +181,6 @@ async def test_pictures_and_other_engines_kv_are_not_supported(serving):
         request.MergeFrom(engine_pb2.GenerateRequest(**{name: value}))
         failure = await fail(serving, request)
         assert (failure.code, failure.field) == (grpc.StatusCode.UNIMPLEMENTED, name)
-
-
-async def test_a_full_system_is_exhausted(cluster):
-    cluster.decode.max_running = 1
-    cluster.decode.step_seconds = 0.1
-    await cluster.serve(max_waiting=0)
-    running = engine_of(cluster).Generate(request_of(max_tokens=400))
-    await running.read()
-    assert (await fail(cluster, request_id="s")).code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    running.cancel()
-    await cluster.is_empty()
 
 
 async def test_a_request_that_ends_nodes_is_not_sent_again(node_pair, monkeypatch):
