@@ -58,7 +58,7 @@ class AsyncGenerateStream(BaseStream):
                             yield delta
                 except grpc.RpcError as error:
                     if not self._cancelled.is_set():
-                        await self._go_on_after(error)
+                        await self._continue_after(error)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not self._cancelled.is_set() or (task is not None and task.cancelling()):
@@ -66,7 +66,7 @@ class AsyncGenerateStream(BaseStream):
         finally:
             self.cancel()
 
-    async def _go_on_after(self, rpc_error: grpc.RpcError) -> None:
+    async def _continue_after(self, rpc_error: grpc.RpcError) -> None:
         """Waits, and opens the next call. Raises: OutriderError if the stream cannot continue."""
         step = self._next_step(rpc_error)
         try:

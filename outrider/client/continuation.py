@@ -83,7 +83,7 @@ class Continuation:
             self._targets.current = self.step.target
         try:
             resumable = self._window_seconds is not None
-            self.step = self._resumed_after(error) if resumable else self._begun_again_after(error)
+            self.step = self._resume_after(error) if resumable else self._restart_after(error)
             remaining = self._attempts.remaining_seconds()
             if remaining is not None and self.step.pause_seconds >= remaining:
                 raise error
@@ -95,19 +95,19 @@ class Continuation:
 
     # ------------------------------------------------------------ with a resume window
 
-    def _resumed_after(self, error: OutriderError) -> Step:
+    def _resume_after(self, error: OutriderError) -> Step:
         assert self._window_seconds is not None
         if error.reason == LOSES_NODES:
             raise error
         step, is_first = self.step, self._lost_at is None
         if is_first and isinstance(error, CapacityError) and not self._record.has_started:
-            return self._attempted_again(error, step.target)  # rejected, not lost
+            return self._next_attempt(error, step.target)  # rejected, not lost
         if self._lost_at is None:
             self._lost_at = time.monotonic()
         if time.monotonic() - self._lost_at > self._window_seconds:
             raise error
         if step.method == "Resume" and isinstance(error, (NotFoundError, NotSupportedError)):
-            return self._sent_again(error)
+            return self._resend(error)
         if isinstance(error, AlreadyRunningError) and not is_first:
             return self._paused(step.target, self._resume())  # an earlier call has reached the router after all
         was_cancelled_there = isinstance(error, AbortedError) and error.reason == "CANCELLED"  # the router is stopping
@@ -117,7 +117,7 @@ class Continuation:
         no_router_answers = not self._record.has_started and self._num_failures >= len(self._targets)
         if no_router_answers and not self._is_draining:
             self._num_failures, self._lost_at = 0, None
-            return self._attempted_again(error, step.target)  # no router could be reached
+            return self._next_attempt(error, step.target)  # no router could be reached
         if is_first and not isinstance(error, CapacityError) and error.reason != "DRAINING":
             return self._paused(step.target, self._resume())  # perhaps only the connection broke
         if isinstance(error, (PeerLostError, CapacityError)) and error.reason != UNREACHABLE:  # the router answered
@@ -145,7 +145,7 @@ class Continuation:
             request_id=self._record.request_id, next_positions=self._record.next_positions()
         )
 
-    def _sent_again(self, error: OutriderError) -> Step:
+    def _resend(self, error: OutriderError) -> Step:
         """Returns a call that sends the request again, to a router that does not know it. Raises: `error`."""
         record = self._record
         if self._request is None:
@@ -160,12 +160,12 @@ class Continuation:
                 error.add_note("a part of the answer has arrived, and only a request with n = 1 can be sent again then")
                 raise error
             request.generated_token_ids.extend(record.token_ids())
-            record.is_sent_again = True
+            record.is_resent = True
         return Step(self.step.target, request)
 
     # ------------------------------------------------------------ without a resume window
 
-    def _begun_again_after(self, error: OutriderError) -> Step:
+    def _restart_after(self, error: OutriderError) -> Step:
         record, request = self._record, self._request
         if record.has_deltas or request is None:
             if isinstance(error, PeerLostError):
@@ -180,10 +180,10 @@ class Continuation:
             if self._num_failures % len(self._targets):  # another target is untried
                 record.forget_start()
                 return Step(target, request)
-            return self._attempted_again(error, target)
-        return self._attempted_again(error, self.step.target)
+            return self._next_attempt(error, target)
+        return self._next_attempt(error, self.step.target)
 
-    def _attempted_again(self, error: OutriderError, target: str) -> Step:
+    def _next_attempt(self, error: OutriderError, target: str) -> Step:
         """Returns the next attempt by the retry policy. Raises: `error` if the policy gives up."""
         seconds = self._attempts.next_after(error)
         if seconds is None:

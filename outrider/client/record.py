@@ -40,7 +40,7 @@ class StreamRecord:
         """The request's id on its router, for `abort` and for logs."""
         self.num_events = 0
         self._num_brought_tokens = 0 if wanted.request is None else len(wanted.request.generated_token_ids)
-        self.is_sent_again = False  # whether the current call continues after tokens that an earlier one returned
+        self.is_resent = False  # whether the current call continues after tokens that an earlier one returned
         self._started: Started | None = None
         self._summary: Summary | None = None
         self._text: dict[int, list[str]] = {}
@@ -66,7 +66,7 @@ class StreamRecord:
             case Finished():
                 self.finished[value.sample] = value
             case Summary():
-                if self.is_sent_again:  # the last call generated only a part of the tokens
+                if self.is_resent:  # the last call generated only a part of the tokens
                     value = replace(value, usage=replace(value.usage, num_generated_tokens=self.num_tokens))
                 self._summary = value
         return None

@@ -53,13 +53,13 @@ class GenerateStream(BaseStream):
                             yield delta
                 except grpc.RpcError as error:
                     if not self._cancelled.is_set():
-                        self._go_on_after(error)
+                        self._continue_after(error)
                 else:
                     return
         finally:
             self.cancel()
 
-    def _go_on_after(self, rpc_error: grpc.RpcError) -> None:
+    def _continue_after(self, rpc_error: grpc.RpcError) -> None:
         """Waits, and opens the next call. Raises: OutriderError if the stream cannot continue."""
         step = self._next_step(rpc_error)
         if self._cancelled.wait(step.pause_seconds):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 DEFAULT_PORT = 50051
 MAX_PORT = 65_535
 DEFAULT_TARGET = f"127.0.0.1:{DEFAULT_PORT}"
-_LISTS_OF_THEIR_OWN = ("ipv4:", "ipv6:")  # schemes of gRPC whose targets may contain commas
+_MULTI_ADDRESS_SCHEMES = ("ipv4:", "ipv6:")  # schemes of gRPC whose targets may contain commas
 
 
 class Targets:
@@ -22,7 +22,7 @@ class Targets:
         Raises: ValueError if there is no target, for an invalid one, and for an https:// URL.
         """
         if isinstance(targets, str):
-            targets = [targets] if targets.startswith(_LISTS_OF_THEIR_OWN) else targets.split(",")
+            targets = [targets] if targets.startswith(_MULTI_ADDRESS_SCHEMES) else targets.split(",")
         if not isinstance(targets, Sequence) or not all(isinstance(target, str) for target in targets):
             raise ValueError(f"a target must be HOST:PORT, not {targets!r}")
         self.all = tuple(dict.fromkeys(dialled(target.strip()) for target in targets if target.strip()))

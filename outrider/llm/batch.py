@@ -71,12 +71,12 @@ class Batch:
         """Encodes the prompt. Raises: InvalidRequestError if it is empty or fills the window."""
         content, text = request.content, request.text
         if isinstance(content, str):
-            token_ids = self._when_there_is_room(self._client.tokenize, content)
+            token_ids = self._retry_while_full(self._client.tokenize, content)
         elif len(content) > 0 and isinstance(content[0], ChatMessage):
             given: Mapping[str, Any] = request.options
             options = {name: given[name] for name in ChatOptions.__optional_keys__ & given.keys()}
-            token_ids = self._when_there_is_room(self._client.tokenize, content, **options)
-            text = self._when_there_is_room(self._client.detokenize, token_ids, skip_special_tokens=False)
+            token_ids = self._retry_while_full(self._client.tokenize, content, **options)
+            text = self._retry_while_full(self._client.detokenize, token_ids, skip_special_tokens=False)
         else:
             token_ids = list(cast("Sequence[int]", content))
         if not 0 < len(token_ids) < window:
@@ -90,17 +90,17 @@ class Batch:
     def _complete(self, request: Request, window: int) -> RequestOutput:
         left = window - len(request.content)
         options: GenerateOptions = {**request.options, "max_tokens": min(request.options.get("max_tokens", left), left)}
-        result = self._when_there_is_room(self._client.complete, request.content, **options)
+        result = self._retry_while_full(self._client.complete, request.content, **options)
         decode = self._decode if request.params.detokenize else lambda _: None
         return make_output(result, request, decode)
 
     def _decode(self, token_id: int) -> str:
         if token_id not in self._decoded:
-            text = self._when_there_is_room(self._client.detokenize, [token_id], skip_special_tokens=False)
+            text = self._retry_while_full(self._client.detokenize, [token_id], skip_special_tokens=False)
             self._decoded[token_id] = text
         return self._decoded[token_id]
 
-    def _when_there_is_room(self, call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
+    def _retry_while_full(self, call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
         """Repeats a call while the router's queues are full, without a time limit: a few long prompts can fill them."""
         while True:
             try:

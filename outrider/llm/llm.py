@@ -38,15 +38,15 @@ SEED_BITS = 53
 """Bits of a seed that the LLM draws, as many as the router's have."""
 NUM_WAITING = 64
 """Requests that wait at the router, in addition to those that fit the decode nodes. Less than `router.max_waiting`."""
-UNSET = (("gpu_memory_utilization", 0.9), ("gpu_memory_utilization", 0.92))
+VLLM_DEFAULTS = (("gpu_memory_utilization", 0.9), ("gpu_memory_utilization", 0.92))
 """Arguments with vLLM's default values. They are ignored, so that our own defaults apply."""
-CLOSED = ("router.token_file", "router.tls.", "security.tls.")
+AUTHENTICATION_SETTINGS = ("router.token_file", "router.tls.", "security.tls.")
 """Prefixes of the settings that make routers refuse plaintext requests or requests without a token."""
 UseTqdm = bool | MakeBar
 
 
 _RENDER = "render the prompt with get_tokenizer().apply_chat_template and pass its token ids to generate"
-_INSTEAD = {
+_UNSUPPORTED_ARGUMENTS = {
     "priority": "the requests of one LLM have equal priority, and start in their order",
     "prompt_token_ids": "pass token ids as prompts",
     "guided_options_request": "use structured_outputs of SamplingParams",
@@ -230,10 +230,10 @@ class LLM:
 def _check_arguments(method: str, arguments: Mapping[str, Any]) -> None:
     """Checks that unsupported arguments of vLLM have their defaults. Raises: TypeError, ValueError."""
     for name, value in arguments.items():
-        if name not in _INSTEAD:
+        if name not in _UNSUPPORTED_ARGUMENTS:
             raise TypeError(f"LLM.{method}() has no argument {name!r}")
         if value not in (None, False, "auto"):
-            raise ValueError(f"LLM.{method}({name}={value!r}) is not supported: {_INSTEAD[name]}")
+            raise ValueError(f"LLM.{method}({name}={value!r}) is not supported: {_UNSUPPORTED_ARGUMENTS[name]}")
 
 
 def _make_bar(use_tqdm: UseTqdm, shown: LossyStream) -> MakeBar:
@@ -256,7 +256,7 @@ def _load(engine_args: Mapping[str, Any], overrides: Sequence[str]) -> ResolvedC
     file = os.environ.get(CONFIG_FILE_VARIABLE)  # read by every process
     if "port" in engine_args:
         raise ConfigError("LLM() port: an LLM does not serve HTTP; use outrider up --openai PORT")
-    given = {name: value for name, value in engine_args.items() if (name, value) not in UNSET}
+    given = {name: value for name, value in engine_args.items() if (name, value) not in VLLM_DEFAULTS}
     resolved = load_config(
         kinds,
         file=Path(file) if file else None,
@@ -265,7 +265,7 @@ def _load(engine_args: Mapping[str, Any], overrides: Sequence[str]) -> ResolvedC
         arguments=vllm_entries(given, source="LLM()"),
     )
     for key, entry in resolved.elsewhere.items():
-        if key.startswith(CLOSED) and not is_null(entry.value):
+        if key.startswith(AUTHENTICATION_SETTINGS) and not is_null(entry.value):
             raise ConfigError(
                 f"{entry.source}: an LLM calls its router in plaintext and without a token, which {key} would refuse; "
                 f'its services are on loopback, so pass settings={{"{key}": "null"}}'

@@ -17,7 +17,7 @@ CLIENT_ID_KEY = "client_id"
 MAX_CLIENT_ID_LENGTH = 128
 TOKEN_KEY = "authorization"  # noqa: S105 a metadata key
 SCHEME = "bearer "
-FORM = "NAME sha256:HEX [priority=N] [rate=N]"
+LINE_FORMAT = "NAME sha256:HEX [priority=N] [rate=N]"
 CHECK_SECONDS = 1.0
 """Seconds between checks for a changed token file. A call makes the check."""
 OWNER_MARK = "·"
@@ -100,7 +100,7 @@ class TokenFile(Clients):
         """Raises: ConfigError."""
         self._path = path
         self._clock = clock
-        self._allowances: dict[str, _Allowance] = {}
+        self._allowances: dict[str, _TokenBucket] = {}
         self._stamp = file_stamp(path)
         self._checked_at = clock()
         self._tokens = read_tokens(path)
@@ -123,7 +123,7 @@ class TokenFile(Clients):
         if limits is None or limits.calls_per_minute is None:
             return
         rate = limits.calls_per_minute
-        allowance = self._allowances.setdefault(caller.name, _Allowance(rate, self._clock()))
+        allowance = self._allowances.setdefault(caller.name, _TokenBucket(rate, self._clock()))
         wait_seconds = allowance.take(rate, self._clock())
         if wait_seconds > 0:
             raise CapacityError(
@@ -151,7 +151,7 @@ class TokenFile(Clients):
 
 
 @dataclass(slots=True)
-class _Allowance:
+class _TokenBucket:
     """A token bucket that holds the calls of one minute."""
 
     left: float  # calls
@@ -188,7 +188,7 @@ def read_tokens(path: Path) -> Tokens:
             except ValueError as error:
                 raise ConfigError(f"router.token_file {path}:{number}: {error}") from error
     if not tokens.names:
-        raise ConfigError(f"router.token_file {path} has no token; each line must be {FORM}")
+        raise ConfigError(f"router.token_file {path} has no token; each line must be {LINE_FORMAT}")
     return tokens
 
 
@@ -197,12 +197,14 @@ def _read_line(words: list[str], tokens: Tokens) -> None:
     name, shown, *options = [*words, "", ""][: max(len(words), 2)]
     found = _HASH.fullmatch(shown)
     if not _NAME.fullmatch(name) or found is None:
-        raise ValueError(f"expected {FORM}; a name has up to 64 letters, digits, dots, dashes, underscores and @")
+        raise ValueError(
+            f"expected {LINE_FORMAT}; a name has up to 64 letters, digits, dots, dashes, underscores and @"
+        )
     numbers: dict[str, int] = {}
     for option in options:
         key, _, text = option.partition("=")
-        least = {"priority": -(2**31), "rate": 1}.get(key)
-        if least is None or key in numbers or not re.fullmatch(r"-?[0-9]{1,9}", text) or int(text) < least:
+        minimum = {"priority": -(2**31), "rate": 1}.get(key)
+        if minimum is None or key in numbers or not re.fullmatch(r"-?[0-9]{1,9}", text) or int(text) < minimum:
             raise ValueError(f"{option!r} is neither priority=N nor rate=N, or not a number in its range")
         numbers[key] = int(text)
     limits = TokenLimits(max_priority=numbers.get("priority", 0), calls_per_minute=numbers.get("rate"))

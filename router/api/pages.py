@@ -42,7 +42,7 @@ RECORD_FIGURES = (
     *("serial", "request_id", "state", "nodes", "error"),
     *("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_samples"),
 )
-NOTHING_HERE = Page.message(
+NOT_FOUND_PAGE = Page.message(
     HTTPStatus.NOT_FOUND,
     "not found; there are / (the page), /metrics (for Prometheus), and /api/cluster, /api/requests and "
     "/api/requests/N (JSON)",
@@ -96,7 +96,7 @@ class RouterPages:
             if not self._loop.is_closed():
                 raise
             return Page.message(HTTPStatus.SERVICE_UNAVAILABLE, "the router has stopped")
-        return NOTHING_HERE
+        return NOT_FOUND_PAGE
 
     def _on_loop(self, copy: Callable[[], T]) -> T:
         """Calls `copy` on the event loop and returns its result. Raises: TimeoutError; RuntimeError if it is closed."""

@@ -21,10 +21,10 @@ from router.api.request_parsing import MAX_SAMPLES, check_chat, check_detokenize
 
 SERVICE_NAME = "outrider.v1.RouterService"
 DEFAULT_WATCH_SECONDS = 1.0
-LEAST_WATCH_SECONDS = 0.1
+MIN_WATCH_SECONDS = 0.1
 MAX_WATCHES = 128
 """Maximum concurrent WatchCluster calls: each gets a message with every node up to ten times a second."""
-MAX_WATCHES_OF_ONE = 32
+MAX_WATCHES_PER_CLIENT = 32
 """Maximum concurrent WatchCluster calls per client, which is a token's name or, without tokens, an address."""
 
 
@@ -108,7 +108,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         async with rpc_errors(context), self._watch(context):
             interval = DEFAULT_WATCH_SECONDS
             if request.HasField("interval"):
-                interval = max(request.interval.seconds + request.interval.nanos / 1e9, LEAST_WATCH_SECONDS)
+                interval = max(request.interval.seconds + request.interval.nanos / 1e9, MIN_WATCH_SECONDS)
             while not self._has_ended.is_set():
                 await context.write(CLUSTER.to_proto(self._requests.cluster_status()))
                 with suppress(TimeoutError):
@@ -118,12 +118,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     @asynccontextmanager
     async def _watch(self, context: Context) -> AsyncIterator[None]:
-        """Counts a watch during the block. Raises: CapacityError above `MAX_WATCHES` or `MAX_WATCHES_OF_ONE`."""
+        """Counts a watch during the block. Raises: CapacityError above `MAX_WATCHES` or `MAX_WATCHES_PER_CLIENT`."""
         client = self._requests.identify(context).name or host_of_peer(context.peer())
         if self._watches.total() >= MAX_WATCHES:
             raise CapacityError(f"limit of {MAX_WATCHES} WatchCluster calls reached", reason="TOO_MANY_WATCHES")
-        if self._watches[client] >= MAX_WATCHES_OF_ONE:
-            message = f"limit of {MAX_WATCHES_OF_ONE} WatchCluster calls per client reached"
+        if self._watches[client] >= MAX_WATCHES_PER_CLIENT:
+            message = f"limit of {MAX_WATCHES_PER_CLIENT} WatchCluster calls per client reached"
             raise CapacityError(message, reason="TOO_MANY_WATCHES")
         self._watches[client] += 1
         try:

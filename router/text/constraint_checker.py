@@ -34,7 +34,7 @@ all new constraints for hours.
 NEWEST_WEIGHT = 0.25
 """Weight of the latest compilation in the moving average of durations."""
 
-_TOO_MUCH = (signal.SIGVTALRM, signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV)
+_LIMIT_SIGNALS = (signal.SIGVTALRM, signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV)
 """Signals of a process that used too much CPU time or memory. Other signals do not depend on the constraint."""
 
 _log = get_logger("constraints")
@@ -54,7 +54,7 @@ class ConstraintChecker:
         }
         self._queue = EncodingQueue(1, max_client_bytes=MAX_WAITING_BYTES // 2, busy_reason="CONSTRAINTS_BUSY")
         # By client and hash. Of one client's requests with the same constraint, only the first is queued.
-        self._asking: dict[tuple[str, bytes], asyncio.Future[None]] = {}
+        self._compiling: dict[tuple[str, bytes], asyncio.Future[None]] = {}
         self._seconds = 0.0  # moving average of a compilation's duration
         self._process: subprocess.Popen[str] | None = None  # owned by the queue's thread
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # by hash, most recently used last; the
@@ -70,7 +70,7 @@ class ConstraintChecker:
         asked = json.dumps(asdict(constraint))
         key = hashlib.sha256(asked.encode()).digest()
         while key not in self._verdicts:
-            await self._ask_once(key, constraint, asked, client)
+            await self._compile_shared(key, constraint, asked, client)
         message = self._verdicts[key]
         self._verdicts.move_to_end(key)
         if len(self._verdicts) > MAX_VERDICTS:
@@ -78,15 +78,15 @@ class ConstraintChecker:
         if message is not None:
             raise InvalidRequestError(message, field=f"sampling.{constraint.kind}", reason="INVALID_CONSTRAINT")
 
-    async def _ask_once(self, key: bytes, constraint: Constraint, asked: str, client: str) -> None:
+    async def _compile_shared(self, key: bytes, constraint: Constraint, asked: str, client: str) -> None:
         """Compiles a constraint for the first of a client's requests that need it; the others share its errors.
 
         If the first request is cancelled, the others get no error, and one of them compiles it.
         """
-        if (asking := self._asking.get((client, key))) is not None:
+        if (asking := self._compiling.get((client, key))) is not None:
             await asyncio.shield(asking)
             return
-        asking = self._asking[client, key] = asyncio.get_running_loop().create_future()
+        asking = self._compiling[client, key] = asyncio.get_running_loop().create_future()
         size = max(len(asked), round(self._seconds * BYTES_PER_SECOND))
         try:
             compile_once = partial(self._compile_once, key, constraint, asked)
@@ -96,7 +96,7 @@ class ConstraintChecker:
             asking.exception()  # marks it as retrieved: no other request may be waiting
             raise
         finally:
-            del self._asking[client, key]
+            del self._compiling[client, key]
             if not asking.done():
                 asking.set_result(None)
 
@@ -133,7 +133,7 @@ class ConstraintChecker:
             return _ask(self._process, asked)
         except InternalError:
             status = self._process.wait(ANSWER_SECONDS)
-            if self._is_closed or -status not in _TOO_MUCH:
+            if self._is_closed or -status not in _LIMIT_SIGNALS:
                 raise
             _log.warning("constraint exceeded the compiler's limits", kind=constraint.kind, signal=-status)
             return (

@@ -113,8 +113,8 @@ class Tokenizer:
         self._longest_token = 0  # in bytes; 0: unknown
         if self._token_bytes is not None and self._token_bytes.is_byte_level:
             parts, special = self._token_bytes.of_id, self._token_bytes.special_ids
-            spoken = [b"" if token_id in special else part for token_id, part in enumerate(parts)]
-            self._parts = {False: parts, True: spoken}
+            visible = [b"" if token_id in special else part for token_id, part in enumerate(parts)]
+            self._parts = {False: parts, True: visible}
             if _keeps_every_character(description):
                 self._longest_token = max(map(len, parts), default=0)
         self._queue = EncodingQueue(num_threads)
@@ -202,10 +202,10 @@ class Tokenizer:
         self._queue.close()
 
     def _check_length(self, text: str, max_tokens: int | None, *, field: str) -> None:
-        least = len(text) // self._longest_token if self._longest_token else 0
-        if max_tokens is not None and least > max_tokens:
+        min_tokens = len(text) // self._longest_token if self._longest_token else 0
+        if max_tokens is not None and min_tokens > max_tokens:
             raise InvalidRequestError(
-                f"the text has at least {least} tokens, which exceeds the window of {max_tokens}",
+                f"the text has at least {min_tokens} tokens, which exceeds the window of {max_tokens}",
                 field=field,
                 reason="PROMPT_TOO_LONG",
             )

@@ -34,7 +34,7 @@ from router.text.tokenizer import Tokenizer
 COMPLETION_PREFIX = "cmpl-"
 """Prefix of a completion's request id, the only difference from a chat's. Both prompts arrive as token ids."""
 OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
-NO_THOUGHT = f"{OPEN_TAG}\n\n{CLOSE_TAG}\n\n"
+NO_REASONING = f"{OPEN_TAG}\n\n{CLOSE_TAG}\n\n"
 """The text with which templates switch reasoning off."""
 TAG_PARSERS = (
     *("base", "deepseek_r1", "deepseek_v31", "glm45", "kimi_k25", "kimi_thinking"),
@@ -44,7 +44,7 @@ TAG_PARSERS = (
 
 ANY_OBJECT = '{"type": "object"}'
 """The JSON schema for `json_object`."""
-_SAME = (
+_COMMON_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("max_tokens", "min_tokens", "n", "json_schema", "regex", "grammar"),
 )
@@ -54,7 +54,7 @@ _TOOL_CALLS = (
 )
 """The beginning of the gateway's own schema of tool calls, for `tool_choice` "required" and similar."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-_THOUGHT_AT_END = re.compile(f"({OPEN_TAG}\\s*)?({CLOSE_TAG}\\s*)?$")
+_REASONING_AT_END = re.compile(f"({OPEN_TAG}\\s*)?({CLOSE_TAG}\\s*)?$")
 _END_TOKENS = 32  # enough to contain the tags, even if each of their characters is a token
 _UNSUPPORTED = {
     **dict.fromkeys(("mm_inputs", "extra_mm_inputs", "media_refs"), "prompts are text only"),
@@ -120,17 +120,17 @@ def request_from_engine(
         if any(stop in OPEN_TAG + CLOSE_TAG for stop in params.stop):  # the gateway looks for them there too
             why = f"a stop string is part of {OPEN_TAG}{CLOSE_TAG}, which precedes a constrained answer"
             raise InvalidRequestError(why, field="sampling_params.stop")
-        after, preface = _without_thought(proto.tokenized.input_ids, served.tokenizer)
+        after, preface = _end_reasoning(proto.tokenized.input_ids, served.tokenizer)
     for part in (before, proto.tokenized.input_ids, after):
         request.token_ids.ids.extend(part)
     return request, preface
 
 
-def _without_thought(token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def _end_reasoning(token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Returns (tokens that end the prompt's reasoning, tokens that show the gateway's parser that it has ended)."""
-    found = _THOUGHT_AT_END.search(tokenizer.decode_now(token_ids[-_END_TOKENS:]))
+    found = _REASONING_AT_END.search(tokenizer.decode_now(token_ids[-_END_TOKENS:]))
     begun, is_closed = (found[0], bool(found[2])) if found else ("", False)
-    rest = NO_THOUGHT.removeprefix(begun) if NO_THOUGHT.startswith(begun) else f"{CLOSE_TAG}\n\n"
+    rest = NO_REASONING.removeprefix(begun) if NO_REASONING.startswith(begun) else f"{CLOSE_TAG}\n\n"
     said = CLOSE_TAG if begun and not is_closed else OPEN_TAG + CLOSE_TAG
     return [] if is_closed else tokenizer.encode_now(rest), tokenizer.encode_now(said)
 
@@ -154,7 +154,7 @@ def _check_sizes(proto: Any, model: ModelInfo) -> None:
 
 def _sampling(params: Any) -> router_pb2.SamplingParams:
     """Returns the sampling parameters. Raises: InvalidRequestError."""
-    values = {field.name: value for field, value in params.ListFields() if field.name in _SAME}
+    values = {field.name: value for field, value in params.ListFields() if field.name in _COMMON_FIELDS}
     if params.HasField("seed"):
         values["seed"] = params.seed % (1 << 64)  # int32 there, uint64 here
     if params.HasField("choice"):

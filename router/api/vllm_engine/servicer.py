@@ -38,7 +38,7 @@ MAX_ABORTED = 256
 WATCHED_SECONDS = 10.0
 """Seconds after its last health check for which a gateway is assumed to send requests to the router."""
 CHUNK_BYTES = 64 << 10
-NORMALISES_MESSAGES = Path(__file__).with_name("messages.jinja").read_bytes()
+NORMALISING_TEMPLATE = Path(__file__).with_name("messages.jinja").read_bytes()
 """Template that precedes the model's own. It replaces the nulls that the gateway passes for omitted members."""
 NO_TOKENIZER_PATH = "/dev/null"
 """A path that exists but is no tokenizer, so that a gateway calls GetTokenizer and does not try a model hub first."""
@@ -169,7 +169,7 @@ def files_for_gateway(files: Mapping[str, bytes]) -> dict[str, bytes]:
     """
     changed = dict(files)
     if "chat_template.jinja" in changed:
-        changed["chat_template.jinja"] = NORMALISES_MESSAGES + changed["chat_template.jinja"]
+        changed["chat_template.jinja"] = NORMALISING_TEMPLATE + changed["chat_template.jinja"]
     description = json.loads(changed["tokenizer.json"])
     decoder = description.get("decoder") or {}
     for step in decoder.get("decoders", [decoder]):

@@ -122,7 +122,7 @@ async def test_aborting_what_runs_is_never_refused_and_guessing_is_charged(clust
 @pytest.mark.parametrize("of_one_name", [True, False])
 async def test_one_client_cannot_take_all_watches(cluster, clients, monkeypatch, of_one_name):
     """Clients are identified by name, and without tokens by address."""
-    monkeypatch.setattr("router.api.servicer.MAX_WATCHES_OF_ONE", 2)
+    monkeypatch.setattr("router.api.servicer.MAX_WATCHES_PER_CLIENT", 2)
     await cluster.serve(clients=clients if of_one_name else None)
 
     def watch(metadata):

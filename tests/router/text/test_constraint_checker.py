@@ -86,7 +86,7 @@ async def test_a_constraint_that_many_ask_for_is_compiled_once_as_long_as_one_of
     release.set()
     await asyncio.gather(*others)
     assert asked == [GOOD, BAD]
-    assert not checker._asking
+    assert not checker._compiling
 
 
 async def test_those_who_wait_for_one_compiling_share_its_failure(checker, monkeypatch):
