@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.errors import LOSES_NODES, AlreadyRunningError, CapacityError, OutriderError, PeerLostError
@@ -57,24 +56,17 @@ def _may_work_later(error: OutriderError, num_attempts: int) -> bool:
 class Attempts:
     """Counts the attempts of one call against its policy and deadline. Not thread-safe."""
 
-    def __init__(
-        self,
-        policy: RetryPolicy,
-        *,
-        timeout_seconds: float | None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, policy: RetryPolicy, *, timeout_seconds: float | None) -> None:
         """`timeout_seconds` covers all attempts. Raises: ValueError if it is not above 0."""
         if timeout_seconds is not None and not timeout_seconds > 0:
             raise ValueError(f"timeout_seconds must be above 0, not {timeout_seconds}")
         self._policy = policy
-        self._clock = clock
-        self._deadline = None if timeout_seconds in (None, math.inf) else clock() + timeout_seconds
+        self._deadline = None if timeout_seconds in (None, math.inf) else time.monotonic() + timeout_seconds
         self.num_attempts = 1
 
     def remaining_seconds(self) -> float | None:
         """Returns the seconds until the deadline; None without one."""
-        return None if self._deadline is None else max(self._deadline - self._clock(), 0.0)
+        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
 
     def next_after(self, error: OutriderError) -> float | None:
         """Counts the next attempt and returns the seconds to wait before it; None to give up."""

@@ -71,7 +71,7 @@ class RequestRegistry:
         self._by_key: dict[str, LiveRequest] = {}
         self._batcher = DeliveryBatcher()
         self.keeper: AnswerKeeper | None = None  # None: no shared store, so answers are lost with this router
-        self.is_leaving = False  # new requests are still accepted, but gateways are told to send them elsewhere
+        self.is_leaving = False  # whether health checks of gateways fail, although requests are still accepted
         self.is_draining = False
 
     def __len__(self) -> int:
@@ -137,7 +137,7 @@ class RequestRegistry:
             live = await self._begin(proto.request_id or str(uuid.uuid4()), proto, caller)
         if live.window_seconds is None or self.keeper is None:
             return live
-        try:  # while the prompt is being computed; no client has been told of the request yet
+        try:  # in parallel with the prompt; the client has not received Started yet
             stored = StoredRequest(
                 request_id=live.key,
                 fingerprint=info.fingerprint,

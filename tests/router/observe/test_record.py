@@ -14,7 +14,7 @@ from outrider.node_stamp import NodeStamp
 from outrider.prefill import PrefillFigures
 from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.session import Granted, KvReady, SampleTokens, SpeculationCounts
-from outrider.v1 import prefill_pb2, router_pb2
+from outrider.v1 import prefill_pb2
 from router.observe.records import Records, finish
 from router.observe.spans import (
     MAX_DETAIL_CHARS,
@@ -270,17 +270,6 @@ async def test_a_request_that_was_refused_before_it_began_is_there_too_and_is_no
     assert record.state == "failed"
     assert record.error == (failure.message if shows_text else f"{failure.reason}: {failure.field}")
     assert [span.kind for span in record.spans] == ["encode"]
-
-
-async def test_an_aborted_request_is_aborted(serving):
-    serving.decode.step_seconds = 0.005
-    task = asyncio.ensure_future(serving.generate(request_id="r", max_tokens=500))
-    await eventually(lambda: serving.decode.most_sent > 3)
-    (record,) = serving.context.records
-    assert record.state == "running"
-    await serving.stub.Abort(router_pb2.AbortRequest(request_id="r"))
-    await task
-    assert record.state == "aborted"
 
 
 def test_what_raises_while_a_request_begins_ends_its_record(metrics):

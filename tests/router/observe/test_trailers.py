@@ -101,6 +101,8 @@ async def test_an_aborted_answer_says_what_there_was_of_it(cluster, call):
     assert error is None
     assert int(trailers[TOKENS]) == messages[-1].summary.usage.num_generated_tokens > 0
     assert float(trailers[TTFT]) > 0
+    (record,) = cluster.context.records
+    assert record.state == "aborted"
 
 
 async def test_a_failed_answer_has_its_figures_beside_the_errors_details(cluster, call):
