@@ -18,7 +18,6 @@ from tests.support.router_fakes import fake_tokenizer_files
 
 BYTE_LEVEL = tokenizers.Tokenizer.from_buffer(fake_tokenizer_files()["tokenizer.json"])
 OURS = Tokenizer(read_text(fake_tokenizer_files()))
-TEXTS = st.text(max_size=40) | st.sampled_from(["héllo wörld", "日本語 text", "👩‍👩‍👧 family", "a\u0301", "� literal"])
 
 
 def decode_with(detokenizer, token_ids):

@@ -8,14 +8,13 @@ from types import SimpleNamespace
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as engine_pb2
 
-from outrider.answer import Delta, RequestMetrics, Summary, Usage
+from outrider.answer import Delta
 from outrider.errors import InvalidRequestError
 from outrider.v1 import router_pb2
 from router.api.vllm_engine.messages import EngineAnswer, request_from_engine
 from tests.support.router_fakes import fake_model_info
 
 SERVED = SimpleNamespace(info=fake_model_info(), tokenizer=None)
-SUMMARY = Summary(request_id="r", usage=Usage(num_prompt_tokens=2), metrics=RequestMetrics())
 
 
 def ours(**sampling):

@@ -283,9 +283,6 @@ async def test_it_is_healthy_from_the_first_node_to_the_drain(cluster):
     await cluster.eventually(lambda: cluster.context.queue.num_waiting == 1)
     await cluster.decode.start()
     assert (await waiting)[1][0].finish_reason == "length"
-    cluster.service.requests.is_leaving = True
-    health = await stub.HealthCheck(ask_health)
-    assert (health.healthy, health.message) == (False, "the router is stopping")
 
 
 async def test_a_gateway_is_told_that_the_router_stops_while_that_still_takes_its_requests(serving):
@@ -293,7 +290,8 @@ async def test_a_gateway_is_told_that_the_router_stops_while_that_still_takes_it
     assert (await stub.HealthCheck(ask_health)).healthy
     draining = asyncio.ensure_future(serving.service.drain(2 * PATIENCE_SECONDS))
     await serving.eventually(lambda: serving.service.requests.is_leaving)
-    assert not (await stub.HealthCheck(ask_health)).healthy
+    health = await stub.HealthCheck(ask_health)
+    assert (health.healthy, health.message) == (False, "the router is stopping")
     _, (complete,) = await ask(serving)
     assert complete.finish_reason == "length"
     assert not draining.done()
