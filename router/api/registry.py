@@ -331,7 +331,9 @@ class RequestRegistry:
         """Encodes and starts the request. `stored`: the state that another router stored. Raises: OutriderError."""
         context, key = self._context(), caller.key_of(request_id)
         if key in self:
-            raise AlreadyRunningError(f"request {request_id!r} is already running", reason="DUPLICATE_REQUEST_ID")
+            raise AlreadyRunningError(
+                f"request id {request_id!r} is in use by another request", reason="DUPLICATE_REQUEST_ID"
+            )
         window_seconds = resume_window_seconds(proto)
         live = LiveRequest(key, context, window_seconds=window_seconds, on_change=self._take_change)
         self._by_key[key] = live
