@@ -1,1 +1,1 @@
-"""The router: requests in, tokens out. Read `requests/machine.py` first."""
+"""The router, which accepts requests and streams tokens. Read `requests/machine.py` first."""

@@ -1,4 +1,4 @@
-"""The router: builds its parts, waits for nodes, drains."""
+"""Builds the router's parts, waits for nodes, and drains."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from router.api.vllm_engine.servicer import VllmEngineServicer
 
 FINAL_STATUS_SECONDS = 0.5
-"""Seconds for final statuses to be sent."""
+"""Seconds that a draining router waits until its calls' final statuses are sent."""
 HANDOVER_SECONDS = 1.0
-"""Seconds that a draining router accepts new requests; load balancers see NOT_SERVING meanwhile."""
+"""Seconds during which a draining router still accepts requests, while load balancers already see NOT_SERVING."""
 GATEWAY_HANDOVER_SECONDS = 5.0
-"""The same if a gateway checks the router's health: it asks each second, and leaves after three refusals."""
+"""Seconds of the handover if a gateway checks the router's health. It asks each second, and leaves after 3 failures."""
 
 _INCARNATION_BYTES = 16
 
@@ -55,7 +55,7 @@ _log = get_logger("router")
 
 
 class Router:
-    """Implements `outrider.service.server.FrontService`. SERVING while a decode node serves."""
+    """The router process's service (`outrider.service.server.FrontService`), SERVING while a decode node is."""
 
     def __init__(
         self,
@@ -71,9 +71,10 @@ class Router:
         tracer: Tracer = NO_TRACER,
         reasoning_parser: str = "",
     ) -> None:
-        """`store`: replaces the one from `config`. `shows_text`: on its page. `reasoning_parser`: of gateways.
+        """Builds the parts that need no node.
 
-        Raises: ConfigError.
+        `store` replaces the one that `config` names. `shows_text`: whether the router's page shows the text of answers.
+        `reasoning_parser`: the parser of the gateways that call the router. Raises: ConfigError.
         """
         self._config = config
         self._tracer = tracer
@@ -154,7 +155,7 @@ class Router:
             )
 
     def pages(self) -> FindPage:
-        """Implements `outrider.service.server.FrontService`, as does the next method."""
+        """Returns the pages of the metrics port."""
         return RouterPages(self.requests, self.nodes, self._records, loop=asyncio.get_running_loop())
 
     def follow_readiness(self, tell: Callable[[bool], None]) -> None:
@@ -162,7 +163,7 @@ class Router:
         self.nodes.on_change(lambda: tell(bool(self.nodes.decode_nodes)))
 
     async def drain(self, deadline_seconds: float) -> None:
-        """Hands over, then refuses new requests; fails those left at the deadline, queued ones included."""
+        """Refuses new requests after the handover period; at the deadline fails all that are left, also queued ones."""
         deadline = asyncio.get_running_loop().time() + deadline_seconds
         self.requests.is_leaving = True
         has_gateway = self._vllm_engine is not None and self._vllm_engine.is_watched
@@ -177,7 +178,7 @@ class Router:
             self.requests.fail_all(_stopping())
         self.servicer.end_watches()
         if num_calls := await self.calls.wait_for_present(FINAL_STATUS_SECONDS):
-            _log.warning("clients do not read their answers' ends", num_calls=num_calls)
+            _log.warning("clients have not read the end of their answers", num_calls=num_calls)
 
     async def stop(self) -> None:
         self.requests.is_draining = True
@@ -205,7 +206,7 @@ class Router:
 
     def _context_now(self) -> RouterContext:
         if self.context is None:
-            raise PeerLostError("the router waits for nodes", reason="NO_NODE")
+            raise PeerLostError("the router is waiting for nodes", reason="NO_NODE")
         return self.context
 
     def _on_lost(self, role: NodeRole) -> None:
@@ -219,7 +220,10 @@ def _stopping() -> PeerLostError:
 
 
 def _make_vllm_engine(wanted: str, requests: RequestRegistry, reasoning_parser: str) -> VllmEngineServicer | None:
-    """Makes the service for `router.vllm_engine`; None: off. Raises: ConfigError if it must run and cannot."""
+    """Makes the engine service; returns None if it is "off", or if it is "auto" and cannot be imported.
+
+    Raises: ConfigError if it is "on" and cannot be imported.
+    """
     if wanted == "off":
         return None
     try:
@@ -227,10 +231,10 @@ def _make_vllm_engine(wanted: str, requests: RequestRegistry, reasoning_parser: 
     except Exception as error:  # not installed, or incompatible with the installed protobuf and grpc
         if wanted == "on":
             raise ConfigError(
-                f"router.vllm_engine is on, and smg-grpc-proto cannot be imported ({error}); "
-                f"{install_command('openai')} brings it"
+                f"router.vllm_engine=on needs smg-grpc-proto, which cannot be imported ({error}); install it with "
+                f"{install_command('openai')}"
             ) from error
         if not isinstance(error, ImportError):
-            _log.warning("the engine service is not served", error=str(error))
+            _log.warning("vLLM engine service is off: smg-grpc-proto cannot be imported", error=str(error))
         return None
     return VllmEngineServicer(requests, reasoning_parser)

@@ -13,7 +13,7 @@ from outrider.errors import ConfigError
 from outrider.extras import install_command
 
 MEMORY = "memory"
-"""The value of `router.store` for memory that no other router shares."""
+"""The value of `router.store` that keeps requests in this router's memory only."""
 PASSWORD_VARIABLE = "OUTRIDER_STORE_PASSWORD"  # noqa: S105 its name
 DEFAULT_PORT = 6379
 _SCHEMES = ("valkey", "valkeys")
@@ -21,7 +21,7 @@ _SCHEMES = ("valkey", "valkeys")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValkeyAddress:
-    """The address of a server of Valkey's protocol. Its text has no password."""
+    """The address of a server that speaks Valkey's protocol. `str` leaves the password out."""
 
     host: str
     port: int = DEFAULT_PORT
@@ -33,17 +33,17 @@ class ValkeyAddress:
     @classmethod
     def parse(cls, url: str) -> Self:
         """Parses `valkey[s]://[[user][:password]@]host[:port][/database]`. Raises: ValueError, without the password."""
-        form = "valkey://host:port/database (valkeys:// for TLS)"
+        expected = f"store must be {MEMORY} or valkey://host:port/database (valkeys:// for TLS)"
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
         except ValueError as error:
-            raise ValueError(f"store is neither {MEMORY} nor {form}") from error
+            raise ValueError(expected) from error
         database = parts.path.removeprefix("/")
         if parts.scheme not in _SCHEMES or not host or parts.query or parts.fragment:
-            raise ValueError(f"store is neither {MEMORY} nor {form}")
+            raise ValueError(expected)
         if database and not database.isdecimal():
-            raise ValueError(f"store: the database is a number, not {database!r}")
+            raise ValueError(f"store: the database must be a number, not {database!r}")
         return cls(
             host=host,
             port=DEFAULT_PORT if port is None else port,

@@ -34,11 +34,11 @@ from outrider.wire.cluster import CLUSTER, MODEL
 
 
 class AsyncGenerateStream(BaseStream):
-    """Iterates over the Deltas of one request as they are verified. For one reader.
+    """Iterates over the Deltas of one request as they are verified. Only one task may read it.
 
-    A request with a resume window continues as `GenerateStream` does. Iterating raises
+    A request with a resume window continues as in `GenerateStream`. Iterating raises
     OutriderErrors. Leaving the `async with` block, or `cancel()`, stops the request on all
-    nodes; iteration then just ends. (`break` alone would not: gRPC does not cancel the call then.)
+    nodes, and the iteration ends. (`break` alone does not, because gRPC does not cancel the call.)
     """
 
     _cancelled: asyncio.Event
@@ -58,7 +58,7 @@ class AsyncGenerateStream(BaseStream):
                             yield delta
                 except grpc.RpcError as error:
                     if not self._cancelled.is_set():
-                        await self._go_on_after(error)
+                        await self._continue_after(error)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not self._cancelled.is_set() or (task is not None and task.cancelling()):
@@ -66,8 +66,8 @@ class AsyncGenerateStream(BaseStream):
         finally:
             self.cancel()
 
-    async def _go_on_after(self, rpc_error: grpc.RpcError) -> None:
-        """Waits and opens the next call. Raises: OutriderError if there is none."""
+    async def _continue_after(self, rpc_error: grpc.RpcError) -> None:
+        """Waits, and opens the next call. Raises: OutriderError if the stream cannot continue."""
         step = self._next_step(rpc_error)
         try:
             async with asyncio.timeout(step.pause_seconds):
@@ -76,7 +76,7 @@ class AsyncGenerateStream(BaseStream):
             self._call = self._open()
 
     async def trailers(self) -> dict[str, str]:
-        """Returns the last call's trailing metadata (docs/protocol.md). Waits for its end; empty if cancelled."""
+        """Returns the last call's trailers (docs/protocol.md) when it has ended; none if it was cancelled."""
         return {key: value for key, value in await self._call.trailing_metadata() if isinstance(value, str)}
 
     def cancel(self) -> None:
@@ -101,7 +101,7 @@ class AsyncGenerateStream(BaseStream):
 
 
 class AsyncClient(BaseClient[AsyncGenerateStream]):
-    """A router's client for one event loop, with `Client`'s arguments. Raises OutriderErrors, no gRPC errors.
+    """An asynchronous client with the arguments of `Client`, for one event loop. Raises OutriderErrors, no gRPC errors.
 
     Cancelling a task that waits for an answer stops the request on all nodes.
     """
@@ -110,7 +110,7 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
     _open_channel = staticmethod(open_channel)
 
     async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> CompleteResult:
-        """Returns the whole answer once it is complete."""
+        """Generates an answer, and returns it when it is complete."""
         request = with_request_id(make_request(prompt, options))
         return complete_from_proto(await self._call("Complete", request, options.get("timeout_seconds")))
 
@@ -118,7 +118,7 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         """Stops a request on all nodes. Returns False if it is unknown or already finished."""
         request = router_pb2.AbortRequest(request_id=request_id)
         lost: list[PeerLostError] = []
-        for target in self._targets.in_order():  # without a common store each router knows only its own requests
+        for target in self._targets.in_order():  # without a shared store, each router knows only its own requests
             try:
                 if (await self._call("Abort", request, self._timeout_seconds, only=target)).aborted:
                     return True
@@ -142,7 +142,7 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         return MODEL.from_proto(await self._call("GetModel", request, self._timeout_seconds))
 
     async def watch_cluster(self, *, interval_seconds: float = 1.0) -> AsyncGenerator[ClusterStatus, None]:
-        """Yields the cluster's status, at once and then at each interval, until the iterator is closed."""
+        """Yields the cluster's status now and at each interval, until the iterator is closed."""
         request = router_pb2.WatchClusterRequest(interval=to_duration(interval_seconds, field="interval"))
         target = self._targets.current
         call = self._stubs[target].WatchCluster(request)
@@ -172,7 +172,7 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         await self.close()
 
     async def _abort_anywhere(self, request_id: str) -> None:
-        """Asks each reachable router; an unreachable one drops the request when its resume window ends."""
+        """Asks routers to abort a request until one has. An unreachable one drops it when its resume window ends."""
         request = router_pb2.AbortRequest(request_id=request_id)
         for target in self._targets.in_order():
             with contextlib.suppress(grpc.RpcError):

@@ -1,4 +1,4 @@
-"""What the two clients share: channels, and streams and how they are opened, but nothing that waits."""
+"""Code that both clients share: channels, and the opening of streams. Nothing here waits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from outrider.rpc.tls import TlsConfig, client_credentials
 from outrider.v1 import router_pb2, router_pb2_grpc
 
 DEFAULT_TIMEOUT_SECONDS = 30.0
-"""Timeout of calls that answer at once; generation has no limit by default."""
+"""Default timeout in seconds of calls that answer at once. Generation has none by default."""
 ABORT_SECONDS = 1.0
 """Seconds that the end of a stream may wait for a router to confirm that it has stopped the request."""
 
@@ -57,7 +57,7 @@ class BaseStream(StreamRecord):
         return self._open_call(self._continuation.step, self._attempts.remaining_seconds())
 
     def _next_step(self, rpc_error: grpc.RpcError) -> Step:
-        """Returns the call that follows a failed one. Raises: OutriderError if there is none."""
+        """Returns the call that follows a failed one. Raises: OutriderError if the stream cannot continue."""
         try:
             return self._continuation.next_after(from_rpc_error(rpc_error, target=self._continuation.step.target))
         except OutriderError as last:
@@ -68,7 +68,7 @@ StreamT = TypeVar("StreamT", bound=BaseStream)
 
 
 class BaseClient(Generic[StreamT]):
-    """Channels to every target, and the open streams."""
+    """The base of both clients: a channel to every target, and the open streams."""
 
     _make_stream: type[StreamT]
     _open_channel: Callable[..., Any]  # as a staticmethod
@@ -101,7 +101,7 @@ class BaseClient(Generic[StreamT]):
 
     @property
     def target(self) -> str:
-        """The target that answered last; initially the first one."""
+        """The target that answered last, or the first one if none has."""
         return self._targets.current
 
     # ------------------------------------------------------------ streams

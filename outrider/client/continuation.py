@@ -1,10 +1,10 @@
-"""Continues a Generate stream after a failed call: chooses the router, the call and the time.
+"""Continues a Generate stream after a failed call: chooses the next router, call and time.
 
-A request with a resume window is resumed: on its router first, then on the others, until its
-window has passed. If a router does not know it (the first one died before it stored the
-request, or there is no common store), it is sent again, with the tokens that have arrived
-and the seed of Started. A request without a window is sent again only if nothing of its
-answer has arrived.
+A request with a resume window is resumed, on its router first and then on the others, until
+its window has passed. If a router does not know it (because the first one died before it
+stored the request, or there is no shared store), it is sent again, with the tokens that have
+arrived and the seed of Started. A request without a window is sent again only if nothing of
+its answer has arrived.
 """
 
 from __future__ import annotations
@@ -62,28 +62,28 @@ class Continuation:
         self._window_seconds = wanted.resume_window_seconds
         self._targets = targets
         self._attempts = attempts
-        self._num_events = 0  # the number in the record when the last call began
+        self._num_events = 0  # the record's number of events when the last call began
         self._num_failures = 0  # since the last event
-        self._lost_at: float | None = None  # None: no call of a resumable request was lost since the last event
+        self._lost_at: float | None = None  # time of the first lost call since the last event; if resumable
         self._not_before: dict[str, float] = {}  # by target: the monotonic time before which it must not be called
-        self._is_draining = False  # whether a router has reported, since the last event, that it is being replaced
-        self._is_over = False  # rejected, or taken over by another stream
+        self._is_draining = False  # whether a router has reported, since the last event, that it is draining
+        self._is_over = False  # whether the request was rejected, or resumed by another stream
         self.step = Step(targets.current, self._resume() if wanted.request is None else wanted.request)
 
     @property
     def leaves_work(self) -> bool:
-        """Whether a router would continue to compute the answer without a reader."""
+        """Whether a router would go on computing the answer although nobody reads it."""
         return self._window_seconds is not None and not self._record.is_complete and not self._is_over
 
     def next_after(self, error: OutriderError) -> Step:
-        """Returns the call that follows a failed one. Raises: `error` if there is none."""
+        """Returns the call that follows a failed one. Raises: `error` if the stream cannot continue."""
         if self._record.num_events > self._num_events:  # events have arrived since the last call
             self._num_events = self._record.num_events
             self._num_failures, self._lost_at, self._is_draining = 0, None, False
             self._targets.current = self.step.target
         try:
             resumable = self._window_seconds is not None
-            self.step = self._resumed_after(error) if resumable else self._begun_again_after(error)
+            self.step = self._resume_after(error) if resumable else self._restart_after(error)
             remaining = self._attempts.remaining_seconds()
             if remaining is not None and self.step.pause_seconds >= remaining:
                 raise error
@@ -95,19 +95,19 @@ class Continuation:
 
     # ------------------------------------------------------------ with a resume window
 
-    def _resumed_after(self, error: OutriderError) -> Step:
+    def _resume_after(self, error: OutriderError) -> Step:
         assert self._window_seconds is not None
         if error.reason == LOSES_NODES:
             raise error
         step, is_first = self.step, self._lost_at is None
         if is_first and isinstance(error, CapacityError) and not self._record.has_started:
-            return self._attempted_again(error, step.target)  # rejected, not lost
+            return self._next_attempt(error, step.target)  # rejected, not lost
         if self._lost_at is None:
             self._lost_at = time.monotonic()
         if time.monotonic() - self._lost_at > self._window_seconds:
             raise error
         if step.method == "Resume" and isinstance(error, (NotFoundError, NotSupportedError)):
-            return self._sent_again(error)
+            return self._resend(error)
         if isinstance(error, AlreadyRunningError) and not is_first:
             return self._paused(step.target, self._resume())  # an earlier call has reached the router after all
         was_cancelled_there = isinstance(error, AbortedError) and error.reason == "CANCELLED"  # the router is stopping
@@ -117,7 +117,7 @@ class Continuation:
         no_router_answers = not self._record.has_started and self._num_failures >= len(self._targets)
         if no_router_answers and not self._is_draining:
             self._num_failures, self._lost_at = 0, None
-            return self._attempted_again(error, step.target)  # no router could be reached
+            return self._next_attempt(error, step.target)  # no router could be reached
         if is_first and not isinstance(error, CapacityError) and error.reason != "DRAINING":
             return self._paused(step.target, self._resume())  # perhaps only the connection broke
         if isinstance(error, (PeerLostError, CapacityError)) and error.reason != UNREACHABLE:  # the router answered
@@ -125,9 +125,9 @@ class Continuation:
         return self._paused(self._targets.after(step.target), self._resume())
 
     def _paused(self, target: str, request: router_pb2.ResumeRequest) -> Step:
-        """Pauses by exponential backoff once every target was tried, and at least as long as this router asked.
+        """Returns a call with a pause: a backoff once every target was tried, and at least what the router asked for.
 
-        No pause is longer than the rest of the resume window.
+        A pause that the router asked for is cut to the rest of the resume window.
         """
         assert self._window_seconds is not None
         self._num_failures += 1
@@ -145,8 +145,8 @@ class Continuation:
             request_id=self._record.request_id, next_positions=self._record.next_positions()
         )
 
-    def _sent_again(self, error: OutriderError) -> Step:
-        """Sends the request again, to a router that does not know it. Raises: `error`."""
+    def _resend(self, error: OutriderError) -> Step:
+        """Returns a call that sends the request again, to a router that does not know it. Raises: `error`."""
         record = self._record
         if self._request is None:
             raise error
@@ -157,34 +157,34 @@ class Continuation:
             request.output.ClearField("prompt_logprobs")  # they have arrived
         if record.has_deltas:
             if request.sampling.n > 1:
-                error.add_note("the samples had begun to arrive, and only an answer of one sample can be sent again")
+                error.add_note("a part of the answer has arrived, and only a request with n = 1 can be sent again then")
                 raise error
             request.generated_token_ids.extend(record.token_ids())
-            record.is_sent_again = True
+            record.is_resent = True
         return Step(self.step.target, request)
 
-    # ------------------------------------------------------------ without
+    # ------------------------------------------------------------ without a resume window
 
-    def _begun_again_after(self, error: OutriderError) -> Step:
+    def _restart_after(self, error: OutriderError) -> Step:
         record, request = self._record, self._request
         if record.has_deltas or request is None:
             if isinstance(error, PeerLostError):
                 error.add_note(
-                    f"{record.num_tokens} tokens had arrived of a request without a resume window: to go on, send it "
-                    "again with this seed and generated_token_ids"
+                    f"{record.num_tokens} tokens had arrived of a request without a resume window: to continue, send "
+                    "it again with the same seed and these tokens as generated_token_ids"
                 )
             raise error
         if isinstance(error, PeerLostError) and error.reason == UNREACHABLE:
             self._num_failures += 1
             target = self._targets.after(self.step.target)
-            if self._num_failures % len(self._targets):  # some targets are untried
+            if self._num_failures % len(self._targets):  # another target is untried
                 record.forget_start()
                 return Step(target, request)
-            return self._attempted_again(error, target)
-        return self._attempted_again(error, self.step.target)
+            return self._next_attempt(error, target)
+        return self._next_attempt(error, self.step.target)
 
-    def _attempted_again(self, error: OutriderError, target: str) -> Step:
-        """Follows the retry policy. Raises: `error` if the policy gives up."""
+    def _next_attempt(self, error: OutriderError, target: str) -> Step:
+        """Returns the next attempt by the retry policy. Raises: `error` if the policy gives up."""
         seconds = self._attempts.next_after(error)
         if seconds is None:
             raise error

@@ -1,6 +1,6 @@
-"""Prompts in the forms that callers use: OpenAI's chat messages, and token ids of numpy and torch."""
+"""Reads prompts in the forms that callers use: OpenAI's chat messages, and token ids of numpy and torch."""
 
-# ruff: noqa: TRY004 the value is wrong: callers add its field
+# ruff: noqa: TRY004 a wrong type is a ValueError here: callers add the name of the field
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from outrider.request import ChatMessage
 
 TOOL_MEMBERS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
-"""Members of a message besides its role and content: they are passed to the chat template unchanged."""
+"""Members of a message, other than its role and content, that are passed to the chat template unchanged."""
 
-_RENDER = "render the chat yourself (apply_chat_template) and give its token ids"
+_RENDER = "render the chat yourself (apply_chat_template) and pass its token ids"
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether the prompt is a list of messages, valid or not."""
+    """Returns whether the prompt is a list of messages, valid or not."""
     is_list = isinstance(prompt, Sequence) and len(prompt) > 0
     return is_list and (isinstance(prompt[0], (ChatMessage, Mapping)) or hasattr(prompt[0], "model_dump"))
 
@@ -26,20 +26,20 @@ def is_chat(prompt: Any) -> bool:
 def read_message(message: Any) -> ChatMessage:
     """Converts a ChatMessage, or an OpenAI message with a role and text, as a dict or an object of OpenAI's client.
 
-    Raises: ValueError that says what is wrong.
+    Raises: ValueError for anything else.
     """
     if isinstance(message, ChatMessage):
         return message
     if hasattr(message, "model_dump"):
         message = message.model_dump()
     if not isinstance(message, Mapping):
-        raise ValueError(f"a message is a dict with role and content, not {reprlib.repr(message)}")
+        raise ValueError(f"a message must be a dict with role and content, not {reprlib.repr(message)}")
     role, content = message.get("role"), message.get("content")
     members = {str(name): value for name, value in message.items() if name not in ("role", "content") and value}
     if extra := [name for name in members if name not in TOOL_MEMBERS]:
-        raise ValueError(f"a message has a role and a content, not {', '.join(extra)}: {_RENDER}")
+        raise ValueError(f"a message must not have {', '.join(extra)}: {_RENDER}")
     if not isinstance(role, str):
-        raise ValueError(f"a message has a role and a content, not {reprlib.repr(dict(message))}")
+        raise ValueError(f"a message must have a role and a content: {reprlib.repr(dict(message))}")
     parts = content if isinstance(content, (list, tuple)) else () if content is None else [content]
     text = content if isinstance(content, str) else "\n".join(map(_text_of, parts))
     return ChatMessage(role, text, members)
@@ -47,21 +47,21 @@ def read_message(message: Any) -> ChatMessage:
 
 def _text_of(part: Any) -> str:
     if not isinstance(part, Mapping):
-        raise ValueError(f"a content is a text, or parts of text, not {reprlib.repr(part)}")
+        raise ValueError(f"content must be a text or a list of text parts, not {reprlib.repr(part)}")
     kind, text = part.get("type", "text"), part.get("text")
     if kind != "text" or not isinstance(text, str):
-        raise ValueError(f"a content is a text, not {'a part without text' if kind == 'text' else kind}")
+        raise ValueError(f"content must be text, not {'a part without text' if kind == 'text' else kind}")
     return text
 
 
 def read_token_ids(prompt: Any, *, other: str = "a list of messages") -> list[int]:
-    """`other` names what a prompt may be besides text and token ids. Raises: ValueError for anything else."""
+    """Returns token ids as a list. `other` names the caller's third form of a prompt. Raises: ValueError."""
     if isinstance(prompt, (bytes, bytearray)):
-        raise ValueError("a prompt is text, not bytes: decode them")
+        raise ValueError("a prompt must be text, not bytes: decode them")
     if isinstance(prompt, Mapping):
-        raise ValueError(f"a prompt is a text, token ids or {other}, not a dict: a message stands in a list")
+        raise ValueError(f"a prompt must be text, token ids or {other}, not a dict: put a message into a list")
     try:
         return [operator.index(token_id) for token_id in prompt]
     except TypeError as error:
         several = "" if isinstance(prompt, str) or not isinstance(prompt, Sequence) else "; send several one by one"
-        raise ValueError(f"a prompt is a text, token ids or {other}, not {reprlib.repr(prompt)}{several}") from error
+        raise ValueError(f"a prompt must be text, token ids or {other}, not {reprlib.repr(prompt)}{several}") from error

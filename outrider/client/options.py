@@ -1,4 +1,4 @@
-"""Options of a request, and the GenerateRequest made from them."""
+"""The options of a request, and how a GenerateRequest is made from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outrider.wire.enums import LOGPROBS_MODES, VERIFICATION_METHODS, EnumTable
 Prompt = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, Any]]
 """Text, token ids, or a chat, whose messages may be dicts in OpenAI's form."""
 DEFAULT_RESUME_WINDOW_SECONDS = 30.0
-"""The default for clients of several routers."""
+"""Seconds of the resume window that clients of several routers ask for by default."""
 
 
 class ChatOptions(TypedDict, total=False):
@@ -96,12 +96,14 @@ _FIELDS = {
     "speculation": "speculation.enabled",
     "num_speculative_tokens": "speculation.num_speculative_tokens",
 }
-"""Fields of GenerateRequest, by the option whose value they take unchanged."""
+"""Options that are copied unchanged, with the fields of GenerateRequest that they are copied to."""
 
 
 def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.GenerateRequest:
-    """Raises: InvalidRequestError for values that the wire cannot carry and for two constraints; TypeError for an
-    option that does not exist.
+    """Makes a request.
+
+    Raises: InvalidRequestError for values that do not fit their field and for two constraints; TypeError for an option
+    that does not exist.
     """
     known = GenerateOptions.__annotations__
     for name in options:
@@ -115,7 +117,7 @@ def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.Generat
         _assign(request, field, values.get(name))
     constraints = [name for name in CONSTRAINTS if values.get(name) is not None]
     if len(constraints) > 1:
-        raise InvalidRequestError(f"{' and '.join(constraints)}: an answer has one constraint", field="sampling")
+        raise InvalidRequestError(f"{' and '.join(constraints)}: only one constraint is allowed", field="sampling")
     schema = options.get("json_schema")
     if schema is not None:
         _assign(request, "sampling.json_schema", schema if isinstance(schema, str) else _schema_text(schema))
@@ -141,7 +143,7 @@ def _schema_text(schema: Any) -> str:
 
 
 def with_request_id(request: router_pb2.GenerateRequest) -> router_pb2.GenerateRequest:
-    """Returns the request with a new request id, unless it has one: all attempts share it."""
+    """Returns the request with a new request id, which all attempts share, unless it already has one."""
     if request.request_id:
         return request
     named = router_pb2.GenerateRequest(request_id=str(uuid4()))
@@ -152,7 +154,7 @@ def with_request_id(request: router_pb2.GenerateRequest) -> router_pb2.GenerateR
 def make_detokenize_request(
     token_ids: Sequence[int], *, skip_special_tokens: bool | None
 ) -> router_pb2.DetokenizeRequest:
-    """Raises: InvalidRequestError for values that the wire cannot carry."""
+    """Makes a request. Raises: InvalidRequestError for values that do not fit their field."""
     request = router_pb2.DetokenizeRequest()
     _assign(request, "token_ids", token_ids)
     _assign(request, "skip_special_tokens", skip_special_tokens)
@@ -162,7 +164,7 @@ def make_detokenize_request(
 def set_prompt(request: Any, prompt: Any, **options: Unpack[ChatOptions]) -> None:
     """Sets the prompt of a GenerateRequest, or the input of a TokenizeRequest (text and chat only).
 
-    Raises: InvalidRequestError for values that the wire cannot carry.
+    Raises: InvalidRequestError for values that do not fit their field.
     """
     if isinstance(prompt, str):
         _assign(request, "text", prompt)
@@ -180,11 +182,11 @@ def set_prompt(request: Any, prompt: Any, **options: Unpack[ChatOptions]) -> Non
         _assign(request, "chat.continue_final_message", options.get("continue_final_message"))
         variables = options.get("chat_template_kwargs") or {}
         if not isinstance(variables, Mapping):
-            raise InvalidRequestError("chat.template_kwargs: a dict is needed", field="chat.template_kwargs")
+            raise InvalidRequestError("chat.template_kwargs must be a dict", field="chat.template_kwargs")
         variables = _to_json(variables, "chat.template_kwargs")
         _assign(request, "chat.template_kwargs", variables)
     elif isinstance(request, router_pb2.TokenizeRequest):
-        raise InvalidRequestError("only text and chats are tokenized", field="input")
+        raise InvalidRequestError("only text and chats can be tokenized", field="input")
     else:
         try:
             token_ids = read_token_ids(prompt)
@@ -195,7 +197,7 @@ def set_prompt(request: Any, prompt: Any, **options: Unpack[ChatOptions]) -> Non
 
 
 def _to_json(values: Mapping[str, Any], field: str) -> dict[str, str]:
-    """Raises: InvalidRequestError."""
+    """Encodes each value as JSON. Raises: InvalidRequestError."""
     try:
         return {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
     except (TypeError, ValueError) as error:
@@ -203,7 +205,7 @@ def _to_json(values: Mapping[str, Any], field: str) -> dict[str, str]:
 
 
 def to_duration(seconds: float, *, field: str) -> duration_pb2.Duration:
-    """Raises: InvalidRequestError if the number is not finite, or exceeds 10,000 years."""
+    """Converts seconds. Raises: InvalidRequestError if the number is not finite, or exceeds 10,000 years."""
     duration = duration_pb2.Duration()
     try:
         duration.FromNanoseconds(round(seconds * 1e9))
@@ -215,11 +217,10 @@ def to_duration(seconds: float, *, field: str) -> duration_pb2.Duration:
 
 
 def _assign(message: Any, path: str, value: Any, *, name: str = "") -> None:
-    """Sets the field at a path such as "stop.strings"; None leaves it unset, and its submessages untouched.
+    """Sets the field at a path such as "stop.strings". None leaves it unset, and does not create submessages.
 
-    A single text or number becomes a list of one if the field is a list.
-
-    Raises: InvalidRequestError of the field `name`, else `path`.
+    A single text or number becomes a list of one if the field is a list. Raises: InvalidRequestError for the field
+    `name`, by default `path`.
     """
     if value is None:
         return
@@ -238,7 +239,7 @@ def _assign(message: Any, path: str, value: Any, *, name: str = "") -> None:
             setattr(message, field, value)
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         is_no_text = str(error).startswith("bad argument")  # protobuf's error for values other than text or bytes
-        problem = f"text is needed, not {reprlib.repr(value)}" if is_no_text else error
+        problem = f"must be text, not {reprlib.repr(value)}" if is_no_text else error
         raise InvalidRequestError(f"{name or path}: {problem}", field=name or path) from error
 
 

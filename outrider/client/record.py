@@ -23,7 +23,7 @@ class StreamRequest:
 
     @classmethod
     def answer_to(cls, request: router_pb2.GenerateRequest) -> Self:
-        """Makes one from a `request` that has its id."""
+        """Returns a StreamRequest for a `request` that has an id."""
         window = request.resume_window
         return cls(
             request_id=request.request_id,
@@ -33,14 +33,14 @@ class StreamRequest:
 
 
 class StreamRecord:
-    """Records a stream's events. The base class of both clients' streams."""
+    """Records the events of a stream. It is the base class of both clients' streams."""
 
     def __init__(self, wanted: StreamRequest) -> None:
         self.request_id = wanted.request_id
         """The request's id on its router, for `abort` and for logs."""
         self.num_events = 0
         self._num_brought_tokens = 0 if wanted.request is None else len(wanted.request.generated_token_ids)
-        self.is_sent_again = False  # whether the current call was sent the tokens that had arrived
+        self.is_resent = False  # whether the current call continues after tokens that an earlier one returned
         self._started: Started | None = None
         self._summary: Summary | None = None
         self._text: dict[int, list[str]] = {}
@@ -51,10 +51,10 @@ class StreamRecord:
         """The finished samples, by index."""
 
     def take(self, event: router_pb2.GenerateResponse) -> Delta | None:
-        """Records the event; returns its Delta, or None for other events.
+        """Records an event, and returns its Delta, or None for other events.
 
-        Raises: InternalError for a Delta that leaves a gap or repeats a token, and for a Started
-        of another request.
+        Raises: InternalError for a Delta that leaves a gap or repeats a token, and for the Started
+        event of another request.
         """
         self.num_events += 1
         value = event_from_proto(event)
@@ -66,7 +66,7 @@ class StreamRecord:
             case Finished():
                 self.finished[value.sample] = value
             case Summary():
-                if self.is_sent_again:  # the last call generated only a part of the tokens
+                if self.is_resent:  # the last call generated only a part of the tokens
                     value = replace(value, usage=replace(value.usage, num_generated_tokens=self.num_tokens))
                 self._summary = value
         return None
@@ -74,17 +74,17 @@ class StreamRecord:
     def _take_started(self, started: Started) -> None:
         before = self._started
         if before is not None and (before.seed, before.num_prompt_tokens) != (started.seed, started.num_prompt_tokens):
-            raise InternalError(f"{started.router} resumed another request than {self.request_id!r}")
-        if before is not None and not started.prompt_logprobs:  # the resumed call did not ask for them
+            raise InternalError(f"{started.router} resumed another request instead of {self.request_id!r}")
+        if before is not None and not started.prompt_logprobs:  # the resumed call did not ask for them again
             started = replace(started, prompt_logprobs=before.prompt_logprobs)
         self._started = started
 
     def _take_delta(self, delta: Delta) -> Delta | None:
-        """Returns None for a text-only Delta that is sent again after a resume, because positions count only tokens."""
+        """Returns the Delta, or None if it has only text and a resumed call repeats it: positions count only tokens."""
         sample = delta.sample
         expected = self._next_positions.get(sample, delta.start_position)
         if delta.start_position != expected:
-            raise InternalError(f"sample {sample} went on at {delta.start_position}, {expected} was next")
+            raise InternalError(f"sample {sample} continued at position {delta.start_position} instead of {expected}")
         if not delta.token_ids:
             if sample in self._ended_texts:
                 return None
@@ -95,19 +95,19 @@ class StreamRecord:
         return delta
 
     def next_positions(self) -> dict[int, int]:
-        """Returns the positions by sample, as Resume takes them: one left out means the end of the prompt."""
+        """Returns the positions by sample, as Resume takes them. A missing sample means the end of the prompt."""
         if self._num_brought_tokens and self._started is not None:
             first = self._started.num_prompt_tokens + self._num_brought_tokens
             return {0: first, **self._next_positions}
         return dict(self._next_positions)
 
     def forget_start(self) -> None:
-        """Forgets Started: the new attempt may draw another seed."""
+        """Forgets the Started event, since a new attempt may draw another seed."""
         self._started = None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples so far."""
+        """The number of tokens of all samples so far."""
         return sum(map(len, self._token_ids.values()))
 
     @property
@@ -126,14 +126,14 @@ class StreamRecord:
 
     @property
     def started(self) -> Started:
-        """The Started event, available from the first Delta on. Raises: InternalError before."""
+        """The Started event, which arrives before the first Delta. Raises: InternalError if it has not arrived."""
         if self._started is None:
             raise InternalError("the stream has not started yet")
         return self._started
 
     @property
     def summary(self) -> Summary:
-        """The summary, available once the stream has ended by itself. Raises: InternalError before."""
+        """The summary, which ends a complete answer. Raises: InternalError if it has not arrived."""
         if self._summary is None:
             raise InternalError("the stream has not ended yet, or was cancelled")
         return self._summary

@@ -1,4 +1,4 @@
-"""Recomputes the answer of a receipt without drafts, and compares it token by token (`outrider replay`)."""
+"""Computes a receipt's answer again without drafts, and compares the two token by token (`outrider replay`)."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from outrider.wire.receipt import request_from_receipt
 
 @dataclass(slots=True)
 class Comparison:
-    """Compares one sample, token by token, up to the first difference: later tokens cannot be compared."""
+    """Compares one sample token by token, up to the first difference. Later tokens cannot be compared."""
 
     index: int
     recorded: ReceiptSample
     num_alike: int = 0
     is_different: bool = False
-    computed: int | None = None  # the differing token; None: the answer has ended
-    gap: float | None = None  # between the two best tokens' logprobs there, as the sampler saw them; None: unknown
+    computed: int | None = None  # the token that differs; None: the answer has ended
+    gap: float | None = None  # between the two best logprobs at that position, as the sampler saw them; None: unknown
 
     @property
     def expected(self) -> int | None:
-        """The receipt's next token; None if its answer had ended."""
+        """The next token of the receipt; None at its end."""
         known = self.recorded.token_ids
         return known[self.num_alike] if self.num_alike < len(known) else None
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is left to compare. Tokens after those of a truncated answer are unknown."""
+        """Whether nothing is left to compare. The tokens that a truncated receipt lacks are unknown."""
         return self.is_different or (self.expected is None and not self.recorded.is_whole)
 
     def take(self, delta: Delta) -> None:
@@ -49,33 +49,33 @@ class Comparison:
                 self.gap = delta.logprobs[offset].gap if offset < len(delta.logprobs) else None
 
     def end(self) -> None:
-        """Ends the comparison: no more tokens are computed."""
+        """Ends the comparison when the answer has ended."""
         self.is_different |= not self.has_ended and self.expected is not None
 
 
 def why_not_replayable(receipt: Receipt) -> str:
-    """Returns the reason, or "" if it is replayable. Raises: InvalidRequestError for a damaged receipt."""
+    """Returns why a receipt cannot be replayed, or "" if it can. Raises: InvalidRequestError if it is damaged."""
     method = VERIFICATION_METHODS.or_else(None).from_proto(_request_of(receipt).speculation.method)
     if method is VerificationMethod.COUPLED:
         return "" if any(sample.token_ids for sample in receipt.samples) else "it has no tokens to compare"
     label = "a method that this version does not know" if method is None else method.label
-    return f"its drafts were verified by {label}, so that its tokens depend on drafts, which are not kept"
+    return f"its drafts were verified by {label}, so that its tokens depend on drafts, which a receipt does not have"
 
 
 def check_model(receipt: Receipt, served: Model) -> None:
-    """Raises: MismatchError if the served model is not the receipt's."""
+    """Checks that the served model is the receipt's. Raises: MismatchError."""
     if receipt.model.fingerprint != served.fingerprint:
         raise MismatchError(
             f"request {receipt.request_id!r} was answered by {receipt.model.name} in {receipt.model.dtype} with "
-            f"fingerprint {receipt.model.fingerprint}; served is {served.name} in {served.dtype} with fingerprint "
-            f"{served.fingerprint}, whose tokens cannot be compared"
+            f"fingerprint {receipt.model.fingerprint}; the served model, {served.name} in {served.dtype} with "
+            f"fingerprint {served.fingerprint}, is not comparable"
         )
 
 
 def replay(client: Client, receipt: Receipt) -> tuple[list[Comparison], tuple[NodeStamp, ...]]:
     """Repeats a receipt's request, and compares the tokens. Aborts the request when nothing is left to compare.
 
-    Returns a comparison for each sample, and the nodes that computed the answer (none if the router does not say).
+    Returns a comparison for each sample, and the nodes that computed the answer if the router reports them.
     Raises: OutriderErrors.
     """
     request = _request_of(receipt)
@@ -94,7 +94,7 @@ def replay(client: Client, receipt: Receipt) -> tuple[list[Comparison], tuple[No
                 samples[delta.sample].take(delta)
             if not was_stopped and all(sample.has_ended for sample in samples):
                 was_stopped = True
-                client.abort(stream.request_id)  # so that it ends with trailers; a cancelled call has none
+                client.abort(stream.request_id)  # a cancelled call would have no trailers
         trailers = stream.trailers()
     for sample in samples:
         finished = stream.finished.get(sample.index)
@@ -105,18 +105,18 @@ def replay(client: Client, receipt: Receipt) -> tuple[list[Comparison], tuple[No
 
 
 def describe_gap(gap: float | None) -> str:
-    """Describes how close the choice of the token was."""
+    """Describes how much less likely the second-best token was."""
     return f"gap between the two best logprobs there: {'unknown' if gap is None else f'{gap:.2e}'}"
 
 
 def _request_of(receipt: Receipt) -> router_pb2.GenerateRequest:
-    """Raises: InvalidRequestError for a damaged receipt."""
+    """Returns the receipt's request. Raises: InvalidRequestError if the receipt is damaged."""
     try:
         request = request_from_receipt(receipt.request)
         num_samples = request.sampling.n if request.sampling.HasField("n") else 1
         start = len(request.token_ids.ids) + len(request.generated_token_ids)
         if len(receipt.samples) != num_samples:
-            raise ValueError(f"{num_samples} samples were asked for, it has {len(receipt.samples)}")
+            raise ValueError(f"it has {len(receipt.samples)} samples instead of {num_samples}")
         if any(sample.start_position != start for sample in receipt.samples):
             raise ValueError(f"its samples do not begin at position {start}")
     except ValueError as error:

@@ -33,11 +33,11 @@ from outrider.wire.cluster import CLUSTER, MODEL
 
 
 class GenerateStream(BaseStream):
-    """Iterates over the Deltas of one request as they are verified. For one reader; `cancel` may come from any thread.
+    """Iterates over the Deltas of one request as they are verified. Only one thread may read it; any may call `cancel`.
 
     If its connection breaks or its router is lost, a request with a resume window continues on
     any available router, without gaps or repeats. Iterating raises OutriderErrors. Leaving the
-    `with` block, or `cancel()`, stops the request on all nodes; iteration then just ends.
+    `with` block, or `cancel()`, stops the request on all nodes, and the iteration ends.
     """
 
     _cancelled: threading.Event
@@ -53,23 +53,23 @@ class GenerateStream(BaseStream):
                             yield delta
                 except grpc.RpcError as error:
                     if not self._cancelled.is_set():
-                        self._go_on_after(error)
+                        self._continue_after(error)
                 else:
                     return
         finally:
             self.cancel()
 
-    def _go_on_after(self, rpc_error: grpc.RpcError) -> None:
-        """Waits and opens the next call. Raises: OutriderError if there is none."""
+    def _continue_after(self, rpc_error: grpc.RpcError) -> None:
+        """Waits, and opens the next call. Raises: OutriderError if the stream cannot continue."""
         step = self._next_step(rpc_error)
         if self._cancelled.wait(step.pause_seconds):
             return
         self._call = self._open()
-        if self._cancelled.is_set():  # in the meantime: `cancel` has only seen the previous call
+        if self._cancelled.is_set():  # meanwhile, so that `cancel` has only cancelled the previous call
             self._call.cancel()
 
     def trailers(self) -> dict[str, str]:
-        """Returns the last call's trailing metadata (docs/protocol.md). Waits for its end; empty if cancelled."""
+        """Returns the last call's trailers (docs/protocol.md) when it has ended; none if it was cancelled."""
         return {key: value for key, value in self._call.trailing_metadata() or () if isinstance(value, str)}
 
     def cancel(self) -> None:
@@ -90,15 +90,15 @@ class GenerateStream(BaseStream):
 class Client(BaseClient[GenerateStream]):
     """A client of one router, or of several with the same nodes. Thread-safe. Raises OutriderErrors, no gRPC errors.
 
-    `target` is one "host:port", or several as a sequence or separated by commas. With several,
-    calls go to the one that answered last, and to the next one if it cannot be reached; streams
-    of `generate` have a resume window, so that they survive the loss of a router.
+    `target` is "host:port", or several of them as a sequence or separated by commas. With
+    several, calls go to the one that answered last, or to the next one if it cannot be reached,
+    and streams of `generate` have a resume window, so that they survive the loss of a router.
 
-    `tls=None` is plaintext, `tls=TlsConfig()` is TLS that trusts the system's authorities.
-    `token` is sent with every call as `authorization: Bearer …` and needs TLS. `retry` decides
-    which failed calls are repeated; by default none is. `timeout_seconds` is for calls that
-    answer at once; a request's own timeout is an option of `generate` and `complete`, and
-    covers all of its attempts together.
+    `tls=None` means plaintext, `tls=TlsConfig()` TLS that trusts the system's authorities.
+    `token` is sent with every call as `authorization: Bearer …` and requires TLS. `retry`
+    decides which failed calls are repeated; by default none is. `timeout_seconds` applies to
+    calls that answer at once. A request's own timeout is an option of `generate` and
+    `complete`, and covers all of its attempts together.
 
     Raises: ConfigError for a file of `tls` that cannot be read, and for a token without TLS;
     ValueError without a target, and for a timeout, here or of a request, that is not above 0.
@@ -108,7 +108,7 @@ class Client(BaseClient[GenerateStream]):
     _open_channel = staticmethod(open_sync_channel)
 
     def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> CompleteResult:
-        """Returns the whole answer once it is complete."""
+        """Generates an answer, and returns it when it is complete."""
         request = with_request_id(make_request(prompt, options))
         return complete_from_proto(self._call("Complete", request, options.get("timeout_seconds")))
 
@@ -116,7 +116,7 @@ class Client(BaseClient[GenerateStream]):
         """Stops a request on all nodes. Returns False if it is unknown or already finished."""
         request = router_pb2.AbortRequest(request_id=request_id)
         lost: list[PeerLostError] = []
-        for target in self._targets.in_order():  # without a common store each router knows only its own requests
+        for target in self._targets.in_order():  # without a shared store, each router knows only its own requests
             try:
                 if self._call("Abort", request, self._timeout_seconds, only=target).aborted:
                     return True
@@ -139,7 +139,7 @@ class Client(BaseClient[GenerateStream]):
         return MODEL.from_proto(self._call("GetModel", router_pb2.GetModelRequest(), self._timeout_seconds))
 
     def watch_cluster(self, *, interval_seconds: float = 1.0) -> Generator[ClusterStatus, None, None]:
-        """Yields the cluster's status, at once and then at each interval, until the iterator is closed."""
+        """Yields the cluster's status now and at each interval, until the iterator is closed."""
         request = router_pb2.WatchClusterRequest(interval=to_duration(interval_seconds, field="interval"))
         target = self._targets.current
         call = self._stubs[target].WatchCluster(request)
@@ -168,7 +168,7 @@ class Client(BaseClient[GenerateStream]):
         self.close()
 
     def _abort_anywhere(self, request_id: str) -> None:
-        """Asks each reachable router; an unreachable one drops the request when its resume window ends."""
+        """Asks routers to abort a request until one has. An unreachable one drops it when its resume window ends."""
         request = router_pb2.AbortRequest(request_id=request_id)
         for target in self._targets.in_order():
             with contextlib.suppress(grpc.RpcError):

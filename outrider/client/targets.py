@@ -1,4 +1,4 @@
-"""The routers that a client may call."""
+"""The addresses of the routers that a client may call."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from collections.abc import Sequence
 DEFAULT_PORT = 50051
 MAX_PORT = 65_535
 DEFAULT_TARGET = f"127.0.0.1:{DEFAULT_PORT}"
-_LISTS_OF_THEIR_OWN = ("ipv4:", "ipv6:")  # schemes of gRPC targets that may contain commas
+_MULTI_ADDRESS_SCHEMES = ("ipv4:", "ipv6:")  # schemes of gRPC whose targets may contain commas
 
 
 class Targets:
-    """A client's targets, and which of them answered last: calls try it first. Shared by a client's threads."""
+    """A client's targets. Calls try `current`, the one that answered last, first. Shared by the client's threads."""
 
     def __init__(self, targets: str | Sequence[str]) -> None:
         """`targets` is one target, several separated by commas, or a sequence.
 
-        Raises: ValueError if there is none, for an invalid target, and for an https:// URL.
+        Raises: ValueError if there is no target, for an invalid one, and for an https:// URL.
         """
         if isinstance(targets, str):
-            targets = [targets] if targets.startswith(_LISTS_OF_THEIR_OWN) else targets.split(",")
+            targets = [targets] if targets.startswith(_MULTI_ADDRESS_SCHEMES) else targets.split(",")
         if not isinstance(targets, Sequence) or not all(isinstance(target, str) for target in targets):
-            raise ValueError(f"a target is HOST:PORT, not {targets!r}")
+            raise ValueError(f"a target must be HOST:PORT, not {targets!r}")
         self.all = tuple(dict.fromkeys(dialled(target.strip()) for target in targets if target.strip()))
         if not self.all:
             raise ValueError("a client needs at least one target")
@@ -37,16 +37,16 @@ class Targets:
         return self.all[(self.all.index(target) + 1) % len(self.all)]
 
     def in_order(self) -> tuple[str, ...]:
-        """Returns every target once, the current one first."""
+        """Returns all targets, the current one first."""
         first = self.all.index(self.current)
         return (*self.all[first:], *self.all[:first])
 
 
 def dialled(target: str) -> str:
-    """Returns the target for gRPC: the router's default port is added, http:// is removed. Raises: ValueError."""
+    """Returns a target for gRPC: adds the default port, and removes http://. Raises: ValueError."""
     scheme, is_url, rest = target.partition("://")
     if is_url and scheme.lower() in ("https", "grpcs"):
-        raise ValueError(f"{target}: a target is HOST:PORT; TLS is asked for by tls (of commands: --tls, --authority)")
+        raise ValueError(f"{target}: a target must be HOST:PORT; tls (in commands --tls, --authority) turns TLS on")
     if is_url and scheme.lower() in ("http", "grpc"):
         target = rest.partition("/")[0]
     if re.match(r"(unix|unix-abstract|dns|ipv4|ipv6|xds|vsock):(?!\d+$)|\w+://", target):
@@ -56,5 +56,5 @@ def dialled(target: str) -> str:
         return f"[{host}]:{DEFAULT_PORT}" if host.version == 6 else f"{host}:{DEFAULT_PORT}"
     found = re.fullmatch(r"(\[[^\[\]]+\]|[^:/\[\]]+)(?::(\d+))?", target)
     if found is None or int(found[2] or DEFAULT_PORT) > MAX_PORT:
-        raise ValueError(f"{target}: a target is HOST:PORT, for example {DEFAULT_TARGET} or [::1]:{DEFAULT_PORT}")
+        raise ValueError(f"{target}: a target must be HOST:PORT, for example {DEFAULT_TARGET} or [::1]:{DEFAULT_PORT}")
     return target if found[2] else f"{target}:{DEFAULT_PORT}"

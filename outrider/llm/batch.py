@@ -1,4 +1,4 @@
-"""One call of `LLM.generate`: encodes all prompts, then completes them, a bounded number at a time."""
+"""Runs one call of `LLM.generate`: encodes all prompts, then completes them, a limited number at a time."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from outrider.llm.prompts import Request
 
 Result = TypeVar("Result")
 MakeBar = Callable[..., Any]
-"""tqdm, or a callable with its arguments."""
+"""The type of `tqdm`, or of a callable with the same arguments."""
 
 
 class Batch:
-    """Sends requests to a router from `num_outstanding` threads: gRPC's asyncio allows one event loop per process, and
-    that is the caller's.
+    """Sends requests to a router from `num_outstanding` threads. gRPC's asyncio is not used, because it allows only one
+    event loop per process, which the caller may need.
 
-    As a context manager it stops, on exit and on Ctrl-C, everything that still runs, here and on all nodes.
+    Its context manager stops, on exit and on Ctrl-C, all requests that still run, here and on all nodes.
     """
 
     def __init__(self, target: str, *, num_outstanding: int) -> None:
         self._client = Client(target, retry=RetryPolicy())
         self._pool = ThreadPoolExecutor(num_outstanding, thread_name_prefix="outrider-llm")
         self._has_ended = threading.Event()
-        self._decoded: dict[int, str] = {}  # texts of tokens, for logprobs
+        self._decoded: dict[int, str] = {}  # text by token id, for logprobs
 
     def run(self, requests: Sequence[Request], make_bar: MakeBar) -> list[RequestOutput]:
-        """Returns the answers in the order of `requests`. Prompts are checked for size before anything is generated.
+        """Returns the answers in the order of `requests`. The size of all prompts is checked before generation.
 
-        Raises: ValueError, naming the prompt, if a request is refused; OutriderError.
+        Raises: ValueError that names the prompt if a request is refused; OutriderError.
         """
         window = self._client.model().max_model_len
         with make_bar(total=len(requests), desc="Encoded prompts", dynamic_ncols=True, leave=False) as bar:
@@ -55,7 +55,7 @@ class Batch:
     def _each(
         self, requests: Sequence[Request], work: Callable[[Request], Result], on_done: Callable[[Result], object]
     ) -> list[Result]:
-        """Returns the results in the requests' order. The first error ends the batch."""
+        """Calls `work` for each request in threads. Returns the results in order. The first error ends the batch."""
         futures = {self._pool.submit(work, request): request.name for request in requests}
         for future in as_completed(futures):
             try:
@@ -68,21 +68,21 @@ class Batch:
         return [future.result() for future in futures]
 
     def _encode(self, request: Request, window: int) -> Request:
-        """Returns the request with its ids. Raises: InvalidRequestError if the prompt is empty or fills the window."""
+        """Encodes the prompt. Raises: InvalidRequestError if it is empty or fills the window."""
         content, text = request.content, request.text
         if isinstance(content, str):
-            token_ids = self._when_there_is_room(self._client.tokenize, content)
+            token_ids = self._retry_while_full(self._client.tokenize, content)
         elif len(content) > 0 and isinstance(content[0], ChatMessage):
             given: Mapping[str, Any] = request.options
             options = {name: given[name] for name in ChatOptions.__optional_keys__ & given.keys()}
-            token_ids = self._when_there_is_room(self._client.tokenize, content, **options)
-            text = self._when_there_is_room(self._client.detokenize, token_ids, skip_special_tokens=False)
+            token_ids = self._retry_while_full(self._client.tokenize, content, **options)
+            text = self._retry_while_full(self._client.detokenize, token_ids, skip_special_tokens=False)
         else:
             token_ids = list(cast("Sequence[int]", content))
         if not 0 < len(token_ids) < window:
             raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens; the window of {window} has room for 1 to {window - 1} and "
-                "the answer",
+                f"the prompt has {len(token_ids)} tokens; a window of {window} allows 1 to {window - 1}, to leave room "
+                "for the answer",
                 field="prompt",
             )
         return replace(request, content=token_ids, text=text)
@@ -90,18 +90,18 @@ class Batch:
     def _complete(self, request: Request, window: int) -> RequestOutput:
         left = window - len(request.content)
         options: GenerateOptions = {**request.options, "max_tokens": min(request.options.get("max_tokens", left), left)}
-        result = self._when_there_is_room(self._client.complete, request.content, **options)
+        result = self._retry_while_full(self._client.complete, request.content, **options)
         decode = self._decode if request.params.detokenize else lambda _: None
         return make_output(result, request, decode)
 
     def _decode(self, token_id: int) -> str:
         if token_id not in self._decoded:
-            text = self._when_there_is_room(self._client.detokenize, [token_id], skip_special_tokens=False)
+            text = self._retry_while_full(self._client.detokenize, [token_id], skip_special_tokens=False)
             self._decoded[token_id] = text
         return self._decoded[token_id]
 
-    def _when_there_is_room(self, call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
-        """Retries a call while the router's queues are full, without a time limit: a few long prompts can fill them."""
+    def _retry_while_full(self, call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
+        """Repeats a call while the router's queues are full, without a time limit: a few long prompts can fill them."""
         while True:
             try:
                 return call(*arguments, **options)
@@ -111,7 +111,7 @@ class Batch:
 
 
 class _Progress:
-    """Adds to a progress bar the output's speed, and the acceptance if there were drafts."""
+    """Updates a progress bar with the speed of the output and, with drafts, the mean acceptance length."""
 
     def __init__(self, bar: Any) -> None:
         self._bar = bar

@@ -1,4 +1,4 @@
-"""`LLM`, which owns a cluster and answers batches with it."""
+"""`LLM`, which runs a cluster and answers batches with it."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 from outrider.model_hub.locate import is_at_hand, locate_model
 
 SEED_BITS = 53
-"""Bits of a seed, as in the router."""
+"""Bits of a seed that the LLM draws, as many as the router's have."""
 NUM_WAITING = 64
 """Requests that wait at the router, in addition to those that fit the decode nodes. Less than `router.max_waiting`."""
-UNSET = (("gpu_memory_utilization", 0.9), ("gpu_memory_utilization", 0.92))
-"""Defaults of vLLM's arguments, with which our defaults apply."""
-CLOSED = ("router.token_file", "router.tls.", "security.tls.")
-"""Prefixes of the settings by which routers refuse plaintext requests or requests without a token."""
+VLLM_DEFAULTS = (("gpu_memory_utilization", 0.9), ("gpu_memory_utilization", 0.92))
+"""Arguments with vLLM's default values. They are ignored, so that our own defaults apply."""
+AUTHENTICATION_SETTINGS = ("router.token_file", "router.tls.", "security.tls.")
+"""Prefixes of the settings that make routers refuse plaintext requests or requests without a token."""
 UseTqdm = bool | MakeBar
 
 
 _RENDER = "render the prompt with get_tokenizer().apply_chat_template and pass its token ids to generate"
-_INSTEAD = {
-    "priority": "requests of one LLM are equal, and start in their order",
+_UNSUPPORTED_ARGUMENTS = {
+    "priority": "the requests of one LLM have equal priority, and start in their order",
     "prompt_token_ids": "pass token ids as prompts",
     "guided_options_request": "use structured_outputs of SamplingParams",
     "lora_request": "merge the adapter into the model",
@@ -56,14 +56,14 @@ _INSTEAD = {
     "chat_template": _RENDER,
     "chat_template_content_format": "contents are sent to the template as text",
 }
-"""Alternatives to arguments of vLLM's `generate` and `chat` that are not supported."""
+"""Arguments of vLLM's `generate` and `chat` that are not supported, and what to do instead."""
 
 
 class LLM:
     """A model in child processes, which end with this process, however it ends. Thread-safe.
 
-    It is closed on leaving its context, by `close`, when it is garbage collected, or at the interpreter's exit. Ctrl-C
-    in `generate` raises KeyboardInterrupt: the requests are aborted on all nodes, and the LLM stays usable.
+    It is closed at the end of its `with` block, by `close`, when it is garbage collected, or at the interpreter's exit.
+    Ctrl-C in `generate` aborts the requests on all nodes and raises KeyboardInterrupt; the LLM stays usable.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class LLM:
         Args:
             model: a directory, a Hugging Face id, or the default model.
             draft: as in `outrider up --draft`: none, ngram, suffix, draft_model:ID or head:DIR; by default ngram.
-            seed: source of the seeds of requests without one, in order, so that the same script gets the same answers.
-                None: random seeds.
-            settings: as in `outrider up --set`, such as {"decode_node.max_running_sequences": 8}.
+            seed: source of the seeds of requests without one, in their order, so that a script gets the same answers
+                each time. None: random seeds.
+            settings: as in `outrider up --set`, for example {"decode_node.max_running_sequences": 8}.
             log_dir: folder for each process's log.
-            engine_args: vLLM's, if they have an equivalent (docs/offline.md).
+            engine_args: vLLM's arguments that have an equivalent (docs/offline.md).
 
         Raises: TypeError or ValueError if an argument is not supported, PeerLostError if the model cannot be served.
         """
@@ -129,16 +129,16 @@ class LLM:
         use_tqdm: UseTqdm = True,  # noqa: FBT002 vLLM's
         **unsupported: Any,
     ) -> list[RequestOutput]:
-        """Returns the answers, in the order of the prompts: texts, lists of token ids, or dicts (`TokensPrompt`).
+        """Returns the answers in the order of the prompts.
 
         Args:
-            prompts: one or many.
-            sampling_params: for all prompts, or one for each; by default `SamplingParams()`.
+            prompts: one or more texts, lists of token ids, or dicts (`TokensPrompt`).
+            sampling_params: one for all prompts, or one for each; by default `SamplingParams()`.
             use_tqdm: whether to show progress on standard error, or a replacement for `tqdm`.
             unsupported: vLLM's other arguments, accepted only with their defaults.
 
-        Raises: ValueError, before anything is generated, that names a prompt that does not fit the model's window, or a
-        parameter; RuntimeError after `close`; PeerLostError if nodes end repeatedly. Then no answer is returned.
+        Raises: ValueError, before anything is generated, that names a prompt that exceeds the model's window, or an
+        invalid parameter; RuntimeError after `close`; PeerLostError, without any answer, if nodes end repeatedly.
         """
         _check_arguments("generate", unsupported)
         return self._answer("prompts", read_prompts(prompts), sampling_params, use_tqdm)
@@ -155,10 +155,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **unsupported: Any,
     ) -> list[RequestOutput]:
-        """Returns the answers to one or more conversations, rendered by the model's chat template; see also `generate`.
+        """Returns the answers to one or more conversations, like `generate`. The model's chat template renders them.
 
-        `messages` are OpenAI's, {"role": "user", "content": "…"}, text only. `tools` are OpenAI's too, and go to the
-        template; tool calls are part of the answer's text.
+        `messages` have OpenAI's form, {"role": "user", "content": "…"}, with text only. `tools`, also in OpenAI's form,
+        are passed to the template; tool calls are part of the answer's text.
         """
         _check_arguments("chat", unsupported)
         variables = {**(chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
@@ -170,7 +170,7 @@ class LLM:
         return self._answer("messages", read_conversations(messages), sampling_params, use_tqdm, options)
 
     def get_tokenizer(self) -> Any:
-        """Returns transformers' tokenizer of the model."""
+        """Returns the model's tokenizer, from transformers."""
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(locate_model(self._model).directory)
@@ -180,7 +180,7 @@ class LLM:
         return SamplingParams()
 
     def close(self) -> None:
-        """Stops all processes, within about 5 s or, on Ctrl-C, at once, and frees their resources. Idempotent."""
+        """Stops all processes and frees their resources, within about 5 s, or at once on Ctrl-C. Idempotent."""
         if self._finalizer():
             raise KeyboardInterrupt
 
@@ -198,7 +198,7 @@ class LLM:
         use_tqdm: UseTqdm,
         common: GenerateOptions | None = None,
     ) -> list[RequestOutput]:
-        """Answers the sources. `name`: their name in errors. `common`: options of all requests."""
+        """Answers prompts. `name`: the name of `sources` in errors. `common`: options of all requests."""
         if not self._finalizer.alive:
             raise RuntimeError("this LLM is closed")
         each = [params or SamplingParams()] * len(sources) if isinstance(params, SamplingParams | None) else params
@@ -222,22 +222,22 @@ class LLM:
         return answers
 
     def _next_options(self) -> GenerateOptions:
-        """Returns the options that differ for each request."""
+        """Returns the next request's id and seed as options."""
         options = GenerateOptions(request_id=str(next(self._request_ids)))
         return options if self._seeds is None else {**options, "seed": self._seeds.getrandbits(SEED_BITS)}
 
 
 def _check_arguments(method: str, arguments: Mapping[str, Any]) -> None:
-    """Accepts vLLM's arguments that we lack only with their defaults. Raises: TypeError, ValueError."""
+    """Checks that unsupported arguments of vLLM have their defaults. Raises: TypeError, ValueError."""
     for name, value in arguments.items():
-        if name not in _INSTEAD:
+        if name not in _UNSUPPORTED_ARGUMENTS:
             raise TypeError(f"LLM.{method}() has no argument {name!r}")
         if value not in (None, False, "auto"):
-            raise ValueError(f"LLM.{method}({name}={value!r}) is not supported: {_INSTEAD[name]}")
+            raise ValueError(f"LLM.{method}({name}={value!r}) is not supported: {_UNSUPPORTED_ARGUMENTS[name]}")
 
 
 def _make_bar(use_tqdm: UseTqdm, shown: LossyStream) -> MakeBar:
-    """Returns the progress bar's factory. `shown`: tqdm's output stream."""
+    """Returns the factory of progress bars. `shown`: the stream to which tqdm writes."""
     if callable(use_tqdm):
         return use_tqdm
     from tqdm.auto import tqdm
@@ -250,13 +250,13 @@ def _load(engine_args: Mapping[str, Any], overrides: Sequence[str]) -> ResolvedC
     """Loads the configuration.
 
     Raises: ConfigError if a setting of the model, its memory or the cluster is invalid, or would make the router refuse
-    our requests.
+    the LLM's requests.
     """
     kinds = {"cluster": ClusterConfig, "model": ModelConfig, "kv_cache": KVCacheConfig}
     file = os.environ.get(CONFIG_FILE_VARIABLE)  # read by every process
     if "port" in engine_args:
-        raise ConfigError("LLM() port: nothing is served over HTTP; outrider up --openai PORT does that")
-    given = {name: value for name, value in engine_args.items() if (name, value) not in UNSET}
+        raise ConfigError("LLM() port: an LLM does not serve HTTP; use outrider up --openai PORT")
+    given = {name: value for name, value in engine_args.items() if (name, value) not in VLLM_DEFAULTS}
     resolved = load_config(
         kinds,
         file=Path(file) if file else None,
@@ -265,16 +265,16 @@ def _load(engine_args: Mapping[str, Any], overrides: Sequence[str]) -> ResolvedC
         arguments=vllm_entries(given, source="LLM()"),
     )
     for key, entry in resolved.elsewhere.items():
-        if key.startswith(CLOSED) and not is_null(entry.value):
+        if key.startswith(AUTHENTICATION_SETTINGS) and not is_null(entry.value):
             raise ConfigError(
-                f"{entry.source}: LLM asks its router in plaintext and without a token, so {key} would refuse it; its "
-                f'services are on loopback: settings={{"{key}": "null"}}'
+                f"{entry.source}: an LLM calls its router in plaintext and without a token, which {key} would refuse; "
+                f'its services are on loopback, so pass settings={{"{key}": "null"}}'
             )
     return resolved
 
 
 def _stop(cluster: Cluster) -> bool:
-    """Stops the cluster; returns whether Ctrl-C interrupted it. At the interpreter's exit nothing else catches it."""
+    """Stops the cluster. Returns whether Ctrl-C interrupted it, which nothing would catch at the interpreter's exit."""
     try:
         cluster.stop()
     except KeyboardInterrupt:
@@ -285,6 +285,6 @@ def _stop(cluster: Cluster) -> bool:
 
 
 def _show(printer: EventPrinter, event: ClusterEvent) -> None:
-    """Shows only long work and losses, since the output belongs to the caller's script."""
+    """Shows progress, refused nodes and lost ones; nothing else, since the terminal is the caller's."""
     if event.kind in (EventKind.PROGRESS, EventKind.REFUSED, EventKind.DIED):
         printer.show(event)

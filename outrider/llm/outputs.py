@@ -1,4 +1,4 @@
-"""The results of `LLM.generate`, with vLLM's names. They are mutable: the caller owns them."""
+"""The results of `LLM.generate`, with vLLM's names. They are mutable, because the caller owns them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.llm.sampling_params import SamplingParams
 from outrider.request import FinishReason, TokenLogprobs
 
 Decode = Callable[[int], str | None]
-"""Returns the text of one token."""
+"""Returns the text of a token, or None if `detokenize` is false."""
 
 
 @dataclass(slots=True)
@@ -24,8 +24,8 @@ class Logprob:
 
 
 LogprobsTable = list[dict[int, Logprob] | None]
-"""Logprobs by position, then by token id: the token itself first, then the most likely ones. None: the prompt's first
-token."""
+"""Logprobs by position, then by token id: the token itself, then the most likely ones. A prompt's first entry is
+None."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None  # None unless logprobs were requested
     logprobs: LogprobsTable | None = None
     finish_reason: str | None = None  # "stop", "length" or "abort"
-    stop_reason: int | str | None = None  # the matching stop string or token; None at the model's own end-of-text
+    stop_reason: int | str | None = None  # the stop string or stop token; None for the model's own end-of-text
 
 
 @dataclass(slots=True)
@@ -51,12 +51,12 @@ class RequestOutput:
     prompt_logprobs: LogprobsTable | None
     outputs: list[CompletionOutput]
     finished: bool
-    metrics: RequestMetrics  # not vLLM's: times and speculation, see router.proto
+    metrics: RequestMetrics  # times and speculation (see router.proto), with other names than vLLM's
     num_cached_tokens: int
 
 
 def make_output(result: CompleteResult, request: Request, decode: Decode) -> RequestOutput:
-    """Makes the output of an encoded request."""
+    """Makes the output from the router's answer to an encoded request."""
     params = request.params
     return RequestOutput(
         request_id=result.request_id,

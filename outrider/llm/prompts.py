@@ -1,4 +1,4 @@
-"""Prompts and conversations in vLLM's formats."""
+"""Reads prompts and conversations in vLLM's formats."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PromptType = str | Sequence[int] | Mapping[str, Any]
 
 
 Source = tuple[Prompt, str | None]
-"""A prompt as given, and its text if known."""
+"""A prompt as the caller gave it, and its text if that is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt of a batch, with its parameters."""
 
-    name: str  # "prompts[3]", for errors
+    name: str  # its name in errors, for example "prompts[3]"
     content: Prompt  # token ids once encoded
     text: str | None  # None: unknown
     params: SamplingParams
@@ -36,19 +36,19 @@ class Request:
 
 
 def read_prompts(prompts: PromptType | Sequence[PromptType]) -> list[Source]:
-    """Reads one or more prompts. Raises: ValueError that names a prompt that a text model cannot take."""
+    """Reads one or more prompts. Raises: ValueError that names an invalid one."""
     is_single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
     return for_each("prompts", _read_prompt, [prompts] if is_single else prompts)
 
 
 def read_conversations(messages: Sequence[Any]) -> list[Source]:
-    """Reads one or more conversations of OpenAI's messages. Raises: ValueError that names one that is not all text."""
+    """Reads one or more conversations in OpenAI's form. Raises: ValueError that names an invalid one."""
     is_single = len(messages) > 0 and isinstance(messages[0], Mapping)
     return for_each("messages", _read_messages, [messages] if is_single else messages)
 
 
 def for_each(name: str, read: Callable[[Any], Any], items: Any) -> list[Any]:
-    """Applies `read` to each item. Raises: ValueError that names the item, such as "prompts[3]"."""
+    """Returns `read` of each item. Raises: ValueError that names the item, for example "prompts[3]"."""
     results = []
     for index, item in enumerate(items):
         try:
@@ -68,7 +68,7 @@ def _read_prompt(prompt: PromptType) -> Source:
     token_ids = prompt.get("prompt_token_ids")
     if other or (text is None and token_ids is None):
         given = ", ".join(map(repr, other)) or "an empty dict"
-        raise ValueError(f"a prompt has the key 'prompt' or 'prompt_token_ids', not {given}")
+        raise ValueError(f"a prompt must have the key 'prompt' or 'prompt_token_ids', not {given}")
     return _read_prompt(text) if token_ids is None else (read_token_ids(token_ids), text)
 
 

@@ -10,17 +10,17 @@ if TYPE_CHECKING:  # gRPC is imported only with an LLM
     from outrider.client.options import GenerateOptions
 
 _OPTIONS = {"logprobs": "top_logprobs", "include_stop_str_in_output": "include_match"}
-"""Fields whose client option has another name than vLLM's."""
+"""Fields for which the client's option has another name, with that name."""
 _CONVERTED = ("detokenize", "structured_outputs", "guided_decoding")
 
 
 def unsupported(default: Any, instead: str) -> Any:
-    """Declares a vLLM field that is accepted only with its default; `instead` says what to do."""
+    """Declares a field of vLLM's that is accepted only with its default. `instead` says what to do instead."""
     return field(default=default, metadata={"instead": instead})
 
 
 def check_supported(params: StructuredOutputsParams | SamplingParams) -> None:
-    """Checks unsupported fields. Raises: ValueError that names one."""
+    """Checks that unsupported fields have their defaults. Raises: ValueError that names one that has not."""
     for item in fields(params):
         value = getattr(params, item.name)
         if "instead" in item.metadata and value not in (item.default, None, []):
@@ -30,7 +30,7 @@ def check_supported(params: StructuredOutputsParams | SamplingParams) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """A constraint on the output: exactly one of the first five."""
+    """A constraint on the output. Exactly one of the first five fields must be set."""
 
     json: str | Mapping[str, Any] | None = None  # a JSON schema
     regex: str | None = None
@@ -49,7 +49,7 @@ class StructuredOutputsParams:
             raise ValueError("structured outputs need exactly one of json, regex, choice, grammar and json_object")
 
     def to_options(self) -> GenerateOptions:
-        """Returns the client's option."""
+        """Returns the client's option for the constraint."""
         values = {
             "json_schema": {"type": "object"} if self.json_object else self.json,
             "regex": self.regex,
@@ -61,9 +61,10 @@ class StructuredOutputsParams:
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and where an answer ends. The router checks ranges (router.proto).
+    """Parameters of how tokens are chosen and where an answer ends.
 
-    Raises: ValueError if a field has no equivalent. `LLM.generate` raises it for values out of range.
+    Raises: ValueError if a field has no equivalent. `LLM.generate` raises it for values that are out of range, which
+    the router checks (router.proto).
     """
 
     n: int = 1
@@ -87,7 +88,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logit_bias: Mapping[int, float] | None = None
     structured_outputs: StructuredOutputsParams | None = None
-    guided_decoding: StructuredOutputsParams | None = None  # its older name
+    guided_decoding: StructuredOutputsParams | None = None  # the older name of `structured_outputs`
     best_of: int | None = unsupported(None, "generate n samples and choose by cumulative_logprob")
     bad_words: Sequence[str] | None = unsupported(None, "use logit_bias or structured_outputs")
     allowed_token_ids: Sequence[int] | None = unsupported(None, "use structured_outputs")
@@ -104,10 +105,10 @@ class SamplingParams:
 
     def to_options(self) -> GenerateOptions:
         """Returns the client's options. Raises: ValueError if a field is not supported."""
-        check_supported(self)  # again: fields may have been assigned since
+        check_supported(self)  # once more, because fields may have been assigned since
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name} is 0 to 20: logprobs of the whole vocabulary are not supported")
+                raise ValueError(f"{name} must be 0 to 20: logprobs of the whole vocabulary are not supported")
         taken = [item.name for item in fields(self) if "instead" not in item.metadata and item.name not in _CONVERTED]
         values = {_OPTIONS.get(name, name): getattr(self, name) for name in taken}
         values["top_k"] = 0 if self.top_k == -1 else self.top_k

@@ -80,37 +80,39 @@ class RouterServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams a request's tokens as they are verified: one Started (once the
-        request is admitted), then for each sample its Deltas and after its last
-        Delta one Finished, samples interleaved, then one Summary, then OK.
-        A full system answers RESOURCE_EXHAUSTED instead of Started.
+        """Streams a request's tokens as they are verified: one Started when the
+        request is admitted, then the Deltas of each sample, with one Finished after
+        a sample's last Delta, then one Summary and the status OK. Samples are
+        interleaved. If the queue is full, the call ends with RESOURCE_EXHAUSTED
+        instead of Started.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Complete(self, request, context):
-        """The same request answered once, at the end.
+        """Like Generate, but returns the whole answer at its end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Reattaches to a running or recently finished request after the client's
-        own connection broke: Started again, then everything from the positions
-        asked for. A new Resume ends the stream that was attached before (ABORTED).
+        """Attaches to a running or recently finished request again, after the
+        client's connection broke: sends Started, then everything from the requested
+        positions on. A new Resume ends the stream that was attached before
+        (ABORTED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Stops a request everywhere. Its own call then ends with Finished(ABORTED)
-        for each unfinished sample, Summary, and OK; a Complete with Completions of
-        that reason, and OK. Cancelling the Generate call frees the same resources,
-        unless the request has a resume window; a cancelled call or a passed
-        deadline ends with that status and nothing more.
+        """Stops a request on all nodes. Its Generate call then ends with
+        Finished(ABORTED) for each unfinished sample, Summary, and OK; a Complete
+        call with Completions of that reason, and OK. Cancelling the Generate call
+        frees the same resources, unless the request has a resume window; a call
+        that is cancelled or exceeds its deadline just ends with that status.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,14 +131,15 @@ class RouterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """The served model: identity, limits, and what speculation is in force.
+        """Returns the served model's identity and limits, and how it speculates.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchCluster(self, request, context):
-        """The cluster as the router sees it now, then again at each interval.
+        """Streams the cluster's status as the router sees it, now and at each
+        interval.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

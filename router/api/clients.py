@@ -1,4 +1,4 @@
-"""Identification of clients, by a `client_id` in the metadata or by a token from a file of hashes."""
+"""Identifies clients by a `client_id` in the metadata, or by a token whose hash is in a file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ CLIENT_ID_KEY = "client_id"
 MAX_CLIENT_ID_LENGTH = 128
 TOKEN_KEY = "authorization"  # noqa: S105 a metadata key
 SCHEME = "bearer "
-FORM = "NAME sha256:HEX [priority=N] [rate=N]"
+LINE_FORMAT = "NAME sha256:HEX [priority=N] [rate=N]"
 CHECK_SECONDS = 1.0
-"""Seconds between checks whether the token file has changed, which calls make."""
+"""Seconds between checks for a changed token file. A call makes the check."""
 OWNER_MARK = "·"
-"""Separates a client's name from its request_id. A request_id is ASCII, so no client can contain the mark in one."""
+"""Separates a client's name from its request_id, which is ASCII and therefore cannot contain the mark."""
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
@@ -32,22 +32,22 @@ _log = get_logger("clients")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """A client, as far as it is identified."""
+    """The client of a call, as far as it is known."""
 
-    name: str = ""  # of its token; empty without authentication
-    share: str = ""  # the client whose share of queue and threads is charged
-    max_priority: int | None = None  # None: any
-    cache_salt: bytes = b""  # seeds the block hashes of its prompts; empty: one tenant, or no authentication
+    name: str = ""  # the name of its token; empty without authentication
+    share: str = ""  # the name that the fair queues use: clients of one name share one turn
+    max_priority: int | None = None  # None: any priority
+    cache_salt: bytes = b""  # seeds its prompts' block hashes; empty with one tenant or without authentication
 
     def key_of(self, request_id: str) -> str:
         """Returns the request's key on this router and in its store: each client has its own request ids."""
         return f"{self.name}{OWNER_MARK}{request_id}" if self.name else request_id
 
     def check_priority(self, priority: int) -> None:
-        """Raises: NotAllowedError if the priority is too high."""
+        """Checks a request's priority. Raises: NotAllowedError if it is too high."""
         if self.max_priority is not None and priority > self.max_priority:
             raise NotAllowedError(
-                f"{self.name} may ask for priority {self.max_priority} at most, not {priority}", reason="PRIORITY"
+                f"priority {priority} exceeds the maximum of {self.max_priority} for {self.name}", reason="PRIORITY"
             )
 
 
@@ -58,10 +58,10 @@ def split_key(key: str) -> tuple[str, str]:
 
 
 class Clients:
-    """Unauthenticated clients; calls without a `client_id` share the empty name. Owned by the event loop."""
+    """Identifies clients by an unverified `client_id`; calls without one share a name. Owned by the event loop."""
 
     def identify(self, metadata: Metadata | None) -> Caller:
-        """Returns the caller of a call with this metadata. Raises: UnauthenticatedError."""
+        """Returns the client that sent this metadata. Raises: UnauthenticatedError."""
         return Caller(share=_text_of(metadata, CLIENT_ID_KEY)[:MAX_CLIENT_ID_LENGTH])
 
     def charge(self, caller: Caller) -> None:
@@ -74,7 +74,7 @@ class Clients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLimits:
-    """The limits of all tokens of one name."""
+    """The limits of one client, common to all tokens of its name."""
 
     max_priority: int = 0
     calls_per_minute: int | None = None  # None: no limit
@@ -89,18 +89,18 @@ class Tokens:
 
 
 class TokenFile(Clients):
-    """Clients by the hashes of their tokens, one per line: `NAME sha256:HEX [priority=N] [rate=N]`.
+    """Identifies clients by tokens. The file has a hash per line: `NAME sha256:HEX [priority=N] [rate=N]`.
 
-    `priority` is the highest that a request may have (default 0), `rate` the calls per minute. Several tokens of
-    one name are one client, so that a token can be replaced. The file is reloaded when it changes; if it does not
-    parse it is rejected, and the tokens loaded before stay valid.
+    `priority` is the highest priority that a request may have (default 0), `rate` the calls per minute. Several tokens
+    of one name are one client, so that a token can be replaced. The file is reloaded when it changes. A file that does
+    not parse is rejected, and the previous tokens stay valid.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises: ConfigError."""
         self._path = path
         self._clock = clock
-        self._allowances: dict[str, _Allowance] = {}
+        self._allowances: dict[str, _TokenBucket] = {}
         self._stamp = file_stamp(path)
         self._checked_at = clock()
         self._tokens = read_tokens(path)
@@ -108,12 +108,14 @@ class TokenFile(Clients):
     def identify(self, metadata: Metadata | None) -> Caller:
         shown = _text_of(metadata, TOKEN_KEY)
         if not shown.lower().startswith(SCHEME):
-            raise UnauthenticatedError("this router asks for a token: authorization: Bearer TOKEN", reason="NO_TOKEN")
+            raise UnauthenticatedError(
+                "a token is required: send the metadata authorization: Bearer TOKEN", reason="NO_TOKEN"
+            )
         self._reload_if_changed()
-        # Timing reveals at most how a hash begins, from which no token can be guessed.
+        # The lookup's timing reveals at most how a hash begins, and no token can be guessed from a hash.
         name = self._tokens.names.get(hashlib.sha256(shown[len(SCHEME) :].strip().encode()).digest())
         if name is None:
-            raise UnauthenticatedError("the token is not known here", reason="UNKNOWN_TOKEN")
+            raise UnauthenticatedError("the token is not in the router's token file", reason="UNKNOWN_TOKEN")
         return replace(self.named(name), max_priority=self._tokens.limits[name].max_priority)
 
     def charge(self, caller: Caller) -> None:
@@ -121,11 +123,13 @@ class TokenFile(Clients):
         if limits is None or limits.calls_per_minute is None:
             return
         rate = limits.calls_per_minute
-        allowance = self._allowances.setdefault(caller.name, _Allowance(rate, self._clock()))
+        allowance = self._allowances.setdefault(caller.name, _TokenBucket(rate, self._clock()))
         wait_seconds = allowance.take(rate, self._clock())
         if wait_seconds > 0:
             raise CapacityError(
-                f"{caller.name} may make {rate} calls a minute", retry_after_seconds=wait_seconds, reason="RATE_LIMIT"
+                f"rate limit of {rate} calls per minute exceeded for {caller.name}",
+                retry_after_seconds=wait_seconds,
+                reason="RATE_LIMIT",
             )
 
     def named(self, name: str) -> Caller:
@@ -143,15 +147,15 @@ class TokenFile(Clients):
             try:
                 self._tokens = read_tokens(self._path)
             except ConfigError as error:
-                _log.error("the changed token file is refused; the old tokens stay valid", error=error.message)
+                _log.error("changed token file is invalid; the previous tokens stay valid", error=error.message)
 
 
 @dataclass(slots=True)
-class _Allowance:
-    """A token bucket of one minute."""
+class _TokenBucket:
+    """A token bucket that holds the calls of one minute."""
 
-    left: float
-    at: float
+    left: float  # calls
+    at: float  # time of the last update, in monotonic seconds
 
     def take(self, per_minute: int, now: float) -> float:
         """Takes one call from the bucket. Returns 0, or the seconds to wait for the next call."""
@@ -184,7 +188,7 @@ def read_tokens(path: Path) -> Tokens:
             except ValueError as error:
                 raise ConfigError(f"router.token_file {path}:{number}: {error}") from error
     if not tokens.names:
-        raise ConfigError(f"router.token_file {path} has no token; a line is {FORM}")
+        raise ConfigError(f"router.token_file {path} has no token; each line must be {LINE_FORMAT}")
     return tokens
 
 
@@ -193,20 +197,22 @@ def _read_line(words: list[str], tokens: Tokens) -> None:
     name, shown, *options = [*words, "", ""][: max(len(words), 2)]
     found = _HASH.fullmatch(shown)
     if not _NAME.fullmatch(name) or found is None:
-        raise ValueError(f"expected {FORM}; a name has up to 64 letters, digits, dots, dashes, underscores and @")
+        raise ValueError(
+            f"expected {LINE_FORMAT}; a name has up to 64 letters, digits, dots, dashes, underscores and @"
+        )
     numbers: dict[str, int] = {}
     for option in options:
         key, _, text = option.partition("=")
-        least = {"priority": -(2**31), "rate": 1}.get(key)
-        if least is None or key in numbers or not re.fullmatch(r"-?[0-9]{1,9}", text) or int(text) < least:
+        minimum = {"priority": -(2**31), "rate": 1}.get(key)
+        if minimum is None or key in numbers or not re.fullmatch(r"-?[0-9]{1,9}", text) or int(text) < minimum:
             raise ValueError(f"{option!r} is neither priority=N nor rate=N, or not a number in its range")
         numbers[key] = int(text)
     limits = TokenLimits(max_priority=numbers.get("priority", 0), calls_per_minute=numbers.get("rate"))
     if tokens.limits.setdefault(name, limits) != limits:
-        raise ValueError(f"{name} has other limits in an earlier line")
+        raise ValueError(f"{name} has different limits in an earlier line")
     owner = tokens.names.setdefault(bytes.fromhex(found[1]), name)
     if owner != name:
-        raise ValueError(f"{owner} has the same token")
+        raise ValueError(f"the token already belongs to {owner}")
 
 
 def _text_of(metadata: Metadata | None, wanted: str) -> str:

@@ -29,7 +29,7 @@ from router.observe.records import Records
 from router.observe.spans import Span, Step
 
 LOOP_SECONDS = 2.0
-"""Seconds that the event loop may take for a copy."""
+"""Seconds that an HTTP thread waits for the event loop to make a copy."""
 MAX_SERIAL_DIGITS = 18
 JSON = "application/json"
 CONTENT_TYPES = {
@@ -42,10 +42,10 @@ RECORD_FIGURES = (
     *("serial", "request_id", "state", "nodes", "error"),
     *("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_samples"),
 )
-NOTHING_HERE = Page.message(
+NOT_FOUND_PAGE = Page.message(
     HTTPStatus.NOT_FOUND,
-    "nothing is here: / is the page, /metrics is for Prometheus, /api/cluster, /api/requests and /api/requests/N "
-    "are figures as JSON",
+    "not found; there are / (the page), /metrics (for Prometheus), and /api/cluster, /api/requests and "
+    "/api/requests/N (JSON)",
 )
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ TokenText = Callable[[int], str]
 
 
 class RouterPages:
-    """Finds pages by path (`outrider.service.pages.FindPage`). Takes one copy at a time, however many clients ask."""
+    """Finds pages by path (`outrider.service.pages.FindPage`). Makes one copy at a time, for any number of clients."""
 
     def __init__(
         self,
@@ -90,13 +90,13 @@ class RouterPages:
             if path.startswith("/api/requests/") and serial.isascii() and serial.isdecimal():
                 return self._request(serial)
         except TimeoutError:
-            message = f"the router has not answered within {LOOP_SECONDS:g} s: its event loop is busy"
+            message = f"the router did not answer within {LOOP_SECONDS:g} s, because its event loop is busy"
             return Page.message(HTTPStatus.SERVICE_UNAVAILABLE, message)
         except RuntimeError:
             if not self._loop.is_closed():
                 raise
             return Page.message(HTTPStatus.SERVICE_UNAVAILABLE, "the router has stopped")
-        return NOTHING_HERE
+        return NOT_FOUND_PAGE
 
     def _on_loop(self, copy: Callable[[], T]) -> T:
         """Calls `copy` on the event loop and returns its result. Raises: TimeoutError; RuntimeError if it is closed."""
@@ -121,7 +121,8 @@ class RouterPages:
     def _request(self, serial: str) -> Page:
         found = self._on_loop(partial(self._copy, int(serial))) if len(serial) <= MAX_SERIAL_DIGITS else None
         if found is None:
-            return Page.message(HTTPStatus.NOT_FOUND, f"request {serial[:MAX_SERIAL_DIGITS]} is not known (any more)")
+            message = f"request {serial[:MAX_SERIAL_DIGITS]} is unknown, or its record was evicted"
+            return Page.message(HTTPStatus.NOT_FOUND, message)
         fields, lists = found
         return Page(_object(fields, **lists), JSON)
 
@@ -132,7 +133,7 @@ class RouterPages:
         return [_summary_json(record, now) for record in self._records]
 
     def _copy(self, serial: int) -> tuple[dict[str, Any], dict[str, Iterable[Any]]] | None:
-        """Returns (single values, lists); iterating over a list does the slow part."""
+        """Returns a record as (single values, lists). Steps are converted during iteration, because that is slow."""
         record = self._records.find(serial)
         if record is None:
             return None
@@ -163,7 +164,7 @@ class RouterPages:
 
 
 def _node_json(status: NodeStatus, link: NodeLink | None) -> dict[str, Any]:
-    """Returns a node's status. `link`: None for a target without an address."""
+    """Returns a node's status. `link` is None for a target that resolves to no address."""
     info = None if link is None else link.info
     return {
         "name": status.name,
@@ -186,7 +187,7 @@ def _object(fields: Mapping[str, Any], **lists: Iterable[Any]) -> bytes:
     return f"{{{', '.join(parts)}}}".encode()
 
 
-# ------------------------------------------------------------ seconds since a request's arrival; null: unknown
+# ------------------------------------------------------------ times are seconds since arrival; null: unknown
 
 
 def _summary_json(record: RequestRecord, now: float) -> dict[str, Any]:

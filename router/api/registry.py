@@ -1,7 +1,7 @@
-"""The transport-neutral API behind the public services: open a request, read its answer, abort it. It has no gRPC.
+"""The API behind the public services: opens requests, reads their answers, aborts them. It does not depend on gRPC.
 
-A service converts its own messages to the public `router_pb2.GenerateRequest`, and an answer's events to its own
-messages. So every service offers the same requests with the same behavior.
+Each service converts its own messages to the public `router_pb2.GenerateRequest`, and an answer's events to its own
+messages, so that all services behave alike.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Call(Protocol):
 
 
 class RequestRegistry:
-    """Requests by key. Owned by the event loop.
+    """The router's requests by key. Owned by the event loop.
 
-    `context` returns the requests' shared context; it raises PeerLostError until the router serves.
+    `context` returns the context that requests share; it raises PeerLostError until the router serves.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RequestRegistry:
         self._by_key: dict[str, LiveRequest] = {}
         self._batcher = DeliveryBatcher()
         self.keeper: AnswerKeeper | None = None  # None: no shared store, so answers are lost with this router
-        self.is_leaving = False  # new requests are still accepted, but gateways are told to send them elsewhere
+        self.is_leaving = False  # whether health checks of gateways fail, although requests are still accepted
         self.is_draining = False
 
     def __len__(self) -> int:
@@ -86,7 +86,7 @@ class RequestRegistry:
         """Whether nothing is computed and no stream is attached."""
         return all(live.is_idle for live in self._by_key.values())
 
-    # ------------------------------------------------------------ callers
+    # ------------------------------------------------------------ clients
 
     def identify(self, call: Call) -> Caller:
         """Returns the caller. Raises: UnauthenticatedError."""
@@ -102,9 +102,10 @@ class RequestRegistry:
 
     @asynccontextmanager
     async def open(self, proto: router_pb2.GenerateRequest, call: Call) -> AsyncIterator[LiveRequest]:
-        """Opens a request that the block reads with `LiveRequest.write`; without a resume window it ends there.
+        """Opens a request, whose answer the block reads with `LiveRequest.write`.
 
-        However the block ends, the trailers describe the answer so far. Raises: OutriderError.
+        A request without a resume window ends with the block. However the block ends, the call's trailers describe the
+        answer so far. Raises: OutriderError.
         """
         call.set_trailing_metadata(NOTHING_GENERATED)
         self._tracer.enter(call.invocation_metadata())
@@ -113,7 +114,7 @@ class RequestRegistry:
 
     @asynccontextmanager
     async def find(self, request_id: str, next_positions: Mapping[int, int], call: Call) -> AsyncIterator[LiveRequest]:
-        """Finds the caller's resumable request, here or from a router that is gone; otherwise like `open`.
+        """Finds the caller's resumable request, or takes it over from another router. The block reads it as in `open`.
 
         Raises: OutriderError.
         """
@@ -123,7 +124,7 @@ class RequestRegistry:
             yield live
 
     async def begin(self, proto: router_pb2.GenerateRequest, caller: Caller) -> LiveRequest:
-        """Charges the caller and starts a request; one with a resume window is in the store when this returns.
+        """Charges the caller and starts a request. A resumable one is in the shared store, if any, on return.
 
         Raises: OutriderError.
         """
@@ -136,7 +137,7 @@ class RequestRegistry:
             live = await self._begin(proto.request_id or str(uuid.uuid4()), proto, caller)
         if live.window_seconds is None or self.keeper is None:
             return live
-        try:  # while the prompt is being computed; no client has been told of the request yet
+        try:  # in parallel with the prompt; the client has not received Started yet
             stored = StoredRequest(
                 request_id=live.key,
                 fingerprint=info.fingerprint,
@@ -154,7 +155,7 @@ class RequestRegistry:
     async def _find(self, key: str, request_id: str, next_positions: Mapping[int, int]) -> LiveRequest:
         live, is_claiming = self._by_key.get(key), self.keeper is not None and self.keeper.is_claiming(key)
         if live is not None and live.state is State.ENCODING and not is_claiming:
-            raise NotFoundError(f"request {request_id!r} is being encoded", reason="NOT_RESUMABLE")
+            raise NotFoundError(f"request {request_id!r} is still being encoded", reason="NOT_RESUMABLE")
         if live is not None and not is_claiming:
             if live.window_seconds is None:
                 raise NotFoundError(f"request {request_id!r} has no resume window", reason="NOT_RESUMABLE")
@@ -171,11 +172,11 @@ class RequestRegistry:
                 return await self._find(key, request_id, next_positions)
         fingerprint = self._nodes.model().info.fingerprint
         if self.keeper is None:
-            raise NotFoundError(f"no request {key!r} is running or resumable here", reason="REQUEST_NOT_FOUND")
+            raise NotFoundError(f"request {request_id!r} is neither running nor resumable", reason="REQUEST_NOT_FOUND")
         return await self.keeper.resume(key, fingerprint=fingerprint)
 
     async def _is_ours(self, key: str) -> bool:
-        """Whether no other router has taken the request over: its tokens there may be newer, and differ."""
+        """Returns whether no other router has taken the request over; that router may have newer and other tokens."""
         if self.keeper is None:
             return True
         try:
@@ -187,8 +188,7 @@ class RequestRegistry:
     def _check_known(self, request_id: str, stored: StoredAnswer | None, next_positions: Mapping[int, int]) -> None:
         """Checks the client's positions before the request is claimed from a router that may have all its tokens.
 
-        Raises: NotFoundError if tokens that are unknown here would be recomputed, and could differ from those that
-        the client has.
+        Raises: NotFoundError if the client has tokens that are not stored and could be recomputed differently.
         """
         if stored is None or self._is_exact(stored):
             return
@@ -196,17 +196,22 @@ class RequestRegistry:
         known = {} if output.HasField("top_logprobs") else stored.token_ids  # logprobs are not stored
         start = stored.request.start_position
         if any(position > start + len(known.get(sample, ())) for sample, position in next_positions.items()):
-            raise NotFoundError(f"request {request_id!r} cannot go on here", reason="NOT_REPRODUCIBLE")
+            raise NotFoundError(
+                f"request {request_id!r} cannot be continued: the client has tokens that are not stored and could not "
+                "be recomputed identically",
+                reason="NOT_REPRODUCIBLE",
+            )
 
     def _is_exact(self, stored: StoredAnswer) -> bool:
-        """Whether all nodes have the numerics that they had when the request began, and these are exact."""
+        """Returns whether the nodes have the numerics that they had when the request began, and these are exact."""
         numerics = stored.request.numerics
         return bool(numerics) and numerics == self._nodes.exact_numerics()
 
     async def abort(self, request_id: str, call: Call) -> bool:
-        """Aborts the caller's request. Returns whether there was one to stop, here or on another router.
+        """Aborts the caller's request. Returns whether one was running, here or on another router.
 
-        Aborting here is never refused, since it frees resources; a call that stops nothing here is charged like others.
+        Aborting here is never refused, since it frees resources. A call that stops nothing here counts against the
+        caller's rate.
         Raises: InvalidRequestError, UnauthenticatedError, StoreError; CapacityError above the caller's rate.
         """
         check_request_id(request_id)
@@ -227,7 +232,7 @@ class RequestRegistry:
         return was_running
 
     async def restore(self, stored: StoredAnswer) -> LiveRequest:
-        """Continues another router's request from its known tokens. Raises: OutriderError."""
+        """Continues another router's request after its stored tokens. Raises: OutriderError."""
         proto = router_pb2.GenerateRequest.FromString(stored.request.request)
         name, request_id = split_key(stored.request.request_id)
         with self.refusals_counted():
@@ -238,9 +243,9 @@ class RequestRegistry:
 
     @contextmanager
     def refusals_counted(self) -> Iterator[None]:
-        """Counts an error of the block, which precedes a request's start, as a failed request.
+        """Counts an error in the block as a failed request. Requests that have started are counted when they end.
 
-        Started requests are counted when they end. A router counts nothing before its first node serves.
+        A router counts nothing before its first node serves.
         """
         try:
             yield
@@ -323,10 +328,12 @@ class RequestRegistry:
     async def _begin(
         self, request_id: str, proto: router_pb2.GenerateRequest, caller: Caller, *, stored: StoredAnswer | None = None
     ) -> LiveRequest:
-        """Encodes and starts the request. `stored`: it was started by another router. Raises: OutriderError."""
+        """Encodes and starts the request. `stored`: the state that another router stored. Raises: OutriderError."""
         context, key = self._context(), caller.key_of(request_id)
         if key in self:
-            raise AlreadyRunningError(f"request {request_id!r} is running", reason="DUPLICATE_REQUEST_ID")
+            raise AlreadyRunningError(
+                f"request id {request_id!r} is in use by another request", reason="DUPLICATE_REQUEST_ID"
+            )
         window_seconds = resume_window_seconds(proto)
         live = LiveRequest(key, context, window_seconds=window_seconds, on_change=self._take_change)
         self._by_key[key] = live

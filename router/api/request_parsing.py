@@ -1,8 +1,8 @@
-"""Turns a public request into a complete one: validated, encoded, with defaults filled in.
+"""Validates public requests, encodes their prompts, and fills in defaults.
 
-`check_request` validates the message alone, before any compute is spent; `read_request` encodes the prompt, validates
-what needs its tokens (`check_prompt`), and has the constraint compiled. They raise InvalidRequestError that names the
-field by its path, such as "sampling.top_p".
+`check_request` validates the message alone, which is cheap. `read_request` encodes the prompt, validates what depends
+on its tokens (`check_prompt`), and compiles the constraint. Both raise InvalidRequestError that names the field by its
+path, such as "sampling.top_p".
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ MAX_STOP_TOKENS = 64
 MAX_CONSTRAINT_BYTES = 65_536
 MAX_CHOICES = 1024
 MAX_DETOKENIZED = 1 << 20
-"""Token ids per Detokenize: more than any context window has, and checked within milliseconds."""
+"""Maximum token ids in one Detokenize: more than any context window has, and checked within milliseconds."""
 _PROMPT_FIELDS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
 _MAX_DURATION_SECONDS = 315_576_000_000  # the range of google.protobuf.Duration
 MAX_RESUME_WINDOW_SECONDS = 3600.0
-"""Longest resume window in seconds; longer ones are cut, since unread answers take memory here and in the store."""
+"""Maximum resume window in seconds. Longer ones are cut, since unread answers take memory here and in the store."""
 SEED_LIMIT = 1 << 53
-"""Drawn seeds are below this limit, so that floating-point numbers of any language represent them exactly."""
+"""Upper bound of the seeds that the router draws. Below it, double-precision numbers are exact in any language."""
 
 
 async def read_request(
@@ -57,10 +57,10 @@ async def read_request(
 ) -> Request:
     """Returns the request for the nodes. `proto` has passed `check_request`.
 
-    `default_method`: verification method if the request names none.
+    `default_method`: the verification method of a request that names none.
 
-    Raises: InvalidRequestError if the prompt does not fit or a constraint does not compile; CapacityError if too
-    many texts or constraints wait.
+    Raises: InvalidRequestError if the prompt does not fit or the constraint does not compile; CapacityError if the
+    queue of texts or of constraints is full.
     """
     token_ids = await encode_prompt(proto, served, client=caller.share)
     max_tokens = check_prompt(proto, token_ids, served.info)
@@ -86,7 +86,7 @@ async def read_request(
 
 
 def resume_window_seconds(proto: router_pb2.GenerateRequest) -> float | None:
-    """Returns at most `MAX_RESUME_WINDOW_SECONDS`; None if the answer ends with its stream."""
+    """Returns the resume window, at most `MAX_RESUME_WINDOW_SECONDS`; None if the request is not resumable."""
     if not proto.HasField("resume_window"):
         return None
     return min(proto.resume_window.seconds + proto.resume_window.nanos / 1e9, MAX_RESUME_WINDOW_SECONDS)
@@ -98,7 +98,7 @@ async def encode_prompt(
     """Returns the prompt's token ids.
 
     Raises: InvalidRequestError if the chat template refuses the messages or the text is certain to exceed the window;
-    CapacityError if too many texts wait.
+    CapacityError if the queue of texts is full.
     """
     tokenizer, max_tokens = served.tokenizer, served.info.max_model_len
     if isinstance(proto, router_pb2.GenerateRequest) and proto.HasField("token_ids"):
@@ -122,7 +122,8 @@ def check_request(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
     """Checks the message alone. Raises: InvalidRequestError; NotFoundError for another model."""
     check_request_id(proto.request_id)
     if proto.model and proto.model != model.name:
-        raise NotFoundError(f"model {proto.model!r} is not served here, {model.name!r} is", reason="MODEL_NOT_FOUND")
+        message = f"model {proto.model!r} is not served; the served model is {model.name!r}"
+        raise NotFoundError(message, reason="MODEL_NOT_FOUND")
     _check_prompt(proto, model)
     _check_sampling(proto.sampling, model)
     _check_stop(proto.stop, model)
@@ -133,18 +134,18 @@ def check_request(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
 
 
 def check_prompt(proto: router_pb2.GenerateRequest, token_ids: Sequence[int], model: ModelInfo) -> int:
-    """Checks what needs the encoded prompt, and returns the effective max_tokens.
+    """Checks the encoded prompt, and returns the effective max_tokens.
 
-    Raises: InvalidRequestError if the context window or a message is too small, or the model has no row for a token:
-    a tokenizer may have more ids than its model.
+    Raises: InvalidRequestError if the request exceeds the context window or the size of a message, or if the model has
+    no embedding for a token: a tokenizer may have more ids than its model.
     """
     field = _PROMPT_FIELDS[proto.WhichOneof("prompt") or "text"]
     window, sampling, num_prompt_tokens = model.max_model_len, proto.sampling, len(token_ids)
     left = window - num_prompt_tokens
-    _require(num_prompt_tokens > 0, "the prompt has no token; at least one is needed", field=field)
+    _require(num_prompt_tokens > 0, "the prompt must have at least one token", field=field)
     _require(
         left >= 1,
-        f"the prompt has {num_prompt_tokens} tokens; with one more token it exceeds the window of {window}",
+        f"the prompt has {num_prompt_tokens} tokens; with one generated token it exceeds the window of {window}",
         field=field,
         reason="PROMPT_TOO_LONG",
     )
@@ -157,15 +158,15 @@ def check_prompt(proto: router_pb2.GenerateRequest, token_ids: Sequence[int], mo
     )
     _require(
         sampling.min_tokens <= max_tokens,
-        f"min_tokens {sampling.min_tokens} is more than max_tokens {max_tokens}",
+        f"min_tokens {sampling.min_tokens} exceeds max_tokens {max_tokens}",
         field="sampling.min_tokens",
     )
     if proto.output.HasField("prompt_logprobs"):
         num_bytes = most_logprobs_bytes(num_prompt_tokens, proto.output.prompt_logprobs)
         _require(
             num_bytes <= DEFAULT_MAX_MESSAGE_BYTES,
-            f"logprobs of {num_prompt_tokens} prompt tokens with {proto.output.prompt_logprobs} alternatives may have "
-            f"{num_bytes} bytes, and one message of {DEFAULT_MAX_MESSAGE_BYTES} has all of them; ask for fewer",
+            f"logprobs of {num_prompt_tokens} prompt tokens with {proto.output.prompt_logprobs} alternatives may take "
+            f"{num_bytes} bytes, which exceeds the message limit of {DEFAULT_MAX_MESSAGE_BYTES}; ask for fewer",
             field="output.prompt_logprobs",
             reason="ANSWER_TOO_LARGE",
         )
@@ -174,27 +175,30 @@ def check_prompt(proto: router_pb2.GenerateRequest, token_ids: Sequence[int], mo
 
 
 def check_chat(chat: router_pb2.Chat, model: ModelInfo) -> None:
-    """Checks the number of messages first, so that an over-long chat is rejected before each message is checked."""
+    """Checks the number of messages, then each message, so that a huge chat is rejected at once.
+
+    Raises: InvalidRequestError.
+    """
     num_messages = len(chat.messages)
-    _require(num_messages > 0, "a chat has at least one message", field="chat.messages")
+    _require(num_messages > 0, "the chat must have at least one message", field="chat.messages")
     _require(
         num_messages <= model.max_model_len,
-        f"the chat has {num_messages} messages, the window {model.max_model_len} tokens",
+        f"the chat's {num_messages} messages exceed the window of {model.max_model_len} tokens",
         field="chat.messages",
         reason="PROMPT_TOO_LONG",
     )
     for name in ("messages", "add_generation_prompt", "continue_final_message"):
         is_allowed = name not in chat.template_kwargs
-        _require(is_allowed, f"{name} is a field of its own", field="chat.template_kwargs")
+        _require(is_allowed, f"template_kwargs must not have {name}, which is a field", field="chat.template_kwargs")
     for index, message in enumerate(chat.messages):
         if not message.role:
-            raise InvalidRequestError("a message's role is empty", field=f"chat.messages[{index}].role")
+            raise InvalidRequestError("the role of a message must not be empty", field=f"chat.messages[{index}].role")
 
 
 def check_detokenize(proto: router_pb2.DetokenizeRequest, model: ModelInfo) -> None:
     """Checks the number of token ids, then each. Raises: InvalidRequestError."""
     num_ids = len(proto.token_ids)
-    message = f"{num_ids} token ids; at most {MAX_DETOKENIZED} are decoded at once"
+    message = f"{num_ids} token ids exceed the limit of {MAX_DETOKENIZED} per call"
     _require(num_ids <= MAX_DETOKENIZED, message, field="token_ids")
     check_token_ids(proto.token_ids, model, field="token_ids")
 
@@ -205,7 +209,7 @@ def check_token_ids(token_ids: Iterable[int], model: ModelInfo, *, field: str) -
     for index, token_id in enumerate(token_ids):
         if token_id >= model.vocab_size:
             raise InvalidRequestError(
-                f"token id {token_id} (at index {index}) is out of the vocabulary of {model.vocab_size}",
+                f"token id {token_id} (at index {index}) exceeds the vocabulary of {model.vocab_size} tokens",
                 field=field,
                 reason="TOKEN_OUT_OF_VOCABULARY",
             )
@@ -213,23 +217,24 @@ def check_token_ids(token_ids: Iterable[int], model: ModelInfo, *, field: str) -
 
 def check_request_id(request_id: str) -> None:
     is_allowed = len(request_id) <= MAX_REQUEST_ID_LENGTH and all(" " <= character <= "~" for character in request_id)
-    _require(is_allowed, "request_id is 1 to 128 printable ASCII characters", field="request_id")
+    message = f"request_id must have at most {MAX_REQUEST_ID_LENGTH} characters, all printable ASCII"
+    _require(is_allowed, message, field="request_id")
 
 
 def _check_prompt(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
     match proto.WhichOneof("prompt"):
         case None:
-            raise InvalidRequestError("one of text, token_ids and chat is needed", field="prompt")
+            raise InvalidRequestError("a prompt is required: text, token_ids or chat", field="prompt")
         case "token_ids":
             num_ids = len(proto.token_ids.ids)
-            if not 0 < num_ids < model.max_model_len:  # rejected before each of its ids is checked
+            if not 0 < num_ids < model.max_model_len:  # rejected here, before each id is checked
                 check_prompt(proto, proto.token_ids.ids, model)
         case "chat":
             check_chat(proto.chat, model)
 
 
 _Rule = tuple[str, Callable[[router_pb2.SamplingParams], bool], str]
-_SAMPLING_RULES: tuple[_Rule, ...] = (  # field, predicate on its value, allowed values as text
+_SAMPLING_RULES: tuple[_Rule, ...] = (  # field, predicate of allowed values, the same in words
     ("temperature", lambda s: math.isfinite(s.temperature) and s.temperature >= 0, "finite and at least 0"),
     ("top_p", lambda s: not s.HasField("top_p") or 0 < s.top_p <= 1, "above 0 and at most 1"),
     ("min_p", lambda s: 0 <= s.min_p <= 1, "0 to 1"),
@@ -249,13 +254,13 @@ _SAMPLING_RULES: tuple[_Rule, ...] = (  # field, predicate on its value, allowed
 def _check_sampling(sampling: router_pb2.SamplingParams, model: ModelInfo) -> None:
     for name, is_allowed, allowed in _SAMPLING_RULES:
         if not is_allowed(sampling):
-            message = f"{name} is {allowed}, not {getattr(sampling, name)}"
+            message = f"{name} must be {allowed}, not {getattr(sampling, name)}"
             raise InvalidRequestError(message, field=f"sampling.{name}")
     _check_count(len(sampling.logit_bias), MAX_LOGIT_BIAS, "logit_bias entries", field="sampling.logit_bias")
     check_token_ids(sampling.logit_bias, model, field="sampling.logit_bias")
     for token_id, bias in sampling.logit_bias.items():
         if not math.isfinite(bias):
-            message = f"logit_bias of token {token_id} is finite, not {bias}"
+            message = f"logit_bias of token {token_id} must be finite, not {bias}"
             raise InvalidRequestError(message, field="sampling.logit_bias")
     _check_constraint(sampling)
 
@@ -266,20 +271,23 @@ def _check_constraint(sampling: router_pb2.SamplingParams) -> None:
         return
     if kind == "choice":
         options = sampling.choice.options
-        message = f"choice has 1 to {MAX_CHOICES} options, none empty, of at most {MAX_CONSTRAINT_BYTES} bytes together"
+        message = (
+            f"choice must have 1 to {MAX_CHOICES} options, none of them empty, with at most {MAX_CONSTRAINT_BYTES} "
+            "bytes in total"
+        )
         has_size = sum(len(option.encode()) for option in options) <= MAX_CONSTRAINT_BYTES
         is_allowed = 0 < len(options) <= MAX_CHOICES and all(options) and has_size
         _require(is_allowed, message, field="sampling.choice.options")
         return
     text, field = getattr(sampling, kind), f"sampling.{kind}"
     has_size = 0 < len(text.encode()) <= MAX_CONSTRAINT_BYTES
-    _require(has_size, f"{kind} has 1 to {MAX_CONSTRAINT_BYTES} bytes", field=field)
+    _require(has_size, f"{kind} must have 1 to {MAX_CONSTRAINT_BYTES} bytes", field=field)
     if kind == "json_schema":
         try:
             schema = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"json_schema is not JSON: {error}", field=field) from error
-        _require(isinstance(schema, (dict, bool)), "json_schema is an object or a boolean", field=field)
+            raise InvalidRequestError(f"json_schema is not valid JSON: {error}", field=field) from error
+        _require(isinstance(schema, (dict, bool)), "json_schema must be an object or a boolean", field=field)
 
 
 def _check_stop(stop: router_pb2.StopConditions, model: ModelInfo) -> None:
@@ -295,7 +303,8 @@ def _check_stop(stop: router_pb2.StopConditions, model: ModelInfo) -> None:
 def _check_output(output: router_pb2.OutputOptions) -> None:
     for name in ("top_logprobs", "prompt_logprobs"):
         number = getattr(output, name)
-        _require(number <= MAX_TOP_LOGPROBS, f"{name} is 0 to {MAX_TOP_LOGPROBS}, not {number}", field=f"output.{name}")
+        message = f"{name} must be 0 to {MAX_TOP_LOGPROBS}, not {number}"
+        _require(number <= MAX_TOP_LOGPROBS, message, field=f"output.{name}")
     is_known = int(output.logprobs_mode) in router_pb2.LogprobsMode.values()
     _require(is_known, f"logprobs_mode {output.logprobs_mode} is unknown", field="output.logprobs_mode")
 
@@ -308,7 +317,7 @@ def _check_speculation(speculation: router_pb2.SpeculationOptions) -> None:
 def _check_resume_window(proto: router_pb2.GenerateRequest) -> None:
     window = proto.resume_window
     is_duration = 0 <= window.seconds <= _MAX_DURATION_SECONDS and 0 <= window.nanos < 1_000_000_000
-    _require(is_duration, "resume_window is a duration of at least 0", field="resume_window")
+    _require(is_duration, "resume_window must be a valid duration of at least 0", field="resume_window")
 
 
 def _check_generated(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
@@ -316,14 +325,14 @@ def _check_generated(proto: router_pb2.GenerateRequest, model: ModelInfo) -> Non
     if not num_generated:
         return
     sampling = proto.sampling
-    _require(num_samples(sampling) == 1, "generated_token_ids go with n = 1 only", field="generated_token_ids")
+    _require(num_samples(sampling) == 1, "generated_token_ids require n = 1", field="generated_token_ids")
     is_greedy = sampling.HasField("temperature") and sampling.temperature < GREEDY_TEMPERATURE
     _require(
         is_greedy or sampling.HasField("seed"),
-        "generated_token_ids need the seed that they were made with, unless temperature is 0",
+        "generated_token_ids require the seed with which they were generated, unless temperature is 0",
         field="sampling.seed",
     )
-    message = f"{num_generated} tokens exceed the window of {model.max_model_len}"
+    message = f"{num_generated} generated tokens exceed the window of {model.max_model_len}"
     _require(num_generated <= model.max_model_len, message, field="generated_token_ids")
     check_token_ids(proto.generated_token_ids, model, field="generated_token_ids")
 

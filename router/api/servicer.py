@@ -1,4 +1,4 @@
-"""Outrider's own public service: converts protos to calls of `RequestRegistry`, and answers to protos."""
+"""Outrider's public service. Converts protos to calls of `RequestRegistry`, and answers to protos."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from router.api.request_parsing import MAX_SAMPLES, check_chat, check_detokenize
 
 SERVICE_NAME = "outrider.v1.RouterService"
 DEFAULT_WATCH_SECONDS = 1.0
-LEAST_WATCH_SECONDS = 0.1
+MIN_WATCH_SECONDS = 0.1
 MAX_WATCHES = 128
-"""Maximum concurrent WatchCluster calls: each costs a message with every node, up to ten times a second."""
-MAX_WATCHES_OF_ONE = 32
-"""Maximum concurrent WatchCluster calls per client, by its token's name or else its address."""
+"""Maximum concurrent WatchCluster calls: each gets a message with every node up to ten times a second."""
+MAX_WATCHES_PER_CLIENT = 32
+"""Maximum concurrent WatchCluster calls per client, which is a token's name or, without tokens, an address."""
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     def __init__(self, requests: RequestRegistry) -> None:
         self._requests = requests
-        self._has_ended = asyncio.Event()  # there is nothing left to watch
+        self._has_ended = asyncio.Event()  # set when the router stops
         self._watches: Counter[str] = Counter()  # by client
 
     def end_watches(self) -> None:
@@ -50,10 +50,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
             async def add(event: AnswerEvent) -> None:
                 builder.add(event)
-                if builder.num_bytes > DEFAULT_MAX_MESSAGE_BYTES:  # ends early what could not be sent
+                if builder.num_bytes > DEFAULT_MAX_MESSAGE_BYTES:  # the rest would be computed in vain
                     raise InvalidRequestError(
-                        f"the answer has more than the {DEFAULT_MAX_MESSAGE_BYTES} bytes of a message; "
-                        "Generate streams it",
+                        f"the answer exceeds the message limit of {DEFAULT_MAX_MESSAGE_BYTES} bytes; use Generate, "
+                        "which streams",
                         field="sampling.max_tokens",
                         reason="ANSWER_TOO_LARGE",
                     )
@@ -65,7 +65,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         async with rpc_errors(context):
             check_request_id(request.request_id)
             if len(request.next_positions) > MAX_SAMPLES:
-                raise InvalidRequestError(f"an answer has at most {MAX_SAMPLES} samples", field="next_positions")
+                raise InvalidRequestError(
+                    f"next_positions must have at most {MAX_SAMPLES} entries", field="next_positions"
+                )
             next_positions = dict(request.next_positions)
             async with self._requests.find(request.request_id, next_positions, context) as live:
                 await live.write(context.write, event_to_proto, next_positions)
@@ -79,7 +81,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             caller = self._requests.charge(context)
             kind = request.WhichOneof("input")
             if kind is None:
-                raise InvalidRequestError("one of text and chat is needed", field="input")
+                raise InvalidRequestError("an input is required: text or chat", field="input")
             served = self._requests.served()
             if kind == "chat":
                 check_chat(request.chat, served.info)
@@ -106,7 +108,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         async with rpc_errors(context), self._watch(context):
             interval = DEFAULT_WATCH_SECONDS
             if request.HasField("interval"):
-                interval = max(request.interval.seconds + request.interval.nanos / 1e9, LEAST_WATCH_SECONDS)
+                interval = max(request.interval.seconds + request.interval.nanos / 1e9, MIN_WATCH_SECONDS)
             while not self._has_ended.is_set():
                 await context.write(CLUSTER.to_proto(self._requests.cluster_status()))
                 with suppress(TimeoutError):
@@ -116,12 +118,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     @asynccontextmanager
     async def _watch(self, context: Context) -> AsyncIterator[None]:
-        """Counts a watch during the block. Raises: CapacityError above `MAX_WATCHES` or `MAX_WATCHES_OF_ONE`."""
+        """Counts a watch during the block. Raises: CapacityError above `MAX_WATCHES` or `MAX_WATCHES_PER_CLIENT`."""
         client = self._requests.identify(context).name or host_of_peer(context.peer())
         if self._watches.total() >= MAX_WATCHES:
-            raise CapacityError(f"{MAX_WATCHES} calls watch the cluster already", reason="TOO_MANY_WATCHES")
-        if self._watches[client] >= MAX_WATCHES_OF_ONE:
-            message = f"{MAX_WATCHES_OF_ONE} calls of this client watch the cluster already"
+            raise CapacityError(f"limit of {MAX_WATCHES} WatchCluster calls reached", reason="TOO_MANY_WATCHES")
+        if self._watches[client] >= MAX_WATCHES_PER_CLIENT:
+            message = f"limit of {MAX_WATCHES_PER_CLIENT} WatchCluster calls per client reached"
             raise CapacityError(message, reason="TOO_MANY_WATCHES")
         self._watches[client] += 1
         try:

@@ -1,1 +1,1 @@
-"""Observability of requests: one record each, from which summaries, metrics, logs, traces and pages are made."""
+"""Observability: each request has one record, from which summaries, metrics, logs, traces and pages are made."""

@@ -1,7 +1,7 @@
-"""One bounded record of what happened to a request (ADR 36), written while the request is served.
+"""The record of a request (ADR 36): bounded, and written while the request is served.
 
-Every public view of the request derives from it: metrics and log lines, which are made here at each event; its
-Summary, trailers and trace (`records.py`); the JSON of the router's page; and its receipt.
+Every public view of the request derives from it: metrics and log lines, which are made here at each event; the
+Summary, trailers and trace (`records.py`); the JSON of the router's page; and the receipt.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from router.observe.spans import (
 )
 
 CLIENT_LEFT = "CLIENT_LEFT"
-"""Reason in metrics for a request whose client left before the answer was complete. Clients never see it."""
+"""The reason, in metrics only, of a request whose client left before the answer was complete."""
 _log = get_logger("requests")
 
 
 @dataclass(slots=True, eq=False)
 class AttemptRecord:
-    """The nodes' reports on one attempt at a request. It is dropped when the request ends."""
+    """What the nodes reported about one attempt at a request. It is dropped when the request ends."""
 
     request: RequestRecord
     decode: NodeLink
     index: int  # among the request's attempts, from 0
     num_known_tokens: int  # prompt and generated tokens at its start
-    traced: trace.Span  # the attempt, in the request's trace
-    num_tokens_to_compute: int | None = None  # by the decode node; None: nothing was granted
+    traced: trace.Span  # the attempt's span in the request's trace
+    num_tokens_to_compute: int | None = None  # by the decode node; None: no grant yet
     kv_ready: KvReady | None = None
     prefill: PrefillFigures | None = None  # of the last transfer; None: the prefill node has not answered
     has_tokens: bool = False
@@ -63,19 +63,19 @@ class AttemptRecord:
 
     @property
     def filled_by(self) -> PrefillFigures | None:
-        """The prefill node's figures of the transfer that filled the reservation."""
+        """The prefill node's figures of the transfer that completed; None if there was none."""
         return None if self.kv_ready is None else self.prefill
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """Known tokens that no node computed for this attempt; None unless the prompt was completed."""
+        """Known tokens that no node had to compute for this attempt; None if the prompt was never complete."""
         if self.num_tokens_to_compute is None or not (self.kv_ready is not None or self.has_tokens):
             return None
         num_prefilled = 0 if self.filled_by is None else self.filled_by.num_computed_tokens
         return self.num_known_tokens - self.num_tokens_to_compute - num_prefilled
 
     def ask(self, detail: str = "") -> None:
-        """Begins the span in which the decode node is asked for room."""
+        """Begins the span of the request for room on the decode node."""
         self.opening = self._begin(SpanKind.OPEN, self.decode, detail)
 
     def take_grant(self, granted: Granted) -> None:
@@ -91,7 +91,7 @@ class AttemptRecord:
             self._begin_decoding(f"the node computes {granted.num_tokens_to_compute} known tokens itself")
 
     def begin_prefill(self, link: PrefillLink) -> Span:
-        """Begins the span of a call to a prefill node. The caller ends it with `end_prefill`."""
+        """Begins the span of a call to a prefill node. The caller passes it to `end_prefill`."""
         self.prefill = None
         self.request.add_node(link.stamp)
         span = self._begin(SpanKind.PREFILL, link)
@@ -100,7 +100,7 @@ class AttemptRecord:
         return span
 
     def end_prefill(self, span: Span, result: PrefillFigures | str) -> None:
-        """Ends a call's span. `result`: the node's answer, or the reason why there is none."""
+        """Ends the span of a prefill call. `result`: the node's answer, or why there is none."""
         if isinstance(result, str):
             fail(span.traced, "PREFILL_FAILED")
             span.close(result)
@@ -112,7 +112,7 @@ class AttemptRecord:
             self.request.add_span(part)
 
     def take_ready(self, ready: KvReady) -> None:
-        """Records that the reservation is filled, perhaps by a transfer that had been abandoned."""
+        """Records that the decode node has complete KV, possibly from a transfer that the router had given up."""
         self._end_opening()
         self.kv_ready = ready
         span = self._begin(SpanKind.KV_TRANSFER, self.decode, ready.connector)
@@ -123,7 +123,7 @@ class AttemptRecord:
     def take_tokens(self, tokens: SampleTokens, num_new: int, now: float) -> None:
         """Records a message with tokens. It is called for every token, so it must be cheap.
 
-        `num_new`: the tokens that are new to the answer. `now`: monotonic seconds.
+        `num_new`: the number of tokens that the answer did not have yet. `now`: monotonic seconds.
         """
         request, counts = self.request, tokens.speculation
         self.has_tokens = True
@@ -161,7 +161,7 @@ class AttemptRecord:
         request.steps.append(tuple.__new__(Step, step))  # takes half the time of Step(…)
 
     def end(self, why: str) -> None:
-        """Records that the attempt has left its decode node. `why`: empty if it has done its work. Idempotent."""
+        """Records that the attempt has left its decode node. `why`: empty if it was successful. Idempotent."""
         if self.decoding is not None and self.decoding.end is None:
             self.decoding.num_tokens = self.num_new_tokens
             self.decoding.close(why)
@@ -183,16 +183,16 @@ class AttemptRecord:
 class RequestRecord:
     """One request's record, made by `Records`. Owned by the event loop.
 
-    Times are monotonic seconds; None: not yet.
+    Times are monotonic seconds, or None for events that have not happened yet.
     """
 
-    serial: int  # the request's number here: clients may reuse their ids
+    serial: int  # unique in this router, unlike the id, which clients may reuse
     request_id: str
     metrics: RouterMetrics
-    take_room: Callable[[int], bool]  # reserves room for this many steps; False: there is none
+    take_room: Callable[[int], bool]  # reserves room for this many steps; returns False if there is none
     keeps_tokens: bool  # whether token ids are recorded, which reveal the answer's text
     tracer: Tracer
-    traced: trace.Span  # the whole request, in its caller's trace
+    traced: trace.Span  # the span of the whole request, in the trace of its client
     arrived_at: float = field(default_factory=time.monotonic)
     admitted_at: float | None = None  # time of the first grant
     first_token_at: float | None = None
@@ -202,16 +202,16 @@ class RequestRecord:
     error: str = ""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # set at the end
-    num_generated_tokens: int = 0  # all tokens of the answer, including those of a router that is gone
+    num_generated_tokens: int = 0  # all tokens of the answer, including those from a router that was lost
     num_samples: int = 0
     seed: int = 0
     verification_method: VerificationMethod = VerificationMethod.COUPLED
     attempts: list[AttemptRecord] = field(default_factory=list)
-    """Attempts that were granted or are traced, until the request ends: nodes may refuse any number of times."""
+    """Attempts with a grant or a trace, until the request ends. Others are not kept: nodes may refuse many times."""
     num_attempts: int = 0  # including those that a decode node refused
-    num_traced: int = 0  # spans below `traced`
+    num_traced: int = 0  # spans of the trace below `traced`
     finish_reasons: list[str] = field(default_factory=list)  # of samples, in the order in which they ended
-    has_moved: bool = False  # since the last token
+    has_moved: bool = False  # whether work has moved since the last token
     num_moves: int = 0  # migrations of work from a prefill or decode node
     stamps: list[NodeStamp] = field(default_factory=list)  # of nodes that worked on it, in the order of their first use
     speculation: SpeculationTotals = field(default_factory=SpeculationTotals)
@@ -219,7 +219,7 @@ class RequestRecord:
     steps: list[Step] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     num_dropped_steps: int = 0
-    size: int = 0  # of `steps`, in steps without token ids
+    size: int = 0  # of `steps`, in units of a step without token ids
 
     @property
     def state(self) -> RequestState:
@@ -229,7 +229,7 @@ class RequestRecord:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The names in `stamps`: a node that was restarted meanwhile has two stamps."""
+        """The distinct names in `stamps`, where a restarted node appears twice."""
         return tuple(dict.fromkeys(stamp.name for stamp in self.stamps))
 
     def since_arrival(self, at: float | None) -> float:
@@ -239,7 +239,7 @@ class RequestRecord:
     # ------------------------------------------------------------ events
 
     def take_request(self, request: Request, *, model: str, num_generated_tokens: int = 0) -> None:
-        """Records the encoded request. `num_generated_tokens`: by a router that is gone."""
+        """Records the encoded request. `num_generated_tokens`: tokens from a router that was lost."""
         sampling = request.options.sampling
         self.num_prompt_tokens, self.num_samples = len(request.prompt_token_ids), sampling.n
         self.num_generated_tokens = num_generated_tokens
@@ -248,19 +248,19 @@ class RequestRecord:
             self.traced.set_attributes(request_attributes(request, model=model))
 
     def begin_span(self, kind: SpanKind) -> Span:
-        """Begins a span of the router's own work, ENCODE or QUEUE; the caller closes it."""
+        """Begins a span of the router's own work (ENCODE, QUEUE). The caller closes it."""
         traced = self.begin_traced(self.traced, kind)
         return self.add_span(Span(kind, time.monotonic(), self.num_attempts, traced=traced))
 
     def add_span(self, span: Span) -> Span:
-        """Adds the span, unless there are too many."""
+        """Adds the span, unless the record already has `MAX_REQUEST_SPANS`. Returns the span."""
         if len(self.spans) < MAX_REQUEST_SPANS:
             span.detail = span.detail[:MAX_DETAIL_CHARS]
             self.spans.append(span)
         return span
 
     def begin_traced(self, parent: trace.Span, name: str, kind: trace.SpanKind = trace.SpanKind.INTERNAL) -> trace.Span:
-        """Begins a span of the trace, unless it has too many."""
+        """Begins a span of the trace, or returns an invalid one if the trace already has `MAX_TRACED`."""
         if self.num_traced >= MAX_TRACED:
             return trace.INVALID_SPAN
         self.num_traced += 1
@@ -296,7 +296,7 @@ class RequestRecord:
             self.stamps.append(stamp)
 
     def add_tokens(self, sample: int, num_tokens: int, now: float) -> None:
-        """Records new tokens of a sample that arrived together."""
+        """Records a sample's new tokens that arrived together."""
         metrics, last_token_at = self.metrics, self.last_token_at
         self.num_generated_tokens += num_tokens
         if self.first_token_at is None:
@@ -322,7 +322,7 @@ class RequestRecord:
             self.moves.append(Move(time.monotonic(), cause, node, message[:MAX_DETAIL_CHARS]))
             self.traced.add_event("moved", {"outrider.cause": cause, "outrider.node": node})
         _log.warning(
-            "work moves",
+            "work moves to another node",
             request_id=self.request_id,
             cause=cause,
             node=node,
@@ -336,7 +336,7 @@ class RequestRecord:
             self.ended_at = time.monotonic()
 
     def close(self, failure: OutriderError | None) -> None:
-        """Counts the outcome; if there is neither a failure nor a summary, the client has left."""
+        """Counts the outcome in metrics. Without a failure and a summary, the client has left."""
         if len({stamp.numerics for stamp in self.stamps if stamp.numerics}) > 1:
             self.metrics.add_mixed_numerics()
         if failure is None and self.outcome is None:
@@ -346,7 +346,7 @@ class RequestRecord:
             _log.warning("request failed", request_id=self.request_id, error=failure.message, reason=failure.reason)
 
     def end(self, error: OutriderError | None) -> None:
-        """Ends the record; if there is neither an error nor an outcome, the client has left. Idempotent."""
+        """Ends the record. Without an error and an outcome, the client has left. Idempotent."""
         self.mark_end()
         if error is not None:
             self.outcome, self.error = RequestState.FAILED, error.message[:MAX_DETAIL_CHARS]
@@ -354,7 +354,7 @@ class RequestRecord:
                 if isinstance(error, InvalidRequestError):
                     self.error = f"{error.reason}: {error.field}"
                 elif isinstance(error, InternalError):
-                    self.error = f"{error.reason}: the router's log says more"
+                    self.error = f"{error.reason}: see the router's log"
         elif self.outcome is None:
             self.outcome = RequestState.ABORTED
         for span in self.spans:

@@ -1,4 +1,4 @@
-"""The latest requests' records, and the Summary, trailers and trace of a request that has ended."""
+"""Keeps the latest requests' records, and makes a request's Summary, trailers and trace from its record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from router.observe.record import AttemptRecord, RequestRecord
 from router.observe.spans import RequestState
 
 MAX_STEPS = 100_000
-"""Steps recorded of all requests together: about 20 MB."""
+"""Maximum steps recorded of all requests together, about 20 MB."""
 
 Trailers = tuple[tuple[str, str], ...]
 
@@ -33,24 +33,24 @@ _log = get_logger("requests")
 class Records:
     """The latest requests' records. Owned by the event loop.
 
-    Beyond `max_records` requests, or `max_steps` steps in total, those that ended first are evicted first.
-    A request that is evicted while it runs records no more steps.
+    Above `max_records` requests or `max_steps` steps in total, the records of those that ended first are evicted.
+    A request whose record is evicted while it runs records no more steps.
     """
 
     def __init__(
         self, max_records: int, *, keeps_tokens: bool = False, max_steps: int = MAX_STEPS, tracer: Tracer = NO_TRACER
     ) -> None:
-        """`max_records`: 0 disables records. `keeps_tokens`: also record token ids, which reveal the answer's text."""
+        """`max_records`: 0 disables the history. `keeps_tokens`: whether token ids are recorded, which reveal text."""
         self._max_records = max_records
         self._num_free_steps = max_steps if max_records else 0
         self.keeps_tokens = keeps_tokens
         self._tracer = tracer
         self._serials = itertools.count(1)
-        self._running: dict[int, RequestRecord] = {}  # by serial, in the order of their beginning
-        self._ended: dict[int, RequestRecord] = {}  # by serial, in the order of their end
+        self._running: dict[int, RequestRecord] = {}  # by serial, oldest first
+        self._ended: dict[int, RequestRecord] = {}  # by serial, in the order in which they ended
 
     def __iter__(self) -> Iterator[RequestRecord]:
-        """Yields the latest first."""
+        """Yields the records, the latest first."""
         return iter(sorted((*self._running.values(), *self._ended.values()), key=lambda each: -each.serial))
 
     def find(self, serial: int) -> RequestRecord | None:
@@ -111,11 +111,11 @@ class Records:
         record.steps, record.size = [], 0
 
 
-# ------------------------------------------------------------ results of a request that has ended
+# ------------------------------------------------------------ results made from a record
 
 
 def finish(record: RequestRecord, samples: Iterable[Finished], *, num_longest: int) -> Summary:
-    """Records a complete answer and returns its Summary. `num_longest`: tokens of the longest sample."""
+    """Records that the answer is complete, and returns its Summary. `num_longest`: tokens of the longest sample."""
     found = [attempt.num_cached_tokens for attempt in record.attempts]
     num_cached_tokens = min((number for number in found if number is not None), default=0)
     record.num_cached_tokens = max(min(num_cached_tokens, record.num_prompt_tokens), 0)
@@ -157,7 +157,7 @@ def finish(record: RequestRecord, samples: Iterable[Finished], *, num_longest: i
 
 
 def _kv_transfer(attempts: Iterable[AttemptRecord]) -> KvTransferMetrics:
-    """Returns sums over attempts with a KV transfer; times are from KvReady if the prefill node has not answered."""
+    """Returns sums over attempts with a KV transfer. Times come from KvReady if the prefill node has not answered."""
     moved = [
         (ready, attempt.filled_by or PrefillFigures(transfer_seconds=ready.transfer_seconds))
         for attempt in attempts
@@ -172,9 +172,9 @@ def _kv_transfer(attempts: Iterable[AttemptRecord]) -> KvTransferMetrics:
 
 
 def trailers_of(record: RequestRecord, *, is_kept: bool) -> Trailers:
-    """Returns a call's trailers. A value that was never measured is left out, not zero.
+    """Returns a call's trailers. A value that was not measured is left out.
 
-    `is_kept`: False if the request is resumable but not in the store.
+    `is_kept`: False if the request is resumable, but the store does not have it.
     """
     trailers = [("outrider-tokens", str(record.num_generated_tokens))]
     if record.first_token_at is not None:
@@ -191,7 +191,7 @@ def trailers_of(record: RequestRecord, *, is_kept: bool) -> Trailers:
 
 
 def _end_trace(record: RequestRecord, *, reason: str) -> None:
-    """Ends the trace of a request that has ended. `reason`: of its failure, or empty."""
+    """Ends the trace of a request that has ended. `reason`: why it failed; empty if it did not."""
     for attempt in record.attempts:
         _end_attempt(record, attempt)
     assert record.ended_at is not None
@@ -202,7 +202,7 @@ def _end_trace(record: RequestRecord, *, reason: str) -> None:
             "gen_ai.usage.output_tokens": num_output_tokens,
             "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
             "gen_ai.response.finish_reasons": record.finish_reasons,
-            # vLLM's names, which existing dashboards use.
+            # The names that vLLM uses, for existing dashboards.
             "gen_ai.usage.prompt_tokens": num_input_tokens,
             "gen_ai.usage.completion_tokens": num_output_tokens,
             "gen_ai.latency.e2e": record.ended_at - record.arrived_at,
@@ -223,7 +223,7 @@ def _end_trace(record: RequestRecord, *, reason: str) -> None:
 
 
 def _end_attempt(record: RequestRecord, attempt: AttemptRecord) -> None:
-    """Ends the attempt's span at the end of its work on the decode node; the cause of a move is known only later."""
+    """Ends the attempt's span, at the time when it left its decode node. Why work moved is known only afterwards."""
     traced, node, last = attempt.traced, attempt.decode.name, attempt.decoding or attempt.opening
     traced.set_attributes({"outrider.attempt": attempt.index, "outrider.decode_node": node})
     causes = [move.cause for move in record.moves if last is not None and move.node == node and move.at >= last.start]

@@ -1,6 +1,6 @@
-"""The parts of a request's record: timed spans, steps, moves, and totals of its drafts. All are bounded.
+"""The parts of a request's record, all bounded: timed spans, steps, moves, and totals of its drafts.
 
-Times are seconds of the router's monotonic clock, when the router saw the event.
+Times are seconds on the router's monotonic clock, at which the router saw the event.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from outrider.request import Request
 from outrider.session import SpeculationCounts
 
 TOKENS_OF_A_STEP = 6
-"""Token ids that count as one more step against the bounds."""
+"""Token ids that count as one more step against the limits on steps."""
 MAX_REQUEST_STEPS = 5_000
-"""Steps recorded of one request. Further ones are only counted."""
+"""Maximum steps recorded of one request. Later ones are only counted."""
 MAX_REJECTED = 256
-"""Rejected draft tokens recorded of one step."""
+"""Maximum rejected draft tokens recorded of one step."""
 MAX_REQUEST_SPANS = 1_000
-"""Spans recorded of one request, the first ones."""
+"""Maximum spans recorded of one request. Later ones are dropped."""
 MAX_REQUEST_MOVES = 100
-"""Moves recorded of one request, the first ones."""
+"""Maximum moves recorded of one request. Later ones are only counted."""
 MAX_TRACED = 256
-"""The router's spans in a request's trace, the first ones."""
+"""Maximum spans that the router adds to a request's trace. Later ones are dropped."""
 MAX_DETAIL_CHARS = 500
-"""Characters recorded of a node's message, which may contain anything."""
+"""Maximum characters recorded of a node's message, which may be of any length."""
 
 
 class SpanKind(enum.StrEnum):
-    """What a span of a request measures, in the usual order."""
+    """What a span measures. The kinds are in their usual order in a request."""
 
     ENCODE = "encode"  # encoding of the prompt in the router, including compilation of a constraint
-    QUEUE = "queue"  # wait for a place on nodes
+    QUEUE = "queue"  # wait in the router's queue
     OPEN = "open"  # request for room on a decode node, until its grant
     PREFILL = "prefill"  # call to a prefill node, until its answer
-    PREFILL_CHUNK = "prefill_chunk"  # part of the prompt in one forward pass, or in several with others
-    KV_FRAME = "kv_frame"  # KV of a chunk and a group of layers, from the hand-over for sending to its acknowledgement
+    PREFILL_CHUNK = "prefill_chunk"  # computation of a part of the prompt, in one forward pass or several shared ones
+    KV_FRAME = "kv_frame"  # transfer of a chunk's KV for a group of layers, from its queueing to its acknowledgement
     KV_TRANSFER = "kv_transfer"  # from the first frame to complete KV, as measured by the decode node
-    DECODE = "decode"  # from complete KV, or the grant if a decode node computes the prompt, to the attempt's end
+    DECODE = "decode"  # from complete KV (or the grant, if the decode node computes the prompt) to the attempt's end
 
 
 class RequestState(enum.StrEnum):
@@ -57,7 +57,7 @@ class RequestState(enum.StrEnum):
 
 @dataclass(slots=True)
 class Span:
-    """One timed part of a request, such as its wait in the queue."""
+    """One timed part of a request, for example its wait in the queue."""
 
     kind: SpanKind
     start: float
@@ -79,7 +79,7 @@ class Span:
 
 
 class Step(NamedTuple):
-    """Tokens of one sample that arrived together: a step of its decode node."""
+    """Tokens of one sample that arrived together, from one step of its decode node."""
 
     sample: int
     attempt: int
@@ -92,7 +92,7 @@ class Step(NamedTuple):
     wanted_drafts: bool
     found_drafts: bool  # a draft node's proposal was ready
     batch: int  # sequences running on the node, by its last report
-    token_ids: tuple[int, ...]  # empty unless text may be shown, like the next field
+    token_ids: tuple[int, ...]  # empty unless text may be shown; so is the next field
     rejected_token_ids: tuple[int, ...]  # draft tokens, in the order of their rows
 
 
@@ -107,7 +107,7 @@ class Move(NamedTuple):
 
 @dataclass(slots=True)
 class SpeculationTotals:
-    """Totals of the decode nodes' reports on a request's drafts."""
+    """Totals of what decode nodes reported about a request's drafts."""
 
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
@@ -146,10 +146,11 @@ class SpeculationTotals:
 
 
 def parts_of_prefill(call: Span, figures: PrefillFigures) -> list[Span]:
-    """Returns a prefill node's work within a call that has ended. Its times count from the call's arrival there."""
+    """Returns spans of a prefill node's work in a call that has ended. `figures` count time from the call's arrival."""
     assert call.end is not None
     ended_at = call.end
-    arrived_at = call.start + max(ended_at - call.start - figures.call_seconds, 0.0) / 2  # assumes equal latencies
+    # Assumes that the request and the response took equally long on the network.
+    arrived_at = call.start + max(ended_at - call.start - figures.call_seconds, 0.0) / 2
 
     def part_of(kind: SpanKind, part: TimedPart, num_tokens: int | None = None, num_bytes: int | None = None) -> Span:
         start, end = (min(arrived_at + seconds, ended_at) for seconds in (part.start_seconds, part.end_seconds))
@@ -162,7 +163,7 @@ def parts_of_prefill(call: Span, figures: PrefillFigures) -> list[Span]:
 
 
 def request_attributes(request: Request, *, model: str) -> Mapping[str, str | int | float]:
-    """Returns a request's attributes for its trace, by OpenTelemetry's names; `gen_ai.request.id` is vLLM's."""
+    """Returns a request's attributes in its trace, with OpenTelemetry's names, but vLLM's `gen_ai.request.id`."""
     sampling = request.options.sampling
     return {
         "gen_ai.operation.name": "text_completion",

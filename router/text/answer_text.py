@@ -1,4 +1,4 @@
-"""Turns token ids into an answer's text: one token at a time, with stop strings found across token boundaries."""
+"""Turns token ids into an answer's text, one token at a time, and finds stop strings across token boundaries."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 
 REPLACEMENT = "�"
 CONTEXT_TOKENS = 6
-"""Prompt tokens of context for the window method: enough for any tokenizer's joining of words."""
+"""Prompt tokens at the start of the window, as context: enough for any tokenizer to join words."""
 MAX_HELD_TOKENS = 16
-"""Tokens without a complete character that are held back at most; more are broken or have no text."""
+"""Maximum tokens held back for an incomplete character. Longer runs have broken bytes or no text."""
 
 
 class ByteDetokenizer:
-    """A detokenizer for byte-level tokenizers: each token stands for its bytes, so it costs one table lookup.
+    """A detokenizer for byte-level tokenizers, whose tokens are byte strings, so that each costs one table lookup.
 
-    `token_bytes[id]` is what the token adds; ids beyond the table add nothing, and an empty table gives no text.
+    `token_bytes[id]` has the token's bytes; ids beyond the table have none.
     """
 
     __slots__ = ("_decoder", "_token_bytes", "is_mid_character")
@@ -42,18 +42,18 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """A detokenizer for every other tokenizer: decodes a short window and takes what it adds.
+    """A detokenizer for all other tokenizers. It decodes a short window and returns the text that a token added.
 
-    The window is the tokens whose text was emitted last, followed by those held back;
-    both decodings start at the same token, so what a decoder does at the start (such as
-    dropping a leading space) cancels out. (The method of text-generation-inference and vLLM.)
-    `context`: the tokens before the answer.
+    The window has the tokens whose text was emitted last, followed by those held back. It is
+    decoded with and without the latter; both decodings start at the same token, so whatever a
+    decoder does at the start, for example dropping a space, cancels out. (This is the method of
+    text-generation-inference and vLLM.) `context`: the tokens before the answer.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = ()) -> None:
         self._decode = decode
         self._token_ids = list(context[-CONTEXT_TOKENS:])
-        self._num_emitted = len(self._token_ids)  # tokens of the window
+        self._num_emitted = len(self._token_ids)  # tokens of the window whose text was emitted
         self._emitted_text = decode(self._token_ids)
         self.is_mid_character = False
 
@@ -83,15 +83,15 @@ class WindowDetokenizer:
 
 
 Detokenizer = ByteDetokenizer | WindowDetokenizer
-"""One sample's decoder. Appending token by token gives the same text as decoding all at once."""
+"""One sample's detokenizer. Appending token by token gives the same text as decoding all tokens at once."""
 
 
 class AnswerText:
     """Turns one sample's tokens into the text that may be sent.
 
     It holds back the bytes of an incomplete character and any suffix that could begin a stop
-    string. A stop string must not begin in the text of the first `min_tokens` tokens; a
-    character that they begin belongs to them.
+    string. A stop string must not begin in the text of the first `min_tokens` tokens, which
+    includes a character whose first bytes they have.
 
     If one token's text completes several stop strings, the one that begins earliest wins,
     then the first in the list. After a match nothing more is released.
@@ -105,13 +105,13 @@ class AnswerText:
         include_match: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """`include_match`: the text ends with the stop string, not before it."""
+        """`include_match`: whether the text includes the stop string that ends it."""
         assert all(stop_strings), "an empty stop string would match everywhere"
         self._detokenizer = detokenizer
         self._stop_strings = stop_strings
         self._include_match = include_match
         self._num_unstoppable = min_tokens  # tokens still to come in whose text no stop string may begin
-        self._num_skipped = 0  # characters still to come in which none may begin
+        self._num_skipped = 0  # characters still to come in which no stop string may begin
         self._held = ""  # text held back: a suffix that could begin a stop string
         self.matched_stop_string: str | None = None
 
@@ -137,7 +137,7 @@ class AnswerText:
         return text[:cut]
 
     def finish(self) -> str:
-        """Returns the text held back, if the sample ends without a stop string. Broken bytes are U+FFFD."""
+        """Returns the text held back if no stop string ended the sample, with U+FFFD for broken bytes."""
         if self.matched_stop_string is not None:
             return ""
         held, self._held = self._held, ""
@@ -153,7 +153,7 @@ class AnswerText:
         return found_at, found
 
     def _hold_from(self, text: str, start: int) -> int:
-        """Returns where the longest suffix begins that is a proper prefix of a stop string."""
+        """Returns the index of the longest suffix that is a proper prefix of a stop string."""
         cut = len(text)
         for string in self._stop_strings:
             at = text.find(string[0], max(start, len(text) - len(string) + 1), cut)

@@ -1,4 +1,4 @@
-"""A model's chat template, rendered like transformers does, without transformers."""
+"""Renders a model's chat template as transformers does, without importing transformers."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _TEMPLATE_ERRORS = (
 
 
 class ChatTemplate:
-    """Renders messages. Templates come with the model, so they run in jinja2's sandbox."""
+    """Renders messages. Templates come with the model and are not trusted, so they run in jinja2's sandbox."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """`sources`: by name, as in `CheckpointText`. Raises: ModelError if one does not parse."""
+        """`sources`: templates by name, as in `CheckpointText`. Raises: ModelError if one does not parse."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
@@ -60,8 +60,9 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Renders messages in OpenAI's form, with optional fields missing. `variables`: the template's own, for example
-        enable_thinking.
+        """Renders messages in OpenAI's form, which may lack optional fields.
+
+        `variables`: other variables that the template reads, for example enable_thinking.
 
         Raises: InvalidRequestError if there is no template, or it refuses the messages.
         """
@@ -69,7 +70,7 @@ class ChatTemplate:
         template = self._templates.get(name)
         if template is None:
             names = ", ".join(sorted(self._templates)) or "none"
-            raise _refused(f"the model has no chat template for this (it has: {names}); send text", field="chat")
+            raise _refused(f"the model has no chat template {name!r} (it has: {names}); send text", field="chat")
         chat = [_normalized(message) for message in messages]
         if continue_final_message and chat:
             chat[-1]["content"] += _OPEN_END
@@ -83,12 +84,12 @@ class ChatTemplate:
                     raise
                 text = template.render(values)
         except _TEMPLATE_ERRORS as error:
-            raise _refused(f"the model's chat template refuses these messages: {error}") from error
+            raise _refused(f"the model's chat template rejects these messages: {error}") from error
         if not continue_final_message:
             return text
         beginning, found, end = text.rpartition(_OPEN_END.strip())
         if not found:
-            raise _refused("the model's chat template does not end with the last message: it cannot be continued")
+            raise _refused("the last message cannot be continued: the model's chat template does not end with it")
         return beginning if end.startswith(" ") else beginning.rstrip()
 
 
@@ -97,16 +98,16 @@ def _refused(message: str, *, field: str = "chat.messages") -> InvalidRequestErr
 
 
 def _normalized(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy with the fields that clients may omit or write in two ways, as templates expect them.
+    """Returns a copy in the one form that templates expect: with a text as content, parsed arguments, and no nulls.
 
-    Null members are removed. Raises: InvalidRequestError if the content is not text.
+    Raises: InvalidRequestError if the content is not text.
     """
     found = {name: copy.deepcopy(value) for name, value in message.items() if value is not None}
     content = found.get("content", "")
     if isinstance(content, list):
         parts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in content]
         if not all(isinstance(part, str) for part in parts):
-            raise _refused("the content of a message is a text, or a list of parts with a text")
+            raise _refused("the content of a message must be a text, or a list of parts with a text")
         content = "\n".join(parts)
     found["content"] = content
     for function in _functions(found):
@@ -117,7 +118,7 @@ def _normalized(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _functions(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the functions of its tool calls."""
+    """Yields the functions of the message's tool calls."""
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else ():
         if isinstance(call, dict):
@@ -127,9 +128,9 @@ def _functions(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _write_arguments(chat: Iterable[Mapping[str, Any]]) -> bool:
-    """Makes the arguments of tool calls text. Returns whether any was an object, as in transformers.
+    """Converts the arguments of tool calls to text. Returns whether any was an object, as in transformers.
 
-    Most templates write an object as JSON; some concatenate it with text, which fails for an object.
+    Most templates write an object as JSON. Some concatenate arguments with text, which fails for objects.
     """
     functions = (function for message in chat for function in _functions(message))
     written = [function for function in functions if not isinstance(function["arguments"], str)]
@@ -153,7 +154,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """jinja2's own namespace, without attributes that reach into Python."""
+    """jinja2's own namespace, which here rejects names of Python internals."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -168,7 +169,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002
 ) -> str:
-    """Replaces jinja2's own filter, which escapes HTML characters."""
+    """Writes JSON. It replaces jinja2's own filter, which escapes HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

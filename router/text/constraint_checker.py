@@ -1,4 +1,4 @@
-"""Compiles constraints before a request is admitted, in a separate process with bounds of time and memory."""
+"""Compiles constraints before a request is admitted, in a separate process with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -23,25 +23,28 @@ from outrider.service.telemetry.logging import get_logger
 from router.text.tokenizer import MAX_WAITING_BYTES, EncodingQueue
 
 ANSWER_SECONDS = 20.0
-"""Seconds to wait for an answer, for busy machines; the process itself stops far earlier."""
+"""Seconds to wait for the compiler's answer. The process itself stops far earlier, unless the machine is busy."""
 MAX_VERDICTS = 1024
 BYTES_PER_SECOND = 2 << 20
-"""Bytes that a second of compiling counts as in the queue.
+"""Bytes in the queue that stand for a second of compiling.
 
-Some patterns take half a second and end the process: without this, a few kilobytes of them would block everybody's
-new constraints for hours.
+Some patterns take half a second and end the process. If only their size counted, a few kilobytes of them would block
+all new constraints for hours.
 """
 NEWEST_WEIGHT = 0.25
-"""Weight of the latest compilation in the mean duration."""
+"""Weight of the latest compilation in the moving average of durations."""
 
-_TOO_MUCH = (signal.SIGVTALRM, signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV)
-"""Signals that mean too much processor time or memory; others do not depend on the constraint."""
+_LIMIT_SIGNALS = (signal.SIGVTALRM, signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV)
+"""Signals of a process that used too much CPU time or memory. Other signals do not depend on the constraint."""
 
 _log = get_logger("constraints")
 
 
 class ConstraintChecker:
-    """Owned by the event loop. The process starts with the first constraint, and again after one that killed it."""
+    """Checks whether constraints compile. Owned by the event loop.
+
+    The process starts with the first constraint, and again after a constraint that ended it.
+    """
 
     def __init__(self, tokenizer_json: bytes, info: ModelInfo) -> None:
         self._tokenizer = {
@@ -50,22 +53,24 @@ class ConstraintChecker:
             "eos_token_ids": info.eos_token_ids,
         }
         self._queue = EncodingQueue(1, max_client_bytes=MAX_WAITING_BYTES // 2, busy_reason="CONSTRAINTS_BUSY")
-        # By client and hash: only one of a client's requests with the same constraint is queued, in its client's turn.
-        self._asking: dict[tuple[str, bytes], asyncio.Future[None]] = {}
-        self._seconds = 0.0  # recent mean duration of a compilation
+        # By client and hash. Of one client's requests with the same constraint, only the first is queued.
+        self._compiling: dict[tuple[str, bytes], asyncio.Future[None]] = {}
+        self._seconds = 0.0  # moving average of a compilation's duration
         self._process: subprocess.Popen[str] | None = None  # owned by the queue's thread
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # by hash, most recently used last; the
         # queue's thread adds to it, too
         self._is_closed = False
 
     async def check(self, constraint: Constraint, *, client: str = "") -> None:
-        """Raises: InvalidRequestError if the constraint cannot be compiled in time; CapacityError if too many wait;
-        NotSupportedError if the kind of tokenizer is unknown.
+        """Checks that the constraint compiles within the limits.
+
+        Raises: InvalidRequestError if it does not; CapacityError if the queue is full; NotSupportedError if the kind of
+        tokenizer is unknown.
         """
         asked = json.dumps(asdict(constraint))
         key = hashlib.sha256(asked.encode()).digest()
         while key not in self._verdicts:
-            await self._ask_once(key, constraint, asked, client)
+            await self._compile_shared(key, constraint, asked, client)
         message = self._verdicts[key]
         self._verdicts.move_to_end(key)
         if len(self._verdicts) > MAX_VERDICTS:
@@ -73,15 +78,15 @@ class ConstraintChecker:
         if message is not None:
             raise InvalidRequestError(message, field=f"sampling.{constraint.kind}", reason="INVALID_CONSTRAINT")
 
-    async def _ask_once(self, key: bytes, constraint: Constraint, asked: str, client: str) -> None:
-        """Compiles a constraint for the first of a client's requests that wait for it; the others share its errors.
+    async def _compile_shared(self, key: bytes, constraint: Constraint, asked: str, client: str) -> None:
+        """Compiles a constraint for the first of a client's requests that need it; the others share its errors.
 
-        If the first request is cancelled, nothing is raised, and one of the others asks again.
+        If the first request is cancelled, the others get no error, and one of them compiles it.
         """
-        if (asking := self._asking.get((client, key))) is not None:
+        if (asking := self._compiling.get((client, key))) is not None:
             await asyncio.shield(asking)
             return
-        asking = self._asking[client, key] = asyncio.get_running_loop().create_future()
+        asking = self._compiling[client, key] = asyncio.get_running_loop().create_future()
         size = max(len(asked), round(self._seconds * BYTES_PER_SECOND))
         try:
             compile_once = partial(self._compile_once, key, constraint, asked)
@@ -91,7 +96,7 @@ class ConstraintChecker:
             asking.exception()  # marks it as retrieved: no other request may be waiting
             raise
         finally:
-            del self._asking[client, key]
+            del self._compiling[client, key]
             if not asking.done():
                 asking.set_result(None)
 
@@ -103,7 +108,7 @@ class ConstraintChecker:
             self._process.kill()
 
     def _compile_once(self, key: bytes, constraint: Constraint, asked: str) -> str | None:
-        """Calls `_compile` and times it, unless it was done meanwhile. The process may have to be restarted first."""
+        """Calls `_compile` and times it, unless another request compiled the constraint meanwhile."""
         with suppress(KeyError):
             return self._verdicts[key]
         is_first, began_at = self._process is None, time.monotonic()
@@ -115,9 +120,9 @@ class ConstraintChecker:
                 self._seconds += (time.monotonic() - began_at - self._seconds) * NEWEST_WEIGHT
 
     def _compile(self, constraint: Constraint, asked: str) -> str | None:
-        """Returns the error message, or None. `asked`: the constraint in the process's format. In the queue's thread.
+        """Returns the error message, or None. Runs in the queue's thread, and starts the process if it is not running.
 
-        Raises: CapacityError, InternalError, NotSupportedError.
+        `asked`: the constraint as JSON. Raises: CapacityError, InternalError, NotSupportedError.
         """
         if self._process is None or self._process.poll() is not None:
             self._process = _start()
@@ -128,12 +133,12 @@ class ConstraintChecker:
             return _ask(self._process, asked)
         except InternalError:
             status = self._process.wait(ANSWER_SECONDS)
-            if self._is_closed or -status not in _TOO_MUCH:
+            if self._is_closed or -status not in _LIMIT_SIGNALS:
                 raise
-            _log.warning("a constraint was too much for its compiler", kind=constraint.kind, signal=-status)
+            _log.warning("constraint exceeded the compiler's limits", kind=constraint.kind, signal=-status)
             return (
-                f"the {constraint.kind} takes more than {MAX_CPU_SECONDS:g} s to compile, or too much memory: "
-                "intersect fewer patterns, or repeat less"
+                f"the {constraint.kind} needs more than {MAX_CPU_SECONDS:g} s to compile, or too much memory: "
+                "use fewer intersections and repetitions"
             )
 
 
@@ -143,7 +148,7 @@ def _start() -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a terminal's signals are for the router, whose end closes the process's input
+        start_new_session=True,  # Ctrl-C must reach only the router, whose end closes the process's input
     )
 
 
@@ -152,7 +157,7 @@ def _ask(process: subprocess.Popen[str], asked: str) -> str | None:
     assert process.stdin is not None
     assert process.stdout is not None
     deadline = time.monotonic() + ANSWER_SECONDS
-    watchdog = threading.Timer(ANSWER_SECONDS, process.kill)  # a stopped process does not read its input either
+    watchdog = threading.Timer(ANSWER_SECONDS, process.kill)  # writing blocks, too, if the process is stopped
     watchdog.start()
     try:
         with suppress(BrokenPipeError):  # the process ended before it had read all
@@ -166,5 +171,5 @@ def _ask(process: subprocess.Popen[str], asked: str) -> str | None:
         return answer
     status = process.wait(ANSWER_SECONDS)
     if time.monotonic() >= deadline:
-        raise CapacityError("compiling the constraint got no processor", reason="CONSTRAINTS_BUSY")
-    raise InternalError(f"the compiler of constraints has ended with {status}")
+        raise CapacityError("constraint compiler timed out waiting for CPU", reason="CONSTRAINTS_BUSY")
+    raise InternalError(f"constraint compiler ended with status {status}")

@@ -1,4 +1,4 @@
-"""Encodes text and decodes tokens for the served checkpoint, with a queue for its threads. Does not import torch."""
+"""Encodes text and decodes tokens of the served checkpoint, in threads with a fair queue. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from router.text.chat_template import ChatTemplate
 T = TypeVar("T")
 
 BYTES_PER_TOKEN = 4
-"""Bytes that a token counts as in the queue."""
+"""Bytes in the queue that stand for a token to be decoded."""
 MAX_WAITING_BYTES = 32 << 20
-"""Bytes of all waiting texts together: about ten seconds of two threads."""
+"""Maximum bytes of all waiting texts: two threads encode them in about ten seconds."""
 MAX_CLIENT_BYTES = 8 << 20
-"""Bytes of one client's waiting texts: four of the largest requests."""
+"""Maximum bytes of one client's waiting texts: four of the largest requests."""
 NEW_CLIENT_FACTOR = 4
-"""A client without waiting texts may exceed the limit for all by this factor only: client names are unverified."""
+"""Multiple of `MAX_WAITING_BYTES` up to which a client without waiting texts is served. Client names are unverified."""
 RETRY_SECONDS = 1.0
+"""Seconds after which a refused client should retry."""
 
 
 class EncodingQueue:
-    """A queue of texts for the tokenizer's threads: bounded, and fair between clients. Owned by the event loop.
+    """A bounded queue of texts for the tokenizer's threads, fair between clients. Owned by the event loop.
 
-    Clients take turns: none has more texts in the threads than there are threads.
+    A client has at most as many texts in the threads' own queue as there are threads.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class EncodingQueue:
         max_client_bytes: int = MAX_CLIENT_BYTES,
         busy_reason: str = "TOKENIZER_BUSY",
     ) -> None:
-        """`busy_reason`: the reason of the CapacityError that is raised if too much is waiting."""
+        """`busy_reason`: the reason of the CapacityError if the queue is full."""
         self._num_threads = num_threads
         self._max_waiting_bytes = max_waiting_bytes
         self._max_client_bytes = max_client_bytes
@@ -56,9 +57,9 @@ class EncodingQueue:
         self._num_bytes: Counter[str] = Counter()  # by client, of texts that wait or are being encoded
 
     async def run(self, work: Callable[[], T], *, client: str, num_bytes: int) -> T:
-        """Calls `work` in a thread, in the client's turn, and returns its result. Cancelling leaves the queue.
+        """Calls `work` in a thread when it is the client's turn, and returns its result. Can be cancelled.
 
-        Raises: CapacityError at once if too much is waiting already.
+        Raises: CapacityError at once if the queue is full.
         """
         self._check(client, num_bytes)
         turn = self._turns.setdefault(client, asyncio.Semaphore(self._num_threads))
@@ -76,13 +77,13 @@ class EncodingQueue:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _check(self, client: str, num_bytes: int) -> None:
-        """Checks the limits; a text alone always fits. Raises: CapacityError."""
+        """Checks the limits. The only text always fits. Raises: CapacityError."""
         of_client, total = self._num_bytes[client], self._num_bytes.total()
         limit = self._max_waiting_bytes * (1 if of_client else NEW_CLIENT_FACTOR)
         is_over = (of_client and of_client + num_bytes > self._max_client_bytes) or total + num_bytes > limit
         if is_over and total:
             raise CapacityError(
-                f"too much waits: {of_client} bytes of this client, {total} of all clients",
+                f"queue is full: {of_client} bytes of this client wait, {total} of all clients",
                 retry_after_seconds=RETRY_SECONDS,
                 reason=self._busy_reason,
             )
@@ -91,8 +92,8 @@ class EncodingQueue:
 class Tokenizer:
     """The served model's tokenizer.
 
-    Encoding and the decoding of whole texts run in their own threads, off the event loop (the
-    library releases the interpreter lock meanwhile); `detokenizer` is for the loop.
+    It encodes and decodes whole texts in threads, where the library releases the interpreter
+    lock. A `detokenizer` is fast enough for the event loop.
     """
 
     def __init__(self, text: CheckpointText, *, num_threads: int = 2) -> None:
@@ -108,12 +109,12 @@ class Tokenizer:
         self._token_bytes: TokenBytes | None = None  # None: the library decodes
         with suppress(NotSupportedError):
             self._token_bytes = TokenBytes.of(self._tokenizer)
-        self._parts: dict[bool, list[bytes]] = {}  # byte-level tokenizers only, by whether special tokens are skipped
+        self._parts: dict[bool, list[bytes]] = {}  # a token's bytes, with and without special tokens; if byte-level
         self._longest_token = 0  # in bytes; 0: unknown
         if self._token_bytes is not None and self._token_bytes.is_byte_level:
             parts, special = self._token_bytes.of_id, self._token_bytes.special_ids
-            spoken = [b"" if token_id in special else part for token_id, part in enumerate(parts)]
-            self._parts = {False: parts, True: spoken}
+            visible = [b"" if token_id in special else part for token_id, part in enumerate(parts)]
+            self._parts = {False: parts, True: visible}
             if _keeps_every_character(description):
                 self._longest_token = max(map(len, parts), default=0)
         self._queue = EncodingQueue(num_threads)
@@ -124,7 +125,7 @@ class Tokenizer:
         Special tokens written in the text are encoded as special tokens.
 
         Raises: InvalidRequestError, before encoding, if the text is certain to have more than `max_tokens`;
-        CapacityError if too many texts wait.
+        CapacityError if the queue is full.
         """
         self._check_length(text, max_tokens, field="text")
         return await self._queue.run(
@@ -139,12 +140,12 @@ class Tokenizer:
         client: str = "",
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Returns the token ids of the rendered chat template, nothing added.
+        """Returns the token ids of the rendered chat template, to which nothing is added.
 
         `render` is called in a thread; its input has about `num_bytes`.
 
-        Raises: InvalidRequestError if the model has no template or its template refuses the messages, and like
-        `encode_text`; CapacityError if too many texts wait.
+        Raises: InvalidRequestError if the model has no template or the template refuses the messages; the errors of
+        `encode_text`.
         """
 
         def encode() -> list[int]:
@@ -155,7 +156,7 @@ class Tokenizer:
         return await self._queue.run(encode, client=client, num_bytes=num_bytes)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, client: str = "") -> str:
-        """Returns the text of these tokens. Raises: CapacityError if too many texts wait."""
+        """Returns the text of these tokens. Raises: CapacityError if the queue is full."""
         return await self._queue.run(
             lambda: self.decode_now(token_ids, skip_special_tokens=skip_special_tokens),
             client=client,
@@ -163,21 +164,21 @@ class Tokenizer:
         )
 
     def encode_now(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Encodes in the caller's thread; on the event loop only for a few words."""
+        """Encodes in the caller's thread. The event loop may call it only for a few words."""
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode_now(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Decodes in the caller's thread; on the event loop only for a few tokens."""
+        """Decodes in the caller's thread. The event loop may call it only for a few tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def added_around(self) -> tuple[list[int], list[int]]:
-        """Returns the tokens that `encode_text` adds (before a text, after it): the same for every text."""
+        """Returns the special tokens that `encode_text` adds to every text: (before it, after it)."""
         text, whole = (self.encode_now("a", add_special_tokens=adds) for adds in (False, True))
         start = next(start for start in range(len(whole) + 1) if whole[start : start + len(text)] == text)
         return whole[:start], whole[start + len(text) :]
 
     def detokenizer(self, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> Detokenizer:
-        """Returns a decoder for one sample. `context`: the tokens before it."""
+        """Returns a detokenizer for one sample. `context`: the tokens before it."""
         if self._parts:
             return ByteDetokenizer(self._parts[skip_special_tokens])
         return WindowDetokenizer(
@@ -193,7 +194,7 @@ class Tokenizer:
         return b"" if token is None else token.encode()
 
     def token_text(self, token_id: int) -> str:
-        """Returns one token's text alone, special or not, with U+FFFD for parts of characters. Thread-safe."""
+        """Returns one token's text, special or not, with U+FFFD for parts of characters. Thread-safe."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def close(self) -> None:
@@ -201,10 +202,10 @@ class Tokenizer:
         self._queue.close()
 
     def _check_length(self, text: str, max_tokens: int | None, *, field: str) -> None:
-        least = len(text) // self._longest_token if self._longest_token else 0
-        if max_tokens is not None and least > max_tokens:
+        min_tokens = len(text) // self._longest_token if self._longest_token else 0
+        if max_tokens is not None and min_tokens > max_tokens:
             raise InvalidRequestError(
-                f"the text has at least {least} tokens; the window is {max_tokens}",
+                f"the text has at least {min_tokens} tokens, which exceeds the window of {max_tokens}",
                 field=field,
                 reason="PROMPT_TOO_LONG",
             )

@@ -21,7 +21,7 @@ from outrider.cli.sampling_arguments import with_defaults_of
         (["bench", "load", "--concurrency", "x"], "--concurrency: x is no number of at least 1"),
         (["bench", "load", "--rate", "1,x"], "--rate: 1,x: rates are numbers above 0"),
         (["generate", "hi", "--target", ","], "--target: a client needs at least one target"),
-        (["probe", "--target", "https://h"], "--target: https://h: a target is HOST:PORT"),
+        (["probe", "--target", "https://h"], "--target: https://h: a target must be HOST:PORT"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_status_2(capsys, arguments, message):

@@ -51,7 +51,7 @@ def target(up):
         (["--set", "model.dtype=int8"], "model.dtype = 'int8' is out of range"),
         (
             ["--routers", "2", "--store", "disk"],
-            "--set router.store=disk: router: store is neither memory nor valkey://",
+            "--set router.store=disk: router: store must be memory or valkey://",
         ),
     ],
 )
@@ -191,7 +191,7 @@ def test_a_model_that_starts_processes_names_the_extra_too():
     [
         (["--logprobs", "2"], "--logprobs needs --json"),
         (["--prompt-logprobs", "2"], "--prompt-logprobs needs --json"),
-        (["--choice", "a", "--regex", "b"], "regex and choice: an answer has one constraint"),
+        (["--choice", "a", "--regex", "b"], "regex and choice: only one constraint is allowed"),
         (["--chat", "--stop", "\udcff"], "stop.strings: "),
     ],
 )

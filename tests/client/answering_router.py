@@ -1,6 +1,6 @@
-"""A router without nodes that resumes: its tokens follow from seed, sample and position alone.
+"""A fake router that can resume answers, since its tokens depend only on seed, sample and position.
 
-Requests are files of a directory, which several such routers may share. As a program:
+Requests are files in a directory, which several such routers may share. As a program:
 `python -m tests.client.answering_router DIRECTORY PORT HELD_AT`.
 """
 
@@ -36,7 +36,7 @@ def token_at(seed, sample, position):
 
 
 def answer(seed, *, n=1, starts=None):
-    """Messages from `starts` (by sample, else the prompt's end): Deltas of two tokens, held-back text, Finished."""
+    """Yields Deltas of two tokens, the held-back text and Finished. `starts`: by sample; default: the prompt's end."""
     starts = starts or {}
     end = NUM_PROMPT_TOKENS + NUM_TOKENS
     by_sample = []
@@ -60,9 +60,10 @@ def delta(sample, position, token_ids, text):
 
 
 class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
-    """`faults`: what the next calls do, first first: a number of messages before UNAVAILABLE, an error, or None.
+    """A router that follows a script.
 
-    `held_at`: after so many messages a Generate waits until its call ends or another stream has the answer.
+    `faults`: what the next calls do, in order: a number of messages before UNAVAILABLE, an error, or None.
+    `held_at`: the number of messages after which a Generate waits until its call ends or another stream takes over.
     """
 
     def __init__(self, directory: Path, *, held_at: int | None = None) -> None:
@@ -70,15 +71,14 @@ class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
         self.held_at = held_at
         self.faults = []
         self.calls = []  # (method, request)
+        self.seconds_left = []  # until each call's deadline
         self.aborted = []
         self._attached = {}  # by request id: the number of the stream that has the answer
         self._numbers = itertools.count()
 
     def Generate(self, request, context):
-        fault = self._begin("Generate", request)
+        fault = self._begin("Generate", request, context)
         path = self.directory / request.request_id
-        if isinstance(fault, Exception):
-            fail(context, fault)
         if path.exists():
             fail(context, AlreadyRunningError("running"))
         if not request.sampling.HasField("seed"):
@@ -87,13 +87,17 @@ class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
         num_brought = len(request.generated_token_ids)
         expected = [token_at(request.sampling.seed, 0, NUM_PROMPT_TOKENS + index) for index in range(num_brought)]
         assert list(request.generated_token_ids) == expected
+        if not request.HasField("resume_window"):
+            context.add_callback(lambda: path.unlink(missing_ok=True))
         yield from self._stream(request, {0: NUM_PROMPT_TOKENS + num_brought}, fault, context, held_at=self.held_at)
 
+    def Complete(self, request, context):
+        self._begin("Complete", request, context)
+        return router_pb2.CompleteResponse(completions=[router_pb2.Completion(text="whole")])
+
     def Resume(self, request, context):
-        fault = self._begin("Resume", request)
+        fault = self._begin("Resume", request, context)
         path = self.directory / request.request_id
-        if isinstance(fault, Exception):
-            fail(context, fault)
         if not path.exists():
             fail(context, NotFoundError(f"no request {request.request_id}"))
         stored = router_pb2.GenerateRequest.FromString(path.read_bytes())
@@ -108,23 +112,25 @@ class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.AbortResponse(aborted=is_known)
 
     def GetModel(self, request, context):
-        fault = self._begin("GetModel", request)
-        if isinstance(fault, Exception):
-            fail(context, fault)
+        self._begin("GetModel", request, context)
         return router_pb2.GetModelResponse(name="m")
 
-    def store(self, request_id, *, seed=0):
-        """As another router of this store would have done."""
+    def store(self, request_id, *, seed=0, n=1):
+        """Stores a request as another router of this store would."""
         request = router_pb2.GenerateRequest(request_id=request_id)
-        request.sampling.seed = seed
+        request.sampling.seed, request.sampling.n = seed, n
         (self.directory / request_id).write_bytes(request.SerializeToString())
 
     def methods(self):
         return [method for method, _ in self.calls]
 
-    def _begin(self, method, request):
+    def _begin(self, method, request, context):
         self.calls.append((method, request))
-        return self.faults.pop(0) if self.faults else None
+        self.seconds_left.append(context.time_remaining())
+        fault = self.faults.pop(0) if self.faults else None
+        if isinstance(fault, Exception):
+            fail(context, fault)
+        return fault
 
     def _stream(self, request, starts, num_messages, context, *, held_at=None):
         request_id, seed, n = request.request_id, request.sampling.seed, request.sampling.n or 1
@@ -152,7 +158,7 @@ def fail(context, error):
 
 
 class Serving:
-    """A router on a port, with TLS if it has `credentials`; `stop` breaks its calls off."""
+    """Serves a router on a port, with TLS if there are `credentials`. `stop` cancels its calls."""
 
     def __init__(self, router: router_pb2_grpc.RouterServiceServicer, *, port: int = 0, credentials=None) -> None:
         self.router = router

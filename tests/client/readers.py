@@ -1,4 +1,4 @@
-"""Either client, from a test's own thread: each call has a client of its own."""
+"""Runs either client from a synchronous test. Each call has its own client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SEED = 5
 
 
 class SyncReader:
-    """Runs a whole stream and keeps its Deltas."""
+    """Reads a whole stream and keeps its Deltas."""
 
     client_class = Client
 

@@ -18,7 +18,7 @@ WAIT_SECONDS = 60.0
 
 
 class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
-    """Streams two samples of two tokens; the prompt "endless" never ends, "full" is refused."""
+    """Streams two samples of two tokens. The answer to "endless" never ends; "full" is refused."""
 
     def __init__(self) -> None:
         self.cancelled = threading.Event()
@@ -276,7 +276,7 @@ def test_what_is_not_json_names_its_field():
         with pytest.raises(InvalidRequestError, match="JSON serializable") as refused:
             make_request([message], options)
         assert refused.value.field == field
-    with pytest.raises(InvalidRequestError, match=r"^chat.template_kwargs: a dict is needed"):
+    with pytest.raises(InvalidRequestError, match=r"^chat.template_kwargs must be a dict"):
         make_request([ChatMessage("user", "a")], {"chat_template_kwargs": "x"})
 
 
@@ -296,7 +296,7 @@ def test_an_option_that_does_not_exist_is_a_type_error_that_names_the_nearest(op
 
 
 class Message:
-    """As a message of an answer in OpenAI's client."""
+    """Like a message in OpenAI's client."""
 
     @staticmethod
     def model_dump():
@@ -304,7 +304,7 @@ class Message:
 
 
 class Schema:
-    """As a model of pydantic's."""
+    """Like a model of pydantic."""
 
     @staticmethod
     def model_json_schema():
@@ -342,18 +342,24 @@ def test_messages_may_be_dicts_of_openai():
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (["a", "b"], "a prompt is a text, token ids or a list of messages, not ['a', 'b']; send several one by one"),
+        (["a", "b"], "a prompt must be text, token ids or a list of messages, not ['a', 'b']; send several one by one"),
         ([("user", "hi")], "not [('user', 'hi')]"),
         (None, "not None"),
         (5, "not 5"),
         (b"hi", "not bytes: decode them"),
-        ({"role": "user", "content": "hi"}, "not a dict: a message stands in a list"),
+        ({"role": "user", "content": "hi"}, "not a dict: put a message into a list"),
         ([{"role": "user", "content": 5}], "chat.messages[0]: "),
-        ([ChatMessage("user", "hi"), "hi"], "chat.messages[1]: a message is a dict with role and content, not 'hi'"),
-        ([{"content": "hi"}], "a message has a role and a content, not {'content': 'hi'}"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "content must be text, not image_url"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "content must be text, not a part without text"),
+        ([{"role": "user", "content": ["a", "b"]}], "content must be a text or a list of text parts, not 'a'"),
+        (
+            [ChatMessage("user", "hi"), "hi"],
+            "chat.messages[1]: a message must be a dict with role and content, not 'hi'",
+        ),
+        ([{"content": "hi"}], "a message must have a role and a content: {'content': 'hi'}"),
         (
             [{"role": "assistant", "content": None, "audio": {"id": "c"}}],
-            "not audio: render the chat yourself (apply_chat_template) and give its token ids",
+            "must not have audio: render the chat yourself (apply_chat_template) and pass its token ids",
         ),
         ([ChatMessage("user", "\ud800")], "chat.messages[0].content"),
     ],

@@ -1,4 +1,4 @@
-"""TLS and tokens, as a client brings them."""
+"""TLS and tokens of a client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.client.answering_router import Serving
 
 
 class GuardedRouter(router_pb2_grpc.RouterServiceServicer):
-    """Answers with the authorization that a call came with."""
+    """Returns the authorization of a call as the model's name."""
 
     def GetModel(self, request, context):
         metadata = dict(context.invocation_metadata())

@@ -1,4 +1,4 @@
-"""Several routers: which of them a call goes to."""
+"""With several routers, to which of them a call goes."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def test_a_target_is_dialled_as_people_write_it(given, dialled):
 
 
 def test_a_target_of_https_names_the_way_to_tls():
-    with pytest.raises(ValueError, match="TLS is asked for by tls"):
+    with pytest.raises(ValueError, match=r"tls \(in commands --tls, --authority\) turns TLS on"):
         Targets("https://router:443")
 
 
 @pytest.mark.parametrize("given", ["::1:50777", "[::1", "[::1]:abc", "h:70000", "h:", "a b:c", 5, None, b"h:1", [5]])
 def test_what_is_no_target_is_an_error_at_once(given):
-    with pytest.raises(ValueError, match="a target is HOST:PORT"):
+    with pytest.raises(ValueError, match="a target must be HOST:PORT"):
         Targets(given)

@@ -11,7 +11,7 @@ from tests.llm.scripted_router import ScriptedRouter
 
 
 class FakeCluster:
-    """The one router that is there, and what the LLM asked for."""
+    """A cluster of one fake router, which records what the LLM asked for."""
 
     address = ""
 
@@ -56,7 +56,7 @@ def router():
 
 @pytest.fixture
 def clusters(monkeypatch):
-    """Those that LLMs have made."""
+    """The clusters that LLMs have made."""
     made = []
 
     def make(config, launch):

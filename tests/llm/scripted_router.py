@@ -1,4 +1,4 @@
-"""A router without nodes for `LLM`: a token is a character, and an answer is its prompt in capitals."""
+"""A fake router for `LLM`: a token is a character, and an answer is its prompt in capitals."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ WAIT_SECONDS = 60.0
 
 
 class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
-    """`full`: so many calls are refused for lack of room at first. A prompt "hold" waits until its call ends."""
+    """Refuses the first `full` calls for lack of room. A prompt "hold" waits until its call ends."""
 
     def __init__(self) -> None:
         self.full = 0
-        self.requests = []  # of Complete, as they came
+        self.requests = []  # Complete's requests, in order
         self.num_now = 0
         self.most_at_once = 0
         self.num_held = 0
@@ -99,7 +99,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
 
 
 def logprobs_of(token_id, rank):
-    """A token's own, as the likeliest or the second of two."""
+    """Returns logprobs of a token that has this rank, 1 or 2."""
     top = [(token_id, -0.5), (1, -1.5)] if rank == 1 else [(1, -0.25), (token_id, -1.0)]
     own = dict(top)[token_id]
     entries = [router_pb2.TokenLogprob(token_id=entry, logprob=logprob) for entry, logprob in top]
@@ -107,7 +107,7 @@ def logprobs_of(token_id, rank):
 
 
 def finish_of(request, token_ids):
-    """By the request's first stop condition, else the model's own end-of-text."""
+    """Returns the end by max_tokens, the request's first stop condition, or the model's own end-of-text."""
     if len(token_ids) == request.sampling.max_tokens:
         return router_pb2.Finished(reason=router_pb2.FINISH_REASON_LENGTH)
     if request.stop.strings:

@@ -1,4 +1,4 @@
-"""What vLLM's arguments and parameters become, and which errors name those that become nothing."""
+"""How vLLM's arguments and parameters are converted, and the errors for those that are not supported."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_a_constraint_is_exactly_one(constraint):
         (lambda: SamplingParams(spaces_between_special_tokens=False), "spaces_between_special_tokens=False"),
         (lambda: SamplingParams(best_of=2), "generate n samples"),
         (lambda: StructuredOutputsParams(regex="a", structural_tag="b"), "StructuredOutputsParams.structural_tag"),
-        (lambda: SamplingParams(logprobs=-1).to_options(), "logprobs is 0 to 20"),
-        (lambda: SamplingParams(prompt_logprobs=-1).to_options(), "prompt_logprobs is 0 to 20"),
+        (lambda: SamplingParams(logprobs=-1).to_options(), "logprobs must be 0 to 20"),
+        (lambda: SamplingParams(prompt_logprobs=-1).to_options(), "prompt_logprobs must be 0 to 20"),
     ],
 )
 def test_a_parameter_without_an_equivalent_is_named(make, message):
@@ -175,7 +175,7 @@ def test_wrong_arguments_are_named(llm, clusters):
         LLM(quantization="awq")
     with pytest.raises(ValueError, match=r"quantisation.*nearest is quantization"):
         LLM(quantisation="awq")
-    with pytest.raises(ValueError, match=r"LLM\(\) port: nothing is served over HTTP"):
+    with pytest.raises(ValueError, match=r"LLM\(\) port: an LLM does not serve HTTP"):
         LLM(port=8000)
     with pytest.raises(ValueError, match=r"model.dtype = 'half' .* float32, bfloat16"):
         LLM(dtype="half")

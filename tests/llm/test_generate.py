@@ -1,4 +1,4 @@
-"""`LLM.generate` and `LLM.chat` with a router that needs no nodes."""
+"""`LLM.generate` and `LLM.chat` with a fake router."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_script_draws_the_same_seeds_each_time_unless_it_wants_others(router, 
 
 
 def test_requests_wait_for_room_however_often_they_are_refused(llm, router):
-    router.full = 5  # one more than a client tries by itself
+    router.full = 5  # one more than a client's own attempts
     assert texts(llm.generate("a")) == ["A"]
     assert router.full == 0
 
@@ -144,13 +144,13 @@ def test_no_more_than_the_nodes_have_room_for_and_some_that_wait_are_sent_at_onc
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        (["ok", "a" * WINDOW], r"prompts\[1\]: the prompt has 100 tokens; the window of 100 has room for 1 to 99"),
+        (["ok", "a" * WINDOW], r"prompts\[1\]: the prompt has 100 tokens; a window of 100 allows 1 to 99"),
         (["ok", ""], r"prompts\[1\]: the prompt has 0 tokens"),
-        (["ok", {"multi_modal_data": 1}], r"prompts\[1\]: a prompt has the key .*, not 'multi_modal_data'"),
+        (["ok", {"multi_modal_data": 1}], r"prompts\[1\]: a prompt must have the key .*, not 'multi_modal_data'"),
         (["ok", {}], r"prompts\[1\]: .* not an empty dict"),
-        (["ok", None], r"prompts\[1\]: a prompt is a text, token ids or a dict, not None"),
+        (["ok", None], r"prompts\[1\]: a prompt must be text, token ids or a dict, not None"),
         (["ok", ["a", 1]], r"prompts\[1\]: .* not \['a', 1\]"),
-        (["ok", {"prompt": 5}], r"prompts\[1\]: a prompt is a text, token ids or a dict, not 5"),
+        (["ok", {"prompt": 5}], r"prompts\[1\]: a prompt must be text, token ids or a dict, not 5"),
     ],
 )
 def test_a_prompt_that_cannot_be_is_named_before_anything_is_generated(llm, router, prompts, message):
@@ -159,22 +159,9 @@ def test_a_prompt_that_cannot_be_is_named_before_anything_is_generated(llm, rout
     assert router.requests == []
 
 
-@pytest.mark.parametrize(
-    ("message", "problem"),
-    [
-        (
-            {"role": "user", "content": [{"type": "image_url"}]},
-            r"messages\[0\]: .* a text, not image_url",
-        ),
-        ({"content": "a"}, r"a role and a content, not \{'content': 'a'\}"),
-        ({"role": "user", "content": [{"type": "text"}]}, r"messages\[0\]: .* not a part without text"),
-        ("hello", r"messages\[0\]: a message is a dict with role and content, not 'h'"),
-        ({"role": "user", "content": ["a", "b"]}, r"messages\[0\]: .* not 'a'"),
-        ({"role": "assistant", "content": "a", "audio": {"id": "a"}}, "not audio"),
-    ],
-)
-def test_a_message_that_is_not_text_is_refused(llm, message, problem):
-    with pytest.raises(ValueError, match=problem):
+@pytest.mark.parametrize("message", [{"content": "a"}, "hello"])
+def test_a_message_that_is_not_text_is_refused(llm, message):
+    with pytest.raises(ValueError, match=r"messages\[0\]: a message must "):
         llm.chat([message])
 
 
@@ -186,7 +173,7 @@ def test_parameters_that_the_router_refuses_are_named_and_end_the_batch(llm, rou
 
 
 class InterruptedBar:
-    """A progress bar whose reader presses Ctrl-C when one answer of three is there and the others are in work."""
+    """A progress bar that simulates Ctrl-C when one of three answers is complete and the others are running."""
 
     def __init__(self, router, *, total, desc, **options):
         self._is_answers = total == 3 and desc == "Processed prompts"

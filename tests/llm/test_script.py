@@ -1,4 +1,4 @@
-"""Scripts that end, each in its own manner: nothing is left of what they started."""
+"""Scripts that end in several ways leave no process behind."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ llm.generate(prompts * 30, endless)
 """
 
 
-@pytest.mark.full  # the same with stand-ins for the services is above
+@pytest.mark.full  # the test above does the same with fake services
 @pytest.mark.real_model
 @pytest.mark.timeout(300)
 def test_a_script_with_the_default_model_is_interrupted_and_killed(tmp_path):
-    """Its answers are the router's own; Ctrl-C aborts what runs; kill -9 takes all processes along."""
+    """Its answers are the router's own, Ctrl-C aborts running requests, and kill -9 ends all processes."""
     log = tmp_path / "log"
     with log.open("wb") as stderr:
         command = [sys.executable, "-c", SCRIPT, json.dumps({"kv_cache.memory": "512MiB"})]

@@ -1,4 +1,4 @@
-"""A stand-in for placement before a queue: so many places, on two nodes."""
+"""A fake placement for tests of the queue: a number of places on two nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FakePlace:
 
 
 class FakePlaces:
-    """So many places; `has_nodes` may be taken away."""
+    """A placement with `num_free` places. `has_nodes` may be set to False."""
 
     def __init__(self, num_free=0):
         self.num_free = num_free
@@ -79,7 +79,7 @@ async def give_room(queue, places, num_free=1):
 
 
 async def leave(queue, *tasks):
-    """They cancel; nothing waits any more."""
+    """Cancels the waiting tasks, and checks that the queue is empty."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

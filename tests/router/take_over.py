@@ -1,4 +1,4 @@
-"""What tests of requests that routers take over from each other share."""
+"""Helpers for tests of requests that one router takes over from another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.memory_store import MemoryAnswerStore, MemoryRecords
 
 
 class Watched:
-    """A method in whose place it stands: says when it is called and left; calls wait while it is not open."""
+    """Replaces a method: it reports when a call begins and ends, and calls wait until it is open."""
 
     def __init__(self, owner, name, *, is_open):
         self._entered, self._left, self._opened = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -50,7 +50,7 @@ def request(cluster, max_tokens, **fields):
 
 
 async def serve(cluster, store_class=MemoryAnswerStore, *, lease_seconds=1.0, **config):
-    """(its store, the store's records) of one router that keeps its requests."""
+    """Starts a router with a store. Returns (the store, the store's records)."""
     records = MemoryRecords()
     store = store_class(owner=b"router", lease_seconds=lease_seconds, records=records)
     await cluster.serve(store=store, **{"store_append_seconds": 0.02} | config)
@@ -59,7 +59,7 @@ async def serve(cluster, store_class=MemoryAnswerStore, *, lease_seconds=1.0, **
 
 
 async def run_ahead_of_the_store(pair, num_deltas=30, **fields):
-    """The position behind the tokens that the client has; the store has fewer, and the first router is gone."""
+    """Kills the first router when the client has more tokens than the store. Returns the position after them."""
     call, _, deltas = await pair.begin(num_deltas=3, **fields)
     await pair.first.eventually(lambda: bool(pair.records.get("r").tokens.token_ids()))
     pair.first.service.requests.keeper._work.cancel()
@@ -69,6 +69,3 @@ async def run_ahead_of_the_store(pair, num_deltas=30, **fields):
     num_stored = len(pair.records.get("r").tokens.token_ids()[0])
     assert 0 < num_stored < position - deltas[0].start_position
     return position
-
-
-# ---------------------------------------------------------------- Resume

@@ -1,6 +1,6 @@
-"""The router as a process, before fake nodes: alone, at its end, and killed or frozen in the middle of a stream.
+"""The router as a process with fake nodes: without nodes, at its end, and killed or frozen in the middle of a stream.
 
-tests/faults/test_lost_routers.py has the kill with a common store, on real nodes.
+tests/faults/test_lost_routers.py kills one with a shared store and real nodes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ NUM_CLIENTS = 16
 ROUTER_SERVICE = "outrider.v1.RouterService"
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 SILENCE_SECONDS = 5.0
-"""After which a client gives up a router that answers no ping. A connection that is reset tells it at once."""
+"""Seconds after which a client gives up a router that does not answer pings. A reset connection is noticed at once."""
 NUM_TOKENS = 200
 
 
 @pytest.fixture
 async def nodes():
-    """A decode and a prefill node that serve."""
+    """A serving decode node and a serving prefill node."""
     decode = FakeDecodeNode()
     prefill = FakePrefillNode()
     for node in (decode, prefill):
@@ -49,7 +49,7 @@ async def nodes():
 
 @pytest.fixture
 async def router(nodes):
-    """start(*settings) → (process, stub); the router serves."""
+    """start(*settings) starts a router, and returns (process, stub) when it serves."""
     decode, prefill = nodes
     channels, processes = [], []
 
@@ -78,7 +78,7 @@ def request(max_tokens: int) -> router_pb2.GenerateRequest:
 
 
 class Stream:
-    """A Generate in the background."""
+    """A Generate call that is read in the background."""
 
     def __init__(self, stub, *, max_tokens: int) -> None:
         self.has_begun = asyncio.Event()
@@ -117,7 +117,7 @@ async def test_a_collector_that_never_answers_delays_no_answer_and_no_end(nodes,
 
 
 async def test_what_runs_at_sigterm_ends_and_then_the_router(nodes, router):
-    nodes[0].step_seconds = 0.2  # of 30 s
+    nodes[0].step_seconds = 0.2  # 30 s in total
     process, stub = await router("server.drain_seconds=60", "server.metrics_port=0", "telemetry.log_text=true")
     stream = Stream(stub, max_tokens=150)
     await stream.has_begun.wait()
@@ -146,7 +146,7 @@ async def test_what_runs_at_sigterm_ends_and_then_the_router(nodes, router):
 
 
 async def test_what_still_runs_or_waits_at_the_deadline_is_told(nodes, router):
-    nodes[0].step_seconds = 0.2  # of 80 s
+    nodes[0].step_seconds = 0.2  # 80 s in total
     nodes[0].max_running = 1
     process, stub = await router("server.drain_seconds=0.3")
     running = Stream(stub, max_tokens=400)
@@ -192,9 +192,9 @@ async def test_no_call_is_called_cancelled_when_clients_ask_again_until_the_rout
 
 @pytest.mark.slow
 async def test_clients_of_a_frozen_router_are_told(nodes, router, is_full):
-    """A connection that has just carried tokens: gRPC's own ping may be on its way when it freezes.
+    """The connection has just carried tokens, so that gRPC's own ping may be in flight when the router freezes.
 
-    With the client's own patience in a full run, with a fifth of it otherwise.
+    A full run uses the client's own timeouts, others a fifth of them.
     """
     nodes[0].step_seconds = 0.01
     process, _ = await router()
@@ -250,11 +250,11 @@ async def test_health_is_serving_between_start_and_sigterm_while_nodes_serve(nod
     assert status == 0
 
 
-# ---------------------------------------------------------------- the Python client goes on at another router
+# ---------------------------------------------------------------- the Python client continues at another router
 
 
 async def stream_whole(targets, *, strike=None, **options):
-    """(what each sample is, the longest pause between two Deltas in seconds)."""
+    """Returns (each sample, the longest pause between two Deltas in seconds)."""
     arrivals = []
     options = {"seed": 4, "max_tokens": NUM_TOKENS, "stop": ["never said"], **options}
     async with (
@@ -273,7 +273,7 @@ async def stream_whole(targets, *, strike=None, **options):
 
 
 async def strike_one_of_two(nodes, router, number, *settings, most_seconds, **options):
-    """The process that was struck."""
+    """Sends a signal to one of two routers during a stream. Returns its process."""
     nodes[0].step_seconds = 0.01
     processes = [(await router(*settings))[0] for _ in range(2)]
     addresses = [process.log()[0]["address"] for process in processes]
@@ -289,7 +289,7 @@ async def strike_one_of_two(nodes, router, number, *settings, most_seconds, **op
 async def test_a_frozen_router_of_a_store_costs_the_time_to_notice(nodes, router, store_server):
     settings = (f"router.store={store_server.url}", STORE_PATIENCE)
     frozen = await strike_one_of_two(nodes, router, signal.SIGSTOP, *settings, n=2, most_seconds=WAIT_SECONDS)
-    # It comes back, learns that it lost the request, and leaves nothing behind.
+    # It continues, learns that it lost the request, and drops it.
     frozen.process.send_signal(signal.SIGCONT)
     await asyncio.to_thread(frozen.wait_for_log, "request failed", lambda line: line["reason"] == "RESUMED_ELSEWHERE")
 

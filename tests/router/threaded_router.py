@@ -1,4 +1,4 @@
-"""A router on an event loop of its own, so that what a client costs it can be told from what the client does."""
+"""A router on its own event loop, so that the router's stalls are not mixed up with the client's."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ SERVICE = "/outrider.v1.RouterService/"
 
 
 class ThreadedRouter(WatchedLoop):
-    """A router before fake nodes on an event loop in a thread, and the longest stall of that loop."""
+    """A router with fake nodes on an event loop in a thread. It measures the longest stall of that loop."""
 
     def __init__(self, *, decode_max_running=64, tokenizer_files=None, model=None, reasoning_parser="", **config):
         gc.collect()
-        gc.freeze()  # what earlier tests have left is not searched for garbage in the router's turns
+        gc.freeze()  # garbage collection must not stall the router for objects of earlier tests
         super().__init__()
         self.cluster = Cluster()
         self.cluster.decode.max_running = decode_max_running
@@ -26,7 +26,7 @@ class ThreadedRouter(WatchedLoop):
             node.tokenizer_files = tokenizer_files or node.tokenizer_files
             node.model = model or node.model
         self.run(self.cluster.serve(**config))
-        self.longest_stall_seconds = 0.0  # its start does not count
+        self.longest_stall_seconds = 0.0  # the start does not count
         self.channel = grpc.insecure_channel(self.cluster.address)
 
     def stop(self):
@@ -36,7 +36,7 @@ class ThreadedRouter(WatchedLoop):
         gc.unfreeze()
 
     def call(self, method, data):
-        """(status, messages) of a call with these bytes. `method`: of our own service, or with its service's path."""
+        """Sends these bytes, and returns (status, messages). `method`: a method of RouterService, or a whole path."""
         path = method if method.startswith("/") else SERVICE + method
         answers = self.channel.unary_stream(path)(data, timeout=CALL_SECONDS)
         try:

@@ -1,8 +1,8 @@
-// Where a request's time went, from its record. Times are in seconds since its arrival.
+// Computes from a request's record where its time went. Times are seconds since its arrival.
 
 import { count, largest, plural, seconds } from "./figures.js";
 
-// In the order in which they come.
+// In the order in which they occur.
 export const PARTS = {
   encode: "encoding",
   queue: "queue",
@@ -12,18 +12,18 @@ export const PARTS = {
   moves: "moves",
   other: "elsewhere",
 };
-const NAMED_SHARE = 0.01; // of the whole, from which on a part is named
-const NAMED_SECONDS = 0.01; // or this much, where the part has a cause of its own
+const NAMED_SHARE = 0.01; // share of the whole above which a part is named
+const NAMED_SECONDS = 0.01; // the same in seconds, for parts with their own cause
 
-// The end of the record: of the request, or of what is known of it while it runs.
+// Returns the end of the request, or the last known time while it runs.
 export function endOf(record) {
   const known = [record.e2e_seconds, ...record.spans.map((span) => span.end ?? span.start), ...record.steps.map((step) => step.at)];
   if (record.e2e_seconds === null || record.e2e_seconds === undefined) known.push(record.age_seconds);
   return largest(known.filter((at) => typeof at === "number"), 1e-6);
 }
 
-// The steps with where each began: at the step before it of the same sample and attempt; the first one where what came
-// before it on the way to its node ended.
+// Returns the steps with their beginnings: the previous step of the same sample and attempt. An attempt's first step
+// begins where the work before it ended.
 export function timedSteps(record) {
   const before = new Map();
   return [...record.steps]
@@ -43,8 +43,8 @@ function firstStart(record, step) {
   return Math.max(0, ...ends, ...moves);
 }
 
-// What each move cost: where tokens had come, from the last of them until the next; before the first token, the work
-// on the request that was given up.
+// Returns what each move cost: the time from the last token before it to the next one or, before the first token, the
+// work that was lost.
 export function moveCosts(record) {
   const moves = [...record.moves].sort((one, other) => one.at - other.at);
   const ats = record.steps.map((step) => step.at).sort((one, other) => one - other);
@@ -63,8 +63,8 @@ export function moveCosts(record) {
   });
 }
 
-// {part: seconds} whose sum is the whole, in the order of PARTS. Of an instant that several cover, the first one here
-// counts.
+// Returns {part: seconds} in the order of PARTS, whose sum is the whole. If several parts overlap, the first one listed
+// here counts.
 export function breakdown(record) {
   const whole = endOf(record);
   const spans = (kind) => record.spans.filter((span) => span.kind === kind).map((span) => [span.start, span.end ?? whole]);
@@ -75,7 +75,7 @@ export function breakdown(record) {
     ["decode", timedSteps(record).map((step) => [step.start, step.at])],
     ["prefill", spans("prefill_chunk")],
     ["kv", [...spans("kv_frame"), ...transferTails(record, whole)]],
-    ["prefill", spans("prefill")], // the whole call: what waits in the node before its chunks and between them
+    ["prefill", spans("prefill")], // the whole call, including waits in the node before and between its chunks
     ["other", [[0, whole]]],
   ];
   const result = Object.fromEntries(Object.keys(PARTS).map((part) => [part, 0]));
@@ -90,8 +90,8 @@ export function breakdown(record) {
   return result;
 }
 
-// A transfer lasts as long as the prompt is computed, chunk by chunk; its own is what comes after the last chunk, or
-// after the call where chunks are not known.
+// A transfer overlaps the computation of the prompt, chunk by chunk. Only the time after the last chunk counts, or after
+// the call if chunks are unknown.
 function transferTails(record, whole) {
   const end = (span) => span.end ?? whole;
   const transfers = record.spans.filter((span) => span.kind === "kv_transfer");
@@ -113,7 +113,7 @@ function united(intervals) {
   return result;
 }
 
-// The sentence, as [{text, isLargest}], whose parts are to be joined by ", ".
+// Returns the parts of the sentence as [{text, isLargest}]. The caller joins them with ", ".
 export function sentence(record, times = breakdown(record)) {
   const whole = endOf(record);
   const main = Object.keys(times).reduce((most, part) => (times[part] > times[most] ? part : most));
@@ -123,7 +123,7 @@ export function sentence(record, times = breakdown(record)) {
 }
 
 function phrase(part, time, record) {
-  const moves = moveCosts(record); // chunks within them are their cost
+  const moves = moveCosts(record); // chunks during a move are part of its cost
   const isKept = (span) => !moves.some((move) => move.from <= span.start && span.start < move.to);
   const chunks = record.spans.filter((span) => span.kind === "prefill_chunk" && isKept(span)).length;
   const steps = record.steps.length + (record.num_dropped_steps ?? 0);

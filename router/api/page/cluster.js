@@ -1,15 +1,15 @@
-// The overview: the router's figures, and one row a node, those in trouble named first.
+// The overview: the router's figures, and one row per node. Nodes in trouble are named first.
 
 import { drawn, element, update } from "./dom.js";
 import { bytes, count, decimal, duration, percent, plural, seconds } from "./figures.js";
 
 const ROLES = ["prefill", "decode", "draft"];
 const COLUMNS = ["node", "state", "batch", "KV cache", "tokens/s", "acceptance length", "look-ahead hits", "KV traffic", "step"];
-const REMEMBERED = 60; // figures of tokens/s for the small curve of each node
-const FEWEST = 8; // figures of which a curve says anything
-const FULL = 0.9; // of the KV cache, from which on the bar says so
+const REMEMBERED = 60; // values of tokens/s in each node's small curve
+const FEWEST = 8; // minimum number of values in a curve
+const FULL = 0.9; // share of the KV cache above which the bar is marked as full
 
-// What is wrong with a node, worst first: [how bad, the word]; empty: nothing.
+// Returns a node's problems, worst first, as [severity, word].
 function troubles(node) {
   const found = [];
   if (node.state === "lost") found.push(["bad", "lost"]);
@@ -23,7 +23,7 @@ function troubles(node) {
 const worst = (node) => troubles(node)[0]?.[0] ?? "good";
 
 export function clusterView(content) {
-  const curves = new Map(); // of tokens/s, by node; a node that has gone is forgotten
+  const curves = new Map(); // of tokens/s, by node; those of removed nodes are deleted
   const view = {
     name: "cluster",
     title: "Cluster",
@@ -157,7 +157,7 @@ function stateWords(node) {
   return words.map(([badness, word]) => element("span", { class: `state ${badness}` }, word));
 }
 
-// A word about each: an operator must not need to compare columns by eye.
+// Describes each node in words, so that operators need not compare columns.
 function messagesOf(cluster, node) {
   const messages = [];
   if (node.error) messages.push(node.error);

@@ -1,10 +1,10 @@
-// Elements from data. Everything that clients and nodes say ends up here, and only ever as text.
+// Makes elements from data. Texts of clients and nodes are inserted here, always as text nodes.
 
 const SVG = "http://www.w3.org/2000/svg";
 const HIDDEN =
   /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u115f\u180e\u200b-\u200f\u2028-\u202f\u2060-\u206f\u3164\ufeff\uffa0\ufff9-\ufffb]|[\u{e0000}-\u{e0fff}]|[\ud800-\udfff]/gu;
 const SHOWN_AS = { "\n": "↵", "\t": "⇥" };
-// Control characters, and what is invisible or turns the direction of text around: a name could pose as another one.
+// Control, invisible and bidirectional characters, with which a name could imitate another one.
 
 export function visible(text) {
   return String(text).replace(HIDDEN, (character) => {
@@ -25,7 +25,7 @@ function filled(node, attributes, children) {
   return node;
 }
 
-// element("td", {class: "number"}, "12"): children are nodes, texts, or lists of them; null is left out.
+// element("td", {class: "number"}, "12"): children are nodes, texts, or lists of them; null is ignored.
 export function element(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }
@@ -34,8 +34,8 @@ export function drawn(tag, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
 
-// Makes the children of `parent` like `wanted`, and leaves what is the same: a selection, the focus and the place that
-// was scrolled to survive each second's figures.
+// Changes the children of `parent` to `wanted`, and keeps those that are equal, so that selection, focus and scroll
+// position survive each update.
 export function update(parent, wanted) {
   const fresh = [wanted].flat(Infinity).filter((child) => child !== null && child !== undefined && child !== "");
   fresh.forEach((child, index) => {

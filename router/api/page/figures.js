@@ -1,4 +1,4 @@
-// Numbers as people read them. null and undefined are figures that nobody has yet: "–".
+// Formats numbers for people. null and undefined, which mean unknown, become "–".
 
 const NONE = "–";
 const known = (value) => typeof value === "number" && Number.isFinite(value);
@@ -11,7 +11,7 @@ export function seconds(value) {
   return value >= 0.00995 ? `${(value * 1000).toFixed(0)} ms` : `${(value * 1000).toFixed(1)} ms`;
 }
 
-// For a column: one unit and as many digits in each row.
+// For a column: the same unit and number of digits in each row.
 export const inSeconds = (value) => (known(value) ? value.toFixed(3) : NONE);
 
 export function duration(value) {
@@ -23,7 +23,7 @@ export function duration(value) {
   return minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
 }
 
-// Of any number of values, which Math.max(...values) is not.
+// Works for any number of values, unlike Math.max(...values).
 export const largest = (values, least) => values.reduce((most, value) => Math.max(most, value), least);
 
 export const count = (value) => (known(value) ? Math.round(value).toLocaleString("en-US") : NONE);

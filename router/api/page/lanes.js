@@ -1,13 +1,13 @@
-// The lanes of a timeline, from top to bottom, as values: what is drawn, not how.
+// Computes the lanes of a timeline from top to bottom: what is drawn, not how.
 
 import { timedSteps } from "./breakdown.js";
 
-const ROWS = 4; // of frames on their way at the same time; more are drawn over each other
+const ROWS = 4; // of frames in flight at the same time; further ones overlap in the drawing
 const ROW_HEIGHT = 9; // pixels, as all heights here
 const SPAN_HEIGHT = 26;
 const STEPS_HEIGHT = 46;
 
-// [{key, title, note, height, spans: [{…span, row, rows, isFaint}], steps: […]}]; `samples`: those whose steps are shown.
+// [{key, title, note, height, spans: [{…span, row, rows, isFaint}], steps: […]}]; `samples`: the samples whose steps are shown.
 export function lanesOf(record, samples) {
   const spans = record.spans;
   const lanes = [];
@@ -22,7 +22,7 @@ export function lanesOf(record, samples) {
     lanes.push({ key: "prefill", title: "prefill", note: node, height: SPAN_HEIGHT, spans: shown, steps: [] });
   }
 
-  // Frames are told by the node that sends them; they lie in the lane of the node that their attempt's transfer reached.
+  // The sending node reports frames; they are drawn in the lane of the node that receives them.
   const transfer = spans.filter((span) => ["kv_frame", "kv_transfer"].includes(span.kind));
   const receivers = new Map(transfer.filter((span) => span.kind === "kv_transfer").map((span) => [span.attempt, span.node]));
   const receiver = (span) => receivers.get(span.attempt) ?? span.node;
@@ -58,7 +58,7 @@ export function lanesOf(record, samples) {
 const plain = (span) => ({ ...span, row: 0, rows: 1, isFaint: false });
 const named = (items) => [...new Set(items.map((item) => item.node))];
 
-// Frames that overlap lie in different rows.
+// Puts overlapping frames into different rows.
 function stacked(spans) {
   const ends = Array(ROWS).fill(-1);
   return [...spans]
@@ -71,8 +71,8 @@ function stacked(spans) {
     });
 }
 
-// How many of a step's tokens are the target's own, accepted and rejected draft tokens.
+// Returns how many of a step's tokens are the target's own, accepted draft tokens and rejected draft tokens.
 export function outcome(step) {
-  const accepted = Math.min(step.num_accepted, step.num_tokens); // an answer can end within them
+  const accepted = Math.min(step.num_accepted, step.num_tokens); // an answer can end between accepted tokens
   return { own: step.num_tokens - accepted, accepted, rejected: Math.max(0, step.num_draft_tokens - step.num_accepted) };
 }

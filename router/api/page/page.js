@@ -1,4 +1,4 @@
-// Which view the address names, and its figures once a second.
+// Shows the view that the address names, and updates its figures once a second.
 
 import { clusterView } from "./cluster.js";
 import { element, update } from "./dom.js";
@@ -14,9 +14,9 @@ const trouble = document.getElementById("trouble");
 const freshness = document.getElementById("freshness");
 
 let view = null; // {name, title, url, isOver, show(figures), missing(), close()}
-let answeredAt = null; // of this view, in milliseconds of the page's clock
+let answeredAt = null; // time of the view's last answer, in milliseconds of the page's clock
 let timer = 0;
-let turn = 0; // counts changes of view: what was asked before one is not shown after it
+let turn = 0; // counts changes of view; answers to requests from before a change are ignored
 
 function routed() {
   const [name, serial] = location.hash.replace(/^#\/?/, "").split("/");
@@ -62,7 +62,7 @@ async function poll() {
 function again(asked) {
   if (asked !== turn) return;
   clearTimeout(timer);
-  if (document.hidden) document.addEventListener("visibilitychange", poll, { once: true }); // nobody looks
+  if (document.hidden) document.addEventListener("visibilitychange", poll, { once: true }); // the page is not visible
   else timer = setTimeout(poll, EVERY_MILLISECONDS);
 }
 

@@ -1,19 +1,19 @@
-// Draws the lanes of a request over time as SVG: one path for each kind of thing in a lane, so that an answer of
-// thousands of steps is a few hundred bars at most, however it is zoomed.
+// Draws the lanes of a request over time as SVG: one path for each kind of bar in a lane, so that even an
+// answer of thousands of steps has a few hundred bars at most at any zoom.
 
 import { drawn, update } from "./dom.js";
 import { bytes, count, largest, plural, seconds } from "./figures.js";
 import { outcome } from "./lanes.js";
 
-const LABELS = 156; // pixels, as all that follow
+const LABELS = 156; // pixels, like all that follow
 const NARROW_LABELS = 84;
 const NARROW = 640;
 const MARGIN = 12;
-const MARKERS = 18; // the height of one row of markers' names
+const MARKERS = 18; // height of one row of markers' names
 const AXIS = 22;
 const GAP = 8;
-const THINNEST = 1.5; // narrower bars are joined
-const NEAR = 4; // how far from a bar the pointer still means it
+const THINNEST = 1.5; // narrower bars are merged
+const NEAR = 4; // maximum distance of the pointer from a bar that it selects
 const TICKS = [1, 2, 5];
 const OUTCOMES = ["own", "accepted", "rejected"]; // from the bottom of a bar to its top
 const KIND_CLASS = { encode: "encode", queue: "queue", open: "open", prefill: "prefill", prefill_chunk: "prefill", kv_frame: "kv", kv_transfer: "kv", decode: "decode" };
@@ -32,7 +32,7 @@ export function geometry(width, view) {
   };
 }
 
-// Lanes with their `top`; draws into `svg`. `markers`: [{at, text, kind}].
+// Draws into `svg`. Returns {lanes with their `top`, plot, bottom}. `markers`: [{at, text, kind}].
 export function draw(svg, { width, view, lanes, markers, end }) {
   const plot = geometry(width, view);
   const names = placed(markers, plot, view);
@@ -97,7 +97,7 @@ function shortened(text, width) {
 
 function spanPaths(lane, plot, view, end) {
   const paths = new Map(); // "class" → [data, number of bars]
-  const lastX = new Map(); // of each class and row: where its last bar ends
+  const lastX = new Map(); // end of the last bar, by class and row
   for (const span of lane.spans) {
     const to = span.end ?? end;
     if (to < view.from || span.start > view.to) continue;
@@ -105,7 +105,7 @@ function spanPaths(lane, plot, view, end) {
     const x = Math.max(plot.left - 2, plot.xOf(span.start));
     const barEnd = Math.min(plot.right + 2, Math.max(plot.xOf(to), x + THINNEST));
     const key = `${name}/${span.row}`;
-    if (barEnd <= (lastX.get(key) ?? -1)) continue; // within a bar that is there
+    if (barEnd <= (lastX.get(key) ?? -1)) continue; // covered by an earlier bar
     lastX.set(key, barEnd);
     const height = lane.height / span.rows;
     const inset = span.rows > 1 ? 1 : 0;
@@ -120,8 +120,8 @@ function spanPaths(lane, plot, view, end) {
 
 const rectangle = (x, y, width, height) => `M${x.toFixed(2)} ${y.toFixed(1)}h${width.toFixed(2)}v${height.toFixed(1)}h${(-width).toFixed(2)}z`;
 
-// The height of a bar is its tokens: own below, accepted draft tokens on it, rejected ones on top. Steps narrower than a
-// pixel or so are one bar with their mean.
+// A bar's height is its number of tokens: own ones at the bottom, then accepted and rejected draft tokens. Steps of less
+// than about a pixel are merged into one bar with their mean.
 function stepPaths(lane, plot, view) {
   const steps = lane.steps.filter((step) => step.at >= view.from && step.start <= view.to);
   if (!steps.length) return [];
@@ -162,7 +162,7 @@ function placed(markers, plot, view) {
     .map((marker) => {
       const x = plot.xOf(marker.at);
       const width = 6.2 * marker.text.length + 12;
-      const isLeft = x + width > plot.right; // its name stands left of it
+      const isLeft = x + width > plot.right; // its name is drawn left of it
       const from = isLeft ? x - width : x;
       let row = ends.findIndex((end) => end <= from);
       if (row < 0) row = ends.push(0) - 1;
@@ -182,7 +182,7 @@ function markerGroup(names, plot, first, bottom) {
   );
 }
 
-// What is at this place of the picture: {step} or {span}, or null.
+// Returns what is at this point of the picture: {step}, {span} or null.
 export function thingAt(x, y, { lanes, plot }, end) {
   const lane = lanes.find(({ top, height }) => y >= top - GAP / 2 && y < top + height + GAP / 2);
   if (!lane || x < plot.left - NEAR) return null;

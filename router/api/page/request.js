@@ -9,7 +9,7 @@ import { isOver, lasted, stateWord } from "./requests.js";
 import { tokenStrip } from "./tokens.js";
 
 const SAMPLES_AT_ONCE = 4;
-const SHORTEST = 1e-4; // seconds that the whole width shows at least
+const SHORTEST = 1e-4; // minimum seconds that the whole width shows
 const LEGEND = [
   ["queue", "queue"],
   ["prefill", "prefill"],
@@ -25,7 +25,7 @@ export function requestView(content, serial) {
   const parts = skeleton(serial);
   let record = null;
   let steps = []; // with `start` and `index`
-  let shown = null; // {from, to} in seconds; null: the whole
+  let shown = null; // {from, to} in seconds; null: the whole request
   let chosen = null; // index of a step
   let picture = null;
   let drag = null;
@@ -35,7 +35,7 @@ export function requestView(content, serial) {
 
   function missing() {
     view.isOver = true;
-    if (record !== null) return; // it has been forgotten since: what is shown is its end or nearly
+    if (record !== null) return; // evicted since then; the page shows it almost to its end
     update(content, [
       element("h1", {}, `Request ${serial}`),
       element("p", {}, "The router has no record of this request: it keeps the most recent ones only. ", element("a", { href: "#/requests" }, "Recent requests")),
@@ -98,7 +98,7 @@ export function requestView(content, serial) {
     parts.whole.disabled = shown === null;
   }
 
-  // Outlines the chosen step in the picture and among the tokens, and says its details.
+  // Outlines the chosen step in the picture and among the tokens, and shows its details.
   function mark() {
     parts.svg.querySelector(".chosen")?.remove();
     parts.strip.querySelector(".chosen")?.classList.remove("chosen");
@@ -233,7 +233,7 @@ export function requestView(content, serial) {
   return view;
 }
 
-// What stays on the page while figures change.
+// Makes the elements that stay while figures change.
 function skeleton(serial) {
   const button = (text, label) => element("button", { type: "button", "aria-label": label, title: label }, text);
   const parts = {

@@ -1,9 +1,9 @@
-// The recent requests in a table: sorted by a click on a column, filtered by a text.
+// The recent requests in a table, which can be sorted by a column and filtered by a text.
 
 import { drawn, element, update } from "./dom.js";
 import { count, decimal, duration, inSeconds, largest } from "./figures.js";
 
-const SHOWN = 500; // rows: a table of thousands takes the browser longer than a second
+const SHOWN = 500; // maximum rows; a browser needs more than a second for thousands
 const COLUMNS = [
   // [key, heading, value to sort by, is a number]
   ["serial", "request", (request) => request.serial, false],
@@ -90,7 +90,7 @@ function sorted(requests, { key, isDescending }) {
   const sign = isDescending ? -1 : 1;
   return [...requests].sort((one, other) => {
     const [a, b] = [valueOf(one) ?? null, valueOf(other) ?? null];
-    if (a === null || b === null) return (a === null) - (b === null); // what is not known comes last
+    if (a === null || b === null) return (a === null) - (b === null); // unknown values come last
     return sign * (a < b ? -1 : a > b ? 1 : 0) || other.serial - one.serial;
   });
 }
@@ -148,7 +148,7 @@ function requestRow(request, most) {
   );
 }
 
-// Queue, from there to the first token, and the rest, on the scale of the slowest request of the table.
+// Draws the time in the queue, from there to the first token, and the rest, relative to the slowest request.
 function shares(request, most) {
   const total = lasted(request);
   if (total === null || total === undefined) return null;

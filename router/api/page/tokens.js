@@ -1,12 +1,12 @@
-// The tokens of the steps that the timeline shows, one chip each: own, accepted, and rejected draft tokens.
+// The tokens of the steps that the timeline shows, one chip each: own, accepted draft and rejected draft tokens.
 
 import { element } from "./dom.js";
 import { count } from "./figures.js";
 import { outcome } from "./lanes.js";
 
-const SHOWN = 1200; // chips
+const SHOWN = 1200; // maximum chips
 
-// One row a sample. `steps`: of the time that is shown; `indices`: of each step among all, by which a chip is found.
+// Draws one row per sample. `steps`: the steps in view; `indices`: their indices among all steps, to find their chips.
 export function tokenStrip(steps, samples) {
   let left = SHOWN;
   let hidden = 0;
@@ -14,7 +14,7 @@ export function tokenStrip(steps, samples) {
     const groups = [];
     for (const step of steps.filter((candidate) => candidate.sample === sample)) {
       const { own, accepted, rejected } = outcome(step);
-      const number = own + accepted + rejected; // of which a node may say anything: chips are made of few only
+      const number = own + accepted + rejected; // a faulty node may send any number; only a few become chips
       if (number > left) {
         hidden += number;
         left = 0;

@@ -1,8 +1,8 @@
-"""Messages of the engine protocol: converts a gateway's request to our own, and our answer to the engine's.
+"""Converts a gateway's requests to the router's own, and the router's answers to the engine's messages.
 
 The request is then validated and served like any other. Three differences of the gateway are corrected here: it
 encodes the prompts of completions without the tokenizer's special tokens, leaves the schema of tool calls open, and
-may take a constrained answer for a thought.
+may mistake a constrained answer for reasoning.
 """
 
 from __future__ import annotations
@@ -32,52 +32,54 @@ from router.nodes.directory import ServedModel
 from router.text.tokenizer import Tokenizer
 
 COMPLETION_PREFIX = "cmpl-"
-"""Prefix of a completion's id, the only difference from a chat. The prompt of either comes as token ids."""
+"""Prefix of a completion's request id, the only difference from a chat's. Both prompts arrive as token ids."""
 OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
-NO_THOUGHT = f"{OPEN_TAG}\n\n{CLOSE_TAG}\n\n"
-"""The text that templates write if a model must not think."""
+NO_REASONING = f"{OPEN_TAG}\n\n{CLOSE_TAG}\n\n"
+"""The text with which templates switch reasoning off."""
 TAG_PARSERS = (
     *("base", "deepseek_r1", "deepseek_v31", "glm45", "kimi_k25", "kimi_thinking"),
     *("minimax", "nano_v3", "qwen3", "qwen3_thinking", "step3"),
 )
-"""Reasoning parsers of the gateway that look for these tags, whether they start inside a thought or not."""
+"""The gateway's reasoning parsers that look for these tags, including those that assume an open tag at the start."""
 
 ANY_OBJECT = '{"type": "object"}'
-"""The schema of `json_object`."""
-_SAME = (
+"""The JSON schema for `json_object`."""
+_COMMON_FIELDS = (
     *("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
     *("max_tokens", "min_tokens", "n", "json_schema", "regex", "grammar"),
 )
-"""Sampling parameters with the same meaning on both sides. Zero means unset in fields without presence."""
+"""Sampling parameters with the same meaning in both protocols. In fields without presence, zero means unset."""
 _TOOL_CALLS = (
     '{"type":"array","minItems":1,"items":{"type":"object","anyOf":[{"properties":{"name":{"type":"string","enum":['
 )
 """The beginning of the gateway's own schema of tool calls, for `tool_choice` "required" and similar."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-_THOUGHT_AT_END = re.compile(f"({OPEN_TAG}\\s*)?({CLOSE_TAG}\\s*)?$")
+_REASONING_AT_END = re.compile(f"({OPEN_TAG}\\s*)?({CLOSE_TAG}\\s*)?$")
 _END_TOKENS = 32  # enough to contain the tags, even if each of their characters is a token
 _UNSUPPORTED = {
-    **dict.fromkeys(("mm_inputs", "extra_mm_inputs", "media_refs"), "prompts are text"),
-    **dict.fromkeys(("kv_transfer_params", "kv_transfer_params_json"), "KV is the cluster's own"),
-    "prompt_logprobs": "they are had by our own service",
-    "truncate_prompt_tokens": "prompts are not truncated",
-    "structural_tag": "structural tags are not known",
+    **dict.fromkeys(("mm_inputs", "extra_mm_inputs", "media_refs"), "prompts are text only"),
+    **dict.fromkeys(("kv_transfer_params", "kv_transfer_params_json"), "the cluster transfers KV by itself"),
+    "prompt_logprobs": "use outrider.v1.RouterService",
+    "truncate_prompt_tokens": "truncate the prompt first",
+    "structural_tag": "use a grammar",
 }
 MAX_COMPLETE_BYTES = 4 << 20
-"""gRPC clients with default settings, such as tonic, reject larger messages."""
+"""Maximum bytes of a message: gRPC clients with default settings, for example tonic, reject larger ones."""
 _TOKEN_BYTES = 5
-_LOGPROB_BYTES = 9  # with its token id; per token: its own, its alternatives', and one more for lengths
+_LOGPROB_BYTES = 9  # of a logprob and its token id
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
 
 
 def request_from_engine(
     proto: Any, served: ServedModel, reasoning_parser: str = ""
 ) -> tuple[router_pb2.GenerateRequest, Sequence[int]]:
-    """Returns (our own request, tokens that the gateway gets before each sample's own).
+    """Returns (the router's own request, tokens to send to the gateway before each sample's own).
 
-    `proto`: a `vllm.grpc.engine.GenerateRequest`. Values are validated later, like those of all requests.
-    `reasoning_parser`: the gateway's, if it has one. Raises: InvalidRequestError for messages too large to be copied,
-    and for requests that the gateway would garble; NotSupportedError for fields without a counterpart.
+    `proto`: a `vllm.grpc.engine.GenerateRequest`. Its values are validated later, like those of all requests.
+    `reasoning_parser`: the gateway's parser, if it has one.
+
+    Raises: InvalidRequestError for messages that are too large to copy, and for requests whose answers the gateway
+    would garble; NotSupportedError for fields without a counterpart.
     """
     _check_sizes(proto, served.info)
     params = proto.sampling_params
@@ -108,33 +110,36 @@ def request_from_engine(
         return request, ()
     if proto.request_id.startswith(COMPLETION_PREFIX):
         if params.HasField("logprobs"):
-            why = "log-probabilities of completions are lost in the gateway: ask for them in chats, or by gRPC"
+            why = "the gateway loses log-probabilities of completions: ask for them in chats, or by gRPC"
             raise InvalidRequestError(why, field="logprobs")
         before, after = served.tokenizer.added_around()
     elif (kind := request.sampling.WhichOneof("constraint")) and reasoning_parser not in ("", NO_PARSER):
         if reasoning_parser not in TAG_PARSERS:
-            why = f"the reasoning parser {reasoning_parser} may take a constrained answer for a thought"
-            raise InvalidRequestError(f"{why}: ask without the constraint", field=f"sampling_params.{kind}")
+            why = f"the reasoning parser {reasoning_parser} may mistake a constrained answer for reasoning"
+            raise InvalidRequestError(f"{why}: send no constraint", field=f"sampling_params.{kind}")
         if any(stop in OPEN_TAG + CLOSE_TAG for stop in params.stop):  # the gateway looks for them there too
-            why = f"a part of {OPEN_TAG}{CLOSE_TAG}, which comes before a constrained answer, ends it"
+            why = f"a stop string is part of {OPEN_TAG}{CLOSE_TAG}, which precedes a constrained answer"
             raise InvalidRequestError(why, field="sampling_params.stop")
-        after, preface = _without_thought(proto.tokenized.input_ids, served.tokenizer)
+        after, preface = _end_reasoning(proto.tokenized.input_ids, served.tokenizer)
     for part in (before, proto.tokenized.input_ids, after):
         request.token_ids.ids.extend(part)
     return request, preface
 
 
-def _without_thought(token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Returns (tokens that end a prompt so that the answer begins at once, tokens that tell every parser so)."""
-    found = _THOUGHT_AT_END.search(tokenizer.decode_now(token_ids[-_END_TOKENS:]))
+def _end_reasoning(token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Returns (tokens that end the prompt's reasoning, tokens that show the gateway's parser that it has ended)."""
+    found = _REASONING_AT_END.search(tokenizer.decode_now(token_ids[-_END_TOKENS:]))
     begun, is_closed = (found[0], bool(found[2])) if found else ("", False)
-    rest = NO_THOUGHT.removeprefix(begun) if NO_THOUGHT.startswith(begun) else f"{CLOSE_TAG}\n\n"
+    rest = NO_REASONING.removeprefix(begun) if NO_REASONING.startswith(begun) else f"{CLOSE_TAG}\n\n"
     said = CLOSE_TAG if begun and not is_closed else OPEN_TAG + CLOSE_TAG
     return [] if is_closed else tokenizer.encode_now(rest), tokenizer.encode_now(said)
 
 
 def _check_sizes(proto: Any, model: ModelInfo) -> None:
-    """Raises: InvalidRequestError. A message may have a million of each: copying them would block the router."""
+    """Checks sizes before anything is copied: copying a million entries would block the router.
+
+    Raises: InvalidRequestError.
+    """
     params = proto.sampling_params
     for field, values, limit in (
         ("tokenized.input_ids", proto.tokenized.input_ids, model.max_model_len),
@@ -149,7 +154,7 @@ def _check_sizes(proto: Any, model: ModelInfo) -> None:
 
 def _sampling(params: Any) -> router_pb2.SamplingParams:
     """Returns the sampling parameters. Raises: InvalidRequestError."""
-    values = {field.name: value for field, value in params.ListFields() if field.name in _SAME}
+    values = {field.name: value for field, value in params.ListFields() if field.name in _COMMON_FIELDS}
     if params.HasField("seed"):
         values["seed"] = params.seed % (1 << 64)  # int32 there, uint64 here
     if params.HasField("choice"):
@@ -159,12 +164,12 @@ def _sampling(params: Any) -> router_pb2.SamplingParams:
     elif params.json_schema.startswith(_TOOL_CALLS) and len(params.json_schema) <= MAX_CONSTRAINT_BYTES:
         values["json_schema"] = _closed(params.json_schema)
     if any(token_id < 0 for token_id in params.logit_bias):
-        raise InvalidRequestError("a token id is not negative", field="sampling_params.logit_bias")
+        raise InvalidRequestError("token ids must not be negative", field="sampling_params.logit_bias")
     return router_pb2.SamplingParams(**values, logit_bias=dict(params.logit_bias))
 
 
 def _closed(schema: str) -> str:
-    """Closes a schema of tool calls: a call has a name and parameters only; without `parameters` it takes none.
+    """Closes a schema of tool calls: a call has only a name and parameters, and a tool without parameters takes none.
 
     Raises: InvalidRequestError.
     """
@@ -174,35 +179,38 @@ def _closed(schema: str) -> str:
             call["additionalProperties"] = False
             call["properties"]["parameters"] = call["properties"]["parameters"] or _NO_PARAMETERS
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise InvalidRequestError(f"no schema of tool calls: {error}", field="sampling_params.json_schema") from error
+        message = f"json_schema is not a valid schema of tool calls: {error}"
+        raise InvalidRequestError(message, field="sampling_params.json_schema") from error
     return json.dumps(calls)
 
 
 def _num_logprobs(params: Any) -> int | None:
-    """Returns the number of logprobs. Raises: InvalidRequestError for all of them (-1)."""
+    """Returns the number of alternatives wanted. Raises: InvalidRequestError for -1, which means all."""
     if not params.HasField("logprobs"):
         return None
     number: int = params.logprobs
     if number < 0:
-        raise InvalidRequestError(f"logprobs is 0 or more, not {number}", field="sampling_params.logprobs")
+        raise InvalidRequestError(f"logprobs must be at least 0, not {number}", field="sampling_params.logprobs")
     return number
 
 
 class EngineAnswer:
-    """Converts an answer's events, each once and in order.
+    """Converts an answer's events to the engine's messages. It takes each event once, in order.
 
-    A stream has a chunk for each delta. It ends with one Complete per sample; without a stream the Complete has all
-    tokens. Totals over all samples (cached and draft tokens) are in the first one, since clients add them up.
+    A streamed answer has a chunk for each Delta and ends with one Complete per sample. In an answer that is not
+    streamed, the Completes have all tokens. The first one has the totals over all samples (cached and draft tokens),
+    since clients add them up.
     """
 
     def __init__(self, request: router_pb2.GenerateRequest, *, is_streamed: bool, preface: Sequence[int] = ()) -> None:
-        """`preface`: tokens that precede each sample's own, and are not counted."""
+        """`preface`: tokens to send before each sample's own. They are not counted."""
         self._preface = preface
         num = num_samples(request.sampling)
         self._completes = [vllm_engine_pb2.GenerateComplete(index=index) for index in range(num)]
         self._is_streamed = is_streamed
         self._stop_token_ids = frozenset(request.stop.token_ids)  # other tokens that end an answer are not reported
         self._num_prompt_tokens = 0
+        # The token's own logprob, its alternatives', and as many bytes as one more has for lengths.
         num_logprobs = 2 + request.output.top_logprobs if request.output.HasField("top_logprobs") else 0
         self._max_tokens = MAX_COMPLETE_BYTES // (_TOKEN_BYTES + _LOGPROB_BYTES * num_logprobs)  # per Complete
 
@@ -243,9 +251,9 @@ class EngineAnswer:
         complete.output_ids.extend(delta.token_ids)
         if delta.logprobs:
             _extend_logprobs(complete.output_logprobs, delta.logprobs)
-        if complete.completion_tokens > self._max_tokens:  # ends early what could not be sent
+        if complete.completion_tokens > self._max_tokens:  # the rest would be computed in vain
             raise InvalidRequestError(
-                f"the answer has more than the {MAX_COMPLETE_BYTES} bytes of a message; stream it",
+                f"the answer exceeds the message limit of {MAX_COMPLETE_BYTES} bytes; stream it",
                 field="stream",
                 reason="ANSWER_TOO_LARGE",
             )
@@ -271,7 +279,7 @@ class EngineAnswer:
 
 
 def _extend_logprobs(target: Any, logprobs: Sequence[TokenLogprobs]) -> None:
-    """Appends to `target`, an OutputLogProbs."""
+    """Appends logprobs to `target`, an OutputLogProbs."""
     target.token_logprobs.extend(value.logprob for value in logprobs)
     target.token_ids.extend(value.token_id for value in logprobs)
     target.top_logprobs.extend(_top(value) for value in logprobs)

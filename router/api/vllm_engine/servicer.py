@@ -1,4 +1,4 @@
-"""READ FIRST. The engine service: serves a gateway's requests like our own, and answers in the engine's messages."""
+"""READ FIRST. The vLLM engine service: handles a gateway's requests like the router's own, in the engine's messages."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ from router.api.registry import RequestRegistry
 from router.api.vllm_engine.messages import EngineAnswer, request_from_engine
 
 MAX_ABORTED = 256
-"""Maximum requests in one Abort: a gateway sends one."""
+"""Maximum requests in one Abort. Gateways send one."""
 WATCHED_SECONDS = 10.0
-"""Seconds after a gateway's health check during which it counts as sending requests to the router."""
+"""Seconds after its last health check for which a gateway is assumed to send requests to the router."""
 CHUNK_BYTES = 64 << 10
-NORMALISES_MESSAGES = Path(__file__).with_name("messages.jinja").read_bytes()
-"""Template put before the model's own: it replaces the nulls that the gateway passes for what clients omit."""
+NORMALISING_TEMPLATE = Path(__file__).with_name("messages.jinja").read_bytes()
+"""Template that precedes the model's own. It replaces the nulls that the gateway passes for omitted members."""
 NO_TOKENIZER_PATH = "/dev/null"
-"""Exists everywhere and is no tokenizer, so a gateway calls GetTokenizer and does not try a model hub first."""
+"""A path that exists but is no tokenizer, so that a gateway calls GetTokenizer and does not try a model hub first."""
 
 
 class VllmEngineServicer:
-    """Implements `vllm.grpc.engine.VllmEngine`. Its messages come from the package smg_grpc_proto, without types."""
+    """Implements `vllm.grpc.engine.VllmEngine`. The package smg_grpc_proto has its messages, which are untyped."""
 
     def __init__(self, requests: RequestRegistry, reasoning_parser: str = "") -> None:
-        """`reasoning_parser`: the parser of the gateways that call."""
+        """`reasoning_parser`: the parser of the gateways that call the service."""
         self._requests = requests
         self._reasoning_parser = reasoning_parser
         self._started_at = time.monotonic()
         self._watched_at = -math.inf
-        self._tokenizer: list[Any] | None = None  # its archive, once requested
+        self._tokenizer: list[Any] | None = None  # chunks of the tokenizer's archive; None until one is requested
 
     @property
     def is_watched(self) -> bool:
@@ -85,21 +85,19 @@ class VllmEngineServicer:
         """Aborts the requests and frees their resources at once. Their streams end with the finish reason "abort"."""
         async with rpc_errors(context):
             if len(request.request_ids) > MAX_ABORTED:
-                raise InvalidRequestError(f"at most {MAX_ABORTED} requests are aborted at once", field="request_ids")
+                raise InvalidRequestError(f"request_ids must have at most {MAX_ABORTED} entries", field="request_ids")
             refused: OutriderError | None = None
             for request_id in request.request_ids:
                 try:
                     await self._requests.abort(request_id, context)
-                except OutriderError as error:  # the others are freed anyway
+                except OutriderError as error:  # the other requests are aborted anyway
                     refused = refused or error
             if refused is not None:
                 raise refused
         return vllm_engine_pb2.AbortResponse()
 
     async def HealthCheck(self, request: Any, context: Context) -> Any:  # noqa: N802
-        """Reports healthy once a model is served, even if all nodes are lost: requests wait for their return, as in our
-        own service.
-        """
+        """Reports healthy once a model is served, even if all nodes are lost: requests wait for nodes to return."""
         self._watched_at = time.monotonic()
         async with rpc_errors(context):
             if self._requests.is_leaving:
@@ -131,7 +129,7 @@ class VllmEngineServicer:
             )
 
     async def GetLoads(self, request: Any, context: Context) -> Any:  # noqa: N802
-        """Reports the whole cluster as one engine."""
+        """Reports the load of the whole cluster as one engine's."""
         async with rpc_errors(context):
             cluster = self._requests.cluster_status()
             nodes = [node for node in cluster.nodes if node.role is NodeRole.DECODE]
@@ -158,20 +156,20 @@ class VllmEngineServicer:
 
     async def _refuse(self, request: Any, context: Context) -> Never:
         async with rpc_errors(context):
-            raise NotSupportedError("this engine generates text; it has no such call")
+            raise NotSupportedError("this engine does not support the call: it only generates text")
         raise AssertionError("the call has ended")
 
     Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _refuse
 
 
 def files_for_gateway(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Returns the files with which a gateway renders, encodes and decodes as the router does.
+    """Returns the files changed so that a gateway renders, encodes and decodes as the router does.
 
-    The gateway decodes an answer without its prompt, so the first space must not be dropped as a text's start.
+    The gateway decodes an answer without its prompt, so its decoder must not drop a leading space.
     """
     changed = dict(files)
     if "chat_template.jinja" in changed:
-        changed["chat_template.jinja"] = NORMALISES_MESSAGES + changed["chat_template.jinja"]
+        changed["chat_template.jinja"] = NORMALISING_TEMPLATE + changed["chat_template.jinja"]
     description = json.loads(changed["tokenizer.json"])
     decoder = description.get("decoder") or {}
     for step in decoder.get("decoders", [decoder]):
@@ -184,9 +182,9 @@ def files_for_gateway(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def archive_chunks(files: Mapping[str, bytes]) -> list[Any]:
-    """Returns GetTokenizerChunks of at most `CHUNK_BYTES`; the last has the SHA-256 of all, in hexadecimal.
+    """Returns an archive as GetTokenizerChunks of at most `CHUNK_BYTES`; the last has the archive's SHA-256 in hex.
 
-    Equal files make equal archives: sorted by name, without times. It compresses some MB: call it in a thread.
+    Equal files make equal archives: entries are sorted and have no times. Call it in a thread: it compresses some MB.
     """
     files = files_for_gateway(files)
     buffer = io.BytesIO()

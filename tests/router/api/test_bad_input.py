@@ -1,4 +1,4 @@
-"""Every bad input is refused with its field named, before any node hears of it."""
+"""Invalid input is rejected with the name of its field, before a node sees it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ OTHER_CASES = [
     ({"generated_token_ids": [264], "sampling": R.SamplingParams(seed=1)}, "generated_token_ids"),
     ({"generated_token_ids": [1]}, "sampling.seed"),
     ({"generated_token_ids": [1], "sampling": R.SamplingParams(seed=1, n=2)}, "generated_token_ids"),
-    # A range is checked before what is not supported.
+    # Ranges are checked before unsupported options.
     ({"resume_window": {"seconds": 1}, "sampling": R.SamplingParams(top_p=0.0)}, "sampling.top_p"),
 ]
 
@@ -136,7 +136,7 @@ async def test_values_at_the_border_are_served(serving, fields):
     ],
 )
 async def test_a_token_beyond_the_models_rows_is_refused_by_every_way_in(cluster, fields, field):
-    cluster.decode.model = cluster.prefill.model = fake_model_info(vocab_size=259)  # the tokenizer knows one more
+    cluster.decode.model = cluster.prefill.model = fake_model_info(vocab_size=259)  # the tokenizer has one more
     await cluster.serve()
     failure = await cluster.fail(cluster.request(**fields))
     assert (failure.code, failure.field, failure.reason) == (INVALID, field, "TOKEN_OUT_OF_VOCABULARY"), failure

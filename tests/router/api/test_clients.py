@@ -1,4 +1,4 @@
-"""A router that asks its clients for tokens."""
+"""A router that requires tokens of its clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def clients(tmp_path):
 
 
 def calls(cluster, metadata):
-    """One of every method of the service."""
+    """Calls every method of the service once."""
     stub, options = cluster.stub, {"metadata": metadata, "timeout": 10}
     return {
         "Generate": stub.Generate(cluster.request(), **options),
@@ -57,7 +57,7 @@ async def test_a_strangers_message_is_not_even_read(cluster, clients):
 
 
 async def test_requests_belong_to_who_made_them(cluster, clients):
-    cluster.decode.step_seconds = 0.1  # it runs for 40 s
+    cluster.decode.step_seconds = 0.1  # 40 s in total
     await cluster.serve(clients=clients)
     request = cluster.request(request_id="r", max_tokens=400, resume_window={"seconds": 30})
     own = cluster.stub.Generate(request, metadata=ALICE, timeout=2 * PATIENCE_SECONDS)
@@ -68,7 +68,7 @@ async def test_requests_belong_to_who_made_them(cluster, clients):
     assert not (await cluster.stub.Abort(abort, metadata=BOB)).aborted
     failure = await refused(cluster.stub.Resume(resume, metadata=BOB, timeout=PATIENCE_SECONDS))
     assert (failure.code, failure.reason) == (grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND")
-    # The same name is free for another client, and taken for this one.
+    # The id is free for another client, but in use for this one.
     others = cluster.stub.Generate(
         cluster.request(request_id="r", max_tokens=2),
         metadata=BOB,
@@ -106,7 +106,7 @@ async def test_prefixes_are_cached_for_each_tenant(cluster, clients):
 
 
 async def test_aborting_what_runs_is_never_refused_and_guessing_is_charged(cluster, clients):
-    cluster.decode.step_seconds = 0.1  # it runs for 40 s
+    cluster.decode.step_seconds = 0.1  # 40 s in total
     await cluster.serve(clients=clients)
     request = cluster.request(request_id="r", max_tokens=400)
     call = cluster.stub.Generate(request, metadata=BOB, timeout=2 * PATIENCE_SECONDS)
@@ -121,8 +121,8 @@ async def test_aborting_what_runs_is_never_refused_and_guessing_is_charged(clust
 
 @pytest.mark.parametrize("of_one_name", [True, False])
 async def test_one_client_cannot_take_all_watches(cluster, clients, monkeypatch, of_one_name):
-    """Clients are told apart by name; without one, all of an address are one."""
-    monkeypatch.setattr("router.api.servicer.MAX_WATCHES_OF_ONE", 2)
+    """Clients are identified by name, and without tokens by address."""
+    monkeypatch.setattr("router.api.servicer.MAX_WATCHES_PER_CLIENT", 2)
     await cluster.serve(clients=clients if of_one_name else None)
 
     def watch(metadata):

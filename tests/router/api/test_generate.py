@@ -1,4 +1,4 @@
-"""The public contract over the wire: what a client of Generate and Complete sees."""
+"""The public API over gRPC: what clients of Generate and Complete receive."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ async def test_a_slow_client_gets_fewer_larger_deltas_and_holds_no_node(cluster)
     big = 400
     await cluster.serve()
     call = cluster.stub.Generate(cluster.request(max_tokens=big, output=router_pb2.OutputOptions(top_logprobs=20)))
-    await call.read()  # Started, then nothing is read for a while
+    await call.read()  # Started; then the client stops reading
     await cluster.eventually(lambda: cluster.decode.opened and cluster.decode.num_blocks_used == 0)
     messages = []
     while (message := await call.read()) is not grpc.aio.EOF:
@@ -335,14 +335,14 @@ async def test_min_tokens_counts_the_tokens_that_were_brought(cluster):
     await cluster.serve()
     answer = await cluster.generate(
         min_tokens=3,
-        generated_token_ids=[97, 256],  # end of text could not have been drawn there
+        generated_token_ids=[97, 256],  # min_tokens excluded end-of-text there
         output=router_pb2.OutputOptions(echo=True),
     )
     assert len(answer.token_ids()) == 6
     assert not answer.text().startswith("a prompt"), "without the prompt's echo"
 
 
-# ---------------------------------------------------------------- the small calls
+# ---------------------------------------------------------------- other calls
 
 
 async def test_tokenize_and_detokenize(cluster):
@@ -369,7 +369,7 @@ async def test_get_model(cluster):
 
 
 async def test_watch_cluster_shows_nodes_and_load(cluster):
-    cluster.decode.step_seconds = 0.1  # it runs until it has been seen to
+    cluster.decode.step_seconds = 0.1  # slow, so that the status shows it running
     await cluster.serve()
     generating = asyncio.ensure_future(cluster.generate(max_tokens=200))
     watch = cluster.stub.WatchCluster(router_pb2.WatchClusterRequest(interval={"nanos": 1}))

@@ -1,4 +1,4 @@
-"""One client that floods, lies and never reads, beside eight honest streams: these do not notice."""
+"""Eight well-behaved streams do not notice a client that floods the router, lies or never reads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.support.hostile_peers import CLIENTS, clients
 NUM_STREAMS = 8
 NUM_TOKENS = 60
 MAX_STALL_SECONDS = 1.0
-"""Of the loop that the router shares with its fake nodes, on a machine that is busy with other tests. What is looked
-for took two seconds and more."""
+"""Maximum stall, in seconds, of the event loop that the router shares with its fake nodes, on a busy machine. The
+faults that this test looks for took two seconds and more."""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def router():
 
 
 async def honest_streams(cluster):
-    """Token ids of each, and whether no node was ever taken for lost."""
+    """Returns (the token ids of each stream, the numbers of attempts); 1 means that no node seemed lost."""
     answers = await asyncio.gather(*(cluster.generate(seed=n, max_tokens=NUM_TOKENS) for n in range(NUM_STREAMS)))
     return [answer.token_ids() for answer in answers], {answer.summary.metrics.attempts for answer in answers}
 

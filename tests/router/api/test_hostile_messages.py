@@ -1,4 +1,4 @@
-"""Single messages that a client may send: each gets a status at once, and nobody else notices."""
+"""Hostile messages of a client get a status at once, and do not disturb other clients."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def varint(number: int) -> bytes:
 
 
 def field(number: int, body: bytes) -> bytes:
-    """A length-delimited field on the wire."""
+    """Returns an encoded length-delimited field."""
     return varint(number << 3 | 2) + varint(len(body)) + body
 
 
 MEGABYTES = 15_000_000
-TINY_MESSAGES = field(1, b"\x0a\x03\x0a\x01u" * (MEGABYTES // 5))  # of a Chat
+TINY_MESSAGES = field(1, b"\x0a\x03\x0a\x01u" * (MEGABYTES // 5))  # the messages of a Chat
 EMPTY_MESSAGES = b"\x0a\x00" * (MEGABYTES // 2)
 
 
 async def fail(cluster, method, data):
-    """The status of a call with bytes as they are on the wire, whether it streams or not."""
+    """Sends encoded bytes, and returns the status with which the call fails, streamed or not."""
     return await refused(cluster.channel.unary_stream(SERVICE + method)(data, timeout=PATIENCE_SECONDS))
 
 
@@ -77,7 +77,7 @@ async def test_what_may_be_parsed_never_stalls_the_loop(serving, method, data, w
     failure = await fail(serving, method, data)
     watching.cancel()
     assert (failure.code, failure.field) == (INVALID, where)
-    assert stalls.longest_stall_seconds < 4 * MAX_STALL_SECONDS  # the client is in this process, too
+    assert stalls.longest_stall_seconds < 4 * MAX_STALL_SECONDS  # the client runs on the same loop
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ async def test_an_answer_that_is_larger_than_a_message_ends_when_that_is_known(c
 
 
 async def test_a_prompt_is_hashed_once_however_long_it_waits(cluster, monkeypatch):
-    """The queue's head is offered to placement at every report of every node."""
+    """Placement tries the queue's head again at every report of every node."""
     hashed = []
     hash_prompt = placement.prefix_hashes
     monkeypatch.setattr(
@@ -158,7 +158,7 @@ async def test_a_prompt_is_hashed_once_however_long_it_waits(cluster, monkeypatc
 @pytest.mark.parametrize("kind", ["generate", "text", "chat"])
 async def test_what_is_longer_than_the_window_for_certain_is_not_encoded(serving, kind):
     encoded = []
-    serving.service.nodes.served.tokenizer._encode = lambda *args, **_: encoded.append(args)
+    serving.service.nodes.served.tokenizer.encode_now = lambda *args, **_: encoded.append(args)
     text = "x" * 1_000_000
     chat = R.Chat(messages=[R.ChatMessage(role="user", content=text)])
     calls = {

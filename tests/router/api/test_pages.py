@@ -1,4 +1,4 @@
-"""The pages on the router's metrics port: what they say, and what they never say."""
+"""The pages on the router's metrics port: what they contain, and what they never contain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.router.conftest import Cluster, eventually
 
 
 class Http:
-    """The pages of a router, asked as an HTTP connection does: in a thread."""
+    """The pages of a router, requested in a thread as an HTTP connection does."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -30,13 +30,13 @@ class Http:
 
 @pytest.fixture
 async def http(cluster) -> Http:
-    """Of a router that does not serve yet."""
+    """The pages of a router that does not serve yet."""
     await cluster.start()
     return Http(cluster)
 
 
 async def serve(http, **fields):
-    """The router serves, and has answered one request."""
+    """Waits until the router serves, and returns the answer to one request."""
     await http.cluster.service.start(http.cluster.address)
     return await http.cluster.generate(request_id="r", **{"max_tokens": 6} | fields)
 
@@ -69,6 +69,8 @@ async def test_a_requests_page_has_the_agreed_fields_and_times_from_its_arrival(
     spans = {span["kind"]: span for span in record["spans"]}
     assert list(spans) == ["encode", "queue", "open", "prefill", "kv_transfer", "decode"]
     assert all(0 <= span["start"] <= span["end"] for span in spans.values())
+    assert spans["queue"]["end"] <= spans["open"]["start"] <= spans["open"]["end"] <= spans["prefill"]["start"]
+    assert [span["node"] for span in spans.values()] == ["", "", "decode-0", "prefill-0", "decode-0", "decode-0"]
     assert {**spans["decode"], "start": 0, "end": 0} == {
         "kind": "decode", "attempt": 0, "node": "decode-0", "start": 0, "end": 0, "num_tokens": 6, "bytes": None,
         "detail": "",
@@ -145,7 +147,7 @@ async def test_what_is_not_there_is_not_found_with_a_clear_word(http):
     for path in NOWHERE:
         page = await http.ask(path)
         assert (page.status, page.content_type) == (404, "text/plain; charset=utf-8"), path
-        assert b"/api/requests/N" in page.body or b"is not known" in page.body
+        assert b"/api/requests/N" in page.body or b"is unknown" in page.body
         assert len(page.body) < 300
 
 
@@ -159,7 +161,7 @@ async def test_the_page_is_all_files_of_its_folder(http):
 
 async def test_a_router_that_does_not_answer_in_time_says_so(http, monkeypatch):
     monkeypatch.setattr(pages, "LOOP_SECONDS", 0.01)
-    page = http.find_page("/api/cluster")  # from the event loop's own thread, which cannot answer meanwhile
+    page = http.find_page("/api/cluster")  # blocks the event loop, which therefore cannot answer
     assert (page.status, b"event loop is busy" in page.body) == (503, True)
     assert http.find_page("/").status == 200
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""Files of token hashes: what they may contain, who is who, how often each may call."""
+"""Token files: their format, and the names, priorities and rates of clients."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_tenants_have_salts_of_their_own_and_a_single_one_has_none(write):
     write(line("alice", "a-secret"), line("bob", "b-secret"))
     assert clients.identify(shown("a-secret")).cache_salt == b"alice"
     assert clients.identify(shown("b-secret")).cache_salt == b"bob"
-    assert clients.named("bob").cache_salt == b"bob"  # of a request that another router has begun
+    assert clients.named("bob").cache_salt == b"bob"  # for a request that another router started
 
 
 def test_a_changed_file_is_taken_and_a_broken_one_is_not(write):
@@ -91,7 +91,7 @@ def test_a_client_makes_as_many_calls_a_minute_as_it_may(write):
     alice, bob = clients.identify(shown("a")), clients.identify(shown("c"))
     for token in "aba":
         clients.charge(clients.identify(shown(token)))
-    with pytest.raises(CapacityError, match="alice may make 3 calls a minute") as refused:
+    with pytest.raises(CapacityError, match="rate limit of 3 calls per minute exceeded for alice") as refused:
         clients.charge(alice)
     assert refused.value.retry_after_seconds == pytest.approx(20.0)
     for _ in range(10):
@@ -112,8 +112,8 @@ def test_a_client_makes_as_many_calls_a_minute_as_it_may(write):
         ((line("alice", "a", "speed=9"),), "'speed=9' is neither priority=N nor rate=N"),
         ((line("alice", "a", "rate=0"),), "'rate=0' is neither"),
         ((line("alice", "a", "priority=high"),), "'priority=high' is neither"),
-        ((line("alice", "a", "rate=1"), line("alice", "b", "rate=2")), "tokens:2: alice has other limits"),
-        ((line("alice", "a"), line("bob", "a")), "tokens:2: alice has the same token"),
+        ((line("alice", "a", "rate=1"), line("alice", "b", "rate=2")), "tokens:2: alice has different limits"),
+        ((line("alice", "a"), line("bob", "a")), "tokens:2: the token already belongs to alice"),
     ],
 )
 def test_what_a_file_may_not_contain_is_named(write, lines, message):

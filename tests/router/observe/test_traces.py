@@ -1,4 +1,4 @@
-"""A request's trace: what the router tells of it, and which places it gives to nodes."""
+"""A request's trace: the router's spans, and the parents that it gives to nodes' spans."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_a_request_that_moves_shows_both_decode_nodes(node_pair, tracer):
 
 
 async def test_what_is_not_sampled_is_no_span_and_no_byte(cluster, tracer):
-    """Hostile values included, where a router begins no traces by itself."""
+    """This includes hostile values. The router does not start traces by itself here."""
     await cluster.serve(tracer=tracer)
     for traceparent in (NOT_SAMPLED, *HOSTILE[1:5], "x" * 2000):
         messages = await generate(cluster, (("traceparent", traceparent),))
@@ -125,7 +125,7 @@ async def test_a_client_that_leaves_is_no_error(cluster, tracer):
 
 async def test_a_request_that_is_taken_over_continues_the_trace_of_the_call_that_resumes_it(router_pair, tracer):
     await router_pair.serve(tracer=tracer)
-    _, started, _ = await router_pair.begin(max_tokens=30)  # is not traced
+    _, started, _ = await router_pair.begin(max_tokens=30)  # this call is not traced
     await router_pair.kill_first()
     request = router_pb2.ResumeRequest(request_id="r", next_positions={0: started.num_prompt_tokens})
     call = router_pair.second.stub.Resume(request, metadata=METADATA, timeout=PATIENCE_SECONDS)

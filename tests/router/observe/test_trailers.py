@@ -1,4 +1,4 @@
-"""The figures that every call's trailers carry, for tools that show trailers and nothing else."""
+"""The figures in every call's trailers, for tools that show nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DETAILS = "grpc-status-details-bin"
 
 
 async def finish(call):
-    """(trailers, messages, error) of a whole call, streamed or not."""
+    """Returns (trailers, messages, error) of a whole call, streamed or not."""
     messages, error = [], None
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -92,7 +92,7 @@ async def test_the_routers_method_is_that_of_requests_that_name_none(cluster, ca
 
 
 async def test_an_aborted_answer_says_what_there_was_of_it(cluster, call):
-    cluster.decode.step_seconds = 0.02  # it runs until it is disturbed
+    cluster.decode.step_seconds = 0.02  # slow, so that the test can interrupt it
     await cluster.serve()
     running = asyncio.ensure_future(finish(call(request_id="doomed", max_tokens=400)))
     await cluster.eventually(lambda: cluster.decode.most_sent > 2)
@@ -101,10 +101,12 @@ async def test_an_aborted_answer_says_what_there_was_of_it(cluster, call):
     assert error is None
     assert int(trailers[TOKENS]) == messages[-1].summary.usage.num_generated_tokens > 0
     assert float(trailers[TTFT]) > 0
+    (record,) = cluster.context.records
+    assert record.state == "aborted"
 
 
 async def test_a_failed_answer_has_its_figures_beside_the_errors_details(cluster, call):
-    cluster.decode.step_seconds = 0.02  # it runs until it is disturbed
+    cluster.decode.step_seconds = 0.02  # slow, so that the test can interrupt it
     await cluster.serve(no_node_timeout_seconds=0.3)
     running = asyncio.ensure_future(finish(call(max_tokens=400)))
     await cluster.eventually(lambda: cluster.decode.most_sent > 2)

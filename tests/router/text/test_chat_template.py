@@ -1,4 +1,4 @@
-"""Chats as transformers renders them, and what clients leave out of messages or write in two ways."""
+"""Chats are rendered as by transformers, also if clients omit members of messages or write them differently."""
 
 import json
 
@@ -93,7 +93,7 @@ def test_tools_have_the_template_that_is_for_them():
     assert render(sources, CHAT) == "plain"
     assert render(sources, CHAT, tools=[{"name": "w"}]) == '[{"name": "w"}]'
     assert render({"default": "{{ tools | length }}"}, CHAT, tools=[{}]) == "1"
-    with pytest.raises(InvalidRequestError, match=r"no chat template for this \(it has: rag\)"):
+    with pytest.raises(InvalidRequestError, match=r"no chat template 'default' \(it has: rag\)"):
         render({"rag": "x"}, CHAT)
 
 

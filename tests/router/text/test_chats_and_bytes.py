@@ -1,4 +1,4 @@
-"""Variables of a chat template and members of messages, and the bytes of tokens, by the public service."""
+"""The public API passes template variables and members of messages on, and returns the bytes of tokens."""
 
 import grpc
 
@@ -21,7 +21,7 @@ async def test_logprobs_say_the_bytes_of_their_tokens_where_they_are_asked_for(c
 
 
 def test_members_of_a_message_come_in_one_order():
-    """Templates print messages as JSON."""
+    """The order matters because templates print messages as JSON."""
     members = {"name": '"n"', "content": "null", "tool_calls": "[]", "a": "1", "role": '"other"'}
     message = router_pb2.ChatMessage(role="user", content="x", members=members)
     (found,), _ = chat_from_proto(router_pb2.Chat(messages=[message]))

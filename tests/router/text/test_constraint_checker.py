@@ -1,4 +1,4 @@
-"""Constraints are compiled in a process that ends with one that takes too much, and only then."""
+"""Constraints are compiled in a process, which only a constraint that exceeds its limits ends."""
 
 import asyncio
 import fcntl
@@ -24,7 +24,7 @@ ENDLESS = Constraint(
     ConstraintKind.JSON_SCHEMA,
     json.dumps({"allOf": [{"type": "string", "pattern": f"a.{{{number}}}b"} for number in range(400)]}),
 )
-"""Minutes of work."""
+"""A constraint that takes minutes to compile."""
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def checker():
 
 
 async def verdict(checker, constraint):
-    """The error's message; empty where there is none."""
+    """Returns the message of the error, or an empty text if there is none."""
     async with asyncio.timeout(60):
         (error,) = await asyncio.gather(checker.check(constraint), return_exceptions=True)
     if error is None:
@@ -57,7 +57,7 @@ def unread_bytes(pipe):
 async def test_the_endless_one_is_refused_in_time_and_the_next_ones_are_compiled(checker):
     found = await asyncio.gather(*(verdict(checker, each) for each in (GOOD, ENDLESS, BAD, GOOD)))
     assert found[0] == found[3] == ""
-    assert "takes more than 0.5 s to compile" in found[1]
+    assert "needs more than 0.5 s to compile" in found[1]
     assert "unclosed group" in found[2]
 
 
@@ -86,11 +86,11 @@ async def test_a_constraint_that_many_ask_for_is_compiled_once_as_long_as_one_of
     release.set()
     await asyncio.gather(*others)
     assert asked == [GOOD, BAD]
-    assert not checker._asking
+    assert not checker._compiling
 
 
 async def test_those_who_wait_for_one_compiling_share_its_failure(checker, monkeypatch):
-    """Each after the other would wait 20 s for a compiler that gets no processor, and be waited for."""
+    """Otherwise each would wait 20 s, one after the other, for a compiler that gets no CPU time."""
     asked, release = [], threading.Event()
 
     def compile_constraint(constraint, _asked):
@@ -137,9 +137,9 @@ async def test_how_many_constraints_wait_depends_on_how_long_one_takes(checker, 
     monkeypatch.setattr(checker, "_compile", lambda _constraint, _asked: release.wait(60) and None)
 
     async def accepted(client):
-        """How many of a hundred of one client."""
+        """Returns how many of a client's hundred constraints are queued."""
         tasks = [asyncio.ensure_future(checker.check(numbered(), client=client)) for _ in range(100)]
-        for _ in range(10):  # turns of the event loop: who is refused is so at once
+        for _ in range(10):  # iterations of the event loop: the queue refuses at once
             await asyncio.sleep(0)
         refused = [error for task in tasks if task.done() and (error := task.exception())]
         assert all(isinstance(error, CapacityError) and error.reason == "CONSTRAINTS_BUSY" for error in refused)
@@ -174,7 +174,7 @@ async def test_a_failure_of_ours_is_not_the_clients(checker, monkeypatch):
     monkeypatch.setattr(checker, "_tokenizer", {"no tokenizer": "in it"})
     process.kill()
     process.wait(10)
-    with pytest.raises(InternalError, match="has ended with 1"):
+    with pytest.raises(InternalError, match="ended with status 1"):
         await verdict(checker, BAD)
 
 
@@ -190,14 +190,14 @@ async def test_a_tokenizer_of_an_unknown_kind_supports_no_constraint(checker, mo
 async def test_what_else_ends_the_process_says_nothing_of_a_constraint(checker):
     assert await verdict(checker, GOOD) == ""
     process = checker._process
-    os.kill(process.pid, signal.SIGSTOP)  # while it is asked
+    os.kill(process.pid, signal.SIGSTOP)  # before it reads the constraint
     asking = asyncio.create_task(verdict(checker, BAD))
     async with asyncio.timeout(10):
         while not unread_bytes(process.stdin):
             await asyncio.sleep(0)
     process.terminate()
     os.kill(process.pid, signal.SIGCONT)
-    with pytest.raises(InternalError, match="ended with -15"):
+    with pytest.raises(InternalError, match="ended with status -15"):
         await asking
     assert "unclosed group" in await verdict(checker, BAD)
 
@@ -208,11 +208,11 @@ async def test_ctrl_c_is_not_for_the_process(checker):
 
 
 async def test_a_process_that_is_stopped_is_given_up(checker, monkeypatch):
-    """Also where it leaves a long constraint unread."""
+    """This holds even if it has not read a long constraint."""
     assert await verdict(checker, GOOD) == ""
     monkeypatch.setattr(constraint_checker, "ANSWER_SECONDS", 0.5)
     os.kill(checker._process.pid, signal.SIGSTOP)
-    with pytest.raises(CapacityError, match="got no processor"):
+    with pytest.raises(CapacityError, match="timed out waiting for CPU"):
         await verdict(checker, Constraint(ConstraintKind.REGEX, "a" * 300_000))
 
 

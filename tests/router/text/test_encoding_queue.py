@@ -1,4 +1,4 @@
-"""Texts before the tokenizer's threads: in turns by client, bounded, and nothing is done for those who left."""
+"""The queue of the tokenizer's threads is fair and bounded, and skips requests that were cancelled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATIENCE_SECONDS = 30.0
 
 
 class Desk:
-    """One thread, held until `gate` opens; what was done, in its order."""
+    """A queue with one thread, which waits for `gate`. `done` has the finished work in order."""
 
     def __init__(self, **limits):
         self.queue = EncodingQueue(1, **limits)
@@ -83,7 +83,7 @@ async def test_nothing_is_done_for_those_who_left(desk):
     for task in others[:2]:
         task.cancel()
     await asyncio.wait(others[:2])
-    await asyncio.sleep(0)  # its thread pool hears of it one iteration later
+    await asyncio.sleep(0)  # the thread pool learns of it one iteration later
     await finish(desk, [first, *others])
     assert desk.done == ["a", "c"]
 

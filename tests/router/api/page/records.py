@@ -1,4 +1,4 @@
-"""JSON as a router serves it to its page."""
+"""JSON as a router sends it to its page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serves the router's page as it is in the tree, and set JSON, with the headers that a router sends."""
+"""Serves the router's page from the source tree, and fixed JSON, with a router's headers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADERS = {
 
 
 class StandIn:
-    """`answers`: JSON by path, for example "/api/cluster". After `num_answers` of them the router is away.
+    """`answers`: JSON by path, for example "/api/cluster". After `num_answers` of them it stops answering.
 
     `user`: a script that does what a user would, in a module beside the page's own.
     """
@@ -36,7 +36,7 @@ class StandIn:
         self.asked: list[str] = []
 
     def reply(self, path: str) -> tuple[int, str, bytes] | None:
-        """Status, type and body; None: the connection ends without an answer."""
+        """Returns (status, type, body), or None to end the connection without an answer."""
         self.asked.append(path)
         if path.startswith("/api/"):
             if self.num_left is not None:
@@ -59,7 +59,7 @@ class StandIn:
 
 @contextlib.contextmanager
 def serving(stand_in: StandIn) -> Iterator[str]:
-    """Its address, while it serves in threads."""
+    """Serves in threads during the block, and yields the address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

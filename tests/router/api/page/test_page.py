@@ -1,4 +1,4 @@
-"""The router's page as Chromium shows it, over set JSON: one start of Chromium for each view."""
+"""The router's page in Chromium, with fixed JSON. Chromium is started once for each view."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ const note = (name, value) => {
   document.body.dataset.noted = JSON.stringify(noted);
 };
 """
-"""Before what a user does; `note` keeps what is seen."""
+"""Script that precedes a user's actions. `note` records what the page shows."""
 
 
 def title_of(page):
-    """A picture's parts have titles of their own."""
+    """Returns the title in the head; parts of pictures have titles, too."""
     return page.one("head").one("title").text
 
 
@@ -41,12 +41,14 @@ def noted(page):
 
 @pytest.fixture
 def look(tmp_path):
-    """look(fragment, answers, num_answers=None, user="") → (the page's root, the stand-in)"""
+    """look(fragment, answers, num_answers=None, user="") returns (the page's root, the server)."""
 
     def look(fragment, answers, num_answers=None, user=""):
         stand_in = StandIn(answers, num_answers, user and WHEN_DRAWN + user)
         with serving(stand_in) as url:
-            html = chromium.dump_dom(url + fragment, tmp_path / "profile", view_seconds=2.5)  # asks three times
+            html = chromium.dump_dom(
+                url + fragment, tmp_path / "profile", view_seconds=2.5
+            )  # long enough for three requests
         return read(html), stand_in
 
     return look
@@ -75,11 +77,11 @@ def test_the_overview_names_sick_nodes_and_marks_figures_that_are_old(look):
     assert "bad" in verdict.classes
     assert verdict.text.startswith("3 of 6 nodes in trouble: prefill-1 (late), decode-1 (lost), decode-<img")
     assert [role.text for role in page.all("tr", "role")] == ["prefill 2", "decode 3", "draft 1"]
-    # What a node calls itself is text; and nothing but the page's own script ran.
+    # A node's name is shown as text, and only the page's own script ran.
     assert not page.all("img")
     assert [script.attributes.get("src") for script in page.all("script")] == ["page.js"]
     assert title_of(page) == "3 sick – Outrider"
-    # The router has gone away after its first answer; the page goes on asking, and says so.
+    # The router ends after its first answer. The page keeps asking, and reports that.
     assert "stale" in page.one("body").classes
     trouble = page.one("p", id="trouble")
     assert "hidden" not in trouble.attributes
@@ -97,7 +99,9 @@ def test_a_router_without_nodes(look):
 
 
 def test_figures_that_the_page_does_not_understand_are_said_to_be_none(look):
-    page, stand_in = look("", {"/api/cluster": {"nodes": 5}})  # of another version's router, while the page was open
+    page, stand_in = look(
+        "", {"/api/cluster": {"nodes": 5}}
+    )  # as if another version's router had started while the page was open
     trouble = page.one("p", id="trouble")
     assert "hidden" not in trouble.attributes
     assert trouble.text.startswith("The router does not answer (")
@@ -210,17 +214,17 @@ def test_the_timeline_of_a_request_that_moved(look):
         ("del", "rejected", " do‹U+202E›g"),
         ("del", "rejected", MARKUP),
     ]
-    bare = page.all("span", "group")[2].all(None, "chip")  # a step without texts
+    bare = page.all("span", "group")[2].all(None, "chip")  # a step without text
     assert [chip.classes[1] for chip in bare] == ["accepted", "own", "rejected", "rejected", "rejected"]
     assert all("bare" in chip.classes for chip in bare)
     assert not page.all("img")
     assert title_of(page) == "Request 17 – Outrider"
-    assert stand_in.asked.count("/api/requests/17") == 1  # it has ended: it is not asked for again
+    assert stand_in.asked.count("/api/requests/17") == 1  # it has ended, so it is not requested again
 
 
 def test_a_long_answer_is_a_few_bars_and_a_cut_record_says_so(look):
     steps = [step(0.5 + 0.01 * index, 100 + 2 * index, 3, 1, sample=index % 2) for index in range(4000)]
-    steps[400]["num_draft_tokens"] = 2**32 - 1  # a node may say anything
+    steps[400]["num_draft_tokens"] = 2**32 - 1  # a faulty node may send any number
     spans = [span("queue", 0.0, 0.1), span("prefill", 0.1, 0.5, "prefill-0"), span("decode", 0.5, None, "decode-0")]
     record = request(5, spans, steps, [], state="running", e2e_seconds=None, age_seconds=41.0, num_samples=2)
     page, stand_in = look("#/requests/5", {"/api/requests/5": {**record, "num_dropped_steps": 41}})
@@ -234,4 +238,4 @@ def test_a_long_answer_is_a_few_bars_and_a_cut_record_says_so(look):
             assert int(path.attributes["data-bars"]) < 700
     assert 0 < len(page.all(None, "chip")) <= 1200
     assert "more tokens: zoom in to see them" in page.text
-    assert stand_in.asked.count("/api/requests/5") > 1  # it runs: it is asked for again
+    assert stand_in.asked.count("/api/requests/5") > 1  # it is running, so it is requested again

@@ -1,4 +1,4 @@
-"""The real gateway before a router with fake nodes, as `outrider up` would start it."""
+"""Starts the real gateway as `outrider up` does, in front of a router with fake nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CALL_SECONDS = 60.0
 
 @contextlib.contextmanager
 def gateway_before(router, **config):
-    """OpenAI's client of a gateway in front of a `ThreadedRouter`. `config`: of the section `gateway`."""
+    """Starts a gateway in front of a `ThreadedRouter`, and yields OpenAI's client. `config`: the section `gateway`."""
     settings = GatewayConfig(router_targets=(router.cluster.address,), **config)
     ports = choose_ports(ServerConfig(host="127.0.0.1", port=0))
     arguments = gateway_arguments(settings, TelemetryConfig(), ports, 1.0)
@@ -47,13 +47,13 @@ def gateway_before(router, **config):
 
 
 def _serves(gateway, ports):
-    """Whether the gateway has found the router and its tokenizer."""
+    """Returns whether the gateway has found the router and its tokenizer."""
     assert gateway.poll() is None, "the gateway has ended"
     return served_model(ports)
 
 
 def own(router, **fields):
-    """The answer of our own service."""
+    """Returns the answer of the router's own service."""
     request = router.cluster.request(**fields)
 
     async def complete():

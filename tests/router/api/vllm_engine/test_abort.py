@@ -1,4 +1,4 @@
-"""The engine service's Abort: what it frees, and what it refuses."""
+"""The engine service's Abort."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def test_an_abort_frees_at_once_though_nobody_reads_the_stream(cluster):
 
 
 async def test_an_abort_reaches_a_request_beside_one_that_it_is_charged_for(cluster, tmp_path):
-    """What frees is never refused, whatever else is named."""
+    """Requests that run are aborted, even if the call names others that cannot be."""
     path = tmp_path / "tokens"
     path.write_text(line("alice", "a-secret", "rate=1") + "\n", encoding="utf-8")
     cluster.decode.step_seconds = 0.05

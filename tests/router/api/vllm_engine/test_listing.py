@@ -1,4 +1,4 @@
-"""Where the engine service is served, and that reflection lists it."""
+"""The engine service is served if it can be imported, and reflection lists it."""
 
 from __future__ import annotations
 

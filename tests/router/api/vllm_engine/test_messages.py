@@ -1,4 +1,4 @@
-"""Requests of the engine protocol as ours, and our answers as its messages, without a server."""
+"""Conversion of the engine's requests to ours and of our answers to the engine's messages, without a server."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from types import SimpleNamespace
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as engine_pb2
 
-from outrider.answer import Delta, RequestMetrics, Summary, Usage
+from outrider.answer import Delta
 from outrider.errors import InvalidRequestError
 from outrider.v1 import router_pb2
 from router.api.vllm_engine.messages import EngineAnswer, request_from_engine
 from tests.support.router_fakes import fake_model_info
 
 SERVED = SimpleNamespace(info=fake_model_info(), tokenizer=None)
-SUMMARY = Summary(request_id="r", usage=Usage(num_prompt_tokens=2), metrics=RequestMetrics())
 
 
 def ours(**sampling):
@@ -91,7 +90,7 @@ def test_tool_calls_have_a_name_and_parameters_and_nothing_else():
     assert schema["$defs"] == {}
     deep = TOOL_CALLS.replace('"$defs":{}', '"$defs":' + "[" * 9999)
     for broken in (TOOL_CALLS[:-1], deep):
-        with pytest.raises(InvalidRequestError, match="no schema of tool calls"):
+        with pytest.raises(InvalidRequestError, match="not a valid schema of tool calls"):
             ours(json_schema=broken)
 
 

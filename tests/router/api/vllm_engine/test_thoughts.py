@@ -1,4 +1,4 @@
-"""A constrained answer is an answer, whatever the gateway's reasoning parser takes the first token for."""
+"""The gateway's reasoning parsers do not mistake a constrained answer for reasoning."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def router_with(template, parser):
     ids=["always", "toggle", "open"],
 )
 def thinking(request):
-    """(router, client)"""
+    """Yields (router, client)."""
     parser, template = request.param
     router = router_with(template, parser)
     try:
@@ -80,7 +80,7 @@ def test_a_constrained_answer_is_no_thought(thinking, options, says, stream):
     else:
         assert content == says
     assert thoughts == ""
-    tags = len("<think></think>") if stream else 0  # the gateway counts what it gets
+    tags = len("<think></think>") if stream else 0  # the gateway counts all that it gets
     assert 0 <= usage.completion_tokens - (len(says) + 1) <= tags
     prompt = bytes(token_id for token_id in decode.opened[-1].prompt_token_ids if token_id < 256)
     assert prompt.endswith(b"<think>\n\n</think>\n\n")
@@ -98,7 +98,7 @@ def test_without_a_constraint_the_model_thinks(thinking):
 
 def test_a_stop_that_the_empty_thought_has_is_refused(thinking):
     _, client = thinking
-    with pytest.raises(openai.BadRequestError, match="comes before a constrained answer"):
+    with pytest.raises(openai.BadRequestError, match="precedes a constrained answer"):
         client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "x"}], stop=["<"], extra_body={"regex": "a"}
         )
@@ -109,7 +109,7 @@ def test_a_parser_with_tags_of_its_own_is_not_together_with_constraints():
     try:
         with (
             gateway_before(router, reasoning_parser="kimi") as client,
-            pytest.raises(openai.BadRequestError, match="the reasoning parser kimi may take a constrained answer"),
+            pytest.raises(openai.BadRequestError, match="the reasoning parser kimi may mistake a constrained answer"),
         ):
             client.chat.completions.create(
                 model=MODEL, messages=[{"role": "user", "content": "x"}], max_tokens=4, extra_body={"regex": "a"}

@@ -1,4 +1,4 @@
-"""Both doors give the same ids and the same text, whatever the tokenizer's shape."""
+"""The gateway and the router's own service give the same ids and text, for several kinds of tokenizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def byte_level(**added):
 
 
 def sentence_piece(*, scheme=""):
-    """As Llama 2, or (`scheme`) as newer conversions of it."""
+    """Makes a tokenizer like Llama 2's, or with `scheme` like newer conversions of it."""
     pieces = ["\u2581", *"abcdefghijklmnopqrstuvwxyzHOT,<>|_", "\u2581t", "he"]
     vocab = {token: number for number, token in enumerate([*SPECIAL, *(f"<0x{i:02X}>" for i in range(256)), *pieces])}
     merges = [("\u2581", "t"), ("h", "e")]
@@ -70,7 +70,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module", params=SHAPES.values(), ids=SHAPES)
 def shape(request):
-    """(tokenizer, router, client)"""
+    """Returns (tokenizer, router, client)."""
     tokenizer = request.param()
     config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     files = {
@@ -128,7 +128,7 @@ def test_chats_are_those_of_our_own_service(shape, stream):
 
 
 def test_what_a_client_leaves_out_of_a_message_is_empty(shape):
-    """By the template, which adds texts and would refuse a null."""
+    """The template concatenates texts, and would fail for a null."""
     tokenizer, router, client = shape
     call = {"id": "c", "type": "function", "function": {"name": "w", "arguments": "{}"}}
     turn = {"role": "assistant", "tool_calls": [call]}
