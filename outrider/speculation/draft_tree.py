@@ -11,7 +11,7 @@ from typing import NamedTuple
 from outrider.speculation.token_distribution import TokenDistribution
 
 DRAFT_NODE = "draft_node"
-"""The source of drafts of a draft node; the source of a local proposer's drafts is its name."""
+"""The source of drafts that come from draft nodes. The source of a local proposer's drafts is its name."""
 
 ROOT = -1
 """The parent of a token that follows the prefix itself."""
@@ -32,11 +32,11 @@ class DraftTree:
     length: int
     prefix_hash: int | None = None  # of the first `length` tokens; None: the draft was made in this process
     token_ids: tuple[int, ...] = ()
-    source: str = DRAFT_NODE  # whose acceptance the verdict counts for
+    source: str = DRAFT_NODE  # the source whose acceptance the verdict changes
     probability: float = 1.0  # the proposer's estimate that the text begins with the first `length` tokens
-    distributions: tuple[TokenDistribution, ...] = ()  # that each token was drawn from; empty: all were certain
+    distributions: tuple[TokenDistribution, ...] = ()  # of each token; empty: nothing was drawn
     parents: tuple[int, ...] = ()  # index of each token's parent, or ROOT; empty: a chain
-    grade: int = 0  # the proposer's confidence in the draft, as a class; each has its own acceptance
+    grade: int = 0  # class of the proposer's confidence in the draft; each class has its own acceptance
 
     def __len__(self) -> int:
         """The number of tokens proposed."""
@@ -44,7 +44,7 @@ class DraftTree:
 
     @property
     def was_drawn(self) -> bool:
-        """Whether it has the distributions that it was drawn from, for rejection sampling; then it is a chain."""
+        """Whether it has the distributions of its tokens, for rejection sampling. If so, it is a chain."""
         return bool(self.distributions)
 
     @property
@@ -170,10 +170,10 @@ class DraftTree:
 
 
 class RankedDraft(NamedTuple):
-    """A draft, and what is expected of it in the step for which it was ranked (see `DraftController.rank`)."""
+    """A draft and its tokens' probabilities in the step for which it was ranked (see `DraftController.rank`)."""
 
     tree: DraftTree  # its tokens by falling probability, parents before their children
-    probabilities: Sequence[float]  # of each token being in the text; for a drawn draft also of absent ones
+    probabilities: Sequence[float]  # by token; for a drawn draft, by token that it could have had
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:

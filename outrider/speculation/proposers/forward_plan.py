@@ -21,7 +21,7 @@ class Plan:
 
 
 def take(tree: PathTree, path: DraftPath, rows: PathRows, decided: Decided) -> None:
-    """Adds decided tokens to a path. Tokens of a rollout count only as far as they would have been asked for singly."""
+    """Adds decided tokens to a path. Drops those of a rollout that would not have been drafted one by one."""
     path.kv.advance(tree.rows_before(rows.start_position + len(rows.token_ids)))
     for index, each in enumerate((decided, *decided.following)):
         if not each.token_ids:
@@ -29,7 +29,7 @@ def take(tree: PathTree, path: DraftPath, rows: PathRows, decided: Decided) -> N
         if index and rows.max_tokens > 1:
             if tree.is_complete(path) or path.reach < rows.min_reach:
                 break
-            path.kv.advance(path.kv.num_tokens + 1)  # including the token before
+            path.kv.advance(path.kv.num_tokens + 1)  # the token before was fed in the rollout
         path.decided.append(each)
     if path is tree.main:
         path.kv.publish(tree.token_ids)

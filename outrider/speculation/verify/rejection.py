@@ -1,10 +1,10 @@
 """Rejection sampling: a draft token x is accepted with probability min(1, p(x) / q(x)).
 
-p is the target's distribution after all of SamplingParams, q the one that the drafter drew x from. After a rejection
-the recovered token is drawn from max(p - q, 0), renormalised. Committed tokens have the distribution p for any q, as
-long as x was drawn from q, independently of the random words by which it is judged. A drafter that does not draw,
-e.g. a lookup, has q(x) = 1. That is valid unless it repeats earlier decisions of this method that used the same
-words, as for a request that is sent again with its seed: so lookups do not remember what rejection sampling decided.
+p is the target's distribution after all SamplingParams are applied, q the distribution that the drafter drew x from.
+After a rejection the recovered token is drawn from max(p - q, 0), renormalised. Committed tokens have the distribution
+p for any q, if x was drawn from q independently of the random words that decide about it. A drafter that does not draw,
+e.g. a lookup, has q(x) = 1. That is valid unless it repeats earlier decisions of this method that used the same random
+words, as with a request that is sent again with its seed. So lookups do not remember what rejection sampling decided.
 
 Source: Leviathan et al. 2022 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318).
 
@@ -12,8 +12,9 @@ Random words: purpose 2 of the decision's generator, words 0 and 1 for acceptanc
 The race's words (purposes 0 and 1) decide bonus tokens here and drafts in the drafter, but never both at one
 position: a position whose draft token is judged is decided by purpose 2 alone.
 
-Probabilities of p are integer masses (see `elementary`), and the operations on them are rounded as IEEE 754's
-float64. So a decision depends neither on the device nor on the batch. All of them are queued on the logits' device.
+Probabilities of p are kept as integer masses, i.e. not normalised (see `elementary`), and operations on them are
+rounded as IEEE 754's float64. So a decision depends neither on the device nor on the batch. All operations are queued
+on the logits' device.
 """
 
 from __future__ import annotations
@@ -83,10 +84,10 @@ class RejectionVerifier:
 
 
 def _accept(masses: Array, drafts: Sequence[DraftRows], num_drafts: Sequence[int]) -> tuple[Array, Array]:
-    """Returns the number of accepted tokens of each draft, and the token in place of the first rejected one: each
-    [num_seqs] int64.
+    """Returns, for each draft, the number of accepted tokens and the token in place of the first rejected one.
 
-    `masses`: [num draft tokens, num_ids] int64, of p. For a fully accepted draft the second value is meaningless.
+    Both are [num_seqs] int64. The second has no meaning if the whole draft was accepted. `masses`: of p, [num draft
+    tokens, num_ids] int64.
     """
     xp = namespace(masses)
     token_ids = [token_id for draft in drafts for token_id in draft.draft_token_ids]
@@ -127,20 +128,20 @@ def _accept(masses: Array, drafts: Sequence[DraftRows], num_drafts: Sequence[int
 
 
 def _after_draft(rows: SampleRows) -> SampleRows:
-    """Returns the row after the draft, alone."""
+    """Returns only the row after the last draft token."""
     assumed_token_ids = rows.assumed_token_ids + rows.draft_token_ids
     return SampleRows(rows.state, rows.position + len(rows.draft_token_ids), assumed_token_ids=assumed_token_ids)
 
 
 def _uniform(high: int, low: int) -> float:
-    """Returns a uniform number in [0, 1), for acceptance."""
+    """Returns a uniform number in [0, 1) from two random words."""
     return ((high << 32 | low) >> (64 - _UNIFORM_BITS)) * 2.0**-_UNIFORM_BITS
 
 
 def _weights(distributions: Sequence[TokenDistribution], num_ids: int) -> tuple[Ints, Floats, Floats]:
-    """Returns ids and weights of each q, [n, most] int64 and float64, and the sum of its weights [n].
+    """Returns ids and weights of each q, [n, most] int64 and float64, and the sums of weights [n] float64.
 
-    Ids beyond the vocabulary are left out, and rows are padded with their first pair.
+    Ids beyond the vocabulary are left out. Shorter rows are padded with their first pair.
     """
     known = [
         [pair for pair in zip(each.token_ids, each.probabilities, strict=True) if pair[0] < num_ids] or [(0, 0.0)]
@@ -154,7 +155,7 @@ def _weights(distributions: Sequence[TokenDistribution], num_ids: int) -> tuple[
 
 
 def _recover(target: Array, drafted: Sequence[Array], luck: Array) -> Array:
-    """Returns a token from max(p - q, 0) for each row, by inversion: [num_rows] int64.
+    """Draws a token from max(p - q, 0) for each row, by inversion. Returns [num_rows] int64.
 
     Args:
         target: [num_rows, num_ids] int64, masses of p.
@@ -168,7 +169,7 @@ def _recover(target: Array, drafted: Sequence[Array], luck: Array) -> Array:
     left = xp.astype(target, xp.int64)
     rows = xp.arange(target.shape[0], device=target.device)[:, None]
     left[rows, ids] = xp.clip(xp.take_along_axis(target, ids, axis=1) - masses, min=0)
-    # p and q may be equal except for rounding, which leaves nothing.
+    # If p and q are equal except for rounding, nothing is left.
     left = xp.where(xp.sum(left, axis=1, keepdims=True) > 0, left, target)
     cumulative = xp.cumulative_sum(left, axis=1)
     places = _share(luck, cumulative[:, -1])
@@ -176,7 +177,7 @@ def _recover(target: Array, drafted: Sequence[Array], luck: Array) -> Array:
 
 
 def _share(luck: Array, totals: Array) -> Array:
-    """Returns a whole number in [0, total) for each: the high half of the product of 64 random bits and the total.
+    """Returns, for each total, a uniform integer in [0, total): the high half of 64 random bits times the total.
 
     luck: [n, 2] int64, two words; totals: [n] int64, positive.
     """
