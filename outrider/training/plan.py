@@ -18,8 +18,8 @@ FORMS = ("eagle3", "medusa", "mlp")
 ANSWERS, FEATURES, TRAINING = "answers", "features", "training"
 
 ANSWERS_SHARE, FEATURES_SHARE, REPORT_SHARE = 0.25, 0.15, 0.05
-"""Largest shares of the whole time. Training takes the rest: two cores write as many answers in a quarter of an hour as
-they can learn from in half an hour."""
+"""Maximum fractions of a run's time by phase; training takes the rest. Two cores write as many answers in a quarter of
+an hour as they can learn from in half an hour."""
 
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int], None]
@@ -35,10 +35,10 @@ class TrainingPlan:
     form: str = "eagle3"
     minutes: float = 60.0
     prompts: Path | None = None  # JSONL; None: the target writes them
-    traffic: Path | None = None  # a folder of kept answers, in place of new ones
+    traffic: Path | None = None  # a folder of kept answers, which are used in place of new ones
     init_from: Path | None = None  # a head to continue from; its reduction is kept
     draft_vocab_size: int = 4096
-    num_steps: int = 4  # draft tokens, each trained on the head's own outputs of the step before
+    num_steps: int = 4  # draft tokens that are trained, each from the head's own states of the step before
     batch_size: int = 6  # sequences
     learning_rate: float = 1.2e-3
     concurrency: int = 64  # requests at once
@@ -76,12 +76,12 @@ class TrainingPlan:
 
     @property
     def price_seconds(self) -> float:
-        """Seconds for each figure of a step's cost."""
+        """Seconds for each measurement of a step's cost."""
         return min(0.25, self.seconds / 1000)
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """The options that a continued run must repeat, because its files depend on them."""
+        """The options that a continued run must not change, because its files depend on them."""
         return {
             "model": self.model.id,
             "dtype": self.model.dtype,
@@ -96,17 +96,17 @@ class TrainingPlan:
 
 @dataclass(slots=True)
 class RunState:
-    """The progress of a run, kept in state.json of its working folder. A killed run loses a few seconds of it."""
+    """The progress of a run, kept in state.json in its working folder. A killed run loses a few seconds of it."""
 
     path: Path
     fixed: Mapping[str, Any]
     seconds: dict[str, float]  # seconds spent, by phase
-    done: list[str]  # phases
-    row_seconds: list[list[float]]  # what `hidden_states.measure_rows` returned
+    done: list[str]  # names of finished phases
+    row_seconds: list[list[float]]  # the result of `hidden_states.measure_rows`
 
     @classmethod
     def open(cls, plan: TrainingPlan) -> RunState:
-        """Reads the state of the run in the folder, or makes a new one. Raises: ConfigError if its options differ."""
+        """Reads the state of the run in the folder, or makes a new one. Raises: ConfigError if fixed options differ."""
         path = plan.work / "state.json"
         kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         for name, value in plan.fixed.items():
@@ -124,7 +124,7 @@ class RunState:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[PhaseClock]:
-        """Counts the time spent in the block, also if it raises. If it does not, the phase is done."""
+        """Counts the time spent in the block, even if it raises. If it does not raise, marks the phase as done."""
         clock = PhaseClock(self, name, time.monotonic() - self.seconds.get(name, 0.0))
         try:
             yield clock
@@ -135,7 +135,7 @@ class RunState:
 
 @dataclass(slots=True)
 class PhaseClock:
-    """The time that one phase has taken, over all processes that worked on it."""
+    """The time that one phase has taken, in all processes that worked on it."""
 
     state: RunState
     name: str
@@ -167,7 +167,7 @@ def only_run(plan: TrainingPlan) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces a file, of which readers and a run after a kill see the old content or the new. Raises: OSError."""
+    """Replaces a file atomically: readers, and a run after a kill, see the old or the new content. Raises: OSError."""
     fresh = path.with_name(f".{path.name}.new")
     fresh.write_bytes(content.encode() if isinstance(content, str) else content)
     fresh.replace(path)

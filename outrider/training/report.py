@@ -1,4 +1,4 @@
-"""Phase 4: the report on a head, out/report.md: its figures on held-out answers, and the speedup on this machine."""
+"""Phase 4: writes out/report.md, with a head's figures on held-out answers and its speedup on this machine."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MAX_TEMPERATURES = 3
 
 
 def measure_head(folder: Path, config: ModelConfig, *, limit_seconds: float) -> list[float]:
-    """Measures the seconds of one draft step for each number of CLIENTS: one token each, after PRICED_CONTEXT others.
+    """Returns seconds of one draft step by number of CLIENTS: one token of each client, after PRICED_CONTEXT others.
 
-    The processor's caches are flushed before each step, as the target's weights flush them in a node.
+    The processor's caches are flushed before each step, because in a node the target's weights flush them.
     """
     target, num_cached_tokens = HeadTarget.locate(config), 2 * max(CLIENTS) * PRICED_CONTEXT
     forward = open_head_forward(load_head(folder, target), target, num_cached_tokens=num_cached_tokens)
@@ -39,8 +39,8 @@ def measure_head(folder: Path, config: ModelConfig, *, limit_seconds: float) -> 
 def speedup(tokens_per_step: float, k: int, row_seconds: Sequence[float], head_seconds: float) -> float:
     """Returns the speedup over plain decoding if every step drafts k tokens for each client and verifies them together.
 
-    `row_seconds`: seconds of a step, by rows of each client. `head_seconds`: seconds of one draft step for all clients;
-    0 for lookup.
+    `row_seconds`: seconds of a step, by number of rows per client. `head_seconds`: seconds of one draft step for all
+    clients; 0 for lookup.
     """
     return tokens_per_step * row_seconds[0] / (row_seconds[k] + k * head_seconds)
 
@@ -102,12 +102,12 @@ def write_report(
 
 
 def tokens_per_step(counts: np.ndarray) -> float:
-    """Returns the mean of right draft tokens + 1, by numbers of steps with 0, 1, … of them; NaN without steps."""
+    """Returns 1 + mean accepted draft tokens. `counts`: steps by number of them, from 0; NaN if there are none."""
     return float(counts @ np.arange(1, len(counts) + 1) / counts.sum()) if counts.any() else math.nan
 
 
 def acceptance(counts: np.ndarray) -> list[float]:
-    """Returns the acceptance rate by position, of the steps whose earlier draft tokens were right."""
+    """Returns the acceptance by position, over steps whose earlier draft tokens were accepted."""
     tried = counts[::-1].cumsum()[::-1]
     return [right / before if before else math.nan for before, right in itertools.pairwise(tried)]
 

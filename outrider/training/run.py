@@ -46,7 +46,7 @@ from outrider.training.student import make_student, needed_taps
 from outrider.training.trainer import Trainer
 
 MIN_HELD_OUT = 20
-"""Held-out texts. With fewer, the report's figures differ more between runs than between heads."""
+"""Number of held-out texts below which the report's figures differ more between runs than between heads."""
 
 Serve = Callable[[], AbstractContextManager[str]]
 """Runs a cluster of the target in a `with` block, which is given the router's address."""
@@ -61,7 +61,7 @@ def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress
     target = Target.open(location.directory)
     taps = needed_taps(plan, target)
     if plan.prompts is not None:
-        read_prompts(plan.prompts)  # reports a bad line now
+        read_prompts(plan.prompts)  # raises for a bad line before anything is started
     if plan.traffic is not None and next(read_answers(plan.traffic), None) is None:
         raise ConfigError(
             f"--from-traffic {plan.traffic} has no kept answers: let a decode node run with "
@@ -83,7 +83,7 @@ def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress
             seconds = ANSWERS_SHARE * plan.seconds
             own = "writes prompts and " if plan.prompts is None else ""
             say_and_keep(f"answers: the target {own}answers for {seconds:.0f} s")
-            # The later phases run without the cluster: beside it torch is three to four times as slow.
+            # The later phases run without the cluster, which would make torch three to four times as slow.
             with serve() as address, state.phase(ANSWERS) as clock:
                 write_answers(plan, address, clock, seconds=seconds, progress=progress)
         if FEATURES not in state.done:
@@ -96,7 +96,7 @@ def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress
 def _write_hidden_states(
     plan: TrainingPlan, target: Target, taps: tuple[int, ...], clock: PhaseClock, say: Say, progress: Progress
 ) -> list[list[float]]:
-    """Returns the cost of a step on this machine, as `measure_rows`."""
+    """Returns the cost of a step on this machine: the result of `measure_rows`."""
     every = (*taps, target.num_layers)
     compute = open_target(plan.model, every, target.hidden_size, max_length=plan.max_length)
     try:
