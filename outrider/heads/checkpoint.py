@@ -57,7 +57,7 @@ class Checkpoint:
     def mapped(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """Returns a tensor in the memory of its file. Raises: ModelError if it is missing or has another shape."""
         if name not in self._tensors:
-            other = "" if self._tensors else ": weights are read from *.safetensors, to which others can be converted"
+            other = "" if self._tensors else ": weights are read from *.safetensors only; convert other files"
             raise ModelError(f"{self.folder} has no tensor {name}{other}")
         tensor = self._tensors[name]()
         if shape is not None and tuple(tensor.shape) != shape:
@@ -108,7 +108,7 @@ class Target:
         for name in names:
             if name in self.checkpoint.tensor_names:
                 return self.checkpoint.mapped(name)
-        raise ModelError(f"{self.checkpoint.folder} has none of {', '.join(names)}")
+        raise ModelError(f"{self.checkpoint.folder} has no tensor {' or '.join(names)}")
 
     def output_layer(self) -> Tensor:
         """Returns [vocab_size, hidden_size]: the embedding, if they are tied. Raises: as `embedding`."""

@@ -160,13 +160,13 @@ class HeadFiles:
         lowest, highest = ids.aminmax()
         if lowest < 0 or highest >= self.target.vocab_size or len(set(ids.tolist())) < size:
             allowed = f"0 … {self.target.vocab_size - 1}"
-            raise ModelError(f"{self.folder}: {name} leads to ids outside of {allowed}, or to one twice")
+            raise ModelError(f"{self.folder}: {name} has ids outside {allowed}, or the same id twice")
         return ids.to(self.device)
 
     def _of_target(self, tensor: Tensor, width: int) -> Tensor:
         shape = (self.target.vocab_size, width)
         if tuple(tensor.shape) != shape:
-            raise ModelError(f"{self.folder} lacks a tensor, and its target's is {tuple(tensor.shape)}, not {shape}")
+            raise ModelError(f"{self.folder}: the target's tensor that it shares is {tuple(tensor.shape)}, not {shape}")
         return tensor.to(self.device, self.target_dtype or self.dtype)
 
     # --- errors, and the result -----------------------------------------------------------

@@ -81,14 +81,14 @@ def check_options(files: HeadFiles, part: Mapping[str, Any], known: tuple[str, .
         is_scale = is_number and _SCALE.search(name) is not None and value != 1
         is_bound = is_number and _BOUND.search(name) is not None and value != 0
         if value is True or is_scale or is_bound:
-            raise files.refusal(name, value, f"{', '.join(known) or 'none'} among such options")
+            raise files.refusal(name, value, f"{', '.join(known) or 'none'} of the options that change the result")
 
 
 def check_taps(files: HeadFiles, name: str, taps: tuple[int, ...]) -> tuple[int, ...]:
     """Returns `taps`. Raises: ConfigError for layers that the target does not have, and for duplicates."""
     num_layers = files.target.num_layers
     if not taps or min(taps) < 0 or max(taps) > num_layers or len(set(taps)) < len(taps):
-        raise files.refusal(name, list(taps), f"different layers, each after 0 … {num_layers} of the target's")
+        raise files.refusal(name, list(taps), f"distinct numbers in 0 … {num_layers}, of layers of the target")
     return taps
 
 

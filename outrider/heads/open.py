@@ -75,5 +75,5 @@ def _form_of(files: HeadFiles) -> type[HeadModel]:
             return form
     names = ", ".join(form.form for form in FORMS)
     raise ConfigError(
-        f"head {files.folder} is of no known form ({kind or config.get('architectures')}); known are {names}"
+        f"head {files.folder} has an unknown form ({kind or config.get('architectures')}); supported: {names}"
     )

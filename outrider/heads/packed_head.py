@@ -65,7 +65,7 @@ class NativeHeadSteps:
     def rows(self, values: Words) -> Words:
         """Returns features unchanged. Raises: InternalError if their width or dtype is not the head's."""
         if values.shape[1:] != (self._width,) or values.dtype != self._dtype:
-            raise InternalError(f"features [{values.shape[1]}] {values.dtype} for a head of [{self._width}]")
+            raise InternalError(f"features are {values.dtype} [{values.shape[1]}], not {self._dtype} [{self._width}]")
         return values
 
     def forward(

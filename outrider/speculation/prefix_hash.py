@@ -73,7 +73,7 @@ class HashedTokens:
         if age == 0:
             return self.hash
         if age < 0 or length < 0:
-            raise ValueError(f"no prefix of {length} among {len(self.token_ids)} tokens")
+            raise ValueError(f"there is no prefix of {length} tokens: the text has {len(self.token_ids)}")
         if age >= self._history:
             return prefix_hash(self.token_ids[:length])
         if length > self._num_behind:

@@ -40,7 +40,7 @@ class KeptAnswer:
             prompt, response = ([int(token_id) for token_id in fields[name]] for name in ("prompt", "response"))
             return cls(prompt, response, float(fields.get("temperature", 0.0)), str(fields.get("kind", "other")))
         except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"no answer: {error!r}") from error
+            raise ValueError(f"not a kept answer: {error!r}") from error
 
     def to_line(self) -> str:
         return json.dumps(asdict(self)) + "\n"

@@ -43,9 +43,7 @@ def choose_texts(
     fitting: deque[KeptAnswer] = deque()
     for answer in answers:
         if any(not 0 <= token_id < vocab_size for token_id in answer.token_ids):
-            raise ConfigError(
-                f"an answer has token ids that are not in 0 to {vocab_size - 1}: another model than the target gave it"
-            )
+            raise ConfigError(f"an answer has token ids outside 0 to {vocab_size - 1}: the target did not write it")
         length = len(answer.token_ids)
         if len(answer.prompt) < MIN_PROMPT_TOKENS or len(answer.response) < 2 or length > plan.max_length:
             continue
@@ -58,8 +56,8 @@ def choose_texts(
     others = [answer for answer in fitting if tuple(answer.prompt) not in chosen]
     if not held_out or not others:
         raise ConfigError(
-            f"{len(fitting)} answers of 2 to {plan.max_length} tokens are too few to train and to hold some out: give "
-            f"more --minutes, or more prompts"
+            f"{len(fitting)} answers of 2 to {plan.max_length} tokens are too few for training and evaluation: "
+            f"give more --minutes or more prompts"
         )
     random.Random(plan.seed).shuffle(others)  # noqa: S311 no secret
     folder = features_folder(plan)

@@ -56,7 +56,7 @@ class TrainingPlan:
         if not 0 < self.minutes < 1e6:
             raise ConfigError(f"--minutes {self.minutes:g} is not above 0: give the time that the whole run may take")
         if self.prompts is not None and self.traffic is not None:
-            raise ConfigError("--prompts and --from-traffic are two sources of answers: give one of them")
+            raise ConfigError("--prompts and --from-traffic are both sources of answers: give only one of them")
         counts = {"--draft-vocab": self.draft_vocab_size, "--batch": self.batch_size, "--steps": self.num_steps}
         for name, value in counts.items():
             if value < 1:
@@ -64,7 +64,7 @@ class TrainingPlan:
         if not 0 < self.learning_rate < 1:
             raise ConfigError(f"--rate {self.learning_rate:g} is not between 0 and 1")
         if self.init_from is not None and self.form != "eagle3":
-            raise ConfigError("--init-from takes up an eagle3 head: leave --form at eagle3")
+            raise ConfigError("--init-from continues an eagle3 head: leave --form at eagle3")
 
     @property
     def work(self) -> Path:
@@ -114,7 +114,7 @@ class RunState:
             if before != value:
                 raise ConfigError(
                     f"{plan.out} holds a run with --{name} {before}, not {value}: "
-                    f"give that again to go on, or another --out"
+                    f"repeat the old value to continue it, or give another --out"
                 )
         return cls(path, plan.fixed, kept.get("seconds", {}), kept.get("done", []), kept.get("row_seconds", []))
 
@@ -159,7 +159,7 @@ def only_run(plan: TrainingPlan) -> Iterator[None]:
             held.enter_context(locked(plan.work / "lock", while_waiting=lambda: None, seconds=0.0))
         except TimeoutError as error:
             raise ConfigError(
-                f"another train-head works in {plan.out}: wait for its end, or give another --out"
+                f"another train-head is running in {plan.out}: wait for its end, or give another --out"
             ) from error
         except OSError as error:
             raise ConfigError(f"--out {plan.out} cannot be written to: {error}") from error

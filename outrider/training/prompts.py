@@ -82,7 +82,7 @@ async def _open_turn(
             return await client.tokenize(opening or "The"), ()
         return await _open_turn(client, (), opening)  # the template has no system turn
     if one == other:
-        raise InvalidRequestError("the model's chat template leaves out what the user says", field="chat")
+        raise InvalidRequestError("the model's chat template ignores the user's message", field="chat")
     return one[: _num_same(one, other)], one[len(one) - _num_same(one[::-1], other[::-1]) :]
 
 
@@ -119,7 +119,7 @@ def read_prompts(path: Path) -> list[tuple[str, Sequence[ChatMessage]]]:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
                 f'--prompts {path}, line {number}: {error}; a line is {{"text": "…"}}, {{"prompt": "…"}} or '
-                f'{{"messages": [{{"role": "user", "content": "…"}}]}}, with "kind" if you like'
+                f'{{"messages": [{{"role": "user", "content": "…"}}]}}, optionally with "kind"'
             ) from error
     if not found:
         raise ConfigError(f"--prompts {path} has no prompts")
@@ -130,14 +130,14 @@ def _read_prompt(line: str) -> tuple[str, Sequence[ChatMessage]]:
     """Parses one line. Raises: ValueError, TypeError, KeyError, AttributeError."""
     fields = json.loads(line)
     if not isinstance(fields, dict):
-        raise TypeError("no JSON object")
+        raise TypeError("not a JSON object")
     text = fields.get("text", fields.get("prompt"))
     if text is None and "messages" not in fields:
-        raise ValueError('none of "text", "prompt" and "messages"')
+        raise ValueError('it has none of the fields "text", "prompt" and "messages"')
     messages = fields["messages"] if text is None else [{"role": "user", "content": text}]
     chat = tuple(ChatMessage(message["role"], message["content"]) for message in messages)
     if not chat or any(not isinstance(each.content, str) or not each.content.strip() for each in chat):
-        raise ValueError("a prompt without text")
+        raise ValueError("a message has no text")
     if chat[-1].role != "user":
-        raise ValueError(f"the last message is of the {chat[-1].role}, not of the user")
+        raise ValueError(f"the role of the last message is {chat[-1].role!r}, not 'user'")
     return str(fields.get("kind", "prompts")), chat

@@ -65,17 +65,17 @@ def write_report(
         if len(kinds) > 1:
             kinds = kinds | {ALL: np.sum(list(kinds.values()), axis=0)}
         by_source = np.stack(list(kinds.values())).transpose(1, 2, 0, 3)  # [num_sources, max_k, num_kinds, max_k + 1]
-        parts += [f"## Tokens a step, {name}", "", f"Of held-out answers: {' / '.join(kinds)}.", ""]
+        parts += [f"## Tokens per step, {name}", "", f"Kinds of held-out answers: {' / '.join(kinds)}.", ""]
         parts += _table(
             ["", *(f"k = {k}" for k in range(1, max_k + 1))],
             [[source, *map(_figures, each)] for source, each in zip(SOURCES, by_source, strict=True)],
         )
-        parts += ["", "Acceptance by position, the ones before being right (head alone):", ""]
+        parts += ["", "Acceptance by position, given that earlier positions were accepted (head only):", ""]
         parts += _table(
             ["", *map(str, range(1, max_k + 1))],
             [[kind, *map(_figure, acceptance(counts[HEAD, -1]))] for kind, counts in kinds.items()],
         )
-        parts += ["", f"Speedup to expect, {name}, by clients at once:", ""]
+        parts += ["", f"Expected speedup, {name}, by number of clients:", ""]
         parts += _table(
             ["", *map(str, CLIENTS)],
             [
@@ -85,10 +85,10 @@ def write_report(
         )
         parts.append("")
     parts += [
-        "## Prices on this machine",
+        "## Costs on this machine",
         "",
-        "Milliseconds of a step, by clients and rows of each; the head's draft step.",
-        "Medians, with the processor's caches flushed before each: a head's step follows one of the target.",
+        "Milliseconds per step, by number of clients and rows per client, and per draft step of the head.",
+        "Medians. The processor's caches are flushed before each step, as the target's weights flush them in a node.",
         "",
     ]
     parts += _table(

@@ -78,7 +78,7 @@ def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress
         if state.seconds:
             spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in state.seconds.items())
             done = f"; done: {', '.join(state.done)}" if state.done else ""
-            say_and_keep(f"{plan.out} holds a run, which goes on: {spent}{done}")
+            say_and_keep(f"continuing the run in {plan.out}: {spent}{done}")
         if plan.traffic is None and ANSWERS not in state.done:
             seconds = ANSWERS_SHARE * plan.seconds
             own = "writes prompts and " if plan.prompts is None else ""
@@ -114,7 +114,7 @@ def _write_hidden_states(
     with compute.ranks:
         write_hidden_states(compute, dataset, clock, seconds=FEATURES_SHARE * plan.seconds, progress=progress)
         if len(dataset) < len(dataset.texts):
-            say(f"features of {len(dataset)} texts are there; the time for them is over")
+            say(f"the time for features ended after {len(dataset)} texts")
         return measure_rows(compute, limit_seconds=plan.price_seconds)
 
 
@@ -130,14 +130,14 @@ def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: 
     lines = [
         f"target {name}, form {plan.form}, {num_parameters / 1e6:.1f} M trained weights",
         (
-            f"{len(dataset.training)} texts to learn from and {len(dataset.held_out)} held out; "
+            f"{len(dataset.training)} texts for training and {len(dataset.held_out)} held out; "
             f"{int(counts.sum())} answer tokens, of which {100 * covered:.1f} % are in the draft vocabulary of "
             f"{len(student.target_ids)}"
         ),
     ]
     if len(dataset.held_out) < MIN_HELD_OUT:
         lines.append(
-            f"with {len(dataset.held_out)} held-out texts all figures are noise: more --minutes, or more prompts"
+            f"{len(dataset.held_out)} held-out texts are too few for good figures: give more --minutes or more prompts"
         )
     trainer = Trainer(plan, student, dataset)
     spent = sum(seconds for phase, seconds in state.seconds.items() if phase != TRAINING)

@@ -40,7 +40,7 @@ def needed_taps(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
         return eagle3_taps(target.num_layers)
     head = open_head(plan.init_from, target, torch.device("cpu"), torch.float32)
     if head.form != "eagle3":
-        raise ConfigError(f"--init-from {plan.init_from} is no eagle3 head: its form is {head.form}")
+        raise ConfigError(f"--init-from {plan.init_from} is not an eagle3 head: its form is {head.form}")
     if target.num_layers in head.reduction.taps:  # its states are kept only after the final norm
         raise ConfigError(f"--init-from {plan.init_from} reads the last layer's output before the final norm")
     return head.reduction.taps

@@ -105,7 +105,7 @@ class Trainer:
     def _load(self) -> None:
         saved: dict[str, Any] = torch.load(self.checkpoint, map_location=self._device)
         if saved.get("weights", {}).keys() != self.student.weights.keys():
-            raise ConfigError(f"{self._plan.out} holds a run of another version: give another --out")
+            raise ConfigError(f"{self._plan.out} holds a checkpoint with other weights: give another --out")
         with torch.no_grad():
             for name, weight in self.student.weights.items():
                 weight.copy_(saved["weights"][name])
@@ -136,7 +136,7 @@ class Trainer:
         losses, *_ = self.losses(batch)
         total = sum(STEP_WEIGHT**step * loss for step, loss in enumerate(losses))
         if not total.isfinite():
-            raise ModelError(f"training step {self.step}: the loss is {total.item()}; train anew with a smaller --rate")
+            raise ModelError(f"training step {self.step}: the loss is {total.item()}; train again with a lower --rate")
         self._optimizer.zero_grad(set_to_none=True)
         total.backward()
         torch.nn.utils.clip_grad_norm_(self.student.weights.values(), 1.0)

@@ -135,7 +135,7 @@ def test_own_ids_may_come_in_any_order_but_once_each_and_of_the_vocabulary(targe
         rewrite_tensors(
             head, lambda own, wrong=wrong: own | {name: torch.cat([torch.tensor([wrong]), ids[1:]]) - first}
         )
-        assert f"{name} leads to ids outside of 0 … 319, or to one twice" in refusal(head, target)
+        assert f"{name} has ids outside 0 … 319, or the same id twice" in refusal(head, target)
 
 
 def test_ids_of_a_whole_vocabulary_in_another_order_are_not_ignored(target, tmp_path):

@@ -71,7 +71,7 @@ def test_only_the_default_model_has_a_head_of_its_own(tiny_model):
     assert head_folder(ModelConfig(head="")) is None
     other = ModelConfig(id=str(tiny_model))
     assert head_folder(other) is None
-    with pytest.raises(ConfigError, match=f"no head comes with the model {tiny_model}"):
+    with pytest.raises(ConfigError, match=f"the model {tiny_model} has no built-in head"):
         make_proposer("head", ProposerSettings(model=other))
 
 

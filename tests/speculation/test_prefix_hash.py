@@ -40,7 +40,7 @@ def test_an_id_outside_uint32_is_refused_and_nothing_changes():
 
 
 def test_a_prefix_that_does_not_exist_has_no_hash():
-    with pytest.raises(ValueError, match="no prefix of 4"):
+    with pytest.raises(ValueError, match="there is no prefix of 4 tokens"):
         HashedTokens([1, 2, 3]).hash_at(4)
 
 

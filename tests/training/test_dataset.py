@@ -49,7 +49,7 @@ def test_the_newest_answers_are_learnt_from(plan_of):
 
 
 def test_answers_of_another_model_are_refused(plan_of):
-    with pytest.raises(ConfigError, match="0 to 49: another model"):
+    with pytest.raises(ConfigError, match="0 to 49: the target did not"):
         choose_texts(plan_of(), [*answers(30), KeptAnswer([1, 2], [50, 3])], **SHAPE)
 
 

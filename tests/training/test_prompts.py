@@ -87,7 +87,7 @@ async def test_a_chat_with_a_system_turn_that_the_template_refuses_keeps_the_tem
 
 
 async def test_a_template_that_drops_the_users_text_is_named():
-    with pytest.raises(InvalidRequestError, match="leaves out"):
+    with pytest.raises(InvalidRequestError, match="ignores the user"):
         await _open_turn(TokenizingClient("[INST] [/INST]"), (), "Why")
 
 

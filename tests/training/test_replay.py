@@ -111,13 +111,13 @@ def test_the_report_says_what_was_counted():
     assert "| chat | 0.80 | 0.25 |" in report  # 8 of 10, 2 of 8
     assert f"| chat | {1.8 * 10 / 12:.2f} (lookup, k = 1) |" in report  # as good as both here, and free
     assert "| 16 | 10.00 | 12.00 | 14.00 | 2.00 |" in report
-    assert "Medians, with the processor's caches flushed before each" in report
+    assert "The processor's caches are flushed before each step" in report
 
 
 def test_all_kinds_are_summed_whatever_they_are_called():
     results = {("all", 0.0): STEPS, ("a|b", 0.0): np.array([[[8, 2, 0], [6, 2, 2]]] * 3)}
     report = write_report("toy", [], results, ROW_SECONDS, HEAD_SECONDS)
-    assert "Of held-out answers: all / a|b / all kinds." in report
+    assert "Kinds of held-out answers: all / a|b / all kinds." in report
     assert "| head | 1.80 / 1.20 / 1.50 | 2.00 / 1.60 / 1.80 |" in report
     assert r"| a\|b | 0.40 | 0.50 |" in report
 

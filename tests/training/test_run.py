@@ -55,14 +55,14 @@ def test_a_head_from_kept_answers(plan_of, tiny_model, form):
     head = open_head(plan.out, Target.open(tiny_model), torch.device("cpu"), torch.float32)
     assert head.spec.form.startswith(form)
     assert report == (plan.out / "report.md").read_text()
-    assert "Tokens a step, greedy" in report
+    assert "Tokens per step, greedy" in report
     assert "temperature 1, coupled" in report
     assert "| lookup, then head |" in report
     ET.parse(plan.out / "training.svg")
     assert (plan.out / "training.txt").read_text() == f"{first}\n"
     again, said = run(plan)  # nothing is left to do
     assert "training done" not in said
-    assert "goes on" in said
+    assert "continuing the run" in said
     assert again.splitlines()[:5] == report.splitlines()[:5]
 
 
@@ -174,7 +174,7 @@ def test_a_run_that_is_killed_goes_on_where_it_was(tiny_model, kept, tmp_path):
     assert num_bytes > 0
     killed = start("training", 3, 10)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert "goes on" in killed.stdout
+    assert "continuing the run" in killed.stdout
     whole = hidden.stat()
     assert whole.st_size > num_bytes
     ended = start("", 0, 0.1)
@@ -205,7 +205,7 @@ def test_a_head_that_cannot_be_taken_up_is_refused_before_anything_starts(plan_o
     target, cpu = Target.open(tiny_model), torch.device("cpu")
     for change, said in (
         ({"target_hidden_size": 96}, "hidden_size 96 of the head"),
-        ({"speculators_model_type": "eagle9"}, "no known form"),
+        ({"speculators_model_type": "eagle9"}, "an unknown form"),
         ({"eagle_aux_hidden_state_layer_ids": [1, target.num_layers]}, "before the final norm"),
     ):
         (first.out / "config.json").write_text(json.dumps(config | change))
@@ -214,6 +214,6 @@ def test_a_head_that_cannot_be_taken_up_is_refused_before_anything_starts(plan_o
         assert not second.out.exists()
     checkpoint = new_head(plan_of(form="medusa"), target, "tiny", torch.arange(target.vocab_size), cpu)
     Student(checkpoint, target, cpu, torch.float32).export(first.out)
-    with pytest.raises(ConfigError, match="is no eagle3 head: its form is medusa"):
+    with pytest.raises(ConfigError, match="is not an eagle3 head: its form is medusa"):
         run(second)
     assert not second.out.exists()

@@ -90,7 +90,7 @@ def test_a_run_of_another_version_is_refused(make, one_thread):
     plan, trainer = make()
     trainer.checkpoint.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"student": {}, "step": 3}, trainer.checkpoint)
-    with pytest.raises(ConfigError, match="of another version: give another --out"):
+    with pytest.raises(ConfigError, match="with other weights: give another --out"):
         Trainer(plan, trainer.student, trainer._dataset)
 
 

@@ -50,7 +50,7 @@ class Medusa(HeadModel):
     def __init__(self, files: HeadFiles) -> None:
         if not files.names and list(files.folder.glob("*.pt")):
             raise ModelError(
-                f"{files.folder} has its weights in .pt files, which are not read; convert them, as in: "
+                f"{files.folder} has its weights in .pt files, which are not supported; convert them, e.g.: "
                 f'python -c "import torch, safetensors.torch; safetensors.torch.save_file('
                 f"torch.load('medusa_lm_head.pt', map_location='cpu', weights_only=True), "
                 f"'medusa_lm_head.safetensors')\""
@@ -131,5 +131,5 @@ def _target_ids(files: HeadFiles) -> Tensor | None:
     if size is None or int(size) >= files.target.vocab_size:
         return None
     if "token_map" not in files.names:
-        raise files.refusal("truncated_vocab_size", size, "with a tensor token_map")
+        raise files.refusal("truncated_vocab_size", size, "this option with a tensor token_map")
     return files.ids("token_map", int(size))

@@ -83,7 +83,7 @@ class _Network(nn.Module):
         try:
             self.load_state_dict(_own_tensors(files, self.state_dict().keys()), assign=True)
         except RuntimeError as error:
-            raise ModelError(f"of the MTP layer: {error}") from error
+            raise ModelError(f"the MTP layer of {files.folder} cannot be loaded: {error}") from error
         with torch.device(files.device):
             self.rotation = type(model.rotary_emb)(config=config)
         self.requires_grad_(requires_grad=False).eval()
@@ -161,11 +161,11 @@ def _layer_config(files: HeadFiles) -> PretrainedConfig:
             raise files.refusal(name, files.config.get(name) or fields[name], "1")
     for name in ("quantization_config", "kv_lora_rank"):
         if fields.get(name):
-            raise files.refusal(name, fields[name], "none: weights as they are, and plain keys and values")
+            raise files.refusal(name, fields[name], "none (unquantised weights, uncompressed keys and values)")
     try:
         config = copy.deepcopy(AutoConfig.for_model(**fields))
     except (KeyError, ValueError) as error:
-        raise files.refusal("model_type", fields.get("model_type"), "what transformers knows") from error
+        raise files.refusal("model_type", fields.get("model_type"), "a model type that transformers knows") from error
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind in _LENGTH_DEPENDENT_ROPE:
         raise files.refusal("rope_parameters.rope_type", kind, "one that does not depend on the length")
@@ -224,5 +224,5 @@ def _joined(files: HeadFiles, experts: Mapping[tuple[str, int], Tensor]) -> dict
             torch.stack([experts[name, number] for number in numbers]) for name in ("gate_proj", "up_proj", "down_proj")
         )
     except KeyError as error:
-        raise ModelError(f"{files.folder} has no {error} of its MTP layer's {len(numbers)} experts") from error
+        raise ModelError(f"{files.folder} lacks {error} among the {len(numbers)} experts of its MTP layer") from error
     return {"layer.mlp.experts.gate_up_proj": torch.cat([gate, up], 1), "layer.mlp.experts.down_proj": down}

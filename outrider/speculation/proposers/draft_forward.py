@@ -251,7 +251,9 @@ def open_rollouts(forward: DraftForward, device: str) -> Rollouts | None:
             num_races=1 + NUM_RUNNERS_UP,
         )
     except RuntimeError as error:
-        _log.warning("each draft token waits for the host, as no graph of several can be captured: %s", error)
+        _log.warning(
+            "no rollouts: each draft token waits for the host, as graphs of several were not captured: %s", error
+        )
         return None
 
 

@@ -57,7 +57,7 @@ def _make_head(settings: ProposerSettings, progress: Progress) -> Proposer:
 
     folder = head_folder(settings.model)
     if folder is None:
-        raise ConfigError(f"no head comes with the model {settings.model.id}: name the folder of one")
+        raise ConfigError(f"the model {settings.model.id} has no built-in head: give a head's folder")
     target = HeadTarget.locate(settings.model, progress=progress)
     return make_head_proposer(load_head(folder, target), target)
 

@@ -45,7 +45,7 @@ class RequestVerifier:
         for place, draft in enumerate(drafts):
             # At temperature 0 the target allows one token only, and all methods are the same.
             method = VerificationMethod.COUPLED if draft.rows.state.params.is_greedy else draft.method
-            assert not draft.parents or method is VerificationMethod.COUPLED, "of other methods' drafts, the chain"
+            assert not draft.parents or method is VerificationMethod.COUPLED, "only coupled sampling verifies trees"
             by_method.setdefault(method, []).append(place)
         starts = row_starts(drafts)
         queued: list[Pending[list[Verified]]] = []
