@@ -89,7 +89,7 @@ class DraftController:
             return 0
         chain = found.best().chain
         if chain[0] < min_probability:
-            return int(self._step - found.last_step >= PROBE_STEPS)
+            return int(self._step - found.overall.last_step >= PROBE_STEPS)
         if chain[maximum - 1] >= min_probability:
             return maximum
         return sum(each >= min_probability for each in chain[:maximum])
@@ -291,7 +291,7 @@ class DraftController:
         for sequence_id, limit in wanted.items():
             if limit > 0:
                 record = self._record(sequence_id, source)
-                is_due = self.verifies_all or self._step - record.last_step >= CHEAP_PROBE_STEPS
+                is_due = self.verifies_all or self._step - record.overall.last_step >= CHEAP_PROBE_STEPS
                 if is_due or record.best().chain[0] >= min_probability:
                     asked[sequence_id] = min(limit, self.num_speculative_tokens)
         return asked

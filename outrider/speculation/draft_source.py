@@ -174,8 +174,3 @@ class SourceRecord:
         if len(grades) < 2:
             return self.of(next(iter(grades), 0))
         return max(map(self.of, grades), key=lambda record: record.chain[0])
-
-    @property
-    def last_step(self) -> int:
-        """The last step in which a draft of any grade was verified."""
-        return max((record.last_step for record in self._by_grade.values()), default=self._begun)

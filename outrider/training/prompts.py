@@ -7,7 +7,6 @@ arXiv 2406.08464). System messages and opening words are varied, so that its tur
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from outrider.client import AsyncClient, ChatMessage
 from outrider.errors import ConfigError, InvalidRequestError
+from outrider.speculation.draft_tree import num_common
 
 PASTED_SHARE, MIN_PASTED_CHARACTERS = 0.6, 200
 MIN_TURN_CHARACTERS = 20
@@ -83,12 +83,7 @@ async def _open_turn(
         return await _open_turn(client, (), opening)  # the template has no system turn
     if one == other:
         raise InvalidRequestError("the model's chat template ignores the user's message", field="chat")
-    return one[: _num_same(one, other)], one[len(one) - _num_same(one[::-1], other[::-1]) :]
-
-
-def _num_same(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns how many leading tokens two texts have in common."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return one[: num_common(one, other)], one[len(one) - num_common(one[::-1], other[::-1]) :]
 
 
 async def tokenize(client: AsyncClient, messages: Sequence[ChatMessage]) -> list[int]:

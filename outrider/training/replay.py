@@ -11,7 +11,6 @@ condition that its sum with the target's logits is largest at the token that was
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.heads.checkpoint import Target
+from outrider.speculation.draft_tree import num_common
 from outrider.speculation.proposers.ngram import NgramIndex, NgramSegment
 from outrider.training.dataset import Dataset
 from outrider.training.student import Student
@@ -68,7 +68,9 @@ def replay(student: Student, target: Target, dataset: Dataset, texts: Sequence[i
             noise[prompt_length : len(tokens)] = drawn[:, student.target_ids]
         drafts = _draft(student, dataset.features[rows].to(device), token_ids, max_k, temperature, noise).tolist()
         # The row with feature t and token t + 1 drafts after t + 2 known tokens.
-        by_head = [_num_right(tokens, known, draft) for known, draft in enumerate(((), (), *drafts[:-2]))]
+        by_head = [
+            num_common(draft, tokens[known : known + max_k]) for known, draft in enumerate(((), (), *drafts[:-2]))
+        ]
         by_lookup, is_long = _look_up(tokens, max_k)
         both = [one if first else other for one, other, first in zip(by_lookup, by_head, is_long, strict=True)]
         counts = results.setdefault(
@@ -126,12 +128,6 @@ def _look_up(tokens: Sequence[int], max_k: int) -> tuple[list[int], list[bool]]:
         text = tokens[:known]
         index.extend(text, known)
         draft, grade = index.continuation(text, max_k)
-        num_right.append(_num_right(tokens, known, draft))
+        num_right.append(num_common(draft, tokens[known : known + max_k]))
         is_long.append(grade >= FIRST_GRADE)
     return num_right, is_long
-
-
-def _num_right(tokens: Sequence[int], known: int, draft: Sequence[int]) -> int:
-    """Returns the number of leading draft tokens that equal the text's."""
-    same = (one == other for one, other in zip(draft, tokens[known : known + len(draft)], strict=False))
-    return sum(itertools.takewhile(bool, same))

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.speculation.draft_tree import num_common
 from outrider.training.hidden_states import CLIENTS, median_seconds
-from outrider.training.replay import HEAD, LOOKUP, _num_right, noise_given, replay, walk
+from outrider.training.replay import HEAD, LOOKUP, noise_given, replay, walk
 from outrider.training.report import acceptance, speedup, tokens_per_step, write_report
 from tests.training.toy import HIDDEN, VOCAB, ToyTarget, toy_dataset, toy_student
 
@@ -17,7 +18,7 @@ TEXT = [9, 9, 1, 2, 3, 4, 5, 6, 7, 8]  # a prompt of two tokens, an answer of ei
 
 def right_of(drafts):
     """By number of known tokens: leading tokens of the draft that are the text's."""
-    return [_num_right(TEXT, known, draft) for known, draft in enumerate(drafts)]
+    return [num_common(draft, TEXT[known:]) for known, draft in enumerate(drafts)]
 
 
 def test_a_walk_counts_as_one_does_by_hand():

@@ -13,7 +13,7 @@ from outrider.engine.arrays import Array
 from outrider.engine.pending import Pending
 from outrider.engine.sampler import SampledRows, Sampler, SampleRows
 from outrider.request import TokenLogprobs
-from outrider.speculation.draft_tree import ROOT
+from outrider.speculation.draft_tree import ROOT, num_common
 from outrider.speculation.verify.base import DraftRows, Verified
 from outrider.speculation.verify.rows import runs_of_tree
 
@@ -66,19 +66,9 @@ def accept(draft_token_ids: tuple[int, ...], target_token_ids: tuple[int, ...]) 
     `target_token_ids` holds len(draft) + 1 decisions of the target; entry j was decided after the first j draft tokens.
     The last returned token is the recovered token in place of the first rejected one, or the bonus token after a draft
     that was accepted whole.
-
-    Source: coupled sampling; a draft token is accepted if and only if it equals the decision of its position,
-    whatever its source.
     """
     assert len(target_token_ids) == len(draft_token_ids) + 1, "one decision per draft token and one more"
-    if target_token_ids[:-1] == draft_token_ids:
-        return target_token_ids
-    num_accepted = 0
-    for draft, decided in zip(draft_token_ids, target_token_ids, strict=False):
-        if draft != decided:
-            break
-        num_accepted += 1
-    return target_token_ids[: num_accepted + 1]
+    return target_token_ids[: num_common(draft_token_ids, target_token_ids) + 1]
 
 
 def accept_path(
