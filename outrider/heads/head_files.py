@@ -91,7 +91,7 @@ class HeadFiles:
         all_biases = {name: weight.new_zeros(size) if bias is None else bias for (name, bias), size in sized}
         return Linear(weight, self._joined(all_biases))
 
-    def keep_rows(self, name: str, rows: Tensor) -> Tensor:
+    def select_rows(self, name: str, rows: Tensor) -> Tensor:
         """Returns only `rows` [n] int64 of a tensor that was taken before."""
         return self._placed(name, self.places[self._stored[name]].weight[rows], rows)
 

@@ -91,9 +91,9 @@ class AcceptanceRecord:
         self._source = source
         self._num_positions = num_positions
         self.last_step = step  # last step in which a draft was verified
-        self.begin_anew()
+        self.reset()
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forgets all observations, because the text may have changed in kind."""
         self._decided = [0.0] * self._num_positions
         self._accepted = [0.0] * self._num_positions

@@ -85,7 +85,7 @@ class Candidate(NamedTuple):
 
     sequence_id: int
     chain: Sequence[float]  # probability that its draft is accepted up to each position
-    at_hand: float  # expected gain of the best draft found so far
+    current_gain: float  # expected gain of the best draft found so far
     num_missed: int  # tokens that the proposer has not read
     tree_bonus: float = 0.0  # expected gain of the proposer's drafts beyond such a chain
 
@@ -116,7 +116,7 @@ def choose_asked(
     numbers: dict[int, list[int]] = {}  # by sequence, for each length of the longest draft
     for candidate in candidates:
         chain = candidate.chain
-        gain = candidate.tree_bonus - candidate.at_hand - missed_price * candidate.num_missed
+        gain = candidate.tree_bonus - candidate.current_gain - missed_price * candidate.num_missed
         best_gain, best_number = 0.0, 0
         found: list[int] = []
         for place in range(longest):

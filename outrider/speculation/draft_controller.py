@@ -179,7 +179,7 @@ class DraftController:
         known.cost.observe(seconds, depth=max(depths, default=1), num_tokens=sum(depths), num_missed=num_read)
         if self.is_cheap(source):
             return
-        known.observe_trial(asked, num_read=num_read)
+        known.charge_trial(asked, num_read=num_read)
         for (sequence_id, number), depth in zip(asked.items(), depths, strict=True):
             draft = found.get(sequence_id)
             probabilities = () if draft is None else draft.probabilities
@@ -248,7 +248,7 @@ class DraftController:
             self._speedup += (max(speedup, 1.0) - self._speedup) / SPEEDUP_STEPS
         self._probe_credit = min(self._probe_credit + PROBE_SHARE * plain_seconds, max_credit)
         for source in self._sources.values():
-            source.earn(PROBE_SHARE * plain_seconds, max_credit=max_credit)
+            source.add_credit(PROBE_SHARE * plain_seconds, max_credit=max_credit)
         num_rows = choice.num_rows
         if not self.verifies_all:
             if self._step % LEARN_STEPS == 0:
@@ -259,7 +259,7 @@ class DraftController:
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
         """Learns which tokens of a draft were accepted. `accepted`: their indices, from the root on."""
-        self._record(sequence_id, draft.source).observe(draft, accepted, step=self._step, anew_after=PROBE_STEPS)
+        self._record(sequence_id, draft.source).observe(draft, accepted, step=self._step, reset_after=PROBE_STEPS)
 
     def observe_committed(self, sequence_id: int, draft: DraftTree, token_ids: Sequence[int]) -> None:
         """Learns from a draft that was not verified, by comparing it with the tokens that were committed instead.

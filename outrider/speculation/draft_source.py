@@ -28,7 +28,7 @@ plus the fraction `DEBT_GROWTH` of the debt. So a trial comes in bounded time ev
 NUM_JUDGED = 64
 """Number of verified drafts after which a proposer is judged, once."""
 
-MIN_BEGUN = 0.05
+MIN_FIRST_ACCEPTED = 0.05
 """Minimum fraction of these drafts whose first token must be accepted. A head reaches 0.3 to 0.9; a wrongly loaded one
 almost 0."""
 
@@ -58,9 +58,9 @@ class DraftSource:
     @property
     def is_misread(self) -> bool:
         """Whether almost none of the first `NUM_JUDGED` drafts was accepted; True only right after the last of them."""
-        return self.num_judged == NUM_JUDGED and self.num_begun < MIN_BEGUN * NUM_JUDGED
+        return self.num_judged == NUM_JUDGED and self.num_begun < MIN_FIRST_ACCEPTED * NUM_JUDGED
 
-    def earn(self, seconds: float, *, max_credit: float) -> None:
+    def add_credit(self, seconds: float, *, max_credit: float) -> None:
         """Adds time to the credit for trials, up to `max_credit`; then raises the limit of a trial's debt."""
         self._credit += seconds
         if self._credit >= max_credit:
@@ -90,7 +90,7 @@ class DraftSource:
         if self._trial is not None:
             asked[self._trial] = 1
 
-    def observe_trial(self, asked: Mapping[int, int], *, num_read: int) -> None:
+    def charge_trial(self, asked: Mapping[int, int], *, num_read: int) -> None:
         """Charges the credit with the cost of the trial, if there was one.
 
         `asked`: the sequences whose text is read; `num_read`: tokens that the call read, for all sequences.
@@ -143,16 +143,16 @@ class SourceRecord:
             self._by_grade[grade] = record
         return record
 
-    def observe(self, draft: DraftTree, accepted: Sequence[int], *, step: int, anew_after: int) -> None:
+    def observe(self, draft: DraftTree, accepted: Sequence[int], *, step: int, reset_after: int) -> None:
         """Learns which tokens of a draft were accepted. `accepted`: their indices, from the root on.
 
-        `anew_after`: number of steps without a verdict after which an accepted draft means that the text has changed.
+        `reset_after`: number of steps without a verdict after which an accepted draft means that the text has changed.
         """
         self._source.num_judged += 1
         self._source.num_begun += bool(accepted)
         for record in (self.of(draft.grade), self.overall):
-            if accepted and step - record.last_step >= anew_after:
-                record.begin_anew()
+            if accepted and step - record.last_step >= reset_after:
+                record.reset()
             record.last_step = step
             if draft.parents:
                 record.observe_tree(draft, accepted)

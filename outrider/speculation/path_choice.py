@@ -22,7 +22,7 @@ class AheadRow:
     is_wanted: bool = False  # whether it is part of the draft that was asked for
 
 
-def rows_of(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: int) -> list[AheadRow]:
+def candidate_rows(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: int) -> list[AheadRow]:
     """Returns the next token of each path of one sequence, as far as the sequence's next update may ask for it.
 
     While the target verifies `num_wanted` tokens, the main path grows to these tokens, one more, and a whole next
@@ -47,7 +47,7 @@ def rows_of(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: in
     return [row for row in rows if row.is_wanted or row.probability >= MIN_PROBABILITY]
 
 
-def by_worth(rows: Iterable[AheadRow]) -> Iterator[AheadRow]:
+def round_robin(rows: Iterable[AheadRow]) -> Iterator[AheadRow]:
     """Yields the likeliest row of each owner, then the second likeliest of each, and so on."""
     by_owner: dict[int, list[AheadRow]] = {}
     for row in sorted(rows, key=lambda row: -row.probability):

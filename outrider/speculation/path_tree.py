@@ -60,7 +60,7 @@ class DraftPath:
         return len(self) - self.num_assumed
 
     @property
-    def reach(self) -> float:
+    def confidence(self) -> float:
         """The probability, by the drafter's confidence, that the text goes through the whole path."""
         return math.prod(each.confidence for each in self.decided)
 
@@ -154,7 +154,7 @@ class PathTree:
         self._openings, self._num_listed = [], 0
         size = len(new)
         if self._head is not None:
-            self._draft_anew(new)
+            self._restart_draft(new)
             return new
         num_agreeing = [(num_common(path.token_ids, new), path) for path in self.paths]
         following = [path for num, path in num_agreeing if num == size]
@@ -187,14 +187,14 @@ class PathTree:
         self.num_wasted_tokens += path.num_decided
         path.kv.free()
 
-    def answer(self, *, may_be_stale: bool) -> DraftPath:
+    def best_path(self, *, allow_stale: bool) -> DraftPath:
         """Returns the path to send: the main one, followed by the rest of the stale path if both agree.
 
         For drawn drafts the stale path counts only until the main path has begun: if the new path happened to draw
         the same token, it would be judged by another distribution than the one that it was drawn from.
         """
         main, stale = self.main, self.stale_path
-        if not may_be_stale or stale is None or len(stale) <= len(main) or not self._is_stale_path_right(stale):
+        if not allow_stale or stale is None or len(stale) <= len(main) or not self._is_stale_path_right(stale):
             return main
         return replace(main, decided=[*main.decided, *stale.decided[len(main) :]])
 
@@ -349,7 +349,7 @@ class PathTree:
             num_fed = max(num_fed, len(self) - 1)
         return num_fed
 
-    def _draft_anew(self, new: Sequence[int]) -> None:
+    def _restart_draft(self, new: Sequence[int]) -> None:
         """Drafts again after a commit of `new`. The rest of a path that begins with it becomes the stale path."""
         size, stale = len(new), None
         for path in (*self.paths, *((self.stale_path,) if self.stale_path else ())):
@@ -382,7 +382,7 @@ class PathTree:
 
     def _learn(self, new: Sequence[int]) -> None:
         """Updates the estimates with the committed tokens, up to the first one that no path has."""
-        path = self.answer(may_be_stale=True)
+        path = self.best_path(allow_stale=True)
         for index, token_id in enumerate(new):
             if index >= len(path):
                 return

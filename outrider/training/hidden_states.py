@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CLIENTS = (1, 4, 16)
 MAX_DRAFT_TOKENS = 5
-PRICED_CONTEXT = 256  # tokens before the timed rows: about a prompt and half an answer
+CONTEXT_TOKENS = 256  # tokens before the timed rows: about a prompt and half an answer
 FLUSHED_BYTES = 128 << 20
 MIN_TIMED_CALLS = 5
 
@@ -81,11 +81,11 @@ def measure_rows(target: Compute, *, limit_seconds: float) -> list[list[float]]:
     forward. The first blocks of the KV cache are overwritten. `limit_seconds`: the time for each measurement.
     """
     size, flush = target.kv_cache.block_size, cache_flush(target.model.device)
-    per_text = -(-(PRICED_CONTEXT + MAX_DRAFT_TOKENS + 1) // size)
+    per_text = -(-(CONTEXT_TOKENS + MAX_DRAFT_TOKENS + 1) // size)
 
     def seconds_of(clients: int, num_rows: int) -> float:
         rows = [
-            SequenceRows([0] * num_rows, PRICED_CONTEXT, range(first, first + per_text), num_logits=num_rows)
+            SequenceRows([0] * num_rows, CONTEXT_TOKENS, range(first, first + per_text), num_logits=num_rows)
             for first in range(0, clients * per_text, per_text)
         ]
         batch = build_input_batch(rows, size)

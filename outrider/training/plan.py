@@ -75,7 +75,7 @@ class TrainingPlan:
         return 60 * self.minutes
 
     @property
-    def price_seconds(self) -> float:
+    def measure_seconds(self) -> float:
         """Seconds for each measurement of a step's cost."""
         return min(0.25, self.seconds / 1000)
 

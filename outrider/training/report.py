@@ -13,7 +13,7 @@ import numpy as np
 from outrider.model_hub.config import ModelConfig
 from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, open_head_forward
-from outrider.training.hidden_states import CLIENTS, PRICED_CONTEXT, cache_flush, median_seconds
+from outrider.training.hidden_states import CLIENTS, CONTEXT_TOKENS, cache_flush, median_seconds
 from outrider.training.replay import BOTH, HEAD, LOOKUP, SOURCES, Results
 
 ALL = "all kinds"
@@ -21,17 +21,17 @@ MAX_TEMPERATURES = 3
 
 
 def measure_head(folder: Path, config: ModelConfig, *, limit_seconds: float) -> list[float]:
-    """Returns seconds of one draft step by number of CLIENTS: one token of each client, after PRICED_CONTEXT others.
+    """Returns seconds of one draft step by number of CLIENTS: one token of each client, after CONTEXT_TOKENS others.
 
     The processor's caches are flushed before each step, because in a node the target's weights flush them.
     """
-    target, num_cached_tokens = HeadTarget.locate(config), 2 * max(CLIENTS) * PRICED_CONTEXT
+    target, num_cached_tokens = HeadTarget.locate(config), 2 * max(CLIENTS) * CONTEXT_TOKENS
     forward = open_head_forward(load_head(folder, target), target, num_cached_tokens=num_cached_tokens)
     flush, seconds = cache_flush(target.device), []
     paths: list[PathRows] = []
     for clients in CLIENTS:
         while len(paths) < clients:
-            paths.append(forward.blank_path(PRICED_CONTEXT))
+            paths.append(forward.blank_path(CONTEXT_TOKENS))
         seconds.append(median_seconds(partial(forward.decide, paths, ()), flush, limit_seconds))
     return seconds
 

@@ -115,7 +115,7 @@ def _write_hidden_states(
         write_hidden_states(compute, dataset, clock, seconds=FEATURES_SHARE * plan.seconds, progress=progress)
         if len(dataset) < len(dataset.texts):
             say(f"the time for features ended after {len(dataset)} texts")
-        return measure_rows(compute, limit_seconds=plan.price_seconds)
+        return measure_rows(compute, limit_seconds=plan.measure_seconds)
 
 
 def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: Say, progress: Progress) -> str:
@@ -158,7 +158,7 @@ def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: 
         lines,
         results,
         state.row_seconds,
-        measure_head(plan.out, plan.model, limit_seconds=plan.price_seconds),
+        measure_head(plan.out, plan.model, limit_seconds=plan.measure_seconds),
     )
     write_atomically(plan.out / "report.md", report)
     return report

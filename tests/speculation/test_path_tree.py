@@ -10,7 +10,7 @@ from outrider.request import RequestOptions, SamplingParams, VerificationMethod
 from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.features import HeadRules
-from outrider.speculation.path_choice import AheadRow, by_worth, rows_of
+from outrider.speculation.path_choice import AheadRow, candidate_rows, round_robin
 from outrider.speculation.path_tree import Decided, DraftPath, Opening, PathTree
 from tests.speculation.draft_trees import likeliest_path
 from tests.support.pool_integrity import check_pool
@@ -146,7 +146,7 @@ def test_it_learns_from_what_was_committed(sequence):
 
 def rows(sequence, **changes) -> list[AheadRow]:
     values = {"owner": 0, "num_wanted": 2, "max_alternatives": 7, **changes}
-    return rows_of(sequence.tree, **values)
+    return candidate_rows(sequence.tree, **values)
 
 
 def test_the_main_path_grows_to_a_whole_next_draft_and_alternatives_replace_what_is_verified_or_follows(sequence):
@@ -185,7 +185,7 @@ def test_a_likely_text_is_drafted_first_and_owners_take_turns():
     def row(owner, probability):
         return AheadRow(owner, probability, None, None)
 
-    found = by_worth([row(0, 0.9), row(0, 0.8), row(0, 0.7), row(1, 0.1), row(2, 0.2)])
+    found = round_robin([row(0, 0.9), row(0, 0.8), row(0, 0.7), row(1, 0.1), row(2, 0.2)])
     assert [(each.owner, each.probability) for each in found] == [(0, 0.9), (2, 0.2), (1, 0.1), (0, 0.8), (0, 0.7)]
 
 
@@ -276,14 +276,14 @@ def test_the_rest_of_the_spare_follows_the_new_path_while_they_agree(head):
     head.tree.follow([*PROMPT, 10, 11])
     main = head.tree.main
     for num_drafted in range(3):
-        assert head.tree.answer(may_be_stale=True).token_ids == [12, 13, 14, 15]
-        assert head.tree.answer(may_be_stale=False).token_ids == [12, 13][:num_drafted]
+        assert head.tree.best_path(allow_stale=True).token_ids == [12, 13, 14, 15]
+        assert head.tree.best_path(allow_stale=False).token_ids == [12, 13][:num_drafted]
         head.draft(main, 12 + num_drafted)
     main.num_sent = 4
     head.tree.drop_wrong_stale_path()
     assert (head.tree.stale_path is None, main.num_sent) == (False, 4)
     head.draft(main, 20)
-    assert head.tree.answer(may_be_stale=True) is main
+    assert head.tree.best_path(allow_stale=True) is main
     head.tree.drop_wrong_stale_path()
     assert (head.tree.stale_path, main.num_sent) == (None, 3), "what follows is to be sent anew"
     head.check()
@@ -295,12 +295,12 @@ def test_a_drawn_guess_gives_way_to_the_new_path_also_where_they_agree():
     head.draft(head.tree.main, *range(10, 16))
     head.tree.follow([*PROMPT, 10, 11])
     main = head.tree.main
-    assert head.tree.answer(may_be_stale=True).token_ids == [12, 13, 14, 15]
+    assert head.tree.best_path(allow_stale=True).token_ids == [12, 13, 14, 15]
     main.num_sent = 4
     head.tree.drop_wrong_stale_path()
     assert main.num_sent == 4, "the new path has not begun"
     head.draft(main, 12)
-    assert head.tree.answer(may_be_stale=True) is main
+    assert head.tree.best_path(allow_stale=True) is main
     head.tree.drop_wrong_stale_path()
     assert (head.tree.stale_path, main.num_sent) == (None, 0), "the same token is sent anew, as a draw of the new path"
 

@@ -113,5 +113,5 @@ def _of_stages(files: HeadFiles, name: str, stages: range, *shape: int, rows: Te
     names = [name.format(stage) for stage in stages]
     own = names[:1] if files.config.get("tie_weights") else names
     files.drop(*names[len(own) :])
-    tensors = [files.take(each, *shape) if rows is None else files.keep_rows(each, rows) for each in own]
+    tensors = [files.take(each, *shape) if rows is None else files.select_rows(each, rows) for each in own]
     return tensors if len(own) == len(names) else tensors * len(names)

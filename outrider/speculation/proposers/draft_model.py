@@ -18,7 +18,7 @@ from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.speculation.acceptance_record import NUM_RUNNERS_UP
 from outrider.speculation.draft_stream import max_offered_tokens
 from outrider.speculation.draft_tree import DraftTree
-from outrider.speculation.path_choice import AheadRow, by_worth, rows_of
+from outrider.speculation.path_choice import AheadRow, candidate_rows, round_robin
 from outrider.speculation.path_tree import DraftPath, Opening, PathTree
 from outrider.speculation.proposers.base import (
     MAX_SEQUENCES,
@@ -30,7 +30,7 @@ from outrider.speculation.proposers.base import (
     nothing,
 )
 from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
-from outrider.speculation.proposers.forward_plan import Plan, take
+from outrider.speculation.proposers.forward_plan import Plan, add_decided
 from outrider.speculation.row_budget import MAX_ROWS, RowBudget
 
 NUM_EXTRA_TOKENS = 2
@@ -52,7 +52,7 @@ MAX_FORWARD_ROWS = MAX_FORWARD_LOGITS + MAX_CATCH_UP_ROWS
 MIN_GAIN = 0.03
 """An incomplete branch is sent if the tokens that were not sent yet are expected to gain at least this many."""
 
-SHARE_BESIDE_ANSWERS = 0.25
+SHARE_WITH_ANSWERS = 0.25
 """Fraction by which look-ahead may lengthen a forward that computes answers."""
 
 SHARE_ALONE = 1.0
@@ -85,7 +85,7 @@ class DraftModelProposer:
         self.info = replace(info, num_extra_tokens=NUM_EXTRA_TOKENS, can_look_ahead=can_look_ahead)
         self._budget = RowBudget(max_prefix_rows=max_catch_up_rows, prefix_seconds=catch_up_seconds)
         self._clock = clock
-        self._has_passed_over = False  # the last call made no forward, because some requests needed none
+        self._skipped_forward = False  # the last call made no forward, because some requests needed none
         self._trees: dict[int, PathTree] = {}  # by sequence, least recently used first
         self.num_wasted_tokens = 0
 
@@ -95,10 +95,10 @@ class DraftModelProposer:
         trees = [self._tree(request) for request in requests]
         served = [(request, tree) for request, tree in zip(requests, trees, strict=True) if tree]
         waiting = [(request, tree) for request, tree in served if not request.looks_ahead]
-        undrafted = [(request, tree) for request, tree in waiting if not self._is_drafted(request, tree)]
+        undrafted = [(request, tree) for request, tree in waiting if not self._has_answer(request, tree)]
         # Requests that need no forward are answered at once, unless others were passed over in the last call.
-        self._has_passed_over = len(undrafted) < len(waiting) and not (undrafted and self._has_passed_over)
-        if not self._has_passed_over:
+        self._skipped_forward = len(undrafted) < len(waiting) and not (undrafted and self._skipped_forward)
+        if not self._skipped_forward:
             self._plan_answers(plan, undrafted)
             self._plan_look_ahead(plan, [(request, tree) for request, tree in served if request.looks_ahead])
             self._run(plan)
@@ -159,13 +159,13 @@ class DraftModelProposer:
         self.num_wasted_tokens += tree.num_wasted_tokens
         tree.num_wasted_tokens = 0
 
-    def _is_drafted(self, request: ProposalRequest, tree: PathTree) -> bool:
+    def _has_answer(self, request: ProposalRequest, tree: PathTree) -> bool:
         """Returns whether there is an answer: a whole draft, or its first token if look-ahead can send the rest."""
         if request.num_wanted <= 0:
             return not tree.num_behind
-        answer = tree.answer(may_be_stale=request.max_alternatives > 0)
+        answer = tree.best_path(allow_stale=request.max_alternatives > 0)
         return len(answer) >= (1 if request.max_alternatives else request.num_wanted) or (
-            bool(answer) and (tree.is_complete(answer) or answer.reach < request.min_reach)
+            bool(answer) and (tree.is_complete(answer) or answer.confidence < request.min_reach)
         )
 
     # --- planning -------------------------------------------------------------------------
@@ -199,8 +199,8 @@ class DraftModelProposer:
                 continue
             num_decisions = 0
             if request.num_wanted > 0 and num_rows == num_missing:
-                tells_runners_up = request.max_alternatives or tree.start.takes_siblings
-                num_decisions = 1 + (NUM_RUNNERS_UP if tells_runners_up else 0)
+                wants_runners_up = request.max_alternatives or tree.start.takes_siblings
+                num_decisions = 1 + (NUM_RUNNERS_UP if wants_runners_up else 0)
             is_added = self._add(
                 plan,
                 tree,
@@ -209,7 +209,7 @@ class DraftModelProposer:
                 num_decisions=num_decisions,
                 max_tokens=max(1, request.num_wanted - len(main)),
                 min_reach=request.min_reach,
-                evicts_beside=busy,
+                kept=busy,
             )
             if is_added:
                 budget -= 0 if is_draft else num_rows
@@ -220,7 +220,7 @@ class DraftModelProposer:
         """Adds the likeliest next tokens of all sequences with look-ahead, while they lengthen the forward little."""
         candidates: list[AheadRow] = []
         for request, tree in ahead:
-            rows = rows_of(
+            rows = candidate_rows(
                 tree,
                 owner=request.owner,
                 num_wanted=request.num_wanted,
@@ -231,8 +231,8 @@ class DraftModelProposer:
                 candidates += rows
         for row in (row for row in candidates if row.is_wanted):
             self._add_ahead(plan, row)
-        num_left = self._budget.num_more(len(plan.rows), share=SHARE_BESIDE_ANSWERS if plan.rows else SHARE_ALONE)
-        for row in by_worth(row for row in candidates if not row.is_wanted):
+        num_left = self._budget.num_more(len(plan.rows), share=SHARE_WITH_ANSWERS if plan.rows else SHARE_ALONE)
+        for row in round_robin(row for row in candidates if not row.is_wanted):
             if num_left <= 0:
                 break
             num_left -= self._add_ahead(plan, row)
@@ -259,20 +259,20 @@ class DraftModelProposer:
         num_decisions: int,
         max_tokens: int = 1,
         min_reach: float = 0.0,
-        evicts_beside: Sequence[PathTree] | None = None,
+        kept: Sequence[PathTree] | None = None,
     ) -> bool:
         """Adds the path's next rows to the forward. Returns False if there is no block for them.
 
         `max_tokens`: number of tokens wanted after the path; if blocks are short, it is reduced to one. `min_reach`:
-        that of the request. `evicts_beside`: sequences whose KV is kept, while that of others may be evicted for one
+        that of the request. `kept`: sequences whose KV is kept, while that of others may be evicted for one
         token; None: nothing is evicted.
         """
         missing = tree.missing(path)[:num_rows]
         start = tree.first_missing(path)
         num_parallel_rows = self._head.num_parallel_rows if self._head and num_decisions else 0
         if max_tokens > 1:
-            most = min(self._forward.max_tokens, tree.num_left_of(path)) if num_decisions else 1
-            max_tokens = max(1, min(max_tokens, most))
+            limit = min(self._forward.max_tokens, tree.num_left_of(path)) if num_decisions else 1
+            max_tokens = max(1, min(max_tokens, limit))
         while True:
             try:
                 plan.copies += path.kv.reserve(tree.rows_before(start + num_rows) + num_parallel_rows + max_tokens - 1)
@@ -280,7 +280,7 @@ class DraftModelProposer:
             except NoFreeBlocksError:
                 if max_tokens > 1:
                     max_tokens = 1
-                elif evicts_beside is None or not self._evict(plan, evicts_beside):
+                elif kept is None or not self._evict(plan, kept):
                     return False
         rows = PathRows(
             missing,
@@ -326,7 +326,7 @@ class DraftModelProposer:
         try:
             decided = self._forward.decide(plan.rows, plan.copies)
         except Exception:
-            self._give_up_copies(plan)
+            self._invalidate_copies(plan)
             raise
         self._budget.observe(
             sum(len(row.token_ids) for row in plan.rows),
@@ -335,9 +335,9 @@ class DraftModelProposer:
             has_rollout=any(row.max_tokens > 1 for row in plan.rows),
         )
         for (tree, path), rows, outcome in zip(plan.paths, plan.rows, decided, strict=True):
-            take(tree, path, rows, outcome)
+            add_decided(tree, path, rows, outcome)
 
-    def _give_up_copies(self, plan: Plan) -> None:
+    def _invalidate_copies(self, plan: Plan) -> None:
         """Truncates KV at blocks that a failed forward may not have copied."""
         destinations = {destination for _, destination in plan.copies}
         for kv in (path.kv for _, path in plan.paths):
@@ -355,17 +355,17 @@ class DraftModelProposer:
                 ahead=tuple(self._due(request, tree)),
                 has_more=request.sequence_id in plan.looking_ahead,
             )
-        answer = tree.answer(may_be_stale=request.max_alternatives > 0)
+        answer = tree.best_path(allow_stale=request.max_alternatives > 0)
         progress = Progress.DRAFTING
-        if request.sequence_id in plan.no_room or self._is_drafted(request, tree):
+        if request.sequence_id in plan.no_room or self._has_answer(request, tree):
             progress = Progress.DONE
         elif request.sequence_id in plan.behind:
             progress = Progress.CATCHING_UP
         num_offered = 0
         if progress is Progress.DONE:
             # Tokens that the look-ahead has added already are sent as well, for the next step.
-            most = max_offered_tokens(request.num_wanted) if request.max_alternatives else request.num_wanted
-            tree.main.num_sent = num_offered = min(len(answer), most) if request.num_wanted > 0 else 0
+            limit = max_offered_tokens(request.num_wanted) if request.max_alternatives else request.num_wanted
+            tree.main.num_sent = num_offered = min(len(answer), limit) if request.num_wanted > 0 else 0
         return Proposal(
             sequence_id=request.sequence_id,
             tree=tree.proposed(answer, 0, num_offered),
@@ -378,20 +378,22 @@ class DraftModelProposer:
         num_wanted = request.num_wanted
         tree.drop_wrong_stale_path()
         for each in tree.paths:
-            path = tree.answer(may_be_stale=True) if each is tree.main else each
+            path = tree.best_path(allow_stale=True) if each is tree.main else each
             # The main path holds two drafts: the one that is verified now and, after one more token, the next one.
             is_next = each is tree.main and len(path) > num_wanted + 1
             num_before = num_wanted + 1 if is_next else path.num_assumed
-            size, told = len(path) - num_before, max(0, path.num_sent - num_before)
+            size, num_sent = len(path) - num_before, max(0, path.num_sent - num_before)
             is_complete = size >= num_wanted or tree.is_complete(path)
-            if size <= told or (told >= num_wanted) or not (is_complete or size >= 2 * told):
+            if size <= num_sent or (num_sent >= num_wanted) or not (is_complete or size >= 2 * num_sent):
                 continue
-            gains = (tree.probability(path, num_tokens) for num_tokens in range(num_before + told + 1, len(path) + 1))
+            gains = (
+                tree.probability(path, num_tokens) for num_tokens in range(num_before + num_sent + 1, len(path) + 1)
+            )
             if is_complete or sum(gains) >= MIN_GAIN:
                 each.num_sent = len(path)
                 # If there is room, the main path's branch begins earlier: the target may verify less than it asked for.
-                most = max_offered_tokens(num_wanted)
-                start = path.num_assumed or min(num_before, max(0, len(path) - most))
+                limit = max_offered_tokens(num_wanted)
+                start = path.num_assumed or min(num_before, max(0, len(path) - limit))
                 yield AheadBranch(
-                    tuple(path.token_ids[:start]), tree.proposed(path, start, min(start + most, len(path)))
+                    tuple(path.token_ids[:start]), tree.proposed(path, start, min(start + limit, len(path)))
                 )

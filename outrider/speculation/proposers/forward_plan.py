@@ -20,14 +20,14 @@ class Plan:
     looking_ahead: set[int] = field(default_factory=set)  # sequences with something left to draft ahead
 
 
-def take(tree: PathTree, path: DraftPath, rows: PathRows, decided: Decided) -> None:
+def add_decided(tree: PathTree, path: DraftPath, rows: PathRows, decided: Decided) -> None:
     """Adds decided tokens to a path. Drops those of a rollout that would not have been drafted one by one."""
     path.kv.advance(tree.rows_before(rows.start_position + len(rows.token_ids)))
     for index, each in enumerate((decided, *decided.following)):
         if not each.token_ids:
             break
         if index and rows.max_tokens > 1:
-            if tree.is_complete(path) or path.reach < rows.min_reach:
+            if tree.is_complete(path) or path.confidence < rows.min_reach:
                 break
             path.kv.advance(path.kv.num_tokens + 1)  # the token before was fed in the rollout
         path.decided.append(each)

@@ -102,8 +102,8 @@ def _accept(masses: Array, drafts: Sequence[DraftRows], num_drafts: Sequence[int
         for _, decision in zip(draft.draft_token_ids, draft.rows.decisions(), strict=False)
     ]
     bounds = [
-        _uniform(*luck[:2]) * distribution.probability_of(token_id)
-        for luck, distribution, token_id in zip(words, distributions, token_ids, strict=True)
+        _uniform(*each[:2]) * distribution.probability_of(token_id)
+        for each, distribution, token_id in zip(words, distributions, token_ids, strict=True)
     ]
     ids = ids_beside(token_ids, masses)
     within = xp.clip(ids, max=masses.shape[1] - 1)
@@ -113,18 +113,18 @@ def _accept(masses: Array, drafts: Sequence[DraftRows], num_drafts: Sequence[int
     is_accepted = (beside(np.asarray(bounds, dtype=np.float64), masses) < probs) & (ids == within)
 
     firsts = list(accumulate(num_drafts[:-1], initial=0))  # index of each draft's first token
-    most = max(num_drafts)
+    longest = max(num_drafts)
     table = [
-        [first + index if index < num else len(token_ids) for index in range(most)]
+        [first + index if index < num else len(token_ids) for index in range(longest)]
         for first, num in zip(firsts, num_drafts, strict=True)
     ]
-    places = np.asarray(table, dtype=np.int64)  # [num_seqs, most], indices of draft tokens, padded by one past the last
+    places = np.asarray(table, dtype=np.int64)  # [num_seqs, longest]: indices of draft tokens, padded by their number
     stands = xp.concat([xp.astype(is_accepted, xp.int64), xp.zeros_like(ids[:1])])[beside(places.ravel(), ids)]
     num_accepted = xp.sum(xp.cumulative_prod(xp.reshape(stands, places.shape), axis=1), axis=1)
     first_rejected = xp.clip(ids_beside(firsts, ids) + num_accepted, max=len(token_ids) - 1)
-    luck = beside(np.asarray([each[2:] for each in words], dtype=np.int64), ids)[first_rejected]
+    recovery_words = beside(np.asarray([each[2:] for each in words], dtype=np.int64), ids)[first_rejected]
     drafted = [beside(each, ids)[first_rejected] for each in _weights(distributions, masses.shape[1])]
-    return num_accepted, _recover(masses[first_rejected], drafted, luck)
+    return num_accepted, _recover(masses[first_rejected], drafted, recovery_words)
 
 
 def _after_draft(rows: SampleRows) -> SampleRows:
@@ -139,7 +139,7 @@ def _uniform(high: int, low: int) -> float:
 
 
 def _weights(distributions: Sequence[TokenDistribution], num_ids: int) -> tuple[Ints, Floats, Floats]:
-    """Returns ids and weights of each q, [n, most] int64 and float64, and the sums of weights [n] float64.
+    """Returns ids and weights of each q, [n, longest] int64 and float64, and the sums of weights [n] float64.
 
     Ids beyond the vocabulary are left out. Shorter rows are padded with their first pair.
     """
@@ -147,20 +147,20 @@ def _weights(distributions: Sequence[TokenDistribution], num_ids: int) -> tuple[
         [pair for pair in zip(each.token_ids, each.probabilities, strict=True) if pair[0] < num_ids] or [(0, 0.0)]
         for each in distributions
     ]
-    most = max(map(len, known))
-    filled = [pairs + pairs[:1] * (most - len(pairs)) for pairs in known]
+    longest = max(map(len, known))
+    filled = [pairs + pairs[:1] * (longest - len(pairs)) for pairs in known]
     ids = np.asarray([[token_id for token_id, _ in pairs] for pairs in filled], dtype=np.int64)
     weights = np.asarray([[weight for _, weight in pairs] for pairs in filled], dtype=np.float64)
     return ids, weights, np.asarray([each.total for each in distributions], dtype=np.float64)
 
 
-def _recover(target: Array, drafted: Sequence[Array], luck: Array) -> Array:
+def _recover(target: Array, drafted: Sequence[Array], words: Array) -> Array:
     """Draws a token from max(p - q, 0) for each row, by inversion. Returns [num_rows] int64.
 
     Args:
         target: [num_rows, num_ids] int64, masses of p.
         drafted: q, as returned by `_weights`.
-        luck: [num_rows, 2] int64, two random words.
+        words: [num_rows, 2] int64, two random words.
     """
     xp = namespace(target)
     ids, weights, totals = drafted
@@ -172,16 +172,16 @@ def _recover(target: Array, drafted: Sequence[Array], luck: Array) -> Array:
     # If p and q are equal except for rounding, nothing is left.
     left = xp.where(xp.sum(left, axis=1, keepdims=True) > 0, left, target)
     cumulative = xp.cumulative_sum(left, axis=1)
-    places = _share(luck, cumulative[:, -1])
+    places = _uniform_below(words, cumulative[:, -1])
     return xp.sum(cumulative <= places[:, None], axis=1)
 
 
-def _share(luck: Array, totals: Array) -> Array:
+def _uniform_below(words: Array, totals: Array) -> Array:
     """Returns, for each total, a uniform integer in [0, total): the high half of 64 random bits times the total.
 
-    luck: [n, 2] int64, two words; totals: [n] int64, positive.
+    words: [n, 2] int64, two random words; totals: [n] int64, positive.
     """
-    high, low = luck[:, 0], luck[:, 1]
+    high, low = words[:, 0], words[:, 1]
     total_high, total_low = totals >> 32, totals & _WORD
     # A product of two words may wrap to a negative number, whose bits are the product's.
     middle, other = high * total_low, low * total_high
