@@ -11,18 +11,17 @@ from outrider.constraints.compiler import NUM_THREADS, GrammarCompiler
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
-from outrider.request import Constraint, ConstraintKind, RequestOptions, SamplingParams
-from outrider.speculation.draft_stream import SequenceStart
-from outrider.speculation.proposers.base import Progress, ProposalRequest, ProposerInfo
+from outrider.request import Constraint, ConstraintKind, SamplingParams
+from outrider.speculation.proposers.base import ProposalRequest, ProposerInfo
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.head_forward import HeadForward
 from outrider.speculation.proposers.model_forward import ModelForward
+from tests.speculation.asking import PROMPT, proposals_of, start_of
 from tests.speculation.draft_trees import likeliest_path
 from tests.support.tiny_model import EOS_TOKEN_ID, make_tiny_model, tiny_tokenizer
 from tests.support.toy_head import VOCAB_SIZE, ToyFeatures, ToyHead
 from tests.support.waiting import PATIENCE_SECONDS
 
-PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19]
 LETTERS = Constraint(ConstraintKind.REGEX, "[a-f]{3,40}(x|yz)")
 
 
@@ -39,16 +38,12 @@ def constraints():
 
 def request(token_ids, constraint, *, num_wanted=6, features=None):
     sampling = SamplingParams(seed=5, max_tokens=100, temperature=1.0, constraint=constraint)
-    start = SequenceStart(options=RequestOptions(sampling=sampling), sample=0, prompt_length=len(PROMPT))
-    return ProposalRequest(1, token_ids, num_wanted, start, features=features)
+    return ProposalRequest(1, token_ids, num_wanted, start_of(sampling), features=features)
 
 
 def draft(proposer, asked):
-    for _ in range(100):
-        (proposal,) = proposer.propose([asked])
-        if proposal.progress is Progress.DONE:
-            return likeliest_path(proposal.tree).token_ids
-    raise AssertionError("never done")
+    (proposal,) = proposals_of(proposer, asked)
+    return likeliest_path(proposal.tree).token_ids
 
 
 def compile_beside(constraints, proposer, asked):

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.request import RequestOptions, SamplingParams
-from outrider.speculation.draft_stream import SequenceStart
+from outrider.request import SamplingParams
 from outrider.speculation.proposers.base import MAX_INDEXED_TOKENS, Progress, ProposalRequest
 from outrider.speculation.proposers.ngram import NGRAM_SIZES, NgramIndex, NgramProposer, NgramSegment
+from tests.speculation.asking import start_of
 from tests.support.memory import traced
 
 
@@ -41,10 +41,7 @@ def test_the_index_finds_what_a_search_of_the_whole_text_finds(prompt_length, pi
 
 def request_of(text, num_wanted=4, *, key=1, prompt_length=None) -> ProposalRequest:
     length = len(text) if prompt_length is None else prompt_length
-    start = SequenceStart(
-        options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=99)), sample=0, prompt_length=length
-    )
-    return ProposalRequest(key, text, num_wanted, start)
+    return ProposalRequest(key, text, num_wanted, start_of(SamplingParams(seed=1, max_tokens=99), prompt_length=length))
 
 
 def test_a_long_prompt_is_indexed_in_several_calls_and_while_no_draft_is_wanted():

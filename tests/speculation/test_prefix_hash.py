@@ -1,19 +1,12 @@
 from __future__ import annotations
 
-import struct
-
 import pytest
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.speculation.prefix_hash import HashedTokens, prefix_hash
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=80)
-
-
-def test_the_hash_is_xxh3_64_over_little_endian_uint32():
-    assert prefix_hash([1, 258, 2**32 - 1]) == xxhash.xxh3_64_intdigest(struct.pack("<3I", 1, 258, 2**32 - 1))
 
 
 @given(TOKENS, st.lists(TOKENS, max_size=6), st.integers(1, 40), st.sets(st.integers(0, 6)))

@@ -12,13 +12,13 @@ from outrider.errors import ConfigError
 from outrider.heads.of_target import HeadOfTarget
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
-from outrider.request import RequestOptions, SamplingParams
-from outrider.speculation.draft_stream import SequenceStart
+from outrider.request import SamplingParams
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.path_tree import NUM_GRADES
-from outrider.speculation.proposers.base import Progress, ProposalRequest
+from outrider.speculation.proposers.base import ProposalRequest
 from outrider.speculation.proposers.factory import ProposerSettings, make_proposer
 from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
+from tests.speculation.asking import proposals_of, start_of
 from tests.support.random_eagle3 import make_random_eagle3
 from tests.support.tiny_model import make_tiny_model
 
@@ -48,18 +48,10 @@ def config(tmp_path_factory) -> ModelConfig:
 
 
 def tree_of(proposer, text, num_wanted, *, key=1, scale=1.0, min_reach=0.0) -> DraftTree:
-    start = SequenceStart(
-        options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=99, temperature=0.0)),
-        sample=0,
-        prompt_length=len(PROMPT),
-    )
-    for _ in range(100):
-        features = RandomFeatures(len(text), scale=scale)
-        request = ProposalRequest(key, text, num_wanted, start, features=features, min_reach=min_reach)
-        (proposal,) = proposer.propose([request])
-        if proposal.progress is Progress.DONE:
-            return proposal.tree
-    raise AssertionError("never done")
+    start = start_of(SamplingParams(seed=1, max_tokens=99, temperature=0.0), prompt_length=len(PROMPT))
+    features = RandomFeatures(len(text), scale=scale)
+    request = ProposalRequest(key, text, num_wanted, start, features=features, min_reach=min_reach)
+    return proposals_of(proposer, request)[0].tree
 
 
 def drafts_of(proposer, text, num_wanted, **options) -> tuple[int, ...]:
