@@ -52,13 +52,6 @@ class Isolated:
         return {proposal.sequence_id for proposal in proposals if proposal.tree.token_ids}
 
 
-def test_without_failures_there_is_one_call():
-    isolated = Isolated()
-    assert isolated.served(8) == set(range(8))
-    assert isolated.inner.batches == [list(range(8))]
-    assert isolated.failures == []
-
-
 @pytest.mark.parametrize("bad", [(0,), (7,), (3, 4), (0, 1, 7)])
 def test_only_those_that_fail_go_without(bad):
     isolated = Isolated(*bad)

@@ -7,7 +7,7 @@ import pytest
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.request import RequestOptions, SamplingParams, VerificationMethod
-from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
+from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.features import HeadRules
 from outrider.speculation.path_choice import AheadRow, candidate_rows, round_robin
@@ -60,15 +60,6 @@ def tokens(sequence) -> list[list[int]]:
     return [path.token_ids for path in sequence.tree.paths]
 
 
-def test_what_was_committed_as_drafted_stays_drafted_and_needs_no_row(sequence):
-    main = sequence.draft(sequence.tree.main, 10, 11, 12, 13)
-    assert sequence.tree.follow([*PROMPT, 10, 11]) == (10, 11)
-    assert sequence.tree.main is main
-    assert tokens(sequence) == [[12, 13]]
-    assert sequence.tree.missing(main) == [13]
-    sequence.check()
-
-
 def test_an_alternative_assumes_a_runner_up_and_becomes_the_main_path_when_it_is_committed(sequence):
     sequence.draft(sequence.tree.main, 10, 11, 12)
     first = sequence.open()
@@ -117,21 +108,6 @@ def test_a_text_that_goes_on_past_every_path_is_computed_from_where_they_end(seq
     sequence.check()
 
 
-def test_another_text_is_noticed(sequence):
-    assert sequence.tree.is_continued_by([*PROMPT, 6])
-    assert not sequence.tree.is_continued_by(PROMPT[:-1])
-    assert not sequence.tree.is_continued_by([9, *PROMPT[1:], 6])
-
-
-def test_the_pool_is_whole_when_a_tree_is_freed(sequence):
-    sequence.draft(sequence.tree.main, 10, 11, 12)
-    for _ in range(4):
-        sequence.draft(sequence.open(), 31, 32)
-    sequence.check()
-    sequence.tree.free()
-    assert sequence.pool.num_free_blocks == 64
-
-
 def test_it_learns_from_what_was_committed(sequence):
     tree = sequence.tree
     text = list(PROMPT)
@@ -174,13 +150,6 @@ def test_no_more_alternatives_than_allowed_and_none_of_what_ends_the_text(sequen
     assert rows(ending) == []
 
 
-def test_what_lost_its_kv_to_others_is_left_alone(sequence):
-    sequence.draft(sequence.tree.main, 10, 11)
-    assert rows(sequence)
-    sequence.tree.main.kv.free()
-    assert rows(sequence) == []
-
-
 def test_a_likely_text_is_drafted_first_and_owners_take_turns():
     def row(owner, probability):
         return AheadRow(owner, probability, None, None)
@@ -214,13 +183,6 @@ def test_a_drafter_that_is_often_wrong_puts_siblings_before_longer_paths(sequenc
     assert parents[token_ids.index(111)] == token_ids.index(10)
 
 
-def test_siblings_are_few(sequence):
-    main = sequence.draft(sequence.tree.main, *range(10, 26))
-    token_ids, parents = sequence.tree.with_siblings(main, 4, 16)
-    assert len(token_ids) == len(parents) == 12 + MAX_SIBLINGS
-    assert sequence.tree.with_siblings(main, 4, 4) == ((), ())
-
-
 @pytest.fixture
 def head() -> Sequence:
     return Sequence(head=HeadRules())
@@ -233,13 +195,6 @@ def states(path) -> list[str]:
 def fed(sequence, path) -> tuple[int, list[int]]:
     """Rows that a path keeps, and the tokens to feed."""
     return path.kv.num_tokens, list(sequence.tree.missing(path))
-
-
-def test_a_head_has_no_row_for_the_first_token(head):
-    assert fed(head, head.tree.main) == (0, list(PROMPT[1:]))
-    head.draft(head.tree.main, 10, 11)
-    assert fed(head, head.tree.main) == (len(PROMPT), [11])
-    assert states(head.tree.main) == ["before 10", "before 11"]
 
 
 def test_what_a_head_had_drafted_is_spare_after_a_commit_and_rows_with_own_states_go(head):
