@@ -1,4 +1,4 @@
-"""Heads of golden files: opened, fed as their owners feed them, and changed."""
+"""Opens, feeds and changes the heads of golden files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def opened(golden):
 
 
 def taps_of(golden, head):
-    """[n, num_taps * hidden_size]: those that the head reads; a file has them alone, or all hidden states."""
+    """[n, num_taps * hidden_size]: the states that the head reads. A file has these or those of all layers."""
     layers = golden.taps.unflatten(1, (-1, head.reduction.hidden_size))
     num_taps = len(head.reduction.taps)
     return (layers if layers.shape[1] == num_taps else layers[:, head.reduction.taps]).flatten(1)
@@ -29,7 +29,7 @@ def taps_of(golden, head):
 
 @torch.inference_mode()
 def logits_of(golden):
-    """As `logits` of the file."""
+    """Returns what should equal the file's `logits`."""
     head = opened(golden)
     features = head.reduction.to(CPU, torch.float32)(taps_of(golden, head))
     if head.spec.num_parallel == 1:
@@ -43,7 +43,7 @@ def rewrite_config(folder, **changes):
 
 
 def rewrite_layer(folder, **changes):
-    """The fields that describe the decoder layer, wherever the layout has them."""
+    """Changes fields that describe the decoder layer, in any layout."""
     config = json.loads((folder / "config.json").read_text())
     nested = next((name for name in ("transformer_layer_config", "text_config") if config.get(name)), None)
     rewrite_config(folder, **(changes if nested is None else {nested: config[nested] | changes}))
@@ -59,7 +59,7 @@ def assert_logits(found, expected, tolerance=TOLERANCE):
 
 
 def block_logits(head, token_ids, features):
-    """The logits of a block after true rows."""
+    """Returns the logits of a block of parallel rows after true rows."""
     num_true = len(features)
     tokens = head.spec.parallel_tokens(int(token_ids[num_true]))
     attend = golden_files.DenseAttention()

@@ -1,4 +1,4 @@
-"""Heads whose folders are damaged, or made to do harm: each is refused when it is opened, by what is wrong."""
+"""Damaged or malicious heads are refused when they are opened, with the reason."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_block_that_cannot_be_drafted_is_refused(target, tmp_path, form, named
 
 
 def test_a_target_is_what_transformers_loads_of_it_up_to_the_longest_window(tmp_path):
-    """Repositories keep the same tensors in other files, too, and some of them are older."""
+    """Repositories may have the same tensors in other files as well, some of which are older."""
     target = make_tiny_model(tmp_path)
     own = Target.open(target).embedding().clone()
     save_file({"model.embed_tokens.weight": torch.zeros_like(own)}, target / "original.safetensors")

@@ -22,7 +22,7 @@ from tests.heads.golden_heads import (
 
 @pytest.fixture
 def unpacked(tmp_path):
-    """unpacked(name) → that golden head."""
+    """unpacked(name) → the golden head of that name."""
     return lambda name: golden_files.unpack(name, tmp_path / name)
 
 
@@ -37,7 +37,7 @@ def plain(unpacked):
 
 
 def nest(folder):
-    """From SafeAILab's layout to speculators', which has one layer."""
+    """Converts SafeAILab's layout to speculators', which has one layer."""
     flat = json.loads((folder / "config.json").read_text())
     config = {"speculators_model_type": "eagle", "fusion_bias": True, "layernorms": False}
     (folder / "config.json").write_text(json.dumps(config | {"transformer_layer_config": flat}))
@@ -52,7 +52,7 @@ def nest(folder):
 
 
 def flatten(folder, *, keep=("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "draft_vocab_size")):
-    """From speculators' layout to SpecForge's."""
+    """Converts speculators' layout to SpecForge's."""
     nested = json.loads((folder / "config.json").read_text())
     layer = nested["transformer_layer_config"] | {key: nested[key] for key in keep}
     ids = nested["eagle_aux_hidden_state_layer_ids"]
@@ -63,7 +63,7 @@ def flatten(folder, *, keep=("norm_before_residual", "norm_before_fc", "fc_norm"
 
 
 def flatten_parallel(folder):
-    """From speculators' layout to z-lab's or SpecForge's."""
+    """Converts speculators' layout to z-lab's or SpecForge's."""
     nested = json.loads((folder / "config.json").read_text())
     kind = {"peagle": "PEagleDraftModel", "dflash": "DFlashDraftModel"}[nested["speculators_model_type"]]
     flat = nested["transformer_layer_config"] | {

@@ -1,4 +1,4 @@
-"""`model.head`: what prefill and decode nodes make of it when they start."""
+"""How prefill and decode nodes use `model.head` when they start."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_head_in_the_package_is_small_and_says_how_it_was_made():
 
 
 def test_a_head_opens_without_transformers(tmp_path):
-    """Its import takes seconds, by which a node would start later."""
+    """Importing it would delay a node's start by seconds."""
     golden = golden_files.unpack("eagle3-residual", tmp_path)
     program = f"""
 import sys, torch

@@ -1,4 +1,4 @@
-"""EAGLE-3 by native kernels: what torch computes of the same head, and the same bits in any batch."""
+"""EAGLE-3 by native kernels gives the same values as torch, and the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def opened(folders, dtype):
 
 
 class Native:
-    """A head's native step over a cache of its own; `run` takes (sequence, first row, end) each."""
+    """A head's native step over its own cache. `run` takes tuples of (sequence, first row, end)."""
 
     def __init__(self, head, kernels):
         self.dtype = getattr(torch, head.spec.dtype)

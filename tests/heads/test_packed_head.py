@@ -1,4 +1,4 @@
-"""A head packed for native kernels: made once, mapped by every later start, and never trusted without a look."""
+"""A head is packed for native kernels once; later starts map the packed file and verify it."""
 
 from __future__ import annotations
 

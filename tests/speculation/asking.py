@@ -1,4 +1,4 @@
-"""Requests to proposers, asked again until all drafts are complete."""
+"""Asks a proposer repeatedly until all drafts are complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def start_of(params: SamplingParams, *, prompt_length=12, sample=0, takes_trees=
 
 
 def proposals_of(proposer: DraftModelProposer, *requests: ProposalRequest) -> list[Proposal]:
-    """The complete proposals, in the order of requests; no block may be lost or shared after any call."""
+    """Returns the complete proposals in the order of requests. Checks the block pool after each call."""
     done: dict[int, Proposal] = {}
     for _ in range(200):
         asked = [each for each in requests if each.sequence_id not in done]

@@ -1,4 +1,4 @@
-"""A batch of sequences with drafts, without models: tokens are right by a script, steps take what a curve says.
+"""A simulated batch without models: a script tells which draft tokens are right, and a curve how long steps take.
 
 Which draft tokens are right is fixed by position, as coupled sampling has it: whoever drafts, and however many tokens.
 """
@@ -49,7 +49,7 @@ CURVES: dict[str, Callable[[int], float]] = {
 
 
 def cost_model(curve: str) -> StepCostModel:
-    """That of a node which knows the sizes to which its device pads steps, if it does (ADR 25)."""
+    """Returns a node's cost model. If a device pads steps, the model knows the padded sizes (ADR 25)."""
     return StepCostModel(buckets=BUCKETS) if curve == "stairs" else StepCostModel()
 
 
@@ -66,7 +66,7 @@ def right_tokens(kind: str, seed: int, length: int) -> list[bool]:
 
 @dataclass
 class SimulatedBatch:
-    """`num_sequences` texts of `length` tokens; where one ends, another begins."""
+    """`num_sequences` texts of `length` tokens. When one ends, another begins."""
 
     kind: str
     curve: str
@@ -94,7 +94,7 @@ class SimulatedBatch:
         return list(self._texts)
 
     def step(self, chosen, on_verdict=lambda *_: None, on_end=lambda *_: None):
-        """Verifies so many draft tokens of each sequence: (tokens committed, seconds on an idle machine)."""
+        """Verifies `chosen` draft tokens by sequence. Returns (committed tokens, seconds on an idle machine)."""
         self.num_rows, num_tokens = self.num_sequences, 0
         for sequence_id in self.sequence_ids:
             text = self._texts[sequence_id]
@@ -115,20 +115,20 @@ class SimulatedBatch:
         return num_tokens, CURVES[self.curve](self.num_rows)
 
     def disturbed(self, seconds: float) -> float:
-        """As other work on the machine has it: what a node measures."""
+        """Returns the duration that a node measures if other work runs on the machine."""
         stalled = 5.0 if self._random.random() < self.stalls else 1.0
         return seconds * stalled * self._random.uniform(1 - self.noise, 1 + self.noise)
 
 
 def fixed_rate(batch: SimulatedBatch, num_draft: int, *, num_steps: int) -> float:
-    """Tokens a second with so many draft tokens for each sequence in each step."""
+    """Returns tokens per second with `num_draft` draft tokens of each sequence in each step."""
     steps = [batch.step(dict.fromkeys(batch.sequence_ids, num_draft)) for _ in range(num_steps)]
     return sum(tokens for tokens, _ in steps) / sum(seconds for _, seconds in steps)
 
 
 @dataclass
 class ControlledBatch:
-    """The same with a controller."""
+    """A simulated batch whose drafts a controller chooses."""
 
     batch: SimulatedBatch
     controller: DraftController

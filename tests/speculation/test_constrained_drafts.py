@@ -1,4 +1,4 @@
-"""Draft models and heads under a constraint: they race by the target's own masks, so as much is accepted as without."""
+"""Draft models and heads apply the target's constraint masks, so acceptance is as high as without a constraint."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def draft(proposer, asked):
 
 
 def compile_beside(constraints, proposer, asked):
-    """The first try finds a constraint that is not compiled, and does not wait for it."""
+    """Checks that the first call does not wait for the constraint to be compiled."""
     may_compile = threading.Event()
     for _ in range(NUM_THREADS):
         constraints._threads.submit(may_compile.wait, PATIENCE_SECONDS)
@@ -64,7 +64,7 @@ def assert_allowed(constraints, constraint, generated, token_ids):
 
 
 def test_the_targets_own_model_drafts_what_the_target_decides(model):
-    """Acceptance is whole, as it would be without a constraint."""
+    """Every token is accepted, as without a constraint."""
     forward = ModelForward.of(model, kv_cache=KVCacheConfig(num_blocks=128))
     proposer = DraftModelProposer(forward, ProposerInfo(name="draft_model:tiny"))
     text, constraints = list(PROMPT), forward.sampler.constraints
@@ -95,7 +95,7 @@ def test_a_head_drafts_what_the_grammar_allows_and_wins_as_the_target_would(cons
 
 
 def test_a_constraint_that_cannot_be_compiled_here_has_no_drafts_and_fails_nobody(constraints):
-    """As another version of llguidance may refuse it."""
+    """Another version of llguidance may refuse a constraint that the target accepts."""
     bad = Constraint(ConstraintKind.REGEX, "(a")
     constraints.warm_up()
     forward = HeadForward.of(

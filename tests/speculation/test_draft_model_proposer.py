@@ -52,12 +52,12 @@ def proposer_of(model, *, num_blocks=400, max_catch_up_rows=512, clock=time.mono
 
 
 def clock_of(seconds):
-    """Moves on by `seconds` each time it is read."""
+    """Returns a clock that advances by `seconds` at each reading."""
     return itertools.count(0, seconds).__next__
 
 
 class Reference:
-    """Decodes one token after the other from full forward passes, with the same sampler."""
+    """Decodes token by token from full forward passes, with the same sampler."""
 
     def __init__(self, model) -> None:
         self._model = model
@@ -74,7 +74,7 @@ class Reference:
         return tuple(found)
 
     def probabilities(self, token_ids, params) -> torch.Tensor:
-        """What the next token is drawn from.  # [num_ids]"""
+        """Returns the next token's distribution [num_ids]."""
         state = self._sampler.start(
             params, sample=0, prompt_token_ids=PROMPT, generated_token_ids=token_ids[len(PROMPT) :]
         )
@@ -82,7 +82,7 @@ class Reference:
         return torch.as_tensor(values)[0].softmax(dim=0)
 
     def logits(self, token_ids) -> Array:
-        """After all of them.  # [1, vocab_size]"""
+        """Returns the logits after the last token [1, vocab_size]."""
         cache = PagedKVCache(self._model.spec.planes, num_blocks=20, block_size=16, kernels=self._model.cpu_kernels)
         runner = make_runner(self._model, cache, make_attention_backend())
         rows = SequenceRows(token_ids, 0, list(range(20)), num_logits=1)
@@ -230,7 +230,7 @@ def test_the_sampling_state_of_a_prompt_in_pieces_is_that_of_the_whole_prompt(mo
 
 
 def branches_ahead(proposer, request):
-    """All that a look-ahead finds. A call that fails is made again, as by IsolatedProposer."""
+    """Returns all branches of a look-ahead. A failed call is repeated, as IsolatedProposer does."""
     branches = []
     for _ in range(40):
         try:
@@ -245,7 +245,7 @@ def branches_ahead(proposer, request):
 
 
 def assert_continued(branches, reference, params):
-    """Each is what the draft model would generate from a fresh prefix."""
+    """Checks that each branch is what the draft model would generate from a fresh prefix."""
     for branch in branches:
         assumed = [*PROMPT, *branch.assumed_token_ids]
         assert branch.tree.token_ids == reference.continuation(assumed, params, len(branch.tree.token_ids))
@@ -263,7 +263,7 @@ def test_branches_on_forks_of_its_kv_are_what_it_would_generate_from_a_fresh_pre
 
 
 class FailsBeforeCopies:
-    """A forward that raises, having copied no block, when it should copy some; each time it has worked once between."""
+    """A forward that raises before it copies blocks, but never in two calls in a row."""
 
     def __init__(self, forward) -> None:
         self._forward = forward

@@ -33,7 +33,7 @@ class Picky(ScriptedProposer):
 
 
 class Isolated:
-    """The wrapper, what it reported, and a clock that stands still."""
+    """The wrapper, the failures that it reported, and a clock that only the test advances."""
 
     def __init__(self, *bad: int) -> None:
         self.now = 100.0
@@ -44,7 +44,7 @@ class Isolated:
         )
 
     def served(self, num_sequences: int) -> set[int]:
-        """Which of the sequences got a draft."""
+        """Returns the sequences that got a draft."""
         requests = [ProposalRequest(index, TEXT[:10], 3) for index in range(num_sequences)]
         proposals = self.proposer.propose(requests)
         assert [proposal.sequence_id for proposal in proposals] == list(range(num_sequences))

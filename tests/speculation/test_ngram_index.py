@@ -14,7 +14,7 @@ from tests.support.memory import traced
 
 
 def brute_force(text: list[int], num_tokens: int) -> tuple[int, ...]:
-    """Searches the whole text for the longest n-gram that ends it, latest occurrence first."""
+    """Finds the latest occurrence of the longest n-gram that ends the text by searching all of it."""
     for size in NGRAM_SIZES:
         for end in range(len(text) - 1, size - 1, -1):
             if text[end - size : end] == text[len(text) - size :]:
@@ -74,7 +74,7 @@ def test_samples_of_a_prompt_share_its_index():
 
 
 def test_memory_is_counted_small_and_bounded():
-    """A tenth of the 391 bytes a token that dictionaries of tuples took."""
+    """Dictionaries of tuples took 391 bytes per token; this is a tenth of it."""
     chance = random.Random(1)
     text = [chance.randrange(50_000) for _ in range(20_000)]
     proposer = NgramProposer(max_bytes=40 * len(text))

@@ -1,4 +1,4 @@
-"""The paths of one sequence, their KV forks, and which rows are worth drafting: without a model."""
+"""The paths of one sequence, their KV forks and the choice of rows, without a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STOP = 99
 
 
 class Sequence:
-    """A tree whose tokens the test decides: each token's runners-up are 100 and 200 above it."""
+    """A tree whose tokens the test decides. Each token's runners-up are the token plus 100 and plus 200."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ def states(path) -> list[str]:
 
 
 def fed(sequence, path) -> tuple[int, list[int]]:
-    """Rows that a path keeps, and the tokens to feed."""
+    """Returns the number of rows that a path keeps, and the tokens to feed."""
     return path.kv.num_tokens, list(sequence.tree.missing(path))
 
 
@@ -226,7 +226,7 @@ def test_a_spare_serves_until_the_text_leaves_it(head):
 
 
 def test_the_rest_of_the_spare_follows_the_new_path_while_they_agree(head):
-    """What is at hand for the next step must not shrink because the head begins anew."""
+    """The draft for the next step must not get shorter because the head drafts again."""
     head.draft(head.tree.main, *range(10, 16))
     head.tree.follow([*PROMPT, 10, 11])
     main = head.tree.main
@@ -245,7 +245,7 @@ def test_the_rest_of_the_spare_follows_the_new_path_while_they_agree(head):
 
 
 def test_a_drawn_guess_gives_way_to_the_new_path_also_where_they_agree():
-    """Whether a token is judged as one of the guess or of the new path must not depend on what the new path drew."""
+    """Whether a token is judged as part of the stale or of the new path must not depend on what the new path drew."""
     head = Sequence(head=HeadRules(), method=VerificationMethod.REJECTION)
     head.draft(head.tree.main, *range(10, 16))
     head.tree.follow([*PROMPT, 10, 11])

@@ -18,7 +18,7 @@ def branch_after(token_ids, *proposed, probability=1.0):
 
 
 def taken(table, committed, num_tokens):
-    """The first tokens of what is proposed."""
+    """Returns the first tokens of the draft that the table finds."""
     kept = table.take(committed)
     if kept is None:
         return ()

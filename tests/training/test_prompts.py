@@ -16,7 +16,7 @@ LLAMA2 = (
 
 
 class TokenizingClient:
-    """What prompts ask of an AsyncClient: a tokenizer and a template, and an answer to everything."""
+    """The part of an AsyncClient that prompts use: a tokenizer, a template, and one answer to everything."""
 
     def __init__(self, template):
         self._tokenizer = tiny_tokenizer()

@@ -17,12 +17,12 @@ TEXT = [9, 9, 1, 2, 3, 4, 5, 6, 7, 8]  # a prompt of two tokens, an answer of ei
 
 
 def right_of(drafts):
-    """By number of known tokens: leading tokens of the draft that are the text's."""
+    """Returns, by number of known tokens, the leading tokens of the draft that are the text's."""
     return [num_common(draft, TEXT[known:]) for known, draft in enumerate(drafts)]
 
 
 def test_a_walk_counts_as_one_does_by_hand():
-    """Right about 2, 3, 5 and 6 only. k = 2, from 1 on: [2 3] 4 | [5 6] 7 | then 8 is too near the end."""
+    """Only tokens 2, 3, 5 and 6 are right. k = 2, after 1: [2 3] 4 | [5 6] 7 | then 8 is too near the end."""
     drafts = [[token if token in {2, 3, 5, 6} else 0 for token in TEXT[known:]] for known in range(10)]
     assert walk(right_of(drafts), 2, 2) == [2, 2]
     # [2 -] 3 | [4 -] 5 | [6 -] 7 | one token is left.
@@ -52,7 +52,7 @@ def test_noise_makes_the_chosen_token_win_and_is_gumbel_noise():
 
 
 class Oracle:
-    """Drafts what the toy target says, by the token of each row's feature and nothing else."""
+    """Drafts the toy target's next token from the token of each row's feature."""
 
     def __init__(self):
         student = toy_student("medusa")
@@ -83,7 +83,7 @@ def test_chains_are_placed_where_their_tokens_are(plan_of):
 
 
 def test_a_sampled_answer_is_drafted_with_the_noise_that_drew_it(plan_of):
-    """The head gives the target's own logits: coupled to the same noise it is always right."""
+    """A head with the target's own logits, coupled to the same noise, is always right."""
     dataset, target = toy_dataset(plan_of()), ToyTarget()
 
     class Same(Oracle):
@@ -124,7 +124,7 @@ def test_all_kinds_are_summed_whatever_they_are_called():
 
 
 def test_of_many_temperatures_the_most_frequent_are_reported():
-    """As answers from traffic have, all of one kind."""
+    """Answers from traffic may have many temperatures and are all of one kind."""
     results = {("traffic", temperature / 10): (1 + (temperature > 5)) * STEPS for temperature in range(1, 9)}
     report = write_report("toy", [], results, ROW_SECONDS, HEAD_SECONDS)
     found = [line for line in report.splitlines() if line.startswith("## Tokens")]

@@ -1,4 +1,4 @@
-"""The whole run, on the tiny model: what a person starts, interrupts, kills, and starts again."""
+"""Whole runs on the tiny model, which are started, interrupted, killed and continued."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAIT_SECONDS = 120.0
 
 
 def run(plan, *, address=None, progress=lambda *_: None):
-    """Returns (the report, what was said)."""
+    """Returns (the report, the lines given to `say`)."""
 
     @contextlib.contextmanager
     def serve():
@@ -78,7 +78,7 @@ def test_a_run_that_has_ended_learns_on_when_it_is_given_more_time(plan_of):
 
 
 def test_hidden_states_are_those_of_the_target(plan_of, tiny_model):
-    """Against transformers' own."""
+    """They are compared with those that transformers computes."""
     from transformers import AutoModelForCausalLM
 
     plan = plan_of(minutes=0.05)

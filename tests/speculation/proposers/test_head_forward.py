@@ -104,7 +104,7 @@ def test_what_was_evicted_is_computed_again():
 
 
 def ahead_of(proposer, asked: ProposalRequest) -> dict[tuple[int, ...], list[int]]:
-    """Looks ahead to the end: the longest draft by what it assumes."""
+    """Looks ahead until nothing is left. Returns the longest draft for each assumption."""
     found = {}
     for _ in range(200):
         (proposal,) = proposer.propose([asked])
@@ -142,7 +142,7 @@ def test_looking_ahead_feeds_own_states_and_true_features_replace_them(params):
 
 
 def count_forwards(proposer) -> list[int]:
-    """From here on, the rows of each."""
+    """Returns a list that will have the number of rows of each further forward."""
     calls, forward = [], proposer._forward
 
     class Counting:

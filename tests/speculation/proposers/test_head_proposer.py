@@ -1,4 +1,4 @@
-"""From a head's folder to its proposer, as a draft node makes it: the target is known by its files alone."""
+"""A head's proposer as a draft node makes it, from the head's folder and the target's files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19, 4, 8, 15, 16, 23, 42]
 
 
 class RandomFeatures:
-    """As sent by a target in float32: of any text, the same for each token."""
+    """Random float32 features as a target would send them; they do not depend on the text."""
 
     def __init__(self, num_tokens: int, *, scale: float = 1.0) -> None:
         values = torch.randn((num_tokens, 64), generator=torch.Generator().manual_seed(2)) * scale
@@ -73,7 +73,7 @@ def proposer_of(folder, target):
 
 
 def test_a_draft_ends_where_the_head_is_no_longer_sure(config):
-    """Random weights are sure of nothing: no token has a probability of a half."""
+    """With random weights no token has a probability of one half."""
     target = HeadTarget.locate(config)
     whole = tree_of(proposer_of(config.head, target), PROMPT, 6)
     short = tree_of(proposer_of(config.head, target), PROMPT, 6, min_reach=0.5)
