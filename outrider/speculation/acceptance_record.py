@@ -136,7 +136,7 @@ class AcceptanceRecord:
             return RankedDraft(draft, self.chain[: len(draft.token_ids)])
         probabilities = self._through(draft)
         order = sorted(range(len(probabilities)), key=lambda index: -probabilities[index])
-        return RankedDraft(draft.only(order), [probabilities[index] for index in order])
+        return RankedDraft(draft.subset(order), [probabilities[index] for index in order])
 
     def _through(self, draft: DraftTree) -> list[float]:
         """Returns, for each token of a draft with branches, the probability that the text goes through it.

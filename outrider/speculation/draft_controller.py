@@ -134,7 +134,7 @@ class DraftController:
         else:
             asked = self._choose_asked(source, wanted, drafts, num_missed)
         for sequence_id in asked:
-            known.records[sequence_id].last_asked = self._step
+            known.records[sequence_id].last_call = self._step
         return asked
 
     def min_reach(self, source: str, num_asked: int) -> float:
@@ -268,7 +268,7 @@ class DraftController:
         """
         if draft.parents:
             depths = draft.depths()
-            draft = draft.only([index for index, depth in enumerate(depths) if depth <= len(token_ids)])
+            draft = draft.subset([index for index, depth in enumerate(depths) if depth <= len(token_ids)])
         else:
             draft = draft.cut(len(token_ids))
         self.observe_verdict(sequence_id, draft, draft.path_of(token_ids))

@@ -106,11 +106,11 @@ class DraftSource:
         seconds = {
             key: self.cost.seconds(0 if asked else 1, 1, num_missed[key])
             for key in num_missed.keys() - asked.keys()
-            if records[key].last_asked <= before
+            if records[key].last_call <= before
         }
         paid = [key for key, each in seconds.items() if each <= self._credit]
         if paid:
-            return min(paid, key=lambda key: (records[key].last_asked, key))
+            return min(paid, key=lambda key: (records[key].last_call, key))
         cheapest = min(seconds, key=lambda key: (seconds[key], key), default=None)
         if cheapest is None or seconds[cheapest] > self._credit + self._max_debt:
             return None
@@ -121,7 +121,7 @@ class DraftSource:
 class SourceRecord:
     """The acceptance of a source's drafts in one sequence, by grade. Not thread-safe."""
 
-    __slots__ = ("_begun", "_by_grade", "_num_positions", "_source", "last_asked", "marginal_gain", "overall")
+    __slots__ = ("_begun", "_by_grade", "_num_positions", "_source", "last_call", "marginal_gain", "overall")
 
     def __init__(self, source: DraftSource, num_positions: int, *, step: int) -> None:
         """`step`: the step that counts as the last one in which a draft was verified or asked for."""
@@ -131,7 +131,7 @@ class SourceRecord:
         self._by_grade: dict[int, AcceptanceRecord] = {}
         self.overall = AcceptanceRecord(source.overall, num_positions, step=step)
         """The record of drafts of all grades, for when a draft is not made yet, so its grade is unknown."""
-        self.last_asked = step
+        self.last_call = step
         self.marginal_gain = FIRST_MARGINAL_GAIN
         """Running mean of the tokens that the source's drafts were expected to gain over the best other draft."""
 

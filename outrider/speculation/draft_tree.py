@@ -90,7 +90,7 @@ class DraftTree:
         if len(self.token_ids) <= num_tokens:
             return self
         if self.parents:
-            return self.only(range(num_tokens))
+            return self.subset(range(num_tokens))
         return DraftTree(
             self.length,
             self.prefix_hash,
@@ -117,9 +117,9 @@ class DraftTree:
             index = stack.pop()
             order.append(index)
             stack += reversed(children.get(index, ()))
-        return self.only(order)
+        return self.subset(order)
 
-    def only(self, indices: Sequence[int]) -> DraftTree:
+    def subset(self, indices: Sequence[int]) -> DraftTree:
         """Returns these tokens of a tree, in this order; tokens whose parents are not among them follow the root."""
         places = {index: place for place, index in enumerate(indices)}
         parents = tuple(places.get(self.parents[index], ROOT) for index in indices)
@@ -166,7 +166,7 @@ class DraftTree:
         below.remove(path[-1])
         if not below:
             return None
-        return replace(self.only(sorted(below)), length=self.length + len(path), prefix_hash=None, probability=1.0)
+        return replace(self.subset(sorted(below)), length=self.length + len(path), prefix_hash=None, probability=1.0)
 
 
 class RankedDraft(NamedTuple):

@@ -79,4 +79,4 @@ def likeliest_path(tree: DraftTree) -> DraftTree:
     for index in range(len(tree)):
         if tree.parents[index] == (kept[-1] if kept else ROOT):
             kept.append(index)
-    return tree.only(kept)
+    return tree.subset(kept)
