@@ -57,7 +57,7 @@ class DraftSource:
 
     @property
     def is_misread(self) -> bool:
-        """Whether the first `NUM_JUDGED` drafts were hardly ever accepted; True only right after the last of them."""
+        """Whether the first `NUM_JUDGED` drafts were almost never accepted. True only right after the last one."""
         return self.num_judged == NUM_JUDGED and self.num_begun < MIN_FIRST_ACCEPTED * NUM_JUDGED
 
     def add_credit(self, seconds: float, *, max_credit: float) -> None:
