@@ -37,7 +37,7 @@ class StepOffer:
     num_waiting: int = 0  # prompts that are computed after the step
 
     def priced(self, seconds: float) -> float:
-        """Returns the duration plus the share of it that waiting prompts lose, in seconds of this batch."""
+        """Returns the cost of this time in seconds of the batch: each waiting prompt loses it like a sequence."""
         return seconds * (1.0 + self.num_waiting / self.num_sequences)
 
     def choose(self, *, num_rows: int | None = None) -> RowChoice:

@@ -25,9 +25,10 @@ from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.errors import ConfigError
 from outrider.node import DTYPE_BYTES
 from outrider.training.answer_files import KeptAnswer
-from outrider.training.plan import TrainingPlan, write_atomically
+from outrider.training.plan import SEED, TrainingPlan, write_atomically
 
-MIN_PROMPT_TOKENS = 2  # the chain that drafts the answer's first token starts at the token before the last
+HELD_OUT_SHARE = 0.05  # fraction of prompts whose answers are held out
+MIN_PROMPT_TOKENS = 2  # the chain of an answer's first token needs a feature and the token after it
 
 
 def choose_texts(
@@ -51,7 +52,7 @@ def choose_texts(
         room -= length
         while room < 0:
             room += len(fitting.popleft().token_ids)
-    chosen = held_out_prompts(fitting, plan.held_out_share)
+    chosen = held_out_prompts(fitting, HELD_OUT_SHARE)
     held_out = [answer for answer in fitting if tuple(answer.prompt) in chosen]
     others = [answer for answer in fitting if tuple(answer.prompt) not in chosen]
     if not held_out or not others:
@@ -59,7 +60,7 @@ def choose_texts(
             f"{len(fitting)} answers of 2 to {plan.max_length} tokens are too few for training and evaluation: "
             f"give more --minutes or more prompts"
         )
-    random.Random(plan.seed).shuffle(others)  # noqa: S311 no secret
+    random.Random(SEED).shuffle(others)  # noqa: S311 no secret
     folder = features_folder(plan)
     folder.mkdir(parents=True, exist_ok=True)
     texts = [asdict(text) for text in (*held_out, *others)]

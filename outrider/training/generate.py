@@ -11,7 +11,7 @@ from outrider.answer import Completion
 from outrider.client import AsyncClient
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.training.answer_files import AnswerWriter, KeptAnswer, read_answers
-from outrider.training.plan import PhaseClock, Progress, TrainingPlan
+from outrider.training.plan import SEED, PhaseClock, Progress, TrainingPlan
 from outrider.training.prompts import TrainingPrompt, read_prompts, tokenize, write_prompt
 
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
@@ -46,7 +46,7 @@ class _Asking:
         folder = answers_folder(plan)
         self._known = {tuple(answer.prompt) for answer in read_answers(folder)}
         # The seed changes after each interruption, so that the same prompts are not written again.
-        self._rng = random.Random(f"{plan.seed} {len(self._known)}")  # noqa: S311 no secret
+        self._rng = random.Random(f"{SEED} {len(self._known)}")  # noqa: S311 no secret
         self._given = None if plan.prompts is None else iter(read_prompts(plan.prompts))
         self._pasted: deque[str] = deque(maxlen=MAX_PASTED_TEXTS)
         self._writer = AnswerWriter(folder, max_bytes=MAX_ANSWERS_BYTES)

@@ -21,6 +21,9 @@ ANSWERS_SHARE, FEATURES_SHARE, REPORT_SHARE = 0.25, 0.15, 0.05
 """Maximum fractions of a run's time by phase; training takes the rest. Two cores write as many answers in a quarter of
 an hour as they can learn from in half an hour."""
 
+SEED = 1
+"""Seed of all random choices of a run."""
+
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int], None]
 """progress(stage, done, total)."""
@@ -45,9 +48,7 @@ class TrainingPlan:
     max_answer_tokens: int = 256
     max_length: int = 1024  # tokens of a prompt and its answer; longer ones are left out
     max_feature_bytes: int = 8 << 30
-    held_out_share: float = 0.05
     checkpoint_seconds: float = 60.0
-    seed: int = 1
 
     def __post_init__(self) -> None:
         """Raises: ConfigError."""

@@ -37,9 +37,9 @@ the number of accepted draft tokens."""
 def walk(num_right: Sequence[int], prompt_length: int, k: int) -> list[int]:
     """Returns the number of accepted draft tokens in each step of one text.
 
-    The first step begins at the second token of the answer, because the prefill node samples the first one. The last
-    step is the one after which fewer than k + 1 tokens remain. `num_right[n]`: the number of tokens that would be
-    accepted of the draft after n known tokens.
+    The first step begins at the second token of the answer, because the prefill node samples the first one. Steps end
+    when fewer than k + 1 tokens remain. `num_right[n]`: the number of tokens that would be accepted of the draft after
+    n known tokens.
     """
     steps, known = [], prompt_length + 1
     while known + k < len(num_right):

@@ -22,7 +22,7 @@ from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.heads.open import open_head, opened
 from outrider.training.dataset import Dataset
 from outrider.training.new_heads import eagle3_taps, new_head
-from outrider.training.plan import TrainingPlan, write_atomically
+from outrider.training.plan import SEED, TrainingPlan, write_atomically
 
 SCALE_SAMPLE = 10_000  # approximate number of tokens from which the scale of features is estimated
 _NOT_TRAINED = "embed_tokens.weight"
@@ -51,7 +51,7 @@ def make_student(plan: TrainingPlan, target: Target, dataset: Dataset, device: t
 
     `name`: the target's name. Raises: as `needed_taps`.
     """
-    torch.manual_seed(plan.seed)
+    torch.manual_seed(SEED)
     dtype = dataset.hidden.dtype
     if plan.init_from is not None:
         return Student(Checkpoint.open(plan.init_from), target, device, dtype, trains_reduction=False)

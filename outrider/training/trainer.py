@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from outrider.errors import ConfigError, ModelError
 from outrider.training.dataset import Batch, Dataset
-from outrider.training.plan import PhaseClock, Progress, Say, TrainingPlan, write_atomically
+from outrider.training.plan import SEED, PhaseClock, Progress, Say, TrainingPlan, write_atomically
 from outrider.training.student import Student
 
 STEP_WEIGHT = 0.8  # weight of a step's loss, relative to the step before
@@ -115,7 +115,7 @@ class Trainer:
 
     def _batches(self) -> Iterator[Sequence[int]]:
         """Yields batches of texts of similar length, without end, in a new random order in each round."""
-        rng = random.Random(f"{self._plan.seed} {self.step}")  # noqa: S311 no secret
+        rng = random.Random(f"{SEED} {self.step}")  # noqa: S311 no secret
         texts, size = self._dataset.texts, self._plan.batch_size
         by_length = sorted(self._dataset.training, key=lambda text: len(texts[text].token_ids))
         while True:

@@ -44,7 +44,7 @@ class PathRows:
     num_decisions: int = 0  # 0: only compute KV; 1: decide the next token; n: also n - 1 runners-up
     wants_distribution: bool = False  # whether the next token's distribution is wanted
     features: Features | None = None  # for a head: those of the committed tokens
-    num_committed: int = 0  # for a head: later tokens are fed with `states` in place of features
+    num_committed: int = 0  # for a head: from this position on `states` replace features
     states: tuple[object, ...] = ()  # a head's own hidden states, one for each of these tokens
     max_tokens: int = 1  # maximum number of tokens to decide; more than 1 needs a rollout
     min_reach: float = 0.0  # the request's; tokens of a rollout after a less likely path are dropped
