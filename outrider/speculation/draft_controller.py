@@ -2,11 +2,11 @@
 
 A draft token costs a row, and all sequences of the batch wait for the time that a row takes. The controller estimates
 how likely each draft token is (`AcceptanceRecord`, by sequence, proposer, grade and position) and how long steps take
-(`StepCostModel`), and gives rows to the tokens that gain most (`StepOffer.choose`), which may be none. A sequence
-without rows is tried again with a single token now and then, for a small share of the time.
+(`StepCostModel`), and gives rows to the tokens that gain most (`StepOffer.choose`), or to none. Now and then a
+sequence without rows is tried again with a single token, for a small share of the time.
 
-Asking a proposer in this process takes time as well (`AskCost`). It is asked for those sequences whose draft it is
-expected to improve by more than that (`choose_asked`), and tried again now and then in the same way.
+A call to a proposer in this process takes time as well (`AskCost`). It is made for those sequences whose expected gain
+exceeds their share of that time (`choose_asked`), and now and then for a trial.
 
 A draft that was drawn for the ratio test of rejection sampling is valued by the expectation before the draw: the test
 is exact only if no drawn token decides whether it, or another draft, is verified.

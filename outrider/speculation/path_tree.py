@@ -241,7 +241,7 @@ class PathTree:
         return position - self._num_without_row
 
     def is_complete(self, path: DraftPath) -> bool:
-        """Returns whether a path ends with a stop token, at the maximum length, or where a head can go no further."""
+        """Returns whether a path ends with a stop token, or has the maximum length or the head's maximum depth."""
         return self.num_left_of(path) <= 0 or (bool(path) and path.decided[-1].token_ids[0] in self._stop_token_ids)
 
     def num_left_of(self, path: DraftPath) -> int:

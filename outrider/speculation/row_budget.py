@@ -26,7 +26,7 @@ class RowBudget:
 
     Drafts of other sequences wait for prefix rows. So these are limited to a duration, by the mean cost of a row.
 
-    Rows of a look-ahead are added only if they lengthen a forward little. This is told by the mean duration of each
+    Rows of a look-ahead are added only if they lengthen a forward little, by the mean duration of forwards of each
     size: 1 row, 2 to 3, 4 to 7 and so on. Sizes are compared and not fitted to a line: on a GPU most sizes take the
     same time and then one takes twice as long, and on a busy machine durations scatter more than rows explain.
     """

@@ -4,8 +4,8 @@ Head i is a few residual blocks, h + SiLU(W h + b), before an output layer. The 
 computes its token t + 1 is the input of all heads, and head i drafts token t + 2 + i. So a row's token is not used, its
 state passes through `forward` unchanged, and head i computes the logits at depth i.
 
-Source: Cai et al. 2024, arXiv 2401.10774; layouts of FasterDecoding/Medusa (`I.J.linear.*`, and `I.N.weight` where a
-head has an output layer of its own) and of vLLM (`blocks.I.layers.J.*`, `lm_heads.I.weight`, `token_map`).
+Source: Cai et al. 2024, arXiv 2401.10774; layouts of FasterDecoding/Medusa (`I.J.linear.*`, and `I.N.weight` if a
+head has its own output layer) and of vLLM (`blocks.I.layers.J.*`, `lm_heads.I.weight`, `token_map`).
 """
 
 from __future__ import annotations

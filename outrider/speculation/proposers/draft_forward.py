@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,7 +22,7 @@ from outrider.engine.sampler.order import ids_of_keys, order_keys
 from outrider.speculation.acceptance_record import NUM_RUNNERS_UP
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.features import Features, HeadRules
-from outrider.speculation.path_tree import Decided
+from outrider.speculation.path_tree import Decided, DraftPath, PathTree
 from outrider.speculation.token_distribution import MAX_DISTRIBUTION_IDS, TokenDistribution
 
 if TYPE_CHECKING:
@@ -48,6 +48,33 @@ class PathRows:
     states: tuple[object, ...] = ()  # a head's own hidden states, one for each of these tokens
     max_tokens: int = 1  # maximum number of tokens to decide; more than 1 needs a rollout
     min_reach: float = 0.0  # the request's; tokens of a rollout after a less likely path are dropped
+
+
+@dataclass(slots=True)
+class Plan:
+    """The work of one call of `propose`: at most one forward."""
+
+    rows: list[PathRows] = field(default_factory=list)
+    paths: list[tuple[PathTree, DraftPath]] = field(default_factory=list)  # one for each of `rows`
+    copies: list[tuple[int, int]] = field(default_factory=list)  # block copies before the forward
+    behind: set[int] = field(default_factory=set)  # sequences whose prefix needs another call
+    no_room: set[int] = field(default_factory=set)  # sequences whose draft ends here, as no block is free
+    looking_ahead: set[int] = field(default_factory=set)  # sequences with something left to draft ahead
+
+
+def add_decided(tree: PathTree, path: DraftPath, rows: PathRows, decided: Decided) -> None:
+    """Adds decided tokens to a path. Drops those of a rollout that would not have been drafted one by one."""
+    path.kv.advance(tree.rows_before(rows.start_position + len(rows.token_ids)))
+    for index, each in enumerate((decided, *decided.following)):
+        if not each.token_ids:
+            break
+        if index and rows.max_tokens > 1:
+            if tree.is_complete(path) or path.confidence < rows.min_reach:
+                break
+            path.kv.advance(path.kv.num_tokens + 1)  # the token before was fed in the rollout
+        path.decided.append(each)
+    if path is tree.main:
+        path.kv.publish(tree.token_ids)
 
 
 class DraftForward(Protocol):

@@ -29,8 +29,7 @@ from outrider.speculation.proposers.base import (
     ProposerInfo,
     nothing,
 )
-from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
-from outrider.speculation.proposers.forward_plan import Plan, add_decided
+from outrider.speculation.proposers.draft_forward import DraftForward, PathRows, Plan, add_decided
 from outrider.speculation.row_budget import MAX_ROWS, RowBudget
 
 NUM_EXTRA_TOKENS = 2

@@ -44,7 +44,7 @@ class TypicalVerifier:
         return Pending(sampled.arrays, lambda arrays: accept_drafts(drafts, sampled.finish(arrays)))
 
     def _with_typical(self, decided: Array, logits: Array, drafts: Sequence[DraftRows]) -> Array:
-        """Returns the decisions [num_rows] int64, with draft tokens in their place where these are likely enough."""
+        """Returns the decisions [num_rows] int64, replaced by the draft tokens that are likely enough."""
         xp = namespace(logits)
         masses = draft_token_masses(self._sampler, logits, drafts)
         token_ids = ids_beside([token_id for draft in drafts for token_id in draft.draft_token_ids], logits)
