@@ -35,11 +35,6 @@ def draft_node(features: FeatureFormat | None) -> NodeInfo:
     )
 
 
-@pytest.mark.parametrize("computed", [None, FEATURES])
-def test_a_draft_node_that_needs_no_features_fits_whatever_is_computed(computed):
-    check_fits(hello_of(features=computed), draft_node(None))
-
-
 @pytest.mark.parametrize(
     "computed",
     [

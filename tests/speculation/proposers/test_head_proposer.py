@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.errors import ConfigError
 from outrider.heads.of_target import HeadOfTarget
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
@@ -107,9 +106,3 @@ def test_features_that_are_no_numbers_spoil_no_other_sequence_whose_blocks_they_
         proposer.forget(1)
         assert drafts_of(proposer, PROMPT, 5, key=3) == drafts_of(clean, PROMPT, 5)
         assert set(proposer._trees[3].main.kv.block_ids) <= set(used)
-
-
-def test_a_head_of_another_target_is_refused_with_what_differs(config, tmp_path):
-    other = make_tiny_model(tmp_path / "other", overrides={"hidden_size": 32})
-    with pytest.raises(ConfigError, match="made for another target: hidden_size 64 of the head, 32 of the target"):
-        make_proposer("head", ProposerSettings(model=dataclasses.replace(config, id=str(other))))
