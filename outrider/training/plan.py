@@ -57,7 +57,7 @@ class TrainingPlan:
         if not 0 < self.minutes < 1e6:
             raise ConfigError(f"--minutes {self.minutes:g} is not above 0: give the time that the whole run may take")
         if self.prompts is not None and self.traffic is not None:
-            raise ConfigError("--prompts and --from-traffic are both sources of answers: give only one of them")
+            raise ConfigError("--prompts and --from-traffic are both sources of answers: give one of them")
         counts = {"--draft-vocab": self.draft_vocab_size, "--batch": self.batch_size, "--steps": self.num_steps}
         for name, value in counts.items():
             if value < 1:

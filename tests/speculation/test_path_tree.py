@@ -108,6 +108,12 @@ def test_a_text_that_goes_on_past_every_path_is_computed_from_where_they_end(seq
     sequence.check()
 
 
+def test_another_text_is_noticed(sequence):
+    assert sequence.tree.is_continued_by([*PROMPT, 6])
+    assert not sequence.tree.is_continued_by(PROMPT[:-1])
+    assert not sequence.tree.is_continued_by([9, *PROMPT[1:], 6])
+
+
 def test_it_learns_from_what_was_committed(sequence):
     tree = sequence.tree
     text = list(PROMPT)
