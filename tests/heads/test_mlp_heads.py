@@ -37,7 +37,7 @@ def test_weights_in_pickles_are_refused_with_the_way_to_convert_them(tmp_path):
     torch.save(tensors, golden.head / "medusa_lm_head.pt")
     with pytest.raises(ModelError, match="save_file") as error:
         opened(golden)
-    with pytest.MonkeyPatch.context() as patch:  # what it says works
+    with pytest.MonkeyPatch.context() as patch:  # the command in the message works
         patch.chdir(golden.head)
         exec(error.value.message.split('"')[1])
     assert_logits(logits_of(golden), golden.logits)

@@ -20,7 +20,7 @@ from outrider.speculation.step_cost import StepCostModel
 MAX_DRAFT_TOKENS = 8
 BUCKETS = [1 << power for power in range(10)]
 
-# Two states of a text: acceptance, and how many tokens it lasts on average.
+# The two states of each kind of text: (acceptance, mean number of tokens that the state lasts).
 KINDS = {
     "chat": ((0.35, 40), (0.65, 40)),
     "extract": ((0.05, 60), (0.95, 40)),
@@ -34,14 +34,14 @@ def _measured(rows: Sequence[int], milliseconds: Sequence[float]) -> Callable[[i
     return lambda num_rows: float(np.interp(num_rows, rows, milliseconds)) / 1000.0
 
 
-# Seconds of a step by its rows.
+# Seconds of a step as a function of its rows.
 CURVES: dict[str, Callable[[int], float]] = {
     "linear": lambda rows: 0.030 + 0.003 * rows,
     "flat then steep": lambda rows: 0.030 + 0.004 * max(0, rows - 8),
     "flat": lambda rows: 0.030 + 0.0001 * rows,
     "steep": lambda rows: 0.010 + 0.010 * rows,
     "stairs": lambda rows: 0.020 + 0.0004 * next(bucket for bucket in BUCKETS if bucket >= rows),
-    # Of a small model on a CPU, measured: 0 to 5 draft tokens for each of 1, 4 and 16 sequences.
+    # Measured with a small model on a CPU: 0 to 5 draft tokens for each of 1, 4 and 16 sequences.
     "measured 1": _measured((1, 2, 3, 4, 5, 6), (11.96, 13.37, 14.04, 13.88, 14.93, 15.7)),
     "measured 4": _measured((4, 8, 12, 16, 20, 24), (17.8, 20.0, 22.0, 32.2, 31.6, 42.0)),
     "measured 16": _measured((16, 32, 48, 64, 80, 96), (35.3, 54.2, 86.3, 113.8, 125.7, 154.3)),

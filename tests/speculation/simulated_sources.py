@@ -31,11 +31,11 @@ class State:
     """How well each source drafts in one state of a text."""
 
     lasts: float  # tokens, on average
-    grades: dict[int, float]  # of the lookup: the share of positions at which it has a draft of that grade
-    lookup: dict[int, float]  # its acceptance by grade
-    head: float | tuple[float, ...]  # acceptance, by depth where it differs
+    grades: dict[int, float]  # the fraction of positions at which the lookup has a draft, by grade
+    lookup: dict[int, float]  # the lookup's acceptance, by grade
+    head: float | tuple[float, ...]  # the head's acceptance; a tuple: by depth
     remote: float = 0.0
-    sibling: float = 0.0  # share of the head's wrong first tokens beside which it has the right one
+    sibling: float = 0.0  # fraction of the head's wrong first tokens that have the right one as a sibling
 
 
 FREE = State(60, {2: 0.2, 3: 0.1, 4: 0.05}, {2: 0.1, 3: 0.3, 4: 0.7}, head=0.5)
@@ -63,7 +63,7 @@ class SimulatedText:
         state = chosen.choice(states)
         self.grades = []
         self.right = {LOOKUP: [], HEAD: [], DRAFT_NODE: []}
-        self.siblings = []  # of the head: whether a draft's first token has the right one beside it; None: it has none
+        self.siblings = []  # of the head: whether the first token's sibling is right; None: it has none
         for _ in range(length):
             if chosen.random() < 1.0 / state.lasts:
                 state = chosen.choice(states)

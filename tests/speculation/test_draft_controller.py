@@ -23,7 +23,7 @@ from tests.speculation.simulated_batch import (
 )
 
 ALL = [case for case in itertools.product(KINDS, CURVES, (1, 4, 16, 32)) if not case[1].startswith("measured")]
-FEW = [  # each kind, curve and number of sequences; where the best fixed length is 0, short or long
+FEW = [  # all kinds, curves and numbers of sequences; the best fixed length is 0, short or long
     *(("chat", "linear", 4), ("chat", "stairs", 16), ("chat", "steep", 1), ("extract", "linear", 32)),
     *(("extract", "flat", 16), ("code", "flat then steep", 4), ("code", "linear", 16), ("even", "stairs", 4)),
     *(("even", "flat", 1), ("hopeless", "linear", 16), ("hopeless", "flat then steep", 4)),
@@ -230,7 +230,7 @@ def test_a_draft_node_that_adds_nothing_to_what_others_have_is_asked_now_and_the
         controller.observe_verdict(1, same, range(4))
     assert sum(asked[-PROBE_STEPS:]) == (TRIAL_STEPS if has_another else PROBE_STEPS)
     num_before = 0  # steps in a row in which it was asked
-    for _ in range(PROBE_STEPS):  # the others have nothing any more; what it drafts arrives two steps later
+    for _ in range(PROBE_STEPS):  # other sources have no drafts now; those of the draft node arrive two steps later
         if controller.num_wanted(1, 4, DRAFT_NODE):
             found = [controller.rank(1, draft_of(4))] if num_before >= 2 else []
             controller.observe_marginal_gain(DRAFT_NODE, {1: found})
@@ -288,7 +288,7 @@ def test_nothing_depends_on_how_long_a_drawn_draft_has_become():
         for _ in range(20):
             one, other = controller.rank(1, draft), controller.rank(1, lookup)
             asked = controller.choose_asked("head", {1: 5}, {1: other}, {1: 1})
-            # It takes the longer the more tokens it has: a time that is not to be looked at in this step.
+            # Its duration depends on its length, so this step must not use it.
             controller.observe_asked("head", {1: 5}, {1: one}, seconds=0.002 * length, num_read=1)
             controller.observe_marginal_gain("head", {1: [one, other]})
             better = controller.better(one, other).tree.source

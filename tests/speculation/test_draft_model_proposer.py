@@ -187,7 +187,7 @@ def test_when_blocks_run_out_idle_sequences_give_theirs_up(model):
 
 
 def test_a_batch_that_does_not_fit_gets_fewer_drafts_and_every_block_is_accounted_for(model):
-    # Fast forwards: with slow ones prefixes are computed in turns, and a finished one makes room.
+    # Forwards are fast: with slow ones prefixes are computed one by one, and a finished one makes room.
     proposer = proposer_of(model, num_blocks=256, max_catch_up_rows=100_000, clock=clock_of(1e-3))
     text = [(7 * i) % 300 for i in range(1000)]
     requests = [ProposalRequest(key, [key, *text], 3, start_of(GREEDY)) for key in range(6)]

@@ -97,7 +97,7 @@ def test_a_proposer_that_fails_for_all_is_soon_left_alone_for_a_while_and_keeps_
 
 
 def test_some_that_always_fail_keep_no_drafts_from_the_others_for_long():
-    isolated = Isolated(*range(12))  # together, and first: one search does not get beyond them
+    isolated = Isolated(*range(12))  # they come first, so one search ends before it has found all
     served = []
     for _ in range(30):
         served.append(len(isolated.served(128)))

@@ -27,7 +27,7 @@ def test_answers_to_one_prompt_are_held_out_together():
     every = [KeptAnswer([1, 2, number // 10], [number] * 5) for number in range(40)]
     assert len(held_out_prompts(every, 0.1)) == 1
     every = [KeptAnswer([1, 2, number // 2], [number] * 5, 0.0, ("chat", "code")[number % 2]) for number in range(40)]
-    assert len(held_out_prompts(every, 0.1)) == 2  # those of one kind are those of the other
+    assert len(held_out_prompts(every, 0.1)) == 2  # both kinds have the same prompts
 
 
 def test_texts_that_are_too_long_or_over_the_bound_stay_out(plan_of):

@@ -47,7 +47,7 @@ def test_noise_makes_the_chosen_token_win_and_is_gumbel_noise():
     chosen = torch.multinomial(torch.softmax(logits[0], -1), 30_000, replacement=True, generator=generator)
     noise = noise_given(logits, chosen, generator)
     assert ((logits + noise).argmax(-1) == chosen).all()
-    assert abs(noise.mean().item() - 0.5772) < 0.02  # over all tokens that may be chosen it is free noise again
+    assert abs(noise.mean().item() - 0.5772) < 0.02  # averaged over the chosen tokens, it is unconditional noise again
     assert abs(noise.var().item() - 1.6449) < 0.05
 
 
@@ -110,7 +110,7 @@ def test_the_report_says_what_was_counted():
     assert "- a fact" in report
     assert "| head | 1.80 | 2.00 |" in report  # 18 / 10, 20 / 10
     assert "| chat | 0.80 | 0.25 |" in report  # 8 of 10, 2 of 8
-    assert f"| chat | {1.8 * 10 / 12:.2f} (lookup, k = 1) |" in report  # as good as both here, and free
+    assert f"| chat | {1.8 * 10 / 12:.2f} (lookup, k = 1) |" in report  # here as good as both, and it costs nothing
     assert "| 16 | 10.00 | 12.00 | 14.00 | 2.00 |" in report
     assert "The processor's caches are flushed before each step" in report
 

@@ -99,7 +99,7 @@ def test_the_target_writes_its_own_prompts(plan_of, running):
     plan = plan_of(traffic=None, minutes=0.05, concurrency=4, max_answer_tokens=16)
     stages = set()
     _, said = run(plan, address=running.router_address, progress=lambda stage, *_: stages.add(stage))
-    assert stages == {"answers, seconds", "features, tokens", "training, seconds"}  # a log has a line for each new one
+    assert stages == {"answers, seconds", "features, tokens", "training, seconds"}  # a log has one line per stage
     answers = list(read_answers(answers_folder(plan)))
     assert len(answers) >= 4
     assert {answer.temperature for answer in answers} <= {0.0, 0.7, 1.0}
@@ -180,7 +180,7 @@ def test_a_run_that_is_killed_goes_on_where_it_was(tiny_model, kept, tmp_path):
     ended = start("", 0, 0.1)
     assert ended.returncode == 0, ended.stderr
     assert "done: features" in ended.stdout
-    assert "step 0:" not in ended.stdout  # it began with what the killed run had learnt
+    assert "step 0:" not in ended.stdout  # it continued from the weights of the killed run
     assert hidden.stat().st_mtime_ns == whole.st_mtime_ns
     assert (tmp_path / "head" / "report.md").is_file()
 
@@ -192,7 +192,7 @@ def test_a_head_is_taken_up_with_its_reduction(plan_of, tiny_model, tmp_path):
     second = plan_of(minutes=0.03, out=tmp_path / "second", init_from=first.out, draft_vocab_size=7)
     run(second)
     old, new = (open_head(plan.out, target, cpu, torch.float32) for plan in (first, second))
-    assert new.reduction.fingerprint == old.reduction.fingerprint  # features of a running cluster are its too
+    assert new.reduction.fingerprint == old.reduction.fingerprint  # a running cluster's features fit it as well
     assert new.target_ids.tolist() == old.target_ids.tolist()
     assert new.spec.fingerprint != old.spec.fingerprint
 

@@ -100,7 +100,7 @@ def test_features_that_are_no_numbers_spoil_no_other_sequence_whose_blocks_they_
     for kernels in {target.kernels, None}:
         proposer, clean = (proposer_of(config.head, dataclasses.replace(target, kernels=kernels)) for _ in range(2))
         used = []
-        for key in (1, 2):  # what is freed last is given out first
+        for key in (1, 2):  # the blocks that were freed last are allocated first
             drafts_of(proposer, list(range(90)), 5, key=key, scale=scale)
             used += proposer._trees[key].main.kv.block_ids
         proposer.forget(1)
