@@ -33,16 +33,16 @@ class HeadRows:
 
     token_ids: Tensor  # [num_rows] int64
     features: Tensor  # [num_rows, width]: the target's feature, or the head's own hidden state of the row before
-    depths: Tensor  # [num_rows] int64: 0 for the target's feature, else the number of rows after the last such row
+    depths: Tensor  # [num_rows] int64: 0 for a row with the target's feature, else the distance to the last such row
     positions: Tensor  # [num_rows] int64: positions of the features
-    first_needed: int = 0  # earlier rows give keys and values but no state; in training of heads with one layer
+    first_needed: int = 0  # earlier rows need only keys and values; above 0 only in training of one-layer heads
 
 
 class HeadModel(ABC):
     """A head of one form. One thread owns it. The caller turns gradients off.
 
-    It is opened in two parts, because nodes of its target need only the first: the constructor reads what `reduction`
-    needs, and `load` reads all other weights. Both raise ConfigError for what is not supported and ModelError for
+    It is opened in two parts, because nodes of its target need only the first: the constructor reads the tensors of
+    `reduction`, and `load` reads all other weights. Both raise ConfigError for an unsupported head and ModelError for
     damaged files.
 
     A head with `spec.num_parallel` > 1 drafts from parallel rows. They follow the last true row in the same forward,
@@ -50,8 +50,8 @@ class HeadModel(ABC):
     Parallel rows leave nothing behind: the next true rows overwrite their keys and values.
     """
 
-    form: str  # the value of `speculators_model_type` in the layout of speculators
-    architectures: Collection[str] = ()  # config.json of any other layout names one of these, and no other
+    form: str  # name of the form, and value of `speculators_model_type` in the layout of speculators
+    architectures: Collection[str] = ()  # other layouts name exactly one, which is among these
     reduction: FeatureReduction
     suits_kernels: bool = False  # whether native kernels can compute it, see `pack`
     spec: HeadSpec  # set by `load`
@@ -60,7 +60,7 @@ class HeadModel(ABC):
 
     @classmethod
     def is_form_of(cls, config: Mapping[str, Any]) -> bool:
-        """Tells by config.json of any layout but that of speculators."""
+        """Returns whether config.json, in any layout except that of speculators, describes a head of this form."""
         named = frozenset(config.get("architectures") or ())
         return len(named) == 1 and named <= frozenset(cls.architectures)
 
@@ -69,7 +69,7 @@ class HeadModel(ABC):
 
     @abstractmethod
     def load(self, files: HeadFiles) -> None:
-        """Reads the other weights from the same files, and ends with `HeadFiles.spec`, which refuses unread tensors."""
+        """Reads the other weights and sets `spec` from `HeadFiles.spec`, which refuses tensors that were not read."""
 
     @abstractmethod
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
@@ -83,7 +83,7 @@ class HeadModel(ABC):
         """
 
     def pack(self, kernels: CpuKernels) -> PackedHead:
-        """Packs the head for these kernels. It gives up its weights: torch cannot compute it any more."""
+        """Packs the head for these kernels and drops its weights: torch cannot compute it any more."""
         raise NotImplementedError
 
 

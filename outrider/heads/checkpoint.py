@@ -1,4 +1,4 @@
-"""Checkpoints of heads and, as far as heads need them, of their targets."""
+"""Checkpoints of heads, and the parts of their targets' checkpoints that heads need."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from outrider.model_hub.window import MAX_WINDOW
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder with config.json and safetensors, which are mapped: unread tensors take no memory."""
+    """A folder with config.json and safetensors files. These are mapped, so unread tensors take no memory."""
 
     folder: Path
     config: Mapping[str, Any]
-    config_json: bytes = field(repr=False)  # the file itself
+    config_json: bytes = field(repr=False)  # the content of the file
     _tensors: Mapping[str, Callable[[], Tensor]] = field(repr=False)  # by name
 
     @classmethod
     def open(cls, folder: Path, weights: Iterable[Path] | None = None) -> Checkpoint:
-        """`weights`: the files to read; None: all. Raises: ModelError for a missing config.json or a damaged file."""
+        """Opens a folder. `weights`: the files to read; None: all. Raises: ModelError for a missing or damaged file."""
         folder = folder.absolute()  # "." has no name. Links are kept, because they may later point to another head.
         if not (folder / "config.json").is_file():
             raise ModelError(f"{folder} has no config.json")
@@ -46,7 +46,7 @@ class Checkpoint:
 
     @classmethod
     def in_memory(cls, folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Checkpoint:
-        """Makes a checkpoint of a folder that is still to be written."""
+        """Makes the checkpoint of a folder that is not written yet."""
         own = {name: tensor.detach for name, tensor in tensors.items()}
         return cls(folder, config, json.dumps(config).encode(), own)
 
@@ -57,7 +57,7 @@ class Checkpoint:
     def mapped(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """Returns a tensor in the memory of its file. Raises: ModelError if it is missing or has another shape."""
         if name not in self._tensors:
-            other = "" if self._tensors else ": weights are read from *.safetensors, to which others can be converted"
+            other = "" if self._tensors else ": weights are read from *.safetensors only; convert other files"
             raise ModelError(f"{self.folder} has no tensor {name}{other}")
         tensor = self._tensors[name]()
         if shape is not None and tuple(tensor.shape) != shape:
@@ -67,7 +67,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The model that a head drafts for. Of its checkpoint only what heads share is read."""
+    """The model that a head drafts for. Only tensors that heads share with it are read."""
 
     checkpoint: Checkpoint
 
@@ -78,7 +78,7 @@ class Target:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The configuration of the text model, where the checkpoint has several models."""
+        """The configuration of the text model, which is a part of config.json if the checkpoint has several models."""
         return self.checkpoint.config.get("text_config") or self.checkpoint.config
 
     @property
@@ -99,7 +99,7 @@ class Target:
         return min(int(self.config["max_position_embeddings"]), MAX_WINDOW)
 
     def last_hidden_state(self) -> FeatureReduction:
-        """Returns the reduction of heads whose input is that of the target's output layer."""
+        """Returns the reduction of heads that have the same input as the target's output layer."""
         return FeatureReduction(taps=(self.num_layers,), hidden_size=self.hidden_size, takes_final_norm=True)
 
     def embedding(self) -> Tensor:
@@ -108,7 +108,7 @@ class Target:
         for name in names:
             if name in self.checkpoint.tensor_names:
                 return self.checkpoint.mapped(name)
-        raise ModelError(f"{self.checkpoint.folder} has none of {', '.join(names)}")
+        raise ModelError(f"{self.checkpoint.folder} has no tensor {' or '.join(names)}")
 
     def output_layer(self) -> Tensor:
         """Returns [vocab_size, hidden_size]: the embedding, if they are tied. Raises: as `embedding`."""

@@ -1,4 +1,4 @@
-"""Packs the default model's head, which comes with this package in bfloat16, for native kernels without torch."""
+"""Packs the default model's bfloat16 head, which is part of this package, for native kernels, without torch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _READ = (
     *(f"{_LAYER}mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
     *("norm.weight", "lm_head.weight"),
 )
-"""Tensors in the order in which `forms.eagle3` reads them, on which a head's fingerprint depends."""
+"""Tensors in the order in which `forms.eagle3` reads them. The head's fingerprint depends on this order."""
 
 
 def pack_default_head(folder: Path, target: Path, kernels: CpuKernels, max_model_len: int) -> PackedHead:
-    """Returns what `forms.eagle3` packs of this head. `target`: the folder of the default model."""
+    """Packs this head as `Eagle3.pack` does. `target`: the folder of the default model."""
     about, tensors = read_json(folder / "config.json"), map_tensors(folder / "model.safetensors")
     layer = about["transformer_layer_config"]
     digest = hashlib.sha256((folder / "config.json").read_bytes())

@@ -1,4 +1,4 @@
-"""The folder of a head as its form reads it. What a form does not know is refused, never ignored."""
+"""Reads the folder of a head. Tensors and options that its form does not know are refused, never ignored."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Place(NamedTuple):
-    """The place of a stored tensor's values in a loaded head."""
+    """The rows of a loaded weight that hold a stored tensor's values."""
 
     weight: Tensor
-    rows: slice  # the rows of `weight` with these values
+    rows: slice  # the rows of `weight` that hold them
     kept: Tensor | None = None  # [n] int64: the rows of the stored tensor that were kept; None: all
 
 
@@ -54,7 +54,7 @@ class HeadFiles:
         return frozenset(self._stored)
 
     def rename(self, short: Callable[[str], str]) -> None:
-        """Makes tensors known by short names from here on. Errors still give the stored names."""
+        """Renames tensors by `short(stored name)`. Error messages still contain the stored names."""
         self._stored = {short(name): name for name in self._stored.values()}
 
     def read(self, name: str, *shape: int) -> Tensor:
@@ -80,7 +80,7 @@ class HeadFiles:
     def take_linear(self, sizes: Mapping[str, int], width: int) -> Linear:
         """Takes several projections of one input as one layer. `sizes`: the number of outputs by name.
 
-        If the checkpoint has biases of some of them, the others' are zero.
+        If the checkpoint has biases for only some of them, the other biases are zero.
         """
         weights = {f"{name}.weight": self.take(f"{name}.weight", size, width) for name, size in sizes.items()}
         biases = {f"{name}.bias": self.take_if(f"{name}.bias", size) for name, size in sizes.items()}
@@ -91,12 +91,12 @@ class HeadFiles:
         all_biases = {name: weight.new_zeros(size) if bias is None else bias for (name, bias), size in sized}
         return Linear(weight, self._joined(all_biases))
 
-    def keep_rows(self, name: str, rows: Tensor) -> Tensor:
-        """Returns only these rows [n] int64 of a tensor that was taken."""
+    def select_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Returns only `rows` [n] int64 of a tensor that was taken before."""
         return self._placed(name, self.places[self._stored[name]].weight[rows], rows)
 
     def drop(self, *names: str) -> None:
-        """Marks tensors that the form does not need."""
+        """Marks tensors as known, though the form does not need them."""
         self._left -= {self._stored.get(name, name) for name in names}
 
     def _mapped(self, name: str, *shape: int) -> Tensor:
@@ -125,7 +125,7 @@ class HeadFiles:
         return self.target_embedding(width) if own is None else own
 
     def output_layer(self, width: int, target_ids: Tensor | None = None) -> Linear:
-        """Takes the head's output layer, or if it has none the rows of the target's that it can draft."""
+        """Takes the head's output layer, or, if it has none, the target's rows of the ids that it drafts."""
         num_ids = self.target.vocab_size if target_ids is None else len(target_ids)
         own = self.take_if("lm_head.weight", num_ids, width)
         return self.target_output(width, target_ids) if own is None else Linear(own)
@@ -160,13 +160,13 @@ class HeadFiles:
         lowest, highest = ids.aminmax()
         if lowest < 0 or highest >= self.target.vocab_size or len(set(ids.tolist())) < size:
             allowed = f"0 … {self.target.vocab_size - 1}"
-            raise ModelError(f"{self.folder}: {name} leads to ids outside of {allowed}, or to one twice")
+            raise ModelError(f"{self.folder}: {name} has ids outside {allowed}, or the same id twice")
         return ids.to(self.device)
 
     def _of_target(self, tensor: Tensor, width: int) -> Tensor:
         shape = (self.target.vocab_size, width)
         if tuple(tensor.shape) != shape:
-            raise ModelError(f"{self.folder} lacks a tensor, and its target's is {tuple(tensor.shape)}, not {shape}")
+            raise ModelError(f"{self.folder}: the target's tensor that it shares is {tuple(tensor.shape)}, not {shape}")
         return tensor.to(self.device, self.target_dtype or self.dtype)
 
     # --- errors, and the result -----------------------------------------------------------
@@ -176,7 +176,7 @@ class HeadFiles:
         return ConfigError(f"head {self.folder}: {name} is {value!r}; supported: {allowed}")
 
     def check_fits(self, **pairs: tuple[int, int]) -> None:
-        """Compares pairs (of the head, of the target) by name. Raises: ConfigError that names all differences."""
+        """Compares values (head's, target's) by name. Raises: ConfigError, which names all differences."""
         wrong = [
             f"{name} {head} of the head, {target} of the target"
             for name, (head, target) in pairs.items()
@@ -186,9 +186,9 @@ class HeadFiles:
             raise ConfigError(f"head {self.folder} was made for another target: {'; '.join(wrong)}")
 
     def spec(self, form: str, **fields: Any) -> HeadSpec:
-        """Returns the spec of a head that has read all its tensors. It drafts in all of its target's window.
+        """Returns the spec of a head that has read all its tensors. It can draft in the whole window of its target.
 
-        `fields`: other fields of HeadSpec. Raises: ConfigError that names tensors which the form does not know.
+        `fields`: other fields of HeadSpec. Raises: ConfigError, which names tensors that the form does not know.
         """
         if self._left:
             names = ", ".join(sorted(self._left)[:8])

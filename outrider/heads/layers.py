@@ -33,7 +33,7 @@ class LayerShape:
 
     @classmethod
     def read(cls, files: HeadFiles, config: Mapping[str, Any]) -> LayerShape:
-        """Raises: ConfigError for an unsupported field; KeyError for a missing one."""
+        """Reads a configuration. Raises: ConfigError for an unsupported field; KeyError for a missing one."""
         activation = config.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
             raise files.refusal("hidden_act", activation, "silu")
@@ -60,8 +60,8 @@ class Rotation:
     """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) of whole heads, which pairs their halves."""
 
     def __init__(self, files: HeadFiles, config: Mapping[str, Any], head_dim: int) -> None:
-        """Raises: ConfigError for a kind whose angles depend on the length, or that rotates a part of each head."""
-        # Older files have the base at the top level, and no kind if it is the default.
+        """Raises: ConfigError if angles depend on the text's length or only a part of each head is rotated."""
+        # Older files have the base at the top level, and no rope type if it is the default one.
         rope = {"rope_theta": config.get("rope_theta", _DEFAULT_BASE)}
         rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -104,7 +104,7 @@ class DecoderLayer:
     def __init__(
         self, files: HeadFiles, prefix: str, shape: LayerShape, index: int, *, width: int = 0, is_normed: bool = True
     ) -> None:
-        """Takes the weights named `prefix`, such as "layers.0.".
+        """Takes the weights whose names begin with `prefix`, e.g. "layers.0.".
 
         `width`: the width of attention's input; 0: hidden_size. `is_normed`: whether the layer has an input norm.
         """
@@ -137,7 +137,7 @@ class DecoderLayer:
         *,
         places: Tensor | slice | None = None,
     ) -> Tensor:
-        """Computes the layer of rows [num_rows, hidden_size]; returns the same shape.
+        """Computes the layer for rows [num_rows, hidden_size]; returns the same shape.
 
         `attention_input`: the input of attention; None: `normed(rows)`. `places`: the indices of `rows` among the rows
         of `attention_input`; None: all of them.

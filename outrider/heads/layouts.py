@@ -1,4 +1,4 @@
-"""Layouts of config.json in the EAGLE family: nested by the `speculators` library, flat by all other publishers."""
+"""Layouts of config.json in the EAGLE family: nested in the `speculators` library, flat elsewhere."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from outrider.heads.spec import HeadSpec
 _LAYER_TYPES = ("llama", "qwen3")
 _HARMLESS = frozenset(
     {"use_cache", "tie_word_embeddings", "embed_requires_grad", "return_dict", "output_hidden_states", "qk_norm"}
-    | {"attention_bias", "mlp_bias", "bias", "has_no_defaults_at_init"}  # tensors tell these four
+    | {"attention_bias", "mlp_bias", "bias", "has_no_defaults_at_init"}  # the tensors tell these four
     | {"do_sample", "initializer_factor", "partial_rotary_factor"}  # `Rotation` checks the last one
 )
-"""Options of published configurations that change nothing here or are read elsewhere."""
+"""Options of published configurations that have no effect here or are read elsewhere."""
 
 _SCALE = re.compile("scal|multiplier|factor")
 _BOUND = re.compile("cap(ping)?$|limit|clip")
-"""Names of numbers that change the result, unless a scale is 1 or a bound is 0."""
+"""Patterns of names of numbers that change the result, unless a scale is 1 or a bound is 0."""
 
 MAX_PARALLEL = 64
 """The largest number of tokens that one forward may draft."""
@@ -38,7 +38,7 @@ class Layout:
 
     @classmethod
     def read(cls, files: HeadFiles, *flags: str) -> Layout:
-        """Reads a head's configuration. `flags`: options that its form knows.
+        """Reads a head's configuration. `flags`: names of options that its form knows.
 
         Raises: ConfigError for an unknown option, or if the head does not fit the target.
         """
@@ -62,7 +62,7 @@ class Layout:
 
     def spec(self, files: HeadFiles, form: str, **fields: Any) -> HeadSpec:
         """Returns `HeadFiles.spec` of a head with layers of this shape."""
-        # A head's own max_position_embeddings is not used: it tells how long the texts of its training were.
+        # A head's own max_position_embeddings is ignored: it tells only how long the texts of its training were.
         shape = self.shape
         names = ("num_layers", "num_heads", "num_kv_heads", "head_dim")
         own = {name: getattr(shape, name) for name in names}
@@ -70,7 +70,7 @@ class Layout:
 
 
 def check_options(files: HeadFiles, part: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Refuses unknown options that may change the result: flags that are on, scales and bounds.
+    """Refuses unknown options that may change the result: flags that are true, scales and bounds.
 
     `known`: names of options that the form reads. Raises: ConfigError.
     """
@@ -81,14 +81,14 @@ def check_options(files: HeadFiles, part: Mapping[str, Any], known: tuple[str, .
         is_scale = is_number and _SCALE.search(name) is not None and value != 1
         is_bound = is_number and _BOUND.search(name) is not None and value != 0
         if value is True or is_scale or is_bound:
-            raise files.refusal(name, value, f"{', '.join(known) or 'none'} among such options")
+            raise files.refusal(name, value, f"{', '.join(known) or 'none'} of the options that change the result")
 
 
 def check_taps(files: HeadFiles, name: str, taps: tuple[int, ...]) -> tuple[int, ...]:
     """Returns `taps`. Raises: ConfigError for layers that the target does not have, and for duplicates."""
     num_layers = files.target.num_layers
     if not taps or min(taps) < 0 or max(taps) > num_layers or len(set(taps)) < len(taps):
-        raise files.refusal(name, list(taps), f"different layers, each after 0 … {num_layers} of the target's")
+        raise files.refusal(name, list(taps), f"distinct numbers in 0 … {num_layers}, of layers of the target")
     return taps
 
 

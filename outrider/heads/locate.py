@@ -1,4 +1,4 @@
-"""Finds the head's folder that the setting `model.head` names. Torch-free."""
+"""Finds the folder of the head that the setting `model.head` names. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 
 AUTO_HEAD = "auto"
 DEFAULT_HEAD = Path(__file__).with_name("smollm2-135m-eagle3")
-"""The folder of the default model's head, which `outrider train-head` made; its report.md tells how."""
+"""The folder of the default model's head. `outrider train-head` made it; its report.md tells how."""
 
 
 def head_folder(config: ModelConfig) -> Path | None:
-    """Returns the folder of the head; None: the model has no head. Raises: ConfigError if the folder does not exist."""
+    """Returns the head's folder, or None if the model has no head. Raises: ConfigError if the folder does not exist."""
     if config.head == AUTO_HEAD:
         return DEFAULT_HEAD if config.id == DEFAULT_MODEL_ID else None
     if not config.head:

@@ -1,4 +1,4 @@
-"""Forward passes of a head by torch."""
+"""Forward passes of a head in torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outrider.engine.step_graphs import StepGraphs, cuda_graphs
 from outrider.heads.base import HeadModel, HeadRows
 
 MAX_GRAPH_ROWS = 64
-"""The number of rows of the largest captured forward. Logits take 33 MB for as many, with 128,256 ids."""
+"""Number of rows of the largest captured forward. With 128,256 ids its logits take 33 MB."""
 
 
 class ModuleHeadSteps:
@@ -30,7 +30,7 @@ class ModuleHeadSteps:
     def __init__(
         self, model: HeadModel, kv_cache: PagedKVCache | None, *, device: str, kernels: CpuKernels | None
     ) -> None:
-        """`kv_cache`: None if the head keeps no KV. `kernels`: those of the cache, which compute attention."""
+        """`kv_cache`: None if the head keeps no KV. `kernels`: compute attention; None: a backend for the device."""
         self.parallel_feature = model.parallel_feature
         self._model = model
         self._kv_cache = kv_cache
@@ -45,7 +45,7 @@ class ModuleHeadSteps:
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether `compute` reads no host value that differs between batches of one shape."""
+        """Whether `compute` reads no host values that differ between batches of the same shape."""
         return self._kv_cache is not None and self._attention.can_be_captured and self._model.spec.num_parallel == 1
 
     def capture_graphs(self) -> None:
@@ -64,7 +64,7 @@ class ModuleHeadSteps:
         self._graphs.capture_all(self._compute_in_place)
 
     def _compute_in_place(self, batch: InputBatch) -> Tensor:
-        """Computes the logits of a padded batch, for capture. Own hidden states replace the features in `_states`."""
+        """Computes the logits of a padded batch, for capture. Overwrites the features in `_states` with own states."""
         states = self._states[: batch.num_rows]
         hidden, logits = self.compute(batch, states, self._depths[: batch.num_rows], batch)
         states.copy_(hidden)
@@ -82,7 +82,7 @@ class ModuleHeadSteps:
     def rows(self, values: Array) -> Tensor:
         """Returns features on the head's device and in its dtype."""
         tensor = tensor_of(values)
-        # `to` releases the interpreter's lock even where it has nothing to do, see PlaneFeatures.
+        # `to` releases the interpreter's lock even if it has nothing to do, see PlaneFeatures.
         is_fit = tensor.dtype == self.dtype and tensor.device == self._device
         return tensor if is_fit else tensor.to(self._device, self.dtype)
 
@@ -92,10 +92,10 @@ class ModuleHeadSteps:
     ) -> tuple[Tensor, Array]:
         """Computes one forward of rows with `features` [num_rows, width] at `depths` [num_rows] (see HeadRows).
 
-        `attended`: the same rows as attention sees them.
+        `attended`: the same rows, with positions and paths as attention uses them.
 
         Returns own hidden states [num_logits, width], and logits of the target's vocabulary [num_logits, vocab_size]
-        float32, -inf for ids that it does not draft. Results of a captured forward are valid until the next one.
+        float32, -inf for ids that the head does not draft. Results of a captured forward are valid until the next one.
         """
         at_depths = ids_beside(depths, features)
         if self._graphs is not None and batch.num_rows <= MAX_GRAPH_ROWS:
@@ -110,7 +110,7 @@ class ModuleHeadSteps:
     def compute(
         self, batch: InputBatch, features: Tensor, depths: Tensor, attended: InputBatch
     ) -> tuple[Tensor, Tensor]:
-        """Computes `forward` with depths on the device. It may be captured, see `can_be_captured`."""
+        """Computes `forward` with depths on the device. It can be captured if `can_be_captured` is true."""
         planned = attended if self._kv_cache is None else self._attention.plan(attended)
         fed = (planned if attended is batch else batch).on(self._device)
         over_cache = None if self._kv_cache is None else attention_over(self._kv_cache, self._attention, planned)

@@ -1,7 +1,7 @@
-"""READ FIRST: the head that `model.head` names, as nodes of its target open it. Torch-free once it is packed.
+"""READ FIRST: opens the head that `model.head` names, in nodes of its target. Torch-free once it is packed.
 
-Native kernels read a head as they read their model: from packed weights, which are mapped. The first process that finds
-none packs the checkpoint (see outrider.model_hub.open).
+Native kernels read a head like their model, from packed weights, which are mapped. The first process that finds none
+packs the checkpoint (see outrider.model_hub.open).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outrider.model_hub.packed_weights import Packed, open_packed
 
 
 class HeadOfTarget:
-    """The head that `model.head` names. A packed head is opened once, for its reduction and for its drafts."""
+    """The head that `model.head` names. A packed head is opened once, for both its reduction and its drafts."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Raises: ConfigError if the folder does not exist. Its files are read later."""
@@ -34,13 +34,13 @@ class HeadOfTarget:
         self._packed: PackedHead | None = None
 
     def packed(self, model: LoadedModel) -> PackedHead | None:
-        """Returns `open_packed_head`; None without a head. Every call must pass the same model."""
+        """Returns the result of `open_packed_head`; None if there is no head. All calls must pass the same model."""
         if self._packed is None and self.folder is not None:
             self._packed = open_packed_head(self.folder, model)
         return self._packed
 
     def reduction(self, model: LoadedModel) -> FeatureSpec | None:
-        """Returns what the model computes for the head; None without a head. Raises: as `open_packed_head`."""
+        """Returns the reduction that the model computes for the head; None: no head. Raises: as `open_packed_head`."""
         if self.folder is None:
             return None
         if (packed := self.packed(model)) is not None:
@@ -54,7 +54,8 @@ class HeadOfTarget:
 def open_packed_head(folder: Path, model: LoadedModel) -> PackedHead | None:
     """Opens the head of this folder for the kernels of its target. Several processes may call it at once.
 
-    Returns None if torch computes one of them or packed weights are not kept. Raises: as `open.open_head`.
+    Returns None if torch computes the head or its target, or if packed weights are not kept. Raises: as
+    `open.open_head`.
     """
     if model.packed_key is None:
         return None
@@ -72,7 +73,7 @@ def open_packed_head(folder: Path, model: LoadedModel) -> PackedHead | None:
                 from outrider.heads.checkpoint import Target
                 from outrider.heads.open import pack_head
             head = pack_head(folder, Target.open(model.directory), TORCH_DTYPES[model.spec.dtype], model.cpu_kernels)
-        if head is None or _content_hash(folder) != content:  # its files were replaced meanwhile
+        if head is None or _content_hash(folder) != content:  # its files have been replaced meanwhile
             return None
         return head.as_packed()
 
@@ -83,7 +84,7 @@ def open_packed_head(folder: Path, model: LoadedModel) -> PackedHead | None:
 
 
 def _content_hash(folder: Path) -> str:
-    """Returns a hash of a head's files. Missing files count as empty, since opening the head will report them.
+    """Returns a hash of a head's files. Missing files count as empty: opening the head reports them.
 
     Raises: ModelError for a file that cannot be read.
     """

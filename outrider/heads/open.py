@@ -1,4 +1,4 @@
-"""Opens the folder of a head: all of it for torch, packed for native kernels, or only its reduction."""
+"""Opens the folder of a head: the whole head for torch, a packed head for native kernels, or only its reduction."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def open_head(
 
     `torch_dtype`: the dtype of a head that native kernels cannot compute; None: `dtype`.
 
-    Raises: ConfigError for a head of another target or an unsupported one, ModelError for damaged files.
+    Raises: ConfigError if the head is of another target or not supported, ModelError for damaged files.
     """
     with opened(Checkpoint.open(folder), target, device, dtype) as (head, files):
         if torch_dtype is not None and not head.suits_kernels:
@@ -35,7 +35,7 @@ def open_head(
 
 
 def pack_head(folder: Path, target: Target, dtype: torch.dtype, kernels: CpuKernels) -> PackedHead | None:
-    """Packs the head; None, without reading its weights, if kernels cannot compute it. Raises: as `open_head`."""
+    """Packs the head; if kernels cannot compute it, returns None without reading weights. Raises: as `open_head`."""
     with opened(Checkpoint.open(folder), target, torch.device("cpu"), dtype) as (head, files):
         if not head.suits_kernels:
             return None
@@ -44,7 +44,7 @@ def pack_head(folder: Path, target: Target, dtype: torch.dtype, kernels: CpuKern
 
 
 def read_reduction(folder: Path, target: Target) -> FeatureReduction:
-    """Reads only what the target's nodes compute for this head. Raises: as `open_head`."""
+    """Reads only the reduction, which the target's nodes compute. Raises: as `open_head`."""
     with opened(Checkpoint.open(folder), target, torch.device("cpu"), torch.float32) as (head, _):
         return head.reduction
 
@@ -53,9 +53,9 @@ def read_reduction(folder: Path, target: Target) -> FeatureReduction:
 def opened(
     checkpoint: Checkpoint, target: Target, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[HeadModel, HeadFiles]]:
-    """Opens a head without loading it, and its files.
+    """Yields a head that is not loaded yet, and its files.
 
-    What libraries raise in the block, for missing fields or fields of another type, becomes a ModelError.
+    Other exceptions in the block, e.g. of libraries for a missing field or one of a wrong type, become a ModelError.
     """
     files = HeadFiles(checkpoint, target, device, dtype)
     try:
@@ -67,7 +67,7 @@ def opened(
 
 
 def _form_of(files: HeadFiles) -> type[HeadModel]:
-    """Finds the form of a configuration. Raises: ConfigError if it is unknown."""
+    """Returns the form of a configuration. Raises: ConfigError if it is unknown."""
     config = files.config
     kind = config.get("speculators_model_type")
     for form in FORMS:
@@ -75,5 +75,5 @@ def _form_of(files: HeadFiles) -> type[HeadModel]:
             return form
     names = ", ".join(form.form for form in FORMS)
     raise ConfigError(
-        f"head {files.folder} is of no known form ({kind or config.get('architectures')}); known are {names}"
+        f"head {files.folder} has an unknown form ({kind or config.get('architectures')}); supported: {names}"
     )

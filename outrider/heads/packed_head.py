@@ -1,4 +1,4 @@
-"""Heads for native kernels: everything that a proposer needs of them, without torch."""
+"""Heads for native kernels, with everything that a proposer needs of them. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PackedHead:
 
     spec: HeadSpec
     reduction: PackedReduction
-    weights: DecoderWeights  # they include "target_ids" if the ids differ from the target's
+    weights: DecoderWeights  # with "target_ids" if the head's ids differ from the target's
 
     @property
     def target_ids(self) -> npt.NDArray[np.int64] | None:
@@ -35,7 +35,7 @@ class PackedHead:
         return None if blob is None else blob.view(np.int64)
 
     def as_packed(self) -> Packed:
-        """Returns what a file of it contains."""
+        """Returns the head in the form in which it is written to a file."""
         reduction = {field.name: getattr(self.reduction, field.name) for field in fields(FeatureSpec)}
         about = {"spec": asdict(self.spec), "shape": asdict(self.weights.shape), "reduction": reduction}
         return Packed(about, {**self.weights.blobs, **self.reduction.blobs})
@@ -63,9 +63,9 @@ class NativeHeadSteps:
         self._step = NativeStep(NativeDecoder(kernels, head.weights), kv_cache)
 
     def rows(self, values: Words) -> Words:
-        """Returns features unchanged. Raises: InternalError for those of another reduction."""
+        """Returns features unchanged. Raises: InternalError if their width or dtype is not the head's."""
         if values.shape[1:] != (self._width,) or values.dtype != self._dtype:
-            raise InternalError(f"features [{values.shape[1]}] {values.dtype} for a head of [{self._width}]")
+            raise InternalError(f"features are {values.dtype} [{values.shape[1]}], not {self._dtype} [{self._width}]")
         return values
 
     def forward(

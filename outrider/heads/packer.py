@@ -1,6 +1,6 @@
-"""`python -m outrider.heads.packer`: packs a model and its head, as `outrider.model_hub.packed_weights` asks for.
+"""`python -m outrider.heads.packer`: packs a model and its head for `outrider.model_hub.packed_weights`.
 
-It reads a pickled ModelConfig from standard input, and writes a line for each step of progress to standard output.
+It reads a pickled ModelConfig from standard input and writes a line for each step of progress to standard output.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from outrider.model_hub.config import ModelConfig
 
 
 def main() -> int:
-    """Returns 1 if something cannot be packed; the process that asked will find out why."""
+    """Returns 1 if something cannot be packed. The process that started this one will report why."""
     guard_standard_streams()
     config: ModelConfig = pickle.load(sys.stdin.buffer)  # noqa: S301 from the process that started this one
     steps = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no progress
+    os.dup2(2, 1)  # output of libraries must not be read as progress
     from outrider.heads.of_target import HeadOfTarget
     from outrider.model_hub.open import open_model
 

@@ -1,4 +1,4 @@
-"""Facts about a head that its proposer needs. Torch-free."""
+"""The facts about a head that its proposer needs. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from outrider.engine.kv_cache.planes import PlaneSpec
 class HeadSpec:
     """The facts about a head that its proposer needs."""
 
-    form: str  # such as "eagle3"
-    name: str  # of its folder
+    form: str  # e.g. "eagle3"
+    name: str  # the name of its folder
     fingerprint: str  # hexadecimal SHA-256 of its configuration and weights
-    num_layers: int = 0  # layers that keep keys and values; 0: the head keeps none
+    num_layers: int = 0  # number of layers that keep keys and values
     num_heads: int = 0  # query heads
     num_kv_heads: int = 0
     head_dim: int = 0
-    width: int  # the width of features and of its own hidden state, which replaces features of later tokens
+    width: int  # of features, and of own hidden states, which replace features for later tokens
     vocab_size: int  # of the target
     max_model_len: int  # tokens
     dtype: str
-    max_depth: int | None = None  # tokens that it can draft after the last true feature; None: unlimited
-    num_parallel: int = 1  # tokens drafted by one forward; heads with more than 1 draft after true features only
-    num_masks: int = 0  # parallel rows that have the mask token
+    max_depth: int | None = None  # number of tokens that it can draft after the last true feature; None: unlimited
+    num_parallel: int = 1  # number of tokens drafted by one forward; if above 1, only after true features
+    num_masks: int = 0  # number of parallel rows with the mask token
     mask_token_id: int = 0
     attends_both_ways: bool = False  # whether parallel rows begin with the newest token and attend to each other
 

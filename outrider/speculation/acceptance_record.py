@@ -7,41 +7,41 @@ from collections.abc import Sequence
 from outrider.speculation.draft_tree import ROOT, DraftTree, RankedDraft
 
 PRIOR_ACCEPTANCE = 0.8
-"""The acceptance that is assumed of a new proposer. It is high, so that first drafts are long."""
+"""Assumed acceptance of a new proposer's draft tokens. It is high, so that first drafts are long."""
 
 PRIOR_TOKENS = 8.0
-"""The weight, in draft tokens, of what is assumed of a sequence or a proposer."""
+"""Weight of the acceptance that is assumed for a new sequence or proposer, in draft tokens."""
 
 POSITION_TOKENS = 8.0
-"""The weight, in draft tokens, of a sequence's overall acceptance in that of one position."""
+"""Weight of a sequence's overall acceptance in the estimate for one position, in draft tokens."""
 
 SIBLING_ACCEPTANCE = 0.3
 SIBLING_TOKENS = 4.0
-"""The acceptance that is assumed of a sibling when those before it were wrong, and its weight in draft tokens."""
+"""Assumed acceptance of a sibling after those before it were rejected, and its weight in draft tokens."""
 
 PATH_ACCEPTANCE = 0.7
 PATH_TOKENS = 4.0
 PATH_FORGETTING = 0.97
-"""The acceptance that a draft model assumes of its tokens when it looks ahead, its weight in draft tokens, and the
-share of their weight that older tokens keep at each new one."""
+"""Acceptance that a draft model assumes for its own tokens when it looks ahead, the weight of this assumption in draft
+tokens, and the factor by which each new token reduces the weight of older ones."""
 
 PRIOR_RUNNERS_UP = (0.5, 0.2, 0.1)
-"""The assumed chance of each runner-up of a drafter's race if the winner was wrong. In simulations at temperature 1
-with 32k ids, the first one, two and four of a coupled race contain the target's token at .84, .95 and .99 of all
-positions.
+"""Assumed probability of each runner-up of a drafter's race, given that the winner was rejected. In simulations of a
+coupled race (temperature 1, 32k ids) the target's token was the winner at 84 % of all positions, among the first two at
+95 % and among the first four at 99 %.
 """
 
 NUM_RUNNERS_UP = len(PRIOR_RUNNERS_UP)
 
 FORGETTING = 0.95
-"""The share of their weight that a sequence's older drafts keep at each new one."""
+"""Factor by which each new draft of a sequence reduces the weight of its older ones."""
 
 SOURCE_FORGETTING = 0.995
-"""The same for a proposer's drafts over all sequences."""
+"""The same factor for a proposer's drafts over all sequences."""
 
 
 class Acceptance:
-    """The mean acceptance of draft tokens. Older ones weigh less at each observation. Not thread-safe."""
+    """A running mean of the acceptance of draft tokens, in which recent ones weigh most. Not thread-safe."""
 
     __slots__ = ("_forgetting", "_num_accepted", "_num_decided", "_prior", "_prior_tokens")
 
@@ -52,9 +52,9 @@ class Acceptance:
         prior_tokens: float = PRIOR_TOKENS,
         forgetting: float = SOURCE_FORGETTING,
     ) -> None:
-        """`prior`: the acceptance that is assumed; `prior_tokens`: its weight in draft tokens.
+        """`prior`: the assumed acceptance; `prior_tokens`: its weight in draft tokens.
 
-        The defaults are for a proposer's drafts over all sequences, which say what a new sequence is assumed to accept.
+        The defaults are for a proposer's drafts over all sequences. That mean is the prior of each new sequence.
         """
         self._prior = prior
         self._prior_tokens = prior_tokens
@@ -72,17 +72,17 @@ class Acceptance:
 
 
 def path_acceptance(prior: float = PATH_ACCEPTANCE) -> Acceptance:
-    """Returns the mean for a draft model's tokens in one sequence, or for its runners-up of one rank after a miss."""
+    """Returns a new mean for a draft model's tokens in one sequence, or for its runners-up of one rank."""
     return Acceptance(prior, prior_tokens=PATH_TOKENS, forgetting=PATH_FORGETTING)
 
 
 class AcceptanceRecord:
-    """Acceptance by position for one sequence and one proposer's drafts of one grade. Not thread-safe.
+    """Acceptance by draft position, for one sequence and one proposer's drafts of one grade. Not thread-safe.
 
-    A position counts as decided if the text has reached it: a draft that was rejected before it says nothing about it
-    (the product-limit estimate, Kaplan and Meier 1958, with exponential forgetting). The estimate of a position leans
-    on the sequence's overall acceptance, and that on the proposer's over all sequences. So a position that was not
-    reached for a long time is assumed to be like the others, and is tried again.
+    A position counts as decided only if all tokens before it were accepted: a draft that was rejected earlier says
+    nothing about it (the product-limit estimate, Kaplan and Meier 1958, with exponential forgetting). The prior of a
+    position is the sequence's overall acceptance, whose prior is the proposer's acceptance over all sequences. So a
+    position that was not reached for a long time is assumed to be like the others, and is tried again.
     """
 
     __slots__ = ("_accepted", "_chain", "_decided", "_num_positions", "_siblings", "_source", "last_step")
@@ -91,29 +91,29 @@ class AcceptanceRecord:
         self._source = source
         self._num_positions = num_positions
         self.last_step = step  # last step in which a draft was verified
-        self.begin_anew()
+        self.reset()
 
-    def begin_anew(self) -> None:
-        """Forgets everything observed so far, as the text may have changed."""
+    def reset(self) -> None:
+        """Forgets all observations, because the text may have changed in kind."""
         self._decided = [0.0] * self._num_positions
         self._accepted = [0.0] * self._num_positions
-        # Over tokens that were wrong and had a sibling.
+        # Acceptance of a sibling, over rejected tokens that had one.
         self._siblings = Acceptance(SIBLING_ACCEPTANCE, prior_tokens=SIBLING_TOKENS, forgetting=FORGETTING)
         self._chain: list[float] | None = None
 
     @property
     def chain(self) -> list[float]:
-        """The probability that a chain is accepted up to each position; it never rises."""
+        """For each position, the probability that a chain is accepted up to it; it never rises."""
         if self._chain is None:
             self._chain = self._estimate()
         return self._chain
 
     def observe_chain(self, num_draft: int, num_accepted: int) -> None:
-        """Learns from the verdict on a chain; `num_draft` is at least 1."""
+        """Learns how many tokens of a chain were accepted. `num_draft` is at least 1."""
         self._observe(num_accepted + (num_accepted < num_draft), num_accepted)
 
     def observe_tree(self, draft: DraftTree, accepted: Sequence[int]) -> None:
-        """Learns from the verdict on a draft with branches: the indices of accepted tokens, from the root on."""
+        """Learns which tokens of a draft with branches were accepted. `accepted`: their indices, from the root on."""
         children: dict[int, list[int]] = {}
         for index, parent in enumerate(draft.parents):
             children.setdefault(parent, []).append(index)
@@ -136,17 +136,17 @@ class AcceptanceRecord:
             return RankedDraft(draft, self.chain[: len(draft.token_ids)])
         probabilities = self._through(draft)
         order = sorted(range(len(probabilities)), key=lambda index: -probabilities[index])
-        return RankedDraft(draft.only(order), [probabilities[index] for index in order])
+        return RankedDraft(draft.subset(order), [probabilities[index] for index in order])
 
     def _through(self, draft: DraftTree) -> list[float]:
-        """Returns the probability of each token of a draft with branches.
+        """Returns, for each token of a draft with branches, the probability that the text goes through it.
 
-        It is the probability of the parent, times that of the token after its siblings failed. A sibling's is capped
-        by that of the one before it, so that their order stays.
+        This is the parent's probability times the token's acceptance, given that the siblings before it were rejected.
+        It is capped at the probability of the sibling before it, so that the order of siblings is kept.
         """
         sibling = self._siblings.mean
         found: list[float] = []
-        # By parent: (the probability that the text reaches it and none of its children so far, that of its last child).
+        # By parent: (probability that the text goes through it and none of its children so far, its last child's).
         left: dict[int, tuple[float, float]] = {}
         for parent, depth in zip(draft.parents, draft.depths(), strict=True):
             if parent in left:
@@ -159,7 +159,7 @@ class AcceptanceRecord:
         return found
 
     def _acceptance(self, position: int) -> float:
-        """Returns the acceptance of the first child at this position, once the text has reached it."""
+        """Returns the acceptance of the first child at this position, given that the text has reached it."""
         position = min(position, len(self.chain) - 1)
         before = self.chain[position - 1] if position > 0 else 1.0
         return self.chain[position] / before if before else 0.0

@@ -1,4 +1,4 @@
-"""Learns while serving what a call to a proposer costs, and decides for which sequences a call pays."""
+"""Learns during serving what a call to a proposer costs, and decides for which sequences a call pays off."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from operator import mul
 from typing import NamedTuple
 
 FIRST_CALLS = 5
-"""The first calls in a process, of which only the quickest counts: some of them take far longer than any later one."""
+"""Number of first calls in a process of which only the fastest counts: some take far longer than any later call."""
 
 CHEAP_SHARE = 0.01
-"""Share of a step's duration up to which a call is cheap: deciding about it would take as long as the call."""
+"""Fraction of a step's duration up to which a call is cheap: the decision about it would take as long as the call."""
 
 LEARNING_RATE = 0.2
 
 OUTLIER_FACTOR = 2.0
-"""A call counts as at most this many times its expected duration. A call that takes less than the inverse shows that
-the expectation was wrong, and counts in full."""
+"""A longer call counts as this many times its expected duration. A call that takes less than 1 / `OUTLIER_FACTOR` of it
+shows that the expectation was wrong, and counts in full."""
 
 TOKEN_SHARE = 0.1
 MISSED_SHARE = 0.03
-"""The assumed cost of a further sequence's draft token, and of a token to be read, as shares of a forward."""
+"""Assumed cost of one more sequence's draft token, and of reading one missed token, as fractions of a forward."""
 
 CATCH_UP_STEPS = 32
-"""Steps over which the time for reading missed tokens is spread: they are read only once."""
+"""Number of steps over which the cost of reading missed tokens is spread, because they are read only once."""
 
 
 class AskCost:
     """T(depth, tokens, missed) = price of a call + depth forwards + draft tokens of all sequences + missed tokens.
 
-    A head drafts one token of every sequence in a forward; a parallel head drafts all tokens in one, so the price of
-    its depth is learnt to be zero. Each call corrects the four prices by its error (normalised least mean squares,
+    A head drafts one token of every sequence in a forward; a parallel head drafts all tokens in one, so the price
+    of its depth is learnt as zero. Each call corrects the four prices by its error (normalised least mean squares,
     Widrow and Hoff 1960), none below 0. Not thread-safe.
     """
 
@@ -38,7 +38,7 @@ class AskCost:
 
     def __init__(self) -> None:
         self._num_calls = 0
-        self._scaled = [0.0, 0.0, 0.0, 0.0]  # the prices, each divided by its share of a forward
+        self._scaled = [0.0, 0.0, 0.0, 0.0]  # the four prices, each divided by its assumed fraction of a forward
         self.call_seconds = 0.0
         """The mean duration of a call, by which sources are ordered; 0: unknown."""
 
@@ -50,7 +50,11 @@ class AskCost:
         return self._num_calls < FIRST_CALLS or self.call_seconds <= CHEAP_SHARE * step_seconds
 
     def observe(self, seconds: float, *, depth: int, num_tokens: int, num_missed: int) -> None:
-        """Learns from the total duration of all calls for a draft of at least one sequence."""
+        """Learns from the total duration of all calls that made a step's drafts.
+
+        `depth`: length of the longest draft; `num_tokens`: draft tokens of all sequences; `num_missed`: committed
+        tokens that the proposer read.
+        """
         if seconds <= 0.0:  # the clock did not advance
             return
         self._num_calls += 1
@@ -71,7 +75,7 @@ class AskCost:
         self._scaled = [max(each + step * one, 0.0) for each, one in zip(self._scaled, asked, strict=True)]
 
     def seconds(self, depth: int, num_tokens: int, num_missed: float) -> float:
-        """Returns the expected duration of drafting `num_tokens` in all, at most `depth` deep, after reading."""
+        """Returns the expected seconds to read `num_missed` tokens and draft `num_tokens`, at most `depth` deep."""
         call, forward, token, missed = self._scaled
         return call + depth * forward + TOKEN_SHARE * num_tokens * token + MISSED_SHARE * num_missed * missed
 
@@ -81,13 +85,13 @@ class Candidate(NamedTuple):
 
     sequence_id: int
     chain: Sequence[float]  # probability that its draft is accepted up to each position
-    at_hand: float  # expected gain of the best draft found so far
+    current_gain: float  # expected gain of the best draft found so far
     num_missed: int  # tokens that the proposer has not read
     tree_bonus: float = 0.0  # expected gain of the proposer's drafts beyond such a chain
 
 
 def expected_gain(probabilities: Sequence[float], row_price: float) -> float:
-    """Returns the tokens that a draft is expected to gain, minus the price of its rows."""
+    """Returns the tokens that a draft is expected to gain, minus the price of their rows; skips those that lose."""
     return sum([each - row_price for each in probabilities if each > row_price])
 
 
@@ -96,8 +100,8 @@ def choose_asked(
 ) -> dict[int, int]:
     """Returns how many tokens to ask for, by sequence id; other sequences are absent.
 
-    A sequence is included if its draft is expected to improve on the one at hand by more than it adds to the call.
-    The call is made if the total gain is more than its price. All lengths of the longest draft are compared.
+    A sequence is included if its draft is expected to gain more over the one at hand than it adds to the call's cost.
+    The call is made if the total gain exceeds its cost. All lengths of the longest draft are compared.
 
     Args:
         candidates: the sequences of the batch.
@@ -112,7 +116,7 @@ def choose_asked(
     numbers: dict[int, list[int]] = {}  # by sequence, for each length of the longest draft
     for candidate in candidates:
         chain = candidate.chain
-        gain = candidate.tree_bonus - candidate.at_hand - missed_price * candidate.num_missed
+        gain = candidate.tree_bonus - candidate.current_gain - missed_price * candidate.num_missed
         best_gain, best_number = 0.0, 0
         found: list[int] = []
         for place in range(longest):

@@ -2,11 +2,11 @@
 
 A draft token costs a row, and all sequences of the batch wait for the time that a row takes. The controller estimates
 how likely each draft token is (`AcceptanceRecord`, by sequence, proposer, grade and position) and how long steps take
-(`StepCostModel`), and gives rows to the tokens that gain most (`StepOffer.choose`), which may be none. A sequence
-without rows is tried again with a single token now and then, for a small share of the time.
+(`StepCostModel`), and gives rows to the tokens that gain most (`StepOffer.choose`), or to none. Now and then a
+sequence without rows is tried again with a single token, for a small share of the time.
 
-Asking a proposer in this process takes time as well (`AskCost`). It is asked for those sequences whose draft it is
-expected to improve by more than that (`choose_asked`), and tried again now and then in the same way.
+A call to a proposer in this process takes time as well (`AskCost`). It is made for those sequences whose expected gain
+exceeds their share of that time (`choose_asked`), and now and then for a trial.
 
 A draft that was drawn for the ratio test of rejection sampling is valued by the expectation before the draw: the test
 is exact only if no drawn token decides whether it, or another draft, is verified.
@@ -30,13 +30,14 @@ PROBE_STEPS = 32
 """Steps without a verified draft, or without a call to a proposer, after which a sequence may be tried again."""
 
 TRIAL_STEPS = 4
-"""Steps out of `PROBE_STEPS` in which an unhelpful draft node is asked: its drafts arrive some steps later."""
+"""Number of steps, out of `PROBE_STEPS`, in which a draft node that adds nothing is asked: its drafts arrive some steps
+later."""
 
 CHEAP_PROBE_STEPS = 8
 """The same as `PROBE_STEPS`, for a proposer that costs almost nothing."""
 
 SPEEDUP_STEPS = 32
-"""Steps over which the batch's speedup is averaged, from which the value of time follows."""
+"""Number of steps over which the batch's speedup is averaged. The value of time is computed from it."""
 
 PROBE_SHARE = 0.005
 """Fraction of the time that trials may take."""
@@ -45,10 +46,10 @@ MAX_PROBE_CREDIT = 1.0
 """Limit of the credit for trials, in durations of a step without drafts."""
 
 LEARN_STEPS = 4
-"""One step out of this many may use other than the best number of rows, to learn its duration."""
+"""One of this many steps may use a number of rows that is not the best one, to learn how long it takes."""
 
 MIN_SHARE_TO_ASK = 0.5
-"""Fraction of the current row price that the probability of a draft's first token must reach for it to be asked for."""
+"""A draft is asked for if the probability of its first token is at least this fraction of the current row price."""
 
 
 @dataclass(slots=True)
@@ -77,7 +78,7 @@ class DraftController:
     def num_wanted(self, sequence_id: int, maximum: int, source: str) -> int:
         """Returns how many draft tokens of a draft node may be worth verifying in the next step, 0 to `maximum`.
 
-        A message takes processor time on both sides, so a proposer that adds nothing is asked only occasionally.
+        A message takes processor time on both sides, so a source that adds nothing is asked only occasionally.
         """
         maximum = min(maximum, self.num_speculative_tokens)
         if maximum <= 0 or self.verifies_all:
@@ -88,7 +89,7 @@ class DraftController:
             return 0
         chain = found.best().chain
         if chain[0] < min_probability:
-            return int(self._step - found.last_step >= PROBE_STEPS)
+            return int(self._step - found.overall.last_step >= PROBE_STEPS)
         if chain[maximum - 1] >= min_probability:
             return maximum
         return sum(each >= min_probability for each in chain[:maximum])
@@ -133,11 +134,11 @@ class DraftController:
         else:
             asked = self._choose_asked(source, wanted, drafts, num_missed)
         for sequence_id in asked:
-            known.records[sequence_id].last_asked = self._step
+            known.records[sequence_id].last_call = self._step
         return asked
 
     def min_reach(self, source: str, num_asked: int) -> float:
-        """Returns the minimum probability with which the text must reach a draft token for one more token to pay.
+        """Returns the path probability below which a draft ends, because drafting one more token would not pay off.
 
         `num_asked`: number of sequences in the same call.
         """
@@ -160,10 +161,10 @@ class DraftController:
 
         Args:
             source: the proposer's name.
-            asked: tokens asked for by sequence id, without sequences whose text is still being read.
+            asked: number of tokens asked for, by sequence id; absent: its text is still being read.
             found: its drafts by sequence id.
             seconds: the duration of all its calls.
-            num_read: committed tokens that it has read; None: it has also read prompts of other sequences.
+            num_read: committed tokens that it read in these calls; None: it also read prompts of other sequences.
         """
         known = self._sources[source]
         if any(draft.tree.was_drawn for draft in found.values()):  # the duration depends on what was drawn
@@ -178,7 +179,7 @@ class DraftController:
         known.cost.observe(seconds, depth=max(depths, default=1), num_tokens=sum(depths), num_missed=num_read)
         if self.is_cheap(source):
             return
-        known.observe_trial(asked, num_read=num_read)
+        known.charge_trial(asked, num_read=num_read)
         for (sequence_id, number), depth in zip(asked.items(), depths, strict=True):
             draft = found.get(sequence_id)
             probabilities = () if draft is None else draft.probabilities
@@ -190,9 +191,9 @@ class DraftController:
             )
 
     def observe_marginal_gain(self, source: str, drafts: Mapping[int, Sequence[RankedDraft]]) -> None:
-        """Learns how much a proposer's drafts gained over those of the others.
+        """Learns how many tokens a source's drafts were expected to gain over the best draft of any other source.
 
-        `drafts`: all sources' drafts, by sequence for which this proposer was asked.
+        `drafts`: the drafts of all sources, by id of each sequence for which this source was asked.
         """
         for sequence_id, found in drafts.items():
             tokens = {each.tree.source: sum(each.probabilities) for each in found}
@@ -247,7 +248,7 @@ class DraftController:
             self._speedup += (max(speedup, 1.0) - self._speedup) / SPEEDUP_STEPS
         self._probe_credit = min(self._probe_credit + PROBE_SHARE * plain_seconds, max_credit)
         for source in self._sources.values():
-            source.earn(PROBE_SHARE * plain_seconds, max_credit=max_credit)
+            source.add_credit(PROBE_SHARE * plain_seconds, max_credit=max_credit)
         num_rows = choice.num_rows
         if not self.verifies_all:
             if self._step % LEARN_STEPS == 0:
@@ -258,7 +259,7 @@ class DraftController:
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
         """Learns which tokens of a draft were accepted. `accepted`: their indices, from the root on."""
-        self._record(sequence_id, draft.source).observe(draft, accepted, step=self._step, anew_after=PROBE_STEPS)
+        self._record(sequence_id, draft.source).observe(draft, accepted, step=self._step, reset_after=PROBE_STEPS)
 
     def observe_committed(self, sequence_id: int, draft: DraftTree, token_ids: Sequence[int]) -> None:
         """Learns from a draft that was not verified, by comparing it with the tokens that were committed instead.
@@ -267,7 +268,7 @@ class DraftController:
         """
         if draft.parents:
             depths = draft.depths()
-            draft = draft.only([index for index, depth in enumerate(depths) if depth <= len(token_ids)])
+            draft = draft.subset([index for index, depth in enumerate(depths) if depth <= len(token_ids)])
         else:
             draft = draft.cut(len(token_ids))
         self.observe_verdict(sequence_id, draft, draft.path_of(token_ids))
@@ -284,13 +285,13 @@ class DraftController:
             source.records.pop(sequence_id, None)
 
     def _ask_cheap(self, source: str, wanted: Mapping[int, int]) -> dict[int, int]:
-        """Asks for every sequence for which a draft of any grade could pay; the grade is known only with the draft."""
+        """Asks for every sequence in which a draft of some grade could pay off. The grade is known only afterwards."""
         min_probability = MIN_SHARE_TO_ASK * self.row_price
         asked: dict[int, int] = {}
         for sequence_id, limit in wanted.items():
             if limit > 0:
                 record = self._record(sequence_id, source)
-                is_due = self.verifies_all or self._step - record.last_step >= CHEAP_PROBE_STEPS
+                is_due = self.verifies_all or self._step - record.overall.last_step >= CHEAP_PROBE_STEPS
                 if is_due or record.best().chain[0] >= min_probability:
                     asked[sequence_id] = min(limit, self.num_speculative_tokens)
         return asked
@@ -298,7 +299,7 @@ class DraftController:
     def _choose_asked(
         self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, RankedDraft], num_missed: Mapping[int, int]
     ) -> dict[int, int]:
-        """Compares gain with duration, for a proposer whose calls have a cost."""
+        """Compares expected gain with expected duration, for a proposer whose calls are not cheap."""
         known = self._sources[source]
         row_price = 0.0 if self.verifies_all else self.row_price
         # Prompts that wait for the end of the step wait for its drafts as well.
@@ -328,7 +329,7 @@ class DraftController:
     def _with_other_rows(self, offer: StepOffer, choice: RowChoice, num_rows: int) -> RowChoice:
         """Returns the choice or, if credit allows, one with another number of rows whose duration is hardly known.
 
-        That is a choice without draft rows, by which their gain can be measured, or one with a few rows more or less.
+        The other choice has no draft rows, to measure what drafts gain, or a few rows more or less.
         `num_rows`: rows of the step without drafts.
         """
         num_best = sum(choice.num_rows)
@@ -349,7 +350,7 @@ class DraftController:
     def _with_probes(
         self, offer: StepOffer, choice: RowChoice, records: Sequence[AcceptanceRecord], *, max_credit: float
     ) -> Sequence[int]:
-        """Adds single tokens of sequences without rows, as credit allows, the longest without any first."""
+        """Adds one token of each sequence that is due for a trial, the longest without rows first, as credit allows."""
         due = [
             (record.last_step, place)
             for place, (count, record) in enumerate(zip(choice.num_rows, records, strict=True))

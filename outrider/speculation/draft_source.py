@@ -10,27 +10,27 @@ from outrider.speculation.ask_cost import AskCost
 from outrider.speculation.draft_tree import DraftTree
 
 MIN_MARGINAL_GAIN = 0.05
-"""Accepted tokens per step that a draft node's drafts must add to those of others: about the price of its messages."""
+"""Accepted tokens per step that a draft node's drafts must gain over all others: about what its messages cost."""
 
 FIRST_MARGINAL_GAIN = 1.0
 MARGINAL_GAIN_RATE = 0.1
-"""The assumed marginal gain of a new source in tokens, and the weight of each step in which it is asked."""
+"""Assumed marginal gain of a new source, in tokens, and the weight of each new observation in the running mean."""
 
 TREE_BONUS_RATE = 0.02
-"""The weight of a new draft in the mean of tree bonuses."""
+"""Weight of each new draft in the running mean of tree bonuses."""
 
 DEBT_FACTOR = 4.0
 DEBT_GROWTH = 0.001
-"""While credit for trials is full, the debt that a trial may leave grows in each step: by this many times the time
-that would have been added, and by this fraction of itself. So even a long text is read for a trial in bounded time.
+"""Growth of the debt that a trial may leave, in each step with full credit: `DEBT_FACTOR` times the step's earned time,
+plus the fraction `DEBT_GROWTH` of the debt. So a trial comes in bounded time even if it must read a long text.
 """
-
 
 NUM_JUDGED = 64
 """Number of verified drafts after which a proposer is judged, once."""
 
-MIN_BEGUN = 0.05
-"""Minimum fraction of them whose first token is accepted: 0.3 to 0.9 for a head, almost 0 if it was loaded wrongly."""
+MIN_FIRST_ACCEPTED = 0.05
+"""Minimum fraction of these drafts whose first token must be accepted. A head reaches 0.3 to 0.9; a wrongly loaded one
+almost 0."""
 
 
 class DraftSource:
@@ -43,12 +43,12 @@ class DraftSource:
         """Acceptance of drafts of all grades."""
         self.cost = AskCost()
         self.tree_bonus = 0.0
-        """The mean gain of a draft, in tokens, beyond what was expected of its chain before it was made. The gain
-        comes from branches, and from the grade, which tells which tokens are worth their rows.
+        """Running mean of a finished draft's expected gain minus that expected of a chain before the call, in tokens.
+        The difference comes from branches, and from the grade, which tells which tokens are worth their rows.
         """
-        self._num_found = 0  # number of drafts in that mean
-        self._credit = 0.0  # seconds for trials; negative after a trial that took more
-        self._max_debt = 0.0  # seconds that the next trial may leave
+        self._num_found = 0  # number of drafts in `tree_bonus`
+        self._credit = 0.0  # seconds for trials; negative after a trial that took longer
+        self._max_debt = 0.0  # limit of the debt that the next trial may leave, in seconds
         self._trial: int | None = None  # the sequence under trial; reading its text may take several calls
         self.num_judged = 0  # drafts
         self.num_begun = 0  # drafts whose first token was accepted
@@ -57,19 +57,20 @@ class DraftSource:
 
     @property
     def is_misread(self) -> bool:
-        """Whether almost none of the first `NUM_JUDGED` drafts was accepted; False before and after the last one."""
-        return self.num_judged == NUM_JUDGED and self.num_begun < MIN_BEGUN * NUM_JUDGED
+        """Whether the first `NUM_JUDGED` drafts were almost never accepted. True only right after the last one."""
+        return self.num_judged == NUM_JUDGED and self.num_begun < MIN_FIRST_ACCEPTED * NUM_JUDGED
 
-    def earn(self, seconds: float, *, max_credit: float) -> None:
-        """Adds time for trials, up to `max_credit`; beyond that, the debt that a trial may leave grows."""
+    def add_credit(self, seconds: float, *, max_credit: float) -> None:
+        """Adds time to the credit for trials, up to `max_credit`; then raises the limit of a trial's debt."""
         self._credit += seconds
         if self._credit >= max_credit:
             self._credit = max_credit
             self._max_debt += DEBT_FACTOR * seconds + DEBT_GROWTH * self._max_debt
 
     def observe_tree_bonus(self, *, expected: float, found: float) -> None:
-        """Learns from a draft's gain in tokens. `expected`: for its chain, before it was made; `found`: for all of
-        it.
+        """Learns from a draft's expected gain in tokens.
+
+        `expected`: the gain of its chain estimated before the call; `found`: the gain of the draft, estimated after it.
         """
         self._num_found += 1
         self.tree_bonus += max(TREE_BONUS_RATE, 1 / self._num_found) * (found - expected - self.tree_bonus)
@@ -77,22 +78,22 @@ class DraftSource:
     def add_trial(self, asked: dict[int, int], num_missed: Mapping[int, int], *, before: int) -> None:
         """Adds one token of one sequence to `asked` as a trial, if credit allows.
 
-        Only sequences not asked for since step `before` are tried: of those that the credit pays for, the one that
-        was asked for longest ago. If it pays for none, the cheapest is tried once it may leave such a debt. So a
-        trial comes eventually, however much must be read, and the next one when the debt is repaid. A trial goes on
-        until its text is read.
+        Only sequences that were not asked for since step `before` are tried. Among those that the credit pays for, the
+        one that was asked for longest ago is chosen. If the credit pays for none, the cheapest one is tried as soon as
+        its debt is within the limit. So a trial comes eventually, however much must be read, and the next one when the
+        debt is repaid. A trial continues until its text is read.
 
-        `num_missed`: unread tokens of each sequence that may be tried.
+        `num_missed`: number of unread tokens, for each sequence that may be tried.
         """
         if self._trial not in num_missed or self._trial in asked:
             self._trial = self._next_trial(asked, num_missed, before=before)
         if self._trial is not None:
             asked[self._trial] = 1
 
-    def observe_trial(self, asked: Mapping[int, int], *, num_read: int) -> None:
-        """Pays for the added trial, if there was one, at its current price.
+    def charge_trial(self, asked: Mapping[int, int], *, num_read: int) -> None:
+        """Charges the credit with the cost of the trial, if there was one.
 
-        `asked`: the sequences whose text is read; `num_read`: tokens that were read for all of them.
+        `asked`: the sequences whose text is read; `num_read`: tokens that the call read, for all sequences.
         """
         if self._trial is None:
             return
@@ -105,11 +106,11 @@ class DraftSource:
         seconds = {
             key: self.cost.seconds(0 if asked else 1, 1, num_missed[key])
             for key in num_missed.keys() - asked.keys()
-            if records[key].last_asked <= before
+            if records[key].last_call <= before
         }
         paid = [key for key, each in seconds.items() if each <= self._credit]
         if paid:
-            return min(paid, key=lambda key: (records[key].last_asked, key))
+            return min(paid, key=lambda key: (records[key].last_call, key))
         cheapest = min(seconds, key=lambda key: (seconds[key], key), default=None)
         if cheapest is None or seconds[cheapest] > self._credit + self._max_debt:
             return None
@@ -120,19 +121,19 @@ class DraftSource:
 class SourceRecord:
     """The acceptance of a source's drafts in one sequence, by grade. Not thread-safe."""
 
-    __slots__ = ("_begun", "_by_grade", "_num_positions", "_source", "last_asked", "marginal_gain", "overall")
+    __slots__ = ("_begun", "_by_grade", "_num_positions", "_source", "last_call", "marginal_gain", "overall")
 
     def __init__(self, source: DraftSource, num_positions: int, *, step: int) -> None:
-        """`step`: counts as the last step in which a draft was verified or asked for."""
+        """`step`: the step that counts as the last one in which a draft was verified or asked for."""
         self._source = source
         self._num_positions = num_positions
         self._begun = step
         self._by_grade: dict[int, AcceptanceRecord] = {}
         self.overall = AcceptanceRecord(source.overall, num_positions, step=step)
-        """The record of drafts of all grades, since a draft's grade is not known before it is made."""
-        self.last_asked = step
+        """The record of drafts of all grades, for when a draft is not made yet, so its grade is unknown."""
+        self.last_call = step
         self.marginal_gain = FIRST_MARGINAL_GAIN
-        """The mean number of tokens that the source's drafts were expected to gain beyond the best other draft."""
+        """Running mean of the tokens that the source's drafts were expected to gain over the best other draft."""
 
     def of(self, grade: int) -> AcceptanceRecord:
         """Returns the record of drafts of the grade."""
@@ -142,16 +143,16 @@ class SourceRecord:
             self._by_grade[grade] = record
         return record
 
-    def observe(self, draft: DraftTree, accepted: Sequence[int], *, step: int, anew_after: int) -> None:
+    def observe(self, draft: DraftTree, accepted: Sequence[int], *, step: int, reset_after: int) -> None:
         """Learns which tokens of a draft were accepted. `accepted`: their indices, from the root on.
 
-        `anew_after`: steps without a verdict after which an accepted draft shows that the text has changed.
+        `reset_after`: number of steps without a verdict after which an accepted draft means that the text has changed.
         """
         self._source.num_judged += 1
         self._source.num_begun += bool(accepted)
         for record in (self.of(draft.grade), self.overall):
-            if accepted and step - record.last_step >= anew_after:
-                record.begin_anew()
+            if accepted and step - record.last_step >= reset_after:
+                record.reset()
             record.last_step = step
             if draft.parents:
                 record.observe_tree(draft, accepted)
@@ -173,8 +174,3 @@ class SourceRecord:
         if len(grades) < 2:
             return self.of(next(iter(grades), 0))
         return max(map(self.of, grades), key=lambda record: record.chain[0])
-
-    @property
-    def last_step(self) -> int:
-        """The last step in which a draft of any grade was verified."""
-        return max((record.last_step for record in self._by_grade.values()), default=self._begun)

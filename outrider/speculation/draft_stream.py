@@ -18,29 +18,30 @@ from outrider.speculation.draft_tree import DraftTree
 MAX_ANSWERS_PER_MESSAGE = 1024
 MAX_BRANCHES_PER_MESSAGE = 4096
 MAX_BRANCHES_PER_SEQUENCE = 32
-"""Limits of one message, the last one for each sequence. A peer that exceeds one is broken."""
+"""Limits of one message. A peer that exceeds one of them is broken."""
 
 MAX_AHEAD_BRANCHES = 4 * MAX_BRANCHES_PER_SEQUENCE
-"""Branches that may be sent ahead for one update: each may be sent again when it has grown. Later ones are stale."""
+"""Number of branches that may be sent ahead for one update. A branch that was sent again, because it had grown, counts
+again. Later ones are stale."""
 
 MAX_BRANCH_TOKENS = 32
-"""Tokens of a branch: the most that a step verifies."""
+"""Maximum number of tokens in a branch: as many as a step verifies at most."""
 
 MAX_PROPOSAL_TOKENS = 16
-"""Maximum number of tokens in a branch, unless num_wanted is larger."""
+"""Maximum number of tokens that are offered in a branch, unless num_wanted is larger."""
 
 NUM_EXTRA_TOKENS = 8
 """Tokens offered beyond num_wanted, so that a branch is still useful after the next commits."""
 
 MAX_SIBLINGS = 8
-"""Tokens of a branch besides its likeliest path, if the decode node takes trees."""
+"""Maximum number of tokens in a branch outside its likeliest path, if the decode node takes trees."""
 
 MAX_FEATURE_BYTES_PER_MESSAGE = 1 << 20
-"""Bytes of features in all updates of a message: a millisecond on a fast network, which other updates wait for."""
+"""Maximum size of the features in a message. They take a millisecond on a fast network, and other updates wait."""
 
 
 def max_offered_tokens(num_wanted: int, *, takes_trees: bool = False) -> int:
-    """Returns the length of the longest branch for `num_wanted`: some tokens more, for re-basing."""
+    """Returns the maximum length of a branch for `num_wanted`: some tokens more, for the steps after the next one."""
     on_path = max(num_wanted, min(num_wanted + NUM_EXTRA_TOKENS, MAX_PROPOSAL_TOKENS))
     return on_path + MAX_SIBLINGS if takes_trees else on_path
 
@@ -60,7 +61,7 @@ class DraftHello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceStart:
-    """How a sequence samples, as its first update says."""
+    """How a sequence samples, which its first update tells."""
 
     options: RequestOptions
     sample: int
@@ -70,7 +71,7 @@ class SequenceStart:
 
     @property
     def wants_distributions(self) -> bool:
-        """Whether drawn draft tokens come with the distributions that they were drawn from."""
+        """Whether draft tokens must come with the distributions that they were drawn from."""
         options = self.options
         return options.verification_method is VerificationMethod.REJECTION and not options.sampling.is_greedy
 
@@ -85,14 +86,14 @@ class SequenceUpdate(NamedTuple):
 
     sequence_id: int
     start: SequenceStart | None = None  # set whenever start_length is 0
-    start_length: int = 0  # everything before it was acknowledged
+    start_length: int = 0  # position of the first token of token_ids; all before it were acknowledged
     token_ids: tuple[int, ...] = ()
     length: int = 0  # start_length + len(token_ids)
     prefix_hash: int = 0
     num_wanted: int = 0
     closed: bool = False
-    feature_start: int = 0  # features of the tokens before it were acknowledged
-    features: bytes = b""  # of the tokens from there on, in the hello's format, without the newest token
+    feature_start: int = 0  # first token of `features`; the features of all before it were acknowledged
+    features: bytes = b""  # features of tokens [feature_start, length - 1), or fewer, in the hello's format
     min_reach: float = 0.0  # see ProposalRequest
 
 
@@ -118,8 +119,10 @@ class SequenceProposals(NamedTuple):
 
 
 def check_fits(hello: DraftHello, info: NodeInfo) -> None:
-    """Checks the hello. Raises: MismatchError that names both sides, if versions do not overlap, or vocabularies or
-    features differ.
+    """Checks that the draft node can serve the decode node.
+
+    Raises: MismatchError, which names both sides, if protocol versions do not overlap or if vocabularies or features
+    differ.
     """
     negotiate(
         hello.protocol_versions,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from outrider.speculation.token_distribution import TokenDistribution
 
 DRAFT_NODE = "draft_node"
-"""The source of drafts of a draft node; the source of a local proposer's drafts is its name."""
+"""The source of drafts that come from draft nodes. The source of a local proposer's drafts is its name."""
 
 ROOT = -1
 """The parent of a token that follows the prefix itself."""
@@ -32,11 +32,11 @@ class DraftTree:
     length: int
     prefix_hash: int | None = None  # of the first `length` tokens; None: the draft was made in this process
     token_ids: tuple[int, ...] = ()
-    source: str = DRAFT_NODE  # whose acceptance the verdict counts for
+    source: str = DRAFT_NODE  # the source whose acceptance the verdict changes
     probability: float = 1.0  # the proposer's estimate that the text begins with the first `length` tokens
-    distributions: tuple[TokenDistribution, ...] = ()  # that each token was drawn from; empty: all were certain
+    distributions: tuple[TokenDistribution, ...] = ()  # of each token; empty: nothing was drawn
     parents: tuple[int, ...] = ()  # index of each token's parent, or ROOT; empty: a chain
-    grade: int = 0  # the proposer's confidence in the draft, as a class; each has its own acceptance
+    grade: int = 0  # class of the proposer's confidence in the draft; each class has its own acceptance
 
     def __len__(self) -> int:
         """The number of tokens proposed."""
@@ -44,7 +44,7 @@ class DraftTree:
 
     @property
     def was_drawn(self) -> bool:
-        """Whether it has the distributions that it was drawn from, for rejection sampling; then it is a chain."""
+        """Whether it has the distributions of its tokens, for rejection sampling. If so, it is a chain."""
         return bool(self.distributions)
 
     @property
@@ -90,7 +90,7 @@ class DraftTree:
         if len(self.token_ids) <= num_tokens:
             return self
         if self.parents:
-            return self.only(range(num_tokens))
+            return self.subset(range(num_tokens))
         return DraftTree(
             self.length,
             self.prefix_hash,
@@ -117,9 +117,9 @@ class DraftTree:
             index = stack.pop()
             order.append(index)
             stack += reversed(children.get(index, ()))
-        return self.only(order)
+        return self.subset(order)
 
-    def only(self, indices: Sequence[int]) -> DraftTree:
+    def subset(self, indices: Sequence[int]) -> DraftTree:
         """Returns these tokens of a tree, in this order; tokens whose parents are not among them follow the root."""
         places = {index: place for place, index in enumerate(indices)}
         parents = tuple(places.get(self.parents[index], ROOT) for index in indices)
@@ -166,14 +166,14 @@ class DraftTree:
         below.remove(path[-1])
         if not below:
             return None
-        return replace(self.only(sorted(below)), length=self.length + len(path), prefix_hash=None, probability=1.0)
+        return replace(self.subset(sorted(below)), length=self.length + len(path), prefix_hash=None, probability=1.0)
 
 
 class RankedDraft(NamedTuple):
-    """A draft, and what is expected of it in the step for which it was ranked (see `DraftController.rank`)."""
+    """A draft and its tokens' probabilities in the step for which it was ranked (see `DraftController.rank`)."""
 
     tree: DraftTree  # its tokens by falling probability, parents before their children
-    probabilities: Sequence[float]  # of each token being in the text; for a drawn draft also of absent ones
+    probabilities: Sequence[float]  # by token; for a drawn draft, by token that it could have had
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Features, which feed a head besides tokens, and how a head's drafting differs from a model's. Torch-free."""
+"""The features that a head takes as input along with tokens, and the rules for its rows. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ class HeadRules:
     recomputed later.
     """
 
-    keeps_kv: bool = True  # else a row sees only its state
-    max_own_rows: int | None = None  # limit of a path's rows fed with own states; None: no limit
-    num_parallel_rows: int = 0  # rows after a path's in a forward that decides, which need room in the cache
+    keeps_kv: bool = True  # False: a row depends only on its own token and input
+    max_own_rows: int | None = None  # limit of a path's rows that are fed with own states; None: no limit
+    num_parallel_rows: int = 0  # rows after the path's rows in a forward that decides; they need room in the cache

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from outrider.speculation.path_tree import DraftPath, Opening, PathTree
 
 MIN_PROBABILITY = 0.005
-"""The probability below which a token is not worth a row, even if the draft node is idle."""
+"""Probability below which a token is not worth a row, even if the draft node is idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,11 @@ class AheadRow:
     is_wanted: bool = False  # whether it is part of the draft that was asked for
 
 
-def rows_of(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: int) -> list[AheadRow]:
-    """Returns the next token of each path of one sequence that its next update may ask for.
+def candidate_rows(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: int) -> list[AheadRow]:
+    """Returns the next token of each path of one sequence, as far as the sequence's next update may ask for it.
 
-    While the target verifies `num_wanted` tokens, the main path grows to these, the token that follows and a whole
-    next draft. An alternative replaces one of these tokens or the one that follows, and grows to a whole draft.
+    While the target verifies `num_wanted` tokens, the main path grows to these tokens, one more, and a whole next
+    draft. An alternative replaces one of these `num_wanted` + 1 tokens, and grows by a whole draft.
     """
     acceptance = tree.acceptance.mean
     rows: list[AheadRow] = []
@@ -47,8 +47,8 @@ def rows_of(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: in
     return [row for row in rows if row.is_wanted or row.probability >= MIN_PROBABILITY]
 
 
-def by_worth(rows: Iterable[AheadRow]) -> Iterator[AheadRow]:
-    """Yields the likeliest row of each owner, then the second of each, and so on."""
+def round_robin(rows: Iterable[AheadRow]) -> Iterator[AheadRow]:
+    """Yields the likeliest row of each owner, then the second likeliest of each, and so on."""
     by_owner: dict[int, list[AheadRow]] = {}
     for row in sorted(rows, key=lambda row: -row.probability):
         by_owner.setdefault(row.owner, []).append(row)

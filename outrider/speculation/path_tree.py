@@ -5,8 +5,8 @@ Torch-free: a path knows its tokens and its block table, not how tokens are deci
 The text follows the main path as long as the target decides like the draft model. If it differs, its likeliest
 choices are the runners-up of the draft model's race: an alternative assumes one of them.
 
-A head has one row less than tokens. Its draft is remade once tokens are committed, from their features. Until then
-the rest of the old path is the `stale_path`.
+A head has one row fewer than tokens. After each commit it drafts again, from the features of the committed tokens.
+Until then the rest of the old main path is kept as the `stale_path`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Decided:
 
     token_ids: tuple[int, ...]  # the winner of the race, then its runners-up; empty: nothing was decided
     distribution: TokenDistribution | None = None  # the winner's, if requested
-    state: object = None  # a head's hidden state after the path, which is fed with the winner
+    state: object = None  # a head's hidden state after the path: its input in the winner's row
     following: tuple[Decided, ...] = ()  # decisions at later positions, by a parallel head or a rollout
     confidence: float = 1.0  # a head's probability of the likeliest token
 
 
 @dataclass(slots=True, eq=False)
 class DraftPath:
-    """Tokens after the committed ones: assumed tokens first, then those that the draft model has decided."""
+    """Tokens after the committed ones: first assumed tokens, then those that the draft model has decided."""
 
     kv: SequenceKV  # KV of committed and path tokens, as far as computed
-    decided: list[Decided] = field(default_factory=list)  # one for each token, which is fed with its state
+    decided: list[Decided] = field(default_factory=list)  # one for each token
     num_assumed: int = 0  # 0: the main path
     rank: int = 0  # rank of the runner-up that an alternative assumes
     num_sent: int = 0  # tokens sent to the decode node
@@ -60,7 +60,7 @@ class DraftPath:
         return len(self) - self.num_assumed
 
     @property
-    def reach(self) -> float:
+    def confidence(self) -> float:
         """The probability, by the drafter's confidence, that the text goes through the whole path."""
         return math.prod(each.confidence for each in self.decided)
 
@@ -84,7 +84,7 @@ class PathTree:
     """The paths of one sequence, rooted at its committed tokens. Belongs to one thread.
 
     The KV of the main path is complete up to the newest token that was fed. Alternatives are copy-on-write forks of it,
-    so equal beginnings are computed and stored once.
+    so common prefixes are computed and stored once.
     """
 
     def __init__(
@@ -99,17 +99,17 @@ class PathTree:
     ) -> None:
         """`kv` may hold a cached prefix of `token_ids`, but not the last token, whose logits begin the draft.
 
-        `sampling`: the forward's state of the sequence, which counts the committed tokens.
+        `sampling`: the sequence's sampling state, made by `DraftForward.start`; it counts committed tokens.
         """
         self.start = start
         self.sampling = sampling
         self.features: Features | None = None  # a head's features of all committed tokens but the newest
-        self.acceptance = path_acceptance()  # counts each position once that a path had guessed
+        self.acceptance = path_acceptance()  # over committed positions for which a path had a token
         self.runner_up_chances = [path_acceptance(prior) for prior in PRIOR_RUNNERS_UP]
         self.main = DraftPath(kv)
         self.alternatives: list[DraftPath] = []
         self.stale_path: DraftPath | None = None  # a head's draft from before the last commit; it owns no KV
-        self.num_wasted_tokens = 0  # decided tokens that were dropped without having been committed
+        self.num_wasted_tokens = 0  # decided tokens that were dropped and never committed
         self._head = head
         self._num_without_row = 0 if head is None else 1  # leading tokens
         # In rejection sampling a draft whose length depends on its tokens is biased, so it goes on past a stop token.
@@ -133,7 +133,7 @@ class PathTree:
     # --- the root -------------------------------------------------------------------------
 
     def is_continued_by(self, token_ids: Sequence[int]) -> bool:
-        """Returns whether `token_ids` begin with the committed tokens. The last call's list does: it only grows."""
+        """Returns whether `token_ids` begins with the committed tokens. The last call's list does, as it only grows."""
         size = len(self)
         if len(token_ids) < size:
             return False
@@ -142,8 +142,8 @@ class PathTree:
     def follow(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Moves the root to the end of `token_ids`, which continue the committed tokens, and returns the new tokens.
 
-        The path that begins with the new tokens becomes the main one, and alternatives that begin with them are kept,
-        without these tokens. Others are freed. If there is none, the KV of the longest common prefix is kept.
+        The first path that begins with the new tokens becomes the main one. Alternatives that begin with them are kept,
+        without these tokens; other paths are freed. If no path does, the KV of the longest common prefix is kept.
         """
         new = tuple(token_ids[len(self) :])
         self._source = token_ids
@@ -154,7 +154,7 @@ class PathTree:
         self._openings, self._num_listed = [], 0
         size = len(new)
         if self._head is not None:
-            self._draft_anew(new)
+            self._restart_draft(new)
             return new
         num_agreeing = [(num_common(path.token_ids, new), path) for path in self.paths]
         following = [path for num, path in num_agreeing if num == size]
@@ -187,19 +187,19 @@ class PathTree:
         self.num_wasted_tokens += path.num_decided
         path.kv.free()
 
-    def answer(self, *, may_be_stale: bool) -> DraftPath:
+    def best_path(self, *, allow_stale: bool) -> DraftPath:
         """Returns the path to send: the main one, followed by the rest of the stale path if both agree.
 
         For drawn drafts the stale path counts only until the main path has begun: if the new path happened to draw
         the same token, it would be judged by another distribution than the one that it was drawn from.
         """
         main, stale = self.main, self.stale_path
-        if not may_be_stale or stale is None or len(stale) <= len(main) or not self._is_stale_path_right(stale):
+        if not allow_stale or stale is None or len(stale) <= len(main) or not self._is_stale_path_right(stale):
             return main
         return replace(main, decided=[*main.decided, *stale.decided[len(main) :]])
 
     def drop_wrong_stale_path(self) -> None:
-        """Drops the stale path if it differs from the main path; the part that was sent of it must be sent again."""
+        """Drops the stale path if it differs from the main path. The part of it that was sent must be sent again."""
         main, stale = self.main, self.stale_path
         if stale is not None and not self._is_stale_path_right(stale):
             num_right = 0 if self.start.wants_distributions else num_common(main.token_ids, stale.token_ids)
@@ -228,12 +228,12 @@ class PathTree:
 
     @property
     def num_behind(self) -> int:
-        """The number of committed tokens that the main path was not fed with."""
+        """The number of committed tokens that have not been fed to the main path."""
         return max(0, len(self) - self._num_fed(self.main))
 
     @property
     def max_path_rows(self) -> int:
-        """Rows up to which a path is drafting, not catching up: its newest token, and for a head the committed ones."""
+        """Number of missing rows up to which a path drafts instead of catching up. A head rereads committed tokens."""
         return 1 if self._head is None else 1 + MAX_PROPOSAL_TOKENS
 
     def rows_before(self, position: int) -> int:
@@ -241,7 +241,7 @@ class PathTree:
         return position - self._num_without_row
 
     def is_complete(self, path: DraftPath) -> bool:
-        """Returns whether a path ends with a stop token, at the maximum length, or where a head can go no further."""
+        """Returns whether a path ends with a stop token, or has the maximum length or the head's maximum depth."""
         return self.num_left_of(path) <= 0 or (bool(path) and path.decided[-1].token_ids[0] in self._stop_token_ids)
 
     def num_left_of(self, path: DraftPath) -> int:
@@ -254,7 +254,7 @@ class PathTree:
         return self._max_length - len(self)
 
     def probability(self, path: DraftPath, num_tokens: int) -> float:
-        """Returns the probability of the path's first `num_tokens` tokens, which include all that are assumed."""
+        """Returns the probability of the path's first `num_tokens` tokens, which must include all assumed ones."""
         acceptance = self.acceptance.mean
         if path.num_assumed == 0:
             return float(acceptance**num_tokens)
@@ -264,7 +264,7 @@ class PathTree:
     def openings(self, num_positions: int) -> Sequence[Opening]:
         """Returns alternatives to the main path's first tokens that are not open yet, the likeliest first."""
         main = self.main
-        num_forkable = self._num_fed(main) - len(self) + 1  # the KV before a replaced token must be there
+        num_forkable = self._num_fed(main) - len(self) + 1  # the KV before a replaced token is needed
         num_positions = min(num_positions, num_forkable, len(main), self._max_own_rows)
         if num_positions > self._num_listed:
             self._openings, self._num_listed = self._list_openings(num_positions), num_positions
@@ -288,10 +288,10 @@ class PathTree:
         return path
 
     def proposed(self, path: DraftPath, start: int, end: int) -> DraftTree:
-        """Returns a draft of the path's tokens from `start` to `end`, after the committed ones and those before."""
+        """Returns a draft of the path's tokens [start, end), whose prefix includes the path's tokens before `start`."""
         length, probability = len(self) + start, self.probability(path, start)
         grade = min(int((1.0 - path.decided[start].confidence) * NUM_GRADES), NUM_GRADES - 1) if start < end else 0
-        if self.start.takes_siblings:  # runners-up go along
+        if self.start.takes_siblings:  # runners-up are sent as well
             token_ids, parents = self.with_siblings(path, start, end)
             return DraftTree(length, token_ids=token_ids, probability=probability, parents=parents, grade=grade)
         decided = path.decided[start:end]
@@ -305,7 +305,7 @@ class PathTree:
         )
 
     def with_siblings(self, path: DraftPath, start: int, end: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Joins the path's tokens from `start` to `end` with runners-up of the race as their siblings.
+        """Joins the path's tokens [start, end) with runners-up of the race as their siblings.
 
         Returns:
             Ids and parents as in DraftTree, in the order of their probability.
@@ -325,7 +325,7 @@ class PathTree:
         if not siblings:
             return tuple(path.token_ids[start:end]), ()
         siblings = sorted(siblings, key=lambda each: -each[0])[:MAX_SIBLINGS]
-        # No token is likelier than its parent, which comes first of equals.
+        # No token is likelier than its parent. If they are equally likely, the parent comes first.
         tokens = sorted([*on_path, *siblings], key=lambda each: (-each[0], each[1]))
         indices = {place: tokens.index(token) for place, token in enumerate(on_path)}
         return tuple(token_id for *_, token_id in tokens), tuple(indices.get(place - 1, ROOT) for _, place, _ in tokens)
@@ -345,12 +345,12 @@ class PathTree:
     def _num_fed(self, path: DraftPath) -> int:
         """Returns the length of the prefix that was fed to the drafter."""
         num_fed = path.kv.num_tokens + self._num_without_row
-        if self._head is not None and not self._head.keeps_kv:  # earlier tokens leave no state, so they need not be fed
+        if self._head is not None and not self._head.keeps_kv:  # earlier tokens leave no state and need not be fed
             num_fed = max(num_fed, len(self) - 1)
         return num_fed
 
-    def _draft_anew(self, new: Sequence[int]) -> None:
-        """Drafts anew after a commit of `new`; the rest of a path that began with it becomes the stale path."""
+    def _restart_draft(self, new: Sequence[int]) -> None:
+        """Drafts again after a commit of `new`. The rest of a path that begins with it becomes the stale path."""
         size, stale = len(new), None
         for path in (*self.paths, *((self.stale_path,) if self.stale_path else ())):
             num_agreeing = num_common(path.token_ids, new)
@@ -381,8 +381,8 @@ class PathTree:
         return float(acceptance**index) * (1.0 - acceptance) * self.runner_up_chances[rank].mean
 
     def _learn(self, new: Sequence[int]) -> None:
-        """Updates the estimates by the committed tokens, up to the first that no path had guessed."""
-        path = self.answer(may_be_stale=True)
+        """Updates the estimates with the committed tokens, up to the first one that no path has."""
+        path = self.best_path(allow_stale=True)
         for index, token_id in enumerate(new):
             if index >= len(path):
                 return

@@ -1,7 +1,7 @@
 """The hash that identifies a token prefix: xxh3-64 over the ids as little-endian uint32.
 
-Both ends of the draft stream key branches by (length, prefix hash), so a proposal can be found, re-based or dropped
-without other bookkeeping.
+Both ends of the draft stream key branches by (length, prefix hash), so a proposal can be found, shortened or
+dropped without other bookkeeping.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 import xxhash
 
 HISTORY = 256
+"""Default number of recent lengths whose hashes are cheap."""
 
 
 def token_bytes(token_ids: Iterable[int]) -> bytes:
-    """Returns the ids as little-endian uint32, our processors' byte order. Raises: OverflowError for other ids."""
+    """Returns the ids as uint32 in native byte order, which is little-endian. Raises: OverflowError for other ids."""
     return array("I", token_ids).tobytes()
 
 
@@ -43,7 +44,7 @@ class HashedTokens:
         """Hash of all tokens."""
         num_old = max(0, len(token_ids) - history)
         self.extend(token_ids[:num_old])
-        self._behind = self._hasher.copy()  # after the first `_num_behind` tokens, up to which lengths have hashes
+        self._behind = self._hasher.copy()  # the hasher after `_num_behind` tokens; longer prefixes have no hash yet
         self._num_behind = num_old
         self._hashes: deque[int] = deque((self.hash,), maxlen=history)
         self.extend(token_ids[num_old:])
@@ -72,7 +73,7 @@ class HashedTokens:
         if age == 0:
             return self.hash
         if age < 0 or length < 0:
-            raise ValueError(f"no prefix of {length} among {len(self.token_ids)} tokens")
+            raise ValueError(f"there is no prefix of {length} tokens: the text has {len(self.token_ids)}")
         if age >= self._history:
             return prefix_hash(self.token_ids[:length])
         if length > self._num_behind:

@@ -1,4 +1,4 @@
-"""The drafts that were received for one sequence, found by the tokens committed since they were made."""
+"""The drafts received for one sequence. They are found by the tokens that were committed after they were made."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class KeptDraft(NamedTuple):
 class ProposalTable:
     """Drafts of one sequence, keyed by content: (length, prefix hash).
 
-    Late, early, re-based and merged proposals are one case: a draft of an older prefix is still used if its first
-    tokens equal what was committed since; a draft of a prefix that is not committed yet may be used later. The table is
-    bounded: stale drafts are evicted first, then the least likely one. A look-up goes through `max_trees` drafts at
-    most. Not thread-safe: confined to its owner's thread or lock.
+    Late and early proposals are one case: a draft of an older prefix is still used if its first tokens equal what was
+    committed since, and a draft of a prefix that is not committed yet may be used later. The table is bounded: stale
+    drafts are evicted first, then the least likely one. A look-up compares at most `max_trees` drafts. Not thread-safe:
+    confined to its owner's thread or lock.
     """
 
     __slots__ = ("_kept", "_max_trees")
@@ -35,7 +35,7 @@ class ProposalTable:
         return len(self._kept)
 
     def add(self, tree: DraftTree, committed: HashedTokens, *, now: float) -> None:
-        """Keeps a draft that has its prefix hash; it replaces an older one of the same prefix."""
+        """Keeps a draft, which must have a prefix hash. It replaces an older draft of the same prefix."""
         if not tree.token_ids:
             return
         kept, key = self._kept, (tree.length, tree.prefix_hash)
@@ -50,8 +50,8 @@ class ProposalTable:
     def take(self, committed: HashedTokens) -> KeptDraft | None:
         """Returns the draft after `committed`, or None if there is none.
 
-        If several drafts fit, the one made from the longest prefix is taken, as it was made with most knowledge. It
-        stays in the table, because its rest may fit the next commit as well.
+        If several drafts fit, the one with the longest prefix is taken, because its proposer knew most tokens. It stays
+        in the table, because its rest may fit after the next commit as well.
         """
         num_committed = len(committed.token_ids)
         newest = self._kept.get((num_committed, committed.hash))
@@ -69,7 +69,7 @@ class ProposalTable:
         self._kept.clear()
 
     def _drop_stale(self, committed: HashedTokens) -> None:
-        """Evicts drafts that the text has left or outgrown."""
+        """Evicts drafts whose prefix or tokens differ from the text, and those that end before it does."""
         for key, kept in list(self._kept.items()):
             tree = kept.tree
             if tree.length <= len(committed) and (

@@ -10,44 +10,44 @@ from operator import truediv
 
 @dataclass(frozen=True, slots=True)
 class RowChoice:
-    """What one step verifies, and the expected result."""
+    """The number of draft tokens that one step verifies, and the expected result."""
 
     num_rows: Sequence[int]  # the number of each draft's first tokens that are verified
     expected_tokens: float  # tokens that the step commits, over all sequences
     expected_seconds: float  # the step's duration
-    token_seconds: float  # duration of a token at the best rate: the value of one more
-    row_price: float  # probability from which another token might have paid
+    token_seconds: float  # seconds per token at the best rate
+    row_price: float  # lowest probability of a draft token that would have paid for a row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOffer:
-    """What one step may verify, and the price."""
+    """The drafts that one step may verify, and the durations of the possible steps."""
 
     drafts: Sequence[Sequence[float]]
-    """For each draft and token, the probability that the text goes through it: its parents' acceptance times its own.
-    A draft lists parents before children and never rises, so its best n tokens are its first n. For a chain these are
-    prefix products of acceptance; a sibling has (1 - acceptance of those before it) times its own.
+    """For each draft, the probability of each token that the text goes through it. This is the product of the
+    acceptances on the token's path; for a sibling also of (1 - acceptance) of the siblings before it. Tokens come in
+    order of falling probability, with parents before children, so the best n tokens of a draft are its first n.
     """
     step_seconds: Sequence[float]
     """Durations of a step with 0, 1, ... draft rows, at least min(max_rows, tokens of all drafts) + 1 entries;
-    positive. Further entries determine `row_price` if everything is verified.
+    positive. Further entries determine `row_price` if all draft tokens are verified.
     """
-    max_rows: int  # for drafts
-    num_sequences: int  # at least 1: the step commits one token of each without drafts
+    max_rows: int  # limit of draft rows
+    num_sequences: int  # at least 1; the step commits one token of each even without drafts
     num_waiting: int = 0  # prompts that are computed after the step
 
     def priced(self, seconds: float) -> float:
-        """Returns the duration plus the time of the prompts that wait for it."""
+        """Returns the cost of this time in seconds of the batch: each waiting prompt loses it like a sequence."""
         return seconds * (1.0 + self.num_waiting / self.num_sequences)
 
     def choose(self, *, num_rows: int | None = None) -> RowChoice:
-        """Gives rows to the draft tokens that gain most, as long as they gain more than the time they take.
+        """Gives rows to the likeliest draft tokens, as long as they gain more than their time costs.
 
         The step commits `num_sequences` tokens without drafts, and one more for each accepted draft token. With r
         rows for drafts its expected rate is (num_sequences + the r largest probabilities) / step_seconds[r]; the best
         r maximises it. step_seconds may have any shape. While prompts wait for the end of the step, a second costs
-        what the batch would generate in it, and what the prompts would, each at the rate of one sequence of the
-        batch.
+        the tokens that the batch would generate in it plus those of the prompts, each at the rate of one sequence of
+        the batch.
 
         `num_rows`: use this number of rows instead of the best one, to learn its duration.
 
@@ -61,7 +61,7 @@ class StepOffer:
         for owner, draft in enumerate(self.drafts):
             flat += draft
             owners += [owner] * len(draft)
-        # A stable sort: of equals the first, so parents come before children.
+        # The sort is stable, so a parent comes before an equally likely child.
         order = sorted(range(len(flat)), key=flat.__getitem__, reverse=True)[: self.max_rows]
         gained = list(accumulate(map(flat.__getitem__, order), initial=float(self.num_sequences)))  # by number of rows
         rates = list(map(truediv, gained, step_seconds))
@@ -75,7 +75,7 @@ class StepOffer:
         counts = [0] * len(self.drafts)
         for index in order[:best]:
             counts[owners[index]] += 1
-        prices = [flat[order[best - 1]]] if best else []  # the price of replacing a token, then of adding some
+        prices = [flat[order[best - 1]]] if best else []  # of replacing a token, then of adding some
         ahead = 1
         while best + ahead < len(step_seconds):
             prices.append(time_price * (step_seconds[best + ahead] - step_seconds[best]) / ahead)

@@ -18,38 +18,39 @@ SLOPE_WEIGHT = 0.05
 BEND_WEIGHT = 0.5
 SEQUENCE_WEIGHT = 1.0
 """Weights of assumptions relative to observed steps: that the slope is the prior's, that a line continues straight,
-and that sequences cost nothing besides their rows.
+and that a sequence costs nothing beyond its rows.
 """
 
 OUTLIER_FACTOR = 2.0
 """A step counts as at most this many times its expected duration."""
 
 MAX_OUTLIERS = 3
-"""Outliers in a row. After more of them the machine has become slower, and steps count in full."""
+"""Number of consecutive outliers after which further ones count in full, because the machine has become slower."""
 
 FORGETTING = 0.99
-"""The share of their weight that older steps keep at each new one."""
+"""Factor by which each new step reduces the weight of older ones."""
 
 MIN_SHARE = 1e-3
-"""Minimum of every step's expected duration, as a fraction of the mean step's."""
+"""Lower bound of expected durations, as a fraction of the mean step's duration."""
 
 FIT_STEPS = 8
-"""Steps after which the fit, a small system of equations, is recomputed; it also is after a surprise."""
+"""Number of steps after which the fit, a small system of linear equations, is solved again, if there is no surprise."""
 
 SURPRISE = 0.25
-"""Fraction of the expected duration by which a step must differ to be a surprise."""
+"""A step is a surprise if it differs from its expected duration by more than this fraction of it."""
 
 MIN_EVIDENCE = 1.5
-"""Steps of about one number of rows, older ones discounted, from which its duration is known."""
+"""The duration of a number of rows counts as known after this many steps with about that number, older ones discounted.
+"""
 
 SEEN_EVIDENCE = 0.2
-"""The same, from which it is known that there is no cliff before it."""
+"""After this many such steps, it counts as known that there is no cliff up to that number of rows."""
 
 Seconds = npt.NDArray[np.float64]
 
 
 class StepCostModel:
-    """T(sequences, rows) = a piecewise linear function with knots `KNOTS`, plus a constant for each sequence.
+    """T(sequences, rows) = a piecewise linear function of rows with the knots `KNOTS`, plus a constant per sequence.
 
     It is fitted by least squares with exponential forgetting. Weak assumptions fill the gaps between observed steps:
     a line continues straight. So a cliff is found by the first steps beyond it, and forgotten after some hundred
@@ -57,13 +58,13 @@ class StepCostModel:
     """
 
     def __init__(self, *, buckets: Sequence[int] = ()) -> None:
-        """`buckets`: ascending numbers of rows to which a device's graphs pad smaller steps; empty: it has no graphs.
+        """`buckets`: ascending numbers of rows to which a GPU's graphs pad smaller steps; empty: there are no graphs.
 
         Steps with more rows than the last bucket are not padded.
         """
         self._buckets = tuple(buckets)
         self._knots = (*self._buckets, *(knot for knot in KNOTS if not buckets or knot > buckets[-1]))
-        size = len(self._knots) + 1  # the last entry is that of a sequence
+        size = len(self._knots) + 1  # the last entry is the cost of a sequence
         self._weight = 0.0
         self._mean_rows = 0.0
         self._mean_seconds = 0.0
@@ -76,7 +77,7 @@ class StepCostModel:
 
     @property
     def is_known(self) -> bool:
-        """Whether a step has been observed at all."""
+        """Whether a step has been observed."""
         return self._weight > 0.0
 
     def observe(self, *, num_sequences: int, num_rows: int, step_seconds: float) -> None:
@@ -127,9 +128,9 @@ class StepCostModel:
         return bool(self._squares[place + round(share), place + round(share)] >= MIN_EVIDENCE)
 
     def max_explored_rows(self) -> int | None:
-        """Returns the number of rows to which a step may grow: one knot beyond those seen recently; None if none were.
+        """Returns how many rows a step may have: one knot beyond those seen recently; None if there were no steps.
 
-        Larger steps may cost anything: a line that continues straight does not show a cliff.
+        The duration of larger steps is unknown: a line that continues straight does not show a cliff.
         """
         seen = np.flatnonzero(self._squares.diagonal()[:-1] >= SEEN_EVIDENCE)
         if not len(seen):
@@ -193,10 +194,10 @@ class StepCostModel:
 
 
 def _assumptions(knots: Sequence[int]) -> Seconds:
-    """Returns [num_knots + 1, num_knots + 1]: what assumptions add to the squares (no bends, no cost of a sequence).
+    """Returns [num_knots + 1, num_knots + 1]: what the assumptions (no bends, free sequences) add to the squares.
 
-    A bend is measured by its effect over as many rows as its knot has, so that the same shape has the same weight at
-    any size, relative to the step's duration.
+    A bend is weighted by the number of rows at its knot, so that a shape has the same weight at any scale, relative to
+    the step's duration.
     """
     size = len(knots) + 1
     squares = np.zeros((size, size))

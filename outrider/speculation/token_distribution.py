@@ -1,4 +1,4 @@
-"""The distribution a draft token was drawn from, for verification methods that compare probabilities. Torch-free."""
+"""The distribution of a drawn draft token, for verification methods that compare probabilities. Torch-free."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TokenDistribution:
         return 0.0
 
     def can_have_drawn(self, token_id: int) -> bool:
-        """Returns whether this is a valid distribution that can yield the token. Used for input of peers."""
+        """Returns whether this, as a peer sent it, is a valid distribution that can yield the token."""
         return (
             len(self.token_ids) == len(self.probabilities) <= MAX_DISTRIBUTION_IDS
             and len(set(self.token_ids)) == len(self.token_ids)

@@ -1,6 +1,6 @@
-"""Files of kept answers, which training reads: of a cluster that it ran, or of a decode node's traffic. Torch-free.
+"""Files of kept answers, from which heads are trained. A training run or a decode node writes them. Torch-free.
 
-Each line holds one answer as JSON, with token ids in place of text.
+Each line is one answer as JSON, with token ids in place of text.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class KeptAnswer:
     """One answer of the target."""
 
     prompt: Sequence[int]  # token ids, including those of the chat template
-    response: Sequence[int]  # token ids, including the one that ended it, if one did
+    response: Sequence[int]  # token ids, including the stop token, if there was one
     temperature: float = 0.0
-    kind: str = "other"  # of text, such as "chat" or "code"; the report groups its figures by it
+    kind: str = "other"  # the kind of text, e.g. "chat" or "code"; the report groups its figures by it
 
     @property
     def token_ids(self) -> list[int]:
@@ -34,20 +34,20 @@ class KeptAnswer:
 
     @classmethod
     def from_line(cls, line: str) -> KeptAnswer:
-        """Reads what `to_line` wrote. Raises: ValueError for anything else."""
+        """Parses a line written by `to_line`. Raises: ValueError for any other line."""
         try:
             fields = json.loads(line)
             prompt, response = ([int(token_id) for token_id in fields[name]] for name in ("prompt", "response"))
             return cls(prompt, response, float(fields.get("temperature", 0.0)), str(fields.get("kind", "other")))
         except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"no answer: {error!r}") from error
+            raise ValueError(f"not a kept answer: {error!r}") from error
 
     def to_line(self) -> str:
         return json.dumps(asdict(self)) + "\n"
 
 
 class AnswerWriter:
-    """Appends answers to the files of one folder, which take at most `max_bytes` together. One thread owns it."""
+    """Appends answers to files in one folder, which take at most `max_bytes` in all. One thread owns it."""
 
     def __init__(self, folder: Path, *, max_bytes: int) -> None:
         """Raises: OSError if the folder cannot be made."""
@@ -59,7 +59,7 @@ class AnswerWriter:
         )
 
     def append(self, answer: KeptAnswer) -> None:
-        """Writes one line, which outlives the process from here on: the operating system has it. Raises: OSError."""
+        """Writes one line. It survives the end of the process, but not of the machine. Raises: OSError."""
         self._segments.append(answer.to_line().encode("ascii"))
 
     def close(self) -> None:
@@ -72,13 +72,13 @@ def read_answers(folder: Path) -> Iterator[KeptAnswer]:
         try:
             file = path.open(encoding="ascii", errors="replace")
         except FileNotFoundError:
-            continue  # a running node has removed its oldest file
+            continue  # a running node has just removed its oldest file
         except OSError as error:
             raise ConfigError(f"kept answers cannot be read: {error}") from error
         with file:
             for number, line in enumerate(file, 1):
                 if not line.endswith("\n"):
-                    continue  # its writer was killed, or is still writing it
+                    continue  # its writer was killed or is still writing it
                 try:
                     yield KeptAnswer.from_line(line)
                 except ValueError as error:

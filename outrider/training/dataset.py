@@ -1,7 +1,7 @@
 """The data set of a run: the chosen answers, and the target's hidden states at each of their tokens.
 
-It is kept in two files of the run's working folder. texts.json holds the chosen answers and is written once. hidden.bin
-grows text by text; its size tells how many texts it has, so that a killed run can continue.
+It is kept in two files in the run's working folder. texts.json holds the chosen answers and is written once. hidden.bin
+grows text by text. Its size tells how many texts it has, so that a killed run can continue.
 """
 
 from __future__ import annotations
@@ -25,27 +25,26 @@ from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.errors import ConfigError
 from outrider.node import DTYPE_BYTES
 from outrider.training.answer_files import KeptAnswer
-from outrider.training.plan import TrainingPlan, write_atomically
+from outrider.training.plan import SEED, TrainingPlan, write_atomically
 
-MIN_PROMPT_TOKENS = 2  # a chain that drafts the answer's first token begins one token before
+HELD_OUT_SHARE = 0.05  # fraction of prompts whose answers are held out
+MIN_PROMPT_TOKENS = 2  # the chain of an answer's first token needs a feature and the token after it
 
 
 def choose_texts(
     plan: TrainingPlan, answers: Iterable[KeptAnswer], *, vocab_size: int, hidden_size: int, num_taps: int, dtype: str
 ) -> Dataset:
-    """Writes texts.json, without texts that are too long and without the oldest beyond `plan.max_feature_bytes`.
+    """Writes texts.json. Leaves out texts that are too long, and the oldest ones beyond `plan.max_feature_bytes`.
 
-    `num_taps`: the number of taps of the residual stream, besides the final hidden state. Raises: ConfigError if too
-    few texts remain, or for answers of another model.
+    `num_taps`: the number of taps of the residual stream, not counting the final hidden state. Raises: ConfigError if
+    too few texts remain or answers are of another model.
     """
     width = (num_taps + 1) * hidden_size
     room = plan.max_feature_bytes // (width * DTYPE_BYTES[dtype])  # tokens
     fitting: deque[KeptAnswer] = deque()
     for answer in answers:
         if any(not 0 <= token_id < vocab_size for token_id in answer.token_ids):
-            raise ConfigError(
-                f"an answer has token ids that are not in 0 to {vocab_size - 1}: another model than the target gave it"
-            )
+            raise ConfigError(f"an answer has token ids outside 0 to {vocab_size - 1}: the target did not write it")
         length = len(answer.token_ids)
         if len(answer.prompt) < MIN_PROMPT_TOKENS or len(answer.response) < 2 or length > plan.max_length:
             continue
@@ -53,15 +52,15 @@ def choose_texts(
         room -= length
         while room < 0:
             room += len(fitting.popleft().token_ids)
-    chosen = held_out_prompts(fitting, plan.held_out_share)
+    chosen = held_out_prompts(fitting, HELD_OUT_SHARE)
     held_out = [answer for answer in fitting if tuple(answer.prompt) in chosen]
     others = [answer for answer in fitting if tuple(answer.prompt) not in chosen]
     if not held_out or not others:
         raise ConfigError(
-            f"{len(fitting)} answers of 2 to {plan.max_length} tokens are too few to train and to hold some out: give "
-            f"more --minutes, or more prompts"
+            f"{len(fitting)} answers of 2 to {plan.max_length} tokens are too few for training and evaluation: "
+            f"give more --minutes or more prompts"
         )
-    random.Random(plan.seed).shuffle(others)  # noqa: S311 no secret
+    random.Random(SEED).shuffle(others)  # noqa: S311 no secret
     folder = features_folder(plan)
     folder.mkdir(parents=True, exist_ok=True)
     texts = [asdict(text) for text in (*held_out, *others)]
@@ -71,9 +70,9 @@ def choose_texts(
 
 
 def held_out_prompts(answers: Iterable[KeptAnswer], share: float) -> set[tuple[int, ...]]:
-    """Returns the prompts whose answers are held out: this share of each kind, at least one of two or more.
+    """Returns the prompts whose answers are held out: the fraction `share` of each kind, at least one of two or more.
 
-    All answers to such a prompt are held out, since one of them in training would give the others away.
+    All answers to such a prompt are held out: training on one of them would reveal the others.
     """
     by_kind: dict[str, set[tuple[int, ...]]] = {}
     for answer in answers:
@@ -91,7 +90,7 @@ def features_folder(plan: TrainingPlan) -> Path:
 
 
 class Dataset:
-    """The chosen texts, each a prompt and its answer, and their hidden states, which are mapped from their file.
+    """The chosen texts (prompts with their answers) and their hidden states, which are mapped from their file.
 
     Held-out texts come first; the others follow in random order.
     """
@@ -101,7 +100,7 @@ class Dataset:
         facts = json.loads((folder / "texts.json").read_text(encoding="utf-8"))
         self.texts = [KeptAnswer(**fields) for fields in facts["texts"]]
         self.hidden_size: int = facts["hidden_size"]
-        self.width: int = facts["width"]  # of a token's hidden states: those of all taps, then the final one
+        self.width: int = facts["width"]  # width of a token's hidden states, of all taps and then the final one
         self.dtype: str = facts["dtype"]
         self.num_held_out: int = facts["num_held_out"]
         self.starts = [0, *accumulate(len(text.token_ids) for text in self.texts)]
@@ -113,20 +112,20 @@ class Dataset:
         return self.width * DTYPE_BYTES[self.dtype]
 
     def __len__(self) -> int:
-        """Returns the number of texts whose hidden states are in the file; they are the first ones."""
+        """Returns the number of texts, counted from the first, whose hidden states are in the file."""
         size = self.hidden_path.stat().st_size if self.hidden_path.is_file() else 0
         return bisect.bisect_right(self.starts, size // self.row_bytes) - 1
 
     @cached_property
     def hidden(self) -> Tensor:
-        """[num_tokens, width] of the texts that the file had at the first access. It takes memory as it is read."""
+        """[num_tokens, width]: the texts that the file had at the first access. It takes memory only as it is read."""
         num_rows = self.starts[len(self)]
         flat = torch.from_file(str(self.hidden_path), size=num_rows * self.width, dtype=TORCH_DTYPES[self.dtype])
         return flat.view(num_rows, self.width)
 
     @property
     def features(self) -> Tensor:
-        """[num_tokens, num_taps * hidden_size]: the inputs of a head. Without taps they are the final hidden states."""
+        """[num_tokens, num_taps * hidden_size]: the inputs of a head. If there are no taps, the final hidden states."""
         return self.hidden[:, : max(self.width - self.hidden_size, self.hidden_size)]
 
     @property
@@ -147,24 +146,24 @@ class Dataset:
         return slice(self.starts[text], self.starts[text + 1])
 
     def answer_counts(self, vocab_size: int) -> Tensor:
-        """Returns [vocab_size]: how often each token occurs in the answers of the training texts."""
+        """Returns [vocab_size]: the number of times that each token occurs in the answers of the training texts."""
         answered = [token_id for text in self.training for token_id in self.texts[text].response]
         return torch.bincount(torch.tensor(answered, dtype=torch.long), minlength=vocab_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Several texts, padded at their ends, and the rows in which the target decides a token of an answer.
+    """Several texts, padded at their ends, and the rows at which the target decides tokens of answers.
 
-    A row is a token of a text, whose final hidden state decides the next token. Step j of a chain can be compared with
-    rows that come at least j tokens after the first row of their answer.
+    A row is a token of a text; its final hidden state decides the next token. Step j of chains is compared with the
+    rows that are at least j tokens after the first row of their answer.
     """
 
     token_ids: Tensor  # [num_texts, num_tokens] int64
     features: Tensor  # [num_texts, num_tokens, num_taps * hidden_size]: the inputs of the head
     texts: Tensor  # [num_rows] int64
     places: Tensor  # [num_rows] int64: the positions of the rows in their texts
-    depths: Tensor  # [num_rows] int64: how many tokens of the answer precede the one that the row decides
+    depths: Tensor  # [num_rows] int64: number of answer tokens before the one that the row decides
     final: Tensor  # [num_rows, hidden_size]: the target's final hidden states, after its final norm
     first_chain: int  # the first chain that reaches a row
 

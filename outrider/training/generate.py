@@ -11,17 +11,17 @@ from outrider.answer import Completion
 from outrider.client import AsyncClient
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.training.answer_files import AnswerWriter, KeptAnswer, read_answers
-from outrider.training.plan import PhaseClock, Progress, TrainingPlan
+from outrider.training.plan import SEED, PhaseClock, Progress, TrainingPlan
 from outrider.training.prompts import TrainingPrompt, read_prompts, tokenize, write_prompt
 
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
-"""The temperatures of answers, drawn evenly. Greedy answers teach the likeliest tokens, sampled ones the others."""
+"""Temperatures of answers, drawn uniformly. Greedy answers teach the likeliest tokens, sampled ones the others."""
 MAX_ANSWERS_BYTES = 512 << 20
 MIN_RESPONSE_TOKENS = 8
 MAX_PASTED_TEXTS = 256
-MIN_ANSWERS = 16  # the phase continues beyond its time until it has so many
-MAX_EXTRA_SECONDS = 600.0  # for `MIN_ANSWERS`
-MAX_FAILURES_IN_A_ROW = 8  # of one task
+MIN_ANSWERS = 16  # with fewer the phase continues beyond its time
+MAX_EXTRA_SECONDS = 600.0  # limit of the time beyond, until there are `MIN_ANSWERS`
+MAX_FAILURES_IN_A_ROW = 8  # consecutive failed requests after which a task gives up
 RETRY_SECONDS = 0.5
 REPORT_SECONDS = 1.0
 
@@ -31,7 +31,7 @@ def answers_folder(plan: TrainingPlan) -> Path:
 
 
 def write_answers(plan: TrainingPlan, address: str, clock: PhaseClock, *, seconds: float, progress: Progress) -> None:
-    """Asks the cluster at `address` until the phase has taken `seconds`, or until all prompts of a file are answered.
+    """Sends requests to the cluster at `address` until the phase has taken `seconds` or the file has no more prompts.
 
     Raises: OutriderError if requests keep failing.
     """
@@ -39,14 +39,14 @@ def write_answers(plan: TrainingPlan, address: str, clock: PhaseClock, *, second
 
 
 class _Asking:
-    """Runs many requests at once and writes each answer as it arrives."""
+    """Runs many concurrent requests and writes each answer as it arrives."""
 
     def __init__(self, plan: TrainingPlan, clock: PhaseClock, seconds: float, progress: Progress) -> None:
         self._plan, self._clock, self._seconds, self._progress = plan, clock, seconds, progress
         folder = answers_folder(plan)
         self._known = {tuple(answer.prompt) for answer in read_answers(folder)}
-        # The seed changes after each interruption: writing the same prompts again would be lost work.
-        self._rng = random.Random(f"{plan.seed} {len(self._known)}")  # noqa: S311 no secret
+        # The seed changes after each interruption, so that the same prompts are not written again.
+        self._rng = random.Random(f"{SEED} {len(self._known)}")  # noqa: S311 no secret
         self._given = None if plan.prompts is None else iter(read_prompts(plan.prompts))
         self._pasted: deque[str] = deque(maxlen=MAX_PASTED_TEXTS)
         self._writer = AnswerWriter(folder, max_bytes=MAX_ANSWERS_BYTES)
@@ -72,7 +72,7 @@ class _Asking:
                 self._writer.close()
 
     def _seconds_left(self) -> float:
-        """Returns the seconds left to the phase, with `MAX_EXTRA_SECONDS` more while there are too few answers."""
+        """Returns the seconds that the phase may still take; `MAX_EXTRA_SECONDS` more if there are too few answers."""
         extra = MAX_EXTRA_SECONDS if len(self._known) < MIN_ANSWERS else 0.0
         return self._seconds + extra - self._clock.seconds
 
@@ -92,12 +92,12 @@ class _Asking:
                 if failures > MAX_FAILURES_IN_A_ROW:
                     raise
                 if isinstance(error, InvalidRequestError):
-                    prompt = None  # it is too long, for example: go on with the next one
+                    prompt = None  # e.g. it is too long; the next one is tried
                 else:
                     await asyncio.sleep(failures * RETRY_SECONDS)
 
     async def _next_prompt(self, client: AsyncClient) -> TrainingPrompt | None:
-        """Returns each prompt of the file once, in its order, then None. Without a file prompts never end."""
+        """Returns each prompt of the file once, in order, then None; without a file, always a new prompt."""
         if self._given is None:
             return await write_prompt(client, self._rng, self._pasted)
         for kind, chat in self._given:
@@ -121,6 +121,6 @@ class _Asking:
 
 
 def _whole(completion: Completion) -> list[int]:
-    """Returns the token ids of an answer, including the one that ended it."""
+    """Returns the token ids of an answer, including its stop token."""
     token_ids, end = list(completion.token_ids), completion.finished.stop_token_id
     return [*token_ids, end] if end is not None and token_ids[-1:] != [end] else token_ids

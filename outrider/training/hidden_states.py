@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 CLIENTS = (1, 4, 16)
 MAX_DRAFT_TOKENS = 5
-PRICED_CONTEXT = 256  # tokens before the timed rows: those of a prompt and half an answer
+CONTEXT_TOKENS = 256  # tokens before the timed rows: about a prompt and half an answer
 FLUSHED_BYTES = 128 << 20
 MIN_TIMED_CALLS = 5
 
 
 def open_target(config: ModelConfig, taps: Sequence[int], hidden_size: int, *, max_length: int) -> Compute:
-    """Opens the target with a cache that keeps these taps as they are. Raises: as `open_compute`."""
+    """Opens the target with a KV cache that also keeps the hidden states of these taps. Raises: as `open_compute`."""
 
     def on_rank_lost(error: RankLostError) -> None:
         raise InternalError(f"a rank of the target was lost: {error}; run the same command again") from error
@@ -46,7 +46,7 @@ def open_target(config: ModelConfig, taps: Sequence[int], hidden_size: int, *, m
 def write_hidden_states(
     target: Compute, dataset: Dataset, clock: PhaseClock, *, seconds: float, progress: Progress
 ) -> None:
-    """Appends to hidden.bin until it has all texts, or until the phase has taken `seconds` and it has enough."""
+    """Appends to hidden.bin until it has all texts, or enough of them and the phase has taken `seconds`."""
     cache, count = target.kv_cache, len(dataset.texts)
     plane = target.model.spec.features
     assert plane is not None
@@ -75,17 +75,17 @@ def write_hidden_states(
 
 
 def measure_rows(target: Compute, *, limit_seconds: float) -> list[list[float]]:
-    """Measures the seconds of a step's forward, for each number of CLIENTS and for 1, 2, … rows of each client.
+    """Returns seconds of a step's forward, by number of CLIENTS, then by number of rows (1, 2, …) per client.
 
     One row is plain decoding; each further row is a draft token. The processor's caches are flushed before each
-    forward. The first blocks of the KV cache are overwritten. `limit_seconds`: the time for each figure.
+    forward. The first blocks of the KV cache are overwritten. `limit_seconds`: the time for each measurement.
     """
     size, flush = target.kv_cache.block_size, cache_flush(target.model.device)
-    per_text = -(-(PRICED_CONTEXT + MAX_DRAFT_TOKENS + 1) // size)
+    per_text = -(-(CONTEXT_TOKENS + MAX_DRAFT_TOKENS + 1) // size)
 
     def seconds_of(clients: int, num_rows: int) -> float:
         rows = [
-            SequenceRows([0] * num_rows, PRICED_CONTEXT, range(first, first + per_text), num_logits=num_rows)
+            SequenceRows([0] * num_rows, CONTEXT_TOKENS, range(first, first + per_text), num_logits=num_rows)
             for first in range(0, clients * per_text, per_text)
         ]
         batch = build_input_batch(rows, size)
@@ -97,15 +97,15 @@ def measure_rows(target: Compute, *, limit_seconds: float) -> list[list[float]]:
 
 
 def cache_flush(device: torch.device | str) -> Callable[[], object]:
-    """Returns a function that reads more than a processor's last-level cache holds, and waits for the end."""
+    """Returns a function that flushes a processor's caches: it reads more than the last-level cache holds."""
     unrelated = torch.ones(FLUSHED_BYTES, dtype=torch.uint8, device=device)
     return lambda: unrelated.max().item()
 
 
 def median_seconds(call: Callable[[], object], flush: Callable[[], object], limit_seconds: float) -> float:
-    """Returns the median seconds of `call`. Each call follows a `flush`, which is not timed.
+    """Returns the median seconds of `call`. A `flush`, which is not timed, precedes each call.
 
-    One call warms up; then as many are timed as fit into `limit_seconds`, but at least `MIN_TIMED_CALLS`.
+    After a call to warm up, as many are timed as fit into `limit_seconds`, but at least `MIN_TIMED_CALLS`.
     """
     call()
     times: list[float] = []

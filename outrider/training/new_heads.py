@@ -1,4 +1,4 @@
-"""New heads: the contents of their folders, in a published layout, before training."""
+"""Makes new heads: the contents of their folders before training, in published layouts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.training.plan import TrainingPlan
 
 Parts = tuple[dict[str, Any], dict[str, Tensor]]
-"""The content of config.json, and float32 tensors by name."""
+"""The content of config.json, and tensors by name: weights in float32, ids as integers."""
 
 
 def new_head(plan: TrainingPlan, target: Target, name: str, counts: Tensor, device: torch.device) -> Checkpoint:
-    """Makes an untrained head that drafts the most frequent tokens by `counts` [vocab_size].
+    """Makes an untrained head that drafts only the tokens with the largest `counts` [vocab_size].
 
     Its weights are on the device. `name`: the target's name. Raises: ModelError.
     """
@@ -34,7 +34,7 @@ def eagle3_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def _eagle3(target: Target, name: str, ids: Tensor) -> Parts:
-    """Makes a head in the layout of the `speculators` library, with one decoder layer in the shape of the target's."""
+    """Makes a head in the layout of the `speculators` library, with one decoder layer shaped like the target's."""
     layer, taps = _layer_config(target), eagle3_taps(target.num_layers)
     hidden, inner, dim = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
     heads, kv_heads = layer["num_attention_heads"] * dim, layer["num_key_value_heads"] * dim
@@ -101,7 +101,7 @@ def _layer_config(target: Target) -> dict[str, Any]:
 
 
 def _medusa(target: Target, ids: Tensor, num_heads: int) -> Parts:
-    """Makes Medusa heads in vLLM's layout, which share an output layer. Untrained, each repeats the next token."""
+    """Makes Medusa heads in vLLM's layout, which share an output layer. Untrained heads repeat the next token."""
     width = target.hidden_size
     tensors = {"lm_head.weight": _output_layer(target, ids)}
     for head in range(num_heads):
@@ -124,7 +124,7 @@ def _medusa(target: Target, ids: Tensor, num_heads: int) -> Parts:
 
 
 def _mlp(target: Target, ids: Tensor, num_stages: int) -> Parts:
-    """Makes an MLPSpeculator in the layout of fms-extras. Stages share weights; rows of undrafted tokens are zero."""
+    """Makes an MLPSpeculator in the layout of fms-extras. Stages share weights; undrafted tokens have zero rows."""
     width, embedding = target.hidden_size, target.embedding().float()
     tensors = {
         "emb.0.weight": embedding * torch.rsqrt(embedding.square().mean()),
@@ -150,10 +150,10 @@ def _mlp(target: Target, ids: Tensor, num_stages: int) -> Parts:
 
 
 def _linear(width: int, out: int, gain: float = 1.0) -> Tensor:
-    """Returns a random matrix [out, width] whose outputs are `gain` times as large as its inputs."""
+    """Returns a random matrix [out, width] whose outputs are about `gain` times as large as its inputs."""
     return torch.randn(out, width) * (gain * width**-0.5)
 
 
 def _output_layer(target: Target, ids: Tensor) -> Tensor:
-    """Returns the target's rows of these ids [len(ids), hidden_size], from which training starts."""
+    """Returns the rows of the target's output layer [len(ids), hidden_size], with which training starts."""
     return target.output_layer()[ids].float()

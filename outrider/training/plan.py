@@ -18,8 +18,11 @@ FORMS = ("eagle3", "medusa", "mlp")
 ANSWERS, FEATURES, TRAINING = "answers", "features", "training"
 
 ANSWERS_SHARE, FEATURES_SHARE, REPORT_SHARE = 0.25, 0.15, 0.05
-"""Largest shares of the whole time. Training takes the rest: two cores write as many answers in a quarter of an hour as
-they can learn from in half an hour."""
+"""Maximum fractions of a run's time by phase; training takes the rest. Two cores write as many answers in a quarter of
+an hour as they can learn from in half an hour."""
+
+SEED = 1
+"""Seed of all random choices of a run."""
 
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int], None]
@@ -35,19 +38,17 @@ class TrainingPlan:
     form: str = "eagle3"
     minutes: float = 60.0
     prompts: Path | None = None  # JSONL; None: the target writes them
-    traffic: Path | None = None  # a folder of kept answers, in place of new ones
+    traffic: Path | None = None  # a folder of kept answers, which are used in place of new ones
     init_from: Path | None = None  # a head to continue from; its reduction is kept
     draft_vocab_size: int = 4096
-    num_steps: int = 4  # draft tokens, each trained on the head's own outputs of the step before
+    num_steps: int = 4  # draft tokens that are trained, each from the head's own states of the step before
     batch_size: int = 6  # sequences
     learning_rate: float = 1.2e-3
     concurrency: int = 64  # requests at once
     max_answer_tokens: int = 256
     max_length: int = 1024  # tokens of a prompt and its answer; longer ones are left out
     max_feature_bytes: int = 8 << 30
-    held_out_share: float = 0.05
     checkpoint_seconds: float = 60.0
-    seed: int = 1
 
     def __post_init__(self) -> None:
         """Raises: ConfigError."""
@@ -56,7 +57,7 @@ class TrainingPlan:
         if not 0 < self.minutes < 1e6:
             raise ConfigError(f"--minutes {self.minutes:g} is not above 0: give the time that the whole run may take")
         if self.prompts is not None and self.traffic is not None:
-            raise ConfigError("--prompts and --from-traffic are two sources of answers: give one of them")
+            raise ConfigError("--prompts and --from-traffic are both sources of answers: give one of them")
         counts = {"--draft-vocab": self.draft_vocab_size, "--batch": self.batch_size, "--steps": self.num_steps}
         for name, value in counts.items():
             if value < 1:
@@ -64,7 +65,7 @@ class TrainingPlan:
         if not 0 < self.learning_rate < 1:
             raise ConfigError(f"--rate {self.learning_rate:g} is not between 0 and 1")
         if self.init_from is not None and self.form != "eagle3":
-            raise ConfigError("--init-from takes up an eagle3 head: leave --form at eagle3")
+            raise ConfigError("--init-from continues an eagle3 head: leave --form at eagle3")
 
     @property
     def work(self) -> Path:
@@ -75,13 +76,13 @@ class TrainingPlan:
         return 60 * self.minutes
 
     @property
-    def price_seconds(self) -> float:
-        """Seconds for each figure of a step's cost."""
+    def measure_seconds(self) -> float:
+        """Seconds for each measurement of a step's cost."""
         return min(0.25, self.seconds / 1000)
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """The options that a continued run must repeat, because its files depend on them."""
+        """The options that a continued run must not change, because its files depend on them."""
         return {
             "model": self.model.id,
             "dtype": self.model.dtype,
@@ -96,17 +97,17 @@ class TrainingPlan:
 
 @dataclass(slots=True)
 class RunState:
-    """The progress of a run, kept in state.json of its working folder. A killed run loses a few seconds of it."""
+    """The progress of a run, kept in state.json in its working folder. A killed run loses a few seconds of it."""
 
     path: Path
     fixed: Mapping[str, Any]
     seconds: dict[str, float]  # seconds spent, by phase
-    done: list[str]  # phases
-    row_seconds: list[list[float]]  # what `hidden_states.measure_rows` returned
+    done: list[str]  # names of finished phases
+    row_seconds: list[list[float]]  # the result of `hidden_states.measure_rows`
 
     @classmethod
     def open(cls, plan: TrainingPlan) -> RunState:
-        """Reads the state of the run in the folder, or makes a new one. Raises: ConfigError if its options differ."""
+        """Reads the state of the run in the folder, or makes a new one. Raises: ConfigError if fixed options differ."""
         path = plan.work / "state.json"
         kept = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         for name, value in plan.fixed.items():
@@ -114,7 +115,7 @@ class RunState:
             if before != value:
                 raise ConfigError(
                     f"{plan.out} holds a run with --{name} {before}, not {value}: "
-                    f"give that again to go on, or another --out"
+                    f"repeat the old value to continue it, or give another --out"
                 )
         return cls(path, plan.fixed, kept.get("seconds", {}), kept.get("done", []), kept.get("row_seconds", []))
 
@@ -124,7 +125,7 @@ class RunState:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[PhaseClock]:
-        """Counts the time spent in the block, also if it raises. If it does not, the phase is done."""
+        """Counts the time spent in the block, even if it raises. If it does not raise, marks the phase as done."""
         clock = PhaseClock(self, name, time.monotonic() - self.seconds.get(name, 0.0))
         try:
             yield clock
@@ -135,7 +136,7 @@ class RunState:
 
 @dataclass(slots=True)
 class PhaseClock:
-    """The time that one phase has taken, over all processes that worked on it."""
+    """The time that one phase has taken, in all processes that worked on it."""
 
     state: RunState
     name: str
@@ -159,7 +160,7 @@ def only_run(plan: TrainingPlan) -> Iterator[None]:
             held.enter_context(locked(plan.work / "lock", while_waiting=lambda: None, seconds=0.0))
         except TimeoutError as error:
             raise ConfigError(
-                f"another train-head works in {plan.out}: wait for its end, or give another --out"
+                f"another train-head is running in {plan.out}: wait for its end, or give another --out"
             ) from error
         except OSError as error:
             raise ConfigError(f"--out {plan.out} cannot be written to: {error}") from error
@@ -167,7 +168,7 @@ def only_run(plan: TrainingPlan) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces a file, of which readers and a run after a kill see the old content or the new. Raises: OSError."""
+    """Replaces a file atomically: readers, and a run after a kill, see the old or the new content. Raises: OSError."""
     fresh = path.with_name(f".{path.name}.new")
     fresh.write_bytes(content.encode() if isinstance(content, str) else content)
     fresh.replace(path)

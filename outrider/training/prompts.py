@@ -1,13 +1,12 @@
-"""Prompts to answer, which are read from a file or written by the target itself.
+"""Prompts for training answers. They are read from a file, or the target writes them itself.
 
 A chat model that is given only the opening of a user's turn writes that turn (Xu et al. 2024, "Magpie",
-arXiv 2406.08464). Varied system messages and opening words keep it from always writing the same.
+arXiv 2406.08464). System messages and opening words are varied, so that its turns vary.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from outrider.client import AsyncClient, ChatMessage
 from outrider.errors import ConfigError, InvalidRequestError
+from outrider.speculation.draft_tree import num_common
 
 PASTED_SHARE, MIN_PASTED_CHARACTERS = 0.6, 200
 MIN_TURN_CHARACTERS = 20
@@ -23,18 +23,18 @@ DEFAULT_SYSTEM_SHARE, NO_OPENING_SHARE = 0.25, 0.3
 
 _HELP = "You are a helpful assistant. The user asks for help with {}."
 _TURNS: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("turns.json").read_text(encoding="utf-8"))
-"""By kind of text: its share of turns, their length and temperature (long texts of a small model fall apart at 1), the
-topics of system messages, and the words that turns begin with."""
+"""For each kind of text: the weight of its turns, their length and temperature (long texts of a small model become
+incoherent at 1), the topics of system messages, and the words that turns begin with."""
 
 
 TrainingPrompt = tuple[str, list[int]]
-"""A prompt to answer: its kind of text, and its token ids including those of the chat template."""
+"""A prompt: its kind of text, and its token ids with those of the chat template."""
 
 
 async def write_prompt(client: AsyncClient, rng: random.Random, pasted: Sequence[str]) -> TrainingPrompt:
     """Makes a prompt of a random kind, whose user turn the target writes. Raises: OutriderError.
 
-    In `PASTED_SHARE` of the turns about a text, the text is one of `pasted`: earlier answers of the target.
+    In the fraction `PASTED_SHARE` of turns about a text, the text is one of `pasted`, i.e. an earlier answer.
     """
     while True:
         (kind,) = rng.choices(tuple(_TURNS), [turn["weight"] for turn in _TURNS.values()])
@@ -68,7 +68,8 @@ async def _open_turn(
 ) -> tuple[list[int], Sequence[int]]:
     """Returns a prompt that ends inside a user's turn, and the tokens that would close the turn.
 
-    It compares two chats whose user turns differ only in their last digit: in any template the rest is the same.
+    They are found by comparing two chats whose user turns differ only in their last digit: with any template, the rest
+    of their tokens is the same.
     """
     words = opening.rstrip(" ")
     try:
@@ -77,23 +78,18 @@ async def _open_turn(
             for end in ("4", "7")
         ]
     except InvalidRequestError:
-        if not system:  # a base model has no template: it continues the text from its first words
+        if not system:  # a base model has no template and continues a text from its first words
             return await client.tokenize(opening or "The"), ()
         return await _open_turn(client, (), opening)  # the template has no system turn
     if one == other:
-        raise InvalidRequestError("the model's chat template leaves out what the user says", field="chat")
-    return one[: _num_same(one, other)], one[len(one) - _num_same(one[::-1], other[::-1]) :]
-
-
-def _num_same(one: Sequence[int], other: Sequence[int]) -> int:
-    """Returns how many leading tokens two texts have in common."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+        raise InvalidRequestError("the model's chat template ignores the user's message", field="chat")
+    return one[: num_common(one, other)], one[len(one) - num_common(one[::-1], other[::-1]) :]
 
 
 async def tokenize(client: AsyncClient, messages: Sequence[ChatMessage]) -> list[int]:
-    """Tokenizes a chat that the target is to answer.
+    """Tokenizes a chat for the target to answer.
 
-    What its template refuses is left out: first the system turns, then all turns but the last. Without a template the
+    If its template refuses the chat, system turns are left out, then all turns but the last. Without a template, the
     last turn is tokenized as plain text.
     """
     without_system = [message for message in messages if message.role != "system"]
@@ -118,7 +114,7 @@ def read_prompts(path: Path) -> list[tuple[str, Sequence[ChatMessage]]]:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
                 f'--prompts {path}, line {number}: {error}; a line is {{"text": "…"}}, {{"prompt": "…"}} or '
-                f'{{"messages": [{{"role": "user", "content": "…"}}]}}, with "kind" if you like'
+                f'{{"messages": [{{"role": "user", "content": "…"}}]}}, optionally with "kind"'
             ) from error
     if not found:
         raise ConfigError(f"--prompts {path} has no prompts")
@@ -126,17 +122,17 @@ def read_prompts(path: Path) -> list[tuple[str, Sequence[ChatMessage]]]:
 
 
 def _read_prompt(line: str) -> tuple[str, Sequence[ChatMessage]]:
-    """Reads one line. Raises: ValueError, TypeError, KeyError, AttributeError."""
+    """Parses one line. Raises: ValueError, TypeError, KeyError, AttributeError."""
     fields = json.loads(line)
     if not isinstance(fields, dict):
-        raise TypeError("no JSON object")
+        raise TypeError("not a JSON object")
     text = fields.get("text", fields.get("prompt"))
     if text is None and "messages" not in fields:
-        raise ValueError('none of "text", "prompt" and "messages"')
+        raise ValueError('it has none of the fields "text", "prompt" and "messages"')
     messages = fields["messages"] if text is None else [{"role": "user", "content": text}]
     chat = tuple(ChatMessage(message["role"], message["content"]) for message in messages)
     if not chat or any(not isinstance(each.content, str) or not each.content.strip() for each in chat):
-        raise ValueError("a prompt without text")
+        raise ValueError("a message has no text")
     if chat[-1].role != "user":
-        raise ValueError(f"the last message is of the {chat[-1].role}, not of the user")
+        raise ValueError(f"the role of the last message is {chat[-1].role!r}, not 'user'")
     return str(fields.get("kind", "prompts")), chat

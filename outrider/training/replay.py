@@ -1,17 +1,16 @@
-"""Replays drafting on known answers, to tell how many tokens a step the head would have given.
+"""Replays drafting on known answers, to compute the tokens per step that a head would have given.
 
-The replay is exact for greedy decoding and for coupled sampling. Both accept a draft token if and only if it is what
-the target chooses, so the text does not depend on drafts, and every draft is a function of the text before it. All
+The replay is exact for greedy decoding and for coupled sampling. Both accept a draft token if and only if the target
+chooses the same token, so the text does not depend on drafts, and each draft is a function of the text before it. All
 chains of an answer are drafted in one pass. Then its steps are counted: draft k tokens, accept what agrees, repeat.
 
 Coupled sampling draws one arrival time (Gumbel-max noise) for each token of the vocabulary, which target and head share
-(see docs/adr/0002-coupled-sampling.md). The noise of a sampled answer is not known; it is drawn again under the
+(see docs/adr/0002-coupled-sampling.md). The noise of a sampled answer is not known. It is drawn again under the
 condition that its sum with the target's logits is largest at the token that was chosen.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,25 +19,27 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.heads.checkpoint import Target
+from outrider.speculation.draft_tree import num_common
 from outrider.speculation.proposers.ngram import NgramIndex, NgramSegment
 from outrider.training.dataset import Dataset
 from outrider.training.student import Student
 
-FIRST_GRADE = 4  # tokens of a repeated ending; after shorter ones the head is right more often than lookup
+FIRST_GRADE = 4  # matches from this length on, in tokens, use lookup first; after shorter ones the head is better
 SOURCES = ("head", "lookup", "lookup, then head")
 HEAD, LOOKUP, BOTH = range(len(SOURCES))
 
 
 Results = dict[tuple[str, float], np.ndarray]
-"""By kind of text and temperature: numbers of steps [num_sources, max_k, max_k + 1] int64, by source, k - 1 and number
-of right draft tokens."""
+"""By kind of text and temperature: numbers of steps [num_sources, max_k, max_k + 1] int64, indexed by source, k - 1 and
+the number of accepted draft tokens."""
 
 
 def walk(num_right: Sequence[int], prompt_length: int, k: int) -> list[int]:
-    """Returns the number of right draft tokens of each step of one text.
+    """Returns the number of accepted draft tokens in each step of one text.
 
-    Steps begin at the second token of the answer, because the prefill node gives the first, and end where fewer than
-    k + 1 tokens remain. `num_right[n]`: the number of right tokens of the draft after n known tokens.
+    The first step begins at the second token of the answer, because the prefill node samples the first one. Steps end
+    when fewer than k + 1 tokens remain. `num_right[n]`: the number of tokens that would be accepted of the draft after
+    n known tokens.
     """
     steps, known = [], prompt_length + 1
     while known + k < len(num_right):
@@ -49,7 +50,7 @@ def walk(num_right: Sequence[int], prompt_length: int, k: int) -> list[int]:
 
 @torch.no_grad()
 def replay(student: Student, target: Target, dataset: Dataset, texts: Sequence[int], *, max_k: int) -> Results:
-    """Counts the steps of these texts for k = 1 … `max_k`."""
+    """Counts the steps of these texts, for each k from 1 to `max_k`."""
     device = student.device
     output = target.output_layer().to(device, student.target_output.dtype)
     generator = torch.Generator(device).manual_seed(1)
@@ -66,8 +67,10 @@ def replay(student: Student, target: Target, dataset: Dataset, texts: Sequence[i
             drawn = noise_given(logits, token_ids[prompt_length:], generator)
             noise[prompt_length : len(tokens)] = drawn[:, student.target_ids]
         drafts = _draft(student, dataset.features[rows].to(device), token_ids, max_k, temperature, noise).tolist()
-        # The row of feature t and token t + 1 drafts after t + 2 known tokens.
-        by_head = [_num_right(tokens, known, draft) for known, draft in enumerate(((), (), *drafts[:-2]))]
+        # The row with feature t and token t + 1 drafts after t + 2 known tokens.
+        by_head = [
+            num_common(draft, tokens[known : known + max_k]) for known, draft in enumerate(((), (), *drafts[:-2]))
+        ]
         by_lookup, is_long = _look_up(tokens, max_k)
         both = [one if first else other for one, other, first in zip(by_lookup, by_head, is_long, strict=True)]
         counts = results.setdefault(
@@ -83,8 +86,8 @@ def replay(student: Student, target: Target, dataset: Dataset, texts: Sequence[i
 def noise_given(logits: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
     """Draws Gumbel noise [n, v] under the condition that logits [n, v] + noise is largest at `chosen` [n].
 
-    The largest sum is drawn first, since its value does not depend on the token that has it. The other sums are drawn
-    from distributions that are truncated at it (Maddison et al. 2014, arXiv 1411.0030).
+    The largest sum is drawn first: its value is independent of the token that has it. The other sums are drawn from
+    distributions truncated at it (Maddison et al. 2014, arXiv 1411.0030).
     """
 
     def gumbel(*shape: int) -> Tensor:
@@ -101,7 +104,7 @@ def noise_given(logits: Tensor, chosen: Tensor, generator: torch.Generator) -> T
 def _draft(
     student: Student, features: Tensor, token_ids: Tensor, max_k: int, temperature: float, noise: Tensor | None
 ) -> Tensor:
-    """Returns [num_tokens, max_k]: the drafts of each feature's chain, as ids of the target."""
+    """Returns [num_tokens, max_k]: the draft of each feature's chain, in ids of the target."""
     chains = student.start(features[None].float())
     tokens = functional.pad(token_ids[1:], (0, 1))
     drafts: list[Tensor] = []
@@ -118,19 +121,13 @@ def _draft(
 
 
 def _look_up(tokens: Sequence[int], max_k: int) -> tuple[list[int], list[bool]]:
-    """Returns, by number of known tokens, how much of a lookup's draft is right, and whether lookup goes first."""
+    """Returns by number of known tokens how many tokens of a lookup's draft are right, and whether it is preferred."""
     index = NgramIndex(NgramSegment(0, len(tokens)))
     num_right, is_long = [0], [False]
     for known in range(1, len(tokens)):
         text = tokens[:known]
         index.extend(text, known)
         draft, grade = index.continuation(text, max_k)
-        num_right.append(_num_right(tokens, known, draft))
+        num_right.append(num_common(draft, tokens[known : known + max_k]))
         is_long.append(grade >= FIRST_GRADE)
     return num_right, is_long
-
-
-def _num_right(tokens: Sequence[int], known: int, draft: Sequence[int]) -> int:
-    """Returns how many leading tokens of a draft are those of the text."""
-    same = (one == other for one, other in zip(draft, tokens[known : known + len(draft)], strict=False))
-    return sum(itertools.takewhile(bool, same))

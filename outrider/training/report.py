@@ -1,4 +1,4 @@
-"""Phase 4: the report on a head, out/report.md: its figures on held-out answers, and the speedup on this machine."""
+"""Phase 4: writes out/report.md, with a head's figures on held-out answers and its speedup on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from outrider.model_hub.config import ModelConfig
 from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, open_head_forward
-from outrider.training.hidden_states import CLIENTS, PRICED_CONTEXT, cache_flush, median_seconds
+from outrider.training.hidden_states import CLIENTS, CONTEXT_TOKENS, cache_flush, median_seconds
 from outrider.training.replay import BOTH, HEAD, LOOKUP, SOURCES, Results
 
 ALL = "all kinds"
@@ -21,17 +21,17 @@ MAX_TEMPERATURES = 3
 
 
 def measure_head(folder: Path, config: ModelConfig, *, limit_seconds: float) -> list[float]:
-    """Measures the seconds of one draft step for each number of CLIENTS: one token each, after PRICED_CONTEXT others.
+    """Returns seconds of one draft step by number of CLIENTS: one token of each client, after CONTEXT_TOKENS others.
 
-    The processor's caches are flushed before each step, as the target's weights flush them in a node.
+    The processor's caches are flushed before each step, because in a node the target's weights flush them.
     """
-    target, num_cached_tokens = HeadTarget.locate(config), 2 * max(CLIENTS) * PRICED_CONTEXT
+    target, num_cached_tokens = HeadTarget.locate(config), 2 * max(CLIENTS) * CONTEXT_TOKENS
     forward = open_head_forward(load_head(folder, target), target, num_cached_tokens=num_cached_tokens)
     flush, seconds = cache_flush(target.device), []
     paths: list[PathRows] = []
     for clients in CLIENTS:
         while len(paths) < clients:
-            paths.append(forward.blank_path(PRICED_CONTEXT))
+            paths.append(forward.blank_path(CONTEXT_TOKENS))
         seconds.append(median_seconds(partial(forward.decide, paths, ()), flush, limit_seconds))
     return seconds
 
@@ -39,8 +39,8 @@ def measure_head(folder: Path, config: ModelConfig, *, limit_seconds: float) -> 
 def speedup(tokens_per_step: float, k: int, row_seconds: Sequence[float], head_seconds: float) -> float:
     """Returns the speedup over plain decoding if every step drafts k tokens for each client and verifies them together.
 
-    `row_seconds`: seconds of a step, by rows of each client. `head_seconds`: seconds of one draft step for all clients;
-    0 for lookup.
+    `row_seconds`: seconds of a step, by number of rows per client. `head_seconds`: seconds of one draft step for all
+    clients; 0 for lookup.
     """
     return tokens_per_step * row_seconds[0] / (row_seconds[k] + k * head_seconds)
 
@@ -65,17 +65,17 @@ def write_report(
         if len(kinds) > 1:
             kinds = kinds | {ALL: np.sum(list(kinds.values()), axis=0)}
         by_source = np.stack(list(kinds.values())).transpose(1, 2, 0, 3)  # [num_sources, max_k, num_kinds, max_k + 1]
-        parts += [f"## Tokens a step, {name}", "", f"Of held-out answers: {' / '.join(kinds)}.", ""]
+        parts += [f"## Tokens per step, {name}", "", f"Kinds of held-out answers: {' / '.join(kinds)}.", ""]
         parts += _table(
             ["", *(f"k = {k}" for k in range(1, max_k + 1))],
             [[source, *map(_figures, each)] for source, each in zip(SOURCES, by_source, strict=True)],
         )
-        parts += ["", "Acceptance by position, the ones before being right (head alone):", ""]
+        parts += ["", "Acceptance by position, given that earlier positions were accepted (head only):", ""]
         parts += _table(
             ["", *map(str, range(1, max_k + 1))],
             [[kind, *map(_figure, acceptance(counts[HEAD, -1]))] for kind, counts in kinds.items()],
         )
-        parts += ["", f"Speedup to expect, {name}, by clients at once:", ""]
+        parts += ["", f"Expected speedup, {name}, by number of clients:", ""]
         parts += _table(
             ["", *map(str, CLIENTS)],
             [
@@ -85,10 +85,10 @@ def write_report(
         )
         parts.append("")
     parts += [
-        "## Prices on this machine",
+        "## Costs on this machine",
         "",
-        "Milliseconds of a step, by clients and rows of each; the head's draft step.",
-        "Medians, with the processor's caches flushed before each: a head's step follows one of the target.",
+        "Milliseconds per step, by number of clients and rows per client, and per draft step of the head.",
+        "Medians. The processor's caches are flushed before each step, as the target's weights flush them in a node.",
         "",
     ]
     parts += _table(
@@ -102,12 +102,12 @@ def write_report(
 
 
 def tokens_per_step(counts: np.ndarray) -> float:
-    """Returns the mean of right draft tokens + 1, by numbers of steps with 0, 1, … of them; NaN without steps."""
+    """Returns 1 + mean accepted draft tokens. `counts`: steps by number of them, from 0; NaN if there are none."""
     return float(counts @ np.arange(1, len(counts) + 1) / counts.sum()) if counts.any() else math.nan
 
 
 def acceptance(counts: np.ndarray) -> list[float]:
-    """Returns the acceptance rate by position, of the steps whose earlier draft tokens were right."""
+    """Returns the acceptance by position, over steps whose earlier draft tokens were accepted."""
     tried = counts[::-1].cumsum()[::-1]
     return [right / before if before else math.nan for before, right in itertools.pairwise(tried)]
 

@@ -46,7 +46,7 @@ from outrider.training.student import make_student, needed_taps
 from outrider.training.trainer import Trainer
 
 MIN_HELD_OUT = 20
-"""Held-out texts. With fewer, the report's figures differ more between runs than between heads."""
+"""Number of held-out texts below which the report's figures differ more between runs than between heads."""
 
 Serve = Callable[[], AbstractContextManager[str]]
 """Runs a cluster of the target in a `with` block, which is given the router's address."""
@@ -61,7 +61,7 @@ def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress
     target = Target.open(location.directory)
     taps = needed_taps(plan, target)
     if plan.prompts is not None:
-        read_prompts(plan.prompts)  # reports a bad line now
+        read_prompts(plan.prompts)  # raises for a bad line before anything is started
     if plan.traffic is not None and next(read_answers(plan.traffic), None) is None:
         raise ConfigError(
             f"--from-traffic {plan.traffic} has no kept answers: let a decode node run with "
@@ -78,12 +78,12 @@ def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress
         if state.seconds:
             spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in state.seconds.items())
             done = f"; done: {', '.join(state.done)}" if state.done else ""
-            say_and_keep(f"{plan.out} holds a run, which goes on: {spent}{done}")
+            say_and_keep(f"continuing the run in {plan.out}: {spent}{done}")
         if plan.traffic is None and ANSWERS not in state.done:
             seconds = ANSWERS_SHARE * plan.seconds
             own = "writes prompts and " if plan.prompts is None else ""
             say_and_keep(f"answers: the target {own}answers for {seconds:.0f} s")
-            # The later phases run without the cluster: beside it torch is three to four times as slow.
+            # The later phases run without the cluster, which would make torch three to four times as slow.
             with serve() as address, state.phase(ANSWERS) as clock:
                 write_answers(plan, address, clock, seconds=seconds, progress=progress)
         if FEATURES not in state.done:
@@ -96,7 +96,7 @@ def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress
 def _write_hidden_states(
     plan: TrainingPlan, target: Target, taps: tuple[int, ...], clock: PhaseClock, say: Say, progress: Progress
 ) -> list[list[float]]:
-    """Returns the cost of a step on this machine, as `measure_rows`."""
+    """Returns the cost of a step on this machine: the result of `measure_rows`."""
     every = (*taps, target.num_layers)
     compute = open_target(plan.model, every, target.hidden_size, max_length=plan.max_length)
     try:
@@ -114,8 +114,8 @@ def _write_hidden_states(
     with compute.ranks:
         write_hidden_states(compute, dataset, clock, seconds=FEATURES_SHARE * plan.seconds, progress=progress)
         if len(dataset) < len(dataset.texts):
-            say(f"features of {len(dataset)} texts are there; the time for them is over")
-        return measure_rows(compute, limit_seconds=plan.price_seconds)
+            say(f"the time for features ended after {len(dataset)} texts")
+        return measure_rows(compute, limit_seconds=plan.measure_seconds)
 
 
 def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: Say, progress: Progress) -> str:
@@ -130,14 +130,14 @@ def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: 
     lines = [
         f"target {name}, form {plan.form}, {num_parameters / 1e6:.1f} M trained weights",
         (
-            f"{len(dataset.training)} texts to learn from and {len(dataset.held_out)} held out; "
+            f"{len(dataset.training)} texts for training and {len(dataset.held_out)} held out; "
             f"{int(counts.sum())} answer tokens, of which {100 * covered:.1f} % are in the draft vocabulary of "
             f"{len(student.target_ids)}"
         ),
     ]
     if len(dataset.held_out) < MIN_HELD_OUT:
         lines.append(
-            f"with {len(dataset.held_out)} held-out texts all figures are noise: more --minutes, or more prompts"
+            f"{len(dataset.held_out)} held-out texts are too few for good figures: give more --minutes or more prompts"
         )
     trainer = Trainer(plan, student, dataset)
     spent = sum(seconds for phase, seconds in state.seconds.items() if phase != TRAINING)
@@ -158,7 +158,7 @@ def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: 
         lines,
         results,
         state.row_seconds,
-        measure_head(plan.out, plan.model, limit_seconds=plan.price_seconds),
+        measure_head(plan.out, plan.model, limit_seconds=plan.measure_seconds),
     )
     write_atomically(plan.out / "report.md", report)
     return report

@@ -1,7 +1,7 @@
 """A head in training: the `HeadModel` of its form, over all chains of a batch of texts at once.
 
-A chain is one draft. Its first step attends to the true rows up to its own, each later one also to the chain's earlier
-steps, as a drafter with a cache does: the training-time test of EAGLE-3 (Li et al. 2025, arXiv 2503.01840).
+A chain is one draft. Its first step attends to the true rows up to its own. Each later step also attends to the chain's
+earlier steps, as a drafter with a KV cache does (the training-time test of EAGLE-3, Li et al. 2025, arXiv 2503.01840).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.heads.open import open_head, opened
 from outrider.training.dataset import Dataset
 from outrider.training.new_heads import eagle3_taps, new_head
-from outrider.training.plan import TrainingPlan, write_atomically
+from outrider.training.plan import SEED, TrainingPlan, write_atomically
 
-SCALE_SAMPLE = 10_000  # tokens from which the scale of features is taken, about
+SCALE_SAMPLE = 10_000  # approximate number of tokens from which the scale of features is estimated
 _NOT_TRAINED = "embed_tokens.weight"
 """The name of a head's own copy of the target's embedding."""
 
 
 def needed_taps(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
-    """Returns the taps of the target's residual stream that the head needs, besides the final hidden state.
+    """Returns the taps of the target's residual stream that the head needs, except the final hidden state.
 
     Raises: ConfigError, ModelError if training cannot continue from the head of `--init-from`.
     """
@@ -40,18 +40,18 @@ def needed_taps(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
         return eagle3_taps(target.num_layers)
     head = open_head(plan.init_from, target, torch.device("cpu"), torch.float32)
     if head.form != "eagle3":
-        raise ConfigError(f"--init-from {plan.init_from} is no eagle3 head: its form is {head.form}")
+        raise ConfigError(f"--init-from {plan.init_from} is not an eagle3 head: its form is {head.form}")
     if target.num_layers in head.reduction.taps:  # its states are kept only after the final norm
         raise ConfigError(f"--init-from {plan.init_from} reads the last layer's output before the final norm")
     return head.reduction.taps
 
 
 def make_student(plan: TrainingPlan, target: Target, dataset: Dataset, device: torch.device, *, name: str) -> Student:
-    """Makes a new head, or opens the one of `--init-from`, whose reduction is not trained.
+    """Makes a new head, or opens that of `--init-from`, whose reduction is not trained.
 
     `name`: the target's name. Raises: as `needed_taps`.
     """
-    torch.manual_seed(plan.seed)
+    torch.manual_seed(SEED)
     dtype = dataset.hidden.dtype
     if plan.init_from is not None:
         return Student(Checkpoint.open(plan.init_from), target, device, dtype, trains_reduction=False)
@@ -66,12 +66,12 @@ def make_student(plan: TrainingPlan, target: Target, dataset: Dataset, device: t
 class Chains:
     """All drafts of a batch of texts after some steps. Chain t of a text begins with its token t + 1 and feature t.
 
-    That is row t of outrider.heads.base.HeadRows: at depth 0 first, and at depth j after j steps.
+    In terms of outrider.heads.base.HeadRows it begins at row t with depth 0, and has depth j after j steps.
     """
 
     hidden: Tensor  # [num_chains * num_texts, width], by chain, then by text: inputs of the next step
     num_texts: int
-    first: int  # earlier chains make only their first step, to which later ones attend
+    first: int  # earlier chains make only their first step, as context of later ones
     depth: int = 0
     keys_values: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     """By layer: keys and values of each step [num_texts, num_heads, num_chains, head_dim], repeated for query heads."""
@@ -104,24 +104,24 @@ class Student:
         for name, place in self._places.items():
             names.setdefault(place.weight, name)
         self.weights = {name: weight.requires_grad_() for weight, name in names.items()}
-        """Trained weights, by the name under which they or their first rows are stored."""
+        """Trained weights, by the stored name of the tensor, or of the first of several in one weight."""
         ids = torch.arange(target.vocab_size) if head.target_ids is None else head.target_ids
         self.target_ids = ids.to(device)  # [draft_vocab_size] int64: the tokens that the head drafts
         self.is_drafted = torch.zeros(target.vocab_size, dtype=torch.bool, device=device)
         self.is_drafted[self.target_ids] = True
         self.target_output = target.output_layer()[ids.cpu()].to(device, dtype)  # [draft_vocab_size, hidden_size]
-        self._scale: Tensor | None = None  # [num_taps * hidden_size]: factors of features; `export` folds them into fc
+        self._scale: Tensor | None = None  # [num_taps * hidden_size]: feature scales; `export` folds them into fc
 
     def scale_features(self, sample: Tensor) -> None:
-        """Scales the channels of features to one size, which is estimated from some tokens [n, num_taps * hidden_size].
+        """Scales each channel of features to the same size, estimated from `sample` [n, num_taps * hidden_size].
 
-        The estimate is a median, because the first token's features are a hundred times as large as all others.
+        The estimate uses the median, because the first token's features are a hundred times as large as all others.
         """
         median = sample.float().square().median(0).values
         self._scale = torch.rsqrt((2 * median).clamp_min(1e-6)).to(self.device)
 
     def start(self, features: Tensor, *, first: int = 0) -> Chains:
-        """Begins chains at the target's hidden states [num_texts, num_tokens, num_taps * hidden_size]."""
+        """Begins a chain at each of the target's hidden states [num_texts, num_tokens, num_taps * hidden_size]."""
         if not self._head.spec.num_layers:
             features = features[:, first:]  # chains do not attend to each other
         elif self._head.spec.num_layers > 1:
@@ -135,8 +135,8 @@ class Student:
     def step(self, chains: Chains, token_ids: Tensor) -> Tensor:
         """Advances all chains by one draft token.
 
-        `token_ids`: [num_texts, num_chains] int64, of all chains. Returns own hidden states [num_texts, n, width], of
-        the n chains from `first` on.
+        `token_ids`: [num_texts, num_chains] int64, of all chains. Returns own hidden states [num_texts, n, width]
+        of the n chains from `first` on.
         """
         num_texts, num_chains = token_ids.shape
         begin = num_chains - len(chains.hidden) // num_texts  # the first chain that has a row
@@ -158,9 +158,9 @@ class Student:
         return self._head.logits(hidden, torch.full((len(hidden),), depth))
 
     def export(self, folder: Path) -> None:
-        """Writes model.safetensors, then config.json, whose change tells that the folder is complete. Raises: OSError.
+        """Writes model.safetensors, then config.json, which is written last as a sign of completeness. Raises: OSError.
 
-        Trained weights are written in bfloat16, the others as they were.
+        Trained weights are written in bfloat16, other tensors unchanged.
         """
         tensors = dict(self._kept)
         for name, (weight, rows, kept) in self._places.items():
@@ -178,7 +178,7 @@ class Student:
 def _attend(
     chains: Chains, skipped: int, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
 ) -> Tensor:
-    """Attends as `Attend` for one step, whose first `skipped` chains need no result."""
+    """Implements `Attend` for one step of all chains. The first `skipped` chains need no result."""
     query, key, value = (
         rows.unflatten(0, (-1, chains.num_texts)).permute(1, 2, 0, 3) for rows in (query, key, value)
     )  # [num_texts, heads, num_chains, head_dim]
@@ -190,7 +190,7 @@ def _attend(
 
 
 def _over_steps(query: Tensor, steps: list[tuple[Tensor, Tensor]], scaling: float) -> Tensor:
-    """Attends over the true rows, then over each chain's own steps, whose keys and values `steps` has in this order.
+    """Attends over the true rows and each chain's own steps; `steps` has their keys and values in this order.
 
     `query`: [num_texts, num_heads, num_chains, head_dim], of the last chains. Returns the same shape.
     """

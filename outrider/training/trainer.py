@@ -1,7 +1,7 @@
 """Phase 3: trains a head on the target's distributions, over several draft steps at once.
 
-Step j is fed with the hidden states that the head computed in step j - 1, and with the text's tokens, which are the
-drafts of a chain that has been right so far (the training-time test of EAGLE-3, arXiv 2503.01840).
+The inputs of step j are the hidden states that the head computed in step j - 1, and the text's tokens, i.e. the drafts
+of a chain that has been right so far (the training-time test of EAGLE-3, arXiv 2503.01840).
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from torch.nn import functional
 
 from outrider.errors import ConfigError, ModelError
 from outrider.training.dataset import Batch, Dataset
-from outrider.training.plan import PhaseClock, Progress, Say, TrainingPlan, write_atomically
+from outrider.training.plan import SEED, PhaseClock, Progress, Say, TrainingPlan, write_atomically
 from outrider.training.student import Student
 
 STEP_WEIGHT = 0.8  # weight of a step's loss, relative to the step before
-OUTPUT_LAYER_RATE = 0.3  # learning rate relative to other layers: this one starts as the target's
+OUTPUT_LAYER_RATE = 0.3  # learning rate relative to other layers: the output layer starts as the target's
 WARM_UP_STEPS = 40
 MIN_RATE = 0.02
 NEIGHBOURS = 64  # texts of similar length, from which a batch is drawn
-WATCHED_TEXTS = 24  # held-out texts that are evaluated during training
+WATCHED_TEXTS = 24  # maximum number of held-out texts that are evaluated during training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryPoint:
-    """The figures of a head at some time of its training. Lists are by draft position."""
+    """The figures of a head at one time of its training. Lists are by draft position."""
 
     seconds: float
     step: int
     loss: list[float]  # running means of training losses
     held_out_loss: list[float]
-    acceptance: list[float]  # share of held-out tokens whose draft, after right ones, is the target's likeliest
+    acceptance: list[float]  # fraction of held-out rows at which the head's choice, after right drafts, is the target's
 
 
 class Trainer:
@@ -66,7 +66,7 @@ class Trainer:
             self._load()
 
     def run(self, clock: PhaseClock, *, seconds: float, say: Say, progress: Progress) -> None:
-        """Trains until the phase has taken `seconds`, and saves at the end, also if it is interrupted."""
+        """Trains until the phase has taken `seconds`. Saves at the end, even if it is interrupted."""
         kept_at = clock.seconds
         if not self.history:
             self._watch(clock, say)
@@ -86,7 +86,7 @@ class Trainer:
             self.save(clock)
 
     def save(self, clock: PhaseClock) -> None:
-        """Writes the checkpoint atomically: the next run finds the old one or the new one."""
+        """Writes the checkpoint atomically, so that the next run finds the old or the new one."""
         content = io.BytesIO()  # torch's own errors do not mention a full disk
         torch.save(
             {
@@ -105,7 +105,7 @@ class Trainer:
     def _load(self) -> None:
         saved: dict[str, Any] = torch.load(self.checkpoint, map_location=self._device)
         if saved.get("weights", {}).keys() != self.student.weights.keys():
-            raise ConfigError(f"{self._plan.out} holds a run of another version: give another --out")
+            raise ConfigError(f"{self._plan.out} holds a checkpoint with other weights: give another --out")
         with torch.no_grad():
             for name, weight in self.student.weights.items():
                 weight.copy_(saved["weights"][name])
@@ -114,8 +114,8 @@ class Trainer:
         self.history = [HistoryPoint(**point) for point in saved["history"]]
 
     def _batches(self) -> Iterator[Sequence[int]]:
-        """Yields batches of texts of similar length without end, mixed differently in each round."""
-        rng = random.Random(f"{self._plan.seed} {self.step}")  # noqa: S311 no secret
+        """Yields batches of texts of similar length, without end, in a new random order in each round."""
+        rng = random.Random(f"{SEED} {self.step}")  # noqa: S311 no secret
         texts, size = self._dataset.texts, self._plan.batch_size
         by_length = sorted(self._dataset.training, key=lambda text: len(texts[text].token_ids))
         while True:
@@ -126,7 +126,9 @@ class Trainer:
             yield from groups
 
     def _learn(self, batch: Batch, part: float) -> None:
-        """Makes one step after `part` of the time. Raises: ModelError if the loss is not finite; the weights stay."""
+        """Makes one step, after the fraction `part` of the time. Raises: ModelError if the loss is not finite, with the
+        weights unchanged.
+        """
         rate = min(1.0, (self.step + 1) / WARM_UP_STEPS)
         rate *= MIN_RATE + (1 - MIN_RATE) * 0.5 * (1 + math.cos(math.pi * part))
         for group in self._optimizer.param_groups:
@@ -134,7 +136,7 @@ class Trainer:
         losses, *_ = self.losses(batch)
         total = sum(STEP_WEIGHT**step * loss for step, loss in enumerate(losses))
         if not total.isfinite():
-            raise ModelError(f"training step {self.step}: the loss is {total.item()}; train anew with a smaller --rate")
+            raise ModelError(f"training step {self.step}: the loss is {total.item()}; train again with a lower --rate")
         self._optimizer.zero_grad(set_to_none=True)
         total.backward()
         torch.nn.utils.clip_grad_norm_(self.student.weights.values(), 1.0)
@@ -144,9 +146,9 @@ class Trainer:
         self._running = now if self._running is None else torch.lerp(self._running, now, 0.05)
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns, by step: losses [num_steps], hits and reached rows [num_steps, num_rows] bool.
+        """Returns losses [num_steps], hits and reached rows (each [num_steps, num_rows] bool), by step.
 
-        A row is reached if a chain of that many steps leads to it; it is a hit if the head's choice is the target's.
+        A row is reached if a chain of that many steps leads to it, and a hit if the head's choice is the target's.
         """
         student, rows = self.student, (batch.texts, batch.places)
         with torch.no_grad():
@@ -157,9 +159,9 @@ class Trainer:
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._is_mixed):
             chains = student.start(batch.features, first=batch.first_chain)
             for step in range(self._plan.num_steps):
-                # The chain of a row is fed with the text's tokens up to the row's own token.
+                # A row's chain is fed with the text's tokens up to the row's own one.
                 hidden = student.step(chains, functional.pad(batch.token_ids[:, 1 + step :], (0, 1 + step)))
-                # Rows that are not reached count nothing. They are computed, so that all steps have the same shapes.
+                # Rows that are not reached do not count. They are computed so that all steps have the same shapes.
                 is_reached = batch.depths >= step
                 counts = is_known * is_reached
                 own = rows[0], (rows[1] - 1 - step - chains.first).clamp_min(0)
@@ -199,7 +201,7 @@ def _trim_heap() -> None:
     """Returns free memory to the system.
 
     Batches differ in shape, and oneDNN keeps a compiled kernel for each of the last thousand shapes. These small blocks
-    lie between large freed ones, which glibc would keep: some gigabytes after an hour.
+    lie between large freed ones, which glibc would not return: some gigabytes after an hour.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -55,5 +55,5 @@ def test_the_command_trains_from_traffic(tiny_model, tmp_path, capsys):
     command = ["train-head", "--out", str(tmp_path / "head"), "--model", str(tiny_model), "--minutes", "0.05"]
     options = ["--from-traffic", str(tmp_path / "kept"), "--draft-vocab", "64", "--set", "model.num_threads=1"]
     assert main([*command, *options]) == 0
-    assert "Speedup to expect" in capsys.readouterr().out
+    assert "Expected speedup" in capsys.readouterr().out
     assert (tmp_path / "head" / "config.json").is_file()

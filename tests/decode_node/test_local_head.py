@@ -147,7 +147,7 @@ def test_torch_computes_a_head_in_as_many_threads_as_its_target_has(make_head_no
 def test_a_head_of_no_known_form_ends_the_start(make_head_node, tmp_path):
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "config.json").write_text('{"architectures": ["Odd"]}')
-    with pytest.raises(ConfigError, match="is of no known form"):
+    with pytest.raises(ConfigError, match="has an unknown form"):
         make_head_node(head=str(tmp_path / "odd"))
 
 

@@ -37,7 +37,7 @@ class Golden(NamedTuple):
 
 
 def write(name, head, head_config, target, target_config, token_ids, taps, logits):
-    """`head`, `target`: tensors by name."""
+    """Writes a golden file. `head`, `target`: tensors by name."""
     FOLDER.mkdir(exist_ok=True)
     parts = {"head": head, "target": target, "expected": {"token_ids": token_ids, "taps": taps, "logits": logits}}
     tensors = {
@@ -48,7 +48,7 @@ def write(name, head, head_config, target, target_config, token_ids, taps, logit
 
 
 def unpack(name, folder: Path) -> Golden:
-    """As checkpoints: `folder`/head and `folder`/target."""
+    """Writes the checkpoints `folder`/head and `folder`/target."""
     with safe_open(FOLDER / f"{name}.safetensors", framework="pt") as file:
         metadata = file.metadata()
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
@@ -65,7 +65,7 @@ class DenseAttention:
     """Causal attention of one sequence over all rows so far, in float32."""
 
     def __init__(self, num_together=0):
-        """Of a forward's last rows, so many see each other."""
+        """Number of last rows of a forward that attend to each other."""
         self.kept = {}
         self.num_together = num_together
 
@@ -85,7 +85,7 @@ class DenseAttention:
 
 
 def true_rows(token_ids, features, start, end):
-    """Those at positions [start, end), with the target's features."""
+    """Returns the rows at positions [start, end), with the target's features."""
     return HeadRows(
         token_ids=token_ids[start + 1 : end + 1],
         features=features[start:end],
@@ -95,7 +95,7 @@ def true_rows(token_ids, features, start, end):
 
 
 def logits_of(head, token_ids, features):
-    """As `logits` of a golden file: true rows in one forward, then one for each drafted token."""
+    """Returns logits as in a golden file: from true rows in one forward, then from one row for each drafted token."""
     num_true, attend = len(features), DenseAttention()
     positions = torch.arange(len(token_ids))
     state = head.forward(true_rows(token_ids, features, 0, num_true), attend)[-1:]

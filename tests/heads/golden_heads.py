@@ -1,4 +1,4 @@
-"""Heads of golden files: opened, fed as their owners feed them, and changed."""
+"""Opens, feeds and changes the heads of golden files."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def opened(golden):
 
 
 def taps_of(golden, head):
-    """[n, num_taps * hidden_size]: those that the head reads; a file has them alone, or all hidden states."""
+    """[n, num_taps * hidden_size]: the states that the head reads. A file has these or those of all layers."""
     layers = golden.taps.unflatten(1, (-1, head.reduction.hidden_size))
     num_taps = len(head.reduction.taps)
     return (layers if layers.shape[1] == num_taps else layers[:, head.reduction.taps]).flatten(1)
 
 
 @torch.inference_mode()
-def logits_of(golden, *, known_before=0):
-    """As `logits` of the file. `known_before`: true rows of a parallel head in a forward of their own."""
+def logits_of(golden):
+    """Returns what should equal the file's `logits`."""
     head = opened(golden)
     features = head.reduction.to(CPU, torch.float32)(taps_of(golden, head))
     if head.spec.num_parallel == 1:
         return golden_files.logits_of(head, golden.token_ids, features)
-    return block_logits(head, golden.token_ids[: len(features) + 1], features, known_before=known_before)
+    return block_logits(head, golden.token_ids[: len(features) + 1], features)
 
 
 def rewrite_config(folder, **changes):
@@ -43,7 +43,7 @@ def rewrite_config(folder, **changes):
 
 
 def rewrite_layer(folder, **changes):
-    """The fields that describe the decoder layer, wherever the layout has them."""
+    """Changes fields that describe the decoder layer, in any layout."""
     config = json.loads((folder / "config.json").read_text())
     nested = next((name for name in ("transformer_layer_config", "text_config") if config.get(name)), None)
     rewrite_config(folder, **(changes if nested is None else {nested: config[nested] | changes}))
@@ -58,19 +58,17 @@ def assert_logits(found, expected, tolerance=TOLERANCE):
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
-def block_logits(head, token_ids, features, *, known_before=0):
-    """True rows, the first `known_before` of them in a forward of their own, and a block: its logits."""
+def block_logits(head, token_ids, features):
+    """Returns the logits of a block of parallel rows after true rows."""
     num_true = len(features)
     tokens = head.spec.parallel_tokens(int(token_ids[num_true]))
     attend = golden_files.DenseAttention()
-    if known_before:
-        head.forward(golden_files.true_rows(token_ids, features, 0, known_before), attend)
-    true = golden_files.true_rows(token_ids, features, known_before, num_true)
+    true = golden_files.true_rows(token_ids, features, 0, num_true)
     rows = HeadRows(
         token_ids=torch.cat([true.token_ids, torch.tensor(tokens)]),
         features=torch.cat([true.features, head.parallel_feature.expand(len(tokens), -1)]),
         depths=torch.cat([true.depths, 1 + torch.arange(len(tokens))]),
-        positions=known_before + torch.arange(num_true - known_before + len(tokens)),
+        positions=torch.arange(num_true + len(tokens)),
     )
     attend.num_together = len(tokens) if head.spec.attends_both_ways else 0
     num = head.spec.num_parallel

@@ -1,4 +1,4 @@
-"""`model.head`: what prefill and decode nodes make of it when they start."""
+"""How prefill and decode nodes use `model.head` when they start."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_only_the_default_model_has_a_head_of_its_own(tiny_model):
     assert head_folder(ModelConfig(head="")) is None
     other = ModelConfig(id=str(tiny_model))
     assert head_folder(other) is None
-    with pytest.raises(ConfigError, match=f"no head comes with the model {tiny_model}"):
+    with pytest.raises(ConfigError, match=f"the model {tiny_model} has no built-in head"):
         make_proposer("head", ProposerSettings(model=other))
 
 
@@ -84,7 +84,7 @@ def test_the_head_in_the_package_is_small_and_says_how_it_was_made():
 
 
 def test_a_head_opens_without_transformers(tmp_path):
-    """Its import takes seconds, by which a node would start later."""
+    """Importing it would delay a node's start by seconds."""
     golden = golden_files.unpack("eagle3-residual", tmp_path)
     program = f"""
 import sys, torch

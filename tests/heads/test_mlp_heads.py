@@ -23,12 +23,6 @@ def test_rows_of_several_depths_in_one_forward_give_what_they_give_alone(name, t
         torch.testing.assert_close(together[row : row + 1], alone)
 
 
-def test_logits_of_a_truncated_vocabulary_are_named_by_the_targets_ids(tmp_path):
-    golden = golden_files.unpack("medusa-truncated", tmp_path)
-    head = opened(golden)
-    assert torch.equal(head.target_ids, load_file(golden.head / "model.safetensors")["token_map"])
-
-
 def test_a_truncated_vocabulary_without_its_ids_is_refused(tmp_path):
     golden = golden_files.unpack("medusa-truncated", tmp_path)
     rewrite_tensors(golden.head, lambda tensors: {k: v for k, v in tensors.items() if k != "token_map"})
@@ -43,7 +37,7 @@ def test_weights_in_pickles_are_refused_with_the_way_to_convert_them(tmp_path):
     torch.save(tensors, golden.head / "medusa_lm_head.pt")
     with pytest.raises(ModelError, match="save_file") as error:
         opened(golden)
-    with pytest.MonkeyPatch.context() as patch:  # what it says works
+    with pytest.MonkeyPatch.context() as patch:  # the command in the message works
         patch.chdir(golden.head)
         exec(error.value.message.split('"')[1])
     assert_logits(logits_of(golden), golden.logits)

@@ -1,4 +1,4 @@
-"""EAGLE-3 by native kernels: what torch computes of the same head, and the same bits in any batch."""
+"""EAGLE-3 by native kernels gives the same values as torch, and the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from outrider.heads.open import open_head
 from outrider.heads.packed_head import NativeHeadSteps, PackedHead
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import start_kernels
-from outrider.speculation.proposers.head_forward import HeadForward
 from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
 from tests.heads.golden_files import DenseAttention
 from tests.support.random_eagle3 import make_random_eagle3
@@ -53,7 +52,7 @@ def opened(folders, dtype):
 
 
 class Native:
-    """A head's native step over a cache of its own; `run` takes (sequence, first row, end) each."""
+    """A head's native step over its own cache. `run` takes tuples of (sequence, first row, end)."""
 
     def __init__(self, head, kernels):
         self.dtype = getattr(torch, head.spec.dtype)
@@ -128,19 +127,6 @@ def test_bfloat16_is_near_and_has_the_same_bits_in_any_batch(folders, kernels):
     native.run((0, 0, 7), num_logits=0)
     in_company = native.run((1, 0, 11), (0, 7, NUM_TOKENS))[1]
     assert all(map(torch.equal, in_company, (each[7:] for each in alone)))
-
-
-def test_a_proposers_forward_asks_the_kernels_where_there_are_some(folders, kernels):
-    options = {"num_cached_tokens": 512, "known_token_ids": KNOWN}
-    assert isinstance(HeadForward.of(opened(folders, torch.float32), kernels=kernels, **options).model, PackedHead)
-    assert not isinstance(HeadForward.of(opened(folders, torch.float32), **options).model, PackedHead)
-
-
-def test_shapes_that_kernels_do_not_take_are_left_to_torch(tmp_path, kernels):
-    head = opened(make_random_eagle3(tmp_path, head_dim=8), torch.float32)
-    forward = HeadForward.of(head, num_cached_tokens=512, known_token_ids=KNOWN, kernels=kernels)
-    assert not isinstance(forward.model, PackedHead)
-    assert by_torch(head, 0)[1].isfinite().any()
 
 
 @pytest.mark.parametrize(

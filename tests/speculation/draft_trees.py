@@ -23,11 +23,11 @@ SHAPES = {
 
 MAX_TOKENS = 12
 VOCAB_SIZE = 13
-"""So few that tokens of different branches are often the same."""
+"""Number of ids. It is small, so that tokens of different branches are often equal."""
 
 
 def shapes() -> st.SearchStrategy[tuple[int, ...]]:
-    """Parents of each draft, chains among them."""
+    """Draws the parents of a draft's tokens; some drafts are chains."""
     drawn = st.lists(st.none() | st.integers(0, 1000), min_size=1, max_size=MAX_TOKENS)
     return drawn.map(
         lambda drawn: tuple(
@@ -38,7 +38,7 @@ def shapes() -> st.SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def trees(draw: st.DrawFn) -> DraftTree:
-    """Well-formed ones, after five tokens."""
+    """Draws a well-formed tree after five tokens."""
     shape = draw(shapes())
     drawn_ids = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=len(shape), max_size=len(shape)))
     token_ids: list[int] = []
@@ -53,18 +53,18 @@ def is_chain(parents: Sequence[int]) -> bool:
 
 
 def parents_of(tree: DraftTree) -> Sequence[int]:
-    """Of each token the one that it follows, or ROOT."""
+    """Returns each token's parent, or ROOT."""
     return tree.parents or range(ROOT, len(tree) - 1)
 
 
 def child(tree: DraftTree, parent: int, token_id: int) -> int | None:
-    """The token that follows `parent` and has this id."""
+    """Returns the index of the child of `parent` with this id, if there is one."""
     keys = list(zip(parents_of(tree), tree.token_ids, strict=True))
     return keys.index((parent, token_id)) if (parent, token_id) in keys else None
 
 
 def path_to(parents: tuple[int, ...], draft: int) -> list[int]:
-    """The drafts from the root to this one."""
+    """Returns the indices on the path from the root to this token."""
     path = [draft]
     while parents[path[-1]] != ROOT:
         path.append(parents[path[-1]])
@@ -72,11 +72,11 @@ def path_to(parents: tuple[int, ...], draft: int) -> list[int]:
 
 
 def likeliest_path(tree: DraftTree) -> DraftTree:
-    """The first child of each token, as a chain."""
+    """Returns the chain of first children."""
     if not tree.parents:
         return tree
     kept: list[int] = []
     for index in range(len(tree)):
         if tree.parents[index] == (kept[-1] if kept else ROOT):
             kept.append(index)
-    return tree.only(kept)
+    return tree.subset(kept)

@@ -1,4 +1,4 @@
-"""A batch of sequences with drafts, without models: tokens are right by a script, steps take what a curve says.
+"""A simulated batch without models: a script tells which draft tokens are right, and a curve how long steps take.
 
 Which draft tokens are right is fixed by position, as coupled sampling has it: whoever drafts, and however many tokens.
 """
@@ -20,7 +20,7 @@ from outrider.speculation.step_cost import StepCostModel
 MAX_DRAFT_TOKENS = 8
 BUCKETS = [1 << power for power in range(10)]
 
-# Two states of a text: acceptance, and how many tokens it lasts on average.
+# The two states of each kind of text: (acceptance, mean number of tokens that the state lasts).
 KINDS = {
     "chat": ((0.35, 40), (0.65, 40)),
     "extract": ((0.05, 60), (0.95, 40)),
@@ -34,14 +34,14 @@ def _measured(rows: Sequence[int], milliseconds: Sequence[float]) -> Callable[[i
     return lambda num_rows: float(np.interp(num_rows, rows, milliseconds)) / 1000.0
 
 
-# Seconds of a step by its rows.
+# Seconds of a step as a function of its rows.
 CURVES: dict[str, Callable[[int], float]] = {
     "linear": lambda rows: 0.030 + 0.003 * rows,
     "flat then steep": lambda rows: 0.030 + 0.004 * max(0, rows - 8),
     "flat": lambda rows: 0.030 + 0.0001 * rows,
     "steep": lambda rows: 0.010 + 0.010 * rows,
     "stairs": lambda rows: 0.020 + 0.0004 * next(bucket for bucket in BUCKETS if bucket >= rows),
-    # Of a small model on a CPU, measured: 0 to 5 draft tokens for each of 1, 4 and 16 sequences.
+    # Measured with a small model on a CPU: 0 to 5 draft tokens for each of 1, 4 and 16 sequences.
     "measured 1": _measured((1, 2, 3, 4, 5, 6), (11.96, 13.37, 14.04, 13.88, 14.93, 15.7)),
     "measured 4": _measured((4, 8, 12, 16, 20, 24), (17.8, 20.0, 22.0, 32.2, 31.6, 42.0)),
     "measured 16": _measured((16, 32, 48, 64, 80, 96), (35.3, 54.2, 86.3, 113.8, 125.7, 154.3)),
@@ -49,7 +49,7 @@ CURVES: dict[str, Callable[[int], float]] = {
 
 
 def cost_model(curve: str) -> StepCostModel:
-    """That of a node which knows the sizes to which its device pads steps, if it does (ADR 25)."""
+    """Returns a node's cost model. If a device pads steps, the model knows the padded sizes (ADR 25)."""
     return StepCostModel(buckets=BUCKETS) if curve == "stairs" else StepCostModel()
 
 
@@ -66,7 +66,7 @@ def right_tokens(kind: str, seed: int, length: int) -> list[bool]:
 
 @dataclass
 class SimulatedBatch:
-    """`num_sequences` texts of `length` tokens; where one ends, another begins."""
+    """`num_sequences` texts of `length` tokens. When one ends, another begins."""
 
     kind: str
     curve: str
@@ -94,7 +94,7 @@ class SimulatedBatch:
         return list(self._texts)
 
     def step(self, chosen, on_verdict=lambda *_: None, on_end=lambda *_: None):
-        """Verifies so many draft tokens of each sequence: (tokens committed, seconds on an idle machine)."""
+        """Verifies `chosen` draft tokens by sequence. Returns (committed tokens, seconds on an idle machine)."""
         self.num_rows, num_tokens = self.num_sequences, 0
         for sequence_id in self.sequence_ids:
             text = self._texts[sequence_id]
@@ -115,20 +115,20 @@ class SimulatedBatch:
         return num_tokens, CURVES[self.curve](self.num_rows)
 
     def disturbed(self, seconds: float) -> float:
-        """As other work on the machine has it: what a node measures."""
+        """Returns the duration that a node measures if other work runs on the machine."""
         stalled = 5.0 if self._random.random() < self.stalls else 1.0
         return seconds * stalled * self._random.uniform(1 - self.noise, 1 + self.noise)
 
 
 def fixed_rate(batch: SimulatedBatch, num_draft: int, *, num_steps: int) -> float:
-    """Tokens a second with so many draft tokens for each sequence in each step."""
+    """Returns tokens per second with `num_draft` draft tokens of each sequence in each step."""
     steps = [batch.step(dict.fromkeys(batch.sequence_ids, num_draft)) for _ in range(num_steps)]
     return sum(tokens for tokens, _ in steps) / sum(seconds for _, seconds in steps)
 
 
 @dataclass
 class ControlledBatch:
-    """The same with a controller."""
+    """A simulated batch whose drafts a controller chooses."""
 
     batch: SimulatedBatch
     controller: DraftController

@@ -1,4 +1,4 @@
-"""A simulated batch whose drafts come from several sources, each with an acceptance and a price of its own.
+"""A simulated batch whose drafts come from several sources, each with its own acceptance and cost.
 
 The decode node's gatherer decides who is asked; proposers take their time on a set clock.
 """
@@ -28,14 +28,14 @@ MAX_TOKENS = 1_000_000
 
 @dataclass(frozen=True)
 class State:
-    """Of a text: what sources know of it."""
+    """How well each source drafts in one state of a text."""
 
     lasts: float  # tokens, on average
-    grades: dict[int, float]  # of the lookup: the share of positions at which it has a draft of that grade
-    lookup: dict[int, float]  # its acceptance by grade
-    head: float | tuple[float, ...]  # acceptance, by depth where it differs
+    grades: dict[int, float]  # the fraction of positions at which the lookup has a draft, by grade
+    lookup: dict[int, float]  # the lookup's acceptance, by grade
+    head: float | tuple[float, ...]  # the head's acceptance; a tuple: by depth
     remote: float = 0.0
-    sibling: float = 0.0  # share of the head's wrong first tokens beside which it has the right one
+    sibling: float = 0.0  # fraction of the head's wrong first tokens that have the right one as a sibling
 
 
 FREE = State(60, {2: 0.2, 3: 0.1, 4: 0.05}, {2: 0.1, 3: 0.3, 4: 0.7}, head=0.5)
@@ -56,14 +56,14 @@ TEXTS = {
 
 
 class SimulatedText:
-    """What each source would propose at each position. Fixed by position, as coupled sampling has it."""
+    """What each source would propose at each position. It depends only on the position, as in coupled sampling."""
 
     def __init__(self, states, seed, length):
         chosen = random.Random(seed)
         state = chosen.choice(states)
         self.grades = []
         self.right = {LOOKUP: [], HEAD: [], DRAFT_NODE: []}
-        self.siblings = []  # of the head: whether a draft's first token has the right one beside it; None: it has none
+        self.siblings = []  # of the head: whether the first token's sibling is right; None: it has none
         for _ in range(length):
             if chosen.random() < 1.0 / state.lasts:
                 state = chosen.choice(states)
@@ -81,7 +81,7 @@ class SimulatedText:
             self.siblings.append(chosen.random() < state.sibling if state.sibling else None)
 
     def draft(self, source, position, length, num_wanted):
-        """After `length` tokens of the sequence, of which this is the text's `position`."""
+        """Returns the draft after `length` tokens of a sequence, at this position of the text."""
         grade = self.grades[position] if source == LOOKUP else 0
         following = self.right[source][position : position + num_wanted]
         right = [each[min(depth, len(each) - 1)] for depth, each in enumerate(following)]
@@ -95,7 +95,7 @@ class SimulatedText:
 
 @dataclass
 class SimulatedProposer:
-    """Takes `forward_seconds` for each token of its longest draft, and something for each row and each missed token."""
+    """Takes `forward_seconds` for each token of its longest draft, and time for each row and each missed token."""
 
     batch: SourcesBatch
     source: str
@@ -138,7 +138,7 @@ class SimulatedProposer:
 
 @dataclass
 class SimulatedDraftNode(NoDrafts):
-    """Its drafts are always here."""
+    """A draft node whose drafts always arrive in time."""
 
     batch: SourcesBatch
 
@@ -151,10 +151,10 @@ class SimulatedDraftNode(NoDrafts):
 
 
 class SourcesBatch(SimulatedBatch):
-    """`kind` is one of `TEXTS`, or several joined by "+", of which sequences are by turns."""
+    """`kind` is one of `TEXTS`, or several joined by "+", between which sequences alternate."""
 
     def __init__(self, kind, curve, num_sequences, *, sources=(), has_draft_node=False, num_draft=5, **options):
-        """`sources`: of local proposers the name and options of `SimulatedProposer`. `num_draft`: the most tokens."""
+        """`sources`: names and `SimulatedProposer` options of local proposers. `num_draft`: maximum draft tokens."""
         self.now = 0.0
         self.texts = {}  # by sequence: [text, position]
         self.verified = []  # of each step: (sequence, source, tokens)
@@ -189,7 +189,7 @@ class SourcesBatch(SimulatedBatch):
         )
 
     def forbid_drafts(self, key):
-        """As a request with no draft tokens does."""
+        """Forbids drafts, as a request with max_draft_tokens 0 does."""
         self._samples[key].max_draft_tokens, self._samples[key].may_draft = 0, False
 
     @property
@@ -197,7 +197,7 @@ class SourcesBatch(SimulatedBatch):
         return list(self.texts)
 
     def step(self):
-        """(tokens committed, seconds on an idle machine, drafting included)"""
+        """Returns (committed tokens, seconds on an idle machine including drafting)."""
         samples, started = list(self._samples.values()), self.now
         drafts = self.gatherer.gather(samples)
         room = StepRoom(samples, max_draft_rows=4096, num_rows=len(samples))
@@ -230,6 +230,6 @@ class SourcesBatch(SimulatedBatch):
         return num_tokens, self.now - started
 
     def rate(self, num_steps):
-        """Tokens a second."""
+        """Returns tokens per second."""
         steps = [self.step() for _ in range(num_steps)]
         return sum(tokens for tokens, _ in steps) / sum(seconds for _, seconds in steps)

@@ -26,12 +26,6 @@ def test_a_new_sequence_is_taken_to_accept_what_its_proposer_is_taken_for():
     assert record_of().chain == pytest.approx([PRIOR_ACCEPTANCE**n for n in range(1, 6)])
 
 
-def test_a_new_sequence_is_taken_to_accept_what_others_did():
-    source = Acceptance()
-    record_of([(5, 0)] * 100, source=source)
-    assert record_of(source=source).chain[0] < 0.1
-
-
 @pytest.mark.parametrize("acceptance", [0.1, 0.5, 0.9])
 def test_probabilities_are_calibrated(acceptance):
     chosen = random.Random(1)
@@ -49,11 +43,6 @@ def test_positions_are_told_apart():
     record = record_of([(3, 1)] * 30)  # the first is always right, the second never
     assert record.chain[0] > 0.8
     assert record.chain[1] < 0.25
-
-
-def test_a_draft_that_was_cut_short_says_nothing_of_what_follows():
-    before = record_of([(1, 1)] * 30)
-    assert before.chain[4] > 0.8
 
 
 def test_a_position_that_is_not_reached_any_more_is_taken_for_one_like_the_others():

@@ -97,7 +97,7 @@ def test_no_share_of_the_time_is_negative():
 
 
 def asked(candidates, *, token_rate=100.0, row_price=0.1):
-    """With forwards of 2 ms: a fifth of a token each."""
+    """Chooses with forwards of 2 ms, each of which costs one fifth of a token."""
     cost = observed(lambda depth, *_: 0.002 * depth, [(1, 1, 1), (2, 1, 1), (4, 1, 1)], noise=0.0)
     return choose_asked(candidates, cost, token_rate=token_rate, row_price=row_price)
 

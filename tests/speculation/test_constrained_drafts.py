@@ -1,4 +1,4 @@
-"""Draft models and heads under a constraint: they race by the target's own masks, so as much is accepted as without."""
+"""Draft models and heads apply the target's constraint masks, so acceptance is as high as without a constraint."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from outrider.constraints.compiler import NUM_THREADS, GrammarCompiler
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
-from outrider.request import Constraint, ConstraintKind, RequestOptions, SamplingParams
-from outrider.speculation.draft_stream import SequenceStart
-from outrider.speculation.proposers.base import Progress, ProposalRequest, ProposerInfo
+from outrider.request import Constraint, ConstraintKind, SamplingParams
+from outrider.speculation.proposers.base import ProposalRequest, ProposerInfo
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.head_forward import HeadForward
 from outrider.speculation.proposers.model_forward import ModelForward
+from tests.speculation.asking import PROMPT, proposals_of, start_of
 from tests.speculation.draft_trees import likeliest_path
 from tests.support.tiny_model import EOS_TOKEN_ID, make_tiny_model, tiny_tokenizer
 from tests.support.toy_head import VOCAB_SIZE, ToyFeatures, ToyHead
 from tests.support.waiting import PATIENCE_SECONDS
 
-PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19]
 LETTERS = Constraint(ConstraintKind.REGEX, "[a-f]{3,40}(x|yz)")
 
 
@@ -39,20 +38,16 @@ def constraints():
 
 def request(token_ids, constraint, *, num_wanted=6, features=None):
     sampling = SamplingParams(seed=5, max_tokens=100, temperature=1.0, constraint=constraint)
-    start = SequenceStart(options=RequestOptions(sampling=sampling), sample=0, prompt_length=len(PROMPT))
-    return ProposalRequest(1, token_ids, num_wanted, start, features=features)
+    return ProposalRequest(1, token_ids, num_wanted, start_of(sampling), features=features)
 
 
 def draft(proposer, asked):
-    for _ in range(100):
-        (proposal,) = proposer.propose([asked])
-        if proposal.progress is Progress.DONE:
-            return likeliest_path(proposal.tree).token_ids
-    raise AssertionError("never done")
+    (proposal,) = proposals_of(proposer, asked)
+    return likeliest_path(proposal.tree).token_ids
 
 
 def compile_beside(constraints, proposer, asked):
-    """The first try finds a constraint that is not compiled, and does not wait for it."""
+    """Checks that the first call does not wait for the constraint to be compiled."""
     may_compile = threading.Event()
     for _ in range(NUM_THREADS):
         constraints._threads.submit(may_compile.wait, PATIENCE_SECONDS)
@@ -69,7 +64,7 @@ def assert_allowed(constraints, constraint, generated, token_ids):
 
 
 def test_the_targets_own_model_drafts_what_the_target_decides(model):
-    """Acceptance is whole, as it would be without a constraint."""
+    """Every token is accepted, as without a constraint."""
     forward = ModelForward.of(model, kv_cache=KVCacheConfig(num_blocks=128))
     proposer = DraftModelProposer(forward, ProposerInfo(name="draft_model:tiny"))
     text, constraints = list(PROMPT), forward.sampler.constraints
@@ -100,7 +95,7 @@ def test_a_head_drafts_what_the_grammar_allows_and_wins_as_the_target_would(cons
 
 
 def test_a_constraint_that_cannot_be_compiled_here_has_no_drafts_and_fails_nobody(constraints):
-    """As another version of llguidance may refuse it."""
+    """Another version of llguidance may refuse a constraint that the target accepts."""
     bad = Constraint(ConstraintKind.REGEX, "(a")
     constraints.warm_up()
     forward = HeadForward.of(

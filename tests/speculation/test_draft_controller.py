@@ -23,7 +23,7 @@ from tests.speculation.simulated_batch import (
 )
 
 ALL = [case for case in itertools.product(KINDS, CURVES, (1, 4, 16, 32)) if not case[1].startswith("measured")]
-FEW = [  # each kind, curve and number of sequences; where the best fixed length is 0, short or long
+FEW = [  # all kinds, curves and numbers of sequences; the best fixed length is 0, short or long
     *(("chat", "linear", 4), ("chat", "stairs", 16), ("chat", "steep", 1), ("extract", "linear", 32)),
     *(("extract", "flat", 16), ("code", "flat then steep", 4), ("code", "linear", 16), ("even", "stairs", 4)),
     *(("even", "flat", 1), ("hopeless", "linear", 16), ("hopeless", "flat then steep", 4)),
@@ -32,7 +32,7 @@ WARM_UP_STEPS = 60
 
 
 def share_of_plain_and_best(kind, curve, num_sequences, **disturbance):
-    """Its rate over that of plain decoding, and over that of the best fixed number of draft tokens."""
+    """Returns the controller's rate divided by that of plain decoding, and by that of the best fixed draft length."""
     num_steps = max(240, 2000 // num_sequences)
     own = controlled(SimulatedBatch(kind, curve, num_sequences, **disturbance))
     own.rate(WARM_UP_STEPS)
@@ -91,14 +91,14 @@ def room_for(num_sequences, *, max_rows=100, num_prompts=0):
 
 
 def choose(controller, drafts, room, *, limit=99, **options):
-    """What is verified of each draft."""
+    """Returns the part of each draft that is verified."""
     ranked = {sequence_id: controller.rank(sequence_id, draft) for sequence_id, draft in drafts}
     num_rows = controller.choose(ranked, dict.fromkeys(ranked, limit), room, **options)
     return {sequence_id: ranked[sequence_id].tree.cut(num) for sequence_id, num in num_rows.items()}
 
 
 def step_of(controller, drafts, num_accepted, *, row_seconds=0.1):
-    """One step of these sequences, whose drafts are accepted to there."""
+    """Makes one step, in which the first `num_accepted` tokens of each draft are accepted."""
     chosen = choose(controller, drafts, room_for(len(drafts)))
     num_rows = len(drafts)
     for sequence_id, draft in chosen.items():
@@ -230,7 +230,7 @@ def test_a_draft_node_that_adds_nothing_to_what_others_have_is_asked_now_and_the
         controller.observe_verdict(1, same, range(4))
     assert sum(asked[-PROBE_STEPS:]) == (TRIAL_STEPS if has_another else PROBE_STEPS)
     num_before = 0  # steps in a row in which it was asked
-    for _ in range(PROBE_STEPS):  # the others have nothing any more; what it drafts arrives two steps later
+    for _ in range(PROBE_STEPS):  # other sources have no drafts now; those of the draft node arrive two steps later
         if controller.num_wanted(1, 4, DRAFT_NODE):
             found = [controller.rank(1, draft_of(4))] if num_before >= 2 else []
             controller.observe_marginal_gain(DRAFT_NODE, {1: found})
@@ -268,13 +268,13 @@ def test_a_tree_is_cut_to_its_likeliest_tokens():
 
 
 def drawn(length, source=DRAFT_NODE):
-    """As for rejection sampling: what each token was drawn from comes with it."""
+    """Returns a drawn draft with distributions, as for rejection sampling."""
     token_ids = tuple(range(length))
     return DraftTree(0, None, token_ids, source, distributions=tuple(map(certain, token_ids)))
 
 
 def test_nothing_depends_on_how_long_a_drawn_draft_has_become():
-    """Its length may tell what was drawn, as where it ends with a stop token: see tests/statistical."""
+    """The length may depend on what was drawn, e.g. if it ends with a stop token: see tests/statistical."""
     decided = []
     for length in (1, 2, 5):
         controller, clock = DraftController(5), CURVES["stairs"]
@@ -288,7 +288,7 @@ def test_nothing_depends_on_how_long_a_drawn_draft_has_become():
         for _ in range(20):
             one, other = controller.rank(1, draft), controller.rank(1, lookup)
             asked = controller.choose_asked("head", {1: 5}, {1: other}, {1: 1})
-            # It takes the longer the more tokens it has: a time that is not to be looked at in this step.
+            # Its duration depends on its length, so this step must not use it.
             controller.observe_asked("head", {1: 5}, {1: one}, seconds=0.002 * length, num_read=1)
             controller.observe_marginal_gain("head", {1: [one, other]})
             better = controller.better(one, other).tree.source
@@ -299,7 +299,7 @@ def test_nothing_depends_on_how_long_a_drawn_draft_has_become():
 
 
 def test_of_two_drafts_the_better_one_is_that_whose_tokens_can_be_verified():
-    """A draft node's may be longer than a step verifies, for the steps after it."""
+    """A draft node's draft may be longer than a step verifies, for the steps after it."""
     controller, rng = DraftController(5, row_price=0.02), random.Random(1)
     for source, acceptance in (("head", 0.85), (DRAFT_NODE, 0.8)):
         for _ in range(300):

@@ -19,17 +19,17 @@ from outrider.engine.model_runner import make_runner
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
-from outrider.request import Constraint, ConstraintKind, RequestOptions, SamplingParams, VerificationMethod
-from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
-from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequest, ProposerInfo
+from outrider.request import Constraint, ConstraintKind, SamplingParams, VerificationMethod
+from outrider.speculation.draft_stream import MAX_SIBLINGS
+from outrider.speculation.proposers.base import Progress, ProposalRequest, ProposerInfo
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.model_forward import ModelForward
 from outrider.speculation.token_distribution import TokenDistribution
+from tests.speculation.asking import PROMPT, proposals_of, start_of
 from tests.speculation.draft_trees import likeliest_path
 from tests.support.pool_integrity import check_proposer
 from tests.support.tiny_model import make_tiny_model
 
-PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19]
 GREEDY = SamplingParams(seed=5, max_tokens=400, temperature=0.0)
 HOT = SamplingParams(
     seed=5, max_tokens=400, temperature=0.9, top_p=0.9, top_k=50, presence_penalty=0.7, repetition_penalty=1.2
@@ -52,30 +52,12 @@ def proposer_of(model, *, num_blocks=400, max_catch_up_rows=512, clock=time.mono
 
 
 def clock_of(seconds):
-    """Moves on by `seconds` each time it is read."""
+    """Returns a clock that advances by `seconds` at each reading."""
     return itertools.count(0, seconds).__next__
 
 
-def drafts_of(proposer, *requests) -> list[Proposal]:
-    """Asks until every draft is done."""
-    done: dict[int, Proposal] = {}
-    for _ in range(100):
-        asked = [request for request in requests if request.sequence_id not in done]
-        if not asked:
-            return [done[request.sequence_id] for request in requests]
-        for proposal in proposer.propose(asked):
-            if proposal.progress is Progress.DONE:
-                done[proposal.sequence_id] = proposal
-    raise AssertionError("never done")
-
-
-def start_of(params: SamplingParams, *, sample=0, takes_trees=False, **options) -> SequenceStart:
-    options = RequestOptions(sampling=params, **options)
-    return SequenceStart(options=options, sample=sample, prompt_length=len(PROMPT), takes_trees=takes_trees)
-
-
 class Reference:
-    """Decodes one token after the other from full forward passes, with the same sampler."""
+    """Decodes token by token from full forward passes, with the same sampler."""
 
     def __init__(self, model) -> None:
         self._model = model
@@ -92,7 +74,7 @@ class Reference:
         return tuple(found)
 
     def probabilities(self, token_ids, params) -> torch.Tensor:
-        """What the next token is drawn from.  # [num_ids]"""
+        """Returns the next token's distribution [num_ids]."""
         state = self._sampler.start(
             params, sample=0, prompt_token_ids=PROMPT, generated_token_ids=token_ids[len(PROMPT) :]
         )
@@ -100,7 +82,7 @@ class Reference:
         return torch.as_tensor(values)[0].softmax(dim=0)
 
     def logits(self, token_ids) -> Array:
-        """After all of them.  # [1, vocab_size]"""
+        """Returns the logits after the last token [1, vocab_size]."""
         cache = PagedKVCache(self._model.spec.planes, num_blocks=20, block_size=16, kernels=self._model.cpu_kernels)
         runner = make_runner(self._model, cache, make_attention_backend())
         rows = SequenceRows(token_ids, 0, list(range(20)), num_logits=1)
@@ -111,7 +93,7 @@ class Reference:
 @pytest.mark.parametrize("takes_trees", [False, True])
 def test_a_draft_is_what_the_draft_model_itself_would_generate_and_siblings(model, params, takes_trees):
     start = start_of(params, takes_trees=takes_trees)
-    (proposal,) = drafts_of(proposer_of(model), ProposalRequest(1, PROMPT, 6, start))
+    (proposal,) = proposals_of(proposer_of(model), ProposalRequest(1, PROMPT, 6, start))
     assert proposal.tree.is_well_formed
     assert bool(proposal.tree.parents) is takes_trees
     assert likeliest_path(proposal.tree).token_ids == Reference(model).continuation(PROMPT, params, 6)
@@ -123,7 +105,7 @@ def test_siblings_are_what_a_constraint_allows_also_where_that_is_one_token(mode
     compiled = model.constraints.prepare(choice)
     compiled.result(10)
     start = start_of(dataclasses.replace(HOT, constraint=choice), takes_trees=True)
-    (proposal,) = drafts_of(proposer_of(model), ProposalRequest(1, PROMPT, 4, start))
+    (proposal,) = proposals_of(proposer_of(model), ProposalRequest(1, PROMPT, 4, start))
     token_ids, parents = proposal.tree.token_ids, proposal.tree.parents or tuple(range(-1, 3))
     paths = []
     for token_id, parent in zip(token_ids, parents, strict=True):
@@ -136,16 +118,15 @@ def test_siblings_are_what_a_constraint_allows_also_where_that_is_one_token(mode
 @pytest.mark.parametrize("num_agreeing", [0, 2, 5])
 def test_after_a_partly_accepted_draft_it_goes_on_as_from_a_fresh_prefix(model, num_agreeing):
     proposer = proposer_of(model)
-    (first,) = drafts_of(proposer, ProposalRequest(1, PROMPT, 5, start_of(HOT)))
+    (first,) = proposals_of(proposer, ProposalRequest(1, PROMPT, 5, start_of(HOT)))
     text = [*PROMPT, *first.tree.token_ids[:num_agreeing], 3]
-    (second,) = drafts_of(proposer, ProposalRequest(1, text, 5, start_of(HOT)))
+    (second,) = proposals_of(proposer, ProposalRequest(1, text, 5, start_of(HOT)))
     assert second.tree.token_ids == Reference(model).continuation(text, HOT, 5)
-    check_proposer(proposer)
 
 
 def test_a_prompt_of_one_tenant_is_not_cached_for_another(model):
     proposer, prompt = proposer_of(model), PROMPT * 4
-    drafts_of(proposer, ProposalRequest(1, prompt, 2, start_of(GREEDY, cache_salt=b"alice")))
+    proposals_of(proposer, ProposalRequest(1, prompt, 2, start_of(GREEDY, cache_salt=b"alice")))
     pool = proposer._forward.pool
     found = {
         salt: len(pool.match_prefix(prompt, max_tokens=len(prompt), hashes=pool.new_hashes(salt)))
@@ -156,7 +137,7 @@ def test_a_prompt_of_one_tenant_is_not_cached_for_another(model):
 
 def test_each_sample_runs_its_own_race(model):
     proposer = proposer_of(model)
-    proposals = drafts_of(proposer, *(ProposalRequest(i, PROMPT, 6, start_of(HOT, sample=i)) for i in range(3)))
+    proposals = proposals_of(proposer, *(ProposalRequest(i, PROMPT, 6, start_of(HOT, sample=i)) for i in range(3)))
     assert len({proposal.tree.token_ids for proposal in proposals}) == 3
     assert proposals[2].tree.token_ids == Reference(model).continuation(PROMPT, HOT, 6, sample=2)
 
@@ -164,7 +145,7 @@ def test_each_sample_runs_its_own_race(model):
 def test_a_draft_ends_with_a_stop_token(model):
     expected = Reference(model).continuation(PROMPT, GREEDY, 6)
     start = start_of(GREEDY, stop_token_ids=(expected[2],))
-    (proposal,) = drafts_of(proposer_of(model), ProposalRequest(1, PROMPT, 6, start))
+    (proposal,) = proposals_of(proposer_of(model), ProposalRequest(1, PROMPT, 6, start))
     assert proposal.tree.token_ids == expected[: expected.index(expected[2]) + 1]
 
 
@@ -175,8 +156,7 @@ def test_catching_up_takes_the_shortest_first_within_its_budget(model):
     outcomes = [[proposal.progress for proposal in proposer.propose(requests)] for _ in range(2)]
     behind, drafting, done = Progress.CATCHING_UP, Progress.DRAFTING, Progress.DONE
     assert outcomes == [[behind, drafting], [behind, done]]
-    assert [len(proposal.tree) for proposal in drafts_of(proposer, *requests)] == [2, 2]
-    check_proposer(proposer)
+    assert [len(proposal.tree) for proposal in proposals_of(proposer, *requests)] == [2, 2]
 
 
 def test_a_long_prefix_is_computed_while_shorter_ones_keep_coming(model):
@@ -192,7 +172,7 @@ def test_a_long_prefix_is_computed_while_shorter_ones_keep_coming(model):
 def test_what_needs_a_forward_waits_for_one_call_at_most_while_others_are_answered_without(model):
     proposer = proposer_of(model)
     ready, new = (ProposalRequest(key, [key, *PROMPT], 3, start_of(GREEDY)) for key in (1, 2))
-    drafts_of(proposer, ready)
+    proposals_of(proposer, ready)
     calls = [proposer.propose([ready, new]) for _ in range(8)]
     assert all(proposal.progress is Progress.DONE for proposal, _ in calls)
     assert [len(proposal.tree) for _, proposal in calls] == [0] * 5 + [3] * 3, "three forwards, in every second call"
@@ -202,19 +182,17 @@ def test_when_blocks_run_out_idle_sequences_give_theirs_up(model):
     proposer = proposer_of(model, num_blocks=300)
     text = [(7 * i) % 300 for i in range(400)]
     for key in range(20):
-        (proposal,) = drafts_of(proposer, ProposalRequest(key, [key, *text], 3, start_of(GREEDY)))
+        (proposal,) = proposals_of(proposer, ProposalRequest(key, [key, *text], 3, start_of(GREEDY)))
         assert len(proposal.tree.token_ids) == 3
-        check_proposer(proposer)
 
 
 def test_a_batch_that_does_not_fit_gets_fewer_drafts_and_every_block_is_accounted_for(model):
-    # Fast forwards: with slow ones prefixes are computed in turns, and a finished one makes room.
+    # Forwards are fast: with slow ones prefixes are computed one by one, and a finished one makes room.
     proposer = proposer_of(model, num_blocks=256, max_catch_up_rows=100_000, clock=clock_of(1e-3))
     text = [(7 * i) % 300 for i in range(1000)]
     requests = [ProposalRequest(key, [key, *text], 3, start_of(GREEDY)) for key in range(6)]
-    proposals = drafts_of(proposer, *requests)
+    proposals = proposals_of(proposer, *requests)
     assert 0 < sum(bool(proposal.tree.token_ids) for proposal in proposals) < 6
-    check_proposer(proposer)
     for key in range(6):
         proposer.forget(key)
     check_proposer(proposer)
@@ -223,7 +201,7 @@ def test_a_batch_that_does_not_fit_gets_fewer_drafts_and_every_block_is_accounte
 
 def test_what_the_model_cannot_serve_gets_no_proposal(model):
     proposer = proposer_of(model)
-    proposals = drafts_of(
+    proposals = proposals_of(
         proposer,
         ProposalRequest(1, [5] * 2047, 3, start_of(GREEDY)),  # past its window
         ProposalRequest(2, [5, 5000], 3, start_of(GREEDY)),  # an id it does not have
@@ -236,15 +214,15 @@ def test_a_second_sequence_with_the_same_prompt_finds_its_blocks(model):
     proposer = proposer_of(model, max_catch_up_rows=128)
     text = [(7 * i) % 300 for i in range(200)]
     request = ProposalRequest(1, text, 1, start_of(GREEDY))
-    drafts_of(proposer, request)
+    proposals_of(proposer, request)
     (proposal,) = proposer.propose([ProposalRequest(2, text, 1, start_of(GREEDY))])
     assert proposal.progress is Progress.DONE
 
 
 def test_the_sampling_state_of_a_prompt_in_pieces_is_that_of_the_whole_prompt(model):
     proposer = proposer_of(model)
-    drafts_of(proposer, ProposalRequest(1, PROMPT[:5], 0, start_of(HOT)))
-    drafts_of(proposer, ProposalRequest(1, [*PROMPT, 3], 0, start_of(HOT)))
+    proposals_of(proposer, ProposalRequest(1, PROMPT[:5], 0, start_of(HOT)))
+    proposals_of(proposer, ProposalRequest(1, [*PROMPT, 3], 0, start_of(HOT)))
     counts = proposer._trees[1].sampling.penalties.counts
     assert counts is not None
     ids, num_generated = counts.with_assumed(())
@@ -252,7 +230,7 @@ def test_the_sampling_state_of_a_prompt_in_pieces_is_that_of_the_whole_prompt(mo
 
 
 def branches_ahead(proposer, request):
-    """All that a look-ahead finds. A call that fails is made again, as by IsolatedProposer."""
+    """Returns all branches of a look-ahead. A failed call is repeated, as IsolatedProposer does."""
     branches = []
     for _ in range(40):
         try:
@@ -267,7 +245,7 @@ def branches_ahead(proposer, request):
 
 
 def assert_continued(branches, reference, params):
-    """Each is what the draft model would generate from a fresh prefix."""
+    """Checks that each branch is what the draft model would generate from a fresh prefix."""
     for branch in branches:
         assumed = [*PROMPT, *branch.assumed_token_ids]
         assert branch.tree.token_ids == reference.continuation(assumed, params, len(branch.tree.token_ids))
@@ -277,7 +255,7 @@ def assert_continued(branches, reference, params):
 def test_branches_on_forks_of_its_kv_are_what_it_would_generate_from_a_fresh_prefix(model, params):
     proposer, reference = proposer_of(model), Reference(model)
     request = ProposalRequest(1, PROMPT, 2, start_of(params), max_alternatives=9)
-    drafts_of(proposer, request)
+    proposals_of(proposer, request)
     branches = branches_ahead(proposer, request)
     assert {len(branch.assumed_token_ids) for branch in branches} == {0, 1, 2, 3}
     assert_continued(branches, reference, params)
@@ -285,7 +263,7 @@ def test_branches_on_forks_of_its_kv_are_what_it_would_generate_from_a_fresh_pre
 
 
 class FailsBeforeCopies:
-    """A forward that raises, having copied no block, when it should copy some; each time it has worked once between."""
+    """A forward that raises before it copies blocks, but never in two calls in a row."""
 
     def __init__(self, forward) -> None:
         self._forward = forward
@@ -307,7 +285,7 @@ class FailsBeforeCopies:
 def test_a_block_that_a_failed_forward_did_not_copy_is_computed_again(model):
     proposer, reference = proposer_of(model), Reference(model)
     request = ProposalRequest(1, PROMPT, 2, start_of(GREEDY), max_alternatives=9)
-    drafts_of(proposer, request)
+    proposals_of(proposer, request)
     proposer._forward = forward = FailsBeforeCopies(proposer._forward)
     branches = branches_ahead(proposer, request)
     assert forward.num_failures > 1
@@ -323,7 +301,7 @@ def test_for_rejection_a_draft_comes_with_what_it_was_drawn_from(model, params):
     method = VerificationMethod.REJECTION
     start = start_of(params, takes_trees=True, verification_method=method, stop_token_ids=expected[2:3])
     request = ProposalRequest(1, PROMPT, 5, start)
-    (proposal,) = drafts_of(proposer, request)
+    (proposal,) = proposals_of(proposer, request)
     assert proposal.tree.token_ids == expected, "also past a stop token: what was drawn does not say where it ends"
     assert len(proposal.tree.distributions) == 5
     assert not proposal.tree.parents, "runners-up were not drawn"
@@ -343,13 +321,13 @@ def test_for_rejection_a_draft_comes_with_what_it_was_drawn_from(model, params):
 def test_other_methods_and_greedy_drafts_send_no_distributions(model):
     for params, method in ((HOT, VerificationMethod.COUPLED), (GREEDY, VerificationMethod.REJECTION)):
         start = start_of(params, verification_method=method)
-        (proposal,) = drafts_of(proposer_of(model), ProposalRequest(1, PROMPT, 3, start))
+        (proposal,) = proposals_of(proposer_of(model), ProposalRequest(1, PROMPT, 3, start))
         assert proposal.tree.distributions == ()
 
 
 def test_a_runner_up_is_the_winner_of_the_race_without_the_winner(model):
     proposer = proposer_of(model)
-    drafts_of(proposer, ProposalRequest(1, PROMPT, 3, start_of(GREEDY), max_alternatives=1))
+    proposals_of(proposer, ProposalRequest(1, PROMPT, 3, start_of(GREEDY), max_alternatives=1))
     main = proposer._trees[1].main
     logits = Reference(model).logits(PROMPT)[0]
     assert list(main.decided[0].token_ids) == np.argsort(-np.asarray(logits), kind="stable")[:4].tolist()

@@ -1,4 +1,4 @@
-"""DraftTree: what is left of a draft when it is cut, and when the text has moved on."""
+"""DraftTree: the rest of a draft after it is cut and after the text has grown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.speculation.draft_trees import likeliest_path, parents_of, trees
 
 
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:
-    """The tokens from the root to each token."""
+    """Returns the tokens on the path from the root to each token."""
     found: list[tuple[int, ...]] = []
     for parent, token_id in zip(parents_of(tree), tree.token_ids, strict=True):
         found.append((*(found[parent] if parent != ROOT else ()), token_id))
@@ -19,7 +19,7 @@ def paths(tree: DraftTree) -> list[tuple[int, ...]]:
 
 
 FORKED = DraftTree(2, 7, (1, 2, 3, 4, 5), parents=(-1, 0, -1, 1, 2))
-"""1 → 2 → 4, and 3 → 5 beside it."""
+"""A tree of two branches: 1 → 2 → 4 and 3 → 5."""
 
 
 def test_depth_first_order_keeps_paths_together() -> None:

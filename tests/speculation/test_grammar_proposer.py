@@ -1,4 +1,4 @@
-"""What a grammar forces is proposed, after whatever tokens the target has committed."""
+"""Tokens that a grammar forces are proposed, whatever the target has committed before."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def compiler():
 
 
 def proposed(*states, num_wanted=20):
-    """Of each sequence, where its sampler stands in its grammar."""
+    """Returns the proposed text for each grammar state."""
     requests = [
         ProposalRequest(key, [*PROMPT, *range(key)], num_wanted, constraint=state) for key, state in enumerate(states)
     ]

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.request import RequestOptions, SamplingParams
-from outrider.speculation.draft_stream import SequenceStart
+from outrider.request import SamplingParams
 from outrider.speculation.proposers.base import MAX_INDEXED_TOKENS, Progress, ProposalRequest
 from outrider.speculation.proposers.ngram import NGRAM_SIZES, NgramIndex, NgramProposer, NgramSegment
+from tests.speculation.asking import start_of
 from tests.support.memory import traced
 
 
 def brute_force(text: list[int], num_tokens: int) -> tuple[int, ...]:
-    """Searches the whole text for the longest n-gram that ends it, latest occurrence first."""
+    """Finds the latest occurrence of the longest n-gram that ends the text by searching all of it."""
     for size in NGRAM_SIZES:
         for end in range(len(text) - 1, size - 1, -1):
             if text[end - size : end] == text[len(text) - size :]:
@@ -41,10 +41,7 @@ def test_the_index_finds_what_a_search_of_the_whole_text_finds(prompt_length, pi
 
 def request_of(text, num_wanted=4, *, key=1, prompt_length=None) -> ProposalRequest:
     length = len(text) if prompt_length is None else prompt_length
-    start = SequenceStart(
-        options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=99)), sample=0, prompt_length=length
-    )
-    return ProposalRequest(key, text, num_wanted, start)
+    return ProposalRequest(key, text, num_wanted, start_of(SamplingParams(seed=1, max_tokens=99), prompt_length=length))
 
 
 def test_a_long_prompt_is_indexed_in_several_calls_and_while_no_draft_is_wanted():
@@ -77,7 +74,7 @@ def test_samples_of_a_prompt_share_its_index():
 
 
 def test_memory_is_counted_small_and_bounded():
-    """A tenth of the 391 bytes a token that dictionaries of tuples took."""
+    """Dictionaries of tuples took 391 bytes per token; this is a tenth of it."""
     chance = random.Random(1)
     text = [chance.randrange(50_000) for _ in range(20_000)]
     proposer = NgramProposer(max_bytes=40 * len(text))

@@ -1,4 +1,4 @@
-"""The paths of one sequence, their KV forks, and which rows are worth drafting: without a model."""
+"""The paths of one sequence, their KV forks and the choice of rows, without a model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import pytest
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.request import RequestOptions, SamplingParams, VerificationMethod
-from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
+from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.features import HeadRules
-from outrider.speculation.path_choice import AheadRow, by_worth, rows_of
+from outrider.speculation.path_choice import AheadRow, candidate_rows, round_robin
 from outrider.speculation.path_tree import Decided, DraftPath, Opening, PathTree
 from tests.speculation.draft_trees import likeliest_path
 from tests.support.pool_integrity import check_pool
@@ -20,7 +20,7 @@ STOP = 99
 
 
 class Sequence:
-    """A tree whose tokens the test decides: each token's runners-up are 100 and 200 above it."""
+    """A tree whose tokens the test decides. Each token's runners-up are the token plus 100 and plus 200."""
 
     def __init__(
         self,
@@ -58,15 +58,6 @@ def sequence() -> Sequence:
 
 def tokens(sequence) -> list[list[int]]:
     return [path.token_ids for path in sequence.tree.paths]
-
-
-def test_what_was_committed_as_drafted_stays_drafted_and_needs_no_row(sequence):
-    main = sequence.draft(sequence.tree.main, 10, 11, 12, 13)
-    assert sequence.tree.follow([*PROMPT, 10, 11]) == (10, 11)
-    assert sequence.tree.main is main
-    assert tokens(sequence) == [[12, 13]]
-    assert sequence.tree.missing(main) == [13]
-    sequence.check()
 
 
 def test_an_alternative_assumes_a_runner_up_and_becomes_the_main_path_when_it_is_committed(sequence):
@@ -123,15 +114,6 @@ def test_another_text_is_noticed(sequence):
     assert not sequence.tree.is_continued_by([9, *PROMPT[1:], 6])
 
 
-def test_the_pool_is_whole_when_a_tree_is_freed(sequence):
-    sequence.draft(sequence.tree.main, 10, 11, 12)
-    for _ in range(4):
-        sequence.draft(sequence.open(), 31, 32)
-    sequence.check()
-    sequence.tree.free()
-    assert sequence.pool.num_free_blocks == 64
-
-
 def test_it_learns_from_what_was_committed(sequence):
     tree = sequence.tree
     text = list(PROMPT)
@@ -146,7 +128,7 @@ def test_it_learns_from_what_was_committed(sequence):
 
 def rows(sequence, **changes) -> list[AheadRow]:
     values = {"owner": 0, "num_wanted": 2, "max_alternatives": 7, **changes}
-    return rows_of(sequence.tree, **values)
+    return candidate_rows(sequence.tree, **values)
 
 
 def test_the_main_path_grows_to_a_whole_next_draft_and_alternatives_replace_what_is_verified_or_follows(sequence):
@@ -174,18 +156,11 @@ def test_no_more_alternatives_than_allowed_and_none_of_what_ends_the_text(sequen
     assert rows(ending) == []
 
 
-def test_what_lost_its_kv_to_others_is_left_alone(sequence):
-    sequence.draft(sequence.tree.main, 10, 11)
-    assert rows(sequence)
-    sequence.tree.main.kv.free()
-    assert rows(sequence) == []
-
-
 def test_a_likely_text_is_drafted_first_and_owners_take_turns():
     def row(owner, probability):
         return AheadRow(owner, probability, None, None)
 
-    found = by_worth([row(0, 0.9), row(0, 0.8), row(0, 0.7), row(1, 0.1), row(2, 0.2)])
+    found = round_robin([row(0, 0.9), row(0, 0.8), row(0, 0.7), row(1, 0.1), row(2, 0.2)])
     assert [(each.owner, each.probability) for each in found] == [(0, 0.9), (2, 0.2), (1, 0.1), (0, 0.8), (0, 0.7)]
 
 
@@ -214,13 +189,6 @@ def test_a_drafter_that_is_often_wrong_puts_siblings_before_longer_paths(sequenc
     assert parents[token_ids.index(111)] == token_ids.index(10)
 
 
-def test_siblings_are_few(sequence):
-    main = sequence.draft(sequence.tree.main, *range(10, 26))
-    token_ids, parents = sequence.tree.with_siblings(main, 4, 16)
-    assert len(token_ids) == len(parents) == 12 + MAX_SIBLINGS
-    assert sequence.tree.with_siblings(main, 4, 4) == ((), ())
-
-
 @pytest.fixture
 def head() -> Sequence:
     return Sequence(head=HeadRules())
@@ -231,15 +199,8 @@ def states(path) -> list[str]:
 
 
 def fed(sequence, path) -> tuple[int, list[int]]:
-    """Rows that a path keeps, and the tokens to feed."""
+    """Returns the number of rows that a path keeps, and the tokens to feed."""
     return path.kv.num_tokens, list(sequence.tree.missing(path))
-
-
-def test_a_head_has_no_row_for_the_first_token(head):
-    assert fed(head, head.tree.main) == (0, list(PROMPT[1:]))
-    head.draft(head.tree.main, 10, 11)
-    assert fed(head, head.tree.main) == (len(PROMPT), [11])
-    assert states(head.tree.main) == ["before 10", "before 11"]
 
 
 def test_what_a_head_had_drafted_is_spare_after_a_commit_and_rows_with_own_states_go(head):
@@ -271,36 +232,36 @@ def test_a_spare_serves_until_the_text_leaves_it(head):
 
 
 def test_the_rest_of_the_spare_follows_the_new_path_while_they_agree(head):
-    """What is at hand for the next step must not shrink because the head begins anew."""
+    """The draft for the next step must not get shorter because the head drafts again."""
     head.draft(head.tree.main, *range(10, 16))
     head.tree.follow([*PROMPT, 10, 11])
     main = head.tree.main
     for num_drafted in range(3):
-        assert head.tree.answer(may_be_stale=True).token_ids == [12, 13, 14, 15]
-        assert head.tree.answer(may_be_stale=False).token_ids == [12, 13][:num_drafted]
+        assert head.tree.best_path(allow_stale=True).token_ids == [12, 13, 14, 15]
+        assert head.tree.best_path(allow_stale=False).token_ids == [12, 13][:num_drafted]
         head.draft(main, 12 + num_drafted)
     main.num_sent = 4
     head.tree.drop_wrong_stale_path()
     assert (head.tree.stale_path is None, main.num_sent) == (False, 4)
     head.draft(main, 20)
-    assert head.tree.answer(may_be_stale=True) is main
+    assert head.tree.best_path(allow_stale=True) is main
     head.tree.drop_wrong_stale_path()
     assert (head.tree.stale_path, main.num_sent) == (None, 3), "what follows is to be sent anew"
     head.check()
 
 
 def test_a_drawn_guess_gives_way_to_the_new_path_also_where_they_agree():
-    """Whether a token is judged as one of the guess or of the new path must not depend on what the new path drew."""
+    """Whether a token is judged as part of the stale or of the new path must not depend on what the new path drew."""
     head = Sequence(head=HeadRules(), method=VerificationMethod.REJECTION)
     head.draft(head.tree.main, *range(10, 16))
     head.tree.follow([*PROMPT, 10, 11])
     main = head.tree.main
-    assert head.tree.answer(may_be_stale=True).token_ids == [12, 13, 14, 15]
+    assert head.tree.best_path(allow_stale=True).token_ids == [12, 13, 14, 15]
     main.num_sent = 4
     head.tree.drop_wrong_stale_path()
     assert main.num_sent == 4, "the new path has not begun"
     head.draft(main, 12)
-    assert head.tree.answer(may_be_stale=True) is main
+    assert head.tree.best_path(allow_stale=True) is main
     head.tree.drop_wrong_stale_path()
     assert (head.tree.stale_path, main.num_sent) == (None, 0), "the same token is sent anew, as a draw of the new path"
 

@@ -18,7 +18,7 @@ def branch_after(token_ids, *proposed, probability=1.0):
 
 
 def taken(table, committed, num_tokens):
-    """The first tokens of what is proposed."""
+    """Returns the first tokens of the draft that the table finds."""
     kept = table.take(committed)
     if kept is None:
         return ()
@@ -50,13 +50,6 @@ def test_a_branch_that_was_wrong_or_is_spent_is_not_used_and_gives_way_first():
         for last in (1, 2):
             table.add(branch_after([*text, last], 3, probability=0.1), HashedTokens(text), now=0.0)
         assert [taken(table, HashedTokens([*text, last]), 1) for last in (1, 2)] == [(3,), (3,)]
-
-
-def test_a_branch_ahead_of_what_is_committed_waits_for_its_turn():
-    table = ProposalTable()
-    table.add(branch_after([5, 6, 7], 8), EMPTY, now=0.0)
-    assert taken(table, HashedTokens([5, 6]), 1) == ()
-    assert taken(table, HashedTokens([5, 6, 7]), 1) == (8,)
 
 
 def test_the_branch_that_saw_most_wins():
@@ -107,10 +100,3 @@ def test_what_is_taken_always_continues_some_branch_that_agrees_with_the_text(te
         if text[min(length, len(text)) :] == proposed[: len(text) - min(length, len(text))]
     ]
     assert found == () or found in fitting
-
-
-def test_what_is_left_of_a_tree_is_the_subtree_that_was_committed():
-    table = ProposalTable()
-    table.add(replace(branch_after([5], 7, 8, 9, 1), parents=(-1, -1, 0, 1)), EMPTY, now=0.0)
-    assert taken(table, HashedTokens([5]), 9) == (7, 8, 9, 1)
-    assert taken(table, HashedTokens([5, 8]), 9) == (1,)

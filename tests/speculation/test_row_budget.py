@@ -1,4 +1,4 @@
-"""How wide a forward of the look-ahead may be."""
+"""How many rows of prefixes and of the look-ahead a forward may have."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from outrider.speculation.row_budget import MAX_ROWS, RowBudget
+from outrider.request import SamplingParams
+from outrider.speculation.proposers.base import ProposalRequest, ProposerInfo
+from outrider.speculation.proposers.draft_model import DraftModelProposer
+from outrider.speculation.row_budget import FIRST_ROWS, MAX_ROWS, MIN_PREFIX_ROWS, RowBudget
+from tests.draft_node.simulated_pair import ScriptedForward
+from tests.speculation.asking import start_of
+from tests.support.fake_clock import FakeClock
 
 
 def row_budget() -> RowBudget:
@@ -48,3 +54,41 @@ def test_beside_rows_that_somebody_waits_for_there_is_room_where_it_costs_little
         budget.observe(num_rows, num_rows, 0.001 * num_rows)
     assert budget.num_more(20, share=0.25) == 11
     assert budget.num_more(31, share=0.25) == 0
+
+
+def test_rows_are_what_the_time_allows_by_what_they_have_cost():
+    budget = row_budget()
+    assert budget.num_prefix_rows == FIRST_ROWS
+    budget.observe(FIRST_ROWS, 1, FIRST_ROWS * 0.002)
+    assert budget.num_prefix_rows == 50
+    for _ in range(60):
+        budget.observe(50, 1, 50 * 0.001)
+    assert 95 <= budget.num_prefix_rows <= 100
+
+
+def test_there_is_a_least_and_a_most():
+    slow, quick = (row_budget() for _ in range(2))
+    slow.observe(64, 1, 64.0)
+    quick.observe(64, 1, 0.0001)
+    assert (slow.num_prefix_rows, quick.num_prefix_rows) == (MIN_PREFIX_ROWS, 512)
+    assert RowBudget(max_prefix_rows=8, prefix_seconds=0.1).num_prefix_rows == 8
+
+
+def test_few_rows_say_nothing():
+    budget = row_budget()
+    budget.observe(MIN_PREFIX_ROWS - 1, 1, 30.0)
+    assert budget.num_prefix_rows == FIRST_ROWS
+
+
+def test_what_rows_cost_is_learnt_beside_drafts_of_several_tokens():
+    """Such a call may include several forwards, so its duration can only be too long."""
+    clock = FakeClock()
+    forward = ScriptedForward(clock)
+    forward.max_tokens = 8
+    proposer = DraftModelProposer(forward, ProposerInfo(name="scripted"), clock=clock)
+    start = start_of(SamplingParams(seed=1, max_tokens=999), prompt_length=9)
+    long, short = [5] * 1000, [7]
+    while len(short) < 20:
+        short.append(7)
+        proposer.propose([ProposalRequest(1, long, 0, start), ProposalRequest(2, short, 4, start)])
+    assert max(num_rows for _, num_rows in forward.calls) > 2 * FIRST_ROWS

@@ -1,4 +1,4 @@
-"""The choice of rows against every other choice there is."""
+"""The choice of rows is compared with every other possible choice."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ ENDLESS = 20_000
 
 
 def head(forward_ms=3.0):
-    """A tenth of a plain step of one sequence, by default."""
+    """Returns a head whose forward takes, by default, one tenth of a plain step of one sequence."""
     seconds = forward_ms / 1000.0
     return (HEAD, {"forward_seconds": seconds, "row_seconds": seconds / 15, "read_seconds": seconds / 30})
 
@@ -34,7 +34,7 @@ def rate(case, *sources, num_draft=5):
 
 
 def shares(case, *, forward_ms=3.0):
-    """The rate of both sources together over that of plain decoding, and over that of the best of one alone."""
+    """Returns the rate of both sources divided by that of plain decoding, and by that of the best single source."""
     own = rate(case, head(forward_ms), LOOKUPS)
     plain = rate(case, num_draft=0)
     return own / plain, own / max(plain, rate(case, LOOKUPS), rate(case, head(forward_ms)))
@@ -118,7 +118,7 @@ def test_each_sequence_of_a_batch_has_its_own_order():
 
 
 def changing(batch, *states_and_lengths):
-    """Replaces the text of the only sequence: one state after another."""
+    """Replaces the text of the only sequence by one that passes through these states."""
     parts = [SimulatedText((state,), 1, length) for state, length in states_and_lengths]
     text = parts[0]
     for part in parts[1:]:
@@ -159,7 +159,7 @@ def test_a_head_is_not_asked_while_long_lookups_are_accepted_and_found_again_whe
 
 @pytest.mark.parametrize(("num_sequences", "max_read"), [(1, 1 << 30), (1, 64), (4, 64)])
 def test_a_head_is_asked_again_after_a_time_in_which_its_calls_were_slow(num_sequences, max_read):
-    """A text that goes on has more and more to read: a trial must not wait until that can be paid at the old price."""
+    """A growing text has ever more to read. A trial must not wait until credit covers it at the old price."""
     settings = {"forward_seconds": 0.0008, "row_seconds": 0.0, "read_seconds": 2e-5, "max_read": max_read}
     batch = SourcesBatch(
         "depths", f"measured {num_sequences}", num_sequences, sources=[(HEAD, settings), LOOKUPS], length=ENDLESS

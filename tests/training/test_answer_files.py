@@ -25,23 +25,6 @@ def test_what_is_written_is_read_again_in_order(tmp_path):
     assert list(read_answers(tmp_path / "kept")) == answers
 
 
-def test_all_files_together_stay_in_the_bound_and_the_oldest_go_first(tmp_path):
-    for start in range(0, 300, 100):  # three runs of a node
-        write(tmp_path, [answer(number) for number in range(start, start + 100)], max_bytes=8000)
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 8000
-    numbers = [each.prompt[2] for each in read_answers(tmp_path)]
-    assert numbers[-1] == 299
-    assert numbers == list(range(numbers[0], 300))
-    assert len(numbers) > 30
-
-
-def test_files_are_the_owners_alone(tmp_path):
-    write(tmp_path / "kept", [answer(1)])
-    (path,) = (tmp_path / "kept").iterdir()
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert path.parent.stat().st_mode & 0o777 == 0o700
-
-
 def test_a_line_that_a_killed_writer_left_is_passed_over(tmp_path):
     write(tmp_path, [answer(1)])
     (path,) = tmp_path.iterdir()

@@ -5,6 +5,7 @@ import random
 import jinja2
 import pytest
 
+from outrider.client import ChatMessage
 from outrider.errors import ConfigError, InvalidRequestError
 from outrider.training.prompts import _open_turn, read_prompts, tokenize, write_prompt
 from tests.support.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
@@ -16,7 +17,7 @@ LLAMA2 = (
 
 
 class TokenizingClient:
-    """What prompts ask of an AsyncClient: a tokenizer and a template, and an answer to everything."""
+    """The part of an AsyncClient that prompts use: a tokenizer, a template, and one answer to everything."""
 
     def __init__(self, template):
         self._tokenizer = tiny_tokenizer()
@@ -70,16 +71,12 @@ async def test_a_users_turn_is_open_at_the_prompts_end(template, opening, expect
 
 
 async def test_a_template_without_a_systems_turn_is_used_without_one():
-    from outrider.client import ChatMessage
-
     client = TokenizingClient(LLAMA2)
     prompt, _ = await _open_turn(client, (ChatMessage("system", "Be brief."),), "Why")
     assert client.text(prompt) == "[INST] Why"
 
 
 async def test_a_chat_with_a_system_turn_that_the_template_refuses_keeps_the_template():
-    from outrider.client import ChatMessage
-
     chat = (ChatMessage("system", "Be brief."), ChatMessage("user", "Why"))
     for template, expected in ((LLAMA2, "[INST] Why [/INST]"), (None, "Why")):
         client = TokenizingClient(template)
@@ -87,7 +84,7 @@ async def test_a_chat_with_a_system_turn_that_the_template_refuses_keeps_the_tem
 
 
 async def test_a_template_that_drops_the_users_text_is_named():
-    with pytest.raises(InvalidRequestError, match="leaves out"):
+    with pytest.raises(InvalidRequestError, match="ignores the user"):
         await _open_turn(TokenizingClient("[INST] [/INST]"), (), "Why")
 
 

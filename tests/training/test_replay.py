@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.speculation.draft_tree import num_common
 from outrider.training.hidden_states import CLIENTS, median_seconds
-from outrider.training.replay import HEAD, LOOKUP, _num_right, noise_given, replay, walk
+from outrider.training.replay import HEAD, LOOKUP, noise_given, replay, walk
 from outrider.training.report import acceptance, speedup, tokens_per_step, write_report
 from tests.training.toy import HIDDEN, VOCAB, ToyTarget, toy_dataset, toy_student
 
@@ -16,12 +17,12 @@ TEXT = [9, 9, 1, 2, 3, 4, 5, 6, 7, 8]  # a prompt of two tokens, an answer of ei
 
 
 def right_of(drafts):
-    """By number of known tokens: leading tokens of the draft that are the text's."""
-    return [_num_right(TEXT, known, draft) for known, draft in enumerate(drafts)]
+    """Returns, by number of known tokens, the leading tokens of the draft that are the text's."""
+    return [num_common(draft, TEXT[known:]) for known, draft in enumerate(drafts)]
 
 
 def test_a_walk_counts_as_one_does_by_hand():
-    """Right about 2, 3, 5 and 6 only. k = 2, from 1 on: [2 3] 4 | [5 6] 7 | then 8 is too near the end."""
+    """Only tokens 2, 3, 5 and 6 are right. k = 2, after 1: [2 3] 4 | [5 6] 7 | then 8 is too near the end."""
     drafts = [[token if token in {2, 3, 5, 6} else 0 for token in TEXT[known:]] for known in range(10)]
     assert walk(right_of(drafts), 2, 2) == [2, 2]
     # [2 -] 3 | [4 -] 5 | [6 -] 7 | one token is left.
@@ -46,12 +47,12 @@ def test_noise_makes_the_chosen_token_win_and_is_gumbel_noise():
     chosen = torch.multinomial(torch.softmax(logits[0], -1), 30_000, replacement=True, generator=generator)
     noise = noise_given(logits, chosen, generator)
     assert ((logits + noise).argmax(-1) == chosen).all()
-    assert abs(noise.mean().item() - 0.5772) < 0.02  # over all tokens that may be chosen it is free noise again
+    assert abs(noise.mean().item() - 0.5772) < 0.02  # averaged over the chosen tokens, it is unconditional noise again
     assert abs(noise.var().item() - 1.6449) < 0.05
 
 
 class Oracle:
-    """Drafts what the toy target says, by the token of each row's feature and nothing else."""
+    """Drafts the toy target's next token from the token of each row's feature."""
 
     def __init__(self):
         student = toy_student("medusa")
@@ -82,7 +83,7 @@ def test_chains_are_placed_where_their_tokens_are(plan_of):
 
 
 def test_a_sampled_answer_is_drafted_with_the_noise_that_drew_it(plan_of):
-    """The head gives the target's own logits: coupled to the same noise it is always right."""
+    """A head with the target's own logits, coupled to the same noise, is always right."""
     dataset, target = toy_dataset(plan_of()), ToyTarget()
 
     class Same(Oracle):
@@ -109,21 +110,21 @@ def test_the_report_says_what_was_counted():
     assert "- a fact" in report
     assert "| head | 1.80 | 2.00 |" in report  # 18 / 10, 20 / 10
     assert "| chat | 0.80 | 0.25 |" in report  # 8 of 10, 2 of 8
-    assert f"| chat | {1.8 * 10 / 12:.2f} (lookup, k = 1) |" in report  # as good as both here, and free
+    assert f"| chat | {1.8 * 10 / 12:.2f} (lookup, k = 1) |" in report  # here as good as both, and it costs nothing
     assert "| 16 | 10.00 | 12.00 | 14.00 | 2.00 |" in report
-    assert "Medians, with the processor's caches flushed before each" in report
+    assert "The processor's caches are flushed before each step" in report
 
 
 def test_all_kinds_are_summed_whatever_they_are_called():
     results = {("all", 0.0): STEPS, ("a|b", 0.0): np.array([[[8, 2, 0], [6, 2, 2]]] * 3)}
     report = write_report("toy", [], results, ROW_SECONDS, HEAD_SECONDS)
-    assert "Of held-out answers: all / a|b / all kinds." in report
+    assert "Kinds of held-out answers: all / a|b / all kinds." in report
     assert "| head | 1.80 / 1.20 / 1.50 | 2.00 / 1.60 / 1.80 |" in report
     assert r"| a\|b | 0.40 | 0.50 |" in report
 
 
 def test_of_many_temperatures_the_most_frequent_are_reported():
-    """As answers from traffic have, all of one kind."""
+    """Answers from traffic may have many temperatures and are all of one kind."""
     results = {("traffic", temperature / 10): (1 + (temperature > 5)) * STEPS for temperature in range(1, 9)}
     report = write_report("toy", [], results, ROW_SECONDS, HEAD_SECONDS)
     found = [line for line in report.splitlines() if line.startswith("## Tokens")]

@@ -1,4 +1,4 @@
-"""The whole run, on the tiny model: what a person starts, interrupts, kills, and starts again."""
+"""Whole runs on the tiny model, which are started, interrupted, killed and continued."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAIT_SECONDS = 120.0
 
 
 def run(plan, *, address=None, progress=lambda *_: None):
-    """Returns (the report, what was said)."""
+    """Returns (the report, the lines given to `say`)."""
 
     @contextlib.contextmanager
     def serve():
@@ -55,14 +55,14 @@ def test_a_head_from_kept_answers(plan_of, tiny_model, form):
     head = open_head(plan.out, Target.open(tiny_model), torch.device("cpu"), torch.float32)
     assert head.spec.form.startswith(form)
     assert report == (plan.out / "report.md").read_text()
-    assert "Tokens a step, greedy" in report
+    assert "Tokens per step, greedy" in report
     assert "temperature 1, coupled" in report
     assert "| lookup, then head |" in report
     ET.parse(plan.out / "training.svg")
     assert (plan.out / "training.txt").read_text() == f"{first}\n"
     again, said = run(plan)  # nothing is left to do
     assert "training done" not in said
-    assert "goes on" in said
+    assert "continuing the run" in said
     assert again.splitlines()[:5] == report.splitlines()[:5]
 
 
@@ -78,7 +78,7 @@ def test_a_run_that_has_ended_learns_on_when_it_is_given_more_time(plan_of):
 
 
 def test_hidden_states_are_those_of_the_target(plan_of, tiny_model):
-    """Against transformers' own."""
+    """They are compared with those that transformers computes."""
     from transformers import AutoModelForCausalLM
 
     plan = plan_of(minutes=0.05)
@@ -99,7 +99,7 @@ def test_the_target_writes_its_own_prompts(plan_of, running):
     plan = plan_of(traffic=None, minutes=0.05, concurrency=4, max_answer_tokens=16)
     stages = set()
     _, said = run(plan, address=running.router_address, progress=lambda stage, *_: stages.add(stage))
-    assert stages == {"answers, seconds", "features, tokens", "training, seconds"}  # a log has a line for each new one
+    assert stages == {"answers, seconds", "features, tokens", "training, seconds"}  # a log has one line per stage
     answers = list(read_answers(answers_folder(plan)))
     assert len(answers) >= 4
     assert {answer.temperature for answer in answers} <= {0.0, 0.7, 1.0}
@@ -174,13 +174,13 @@ def test_a_run_that_is_killed_goes_on_where_it_was(tiny_model, kept, tmp_path):
     assert num_bytes > 0
     killed = start("training", 3, 10)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert "goes on" in killed.stdout
+    assert "continuing the run" in killed.stdout
     whole = hidden.stat()
     assert whole.st_size > num_bytes
     ended = start("", 0, 0.1)
     assert ended.returncode == 0, ended.stderr
     assert "done: features" in ended.stdout
-    assert "step 0:" not in ended.stdout  # it began with what the killed run had learnt
+    assert "step 0:" not in ended.stdout  # it continued from the weights of the killed run
     assert hidden.stat().st_mtime_ns == whole.st_mtime_ns
     assert (tmp_path / "head" / "report.md").is_file()
 
@@ -192,7 +192,7 @@ def test_a_head_is_taken_up_with_its_reduction(plan_of, tiny_model, tmp_path):
     second = plan_of(minutes=0.03, out=tmp_path / "second", init_from=first.out, draft_vocab_size=7)
     run(second)
     old, new = (open_head(plan.out, target, cpu, torch.float32) for plan in (first, second))
-    assert new.reduction.fingerprint == old.reduction.fingerprint  # features of a running cluster are its too
+    assert new.reduction.fingerprint == old.reduction.fingerprint  # a running cluster's features fit it as well
     assert new.target_ids.tolist() == old.target_ids.tolist()
     assert new.spec.fingerprint != old.spec.fingerprint
 
@@ -205,7 +205,7 @@ def test_a_head_that_cannot_be_taken_up_is_refused_before_anything_starts(plan_o
     target, cpu = Target.open(tiny_model), torch.device("cpu")
     for change, said in (
         ({"target_hidden_size": 96}, "hidden_size 96 of the head"),
-        ({"speculators_model_type": "eagle9"}, "no known form"),
+        ({"speculators_model_type": "eagle9"}, "an unknown form"),
         ({"eagle_aux_hidden_state_layer_ids": [1, target.num_layers]}, "before the final norm"),
     ):
         (first.out / "config.json").write_text(json.dumps(config | change))
@@ -214,6 +214,6 @@ def test_a_head_that_cannot_be_taken_up_is_refused_before_anything_starts(plan_o
         assert not second.out.exists()
     checkpoint = new_head(plan_of(form="medusa"), target, "tiny", torch.arange(target.vocab_size), cpu)
     Student(checkpoint, target, cpu, torch.float32).export(first.out)
-    with pytest.raises(ConfigError, match="is no eagle3 head: its form is medusa"):
+    with pytest.raises(ConfigError, match="is not an eagle3 head: its form is medusa"):
         run(second)
     assert not second.out.exists()

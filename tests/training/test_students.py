@@ -1,4 +1,4 @@
-"""A head in training computes what the same head computes when it drafts, row by row and with a cache."""
+"""A head in training computes the same as when it drafts row by row with a cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTH, START = 14, 9
 
 @pytest.fixture
 def toy_folder(tmp_path):
-    """The toy target as a checkpoint, as far as heads read it."""
+    """The toy target as a checkpoint with the tensors that heads read."""
     toy, folder = ToyTarget(), tmp_path / "toy"
     folder.mkdir()
     shape = {"hidden_size": HIDDEN, "num_hidden_layers": 4, "vocab_size": VOCAB, "max_position_embeddings": 512}
@@ -29,7 +29,7 @@ def toy_folder(tmp_path):
 
 
 def rounded(student):
-    """With weights that bfloat16 holds, as those that are exported."""
+    """Rounds the weights to bfloat16, as `export` does."""
     with torch.no_grad():
         for weight in student.weights.values():
             weight.copy_((weight + 0.1 * torch.randn_like(weight)).bfloat16())

@@ -45,8 +45,8 @@ def test_a_head_learns_a_target_that_can_be_told(make, one_thread, form):
     learn(trainer, 120)
     losses, hits, _ = trainer.losses(batch)
     assert losses[0].item() < 0.5 * before[0]
-    assert losses[2].item() < 0.7 * before[2]  # of its own outputs it learns too
-    assert hits[0].float().mean() > 0.5  # one of 48
+    assert losses[2].item() < 0.7 * before[2]  # it also learns from its own states
+    assert hits[0].float().mean() > 0.5  # chance is 1 / 48
 
 
 def test_a_batch_has_the_rows_that_decide_the_answers(make):
@@ -81,7 +81,7 @@ def test_an_interrupted_run_goes_on_with_what_it_had_learnt(make, one_thread, mo
     for name, weight in trainer.student.weights.items():
         torch.testing.assert_close(again.student.weights[name], weight)
     texts = list(trainer._dataset.training[:4])
-    for each in (trainer, again):  # the optimiser's moments too
+    for each in (trainer, again):  # compares the optimisers' moments
         each._learn(Batch.of(each._dataset, texts, each._device), 0.5)
     torch.testing.assert_close(again.student.weights["fc.weight"], trainer.student.weights["fc.weight"])
 
@@ -90,7 +90,7 @@ def test_a_run_of_another_version_is_refused(make, one_thread):
     plan, trainer = make()
     trainer.checkpoint.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"student": {}, "step": 3}, trainer.checkpoint)
-    with pytest.raises(ConfigError, match="of another version: give another --out"):
+    with pytest.raises(ConfigError, match="with other weights: give another --out"):
         Trainer(plan, trainer.student, trainer._dataset)
 
 

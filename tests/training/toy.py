@@ -1,4 +1,4 @@
-"""A data set without a target: hidden states that tell the next token plainly."""
+"""A data set without a real target, whose hidden states determine the next token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HIDDEN, VOCAB, TAPS = 32, 48, (1, 2)
 
 
 class ToyTarget:
-    """As much of outrider.heads.checkpoint.Target as training asks for: token t is followed by (5 t + 1) mod VOCAB."""
+    """The part of outrider.heads.checkpoint.Target that training uses. Token t is followed by (5 t + 1) mod VOCAB."""
 
     hidden_size, vocab_size, num_layers, max_model_len = HIDDEN, VOCAB, 4, 512
     config = {  # noqa: RUF012
@@ -53,14 +53,14 @@ class ToyTarget:
         return tokens
 
     def hidden(self, tokens):
-        """[len(tokens), 3 * HIDDEN]: two taps that name the token, and a final state that chooses the next."""
+        """[len(tokens), 3 * HIDDEN]: two taps that determine the token, and a final state that determines the next."""
         one = self._embedding[tokens]
         final = self._output[[self.follower(token) for token in tokens]]
         return torch.cat([one, 3 * one, final], -1)
 
 
 def toy_dataset(plan, *, has_taps=True, num_texts=40):
-    """Written to the plan's folder."""
+    """Writes a data set to the plan's folder."""
     target = ToyTarget()
     answers = [
         KeptAnswer(text[:4], text[4:], float(number % 2), ("chat", "code")[number % 3 == 0])
@@ -77,7 +77,7 @@ def toy_dataset(plan, *, has_taps=True, num_texts=40):
 
 
 def toy_student(form, *, num_steps=3, size=VOCAB, num_layers=1, **options):
-    """`num_layers`, and more options of config.json: of an eagle3 head."""
+    """Makes a student. `num_layers` and other options of config.json apply to an eagle3 head."""
     torch.manual_seed(0)
     plan = TrainingPlan(out=Path("toy"), model=ModelConfig(), form=form, num_steps=num_steps, draft_vocab_size=size)
     new = new_head(plan, ToyTarget(), "toy", torch.arange(VOCAB, 0, -1), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""DFlash: drafts a block of tokens by one forward, whose rows attend to each other.
+"""DFlash: drafts a block of tokens in one forward, whose rows attend to each other.
 
 The target's features are the context: every layer computes keys and values from them directly. The parallel rows are
 the newest token and one mask token for each drafted token; they attend to the context and to each other. So rows of
@@ -18,7 +18,7 @@ from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import DecoderLayer
 from outrider.heads.layouts import Layout, check_options, check_parallel, check_taps
 
-_FLAGS = ("sample_from_anchor", "sliding_window_non_causal")  # the latter concerns layers that are refused
+_FLAGS = ("sample_from_anchor", "sliding_window_non_causal")  # the latter is about layers that are refused
 
 
 class DFlash(HeadModel):
@@ -33,7 +33,7 @@ class DFlash(HeadModel):
         within = {key: value for key, value in (files.config.get("dflash_config") or {}).items() if value is not None}
         check_options(files, within, _FLAGS)
         self._options = {**files.config, **within}
-        # Here and in speculators a tap is the index of the layer whose input it is; in z-lab's, whose output it is.
+        # Here and in speculators, a tap is numbered by the layer that has it as input; in z-lab's, as output.
         name, offset = ("aux_hidden_state_layer_ids", 0) if self._layout.is_nested else ("target_layer_ids", 1)
         taps = check_taps(files, name, tuple(tap + offset for tap in self._options.get(name) or ()))
         hidden_size = files.target.hidden_size

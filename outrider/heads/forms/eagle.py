@@ -17,7 +17,7 @@ from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import DecoderLayer
 from outrider.heads.layouts import Layout
 
-_FLAGS = ("fusion_bias",)  # its tensor tells the same
+_FLAGS = ("fusion_bias",)  # tensors tell whether there is one
 
 
 class Eagle(HeadModel):

@@ -29,7 +29,7 @@ from outrider.heads.packed_head import PackedHead
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _OF_EAGLE_CONFIG = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm")
-"""Flags of `eagle_config` that are on in every EAGLE-3 head."""
+"""Flags of `eagle_config` that must be true."""
 
 
 class Eagle3(HeadModel):
@@ -107,7 +107,7 @@ class Eagle3(HeadModel):
 
     def pack(self, kernels: CpuKernels) -> PackedHead:
         shape, element_type = self._shape, ELEMENT_TYPES[self._embedding.dtype]
-        # A draft token takes as long as reading the weights. Quantising them changes few drafts and no answer.
+        # Reading the weights takes most of the time of a draft token. Quantising them changes few drafts and no answer.
         packing = DecoderPacking(kernels, quantise=self._embedding.dtype == torch.bfloat16)
         for index, prefix in enumerate(self._prefixes):
             of_layer = {name: place for name, place in self._places.items() if name.startswith(prefix)}
@@ -136,7 +136,7 @@ class Eagle3(HeadModel):
 
 
 def _taps(files: HeadFiles, *, is_nested: bool) -> tuple[int, ...]:
-    """Returns the taps as inputs of layers, which speculators counts; the flat layout counts outputs."""
+    """Returns taps numbered by layers' inputs, as in speculators; the flat layout numbers them by outputs."""
     eagle_config = files.config.get("eagle_config") or {}
     check_options(files, eagle_config, _OF_EAGLE_CONFIG)
     for flag in _OF_EAGLE_CONFIG:

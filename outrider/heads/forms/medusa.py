@@ -2,10 +2,10 @@
 
 Head i is a few residual blocks, h + SiLU(W h + b), before an output layer. The hidden state from which the target
 computes its token t + 1 is the input of all heads, and head i drafts token t + 2 + i. So a row's token is not used, its
-state passes through `forward` unchanged, and head i computes the logits of depth i.
+state passes through `forward` unchanged, and head i computes the logits at depth i.
 
-Source: Cai et al. 2024, arXiv 2401.10774; layouts of FasterDecoding/Medusa (`I.J.linear.*`, and `I.N.weight` where a
-head has an output layer of its own) and of vLLM (`blocks.I.layers.J.*`, `lm_heads.I.weight`, `token_map`).
+Source: Cai et al. 2024, arXiv 2401.10774; layouts of FasterDecoding/Medusa (`I.J.linear.*`, and `I.N.weight` if a
+head has its own output layer) and of vLLM (`blocks.I.layers.J.*`, `lm_heads.I.weight`, `token_map`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Medusa(HeadModel):
     def __init__(self, files: HeadFiles) -> None:
         if not files.names and list(files.folder.glob("*.pt")):
             raise ModelError(
-                f"{files.folder} has its weights in .pt files, which are not read; convert them, as in: "
+                f"{files.folder} has its weights in .pt files, which are not supported; convert them, e.g.: "
                 f'python -c "import torch, safetensors.torch; safetensors.torch.save_file('
                 f"torch.load('medusa_lm_head.pt', map_location='cpu', weights_only=True), "
                 f"'medusa_lm_head.safetensors')\""
@@ -64,7 +64,7 @@ class Medusa(HeadModel):
     def load(self, files: HeadFiles) -> None:
         config, width = files.config, files.target.hidden_size
         check_options(files, config, _OPTIONS)
-        # A checkpoint that includes the target has the target's num_hidden_layers beside medusa_num_heads.
+        # In a checkpoint that includes the target, num_hidden_layers is the target's.
         keys = (
             ("medusa_num_heads", "medusa_num_layers")
             if "medusa_num_heads" in config
@@ -78,7 +78,7 @@ class Medusa(HeadModel):
         stored = cache(partial(_output, files, target_ids=self.target_ids))
 
         def output(head: int) -> Linear:
-            """Takes a head's output layer. Heads may share one, from the checkpoint or from the target."""
+            """Takes a head's output layer. Heads may share one, of the checkpoint or of the target."""
             own = [f"{head}.{num_blocks}.weight", f"lm_heads.{head}.weight"]
             if config.get("original_lm_head"):
                 own += ["lm_head.weight", "lm_heads.0.weight"]
@@ -108,7 +108,7 @@ class Medusa(HeadModel):
 
 
 def _output(files: HeadFiles, name: str, target_ids: Tensor | None) -> Linear:
-    """Takes an output layer [num_ids, hidden_size], perhaps stored for all ids; without a name, the target's."""
+    """Takes an output layer [num_ids, hidden_size], which may be stored for all ids. Empty name: the target's."""
     width, vocab_size = files.target.hidden_size, files.target.vocab_size
     if not name:
         return files.target_output(width, target_ids)
@@ -121,7 +121,7 @@ def _output(files: HeadFiles, name: str, target_ids: Tensor | None) -> Linear:
 
 
 def _number(name: str) -> int:
-    """Returns the number of the head that a tensor belongs to; -1: none."""
+    """Returns the index of the head that a tensor belongs to; -1: none."""
     match = re.match(r"(?:lm_heads\.)?(\d+)\.", name)
     return int(match[1]) if match else -1
 
@@ -131,5 +131,5 @@ def _target_ids(files: HeadFiles) -> Tensor | None:
     if size is None or int(size) >= files.target.vocab_size:
         return None
     if "token_map" not in files.names:
-        raise files.refusal("truncated_vocab_size", size, "with a tensor token_map")
+        raise files.refusal("truncated_vocab_size", size, "this option with a tensor token_map")
     return files.ids("token_map", int(size))

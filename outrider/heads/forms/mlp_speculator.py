@@ -2,8 +2,8 @@
 
     state = GELU(norm_i(state_weight · proj_i(state) + emb_weight · emb_i(token)));  logits = head_i(state)
 
-give the i-th token. The first state is the target's last hidden state, which `scale_input` normalises. proj_0 applies
-to the target's state only, so it belongs to the reduction, and a feature is as wide as the head's own state.
+give the i-th token. The first state is the target's last hidden state, normalised if `scale_input` is set. proj_0 is
+applied to the target's state only, so it belongs to the reduction, and a feature is as wide as the head's own state.
 
 Source: Wertheimer et al. 2024, arXiv 2404.19124; names and formulas of fms-extras (fms_extras/models/speculator.py).
 """
@@ -29,7 +29,7 @@ _OPTIONS = ("scale_input", "tie_weights")
 
 
 class _Stage(NamedTuple):
-    """The tensors that compute the i-th token. Stages may share them."""
+    """The tensors for the i-th token. Stages may share them."""
 
     embedding: Tensor  # [vocab_size, inner_dim]
     projection: Tensor | None  # [inner_dim, inner_dim]; None in the first stage, whose projection is the reduction's
@@ -70,7 +70,7 @@ class MLPSpeculator(HeadModel):
             raise files.refusal("n_predict", num_stages, "1 or more")
         outputs = _of_stages(files, "head.{}.weight", range(num_stages), vocab_size, width)
         is_drafted = torch.stack([output.any(1) for output in outputs]).any(0)
-        if not is_drafted.all():  # a row of zeros belongs to a token that the head does not draft
+        if not is_drafted.all():  # tokens whose rows are zero are not drafted
             self.target_ids = torch.nonzero(is_drafted)[:, 0]
             outputs = _of_stages(files, "head.{}.weight", range(num_stages), rows=self.target_ids)
         parts = (
@@ -81,7 +81,7 @@ class MLPSpeculator(HeadModel):
             outputs,
         )
         self._stages = [_Stage(*each) for each in zip(*parts, strict=True)]
-        # In the last stage the target's state has half of the weight.
+        # In the last stage the weight of the target's state is one half.
         self._state_weight = 0.5 ** (0.5 / num_stages)
         self._embedding_weight = math.sqrt((1 - self._state_weight**2) * width / 2)
         self.spec = files.spec(self.form, width=width, max_depth=num_stages)
@@ -106,12 +106,12 @@ class MLPSpeculator(HeadModel):
 
 
 def _of_stages(files: HeadFiles, name: str, stages: range, *shape: int, rows: Tensor | None = None) -> list[Tensor]:
-    """Takes one tensor for each stage. Tied stages share the first one's, of which the file may have copies.
+    """Takes one tensor for each stage. Tied stages share the first one; the file may have copies of it.
 
-    `rows`: keeps only these rows of tensors that were taken before.
+    `rows`: the rows to keep of tensors that were taken before; None: takes whole tensors.
     """
     names = [name.format(stage) for stage in stages]
     own = names[:1] if files.config.get("tie_weights") else names
     files.drop(*names[len(own) :])
-    tensors = [files.take(each, *shape) if rows is None else files.keep_rows(each, rows) for each in own]
+    tensors = [files.take(each, *shape) if rows is None else files.select_rows(each, rows) for each in own]
     return tensors if len(own) == len(names) else tensors * len(names)

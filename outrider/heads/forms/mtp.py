@@ -2,12 +2,12 @@
 
     state = final_norm(layer(projection([token_norm(embedding); hidden_norm(hidden)])));  logits = lm_head(state)
 
-The hidden state is the target's after its final norm, and for later tokens the head's own after its final norm. The
+The hidden state is the target's after its final norm, or for later tokens the head's own after its final norm. The
 layer is that of transformers for the target's model_type, so it may have experts. Layers with compressed keys and
-values (MLA) are refused, and so are several MTP layers, each of which would need keys and values of its own.
+values (MLA) are refused, and so are several MTP layers, because each would need its own keys and values.
 
-Source: DeepSeek-V3 (arXiv 2412.19437), as transformers (MtpLayer) and SGLang compute it. Layouts: in the target's own
-checkpoint, that of DeepSeek and GLM (`model.layers.L.*`) and of Qwen (`mtp.*`); speculators' (`mtp_layers.0.*`).
+Source: DeepSeek-V3 (arXiv 2412.19437), as computed by transformers (MtpLayer) and SGLang. Layouts: DeepSeek and GLM
+(`model.layers.L.*`) and Qwen (`mtp.*`), in the target's own checkpoint; speculators (`mtp_layers.0.*`).
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Fields with the number of MTP layers of a checkpoint."""
+"""Fields that hold the number of a checkpoint's MTP layers."""
 
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight")
-"""Endings of copies of the target's tensors, which DeepSeek's checkpoints have."""
+"""Endings of the names of copies of the target's tensors, as in DeepSeek's checkpoints."""
 
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
-_PARTS = ("token_norm", "hidden_norm", "projection", "final_norm")  # parts of `_Network` besides the decoder layer
+_PARTS = ("token_norm", "hidden_norm", "projection", "final_norm")  # parts of `_Network` except the decoder layer
 _FLOAT32 = "e_score_correction_bias"
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
 def _attention_by(attend: Attend) -> LayerAttention:
-    """Hands the layer's calls to the head's cache.
+    """Returns the layer's attention, which calls `attend`.
 
-    Raises: ConfigError for unsupported attention, when the head is warmed up.
+    It raises ConfigError for unsupported attention, when the head is warmed up.
     """
 
     def layer_attention(
@@ -67,7 +67,7 @@ def _attention_by(attend: Attend) -> LayerAttention:
 
 
 class _Network(nn.Module):
-    """The modules of the head with their weights, on the device."""
+    """The modules of the head, with their weights on the device."""
 
     def __init__(self, config: PretrainedConfig, files: HeadFiles) -> None:
         """Raises: ModelError for missing tensors."""
@@ -83,13 +83,13 @@ class _Network(nn.Module):
         try:
             self.load_state_dict(_own_tensors(files, self.state_dict().keys()), assign=True)
         except RuntimeError as error:
-            raise ModelError(f"of the MTP layer: {error}") from error
+            raise ModelError(f"the MTP layer of {files.folder} cannot be loaded: {error}") from error
         with torch.device(files.device):
             self.rotation = type(model.rotary_emb)(config=config)
         self.requires_grad_(requires_grad=False).eval()
 
     def angles(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines of positions [1, num_rows]. Some models have a position for each of three axes."""
+        """Returns cosines and sines of positions [1, num_rows]. Some models have positions on three axes."""
         has_axes = hasattr(self.rotation, "mrope_section")
         return self.rotation(states, positions.expand(3, 1, -1) if has_axes else positions)  # type: ignore[no-any-return]
 
@@ -152,7 +152,7 @@ def _fields(files: HeadFiles) -> Mapping[str, Any]:
 
 
 def _layer_config(files: HeadFiles) -> PretrainedConfig:
-    """Returns the configuration of a decoder with this layer only. Raises: ConfigError if it is not supported."""
+    """Returns the configuration of a decoder that has only this layer. Raises: ConfigError if it is not supported."""
     from transformers import AutoConfig
 
     fields = dict(_fields(files))
@@ -161,11 +161,11 @@ def _layer_config(files: HeadFiles) -> PretrainedConfig:
             raise files.refusal(name, files.config.get(name) or fields[name], "1")
     for name in ("quantization_config", "kv_lora_rank"):
         if fields.get(name):
-            raise files.refusal(name, fields[name], "none: weights as they are, and plain keys and values")
+            raise files.refusal(name, fields[name], "none (unquantised weights, uncompressed keys and values)")
     try:
         config = copy.deepcopy(AutoConfig.for_model(**fields))
     except (KeyError, ValueError) as error:
-        raise files.refusal("model_type", fields.get("model_type"), "what transformers knows") from error
+        raise files.refusal("model_type", fields.get("model_type"), "a model type that transformers knows") from error
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind in _LENGTH_DEPENDENT_ROPE:
         raise files.refusal("rope_parameters.rope_type", kind, "one that does not depend on the length")
@@ -180,9 +180,9 @@ def _layer_config(files: HeadFiles) -> PretrainedConfig:
 
 
 def _own_tensors(files: HeadFiles, known: AbstractSet[str]) -> dict[str, Tensor]:
-    """Takes the tensors of `_Network` by its names, `known`; leaves unknown ones. Raises: ModelError."""
+    """Takes the tensors of `_Network`, whose names are `known`, and leaves unknown ones. Raises: ModelError."""
     num_layers = files.target.num_layers
-    # Prefixes of the names of all the head's tensors, of the decoder layer's, and of the other parts'.
+    # Prefixes of names: of all the head's tensors, of the decoder layer's, and of the other parts'.
     if "speculators_model_type" in files.config:
         family, layer, prefix = "", "mtp_layers.0.", "mtp_layers.0."
         own = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
@@ -209,13 +209,13 @@ def _own_tensors(files: HeadFiles, known: AbstractSet[str]) -> dict[str, Tensor]
 
 
 def _is_of_layer_before(name: str, num_layers: int) -> bool:
-    """Tells whether a tensor belongs to one of the target's own layers."""
+    """Returns whether a tensor belongs to one of the target's own layers."""
     number = name.removeprefix("model.layers.").partition(".")[0]
     return number.isdecimal() and int(number) < num_layers
 
 
 def _joined(files: HeadFiles, experts: Mapping[tuple[str, int], Tensor]) -> dict[str, Tensor]:
-    """Joins the tensors of all experts, as transformers keeps them."""
+    """Joins the tensors of all experts into those of transformers' module."""
     if not experts:
         return {}
     numbers = range(1 + max(number for _, number in experts))
@@ -224,5 +224,5 @@ def _joined(files: HeadFiles, experts: Mapping[tuple[str, int], Tensor]) -> dict
             torch.stack([experts[name, number] for number in numbers]) for name in ("gate_proj", "up_proj", "down_proj")
         )
     except KeyError as error:
-        raise ModelError(f"{files.folder} has no {error} of its MTP layer's {len(numbers)} experts") from error
+        raise ModelError(f"{files.folder} lacks {error} among the {len(numbers)} experts of its MTP layer") from error
     return {"layer.mlp.experts.gate_up_proj": torch.cat([gate, up], 1), "layer.mlp.experts.down_proj": down}

@@ -1,7 +1,7 @@
 """P-EAGLE: an EAGLE-3 head that drafts all its tokens in one forward.
 
-The last true row is followed by rows of a mask token, whose input is one learned vector in place of the target's taps.
-Row i of them drafts the token i positions further. All rows attend causally.
+The last true row is followed by rows of a mask token. Their input is one learned vector in place of the target's taps.
+The i-th of them drafts the token i positions further. All rows attend causally.
 
 Layouts: speculators (`speculators_model_type` peagle), and SpecForge's flat one (`PEagleDraftModel`).
 """
@@ -17,7 +17,7 @@ from outrider.heads.head_files import HeadFiles
 from outrider.heads.layouts import check_parallel
 
 _DEFAULT_NUM_TOKENS = 8
-"""The number of tokens that publishers train, if the configuration has none."""
+"""Number of tokens if the configuration has none: the one that publishers train."""
 
 
 class PEagle(Eagle3):

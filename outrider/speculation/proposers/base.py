@@ -27,12 +27,12 @@ class ProposalRequest:
     token_ids: Sequence[int]  # committed: prompt and generated
     num_wanted: int  # 0: only read the tokens
     start: SequenceStart | None = None  # how the sequence samples; None: not known to the proposer
-    max_alternatives: int = 0  # paths besides the main one that a look-ahead may follow; 0: no look-ahead
+    max_alternatives: int = 0  # paths except the main one that a look-ahead may follow; 0: no look-ahead
     looks_ahead: bool = False  # whether the update was answered, and branches ahead of the next one are wanted
-    owner: int = 0  # the decode node; owners have equal shares of the look-ahead
+    owner: int = 0  # the decode node; all owners have equal shares of the look-ahead
     features: Features | None = None  # the target's, for a head; None: it computes none
-    constraint: GrammarState | None = None  # state after token_ids; None: no constraint, or not in this process
-    min_reach: float = 0.0  # the draft ends with the first token that the text reaches with less probability than this
+    constraint: GrammarState | None = None  # state after token_ids; None: none, or not in this process
+    min_reach: float = 0.0  # the draft ends with the first token whose path is less likely than this
 
 
 class Progress(enum.Enum):
@@ -44,7 +44,7 @@ class Progress(enum.Enum):
 
 
 class AheadBranch(NamedTuple):
-    """A draft that follows if the text goes on with `assumed_token_ids`."""
+    """A draft that applies if the text continues with `assumed_token_ids`."""
 
     assumed_token_ids: tuple[int, ...]  # after the request's committed tokens
     tree: DraftTree  # after both
@@ -57,19 +57,19 @@ class Proposal:
     sequence_id: int
     tree: DraftTree
     progress: Progress = Progress.DONE
-    num_behind: int = 0  # committed tokens that are not read yet, if CATCHING_UP
+    num_behind: int = 0  # number of committed tokens that are not read yet, if CATCHING_UP
     ahead: tuple[AheadBranch, ...] = ()  # branches to send, if the request looks ahead
     has_more: bool = False  # look-ahead can continue in another call
 
 
 MAX_SEQUENCES = 512
-"""Sequences that a draft node holds for all decode nodes together: a forward has a row for each."""
+"""Maximum number of sequences in a draft node, of all decode nodes together. A forward has a row for each."""
 
 MAX_INDEXED_TOKENS = 1024
-"""Tokens that a lookup indexes in one call, which takes 3 to 10 ms. A long prompt is indexed in several calls."""
+"""Maximum number of tokens that a lookup indexes in one call, in 3 to 10 ms. Long prompts take several calls."""
 
 MAX_INDEX_BYTES = 256 << 20
-"""Memory for all texts that a lookup indexes: ten million tokens for `ngram`, half a million for `suffix`."""
+"""Limit of the memory in which a lookup indexes texts: ten million tokens for `ngram`, half a million for `suffix`."""
 
 
 def nothing(request: ProposalRequest, progress: Progress = Progress.DONE, **fields: Any) -> Proposal:
@@ -84,19 +84,19 @@ class ProposerInfo:
 
     name: str  # the value of ModelInfo.proposer: "ngram", "draft_model:NAME"
     vocabulary_fingerprint: str = ""  # the vocabulary of its ids; empty: any vocabulary
-    num_extra_tokens: int = NUM_EXTRA_TOKENS  # offered beyond what is wanted, for the next step
+    num_extra_tokens: int = NUM_EXTRA_TOKENS  # tokens offered beyond num_wanted, for the next step
     can_look_ahead: bool = False  # whether drafting while the target verifies gains something
     features: FeatureFormat | None = None  # the target's features that a head needs; None: none
-    memory_bytes: int = 0  # limit for its sequences, without a model's weights
+    memory_bytes: int = 0  # limit of what its sequences take; a model's weights are not included
     needs_constraint: bool = False  # whether it proposes only for sequences that have a constraint
-    description: Mapping[str, Any] = field(default_factory=dict)  # how its model is computed; empty without a model
+    description: Mapping[str, Any] = field(default_factory=dict)  # how its model is computed; empty if it has none
 
 
 class Proposer(Protocol):
-    """Guesses tokens for a batch of sequences. One owner thread.
+    """Guesses the next tokens of a batch of sequences. One thread owns it.
 
-    What a proposer remembers of a sequence is a cache keyed by tokens: losing it costs time, and a sequence whose
-    tokens differ from those remembered is read again. A sequence_id names one sequence until `forget`.
+    A proposer's state of a sequence is a cache keyed by tokens: losing it costs only time, and a sequence whose tokens
+    differ from the cached ones is read again. A sequence_id names one sequence until `forget`.
     """
 
     @property
@@ -109,11 +109,10 @@ class Proposer(Protocol):
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """Returns one proposal for each request, in their order.
 
-        A draft has at most `num_wanted` tokens, besides siblings if the sequence takes trees. The work of a call is
+        A draft has at most `num_wanted` tokens, plus siblings if the sequence takes trees. The work of a call is
         bounded: a model makes at most one forward pass and a rollout, and a request that needs more is answered with
-        DRAFTING or CATCHING_UP. A call that raises leaves what is remembered of each sequence intact, so it may be
-        repeated.
+        DRAFTING or CATCHING_UP. A call that raises leaves the state of every sequence intact, so it may be repeated.
         """
 
     def forget(self, sequence_id: int) -> None:
-        """Frees what is held of a sequence; an unknown one is fine."""
+        """Frees the state of a sequence; does nothing if it is unknown."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,7 +22,7 @@ from outrider.engine.sampler.order import ids_of_keys, order_keys
 from outrider.speculation.acceptance_record import NUM_RUNNERS_UP
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.features import Features, HeadRules
-from outrider.speculation.path_tree import Decided
+from outrider.speculation.path_tree import Decided, DraftPath, PathTree
 from outrider.speculation.token_distribution import MAX_DISTRIBUTION_IDS, TokenDistribution
 
 if TYPE_CHECKING:
@@ -40,20 +40,47 @@ class PathRows:
     # Covers [0, start_position + len(token_ids) + max_tokens - 1); for a head one row less, plus parallel rows.
     block_ids: Sequence[int]
     sampling: object  # the sequence's, made by `start`
-    assumed_token_ids: tuple[int, ...] = ()  # the path's, which count as generated besides the committed ones
+    assumed_token_ids: tuple[int, ...] = ()  # the path's tokens, which count as generated
     num_decisions: int = 0  # 0: only compute KV; 1: decide the next token; n: also n - 1 runners-up
-    wants_distribution: bool = False  # whether the next token's is wanted
+    wants_distribution: bool = False  # whether the next token's distribution is wanted
     features: Features | None = None  # for a head: those of the committed tokens
-    num_committed: int = 0  # for a head: tokens from here on are fed with `states` in place of features
-    states: tuple[object, ...] = ()  # a head's own hidden states, one for each such token of `token_ids`
-    max_tokens: int = 1  # limit of tokens to decide, each fed to decide the next
-    min_reach: float = 0.0  # the request's: a rollout's less likely tokens are dropped
+    num_committed: int = 0  # for a head: from this position on `states` replace features
+    states: tuple[object, ...] = ()  # a head's own hidden states, one for each of these tokens
+    max_tokens: int = 1  # maximum number of tokens to decide; more than 1 needs a rollout
+    min_reach: float = 0.0  # the request's; tokens of a rollout after a less likely path are dropped
+
+
+@dataclass(slots=True)
+class Plan:
+    """The work of one call of `propose`: at most one forward."""
+
+    rows: list[PathRows] = field(default_factory=list)
+    paths: list[tuple[PathTree, DraftPath]] = field(default_factory=list)  # one for each of `rows`
+    copies: list[tuple[int, int]] = field(default_factory=list)  # block copies before the forward
+    behind: set[int] = field(default_factory=set)  # sequences whose prefix needs another call
+    no_room: set[int] = field(default_factory=set)  # sequences whose draft ends here, as no block is free
+    looking_ahead: set[int] = field(default_factory=set)  # sequences with something left to draft ahead
+
+
+def add_decided(tree: PathTree, path: DraftPath, rows: PathRows, decided: Decided) -> None:
+    """Adds decided tokens to a path. Drops those of a rollout that would not have been drafted one by one."""
+    path.kv.advance(tree.rows_before(rows.start_position + len(rows.token_ids)))
+    for index, each in enumerate((decided, *decided.following)):
+        if not each.token_ids:
+            break
+        if index and rows.max_tokens > 1:
+            if tree.is_complete(path) or path.confidence < rows.min_reach:
+                break
+            path.kv.advance(path.kv.num_tokens + 1)  # the token before was fed in the rollout
+        path.decided.append(each)
+    if path is tree.main:
+        path.kv.publish(tree.token_ids)
 
 
 class DraftForward(Protocol):
-    """The forward passes of a draft model (`ModelForward`) or of a head (`HeadForward`). One owner thread.
+    """The forward passes of a draft model (`ModelForward`) or of a head (`HeadForward`). One thread owns it.
 
-    Both decide alike: by the target's own race on other logits, with its runners-up.
+    Both decide in the same way: by the target's own race on their logits, with its runners-up.
     """
 
     __slots__ = ()
@@ -71,24 +98,24 @@ class DraftForward(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """The limit of tokens that `decide` decides after one path; more than 1 with rollouts."""
+        """The maximum number of tokens that `decide` decides after one path; 1 without rollouts."""
         return 1 if self.rollouts is None else 1 + self.rollouts.max_tokens
 
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
         """Copies blocks, runs one forward pass, and rolls out the paths that may get more than one token.
 
-        Returns one decision for each element of `rows`, in order; later positions are in its `following`.
+        Returns one decision for each element of `rows`, in order. Decisions at later positions are in its `following`.
         """
         if self.kv_cache is not None and block_copies:
             self.kv_cache.copy_blocks(block_copies)
         return self._run(rows)
 
     def _run(self, rows: Sequence[PathRows]) -> list[Decided]:
-        """Runs a forward pass, and `_decide` with its logits."""
+        """Runs a forward pass and calls `_decide` with its logits."""
         raise NotImplementedError
 
     def is_ready(self, start: SequenceStart) -> bool:
-        """Returns whether the sequence can start, i.e. its constraint is compiled. If not, compilation has begun."""
+        """Returns whether the sequence's constraint, if any, is compiled. If not, its compilation has been started."""
         constraint = start.options.sampling.constraint
         if constraint is None:
             return True
@@ -99,7 +126,7 @@ class DraftForward(Protocol):
     def start(self, start: SequenceStart, token_ids: Sequence[int]) -> SequenceSampling:
         """Returns the sampling state of a sequence with these committed tokens."""
         params = start.options.sampling
-        if start.wants_distributions:  # the sent distribution must be the one that was drawn from
+        if start.wants_distributions:  # tokens must be drawn from the distribution that is sent, which is limited
             params = replace(params, top_k=min(params.top_k or MAX_DISTRIBUTION_IDS, MAX_DISTRIBUTION_IDS))
         return self.sampler.start(
             params,
@@ -123,12 +150,12 @@ class DraftForward(Protocol):
         confidences: Array | None = None,
         states: Array | None = None,
     ) -> list[Decided]:
-        """Returns the decisions for each of `rows`: at `num_parallel` positions, or those of a rollout; empty if none
-        is requested. Waits for the device once.
+        """Returns the decision for each of `rows`, which is empty if none is requested. Waits for the device once.
 
-        logits: [num_deciding * num_parallel, vocab_size] float32, for the positions after each path, the next one
-        first. Penalties do not count tokens between them. A head also has confidences [num_deciding] float64 of the
-        next positions, and its own hidden states [num_deciding, width] before them.
+        Later positions, of `num_parallel` or of a rollout, are in its `following`. `logits`: [num_deciding *
+        num_parallel, vocab_size] float32, for the positions after each path, the next one first. Penalties ignore the
+        tokens between. A head also has `confidences` [num_deciding] float64 at the next positions, and its own hidden
+        `states` [num_deciding, width] before them.
         """
         places = [
             (index, ahead) for index, row in enumerate(rows) if row.num_decisions for ahead in range(num_parallel)
@@ -137,7 +164,7 @@ class DraftForward(Protocol):
         asking = [place for place, (index, ahead) in enumerate(places) if rows[index].wants_distribution and not ahead]
         distributions = self._distributions(logits, samples, asking)
         rollout: Pending[dict[int, tuple[Decided, ...]]] = Pending((), lambda _: {})
-        rounds: list[tuple[list[int], Pending[list[int]]]] = []  # of each: the places, and what was decided there
+        rounds: list[tuple[list[int], Pending[list[int]]]] = []  # by round: places, and the tokens decided there
         deciding = list(range(len(places)))
         while deciding:
             sampled = self.sampler.decide(logits, [samples[place] for place in deciding])
@@ -175,7 +202,7 @@ class DraftForward(Protocol):
     def _roll_out(
         self, rollouts: Rollouts, rows: Sequence[PathRows], winners: Array, states: Array | None
     ) -> Pending[dict[int, tuple[Decided, ...]]]:
-        """Returns what follows the first token of rows with rollouts, by their places. `winners`: [len(rows)] int64."""
+        """Returns by place the decisions after the first token of rows with rollouts. `winners`: [len(rows)] int64."""
         from outrider.engine.rollouts import RolledSequence  # imports torch and triton
 
         places = [place for place, row in enumerate(rows) if _can_be_rolled_out(row)][: rollouts.max_sequences]
@@ -207,7 +234,7 @@ class DraftForward(Protocol):
     def _distributions(
         self, logits: Array, samples: Sequence[SampleRows], places: Sequence[int]
     ) -> Pending[dict[int, TokenDistribution]]:
-        """Returns the next token's distributions at some of the places. `logits`: [len(samples), vocab_size]."""
+        """Returns the next token's distribution at each of `places`. `logits`: [len(samples), vocab_size]."""
         if not places:
             return Pending((), lambda _: {})
         xp = namespace(logits)
@@ -231,7 +258,7 @@ class DraftForward(Protocol):
 def open_rollouts(forward: DraftForward, device: str) -> Rollouts | None:
     """Captures rollouts of a drafter on a GPU, before any block is handed out.
 
-    Returns None if nothing can be captured, and, with a warning, if a capture fails.
+    Returns None if nothing can be captured. Logs a warning and returns None if a capture fails.
     """
     rolling = None if device_type(device) == "cpu" else forward.rolling()
     if rolling is None or forward.kv_cache is None:
@@ -251,33 +278,35 @@ def open_rollouts(forward: DraftForward, device: str) -> Rollouts | None:
             num_races=1 + NUM_RUNNERS_UP,
         )
     except RuntimeError as error:
-        _log.warning("each draft token waits for the host, as no graph of several can be captured: %s", error)
+        _log.warning(
+            "no rollouts: each draft token waits for the host, as graphs of several were not captured: %s", error
+        )
         return None
 
 
 def _sample_rows(row: PathRows, num_ahead: int) -> SampleRows:
     assert isinstance(row.sampling, SequenceSampling)
     position = row.start_position + len(row.token_ids) + num_ahead
-    # What a grammar allows after unknown tokens is unknown as well.
+    # The tokens in between are unknown, and so is what a grammar allows after them.
     state = replace(row.sampling, constraint=None) if num_ahead else row.sampling
     return SampleRows(state, position, draft_token_ids=(), assumed_token_ids=row.assumed_token_ids)
 
 
 def _can_be_rolled_out(row: PathRows) -> bool:
-    """Returns whether more than one token is wanted, and only the race decides them."""
+    """Returns whether more than one token is wanted, and nothing but the race decides them."""
     assert isinstance(row.sampling, SequenceSampling)
     is_edited = row.sampling.penalties.changes(len(row.assumed_token_ids)) or row.sampling.constraint is not None
     return row.max_tokens > 1 and not (is_edited or row.wants_distribution)
 
 
 def _may_follow(winners: Sequence[int], token_id: int, sample: SampleRows) -> bool:
-    """Returns whether a runner-up counts: it is meaningless if a constraint allows no token but the winners."""
+    """Returns whether a runner-up is valid: it is not if a constraint allows only the winners."""
     masks = sample.masks()
     return masks is None or (token_id not in winners and bool(masks[0, token_id // 32] >> token_id % 32 & 1))
 
 
 def _without(logits: Array, rows: Sequence[int], token_ids: Array) -> Array:
-    """Returns some rows, each without its winning token: [num_rows, vocab_size] -> [len(rows), vocab_size].
+    """Returns `rows` of [num_rows, vocab_size] as [len(rows), vocab_size], each without its winning token.
 
     `token_ids`: [num_rows] int64, the winners of all rows.
     """

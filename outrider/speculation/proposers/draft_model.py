@@ -1,10 +1,10 @@
-"""Drafts with a smaller model of the target's vocabulary, or a head, by the same race on its own logits.
+"""Drafts with a smaller model of the target's vocabulary, or with a head, by the same race on its own logits.
 
-Source: Leviathan et al. 2022; coupled by Daliri, Musco, Suresh 2024 (arXiv 2408.07978): with the same random words on
-both sides, draft and target agree far more often than with independent draws. Drafting on while the target verifies:
-SSD (2026), PEARL (arXiv 2408.11850).
+Sources: Leviathan et al. 2022. Coupling: Daliri, Musco, Suresh 2024 (arXiv 2408.07978); with the same random words on
+both sides, draft and target agree far more often than with independent draws. Drafting while the target verifies: SSD
+(2026), PEARL (arXiv 2408.11850).
 
-Torch-free: what needs the model is behind `DraftForward`.
+Torch-free: the model itself is behind `DraftForward`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.speculation.acceptance_record import NUM_RUNNERS_UP
 from outrider.speculation.draft_stream import max_offered_tokens
 from outrider.speculation.draft_tree import DraftTree
-from outrider.speculation.path_choice import AheadRow, by_worth, rows_of
+from outrider.speculation.path_choice import AheadRow, candidate_rows, round_robin
 from outrider.speculation.path_tree import DraftPath, Opening, PathTree
 from outrider.speculation.proposers.base import (
     MAX_SEQUENCES,
@@ -29,43 +29,42 @@ from outrider.speculation.proposers.base import (
     ProposerInfo,
     nothing,
 )
-from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
-from outrider.speculation.proposers.forward_plan import Plan, take
+from outrider.speculation.proposers.draft_forward import DraftForward, PathRows, Plan, add_decided
 from outrider.speculation.row_budget import MAX_ROWS, RowBudget
 
 NUM_EXTRA_TOKENS = 2
-"""Tokens drafted beyond what is wanted: few, as each costs a forward and is used only in a later step."""
+"""Number of tokens drafted beyond num_wanted. It is small: each costs a forward and is used only in a later step."""
 
 MAX_CATCH_UP_ROWS = 512
-"""Prefix rows of one forward, shortest prefixes first: more of them cost more than they gain."""
+"""Maximum number of prefix rows in one forward, shortest prefixes first: more cost more than they gain."""
 
 FIRST_SHARE = 0.25
-"""Share of these rows for the request that has waited longest."""
+"""Fraction of these rows that is kept for the request that has waited longest."""
 
 CATCH_UP_SECONDS = 0.1
-"""Seconds of a forward that computes prefixes, about: the drafts of other sequences wait for it."""
+"""Intended duration of a forward that computes prefixes, in seconds: the drafts of other sequences wait for it."""
 
 MAX_FORWARD_LOGITS = MAX_SEQUENCES + MAX_ROWS
 MAX_FORWARD_ROWS = MAX_FORWARD_LOGITS + MAX_CATCH_UP_ROWS
-"""Rows of a forward, at most: a draft token for each sequence, the look-ahead, and prefixes."""
+"""Maximum number of rows in a forward: a draft token for each sequence, the look-ahead, and prefixes."""
 
 MIN_GAIN = 0.03
-"""Tokens that an incomplete branch must be expected to gain, beyond what was sent of it, to be sent."""
+"""An incomplete branch is sent if the tokens that were not sent yet are expected to gain at least this many."""
 
-SHARE_BESIDE_ANSWERS = 0.25
-"""Share by which look-ahead may lengthen a forward that computes answers."""
+SHARE_WITH_ANSWERS = 0.25
+"""Fraction by which look-ahead may lengthen a forward that computes answers."""
 
 SHARE_ALONE = 1.0
-"""Share by which a forward of look-ahead alone may take longer than the smallest one."""
+"""Fraction by which a forward of look-ahead only may take longer than the smallest one."""
 
 
 class DraftModelProposer:
-    """Computes ragged batches over the draft model's own paged KV cache. One owner thread.
+    """Computes ragged batches over the draft model's own paged KV cache. One thread owns it.
 
     A call makes one forward, which a rollout may follow (see `outrider.engine.rollouts`). Its first rows are those of
     unanswered updates: missing prefixes within the catch-up budget, shortest first, then one token for each draft. The
-    remaining time goes to the look-ahead. A draft that is known already, because the committed tokens followed a path,
-    needs no forward.
+    remaining time is used for the look-ahead. If the committed tokens followed a path, the rest of the path is a draft
+    that needs no forward.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class DraftModelProposer:
         catch_up_seconds: float = CATCH_UP_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`info`: the proposer's name, and what its model needs and holds; the rest is the same for all."""
+        """`info`: the proposer's properties; the number of extra tokens and the look-ahead are set here."""
         assert max_catch_up_rows >= 1
         self._forward = forward
         self._head = forward.head
@@ -85,7 +84,7 @@ class DraftModelProposer:
         self.info = replace(info, num_extra_tokens=NUM_EXTRA_TOKENS, can_look_ahead=can_look_ahead)
         self._budget = RowBudget(max_prefix_rows=max_catch_up_rows, prefix_seconds=catch_up_seconds)
         self._clock = clock
-        self._has_passed_over = False  # the last call made no forward, as it had answers without one
+        self._skipped_forward = False  # the last call made no forward, because some requests needed none
         self._trees: dict[int, PathTree] = {}  # by sequence, least recently used first
         self.num_wasted_tokens = 0
 
@@ -95,10 +94,10 @@ class DraftModelProposer:
         trees = [self._tree(request) for request in requests]
         served = [(request, tree) for request, tree in zip(requests, trees, strict=True) if tree]
         waiting = [(request, tree) for request, tree in served if not request.looks_ahead]
-        undrafted = [(request, tree) for request, tree in waiting if not self._is_drafted(request, tree)]
-        # Requests that need no forward are answered at once, unless others have waited for that in the last call.
-        self._has_passed_over = len(undrafted) < len(waiting) and not (undrafted and self._has_passed_over)
-        if not self._has_passed_over:
+        undrafted = [(request, tree) for request, tree in waiting if not self._has_answer(request, tree)]
+        # Requests that need no forward are answered at once, unless others were passed over in the last call.
+        self._skipped_forward = len(undrafted) < len(waiting) and not (undrafted and self._skipped_forward)
+        if not self._skipped_forward:
             self._plan_answers(plan, undrafted)
             self._plan_look_ahead(plan, [(request, tree) for request, tree in served if request.looks_ahead])
             self._run(plan)
@@ -113,7 +112,7 @@ class DraftModelProposer:
     # --- sequences ------------------------------------------------------------------------
 
     def _tree(self, request: ProposalRequest) -> PathTree | None:
-        """Returns the request's paths, rooted at its newest token; None if the model cannot serve it (yet)."""
+        """Returns the request's paths, rooted at its newest token, or None if the model cannot serve it (yet)."""
         token_ids, start = request.token_ids, request.start
         tree = self._trees.get(request.sequence_id)
         if tree is not None and not tree.is_continued_by(token_ids):
@@ -130,7 +129,7 @@ class DraftModelProposer:
             if not self._forward.is_ready(start):
                 return None
             sampling = self._forward.start(start, token_ids)
-            # The last token is always computed, as its logits begin the draft.
+            # The last token is always computed, because its logits decide the first draft token.
             kv = SequenceKV.create(
                 self._forward.pool,
                 token_ids,
@@ -141,7 +140,7 @@ class DraftModelProposer:
             tree = PathTree(kv, token_ids, start, max_model_len=max_model_len, sampling=sampling, head=self._head)
         else:
             self._follow(tree, token_ids)
-            del self._trees[request.sequence_id]  # moves to the end, as used last
+            del self._trees[request.sequence_id]  # moves it to the end, as the most recently used one
         tree.features = request.features
         self._trees[request.sequence_id] = tree
         return tree
@@ -159,13 +158,13 @@ class DraftModelProposer:
         self.num_wasted_tokens += tree.num_wasted_tokens
         tree.num_wasted_tokens = 0
 
-    def _is_drafted(self, request: ProposalRequest, tree: PathTree) -> bool:
-        """Returns whether there is an answer: the whole draft, or its first token if look-ahead may add the rest."""
+    def _has_answer(self, request: ProposalRequest, tree: PathTree) -> bool:
+        """Returns whether there is an answer: a whole draft, or its first token if look-ahead can send the rest."""
         if request.num_wanted <= 0:
             return not tree.num_behind
-        answer = tree.answer(may_be_stale=request.max_alternatives > 0)
+        answer = tree.best_path(allow_stale=request.max_alternatives > 0)
         return len(answer) >= (1 if request.max_alternatives else request.num_wanted) or (
-            bool(answer) and (tree.is_complete(answer) or answer.reach < request.min_reach)
+            bool(answer) and (tree.is_complete(answer) or answer.confidence < request.min_reach)
         )
 
     # --- planning -------------------------------------------------------------------------
@@ -173,8 +172,8 @@ class DraftModelProposer:
     def _plan_answers(self, plan: Plan, waiting: Sequence[tuple[ProposalRequest, PathTree]]) -> None:
         """Adds the rows of requests that wait for an answer, the shortest missing prefixes first.
 
-        A share of the budget is kept for the first request that has a prefix to compute, so that a long one is not put
-        off for ever.
+        A fraction of the budget is kept for the first request that has a prefix to compute. So a long prefix is
+        computed in bounded time.
         """
         busy = [tree for _, tree in waiting]
         budget = self._budget.num_prefix_rows
@@ -199,8 +198,8 @@ class DraftModelProposer:
                 continue
             num_decisions = 0
             if request.num_wanted > 0 and num_rows == num_missing:
-                tells_runners_up = request.max_alternatives or tree.start.takes_siblings
-                num_decisions = 1 + (NUM_RUNNERS_UP if tells_runners_up else 0)
+                wants_runners_up = request.max_alternatives or tree.start.takes_siblings
+                num_decisions = 1 + (NUM_RUNNERS_UP if wants_runners_up else 0)
             is_added = self._add(
                 plan,
                 tree,
@@ -209,7 +208,7 @@ class DraftModelProposer:
                 num_decisions=num_decisions,
                 max_tokens=max(1, request.num_wanted - len(main)),
                 min_reach=request.min_reach,
-                evicts_beside=busy,
+                kept=busy,
             )
             if is_added:
                 budget -= 0 if is_draft else num_rows
@@ -217,10 +216,10 @@ class DraftModelProposer:
                 plan.no_room.add(request.sequence_id)
 
     def _plan_look_ahead(self, plan: Plan, ahead: Sequence[tuple[ProposalRequest, PathTree]]) -> None:
-        """Adds the likeliest next tokens of all sequences with look-ahead, as many as cost little."""
+        """Adds the likeliest next tokens of all sequences with look-ahead, while they lengthen the forward little."""
         candidates: list[AheadRow] = []
         for request, tree in ahead:
-            rows = rows_of(
+            rows = candidate_rows(
                 tree,
                 owner=request.owner,
                 num_wanted=request.num_wanted,
@@ -231,8 +230,8 @@ class DraftModelProposer:
                 candidates += rows
         for row in (row for row in candidates if row.is_wanted):
             self._add_ahead(plan, row)
-        num_left = self._budget.num_more(len(plan.rows), share=SHARE_BESIDE_ANSWERS if plan.rows else SHARE_ALONE)
-        for row in by_worth(row for row in candidates if not row.is_wanted):
+        num_left = self._budget.num_more(len(plan.rows), share=SHARE_WITH_ANSWERS if plan.rows else SHARE_ALONE)
+        for row in round_robin(row for row in candidates if not row.is_wanted):
             if num_left <= 0:
                 break
             num_left -= self._add_ahead(plan, row)
@@ -259,20 +258,20 @@ class DraftModelProposer:
         num_decisions: int,
         max_tokens: int = 1,
         min_reach: float = 0.0,
-        evicts_beside: Sequence[PathTree] | None = None,
+        kept: Sequence[PathTree] | None = None,
     ) -> bool:
         """Adds the path's next rows to the forward. Returns False if there is no block for them.
 
-        `max_tokens`: tokens that are wanted after the path; there may be room for fewer, and the forward may decide
-        fewer. `min_reach`: that of the request. `evicts_beside`: KV of other sequences than these may be evicted for
-        one token; None: nothing is evicted.
+        `max_tokens`: number of tokens wanted after the path; if blocks are short, it is reduced to one. `min_reach`:
+        that of the request. `kept`: sequences whose KV is kept, while that of others may be evicted for one
+        token; None: nothing is evicted.
         """
         missing = tree.missing(path)[:num_rows]
         start = tree.first_missing(path)
         num_parallel_rows = self._head.num_parallel_rows if self._head and num_decisions else 0
         if max_tokens > 1:
-            most = min(self._forward.max_tokens, tree.num_left_of(path)) if num_decisions else 1
-            max_tokens = max(1, min(max_tokens, most))
+            limit = min(self._forward.max_tokens, tree.num_left_of(path)) if num_decisions else 1
+            max_tokens = max(1, min(max_tokens, limit))
         while True:
             try:
                 plan.copies += path.kv.reserve(tree.rows_before(start + num_rows) + num_parallel_rows + max_tokens - 1)
@@ -280,7 +279,7 @@ class DraftModelProposer:
             except NoFreeBlocksError:
                 if max_tokens > 1:
                     max_tokens = 1
-                elif evicts_beside is None or not self._evict(plan, evicts_beside):
+                elif kept is None or not self._evict(plan, kept):
                     return False
         rows = PathRows(
             missing,
@@ -303,7 +302,7 @@ class DraftModelProposer:
         return True
 
     def _evict(self, plan: Plan, busy: Iterable[PathTree]) -> bool:
-        """Frees blocks: of an alternative, or else of the least recently used sequence. Returns whether it did."""
+        """Frees the blocks of an alternative, or else of the least recently used sequence. Returns whether it did."""
         planned = {id(path) for _, path in plan.paths}
         for tree in self._trees.values():
             for path in tree.alternatives:
@@ -326,7 +325,7 @@ class DraftModelProposer:
         try:
             decided = self._forward.decide(plan.rows, plan.copies)
         except Exception:
-            self._give_up_copies(plan)
+            self._invalidate_copies(plan)
             raise
         self._budget.observe(
             sum(len(row.token_ids) for row in plan.rows),
@@ -335,10 +334,10 @@ class DraftModelProposer:
             has_rollout=any(row.max_tokens > 1 for row in plan.rows),
         )
         for (tree, path), rows, outcome in zip(plan.paths, plan.rows, decided, strict=True):
-            take(tree, path, rows, outcome)
+            add_decided(tree, path, rows, outcome)
 
-    def _give_up_copies(self, plan: Plan) -> None:
-        """Marks blocks that a failed forward may not have copied as not computed."""
+    def _invalidate_copies(self, plan: Plan) -> None:
+        """Truncates KV at blocks that a failed forward may not have copied."""
         destinations = {destination for _, destination in plan.copies}
         for kv in (path.kv for _, path in plan.paths):
             if not destinations.isdisjoint(kv.block_ids):  # only the last block with valid tokens is ever copied
@@ -355,17 +354,17 @@ class DraftModelProposer:
                 ahead=tuple(self._due(request, tree)),
                 has_more=request.sequence_id in plan.looking_ahead,
             )
-        answer = tree.answer(may_be_stale=request.max_alternatives > 0)
+        answer = tree.best_path(allow_stale=request.max_alternatives > 0)
         progress = Progress.DRAFTING
-        if request.sequence_id in plan.no_room or self._is_drafted(request, tree):
+        if request.sequence_id in plan.no_room or self._has_answer(request, tree):
             progress = Progress.DONE
         elif request.sequence_id in plan.behind:
             progress = Progress.CATCHING_UP
         num_offered = 0
         if progress is Progress.DONE:
-            # What look-ahead has made already is sent as well, for the next step.
-            most = max_offered_tokens(request.num_wanted) if request.max_alternatives else request.num_wanted
-            tree.main.num_sent = num_offered = min(len(answer), most) if request.num_wanted > 0 else 0
+            # Tokens that the look-ahead has added already are sent as well, for the next step.
+            limit = max_offered_tokens(request.num_wanted) if request.max_alternatives else request.num_wanted
+            tree.main.num_sent = num_offered = min(len(answer), limit) if request.num_wanted > 0 else 0
         return Proposal(
             sequence_id=request.sequence_id,
             tree=tree.proposed(answer, 0, num_offered),
@@ -374,24 +373,26 @@ class DraftModelProposer:
         )
 
     def _due(self, request: ProposalRequest, tree: PathTree) -> Iterator[AheadBranch]:
-        """Yields branches to send: complete paths, and paths with twice the tokens that were sent that gain enough."""
+        """Yields branches to send: complete paths, and paths that have doubled since they were sent and gain enough."""
         num_wanted = request.num_wanted
         tree.drop_wrong_stale_path()
         for each in tree.paths:
-            path = tree.answer(may_be_stale=True) if each is tree.main else each
-            # The main path has two drafts: the one that is verified now and, after one more token, the next one.
+            path = tree.best_path(allow_stale=True) if each is tree.main else each
+            # The main path holds two drafts: the one that is verified now and, after one more token, the next one.
             is_next = each is tree.main and len(path) > num_wanted + 1
             num_before = num_wanted + 1 if is_next else path.num_assumed
-            size, told = len(path) - num_before, max(0, path.num_sent - num_before)
+            size, num_sent = len(path) - num_before, max(0, path.num_sent - num_before)
             is_complete = size >= num_wanted or tree.is_complete(path)
-            if size <= told or (told >= num_wanted) or not (is_complete or size >= 2 * told):
+            if size <= num_sent or (num_sent >= num_wanted) or not (is_complete or size >= 2 * num_sent):
                 continue
-            gains = (tree.probability(path, num_tokens) for num_tokens in range(num_before + told + 1, len(path) + 1))
+            gains = (
+                tree.probability(path, num_tokens) for num_tokens in range(num_before + num_sent + 1, len(path) + 1)
+            )
             if is_complete or sum(gains) >= MIN_GAIN:
                 each.num_sent = len(path)
-                # The main path begins earlier if there is room, in case the target verifies less than it asked for.
-                most = max_offered_tokens(num_wanted)
-                start = path.num_assumed or min(num_before, max(0, len(path) - most))
+                # If there is room, the main path's branch begins earlier: the target may verify less than it asked for.
+                limit = max_offered_tokens(num_wanted)
+                start = path.num_assumed or min(num_before, max(0, len(path) - limit))
                 yield AheadBranch(
-                    tuple(path.token_ids[:start]), tree.proposed(path, start, min(start + most, len(path)))
+                    tuple(path.token_ids[:start]), tree.proposed(path, start, min(start + limit, len(path)))
                 )

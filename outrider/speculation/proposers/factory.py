@@ -1,7 +1,7 @@
 """The list of proposers: names, requirements and constructors.
 
-Settings, `--draft` and help texts take their choices from here, even in a client-only installation: a proposer is
-imported when it is made.
+Settings, `--draft` and help texts take their choices from here, even in a client-only installation. So a proposer's
+module is imported only when the proposer is made.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ProposerSettings:
     remembered_tokens: int = 0
     model: ModelConfig = field(default_factory=ModelConfig)  # for a head: the target, with `model.head`
     kv_cache: KVCacheConfig = field(default_factory=KVCacheConfig)
-    other_memory_bytes: int = 0  # main memory that the node needs otherwise, which a model's cache leaves free
+    other_memory_bytes: int = 0  # main memory that a model's cache must leave free for the rest of the node
 
 
 def _make_ngram(_settings: ProposerSettings, _progress: Progress) -> Proposer:
@@ -57,7 +57,7 @@ def _make_head(settings: ProposerSettings, progress: Progress) -> Proposer:
 
     folder = head_folder(settings.model)
     if folder is None:
-        raise ConfigError(f"no head comes with the model {settings.model.id}: name the folder of one")
+        raise ConfigError(f"the model {settings.model.id} has no built-in head: give a head's folder")
     target = HeadTarget.locate(settings.model, progress=progress)
     return make_head_proposer(load_head(folder, target), target)
 
@@ -69,7 +69,7 @@ class ProposerKind:
     name: str
     summary: str
     make: Callable[[ProposerSettings, Progress], Proposer]
-    needs: str = ""  # "MODEL" or "DIR"; empty: nothing, so it works on any vocabulary
+    needs: str = ""  # "MODEL" or "DIR"; empty: it needs no model and works on any vocabulary
 
 
 PROPOSERS = (
@@ -85,7 +85,7 @@ LOOKUP_NAMES = tuple(kind.name for kind in PROPOSERS if not kind.needs)
 
 PROPOSER_SUMMARY = ", ".join(f"{kind.name} ({kind.summary})" for kind in PROPOSERS)
 DRAFT_CHOICES = (*(":".join(filter(None, (kind.name, kind.needs))) for kind in PROPOSERS), NO_PROPOSER)
-"""Values of `--draft`. MODEL: a path or a hub id; DIR: a head's folder, or "auto": that of the default model."""
+"""Values of `--draft`. MODEL is a path or a hub id; DIR is a head's folder, or "auto" for the default model's head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class DraftChoice:
     """A parsed value of `--draft`."""
 
     proposer: str = NO_PROPOSER
-    model_id: str = ""  # for a proposer that needs a model; for a head its folder
+    model_id: str = ""  # the model of a draft_model, or the folder of a head
 
 
 def parse_draft_choice(text: str) -> DraftChoice:
@@ -106,7 +106,7 @@ def parse_draft_choice(text: str) -> DraftChoice:
 
 
 def make_proposer(name: str, settings: ProposerSettings | None = None, *, progress: Progress = no_progress) -> Proposer:
-    """Returns a new proposer. Loads its model, if it needs one, which may take long.
+    """Returns a new proposer. If it needs a model, loads it, which may take long.
 
     Raises: ConfigError for an unknown name; the errors of `open_model`.
     """

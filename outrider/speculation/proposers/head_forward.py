@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 16
 WARM_UP_ROWS = 64
 MAX_PATHS = 16 * MAX_SEQUENCES
-"""Paths of a head without KV: each takes one block of a pool that has no memory."""
+"""Maximum number of paths of a head without KV. Each takes one block of a pool that has no memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +135,14 @@ class HeadForward(DraftForward):
         return RolloutForward(forward, steps.plan, self.model.spec.width, steps.dtype)
 
     def warm_up(self) -> None:
-        """Decides once after many rows and once after one, so that no request pays for memory and compilation."""
+        """Decides once after many rows and once after one, so that no request waits for allocation and compilation."""
         for num_rows in (min(WARM_UP_ROWS, self.max_model_len), 1):
             rows = self.blank_path(1, num_rows)
             self.decide([rows], ())
             self.pool.release(rows.block_ids)
 
     def blank_path(self, start_position: int, num_rows: int = 1) -> PathRows:
-        """Returns zeros that decide a token, with blocks of their own, for warming up and measuring."""
+        """Returns rows of zeros that decide one token, with newly allocated blocks, for warming up and measuring."""
         options = RequestOptions(sampling=SamplingParams(seed=0, max_tokens=1, temperature=0.0))
         sampling = self.start(SequenceStart(options=options, sample=0, prompt_length=1), (0,))
         spec, end_position = self.model.spec, start_position + num_rows
@@ -188,7 +188,7 @@ class HeadForward(DraftForward):
         )
 
     def _fed_with(self, row: PathRows, num_parallel_rows: int) -> list[Array]:
-        """Returns the inputs of the path's rows and its parallel ones: arrays [n, width], one row for each."""
+        """Returns the inputs of the path's rows and of its parallel rows, as arrays [n, width]."""
         parts: list[Array] = []
         if num_true := len(row.token_ids) - len(row.states):
             assert row.features is not None
@@ -222,10 +222,10 @@ def confidences_of(logits: Array, temperatures: Array, target_ids: Array | None)
 
 
 def attend_both_ways(batch: InputBatch, num_together: Sequence[int]) -> InputBatch:
-    """Returns the batch with the last `num_together` rows of each sequence attending to all of each other.
+    """Returns the batch in which the last `num_together` rows of each sequence attend to each other in both directions.
 
-    They also attend to everything before. For attention they are rows at the last of their positions, each with a
-    path of all their slots.
+    They also attend to everything before. Attention sees each of them at the last of their positions, with a path of
+    all their slots.
     """
     arrays = batch.arrays
     positions, path_starts, path_slots = array("q", arrays.positions), array("q", (0,)), array("q")
@@ -244,6 +244,6 @@ def attend_both_ways(batch: InputBatch, num_together: Sequence[int]) -> InputBat
 
 
 def _depths(row: PathRows, num_rows: int) -> list[int]:
-    """Returns the depths of `num_rows` rows: the path's, then the parallel ones."""
-    num_known = row.num_committed - row.start_position - 1  # the last row that is fed with a target's feature
+    """Returns the depths of the path's rows and its parallel rows, `num_rows` in all."""
+    num_known = row.num_committed - row.start_position - 1  # index of the last row that is fed with a target's feature
     return [max(0, index - num_known) for index in range(num_rows)]

@@ -1,4 +1,4 @@
-"""READ FIRST: how a head becomes a proposer, in a decode node or in a draft node."""
+"""READ FIRST: makes a proposer of a head, in a decode node or in a draft node."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MEMORY_SHARE = 0.03
 """Fraction of free memory for a head's KV cache: it has one or a few layers, its target dozens."""
 
 MIN_CACHED_TOKENS, MAX_CACHED_TOKENS = 1 << 12, 1 << 20
-"""Bounds of a head's KV cache, over all sequences. Sequences that do not fit it get no drafts."""
+"""Bounds of a head's KV cache, in tokens of all sequences. A sequence that does not fit gets no drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,9 @@ class HeadTarget:
     known_token_ids: npt.NDArray[np.bool_]  # [vocab_size]
     constraints: GrammarCompiler  # for the same vocabulary
     vocabulary_fingerprint: str
-    kernels: CpuKernels | None  # on a CPU: compute sampler and attention; None: torch does
+    kernels: CpuKernels | None  # for sampler and attention on a CPU; None: torch computes them
     cuda_graphs: bool = True  # whether forwards may be captured
-    num_threads: int = 0  # for a head that torch computes; 0: torch's current number, e.g. of a target by torch
+    num_threads: int = 0  # threads of a head that torch computes; 0: torch's current number
 
     @classmethod
     def of(cls, model: LoadedModel, *, cuda_graphs: bool = True) -> HeadTarget:
@@ -66,7 +66,7 @@ class HeadTarget:
 
     @classmethod
     def locate(cls, config: ModelConfig, *, progress: Progress = no_progress) -> HeadTarget:
-        """Returns those of a model on other nodes, from the section `model`. Raises: as `locate_model`, ConfigError."""
+        """Returns the properties of a model that other nodes run. Raises: ConfigError; the errors of `locate_model`."""
         from outrider.heads.checkpoint import Target
         from outrider.model_hub.load import read_config, resolve_dtype  # imports transformers
 
@@ -109,8 +109,9 @@ def load_head(folder: Path | str, target: HeadTarget) -> HeadModel:
 
 
 def open_head_forward(model: HeadModel | PackedHead, target: HeadTarget, *, num_cached_tokens: int) -> HeadForward:
-    """Returns a head's warmed-up forwards. Call it in the thread that runs them. `num_cached_tokens`: see
-    HeadForward.
+    """Returns a head's warmed-up forwards. Call it in the thread that runs them.
+
+    `num_cached_tokens`: see `HeadForward.of`.
     """
     forward = HeadForward.of(
         model,
@@ -138,7 +139,7 @@ def make_head_proposer(
     max_catch_up_rows: int = MAX_CATCH_UP_ROWS,
     catch_up_seconds: float = CATCH_UP_SECONDS,
 ) -> DraftModelProposer:
-    """Returns a proposer with a loaded head. Call it in the thread that runs its steps."""
+    """Returns a proposer with this head. Call it in the thread that owns the proposer."""
     spec = model.spec
     token_bytes = sum(plane.bytes_per_token for plane in spec.planes)
     num_cached_tokens = 0

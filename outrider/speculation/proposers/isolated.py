@@ -11,25 +11,26 @@ COOLDOWN_SECONDS = 1.0
 """Seconds for which a sequence that made the proposer fail is not asked for again."""
 
 ALL_COOLDOWN_SECONDS = COOLDOWN_SECONDS / 4
-"""Seconds without any call after a search that served no sequence; the next search leaves out what was found."""
+"""Seconds without any call after a search that served no sequence. The next search skips sequences in cooldown."""
 
 MAX_FAILED_CALLS = 16
-"""Failed calls in one `propose`: enough to find two bad sequences among some hundred. The next call searches on."""
+"""Maximum number of failed calls in one `propose`: enough to find two bad sequences among some hundred. The search
+continues in the next call."""
 
 OnFailure = Callable[[Exception, int], None]
-"""on_failure(error, sequence_id) is called for a sequence that gets no drafts for a while."""
+"""on_failure(error, sequence_id) is called when a sequence begins its cooldown."""
 
 
 class IsolatedProposer:
-    """Wraps a `Proposer`; never raises. One owner thread.
+    """Wraps a `Proposer` and never raises. One thread owns it.
 
-    If a call raises, its batch is divided in halves and asked for again, until sequences that fail stand alone:
-    proposers keep only a cache of each sequence, so asking twice costs nothing but time. Such a sequence is forgotten,
-    and not asked for until `COOLDOWN_SECONDS` have passed: a sequence that always fails must not cost every step its
-    batch.
+    If a call raises, its batch is divided in halves, which are tried again, until each failing sequence is found. A
+    proposer has only a cache of each sequence, so repeated calls cost only time. A failing sequence is forgotten, and
+    the proposer is not called for it during `COOLDOWN_SECONDS`, so that it cannot take the drafts of its batch in every
+    step.
 
-    After `MAX_FAILED_CALLS` the remaining requests get no draft in this call, and nothing of them is forgotten. If no
-    sequence was served until then, the proposer is not called for `ALL_COOLDOWN_SECONDS`.
+    After `MAX_FAILED_CALLS` the remaining requests get no draft in this call, but they are not forgotten. If no
+    sequence was served by then, the proposer is not called for `ALL_COOLDOWN_SECONDS`.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class IsolatedProposer:
         return self._proposer.num_wasted_tokens
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """Returns one proposal for each request, an empty one for those that fail."""
+        """Returns one proposal for each request, which is empty for a sequence that fails or cools down."""
         now = self._clock()
         tried = [each for each in requests if self._cooldown_until.get(each.sequence_id, now) <= now]
         found = self._search(tried, now) if tried and self._all_cooldown_until <= now else {}
@@ -61,7 +62,7 @@ class IsolatedProposer:
         self._proposer.forget(sequence_id)
 
     def _search(self, requests: Sequence[ProposalRequest], now: float) -> dict[int, Proposal]:
-        """Returns proposals by sequence, without those that fail."""
+        """Returns proposals by sequence; those that fail are absent."""
         found: dict[int, Proposal] = {}
         groups = [requests]
         num_failed_calls = 0

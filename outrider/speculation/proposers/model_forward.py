@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelForward(DraftForward):
-    """Runner, cache and sampler of one model."""
+    """The runner, the KV cache and the sampler of one model."""
 
     pool: BlockPool
     kv_cache: PagedKVCache
@@ -57,7 +57,7 @@ class ModelForward(DraftForward):
     ) -> ModelForward:
         """Returns the forwards of a model with its own cache. Raises: ConfigError if the cache does not fit.
 
-        `features`: of every row; the model's specification has their plane. `may_shorten`: see `open_runner`.
+        `features`: computed for every row; the model's spec has their plane. `may_shorten`: see `open_runner`.
         """
         cache, runner, window = open_runner(
             model,

@@ -1,7 +1,7 @@
 """Prompt lookup: proposes what followed the last occurrence of the text's ending.
 
-Source: Saxena 2023, "Prompt Lookup Decoding"; vLLM's and transformers' n-gram proposers. Those search the whole text
-at each step; here an index grows with the sequence.
+Source: Saxena 2023, "Prompt Lookup Decoding"; vLLM's and transformers' n-gram proposers. These search the whole text
+in each step, whereas here an index grows with the sequence.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from outrider.speculation.proposers.base import (
 )
 
 NGRAM_SIZES = (4, 3, 2)
-"""Sizes, longest first. Single tokens match so often and mean so little that their rows cost more than they gain
-(measured on chat, extraction and code by a 135M model, greedy and at temperature 0.7).
+"""Sizes of n-grams, longest first. Single tokens match often but predict little, so that their rows cost more than they
+gain (measured on chat, extraction and code with a 135M model, greedy and at temperature 0.7).
 """
 
 GRADES = (2, 3, 4, 8)
-"""Grades of drafts: the minimum length of the match. The longer it is, the likelier the draft is right."""
+"""Grades of drafts: the minimum length of the match. Drafts after longer matches are likelier to be accepted."""
 
 FIRST_SEGMENT_TOKENS = 256
 SEGMENT_GROWTH = 4
-"""A text outgrows few segments, and nothing is ever rebuilt."""
+"""Size of a text's first own segment, and the factor by which the next ones grow: few segments, none ever rebuilt."""
 
 BYTES_PER_SLOT = array("i").itemsize
 
@@ -87,7 +87,7 @@ class NgramSegment:
 
 
 class NgramIndex:
-    """The n-grams of one growing text, except those at its end. The first segment is the prompt's, others are its own.
+    """The n-grams of one growing text, except those at its end. The first segment holds the prompt and may be shared.
 
     Adding a token and looking up take the same time however long the text is.
     """
@@ -108,7 +108,7 @@ class NgramIndex:
         return size <= len(text) and (self._last_token_id < 0 or text[size - 1] == self._last_token_id)
 
     def num_new_positions(self, end: int) -> int:
-        """Returns the size of the segment that `extend` would add; 0 if it adds none, as in most steps."""
+        """Returns the size of the segment that `extend` would add; 0, as in most steps, if it adds none."""
         num_missing = end - self.segments[-1].limit
         if num_missing <= 0:
             return 0
@@ -126,10 +126,9 @@ class NgramIndex:
         self._last_token_id = text[end - 1]
 
     def find(self, text: Sequence[int]) -> tuple[int, int]:
-        """Returns the position after the latest earlier occurrence of the longest n-gram that ends the text, and its
-        grade.
+        """Looks for the latest earlier occurrence of the longest n-gram that ends the text.
 
-        Returns (0, 0) if there is none.
+        Returns the position after it, and its grade; (0, 0) if there is none.
         """
         for place, size in enumerate(NGRAM_SIZES):
             if size > len(text):
@@ -141,10 +140,9 @@ class NgramIndex:
         return 0, 0
 
     def continuation(self, text: Sequence[int], num_tokens: int) -> tuple[tuple[int, ...], int]:
-        """Returns the tokens that followed there, and their grade.
+        """Returns the tokens that followed the occurrence found by `find`, and their grade.
 
-        A continuation that reaches the text's end continues with itself: a text that has begun to repeat is assumed
-        to go on repeating.
+        If they reach the text's end, they are repeated: a text that has begun to repeat itself is assumed to go on.
         """
         start, grade = self.find(text)
         if not start:
@@ -157,7 +155,7 @@ class NgramIndex:
 
 
 def _grade(text: Sequence[int], start: int, size: int) -> int:
-    """Returns the highest grade of the match; `size` tokens are known to stand before `start` as well."""
+    """Returns the highest grade of the match before `start`, of which the last `size` tokens are known to match."""
     grade = size
     for longer in GRADES[GRADES.index(size) + 1 :]:
         if longer > start or text[start - longer : start - grade] != text[len(text) - longer : len(text) - grade]:
@@ -167,11 +165,11 @@ def _grade(text: Sequence[int], start: int, size: int) -> int:
 
 
 class NgramProposer:
-    """Proposes from the sequence's own text; needs no model and works on any vocabulary.
+    """Proposes from the sequence's own text. It needs no model and works on any vocabulary. One thread owns it.
 
-    Not thread-safe: one owner. Also runs in the decode node. Sequences with equal prompts, e.g. the samples of a
-    request, share the prompt's part of the index. A sequence for which there is no memory gets no drafts until there
-    is.
+    It also runs in the decode node. Sequences with equal prompts, e.g. the samples of a
+    request, share the prompt's part of the index. While there is no memory for a sequence, it gets no
+    drafts.
     """
 
     def __init__(self, *, max_bytes: int = MAX_INDEX_BYTES) -> None:
@@ -183,10 +181,10 @@ class NgramProposer:
         self._prompts: WeakValueDictionary[tuple[int, int], NgramSegment] = WeakValueDictionary()  # by length and hash
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """Returns one proposal for each request, empty if no n-gram repeats. The nearly complete are indexed first."""
+        """Returns one proposal for each request, empty if no n-gram repeats. Nearly complete indexes grow first."""
         num_left = MAX_INDEXED_TOKENS
         found: dict[int, Proposal] = {}
-        asked: list[tuple[int, ProposalRequest, NgramIndex]] = []  # first: number of tokens that are not indexed
+        asked: list[tuple[int, ProposalRequest, NgramIndex]] = []  # with the number of tokens that are not indexed
         for request in requests:
             index = self._index(request)
             if index is None:
@@ -195,7 +193,7 @@ class NgramProposer:
                 asked.append((len(request.token_ids) - len(index), request, index))
         for num_missing, request, index in sorted(asked, key=itemgetter(0)):
             text = request.token_ids
-            start = len(index)  # others may have indexed more of a shared prompt since
+            start = len(index)  # another request may have indexed more of a shared prompt
             end = min(len(text), start + num_left) if num_missing else start
             if start < end:
                 num_new_positions = index.num_new_positions(end)

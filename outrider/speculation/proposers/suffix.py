@@ -1,7 +1,7 @@
 """Proposes what most often followed the text's ending: in the text itself, and in earlier outputs of the node.
 
-Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975). The share of a continuation among all that were seen
-is its confidence: a draft ends where the acceptance of the whole becomes unlikely.
+Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975). The confidence in a token is its share among all tokens
+that followed; a draft ends where the product of these shares gets too small.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from outrider.speculation.proposers.base import (
 )
 
 CONTEXT_SIZES = (16, 8, 4, 2)
-"""Sizes, longest first. Single tokens mean too little, as for n-grams."""
+"""Sizes of contexts, longest first. Single tokens predict too little, as for n-grams."""
 
 ONCE_MORE = 1 << 32
 """A number above every token id."""
 
 BYTES_PER_TOKEN = 512
-"""Memory per token of an indexed text: a context of each size, with its follower."""
+"""Memory per token of an indexed text: one context of each size, with its follower."""
 
 MAX_CHILDREN = 3
-"""Maximum number of children of a token, if the target takes trees."""
+"""Maximum number of children of a token, if the sequence takes trees."""
 
 MIN_CONFIDENCE = 0.2
-"""The product of the shares below which a draft ends."""
+"""Product of the shares on a path below which a draft ends."""
 
 _Followers = dict[int, int]  # token id -> count
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A token that may follow, and its share of all that followed."""
+    """A token that may follow, and its share among all tokens that followed."""
 
     token_id: int
     share: float  # (0, 1]
@@ -52,10 +52,10 @@ class Prediction:
 
 
 class SuffixIndex:
-    """The tokens that followed each context of `CONTEXT_SIZES` tokens. Texts may grow and be removed. One owner.
+    """The tokens that followed each context of `CONTEXT_SIZES` tokens. Texts may grow and be removed. Not thread-safe.
 
-    It keeps SuffixDecoding's frequencies by hashed contexts of a few lengths instead of a suffix tree: adding and
-    removing a token take the same time however long the texts are.
+    Frequencies are kept by hashed contexts of a few lengths, not in SuffixDecoding's suffix tree. So adding or removing
+    a token takes the same time however long the texts are.
     """
 
     __slots__ = ("_followers",)
@@ -88,7 +88,7 @@ class SuffixIndex:
         followers = self._followers
         for key, token_id in self._contexts(text, start, end, salt):
             known = followers.get(key)
-            # If contexts share a key, another one may have removed it.
+            # If two contexts have the same key, the other one may have been removed already.
             if isinstance(known, dict):
                 if known.get(token_id, 0) > 1:
                     known[token_id] -= 1
@@ -103,10 +103,9 @@ class SuffixIndex:
                     followers[key] = known - ONCE_MORE
 
     def followers(self, text: Sequence[int], *, most: int, salt: bytes = b"") -> list[Prediction]:
-        """Returns the followers of the longest known ending of `text`, by falling frequency, the latest of equals
-        first.
+        """Returns the followers of the longest known ending of `text`, at most `most`; none if no ending is known.
 
-        There are at most `most`; none if no ending is known.
+        They are sorted by falling frequency; of equally frequent ones the latest comes first.
         """
         for size in CONTEXT_SIZES:
             if size > len(text):
@@ -146,7 +145,7 @@ class _Text:
     last_token_id: int = -1  # the last of the indexed tokens
 
     def is_continued_by(self, token_ids: Sequence[int]) -> bool:
-        """Returns whether the text may be the indexed one, by one token: an error costs acceptance, not correctness."""
+        """Returns whether the text may be the indexed one. It compares one token: an error costs only acceptance."""
         size = self.num_indexed
         return size <= len(token_ids) and (not size or token_ids[size - 1] == self.last_token_id)
 
@@ -158,7 +157,7 @@ class _Text:
 
 
 class PastOutputs:
-    """The outputs of finished sequences: the newest, at most `max_tokens` tokens."""
+    """The newest outputs of finished sequences, with at most `max_tokens` tokens in all."""
 
     def __init__(self, *, max_tokens: int) -> None:
         self.index = SuffixIndex()
@@ -167,7 +166,7 @@ class PastOutputs:
         self.num_tokens = 0
 
     def add(self, token_ids: Sequence[int], prompt_length: int, *, salt: bytes = b"") -> None:
-        """Remembers the output, for texts of the same salt; the prompt's end is the context of its first tokens."""
+        """Remembers an output, for texts of the same salt. The prompt's end is the context of its first tokens."""
         first = max(prompt_length, len(token_ids) - self._max_tokens)
         context = max(0, first - max(CONTEXT_SIZES))
         text = list(token_ids[context:])
@@ -184,7 +183,7 @@ class PastOutputs:
 
 
 class SuffixProposer:
-    """Proposes frequent continuations; needs no model and works on any vocabulary. Not thread-safe: one owner."""
+    """Proposes frequent continuations. It needs no model and works on any vocabulary. One thread owns it."""
 
     def __init__(
         self,
@@ -195,8 +194,7 @@ class SuffixProposer:
     ) -> None:
         """`remembered_tokens`: limit of past outputs; 0: each request learns from itself only.
 
-        `max_bytes`: limit of the sequences' indexes. Sequences for which there is no memory get no drafts until there
-        is.
+        `max_bytes`: limit of the sequences' indexes. While there is no memory for a sequence, it gets no drafts.
         """
         self.info = ProposerInfo(name="suffix", memory_bytes=max_bytes + remembered_tokens * BYTES_PER_TOKEN)
         self.num_wasted_tokens = 0
@@ -207,7 +205,7 @@ class SuffixProposer:
         self._texts: dict[int, _Text] = {}
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """Returns one proposal for each request, empty if no ending is known. The nearly complete are indexed first."""
+        """Returns one proposal for each request, empty if no ending is known. Nearly complete indexes grow first."""
         found: dict[int, Proposal] = {}
         num_left = MAX_INDEXED_TOKENS
         texts = [(request, self._text(request)) for request in requests]
@@ -228,7 +226,7 @@ class SuffixProposer:
         return [found[request.sequence_id] for request in requests]
 
     def forget(self, sequence_id: int) -> None:
-        """Frees a sequence's index, and remembers its output if configured; an unknown one is fine."""
+        """Frees a sequence's index, and remembers its output if configured. Does nothing if the sequence is unknown."""
         text = self._texts.pop(sequence_id, None)
         if text is None:
             return
@@ -239,16 +237,16 @@ class SuffixProposer:
     def _tree(self, text: _Text, num_wanted: int, *, max_children: int) -> DraftTree:
         """Returns the likeliest continuations, at most `num_wanted` tokens deep, in the order of their probability.
 
-        A token's probability is the product of the shares on its path; a draft ends when it gets too small.
+        A token's probability is the product of the shares on its path. The draft ends where it gets too small.
         """
         longest = max(CONTEXT_SIZES)
         token_ids: list[int] = []
         parents: list[int] = []
-        waiting: list[tuple[float, int, int, list[int]]] = []  # heap: -confidence, order, parent, text with token
+        waiting: list[tuple[float, int, int, list[int]]] = []  # heap: -confidence, order, parent, ending with token
         order = count()
 
         def expand(parent: int, ending: list[int], confidence: float) -> int:
-            """Returns the number of tokens in the longest known ending; 0 if none is known."""
+            """Adds the followers of `ending` to the heap. Returns the size of its longest known context, or 0."""
             found = self._followers(text, ending, max_children)
             for each in found:
                 if confidence * each.share >= self._min_confidence:
@@ -274,7 +272,7 @@ class SuffixProposer:
         )
 
     def _followers(self, text: _Text, ending: Sequence[int], most: int) -> list[Prediction]:
-        """Returns followers in the text or in past outputs, whichever is more confident of its first."""
+        """Returns followers in the text or in past outputs: those whose first token has the larger share."""
         own = text.index.followers(ending, most=most)
         past = self._past.index.followers(ending, most=most, salt=text.salt) if self._past is not None else []
         return max(own, past, key=lambda found: found[0].share if found else 0.0)
@@ -287,8 +285,8 @@ class SuffixProposer:
                 self._num_tokens -= text.num_indexed
             prompt_length = len(token_ids) if start is None else start.prompt_length
             salt = b"" if start is None else start.options.cache_salt
-            # For a repeated request it would propose what rejection sampling decided with the same random words: a
-            # bias.
+            # If a request is repeated, it would propose what rejection sampling decided with the same random words,
+            # which is a bias.
             is_remembered = start is None or not start.wants_distributions
             text = self._texts[request.sequence_id] = _Text(prompt_length, salt, is_remembered)
         text.token_ids = token_ids

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class DraftRows(NamedTuple):
-    """One sequence's share of a step: a row for the token after the known ones, and one after each draft token."""
+    """One sequence's rows in a step: one for the token after the known ones, and one after each draft token."""
 
     rows: SampleRows
-    distributions: tuple[TokenDistribution, ...] = ()  # one for each draft token; empty: each had probability 1
+    distributions: tuple[TokenDistribution, ...] = ()  # one per draft token; empty: each had probability 1
     method: VerificationMethod = VerificationMethod.COUPLED
     parents: tuple[int, ...] = ()  # as in DraftTree; empty: a chain. Coupled sampling only
 
@@ -40,7 +40,7 @@ class Verified(NamedTuple):
 
 
 class Verifier(Protocol):
-    """One verification method. One owner thread.
+    """A verification method. One thread owns it.
 
     A sequence's outcome depends on its own logits, parameters, tokens and draft, never on the rest of the batch.
     Without a draft every method commits what coupled sampling does.

@@ -17,7 +17,7 @@ from outrider.speculation.verify.typical import TypicalVerifier
 
 
 class RequestVerifier:
-    """All methods over one sampler. One owner thread."""
+    """Applies all methods, over one sampler. One thread owns it."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -28,7 +28,7 @@ class RequestVerifier:
         }
 
     def prepare(self, drafts: Sequence[DraftRows]) -> None:
-        """Begins to make constraint masks for these drafts, in parallel with the forward that decides them."""
+        """Starts computing the constraint masks of these drafts, while the forward runs that they are applied to."""
         constrained = [draft for draft in drafts if draft.rows.state.constraint is not None]
         if constrained:
             rows = [run for draft in constrained for run in (runs_of_tree(draft) if draft.parents else (draft.rows,))]
@@ -37,7 +37,7 @@ class RequestVerifier:
     def queue(self, logits: Array, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
         """Returns the outcome for each draft, in order. Arguments as for `Verifier.queue`; drafts may be empty.
 
-        Reading it waits for the device once, whatever the methods.
+        Reading the result waits for the device once, however many methods are used.
         """
         if {draft.method for draft in drafts} == {VerificationMethod.COUPLED}:
             return self.verifiers[VerificationMethod.COUPLED].queue(logits, drafts)
@@ -45,7 +45,7 @@ class RequestVerifier:
         for place, draft in enumerate(drafts):
             # At temperature 0 the target allows one token only, and all methods are the same.
             method = VerificationMethod.COUPLED if draft.rows.state.params.is_greedy else draft.method
-            assert not draft.parents or method is VerificationMethod.COUPLED, "of other methods' drafts, the chain"
+            assert not draft.parents or method is VerificationMethod.COUPLED, "only coupled sampling verifies trees"
             by_method.setdefault(method, []).append(place)
         starts = row_starts(drafts)
         queued: list[Pending[list[Verified]]] = []

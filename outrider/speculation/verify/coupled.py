@@ -1,7 +1,7 @@
-"""Coupled sampling: a draft token is accepted iff it is the token that its position's race decides.
+"""Coupled sampling: a draft token is accepted if and only if the race at its position chooses it.
 
 Source: Daliri, Musco, Suresh 2024 (arXiv 2408.07978); see docs/adr/0002. The committed tokens do not depend on the
-draft or its source. In a tree of drafts, each row is decided after its own path, and the text follows the path whose
+draft or its source. In a draft tree, each row is decided after its own path, and the text follows the path whose
 tokens equal the decisions.
 """
 
@@ -13,7 +13,7 @@ from outrider.engine.arrays import Array
 from outrider.engine.pending import Pending
 from outrider.engine.sampler import SampledRows, Sampler, SampleRows
 from outrider.request import TokenLogprobs
-from outrider.speculation.draft_tree import ROOT
+from outrider.speculation.draft_tree import ROOT, num_common
 from outrider.speculation.verify.base import DraftRows, Verified
 from outrider.speculation.verify.rows import runs_of_tree
 
@@ -36,7 +36,7 @@ class CoupledVerifier:
 
 
 def accept_drafts(drafts: Sequence[DraftRows], sampled: SampledRows) -> list[Verified]:
-    """Accepts draft tokens up to the first that differs from its row's decision."""
+    """Accepts the tokens of each draft up to the first one that differs from its row's decision."""
     decided = tuple(sampled.token_ids)
     verified: list[Verified] = []
     start = 0
@@ -61,30 +61,20 @@ def _of_tree(draft: DraftRows, decided: Sequence[int], logprobs: Sequence[TokenL
 
 
 def accept(draft_token_ids: tuple[int, ...], target_token_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the tokens that one verification commits: the agreeing prefix, plus one.
+    """Returns the tokens that the verification of a chain commits: its accepted tokens, plus one.
 
-    `target_token_ids` holds len(draft) + 1 decisions of the target; entry j was decided after the draft tokens before
-    j. The last token returned is the recovered token at the first disagreement, or the bonus token after a draft that
-    agreed throughout.
-
-    Source: coupled sampling; a draft token is accepted if and only if it equals the decision of its position,
-    whatever its source.
+    `target_token_ids` holds len(draft) + 1 decisions of the target; entry j was decided after the first j draft tokens.
+    The last returned token is the recovered token in place of the first rejected one, or the bonus token after a draft
+    that was accepted whole.
     """
     assert len(target_token_ids) == len(draft_token_ids) + 1, "one decision per draft token and one more"
-    if target_token_ids[:-1] == draft_token_ids:
-        return target_token_ids
-    num_accepted = 0
-    for draft, decided in zip(draft_token_ids, target_token_ids, strict=False):
-        if draft != decided:
-            break
-        num_accepted += 1
-    return target_token_ids[: num_accepted + 1]
+    return target_token_ids[: num_common(draft_token_ids, target_token_ids) + 1]
 
 
 def accept_path(
     draft_token_ids: Sequence[int], parents: Sequence[int], target_token_ids: Sequence[int]
 ) -> tuple[int, ...]:
-    """Returns the accepted draft tokens of a tree, by index, from the root on.
+    """Returns the indices of the accepted draft tokens of a tree, from the root on.
 
     Entry 0 of `target_token_ids` is the decision after the prefix, entry j + 1 the one after the path that ends with
     draft token j. Siblings differ, so at most one of them equals the decision.

@@ -1,10 +1,10 @@
 """Rejection sampling: a draft token x is accepted with probability min(1, p(x) / q(x)).
 
-p is the target's distribution after all of SamplingParams, q the one that the drafter drew x from. After a rejection
-the recovered token is drawn from max(p - q, 0), renormalised. Committed tokens have the distribution p for any q, as
-long as x was drawn from q, independently of the random words by which it is judged. A drafter that does not draw,
-e.g. a lookup, has q(x) = 1. That is valid unless it repeats earlier decisions of this method that used the same
-words, as for a request that is sent again with its seed: so lookups do not remember what rejection sampling decided.
+p is the target's distribution after all SamplingParams are applied, q the distribution that the drafter drew x from.
+After a rejection the recovered token is drawn from max(p - q, 0), renormalised. Committed tokens have the distribution
+p for any q, if x was drawn from q independently of the random words that decide about it. A drafter that does not draw,
+e.g. a lookup, has q(x) = 1. That is valid unless it repeats earlier decisions of this method that used the same random
+words, as with a request that is sent again with its seed. So lookups do not remember what rejection sampling decided.
 
 Source: Leviathan et al. 2022 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318).
 
@@ -12,8 +12,9 @@ Random words: purpose 2 of the decision's generator, words 0 and 1 for acceptanc
 The race's words (purposes 0 and 1) decide bonus tokens here and drafts in the drafter, but never both at one
 position: a position whose draft token is judged is decided by purpose 2 alone.
 
-Probabilities of p are integer masses (see `elementary`), and the operations on them are rounded as IEEE 754's
-float64. So a decision depends neither on the device nor on the batch. All of them are queued on the logits' device.
+Probabilities of p are kept as integer masses, i.e. not normalised (see `elementary`), and operations on them are
+rounded as IEEE 754's float64. So a decision depends neither on the device nor on the batch. All operations are queued
+on the logits' device.
 """
 
 from __future__ import annotations
@@ -83,10 +84,10 @@ class RejectionVerifier:
 
 
 def _accept(masses: Array, drafts: Sequence[DraftRows], num_drafts: Sequence[int]) -> tuple[Array, Array]:
-    """Returns the number of accepted tokens of each draft, and the token in place of the first rejected one: each
-    [num_seqs] int64.
+    """Returns, for each draft, the number of accepted tokens and the token in place of the first rejected one.
 
-    `masses`: [num draft tokens, num_ids] int64, of p. For a fully accepted draft the second value is meaningless.
+    Both are [num_seqs] int64. The second has no meaning if the whole draft was accepted. `masses`: of p, [num draft
+    tokens, num_ids] int64.
     """
     xp = namespace(masses)
     token_ids = [token_id for draft in drafts for token_id in draft.draft_token_ids]
@@ -101,8 +102,8 @@ def _accept(masses: Array, drafts: Sequence[DraftRows], num_drafts: Sequence[int
         for _, decision in zip(draft.draft_token_ids, draft.rows.decisions(), strict=False)
     ]
     bounds = [
-        _uniform(*luck[:2]) * distribution.probability_of(token_id)
-        for luck, distribution, token_id in zip(words, distributions, token_ids, strict=True)
+        _uniform(*each[:2]) * distribution.probability_of(token_id)
+        for each, distribution, token_id in zip(words, distributions, token_ids, strict=True)
     ]
     ids = ids_beside(token_ids, masses)
     within = xp.clip(ids, max=masses.shape[1] - 1)
@@ -112,54 +113,54 @@ def _accept(masses: Array, drafts: Sequence[DraftRows], num_drafts: Sequence[int
     is_accepted = (beside(np.asarray(bounds, dtype=np.float64), masses) < probs) & (ids == within)
 
     firsts = list(accumulate(num_drafts[:-1], initial=0))  # index of each draft's first token
-    most = max(num_drafts)
+    longest = max(num_drafts)
     table = [
-        [first + index if index < num else len(token_ids) for index in range(most)]
+        [first + index if index < num else len(token_ids) for index in range(longest)]
         for first, num in zip(firsts, num_drafts, strict=True)
     ]
-    places = np.asarray(table, dtype=np.int64)  # [num_seqs, most], indices of draft tokens, padded by one past the last
+    places = np.asarray(table, dtype=np.int64)  # [num_seqs, longest]: indices of draft tokens, padded by their number
     stands = xp.concat([xp.astype(is_accepted, xp.int64), xp.zeros_like(ids[:1])])[beside(places.ravel(), ids)]
     num_accepted = xp.sum(xp.cumulative_prod(xp.reshape(stands, places.shape), axis=1), axis=1)
     first_rejected = xp.clip(ids_beside(firsts, ids) + num_accepted, max=len(token_ids) - 1)
-    luck = beside(np.asarray([each[2:] for each in words], dtype=np.int64), ids)[first_rejected]
+    recovery_words = beside(np.asarray([each[2:] for each in words], dtype=np.int64), ids)[first_rejected]
     drafted = [beside(each, ids)[first_rejected] for each in _weights(distributions, masses.shape[1])]
-    return num_accepted, _recover(masses[first_rejected], drafted, luck)
+    return num_accepted, _recover(masses[first_rejected], drafted, recovery_words)
 
 
 def _after_draft(rows: SampleRows) -> SampleRows:
-    """Returns the row after the draft, alone."""
+    """Returns only the row after the last draft token."""
     assumed_token_ids = rows.assumed_token_ids + rows.draft_token_ids
     return SampleRows(rows.state, rows.position + len(rows.draft_token_ids), assumed_token_ids=assumed_token_ids)
 
 
 def _uniform(high: int, low: int) -> float:
-    """Returns a uniform number in [0, 1), for acceptance."""
+    """Returns a uniform number in [0, 1) from two random words."""
     return ((high << 32 | low) >> (64 - _UNIFORM_BITS)) * 2.0**-_UNIFORM_BITS
 
 
 def _weights(distributions: Sequence[TokenDistribution], num_ids: int) -> tuple[Ints, Floats, Floats]:
-    """Returns ids and weights of each q, [n, most] int64 and float64, and the sum of its weights [n].
+    """Returns ids and weights of each q, [n, longest] int64 and float64, and the sums of weights [n] float64.
 
-    Ids beyond the vocabulary are left out, and rows are padded with their first pair.
+    Ids beyond the vocabulary are left out. Shorter rows are padded with their first pair.
     """
     known = [
         [pair for pair in zip(each.token_ids, each.probabilities, strict=True) if pair[0] < num_ids] or [(0, 0.0)]
         for each in distributions
     ]
-    most = max(map(len, known))
-    filled = [pairs + pairs[:1] * (most - len(pairs)) for pairs in known]
+    longest = max(map(len, known))
+    filled = [pairs + pairs[:1] * (longest - len(pairs)) for pairs in known]
     ids = np.asarray([[token_id for token_id, _ in pairs] for pairs in filled], dtype=np.int64)
     weights = np.asarray([[weight for _, weight in pairs] for pairs in filled], dtype=np.float64)
     return ids, weights, np.asarray([each.total for each in distributions], dtype=np.float64)
 
 
-def _recover(target: Array, drafted: Sequence[Array], luck: Array) -> Array:
-    """Returns a token from max(p - q, 0) for each row, by inversion: [num_rows] int64.
+def _recover(target: Array, drafted: Sequence[Array], words: Array) -> Array:
+    """Draws a token from max(p - q, 0) for each row, by inversion. Returns [num_rows] int64.
 
     Args:
         target: [num_rows, num_ids] int64, masses of p.
         drafted: q, as returned by `_weights`.
-        luck: [num_rows, 2] int64, two random words.
+        words: [num_rows, 2] int64, two random words.
     """
     xp = namespace(target)
     ids, weights, totals = drafted
@@ -168,19 +169,19 @@ def _recover(target: Array, drafted: Sequence[Array], luck: Array) -> Array:
     left = xp.astype(target, xp.int64)
     rows = xp.arange(target.shape[0], device=target.device)[:, None]
     left[rows, ids] = xp.clip(xp.take_along_axis(target, ids, axis=1) - masses, min=0)
-    # p and q may be equal except for rounding, which leaves nothing.
+    # If p and q are equal except for rounding, nothing is left.
     left = xp.where(xp.sum(left, axis=1, keepdims=True) > 0, left, target)
     cumulative = xp.cumulative_sum(left, axis=1)
-    places = _share(luck, cumulative[:, -1])
+    places = _uniform_below(words, cumulative[:, -1])
     return xp.sum(cumulative <= places[:, None], axis=1)
 
 
-def _share(luck: Array, totals: Array) -> Array:
-    """Returns a whole number in [0, total) for each: the high half of the product of 64 random bits and the total.
+def _uniform_below(words: Array, totals: Array) -> Array:
+    """Returns, for each total, a uniform integer in [0, total): the high half of 64 random bits times the total.
 
-    luck: [n, 2] int64, two words; totals: [n] int64, positive.
+    words: [n, 2] int64, two random words; totals: [n] int64, positive.
     """
-    high, low = luck[:, 0], luck[:, 1]
+    high, low = words[:, 0], words[:, 1]
     total_high, total_low = totals >> 32, totals & _WORD
     # A product of two words may wrap to a negative number, whose bits are the product's.
     middle, other = high * total_low, low * total_high

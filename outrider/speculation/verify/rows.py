@@ -1,4 +1,4 @@
-"""Rows of a step, as verification methods need them: the first of each draft, and their distributions."""
+"""The rows of a step and their distributions, as verification methods need them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def row_starts(drafts: Sequence[DraftRows]) -> list[int]:
 
 
 def draft_token_rows(drafts: Sequence[DraftRows]) -> list[int]:
-    """Returns the rows that decide the positions of draft tokens, in order."""
+    """Returns the rows that decide about draft tokens, in order."""
     return [
         start + index
         for start, draft in zip(row_starts(drafts), drafts, strict=True)
@@ -30,11 +30,11 @@ def draft_token_rows(drafts: Sequence[DraftRows]) -> list[int]:
 def runs_of_tree(draft: DraftRows) -> list[SampleRows]:
     """Returns the rows of a tree, in order, as runs in which each token follows the one before it.
 
-    The path to a run is assumed to be generated, as for drafts: penalties and min_tokens count a row's own path.
+    The path to a run counts as generated, as in a chain: penalties and min_tokens apply to each row's own path.
     """
     rows = draft.rows
     paths: list[tuple[int, ...]] = []  # the path to each draft token, inclusive
-    firsts = [ROOT]  # for each run: the draft token whose row begins it
+    firsts = [ROOT]  # the draft token whose row begins each run
     for index, (token_id, parent) in enumerate(zip(rows.draft_token_ids, draft.parents, strict=True)):
         paths.append((*(paths[parent] if parent != ROOT else ()), token_id))
         if parent != index - 1:
@@ -58,7 +58,7 @@ def draft_token_masses(sampler: Sampler, logits: Array, drafts: Sequence[DraftRo
     Args:
         sampler: the target's.
         logits: [num_rows, vocab_size] float32, of all rows of the drafts.
-        drafts: with at least one draft token among them.
+        drafts: at least one of them has a draft token.
 
     Returns:
         [num draft tokens, num_ids] int64, each row proportional to its probabilities.
@@ -73,7 +73,8 @@ def draft_token_masses(sampler: Sampler, logits: Array, drafts: Sequence[DraftRo
 def _masses(values: Array) -> Array:
     xp = namespace(values)
     largest = xp.max(values, axis=1, keepdims=True)
-    # No distribution: NaN, nothing left, or a bias beyond float32. Then the race takes the first of the largest.
+    # There is no distribution for NaN, if no token is left, or for an infinite bias. The race then takes the first of
+    # the largest.
     is_broken = xp.logical_not(xp.isfinite(largest))
     masses = masses_of(values, largest)
     masses *= xp.logical_not(is_broken)

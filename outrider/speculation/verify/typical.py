@@ -5,7 +5,7 @@ target finds it likely enough by itself:
 
     p(x) > min(threshold, alpha * exp(-H(p)))
 
-with H the entropy of p, in nats: the bound is lower if the target is undecided. Otherwise the race's token is
+where H is the entropy of p in nats: the bound is lower if the target is undecided. Otherwise the race's token is
 committed. So acceptance is never below that of coupled sampling, and the text leans towards the drafter's.
 
 Entropies are sums of float64 logarithms, which libraries round differently: if a probability is that close to its
@@ -44,7 +44,7 @@ class TypicalVerifier:
         return Pending(sampled.arrays, lambda arrays: accept_drafts(drafts, sampled.finish(arrays)))
 
     def _with_typical(self, decided: Array, logits: Array, drafts: Sequence[DraftRows]) -> Array:
-        """Returns the decisions [num_rows] int64, replaced by draft tokens that are likely enough."""
+        """Returns the decisions [num_rows] int64, replaced by the draft tokens that are likely enough."""
         xp = namespace(logits)
         masses = draft_token_masses(self._sampler, logits, drafts)
         token_ids = ids_beside([token_id for draft in drafts for token_id in draft.draft_token_ids], logits)

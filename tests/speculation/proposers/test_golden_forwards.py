@@ -1,4 +1,4 @@
-"""Heads of every form, fed as a proposer feeds them: `HeadForward` gives the logits of the owners' code."""
+"""`HeadForward` gives the logits of the owners' code for heads of every form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.heads.golden_heads import assert_logits, opened, taps_of
 
 
 class Values:
-    """Features as they are."""
+    """Features given as an array."""
 
     def __init__(self, values):
         self.values = values

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.request import RequestOptions, SamplingParams
-from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
+from outrider.request import SamplingParams
 from outrider.speculation.proposers.base import Progress, ProposalRequest, ProposerInfo
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.head_forward import HeadForward
+from tests.speculation.asking import proposals_of, start_of
 from tests.speculation.draft_trees import likeliest_path
 from tests.support.pool_integrity import check_proposer
 from tests.support.toy_head import VOCAB_SIZE, WIDTH, ToyFeatures, ToyHead, drafted
@@ -30,24 +30,13 @@ def proposer_of(head: ToyHead, *, num_cached_tokens: int = 8192, **options) -> D
     return DraftModelProposer(forward, ProposerInfo(name="toy:tiny"), **options)
 
 
-def request(token_ids, num_wanted: int, params=GREEDY, *, key=1, takes_trees=False, **fields) -> ProposalRequest:
-    options = RequestOptions(sampling=params)
-    start = SequenceStart(options=options, sample=0, prompt_length=len(PROMPT), takes_trees=takes_trees)
-    fields = {"features": ToyFeatures(token_ids), **fields}
-    return ProposalRequest(key, token_ids, num_wanted, start, **fields)
+def request(token_ids, num_wanted: int, params=GREEDY, *, key=1, **fields) -> ProposalRequest:
+    start = start_of(params, prompt_length=len(PROMPT))
+    return ProposalRequest(key, token_ids, num_wanted, start, **{"features": ToyFeatures(token_ids), **fields})
 
 
 def drafts_of(proposer: DraftModelProposer, *requests: ProposalRequest) -> list[list[int]]:
-    """Asks until every draft is done."""
-    done = {}
-    for _ in range(200):
-        asked = [each for each in requests if each.sequence_id not in done]
-        if not asked:
-            return [list(likeliest_path(done[each.sequence_id]).token_ids) for each in requests]
-        proposals = proposer.propose(asked)
-        check_proposer(proposer)
-        done |= {each.sequence_id: each.tree for each in proposals if each.progress is Progress.DONE}
-    raise AssertionError("never done")
+    return [list(likeliest_path(each.tree).token_ids) for each in proposals_of(proposer, *requests)]
 
 
 def expected(head, token_ids, params, num_tokens, **fields) -> list[int]:
@@ -75,20 +64,6 @@ def test_a_batch_drafts_for_each_what_it_does_alone():
     drafts_of(proposer, *(request(text, 4, key=key) for key, text in enumerate(texts[:2])))
     found = drafts_of(proposer, *(request(text, 4, key=key) for key, text in enumerate(texts)))
     assert found == [expected(head, text, GREEDY, 4) for text in texts]
-
-
-def test_ids_that_the_head_has_no_logit_of_are_never_drafted():
-    head = ToyHead(has_own_vocabulary=True)
-    (draft,) = drafts_of(proposer_of(head), request(PROMPT, 8, HOT))
-    assert set(draft) <= set(head.target_ids.tolist())
-
-
-def test_siblings_go_along_where_trees_are_taken():
-    head = ToyHead()
-    (proposal,) = proposer_of(head).propose([request(PROMPT, 1, takes_trees=True)])
-    assert proposal.tree.is_well_formed
-    assert 0 < len(proposal.tree) - 1 <= MAX_SIBLINGS
-    assert drafts_of(proposer_of(head), request(PROMPT, 5, takes_trees=True)) == [expected(head, PROMPT, GREEDY, 5)]
 
 
 @pytest.mark.parametrize("num_known", [None, 0, len(PROMPT) - 2])
@@ -120,15 +95,6 @@ def test_a_head_without_kv_computes_no_prefix():
     assert len(proposal.tree) == 1
 
 
-def test_a_long_prefix_is_caught_up_with_in_pieces():
-    proposer, text = proposer_of(ToyHead(), max_catch_up_rows=40), [(7 * i) % 300 for i in range(100)]
-    asked = [request(text, 2, key=1), request(PROMPT, 2, key=2)]
-    outcomes = [[proposal.progress for proposal in proposer.propose(asked)] for _ in range(2)]
-    behind, drafting, done = Progress.CATCHING_UP, Progress.DRAFTING, Progress.DONE
-    assert outcomes == [[behind, drafting], [behind, done]]
-    assert drafts_of(proposer, *asked) == [expected(ToyHead(), each, GREEDY, 2) for each in (text, PROMPT)]
-
-
 def test_what_was_evicted_is_computed_again():
     head, text = ToyHead(max_model_len=512), [(7 * i) % 300 for i in range(400)]
     proposer = proposer_of(head, num_cached_tokens=1024)
@@ -138,7 +104,7 @@ def test_what_was_evicted_is_computed_again():
 
 
 def ahead_of(proposer, asked: ProposalRequest) -> dict[tuple[int, ...], list[int]]:
-    """Looks ahead to the end: the longest draft by what it assumes."""
+    """Looks ahead until nothing is left. Returns the longest draft for each assumption."""
     found = {}
     for _ in range(200):
         (proposal,) = proposer.propose([asked])
@@ -176,7 +142,7 @@ def test_looking_ahead_feeds_own_states_and_true_features_replace_them(params):
 
 
 def count_forwards(proposer) -> list[int]:
-    """From here on, the rows of each."""
+    """Returns a list that will have the number of rows of each further forward."""
     calls, forward = [], proposer._forward
 
     class Counting:

@@ -1,4 +1,4 @@
-"""From a head's folder to its proposer, as a draft node makes it: the target is known by its files alone."""
+"""A head's proposer as a draft node makes it, from the head's folder and the target's files."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.errors import ConfigError
 from outrider.heads.of_target import HeadOfTarget
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
-from outrider.request import RequestOptions, SamplingParams
-from outrider.speculation.draft_stream import SequenceStart
+from outrider.request import SamplingParams
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.path_tree import NUM_GRADES
-from outrider.speculation.proposers.base import Progress, ProposalRequest
+from outrider.speculation.proposers.base import ProposalRequest
 from outrider.speculation.proposers.factory import ProposerSettings, make_proposer
 from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
+from tests.speculation.asking import proposals_of, start_of
 from tests.support.random_eagle3 import make_random_eagle3
 from tests.support.tiny_model import make_tiny_model
 
@@ -26,7 +25,7 @@ PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19, 4, 8, 15, 16, 23, 42]
 
 
 class RandomFeatures:
-    """As sent by a target in float32: of any text, the same for each token."""
+    """Random float32 features as a target would send them; they do not depend on the text."""
 
     def __init__(self, num_tokens: int, *, scale: float = 1.0) -> None:
         values = torch.randn((num_tokens, 64), generator=torch.Generator().manual_seed(2)) * scale
@@ -48,18 +47,10 @@ def config(tmp_path_factory) -> ModelConfig:
 
 
 def tree_of(proposer, text, num_wanted, *, key=1, scale=1.0, min_reach=0.0) -> DraftTree:
-    start = SequenceStart(
-        options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=99, temperature=0.0)),
-        sample=0,
-        prompt_length=len(PROMPT),
-    )
-    for _ in range(100):
-        features = RandomFeatures(len(text), scale=scale)
-        request = ProposalRequest(key, text, num_wanted, start, features=features, min_reach=min_reach)
-        (proposal,) = proposer.propose([request])
-        if proposal.progress is Progress.DONE:
-            return proposal.tree
-    raise AssertionError("never done")
+    start = start_of(SamplingParams(seed=1, max_tokens=99, temperature=0.0), prompt_length=len(PROMPT))
+    features = RandomFeatures(len(text), scale=scale)
+    request = ProposalRequest(key, text, num_wanted, start, features=features, min_reach=min_reach)
+    return proposals_of(proposer, request)[0].tree
 
 
 def drafts_of(proposer, text, num_wanted, **options) -> tuple[int, ...]:
@@ -81,7 +72,7 @@ def proposer_of(folder, target):
 
 
 def test_a_draft_ends_where_the_head_is_no_longer_sure(config):
-    """Random weights are sure of nothing: no token has a probability of a half."""
+    """With random weights no token has a probability of one half."""
     target = HeadTarget.locate(config)
     whole = tree_of(proposer_of(config.head, target), PROMPT, 6)
     short = tree_of(proposer_of(config.head, target), PROMPT, 6, min_reach=0.5)
@@ -109,15 +100,9 @@ def test_features_that_are_no_numbers_spoil_no_other_sequence_whose_blocks_they_
     for kernels in {target.kernels, None}:
         proposer, clean = (proposer_of(config.head, dataclasses.replace(target, kernels=kernels)) for _ in range(2))
         used = []
-        for key in (1, 2):  # what is freed last is given out first
+        for key in (1, 2):  # the blocks that were freed last are allocated first
             drafts_of(proposer, list(range(90)), 5, key=key, scale=scale)
             used += proposer._trees[key].main.kv.block_ids
         proposer.forget(1)
         assert drafts_of(proposer, PROMPT, 5, key=3) == drafts_of(clean, PROMPT, 5)
         assert set(proposer._trees[3].main.kv.block_ids) <= set(used)
-
-
-def test_a_head_of_another_target_is_refused_with_what_differs(config, tmp_path):
-    other = make_tiny_model(tmp_path / "other", overrides={"hidden_size": 32})
-    with pytest.raises(ConfigError, match="made for another target: hidden_size 64 of the head, 32 of the target"):
-        make_proposer("head", ProposerSettings(model=dataclasses.replace(config, id=str(other))))

@@ -1,4 +1,4 @@
-"""Rollouts draft what a call for each token does. In Triton's interpreter, where a graph is the same call again."""
+"""Rollouts draft the same as one call per token. In Triton's interpreter, a graph's replay repeats a call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILTERED = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01}
 PENALISED = {"temperature": 0.9, "presence_penalty": 0.7}
 EARLY = {"temperature": 0.9, "min_tokens": 3}
 KINDS = ["model", pytest.param("head", marks=pytest.mark.full), "head of few ids"]
-"""Heads differ in their ids alone, so one of them is enough for a short run."""
+"""The two heads differ only in their ids, so a short run uses one."""
 LONG_FOR_A_MODEL = pytest.mark.parametrize(
     "pair",
     [*(pytest.param(kind, marks=pytest.mark.full) for kind in ("model", "head")), "head of few ids"],
@@ -74,7 +74,7 @@ def request_of(token_ids, num_wanted, params=HOT, *, key=1, takes_trees=False, *
 
 
 def drafts_of(proposer, *requests):
-    """The proposals, once all are done, and after how many calls."""
+    """Returns the complete proposals and the number of calls."""
     done, num_calls = {}, 0
     while len(done) < len(requests):
         num_calls += 1
@@ -86,7 +86,7 @@ def drafts_of(proposer, *requests):
 
 
 def paths_of(proposer):
-    """What is remembered of each sequence, without states."""
+    """Returns the main path of each sequence, without states."""
     return {
         key: (tree.main.kv.num_tokens, [(each.token_ids, each.confidence) for each in tree.main.decided])
         for key, tree in proposer._trees.items()
@@ -104,7 +104,7 @@ def assert_alike(one, other):
 
 
 def rounds(pair, graphs, params, *asked):
-    """(num_wanted, num_agreeing) each: so many are drafted, then some of them and another token are committed."""
+    """For each (num_wanted, num_agreeing): drafts, then commits the first agreeing tokens and another one."""
     text = list(PROMPT)
     for num_wanted, num_agreeing in asked:
         graphs.num_replays = 0
@@ -134,7 +134,7 @@ def test_filters_are_applied_on_the_device(pair, graphs):
 
 @LONG_FOR_A_MODEL
 def test_sequences_want_unlike_numbers_and_some_cannot_be_rolled_out(pair, graphs):
-    """Those with penalties, with stop tokens still banned, and drafts that are drawn: a call for each token."""
+    """Sequences with penalties, with banned stop tokens or with drawn drafts need a call for each token."""
     texts = {key: [key, *PROMPT] for key in range(8)}
     wanted = {0: 5, 1: 2, 2: 1, 3: 4, 4: 3, 5: 3, 6: 3, 7: 2}
     params = {4: PENALISED, 5: EARLY}
@@ -167,7 +167,7 @@ def test_sequences_want_unlike_numbers_and_some_cannot_be_rolled_out(pair, graph
 
 @LONG_FOR_A_MODEL
 def test_a_draft_ends_where_it_would_token_by_token(pair, graphs):
-    """At a stop token, where it is not sure enough, and at the end of the text."""
+    """It ends at a stop token, where confidence gets too low, and at the maximum length."""
     (whole, _), _ = (drafts_of(each, request_of(PROMPT, 6)) for each in pair)
     tokens = whole[0].tree.token_ids
     tree = pair[0]._trees[1]
@@ -181,7 +181,7 @@ def test_a_draft_ends_where_it_would_token_by_token(pair, graphs):
 
 
 def test_where_the_window_ends_or_blocks_run_out_it_goes_on_token_by_token(pair, graphs):
-    """Of a text of one block one token starts another."""
+    """The last token of a text fills its block, so the next one needs another block."""
     for each in pair:
         each._forward = replace(each._forward, max_model_len=35)
     for key, (length, num_wanted) in enumerate(((30, 5), (33, 2), (34, 1))):

@@ -1,5 +1,5 @@
 # ruff: noqa: F811 - fixtures
-"""A rollout on a GPU, as far as a machine without one can tell: where the host waits, and what is captured."""
+"""Rollouts on a simulated GPU: where the host waits, and what is captured."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Features:
 
 
 def paths_of(forward, *numbers):
-    """Of (rows, tokens) each."""
+    """For each (rows, tokens)."""
     state = forward.sampler.start(SamplingParams(seed=1, max_tokens=99, top_p=0.9), sample=0, prompt_token_ids=[1, 2])
     fed, blocks = Features(), (range(8), range(8, 16), range(16, 24))
     return [
@@ -105,7 +105,7 @@ def rolling(forward):
 
 
 def test_neither_the_capture_nor_a_rollout_waits_and_the_host_reads_once(rolling, reads):
-    """Of a prompt, too, and where one path wants no more than a token."""
+    """This includes prompts and paths that want only one token."""
     assert reads == []
     with OneDevice():
         decided = rolling.decide(paths_of(rolling, (40, 5), (3, 1), (2, 4)), [(0, 23)])
@@ -140,7 +140,7 @@ def test_a_step_of_a_head_is_a_replay(head_sampler, node):
 
 
 def test_as_many_forwards_are_captured_as_a_rehearsal_counts(forward, monkeypatch):
-    """It reserves memory for them."""
+    """The number of runners-up determines the memory that a rollout reserves."""
     from outrider.engine import rollouts  # imports triton
 
     captured, make = [], rollouts.Rollouts.__init__
