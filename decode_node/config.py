@@ -12,7 +12,7 @@ from outrider.service.config import SERVICE_SECTIONS
 from outrider.speculation.proposers.factory import LOOKUP_NAMES, NO_PROPOSER
 
 MAX_RUNNING = {"cpu": 64, "cuda": 256}
-"""Default limits of sequences in the running batch, by device: a GPU reads the weights once for all of them."""
+"""Default maximum number of sequences in the running batch, by device. A GPU reads the weights once for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +67,10 @@ class DecodeNodeConfig:
     )
     keep_features_bytes: int = fixed(256 << 20)  # for all nodes that share the folder; about forty million tokens
     resolve_interval_seconds: float = fixed(2.0)  # finds new draft nodes soon, and a lookup is cheap
-    draft_wait_seconds: float = fixed(0.002)  # how long a step waits for drafts, never over 20 % of a step
-    max_local_prefill_tokens: int = fixed(32)  # computed here instead of transferred: as many rows as drafts may take
+    draft_wait_seconds: float = fixed(0.002)  # maximum wait of a step for drafts; it is also at most 20 % of a step
+    max_local_prefill_tokens: int = fixed(
+        32
+    )  # if no more are missing, they are computed here; the rows of a long draft
 
 
 SECTIONS = {

@@ -1,4 +1,4 @@
-"""The queue of commands to the engine thread: this node's own first, then the routers' in turn."""
+"""The queue of commands to the engine thread: this node's own come first, then routers take turns."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MAX_COMMANDS = 128
 """Limit of one router's queued commands, which the engine thread handles in a few iterations."""
 
 MAX_TOKENS = 1 << 20
-"""Limit of prompt tokens in one router's queue, not counting the last command, which may have any length."""
+"""Number of tokens in one router's queue from which on no further command is read. The last may have any length."""
 
 MAX_WORK = 4096
-"""Limit of all routers' commands handled between two steps, as a cost in prompt tokens: a few milliseconds."""
+"""Cost limit, in prompt tokens, of the routers' commands handled between two steps: a few milliseconds."""
 
 COMMAND_WORK = 128
 """The cost of a command in prompt tokens, in addition to the tokens that it carries."""
@@ -40,7 +40,7 @@ class _Lane:
             self.given_up.add(command.message.sequence_group_id)
 
     def take(self) -> RouterCommand:
-        """Pops the next command with an effect. Drops an open whose cancel is queued; the cancel finds no group."""
+        """Pops the next command. An open whose cancel is queued, too, is dropped; the cancel then finds no group."""
         while True:
             command = self.commands.popleft()
             self.num_tokens -= _num_tokens(command)
@@ -56,8 +56,8 @@ class Inbox:
     """A queue of commands that any thread fills and the engine thread empties.
 
     Routers take turns, command by command, so a router that floods delays only itself. A session reads its next
-    command from the stream when there is room for it (`has_room`); until then it stays in the stream, and finally
-    with the router. This node's own commands (transfers, ends of sessions, drains) come first and are not bounded.
+    command from the stream only if `has_room`; until then the stream's flow control holds the router back. This
+    node's own commands (transfers, ends of sessions, drains) come first and are not bounded.
     """
 
     def __init__(self, *, max_commands: int = MAX_COMMANDS, max_tokens: int = MAX_TOKENS) -> None:
@@ -83,7 +83,7 @@ class Inbox:
 
     def put(self, command: Command) -> None:
         with self._has_news:
-            if isinstance(command, SessionEnded):  # it also frees what the session's commands would have opened
+            if isinstance(command, SessionEnded):  # it frees all of the session's groups, so its commands are dropped
                 self._lanes.pop(command.session_id, None)
                 self._awaited = {key: held for key, held in self._awaited.items() if key[0] != command.session_id}
             if not isinstance(command, RouterCommand):
@@ -97,7 +97,10 @@ class Inbox:
             self._has_news.notify()
 
     def put_when_done(self, opened: RouterCommand, compiled: Future[Any]) -> None:
-        """Queues an open when its constraint is compiled, unless it is cancelled before. Other commands do not wait."""
+        """Queues an open when its constraint is compiled, unless it is cancelled before.
+
+        Later commands of the same group wait behind it; those of other groups do not.
+        """
         key, commands = _group_of(opened), list[RouterCommand]([opened])
         with self._has_news:
             if key in self._awaited:
@@ -117,7 +120,7 @@ class Inbox:
                         self.put_when_done(command, command.compiled)
                     else:
                         self.put(command)
-            commands.clear()  # a future keeps its callbacks, and they would keep these commands
+            commands.clear()  # the future keeps its callbacks, which would otherwise keep these commands alive
 
     def wait(self, timeout_seconds: float) -> None:
         """Waits until there is a command or the timeout is over."""
@@ -142,7 +145,7 @@ class Inbox:
         lane = self._lanes.pop(session_id)
         command = lane.take()
         if lane.commands:
-            self._lanes[session_id] = lane  # goes to the end of the line
+            self._lanes[session_id] = lane  # its next turn comes after the others'
         return command
 
 

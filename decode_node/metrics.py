@@ -28,7 +28,7 @@ REFUSED = {
     "failed": "frames_failed",
     "malformed": "messages_malformed",
 }
-"""The receiver's counter by exported reason."""
+"""The receiver's counter for each exported reason."""
 
 
 class RecentRates:
@@ -51,7 +51,7 @@ class RecentRates:
         return 1.0 + self._accepted.total() / num_drafts if num_drafts else 0.0
 
     def look_ahead_hit_rate(self) -> float:
-        """Returns the fraction of hits in steps that requested a draft node's proposals, or 0 if none did."""
+        """Returns the share of steps that requested a draft node's proposals and had one; 0 if none requested any."""
         num_wanting = self._wanting_steps.total()
         return self._hit_steps.total() / num_wanting if num_wanting else 0.0
 
@@ -109,7 +109,7 @@ class DecodeMetrics:
         drafts: DraftClientStatus,
         prefix_lookups: PrefixLookups,
     ) -> None:
-        """Exports gauges and the totals that other parts keep. Called periodically."""
+        """Updates gauges and the totals that other parts keep. Called periodically."""
         self._engine.set_load(load)
         for reason, name in REFUSED.items():
             if num_new := received[name] - self._received[name]:

@@ -12,7 +12,7 @@ from outrider.speculation.draft_stream import MAX_BRANCHES_PER_SEQUENCE
 from outrider.speculation.proposers.factory import LOOKUP_NAMES, PROPOSER_NAMES, PROPOSER_SUMMARY
 
 MAX_ALTERNATIVES = MAX_BRANCHES_PER_SEQUENCE - 1
-"""Limit of alternatives per sequence: with the main path they fit one message."""
+"""Maximum alternatives per sequence, which fit one message together with the main path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +45,9 @@ class DraftNodeConfig:
             raise ValueError(f"proposer {self.proposer} needs draft_node.model")
 
     def draft_model(self, model: ModelConfig) -> ModelConfig:
-        """Returns the configuration of the draft model: the section `model` in one process, with the model's own
-        window.
+        """Returns the draft model's configuration: the section `model` with `draft_node.model`, in one process.
 
-        For a head this is the target, which supplies the weights that the head's folder lacks.
+        Its window is the model's own. For a head this is the target, whose weights complete those of the head's folder.
         """
         if self.proposer == "head":
             return replace(model, head=self.model)
@@ -65,7 +64,7 @@ class DraftNodeConfig:
 
     @property
     def max_alternatives(self) -> int:
-        """Number of paths besides the main one that look-ahead follows for a sequence; 0 disables look-ahead."""
+        """Number of paths that look-ahead follows for a sequence in addition to the main one; 0 disables it."""
         if self.look_ahead == "off":
             return 0
         return MAX_ALTERNATIVES if self.look_ahead == "auto" else int(self.look_ahead)

@@ -11,7 +11,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.service.config import SERVICE_SECTIONS
 
 MAX_RUNNING = {"cpu": 16, "cuda": 64}
-"""Default limits of prompts in computation, by device: a GPU's step has room for more of them."""
+"""Default maximum number of prompts in computation, by device. A GPU's step has room for more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class PrefillNodeConfig:
         help="In turns with decode nodes, how long they wait for this one between two steps (and for a layer to end). "
         "Shorter: running answers go on faster, first tokens come later.",
     )
-    max_waiting: int = fixed(256)  # prompts: as many as a router queues, so that the router is the one that refuses
+    max_waiting: int = fixed(256)  # prompts; as many as a router queues, so that the router refuses first
 
 
 SECTIONS = {
