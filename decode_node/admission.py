@@ -47,35 +47,40 @@ class Admission:
         sampling = opened.options.sampling
         num_prompt = len(opened.prompt_token_ids)
         if num_prompt == 0 or sampling.n < 1 or sampling.max_tokens < 1:
-            return RejectReason.INVALID, "a group needs a prompt token, a sample and a token to generate"
+            return RejectReason.INVALID, "the prompt must not be empty, and n and max_tokens must be at least 1"
         if len(opened.options.cache_salt) > MAX_CACHE_SALT_BYTES:
-            return RejectReason.INVALID, f"a cache_salt has at most {MAX_CACHE_SALT_BYTES} bytes"
+            return RejectReason.INVALID, f"cache_salt must have at most {MAX_CACHE_SALT_BYTES} bytes"
         longest = num_prompt + sampling.max_tokens
         if longest > self._max_model_len:
-            return RejectReason.TOO_LARGE, f"{longest} tokens do not fit the window of {self._max_model_len}"
+            return (
+                RejectReason.TOO_LARGE,
+                f"prompt and max_tokens are {longest} tokens, the limit is {self._max_model_len}",
+            )
         indexes = [start.sample for start in opened.samples]
         if not indexes or indexes != sorted(set(indexes)) or indexes[-1] >= sampling.n:
-            return RejectReason.INVALID, f"samples must be rising indexes below {sampling.n}, not {indexes}"
+            return RejectReason.INVALID, f"samples must be ascending indexes below {sampling.n}, not {indexes}"
         generated = [start.generated_token_ids for start in opened.samples]
         for index, token_ids in zip(indexes, generated, strict=True):
             if len(token_ids) >= sampling.max_tokens:
-                return RejectReason.INVALID, f"max_tokens of sample {index} are generated already"
+                return RejectReason.INVALID, f"sample {index} already has max_tokens tokens"
         if max(max(token_ids, default=0) for token_ids in (opened.prompt_token_ids, *generated)) >= self._vocab_size:
-            return RejectReason.INVALID, f"a token id is not below the vocabulary size {self._vocab_size}"
+            return RejectReason.INVALID, f"token ids must be below the vocabulary size {self._vocab_size}"
         if not (_is_in_range(sampling) and _may_be_answered(opened.options)):
-            return RejectReason.INVALID, "a sampling parameter is out of its range"
+            return RejectReason.INVALID, "a sampling parameter is out of range"
         if compiled is not None and (error := compiled.exception()) is not None:
             return RejectReason.INVALID, str(error)
         num_samples = len(opened.samples)
         if num_samples > self.max_running_sequences:
-            message = f"{num_samples} samples are more than {self.max_running_sequences} running sequences"
+            message = (
+                f"the group has {num_samples} samples, the node runs at most {self.max_running_sequences} sequences"
+            )
             return RejectReason.TOO_LARGE, message
         needed = self._blocks(longest)
         if num_samples > 1:  # each continues in a copy of the prompt's last block, unless that block is full
             own = needed - num_prompt // self._pool.block_size
             needed = self._blocks(num_prompt) + num_samples * own
         if needed > self._pool.num_blocks:
-            return RejectReason.TOO_LARGE, f"{needed} KV blocks are needed, the node has {self._pool.num_blocks}"
+            return RejectReason.TOO_LARGE, f"the group needs {needed} KV blocks, the node has {self._pool.num_blocks}"
         return None
 
     def blocks_needed(

@@ -53,7 +53,7 @@ class KeptAnswers:
         self._thread.join(CLOSE_SECONDS)
 
     def _write(self) -> None:
-        report_at, reason = 1, "the disk is behind"
+        report_at, reason = 1, "the disk is too slow"
         while (answer := self._waiting.get()) is not None:
             try:
                 self._writer.append(answer)
@@ -62,5 +62,5 @@ class KeptAnswers:
                 reason = str(error)
             if self.num_dropped >= report_at:  # not for each answer: a full disk stays full
                 report_at = 2 * self.num_dropped
-                _log.warning("answers were not kept", num_dropped=self.num_dropped, reason=reason)
+                _log.warning("answers could not be kept", num_dropped=self.num_dropped, reason=reason)
         self._writer.close()

@@ -113,7 +113,7 @@ class DecodeNode(TargetNode[DecodeParts]):
                 async with asyncio.timeout(1.0):
                     await self._until_idle(parts)
             except TimeoutError:
-                _log.error("groups were not given up in time", num_groups=parts.groups.num_groups)
+                _log.error("groups did not end after the drain deadline", num_groups=parts.groups.num_groups)
 
     async def stop(self) -> None:
         parts = self._parts
@@ -162,7 +162,7 @@ class DecodeNode(TargetNode[DecodeParts]):
                     prefix_lookups=self._parts.groups.prefix_lookups,
                 )
             except Exception as error:  # noqa: BLE001 a bug in one figure must not stop all figures for good
-                _log.error("metrics failed", error=str(error), exc_info=error)
+                _log.error("metrics could not be updated", error=str(error), exc_info=error)
             await asyncio.sleep(METRICS_SECONDS)
 
     # --- load -----------------------------------------------------------------------------

@@ -157,7 +157,7 @@ class Reservations:
                 if not filling.transfer_id:
                     overdue.append(group)
                 elif not self._has_moved(filling, now):
-                    self.fail(filling.transfer_id, f"no KV came for {self._timeout_seconds:g} s")
+                    self.fail(filling.transfer_id, f"no KV arrived for {self._timeout_seconds:g} s")
         return starting, overdue
 
     def drop(self, group: SequenceGroup) -> None:

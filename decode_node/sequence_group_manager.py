@@ -171,7 +171,9 @@ class SequenceGroupManager:
             return False
         if is_short:
             self._fair_shares.claim(session_id)
-        message = "no room at present" if is_short else "another router waits for room, and this one has its share"
+        message = (
+            "no room at present" if is_short else "another router waits for room, and this router already has its share"
+        )
         self._report_no_room(session_id, opened, num_blocks, message, wait_seconds=wait_seconds)
         return True
 
@@ -216,7 +218,7 @@ class SequenceGroupManager:
         for group in starting:
             self._start_samples(group)
         for group in overdue:
-            self._fail(group, "the KV transfer failed, and no other came")
+            self._fail(group, "the KV transfer failed, and the router has started no other one in time")
 
     def reclaim_reservation(self, sequence: EngineSequence) -> bool:
         """Frees the blocks of one group that ranks behind the sequence and has received no KV, if there is one.
@@ -233,7 +235,7 @@ class SequenceGroupManager:
         needed = self._admission.blocks_needed(
             group.opened, num_shared=num_shared, num_new_blocks=pool.num_blocks_for(num_shared), groups=self._groups
         )
-        self._report_no_room(group.session_id, group.opened, needed, "a running sequence needed its blocks")
+        self._report_no_room(group.session_id, group.opened, needed, "its KV blocks were given to a running sequence")
         return pool.num_free_blocks > num_free
 
     def _start_samples(self, group: SequenceGroup) -> None:

@@ -173,9 +173,9 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
             async with asyncio.timeout(HELLO_SECONDS):
                 first = await anext(commands)
         except (StopAsyncIteration, TimeoutError) as error:
-            raise InvalidRequestError("a session begins with a hello", field="hello") from error
+            raise InvalidRequestError(f"no hello within {HELLO_SECONDS:g} s", field="hello") from error
         if first.WhichOneof("command") != "hello":
-            raise InvalidRequestError("a session begins with a hello", field="hello")
+            raise InvalidRequestError("the first message of a session must be a hello", field="hello")
         hello, info = first.hello, self._info()
         theirs = ProtocolVersions.of_hello(oldest=hello.oldest_protocol_version, newest=hello.protocol_version)
         negotiate(info.protocol_versions, theirs, us=f"decode node {info.name}", them=f"router {hello.name}")
@@ -194,7 +194,9 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
             async with asyncio.timeout(HELLO_SECONDS):
                 await write(report_message_to_proto(self._report(), (), hello=self._info()))
         except TimeoutError as error:
-            raise PeerLostError(f"router {session.router} does not read", node=session.router) from error
+            raise PeerLostError(
+                f"router {session.router} did not read the hello within {HELLO_SECONDS:g} s", node=session.router
+            ) from error
 
     async def _read_commands(
         self, session: RouterSession, kv_host: str, commands: AsyncIterator[session_pb2.SessionCommand]
@@ -225,7 +227,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
                 return
             except TimeoutError as error:
                 _log.warning("router is silent", router=session.router, session=session.session_id)
-                message = f"router {session.router} was silent for {self._timeout_seconds:g} s"
+                message = f"router {session.router} sent nothing for {self._timeout_seconds:g} s"
                 raise PeerLostError(message, node=session.router) from error
             yield proto
 
@@ -248,8 +250,8 @@ def _end_writer(reader: asyncio.Task[None], session: RouterSession) -> None:
 def _refuse_to_keep(session: RouterSession) -> None:
     """Ends the session of a router that sends but does not read, before its events fill this node's memory."""
     if session.failure is None:
-        _log.warning("router does not read", router=session.router, session=session.session_id)
-    message = f"router {session.router} has left more than {MAX_UNSENT_EVENTS} events unread"
+        _log.warning("router stopped reading; its session ends", router=session.router, session=session.session_id)
+    message = f"router {session.router} stopped reading: more than {MAX_UNSENT_EVENTS} events are unsent"
     session.end(CapacityError(message, reason="NOT_READING"))
     session.events.clear()
 

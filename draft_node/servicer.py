@@ -83,7 +83,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 del self._open[peer]
                 if self._is_closing and not self._open:
                     self._all_gone.set()  # before gRPC has ended the call, which an unread stream delays
-                _log.info("decode node gone", node=hello.name)
+                _log.info("decode node disconnected", node=hello.name)
                 await asyncio.gather(reader, writer, return_exceptions=True)
 
     async def close(self, deadline_seconds: float) -> None:
@@ -106,7 +106,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         except TimeoutError as error:
             raise InvalidRequestError(f"no hello within {HELLO_TIMEOUT_SECONDS:g} s", field="hello") from error
         if first is None or not first.HasField("hello"):
-            raise InvalidRequestError("the first message carries the hello", field="hello")
+            raise InvalidRequestError("the first message must carry the hello", field="hello")
         hello = hello_from_proto(first.hello)
         self._draft_loop()  # raises unless the node serves
         check_fits(hello, self._info())
@@ -148,7 +148,7 @@ async def _read_updates(
             feature_bytes_left -= sum(len(update.features) for update in updates)
             if feature_bytes_left < 0:
                 raise InvalidRequestError(
-                    f"more than {MAX_FEATURE_BYTES_PER_MESSAGE} bytes of features in a message",
+                    f"a message has more than {MAX_FEATURE_BYTES_PER_MESSAGE} bytes of features",
                     field="sequences.features",
                 )
             traces.take_updates(updates)

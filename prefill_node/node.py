@@ -108,7 +108,7 @@ class PrefillNode(TargetNode[PrefillParts]):
             _log.warning("drain deadline passed", num_jobs=self._jobs.num_jobs)
             self._jobs.fail_all(PeerLostError(f"prefill node {self._name} is draining", reason="DRAINING"))
         if num_calls := await self._servicer.calls.wait_for_present(FAREWELL_SECONDS):
-            _log.warning("routers do not read their answers", num_calls=num_calls)
+            _log.warning("routers have not read their answers", num_calls=num_calls)
 
     async def stop(self) -> None:
         parts = self._parts

@@ -231,7 +231,7 @@ class PrefillLoop:
         self._turn.give()  # first, since pushes may take seconds to end
         pushes = [task.push for task in self._tasks.values() if task.push is not None]
         for job_id in list(self._tasks):
-            self._ended.append(JobEnded(job_id, PeerLostError("the prefill node stops", reason="DRAINING")))
+            self._ended.append(JobEnded(job_id, PeerLostError("the prefill node is stopping", reason="DRAINING")))
             self._cancel(job_id)
         self._answer()
         deadline = time.monotonic() + STOP_SECONDS

@@ -144,7 +144,7 @@ class KvPush:
         try:
             sender.read(regions, self._blocks)
         except Exception as error:  # noqa: BLE001 everything is computed instead
-            log.warning("the held prefix cannot be read", error=_as_ours(error).message)
+            log.warning("the held prefix could not be read; all of it is computed", error=_as_ours(error).message)
             return False
         return True
 
@@ -174,10 +174,10 @@ class KvPush:
     def _raise_unless_committed(self, result: CommitResult) -> None:
         if result.state is CommitState.INCOMPLETE:
             until, end = result.complete_until, self._spec.end_token
-            problem = f"misses KV from token {until} of {end} on" if until < end else "has other KV than was sent"
+            problem = f"lacks KV from token {until} of {end} on" if until < end else "has other KV than was sent"
             raise AbortedError(f"the decode node {problem}", reason="TRANSFER_INCOMPLETE")
         if result.state is CommitState.UNKNOWN:
-            raise AbortedError("the decode node has given the transfer up", reason="TRANSFER_UNKNOWN")
+            raise AbortedError("the decode node no longer expects the transfer", reason="TRANSFER_UNKNOWN")
 
     def _available(self, sender: Sender) -> Iterator[_Available]:
         """Yields what is offered until the end. Meanwhile it keeps the receiver's timeout from expiring."""

@@ -46,7 +46,7 @@ class PendingJobs:
         if self._is_draining:
             raise PeerLostError("the prefill node is draining", reason="DRAINING")
         if len(self._waiting) >= self._max_jobs:
-            raise CapacityError(f"{self._max_jobs} prompts are in work or waiting already")
+            raise CapacityError(f"{self._max_jobs} prompts are already running or waiting")
         job = PrefillJob(next(self._ids), call)
         future: asyncio.Future[PrefillFigures] = asyncio.get_running_loop().create_future()
         self._waiting[job.job_id] = future
@@ -136,12 +136,16 @@ def check_call(call: PrefillCall, served: ServedModel) -> None:
         (
             len(call.options.cache_salt) <= MAX_CACHE_SALT_BYTES,
             "cache_salt",
-            f"has at most {MAX_CACHE_SALT_BYTES} bytes",
+            f"must have at most {MAX_CACHE_SALT_BYTES} bytes",
         ),
-        (len(call.scored_token_ids) <= num_tokens, "scored_token_ids", "are more than token_ids"),
+        (len(call.scored_token_ids) <= num_tokens, "scored_token_ids", "must not outnumber token_ids"),
         (max(call.scored_token_ids, default=0) < vocab_size, "scored_token_ids", f"must be below {vocab_size}"),
-        ((call.options.prompt_logprobs or 0) <= MAX_TOP_LOGPROBS, "prompt_logprobs", f"is 0 to {MAX_TOP_LOGPROBS}"),
-        (call.held_prefix_length <= num_tokens, "held_prefix_length", "is more than there are tokens"),
+        (
+            (call.options.prompt_logprobs or 0) <= MAX_TOP_LOGPROBS,
+            "prompt_logprobs",
+            f"must be 0 to {MAX_TOP_LOGPROBS}",
+        ),
+        (call.held_prefix_length <= num_tokens, "held_prefix_length", f"must be at most {num_tokens}"),
     ):
         if not is_valid:
             raise InvalidRequestError(f"{field} {message}", field=field)

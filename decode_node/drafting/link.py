@@ -106,7 +106,7 @@ class DraftLink:
                 if self.node_name:
                     _log.warning("draft node lost", target=self.address, error=error.message)
                 else:
-                    _log.debug("draft node not there", target=self.address, error=error.message)
+                    _log.debug("draft node cannot be reached", target=self.address, error=error.message)
                 self.node_name = ""
             if clock() - began_at > STABLE_SECONDS:
                 backoff = FIRST_BACKOFF_SECONDS
@@ -147,7 +147,7 @@ class DraftLink:
             await call.write(draft_pb2.DraftUpdate(hello=hello_to_proto(self._hello)))
             first = await call.read()
         if not isinstance(first, draft_pb2.DraftProposals) or not first.HasField("hello"):
-            raise PeerLostError(f"{self.address} sends no hello", node=self.address)
+            raise PeerLostError(f"{self.address} sent no hello", node=self.address)
         info = info_from_proto(first.hello)
         check_fits(self._hello, info)
         return info
@@ -156,7 +156,7 @@ class DraftLink:
         """Records which process this link reaches. Raises: MismatchError if another link is connected to it."""
         for other in self._others():
             if other.is_connected and other.incarnation == info.incarnation:
-                raise MismatchError(f"{info.name} is reached as {other.address} already", reason="SAME_NODE")
+                raise MismatchError(f"{info.name} is already connected as {other.address}", reason="SAME_NODE")
         self.incarnation = info.incarnation
 
     async def _exchange_state(self, call: DraftCall) -> None:
@@ -184,7 +184,9 @@ class DraftLink:
                 step_seconds = self._book.nodes.step_seconds
                 has_lost_an_update = self._book.has_lost_an_update(self.node)
             if has_lost_an_update:
-                raise PeerLostError(f"{self.address} does not answer", node=self.address)
+                raise PeerLostError(
+                    f"{self.address} did not answer an update for {UNANSWERED_SECONDS:g} s", node=self.address
+                )
             if updates:
                 async with asyncio.timeout(UNANSWERED_SECONDS):  # it blocks if the node does not read
                     await call.write(updates_to_proto(updates, step_seconds=step_seconds))
@@ -198,7 +200,7 @@ class DraftLink:
             num_answers = len(message.sequences)
             num_branches = sum(len(answer.branches) for answer in message.sequences)
             if num_answers > MAX_ANSWERS_PER_MESSAGE or num_branches > MAX_BRANCHES_PER_MESSAGE:
-                raise PeerLostError(f"{self.address} sends {num_answers} answers at once", node=self.address)
+                raise PeerLostError(f"{self.address} sent too many answers at once: {num_answers}", node=self.address)
             num_refused = 0
             for start in range(0, num_answers, ANSWERS_AT_ONCE):
                 answers = message.sequences[start : start + ANSWERS_AT_ONCE]
@@ -208,9 +210,9 @@ class DraftLink:
                 self._changed.notify_all()
                 has_unsent = self._book.has_unsent
             if self.node.is_flooding:
-                raise PeerLostError(f"{self.address} sends what nobody has asked for", node=self.address)
+                raise PeerLostError(f"{self.address} keeps sending unsolicited answers", node=self.address)
             if num_refused:
-                _log.warning("draft node answers nonsense", node=self.node_name, num_sequences=num_refused)
+                _log.warning("draft node sent invalid answers", node=self.node_name, num_sequences=num_refused)
             if has_unsent:
                 self._wake.set()
 

@@ -72,7 +72,9 @@ def open_local_head(
     )
     assert model.spec.features is not None
     if proposer.info.features != model.info.features:
-        raise ConfigError(f"head {folder} was replaced while the node started, by one with other features: start again")
+        raise ConfigError(
+            f"head {folder} was replaced while the node started, by one with other features; restart the node"
+        )
     plane = model.spec.features
     rows = kv_cache.layers(plane.name)[0].reshape(-1, plane.head_dim)
     return IsolatedProposer(proposer, on_failure=log_failed_proposer), lambda sequence: PlaneFeatures(rows, sequence)

@@ -203,7 +203,7 @@ def test_the_deadline_of_a_transfer_follows_its_frames(node):
     node.clock.advance(1.0)
     node.iterate()
     (failed,) = node.find(KvFailed, group_id)
-    assert "no KV came for 60 s" in failed.message
+    assert "no KV arrived for 60 s" in failed.message
 
 
 def test_a_reservation_that_nobody_fills_is_given_up(node):

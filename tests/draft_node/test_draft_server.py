@@ -127,7 +127,7 @@ async def test_a_stream_without_a_hello_is_refused(monkeypatch, says_anything):
         call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
         if says_anything:
             await call.write(draft_pb2.DraftUpdate(sequences=[update_of([1])]))
-        why = "the first message carries the hello" if says_anything else "no hello within 0.05 s"
+        why = "the first message must carry the hello" if says_anything else "no hello within 0.05 s"
         assert await status_of(call) == (grpc.StatusCode.INVALID_ARGUMENT, why)
 
 

@@ -272,7 +272,7 @@ def test_features_follow_the_layers_of_their_chunk(rig):
 
 @pytest.mark.parametrize(
     ("features", "problem"),
-    [(None, "misses KV from token 0 of 20 on"), (OTHER_FEATURES, "refused a frame")],
+    [(None, "lacks KV from token 0 of 20 on"), (OTHER_FEATURES, "refused a frame")],
     ids=["none", "of another head"],
 )
 def test_without_the_features_that_the_decode_node_expects_nothing_is_committed(make_rig, features, problem):
