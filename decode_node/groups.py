@@ -42,14 +42,14 @@ class Sample:
     sampling: SequenceSampling
     stop_token_ids: frozenset[int]
     max_length: int = field(init=False)  # number of tokens, prompt included, at which the sample is complete
-    _asked_draft_tokens: int = field(init=False)  # the request's limit for one step
+    _requested_draft_tokens: int = field(init=False)  # the request's limit for one step
 
     def __post_init__(self) -> None:
         opened = self.group.opened
         options = opened.options
         self.max_length = len(opened.prompt_token_ids) + options.sampling.max_tokens
         asked = options.num_speculative_tokens
-        self._asked_draft_tokens = self.max_length if asked is None else asked
+        self._requested_draft_tokens = self.max_length if asked is None else asked
 
     @property
     def num_generated(self) -> int:
@@ -62,12 +62,12 @@ class Sample:
     @property
     def may_draft(self) -> bool:
         """Whether the request allows drafts."""
-        return self._asked_draft_tokens > 0
+        return self._requested_draft_tokens > 0
 
     @property
     def max_draft_tokens(self) -> int:
         """Maximum draft tokens of the next step, which adds one token beyond the accepted ones. May be negative."""
-        return min(self.max_length - len(self.sequence.token_ids) - 1, self._asked_draft_tokens)
+        return min(self.max_length - len(self.sequence.token_ids) - 1, self._requested_draft_tokens)
 
 
 @dataclass(slots=True, eq=False)

@@ -37,12 +37,12 @@ class RecentRates:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.tokens, self.kv_bytes = RecentSum(clock), RecentSum(clock)
         self._drafts, self._accepted = RecentSum(clock), RecentSum(clock)
-        self._wanting_steps, self._hit_steps = RecentSum(clock), RecentSum(clock)
+        self._requested_steps, self._hit_steps = RecentSum(clock), RecentSum(clock)
 
     def add_speculation(self, counts: SpeculationCounts) -> None:
         self._drafts.add(counts.num_spec_steps)
         self._accepted.add(counts.num_accepted_draft_tokens)
-        self._wanting_steps.add(counts.num_wanting_steps)
+        self._requested_steps.add(counts.num_wanting_steps)
         self._hit_steps.add(counts.num_hit_steps)
 
     def mean_acceptance_length(self) -> float:
@@ -52,8 +52,8 @@ class RecentRates:
 
     def look_ahead_hit_rate(self) -> float:
         """Returns the share of steps that requested a draft node's proposals and had one; 0 if none requested any."""
-        num_wanting = self._wanting_steps.total()
-        return self._hit_steps.total() / num_wanting if num_wanting else 0.0
+        num_requested = self._requested_steps.total()
+        return self._hit_steps.total() / num_requested if num_requested else 0.0
 
 
 class DecodeMetrics:

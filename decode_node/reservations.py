@@ -156,7 +156,7 @@ class Reservations:
             elif now >= filling.deadline:
                 if not filling.transfer_id:
                     overdue.append(group)
-                elif not self._has_moved(filling, now):
+                elif not self._has_progressed(filling, now):
                     self.fail(filling.transfer_id, f"no KV arrived for {self._timeout_seconds:g} s")
         return starting, overdue
 
@@ -200,7 +200,7 @@ class Reservations:
 
     def _go_on(self, group: SequenceGroup, filling: _Filling) -> bool:
         """Opens the next transfer once the blocks are safe to write. Returns True if the samples can start."""
-        is_undrained = filling.undrained_id and not self._is_drained(filling, filling.undrained_id)
+        is_undrained = filling.undrained_id and not self._close_if_drained(filling, filling.undrained_id)
         waits = filling.keeps_received and self._clock() < filling.waits_until
         if is_undrained and (waits or not self._change_blocks(group, filling.undrained_id)):
             return False
@@ -225,7 +225,7 @@ class Reservations:
         elif received_until > kv.num_tokens:
             kv.advance(received_until)
 
-    def _is_drained(self, filling: _Filling, transfer_id: bytes) -> bool:
+    def _close_if_drained(self, filling: _Filling, transfer_id: bytes) -> bool:
         """Closes a transfer. If no write is in progress, sets `received_until` and returns True."""
         received_until = self._ingest.inbox.received_until(transfer_id)
         if received_until is None or self._ingest.close(transfer_id) is DrainState.UNKNOWN:
@@ -251,10 +251,10 @@ class Reservations:
         if not transfer_id:
             return
         del self._by_transfer[transfer_id]
-        if not self._is_drained(filling, transfer_id):
+        if not self._close_if_drained(filling, transfer_id):
             filling.undrained_id = transfer_id
 
-    def _has_moved(self, filling: _Filling, now: float) -> bool:
+    def _has_progressed(self, filling: _Filling, now: float) -> bool:
         """Returns whether a frame came within the timeout; if so, extends the deadline."""
         last = self._ingest.inbox.last_frame_at(filling.transfer_id)
         if last is None or now >= last + self._timeout_seconds:

@@ -71,7 +71,7 @@ class SequenceGroupManager:
         self._events: defaultdict[int, list[SequenceGroupEvent]] = defaultdict(list)  # by session
         self._num_arrived = 0
         self.prefix_lookups = PrefixLookups()  # replaced as a whole, so that other threads may read it
-        self._led: dict[SequenceGroup, None] = {}  # groups whose first sample computes the shared tokens
+        self._with_followers: dict[SequenceGroup, None] = {}  # groups whose first sample computes the shared tokens
         self.is_draining = False  # if true, new groups are refused
 
     @property
@@ -138,7 +138,7 @@ class SequenceGroupManager:
         needed = self._admission.blocks_needed(
             opened, num_shared=len(shared), num_new_blocks=kv.num_blocks_needed(len(shared)), groups=self._groups
         )
-        if self._has_no_room(command.session_id, opened, needed):
+        if self._reject_if_full(command.session_id, opened, needed):
             kv.free()
             return
         self._num_arrived += 1
@@ -161,7 +161,7 @@ class SequenceGroupManager:
         self._reservations.grant(group, opened.transfer_id)
         self._start_samples(group)
 
-    def _has_no_room(self, session_id: int, opened: OpenSequenceGroup, num_blocks: int) -> bool:
+    def _reject_if_full(self, session_id: int, opened: OpenSequenceGroup, num_blocks: int) -> bool:
         """Rejects the group if there is no room, or if another router has a claim to it. Returns whether it did so."""
         pool = self._engine.pool
         is_short = num_blocks > pool.num_free_blocks or len(opened.samples) > self.num_sequences_free
@@ -210,7 +210,7 @@ class SequenceGroupManager:
 
     def tend_groups(self) -> None:
         """Starts samples whose KV is available, and fails groups whose reservation is no longer being filled."""
-        for group in tuple(self._led):
+        for group in tuple(self._with_followers):
             (leader,) = group.samples.values()
             if leader.sequence.num_computed >= len(group.shared_token_ids):
                 self._start_followers(group, leader)
@@ -249,7 +249,7 @@ class SequenceGroupManager:
         first, *others = group.wanted_samples
         if len(group.shared_token_ids) > kv.num_tokens and others:
             group.followers, others = others, []
-            self._led[group] = None
+            self._with_followers[group] = None
         tables = [kv.fork() for _ in others]
         self._start_sample(group, first, kv)
         for start, table in zip(others, tables, strict=True):
@@ -258,7 +258,7 @@ class SequenceGroupManager:
 
     def _start_followers(self, group: SequenceGroup, leader: Sample) -> None:
         """Starts the other samples when the leader has computed the shared KV, or with a part of it if it has ended."""
-        del self._led[group]
+        del self._with_followers[group]
         starts, group.followers = group.followers, []
         kv = leader.sequence.kv
         for start in starts:
@@ -359,7 +359,7 @@ class SequenceGroupManager:
         self._free(group)
 
     def _free(self, group: SequenceGroup) -> None:
-        self._led.pop(group, None)
+        self._with_followers.pop(group, None)
         group.followers.clear()
         if group.is_waiting_for_kv:
             self._reservations.drop(group)
@@ -369,7 +369,7 @@ class SequenceGroupManager:
         self._groups.remove(group)
 
     def _drop(self, sample: Sample) -> None:
-        if sample.group in self._led:
+        if sample.group in self._with_followers:
             self._start_followers(sample.group, sample)
         self._engine.scheduler.remove(sample.sequence)
         self._close_drafts(sample.group, (sample.index,))

@@ -103,7 +103,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
             session.events += events
             session.wake.set()
             if len(session.events) > MAX_UNSENT_EVENTS:
-                _refuse_to_keep(session)
+                _end_unread(session)
 
     def report_now(self) -> None:
         """Reports to every router without waiting for an event or the next interval."""
@@ -148,7 +148,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
             reader = asyncio.create_task(self._read_commands(session, kv_host, commands))
             reader.add_done_callback(lambda done: _end_writer(done, session))
             while not reader.done():
-                await self._something_to_say(session)
+                await self._wait_for_events(session)
                 events = tuple(session.events)
                 merged = merge_tokens(events)
                 await write(report_message_to_proto(self._report(), merged))
@@ -231,7 +231,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
                 raise PeerLostError(message, node=session.router) from error
             yield proto
 
-    async def _something_to_say(self, session: RouterSession) -> None:
+    async def _wait_for_events(self, session: RouterSession) -> None:
         """Waits for an event, at most `REPORT_SECONDS`."""
         with contextlib.suppress(TimeoutError):  # a report without events shows that this node is alive
             async with asyncio.timeout(REPORT_SECONDS):
@@ -247,7 +247,7 @@ def _end_writer(reader: asyncio.Task[None], session: RouterSession) -> None:
         session.end(failure)
 
 
-def _refuse_to_keep(session: RouterSession) -> None:
+def _end_unread(session: RouterSession) -> None:
     """Ends the session of a router that sends but does not read, before its events fill this node's memory."""
     if session.failure is None:
         _log.warning("router stopped reading; its session ends", router=session.router, session=session.session_id)

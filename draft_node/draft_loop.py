@@ -95,7 +95,7 @@ class DraftLoop:
         self._peers: dict[int, DraftPeer] = {}
         self._gone: list[int] = []
         self._peer_ids = itertools.count()
-        self._has_news = False
+        self._has_changes = False
         self._is_stopping = False
         self._proposed = RecentSum(clock)  # tokens
         self._num_running = 0
@@ -139,7 +139,7 @@ class DraftLoop:
     @property
     def has_work(self) -> bool:
         """Whether there is work for a step."""
-        return bool(self._has_news or self._pending or self._ahead)
+        return bool(self._has_changes or self._pending or self._ahead)
 
     def run(self) -> None:
         """Runs steps while there is work, until `stop`."""
@@ -176,14 +176,14 @@ class DraftLoop:
     def _take_updates(self) -> list[tuple[DraftPeer, ReceivedUpdate]]:
         """Takes a limited number of updates from each peer, so one that sends many delays only its own answers."""
         with self._changed:
-            self._has_news = False
+            self._has_changes = False
             peers = list(self._peers.values())
             gone, self._gone = self._gone, []
         for peer_id in gone:
             self._held.close_peer(peer_id)
         updates = [(peer, update) for peer in peers for update in peer.take_updates()]
         if any(peer.has_updates for peer in peers):
-            self._has_news = True
+            self._has_changes = True
         return updates
 
     def _apply(self, updates: Sequence[tuple[DraftPeer, ReceivedUpdate]]) -> None:
@@ -317,7 +317,7 @@ class DraftLoop:
         )
 
     def _wake(self) -> None:
-        self._has_news = True
+        self._has_changes = True
         self._changed.notify_all()
 
 

@@ -119,7 +119,7 @@ class HeldSequences:
         self._on_displaced = on_displaced
         self._features = features
         max_features = max_tokens if features is None else max_feature_bytes // features.bytes_per_token
-        self._most = (max_sequences, max_tokens, max_features)
+        self._limits = (max_sequences, max_tokens, max_features)
         self._holdings: dict[int, _Holding] = {}  # by peer
         self._keys = itertools.count()
 
@@ -201,7 +201,7 @@ class HeldSequences:
 
     def _share(self, used: Iterable[int]) -> float:
         """Returns the used fraction of the scarcest resource."""
-        return max(map(truediv, used, self._most))
+        return max(map(truediv, used, self._limits))
 
 
 def _continues(tokens: HashedTokens, update: SequenceUpdate) -> bool:

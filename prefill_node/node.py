@@ -26,7 +26,7 @@ from prefill_node.prefill_loop import PrefillLoop
 from prefill_node.servicer import PendingJobs, PrefillServicer, ServedModel
 from prefill_node.statistics import StepStats
 
-FAREWELL_SECONDS = 0.5
+LAST_ANSWERS_SECONDS = 0.5
 """Seconds to send the last answers at the end of a drain or after a failure of the engine thread."""
 STOP_SECONDS = 5.0
 
@@ -107,7 +107,7 @@ class PrefillNode(TargetNode[PrefillParts]):
             self._jobs.start_draining()
             _log.warning("drain deadline passed", num_jobs=self._jobs.num_jobs)
             self._jobs.fail_all(PeerLostError(f"prefill node {self._name} is draining", reason="DRAINING"))
-        if num_calls := await self._servicer.calls.wait_for_present(FAREWELL_SECONDS):
+        if num_calls := await self._servicer.calls.wait_for_present(LAST_ANSWERS_SECONDS):
             _log.warning("routers have not read their answers", num_calls=num_calls)
 
     async def stop(self) -> None:
@@ -142,15 +142,15 @@ class PrefillNode(TargetNode[PrefillParts]):
         """Ends the process, whose state is not to be trusted after a bug. Called from the engine thread."""
         assert self._event_loop is not None
         _log.error("the engine thread failed; the process ends", error=str(error), exc_info=error)
-        self._event_loop.call_soon_threadsafe(self._say_farewell, error)
+        self._event_loop.call_soon_threadsafe(self._fail_and_exit, error)
 
-    def _say_farewell(self, error: Exception) -> None:
+    def _fail_and_exit(self, error: Exception) -> None:
         """Fails all jobs, then exits. The supervisor starts another process."""
         assert self._event_loop is not None
         self._state = NodeState.LOST
         self._jobs.start_draining()
         self._jobs.fail_all(InternalError(f"the engine thread failed: {error}"))
-        self._event_loop.call_later(FAREWELL_SECONDS, self._exit_process, EXIT_ENGINE_FAILED)
+        self._event_loop.call_later(LAST_ANSWERS_SECONDS, self._exit_process, EXIT_ENGINE_FAILED)
 
     # ---- load
 

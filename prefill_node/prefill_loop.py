@@ -140,7 +140,7 @@ class PrefillLoop:
         self._time.mark(Part.SCHEDULE)
         return plan
 
-    def _tell(self, plan: StepPlan, seconds: float) -> None:
+    def _report_chunk(self, plan: StepPlan, seconds: float) -> None:
         """Reports a computed chunk to metrics and profiler."""
         stats = StepStats(num_rows=plan.num_rows, seconds=seconds, nanoseconds=self._time.take())
         if self._profiler.is_capturing:
@@ -362,7 +362,7 @@ class PrefillLoop:
             if item.reaches_end:
                 self._end_compute(task)
         self._time.mark(Part.COMMIT)
-        self._tell(plan, seconds)
+        self._report_chunk(plan, seconds)
 
     def _end_compute(self, task: PrefillTask) -> None:
         self._stop_computing(task)

@@ -120,7 +120,7 @@ class KvPush:
             fault_point("prefill.before_push")
             sender = self._connector.connect(self._address, self._spec)
         except Exception as error:  # noqa: BLE001 the border of the thread
-            self._on_ended(PushOutcome(error=_as_ours(error)))
+            self._on_ended(PushOutcome(error=_to_outrider_error(error)))
             return
         with self._lock:
             self._sender = sender
@@ -144,7 +144,9 @@ class KvPush:
         try:
             sender.read(regions, self._blocks)
         except Exception as error:  # noqa: BLE001 everything is computed instead
-            log.warning("the held prefix could not be read; all of it is computed", error=_as_ours(error).message)
+            log.warning(
+                "the held prefix could not be read; all of it is computed", error=_to_outrider_error(error).message
+            )
             return False
         return True
 
@@ -161,7 +163,7 @@ class KvPush:
             committed_at = time.monotonic()
             pushed = self._pushed.settle(committed_at)
         except Exception as failure:  # noqa: BLE001 the border of the thread
-            error = _as_ours(failure)
+            error = _to_outrider_error(failure)
         return PushOutcome(
             connector=sender.connector,
             kv_bytes=sender.payload_bytes,
@@ -303,7 +305,7 @@ class PushedParts:
             self._parts[index] = replace(self._parts[index], end_seconds=now)
 
 
-def _as_ours(error: Exception) -> OutriderError:
+def _to_outrider_error(error: Exception) -> OutriderError:
     if isinstance(error, OutriderError):
         return error
     log.error("push failed", error=str(error), exc_info=error)

@@ -103,7 +103,7 @@ class DraftBook:
         drafted = self._sequences.get(sequence_id)
         if drafted is not None:
             drafted.commit(new_token_ids, num_wanted=num_wanted)
-            self._note_news(drafted)
+            self._mark_dirty(drafted)
 
     def missing_features(self, available: Mapping[int, int]) -> list[FeatureRange]:
         """Returns the features to copy for nodes that need them, at most `MAX_COPIED_BYTES`.
@@ -138,7 +138,7 @@ class DraftBook:
         drafted = self._sequences.get(copied.sequence_id)
         if drafted is not None:
             drafted.add_features(copied.start, payload)
-            self._note_news(drafted)
+            self._mark_dirty(drafted)
 
     def close(self, sequence_id: int) -> None:
         """Forgets a sequence, if it is known."""
@@ -204,8 +204,8 @@ class DraftBook:
         if not node.is_connected:
             return []
         now = self._clock()
-        least = min((len(each.committed) for each in self._unserved), default=0)
-        if self._unserved and any(other.is_connected and other.has_room(now, least) for other in self.nodes):
+        min_length = min((len(each.committed) for each in self._unserved), default=0)
+        if self._unserved and any(other.is_connected and other.has_room(now, min_length) for other in self.nodes):
             self._assign_unserved(now)
         updates = [SequenceUpdate(sequence_id=stream_id, closed=True) for stream_id in node.closed]
         node.closed.clear()
@@ -244,17 +244,17 @@ class DraftBook:
         now = self._clock()
         served = self._served.get(answer.sequence_id)
         if served is None or served.node is not node:
-            self._note_stale(node)  # the sequence has ended, or moved
+            self._count_stale(node)  # the sequence has ended, or moved
             return True
         is_ahead, branches = answer.status is DraftStatus.AHEAD, answer.branches
         if is_ahead:
             branches = branches[: served.num_ahead_allowed]
             if len(branches) < max(1, len(answer.branches)):  # a message without branches is unsolicited, too
-                self._note_stale(node)
+                self._count_stale(node)
             if not branches:
                 return True
         elif served.asked is None and not served.is_catching_up:  # no answer is due
-            self._note_stale(node)
+            self._count_stale(node)
             return True
         if not is_well_formed or not served.is_plausible(answer):
             self._quarantine(served, now)
@@ -276,7 +276,7 @@ class DraftBook:
         is_accepted = answer.status is not DraftStatus.UNKNOWN_PREFIX
         if is_accepted and node.has_accepted(served.stream_id, now, others_wait=bool(self._unserved)):
             self._assign_unserved(now)
-        self._note_news(served.sequence)
+        self._mark_dirty(served.sequence)
         return True
 
     # State.
@@ -313,11 +313,11 @@ class DraftBook:
         age = 0.0 if served.asked is None else now - served.asked.at
         return usual - wait_seconds <= age <= usual + wait_seconds and not self.nodes.is_late(served.node, now)
 
-    def _note_news(self, drafted: DraftedSequence) -> None:
+    def _mark_dirty(self, drafted: DraftedSequence) -> None:
         if drafted.has_news and drafted.assignment is not None:
             drafted.assignment.node.news[drafted.assignment.stream_id] = None
 
-    def _note_stale(self, node: DraftNodeState) -> None:
+    def _count_stale(self, node: DraftNodeState) -> None:
         node.num_unsolicited += 1
         self.counters.num_stale_answers += 1
 
@@ -342,7 +342,7 @@ class DraftBook:
         node.num_sequences += 1
         if node.is_taken_for_full(length):
             node.trial = stream_id
-        self._note_news(drafted)
+        self._mark_dirty(drafted)
 
     def _assign_unserved(self, now: float) -> None:
         # Those refused least often come first, so that one that is too long for every node does not delay others.

@@ -228,8 +228,8 @@ class DraftGatherer:
             num_read=None if has_read_ahead else max(0, num_read),  # negative if read tokens were forgotten
         )
         for sequence_id, draft in found.items():
-            at_hand = best.get(sequence_id)
-            best[sequence_id] = draft if at_hand is None else controller.better(draft, at_hand)
+            current = best.get(sequence_id)
+            best[sequence_id] = draft if current is None else controller.better(draft, current)
             self._drafts.setdefault(sequence_id, []).append(draft)
 
     def choose(

@@ -196,7 +196,7 @@ def test_a_turn_ends_with_a_chunk_that_ends_no_prompt_and_with_the_last_prompt(m
     assert turns.given_after == [NUM_LAYERS] * 3
 
 
-@pytest.mark.parametrize("place", ["_finish", "_tell", "_take_commands", "_answer", "_plan"])
+@pytest.mark.parametrize("place", ["_finish", "_report_chunk", "_take_commands", "_answer", "_plan"])
 def test_a_failure_beside_the_forward_keeps_nobody_waiting(make_rig, place):
     turns = Waited()
     rig = make_rig(cpu_turns=turns, turn_seconds=1.0)
