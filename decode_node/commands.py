@@ -60,7 +60,7 @@ EventsBySession = Mapping[int, Sequence[SequenceGroupEvent]]
 """Events for each router, in order, by session id."""
 
 
-def only_admits(command: Command) -> bool:
+def is_safe_during_step(command: Command) -> bool:
     """Returns whether a command leaves running sequences unchanged, so that it may be handled during a step.
 
     Such a command opens a group, concerns a group that waits for its KV, or starts a drain.

@@ -25,7 +25,7 @@ from decode_node.commands import (
     SessionEnded,
     TransferCompleted,
     TransferFailed,
-    only_admits,
+    is_safe_during_step,
 )
 from decode_node.drafting.book import StepDrafts
 from decode_node.drafting.gather import DraftGatherer
@@ -147,7 +147,7 @@ class DecodeLoop:
     def _process_commands(self, *, wait: bool = False) -> None:
         """Processes queued commands; with `wait`, blocks briefly for one."""
         self._handle_commands(wait=wait)
-        self._groups.tend_groups()
+        self._groups.advance_groups()
         self._time.mark(Part.COMMANDS)
         self._emit_events(None)
 
@@ -159,10 +159,10 @@ class DecodeLoop:
         """
         self._report()
         self._delayed += self._inbox.take_some()
-        while self._delayed and only_admits(self._delayed[0]):
+        while self._delayed and is_safe_during_step(self._delayed[0]):
             self._handle(self._delayed.popleft())
         if not self._delayed:  # a delayed retarget must be handled before its group can time out
-            self._groups.tend_groups()
+            self._groups.advance_groups()
         self._time.mark(Part.COMMANDS)
         self._emit_events(None)
 
@@ -277,12 +277,12 @@ class DecodeLoop:
     def _may_go_on(self) -> bool:
         """Returns whether the next step may begin before queued commands. Groups they open join a later step."""
         self._delayed += self._inbox.take_some()
-        return not self._stopping.is_set() and all(map(only_admits, self._delayed))
+        return not self._stopping.is_set() and all(map(is_safe_during_step, self._delayed))
 
     def _gather(self) -> StepDrafts:
         # The step does not wait for drafts while another node waits for these processors.
         may_wait = not self._cpu_turns.is_over(0.0)
-        drafts = self._drafts.gather(self._groups.samples_at_decode_row(), may_wait=may_wait)
+        drafts = self._drafts.gather(self._groups.samples_to_draft(), may_wait=may_wait)
         self._time.mark(Part.DRAFTING)
         self._time.move(round(drafts.waited_seconds * 1e9), source=Part.DRAFTING, target=Part.DRAFT_WAIT)
         return drafts
@@ -331,7 +331,7 @@ class DecodeLoop:
             case DrainStarted():
                 self._groups.is_draining = True
             case DrainExpired():
-                self._groups.give_up_all("the node is draining")
+                self._groups.fail_all("the node is draining")
             case StartProfile():
                 self._profiler.begin(command.capture)
             case EndProfile():

@@ -27,7 +27,7 @@ class _Filling:
     next_id: bytes | None = None  # opened once that one has drained; empty: this node computes the KV; None: no change
     received_until: int = 0  # token up to which the last transfer has delivered KV; 0: not known
     keeps_received: bool = False  # whether the next transfer continues from there
-    waits_until: float = 0.0  # deadline for a write in progress; after it, other blocks are used and nothing is kept
+    drain_deadline: float = 0.0  # deadline for a write in progress; after it, other blocks are used and nothing is kept
 
 
 class Reservations:
@@ -83,7 +83,7 @@ class Reservations:
         self._close(filling)
         filling.next_id = transfer_id
         filling.keeps_received = keeps_received
-        filling.waits_until = self._clock() + WRITE_SECONDS
+        filling.drain_deadline = self._clock() + WRITE_SECONDS
         return self._go_on(group, filling)
 
     def complete(self, transfer_id: bytes, stats: TransferStats) -> SequenceGroup | None:
@@ -126,7 +126,7 @@ class Reservations:
             ),
         )
 
-    def idle_behind(self, rank: tuple[int, int]) -> SequenceGroup | None:
+    def last_idle_behind(self, rank: tuple[int, int]) -> SequenceGroup | None:
         """Returns the last-ranked group that has received nothing, if it ranks behind `rank`."""
         idle = [
             group
@@ -137,7 +137,7 @@ class Reservations:
         ]
         return max(idle, key=lambda group: group.rank, default=None)
 
-    def tend(self) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
+    def advance(self) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
         """Fails transfers without progress, opens the next transfers after drained ones, and frees drained blocks.
 
         Returns (groups whose samples can start and compute the rest, groups that waited too long for a new transfer).
@@ -201,7 +201,7 @@ class Reservations:
     def _go_on(self, group: SequenceGroup, filling: _Filling) -> bool:
         """Opens the next transfer once the blocks are safe to write. Returns True if the samples can start."""
         is_undrained = filling.undrained_id and not self._close_if_drained(filling, filling.undrained_id)
-        waits = filling.keeps_received and self._clock() < filling.waits_until
+        waits = filling.keeps_received and self._clock() < filling.drain_deadline
         if is_undrained and (waits or not self._change_blocks(group, filling.undrained_id)):
             return False
         self._keep_received(group, filling)

@@ -95,7 +95,7 @@ class SequenceGroupManager:
             return 0
         return max(self._admission.max_running_sequences - self._groups.num_sequences, 0)
 
-    def samples_at_decode_row(self) -> list[Sample]:
+    def samples_to_draft(self) -> list[Sample]:
         """Returns the running samples that lack only the newest token's KV, and so can use drafts."""
         return self._groups.samples_of(
             sequence
@@ -208,13 +208,13 @@ class SequenceGroupManager:
     def transfer_failed(self, command: TransferFailed) -> None:
         self._reservations.fail(command.transfer_id, command.reason)
 
-    def tend_groups(self) -> None:
+    def advance_groups(self) -> None:
         """Starts samples whose KV is available, and fails groups whose reservation is no longer being filled."""
         for group in tuple(self._with_followers):
             (leader,) = group.samples.values()
             if leader.sequence.num_computed >= len(group.shared_token_ids):
                 self._start_followers(group, leader)
-        starting, overdue = self._reservations.tend()
+        starting, overdue = self._reservations.advance()
         for group in starting:
             self._start_samples(group)
         for group in overdue:
@@ -226,7 +226,7 @@ class SequenceGroupManager:
         The group is rejected as if there had been no room when it arrived. This costs less than preempting a sequence,
         whose KV would have to be recomputed. Returns whether blocks became free.
         """
-        group = self._reservations.idle_behind((-sequence.priority, sequence.arrival))
+        group = self._reservations.last_idle_behind((-sequence.priority, sequence.arrival))
         if group is None:
             return False
         pool, num_shared = self._engine.pool, len(group.shared_token_ids)
@@ -343,7 +343,7 @@ class SequenceGroupManager:
         if sample.group.samples.get(sample.index) is sample:
             self._fail(sample.group, why, code=code_pb2.INVALID_ARGUMENT)
 
-    def give_up_all(self, why: str) -> None:
+    def fail_all(self, why: str) -> None:
         for group in self._groups:
             self._fail(group, why)
 

@@ -42,7 +42,7 @@ from prefill_node.jobs import (
     Stop,
 )
 from prefill_node.push import KvPush, LayerGroups, add_part
-from prefill_node.push_places import PushPlaces
+from prefill_node.push_slots import PushSlots
 from prefill_node.statistics import PromptTokens, StepStats
 from prefill_node.task import Chunk, PrefillTask, chunk_rows
 from prefill_node.turn import PrefillTurn
@@ -72,7 +72,7 @@ class PrefillLoop:
     ) -> None:
         """`turn_seconds`: length of a turn if other nodes compute on the same processors (see `cpu_turns`).
 
-        `max_pushes`: maximum number of jobs that are computed or pushed. The others wait (`PushPlaces`).
+        `max_pushes`: maximum number of jobs that are computed or pushed. The others wait (`PushSlots`).
         """
         self.progress = StepProgress()
         self.prompt_tokens = PromptTokens()
@@ -92,7 +92,7 @@ class PrefillLoop:
         )
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._tasks: dict[int, PrefillTask] = {}
-        self._places = PushPlaces(max_pushes)
+        self._slots = PushSlots(max_pushes)
         self._chunks: deque[Chunk] = deque()  # launched chunks that are not known to be computed, in order
         self._last_end = 0.0  # end of the last chunk, monotonic seconds
         self._ended: list[JobEnded] = []
@@ -169,7 +169,7 @@ class PrefillLoop:
     @property
     def num_waiting(self) -> int:
         """Number of jobs that wait for blocks or for other jobs' pushes. Readable from any thread."""
-        return self._scheduler.num_waiting + self._places.num_waiting
+        return self._scheduler.num_waiting + self._slots.num_waiting
 
     # ---- commands
 
@@ -197,12 +197,12 @@ class PrefillLoop:
 
     def _add(self, job: PrefillJob) -> None:
         task = self._tasks[job.job_id] = PrefillTask.of(job)
-        self._places.add(task)
+        self._slots.add(task)
         self._schedule()
 
     def _schedule(self) -> None:
-        """Starts the jobs that get a place."""
-        for task in self._places.take():
+        """Starts the jobs that get a slot."""
+        for task in self._slots.take():
             if task.reserve_to_read(self._engine.pool):
                 self._start_push(task)  # HeldRead follows
             else:
@@ -295,7 +295,7 @@ class PrefillLoop:
         fault_point("prefill.chunk")
         self._turn.keep()
         rows, launched_at = [chunk_rows(item) for item in plan.scheduled], time.monotonic()
-        goes_on = False
+        continues = False
         try:
             logits = self._engine.forward(
                 plan.block_copies, rows, on_layer_done=lambda layer: self._layer_done(plan, layer)
@@ -305,9 +305,9 @@ class PrefillLoop:
                 self._tasks[sequence.key].prompt_logprobs.append(pack_logprobs(logprobs))
             self._time.mark(Part.SAMPLING)
             num_ended = sum(item.reaches_end for item in plan.scheduled)
-            goes_on = 0 < num_ended < self._scheduler.num_running + self._scheduler.num_waiting
+            continues = 0 < num_ended < self._scheduler.num_running + self._scheduler.num_waiting
         finally:
-            self._turn.end_chunk(goes_on=goes_on)
+            self._turn.end_chunk(continues=continues)
         for sequence, num_rows, *_ in plan.scheduled:
             assert sequence.kv is not None
             sequence.kv.advance(sequence.num_computed + num_rows)
@@ -389,6 +389,6 @@ class PrefillLoop:
         if task.pinned is not None:
             task.pinned.free()
         del self._tasks[task.job.job_id]
-        self._places.leave(task)
+        self._slots.leave(task)
         self._schedule()
         self.prompt_tokens.set_outstanding(task.job.job_id, 0)

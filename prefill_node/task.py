@@ -27,7 +27,7 @@ class PrefillTask:
     sequence: EngineSequence
     push: KvPush | None = None  # set when the job is admitted
     pinned: SequenceKV | None = None  # blocks that the push may still read when computation has ended
-    is_in_work: bool = False  # whether it has a place, i.e. is computed or pushed
+    has_slot: bool = False  # whether it has a slot, i.e. is computed or pushed
     is_reading: bool = False  # whether its push writes the held prefix into its blocks
     is_cancelled: bool = False
     num_cached_tokens: int = 0

@@ -55,9 +55,9 @@ class PrefillTurn:
             self.take()
             self.keep()
 
-    def end_chunk(self, *, goes_on: bool) -> None:
-        """Ends the turn unless it may continue. `goes_on`: the chunk has ended a prompt, and there is another one."""
-        if not goes_on or self._is_over():
+    def end_chunk(self, *, continues: bool) -> None:
+        """Ends the turn unless it may continue. `continues`: the chunk has ended a prompt, and there is another one."""
+        if not continues or self._is_over():
             self.give()
 
     def give(self) -> None:

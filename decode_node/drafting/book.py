@@ -175,9 +175,9 @@ class DraftBook:
         for node in self.nodes:
             is_late = node.is_connected and self.nodes.is_late(node, now)
             if not is_late:
-                node.gave_away = False
-            elif not node.gave_away and any(self.nodes.is_usable(other, now) for other in self.nodes):
-                node.gave_away = True
+                node.was_relieved = False
+            elif not node.was_relieved and any(self.nodes.is_usable(other, now) for other in self.nodes):
+                node.was_relieved = True
                 self._move_away(node, keep=1)
 
     # Called by the streams.
@@ -210,11 +210,11 @@ class DraftBook:
         updates = [SequenceUpdate(sequence_id=stream_id, closed=True) for stream_id in node.closed]
         node.closed.clear()
         tokens_left, feature_bytes_left = MAX_TOKENS_PER_MESSAGE, MAX_FEATURE_BYTES_PER_MESSAGE
-        for stream_id in tuple(node.news):
+        for stream_id in tuple(node.dirty):
             served = self._served[stream_id]
-            if served.asked is None and now < served.ready_at:
-                continue  # it stays in `news` until then
-            if served.asked is None and served.sequence.has_news:
+            if served.pending is None and now < served.ready_at:
+                continue  # it stays in `dirty` until then
+            if served.pending is None and served.sequence.is_dirty:
                 if tokens_left <= 0 or feature_bytes_left < self._feature_bytes:
                     break
                 update = served.make_update(
@@ -223,11 +223,11 @@ class DraftBook:
                     max_feature_bytes=feature_bytes_left,
                     min_reach=self.min_reach,
                 )
-                node.asked[served.stream_id] = now
+                node.unanswered[served.stream_id] = now
                 tokens_left -= len(update.token_ids)
                 feature_bytes_left -= len(update.features)
                 updates.append(update)
-            del node.news[stream_id]  # the answer adds it again if there is more to send
+            del node.dirty[stream_id]  # the answer adds it again if there is more to send
         return updates
 
     def take_answer(self, node: DraftNodeState, answer: SequenceProposals, *, is_well_formed: bool) -> bool:
@@ -253,7 +253,7 @@ class DraftBook:
                 self._count_stale(node)
             if not branches:
                 return True
-        elif served.asked is None and not served.is_catching_up:  # no answer is due
+        elif served.pending is None and not served.is_catching_up:  # no answer is due
             self._count_stale(node)
             return True
         if not is_well_formed or not served.is_plausible(answer):
@@ -264,17 +264,17 @@ class DraftBook:
             return True
         node.num_unsolicited = 0
         if answer.status is DraftStatus.NO_ROOM:
-            node.has_refused(served.stream_id, now, served.sent_length)
+            node.observe_refusal(served.stream_id, now, served.sent_length)
             served.sequence.num_refusals += 1
             self._move(served, now)
             return True
         seconds = served.take_answer(answer, now)
         if seconds is not None:
             node.observe_answer(seconds)
-        if served.asked is None:
-            node.asked.pop(served.stream_id, None)
+        if served.pending is None:
+            node.unanswered.pop(served.stream_id, None)
         is_accepted = answer.status is not DraftStatus.UNKNOWN_PREFIX
-        if is_accepted and node.has_accepted(served.stream_id, now, others_wait=bool(self._unserved)):
+        if is_accepted and node.observe_acceptance(served.stream_id, now, others_wait=bool(self._unserved)):
             self._assign_unserved(now)
         self._mark_dirty(served.sequence)
         return True
@@ -284,7 +284,7 @@ class DraftBook:
     @property
     def has_unsent(self) -> bool:
         """Whether there may be something to send to a node."""
-        return any(node.news or node.closed for node in self.nodes)
+        return any(node.dirty or node.closed for node in self.nodes)
 
     @property
     def needs_features(self) -> bool:
@@ -307,15 +307,15 @@ class DraftBook:
         Steps wait neither for a sequence that had no draft last time nor for a late node.
         """
         served = drafted.assignment
-        if served is None or served.had_nothing or not (drafted.has_news or served.asked):
+        if served is None or served.had_no_draft or not (drafted.is_dirty or served.pending):
             return False
         usual = served.node.answer_seconds
-        age = 0.0 if served.asked is None else now - served.asked.at
+        age = 0.0 if served.pending is None else now - served.pending.at
         return usual - wait_seconds <= age <= usual + wait_seconds and not self.nodes.is_late(served.node, now)
 
     def _mark_dirty(self, drafted: DraftedSequence) -> None:
-        if drafted.has_news and drafted.assignment is not None:
-            drafted.assignment.node.news[drafted.assignment.stream_id] = None
+        if drafted.is_dirty and drafted.assignment is not None:
+            drafted.assignment.node.dirty[drafted.assignment.stream_id] = None
 
     def _count_stale(self, node: DraftNodeState) -> None:
         node.num_unsolicited += 1
@@ -338,9 +338,9 @@ class DraftBook:
         stream_id = next(self._stream_ids)
         features = UnackedFeatures(self._feature_bytes) if node.needs_features else None
         drafted.assignment = self._served[stream_id] = Assignment(drafted, stream_id, node, features)
-        drafted.has_news = True
+        drafted.is_dirty = True
         node.num_sequences += 1
-        if node.is_taken_for_full(length):
+        if node.seems_full(length):
             node.trial = stream_id
         self._mark_dirty(drafted)
 
@@ -354,8 +354,8 @@ class DraftBook:
         served.sequence.assignment = None
         del self._served[stream_id]
         node.num_sequences -= 1
-        node.news.pop(stream_id, None)
-        node.asked.pop(stream_id, None)
+        node.dirty.pop(stream_id, None)
+        node.unanswered.pop(stream_id, None)
         if node.trial == stream_id:
             node.trial = None
         if node.is_connected and served.sent_length > 0:

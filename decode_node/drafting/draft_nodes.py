@@ -37,10 +37,12 @@ class DraftNodeState:
     needs_features: bool = False  # while it is connected
     num_sequences: int = 0
     closed: list[int] = field(default_factory=list)  # ended stream ids that are not announced to the node yet
-    news: dict[int, None] = field(default_factory=dict)  # stream ids of sequences that may have something to send
-    asked: dict[int, float] = field(default_factory=dict)  # stream id → when its unanswered update was sent; in order
+    dirty: dict[int, None] = field(default_factory=dict)  # stream ids of sequences that may have something to send
+    unanswered: dict[int, float] = field(
+        default_factory=dict
+    )  # stream id → when its unanswered update was sent; in order
     answer_seconds: float = 0.0  # running mean
-    gave_away: bool = False  # whether all its sequences but one were moved because it is late
+    was_relieved: bool = False  # whether all its sequences but one were moved because it is late
     num_unsolicited: int = 0  # in a row
     retry_seconds: float = 0.0  # 0: the node is not known to be full
     retry_at: float = 0.0
@@ -49,7 +51,7 @@ class DraftNodeState:
 
     def unanswered_seconds(self, now: float) -> float:
         """Returns the age of the oldest unanswered update."""
-        return now - next(iter(self.asked.values()), now)
+        return now - next(iter(self.unanswered.values()), now)
 
     def observe_answer(self, seconds: float) -> None:
         """Records the delay of an answer to an update that asked for drafts."""
@@ -62,20 +64,20 @@ class DraftNodeState:
         self.is_connected = self.needs_features = False
         self.num_unsolicited = 0
         self.closed.clear()
-        self.asked.clear()
+        self.unanswered.clear()
 
     # A node that has refused a sequence gets one trial sequence at a time until none is waiting any more. It may refuse
     # a long sequence at any time, so sequences of less than half the refused length are not held back.
 
-    def is_taken_for_full(self, length: int) -> bool:
+    def seems_full(self, length: int) -> bool:
         """Returns whether it has no room for `length` tokens, judging by its refusals."""
         return self.retry_seconds > 0.0 and 2 * length >= self.refused_length
 
     def has_room(self, now: float, length: int) -> bool:
         """Returns whether it may be given one more sequence of `length` tokens."""
-        return not self.is_taken_for_full(length) or (self.trial is None and now >= self.retry_at)
+        return not self.seems_full(length) or (self.trial is None and now >= self.retry_at)
 
-    def has_refused(self, stream_id: int, now: float, length: int) -> None:
+    def observe_refusal(self, stream_id: int, now: float, length: int) -> None:
         """Records that it had no room for a sequence of `length` tokens."""
         is_first = self.retry_seconds == 0.0
         self.refused_length = length if is_first else min(self.refused_length, length)
@@ -83,7 +85,7 @@ class DraftNodeState:
             self.retry_seconds = min(2.0 * self.retry_seconds or MIN_RETRY_SECONDS, MAX_RETRY_SECONDS)
             self.retry_at = now + self.retry_seconds
 
-    def has_accepted(self, stream_id: int, now: float, *, others_wait: bool) -> bool:
+    def observe_acceptance(self, stream_id: int, now: float, *, others_wait: bool) -> bool:
         """Records that it had room for a sequence. Returns whether that was the trial, so that the next may follow."""
         if stream_id != self.trial:
             return False

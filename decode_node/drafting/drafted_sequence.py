@@ -86,7 +86,7 @@ class UnackedFeatures:
         self.num_acked = 0
 
 
-class Asked(NamedTuple):
+class PendingUpdate(NamedTuple):
     """The update of a sequence that is not answered yet."""
 
     length: int
@@ -103,7 +103,7 @@ class DraftedSequence:
     committed: HashedTokens
     num_wanted: int
     assignment: Assignment | None = None
-    has_news: bool = True  # whether its node was not sent everything
+    is_dirty: bool = True  # whether its node was not sent everything
     refused: set[int] = field(default_factory=set)  # ids of nodes that have sent invalid answers for it
     num_refusals: int = 0  # by nodes without room
     trees: ProposalTable = field(default_factory=ProposalTable)
@@ -117,7 +117,7 @@ class DraftedSequence:
             num_sent = 0 if self.assignment is None else self.assignment.sent_length
             if len(self.committed.token_ids) - num_sent < KEEP_UP_TOKENS:
                 return
-        self.has_news = True
+        self.is_dirty = True
 
     @property
     def num_left(self) -> int:
@@ -128,7 +128,7 @@ class DraftedSequence:
         """Adds features of the tokens from `start` on."""
         features = self.assignment.features if self.assignment is not None else None
         if features is not None and features.add(start, payload):
-            self.has_news |= self.num_wanted > 0 or features.end - features.num_acked >= KEEP_UP_TOKENS
+            self.is_dirty |= self.num_wanted > 0 or features.end - features.num_acked >= KEEP_UP_TOKENS
 
     def keep(self, trees: Sequence[DraftTree], now: float) -> None:
         """Keeps drafts that were received, if they may still be used."""
@@ -152,9 +152,9 @@ class Assignment:
     acked_length: int = 0
     sent_length: int = 0  # maximum length of all updates
     max_wanted: int = 0  # maximum number of draft tokens wanted by any update
-    asked: Asked | None = None
+    pending: PendingUpdate | None = None
     is_catching_up: bool = False  # an answer will follow, even without a further update
-    had_nothing: bool = False  # the last answer had no draft, or none yet
+    had_no_draft: bool = False  # the last answer had no draft, or none yet
     resent_at: float = float("-inf")
     ready_at: float = 0.0  # time before which nothing is sent
     num_ahead_allowed: int = 0  # look-ahead branches that the node may still send
@@ -167,19 +167,19 @@ class Assignment:
         Drafts are only asked for if the node then has all tokens. Features may lag behind: those copied so far are
         sent, at most `max_feature_bytes` of them.
         """
-        assert self.asked is None, "at most one update is unanswered"
+        assert self.pending is None, "at most one update is unanswered"
         drafted = self.sequence
         committed, known = drafted.committed, drafted.committed.token_ids
         start, length, num_wanted = self.acked_length, len(known), drafted.num_wanted
-        drafted.has_news = length > start + max_tokens
-        if drafted.has_news:
+        drafted.is_dirty = length > start + max_tokens
+        if drafted.is_dirty:
             length, num_wanted = start + max_tokens, 0
         feature_start, payload, num_features = 0, b"", 0
         if (features := self.features) is not None:
             feature_start = features.num_acked
             payload, num_features = features.take(length - 1, max_feature_bytes)
-            drafted.has_news |= num_features < features.end
-        self.asked = Asked(length, num_wanted, now, num_features)
+            drafted.is_dirty |= num_features < features.end
+        self.pending = PendingUpdate(length, num_wanted, now, num_features)
         self.sent_length = max(self.sent_length, length)
         # Branches that were allowed by the previous update may still be in transit.
         self.num_ahead_allowed = MAX_AHEAD_BRANCHES + min(self.num_ahead_allowed, MAX_AHEAD_BRANCHES)
@@ -234,25 +234,27 @@ class Assignment:
         self.acked_length = max(self.acked_length, answer.acked_length)
         if self.features is not None:
             self.features.acknowledge(answer.acked_features)
-        asked = self.asked
+        pending = self.pending
         is_of_newest = (
-            asked is not None and answer.acked_length >= asked.length and answer.acked_features >= asked.num_features
+            pending is not None
+            and answer.acked_length >= pending.length
+            and answer.acked_features >= pending.num_features
         )
         if answer.status is DraftStatus.CATCHING_UP:
-            self.is_catching_up = self.had_nothing = True
+            self.is_catching_up = self.had_no_draft = True
             if is_of_newest:
-                self.asked = None
+                self.pending = None
             return None
         self.sequence.keep(answer.branches, now)
-        if asked is None:  # catching up has ended
+        if pending is None:  # catching up has ended
             self.is_catching_up = False
-            self.had_nothing = not answer.branches
+            self.had_no_draft = not answer.branches
         elif is_of_newest:
-            self.asked = None
+            self.pending = None
             self.is_catching_up = False
-            if asked.num_wanted > 0:
-                self.had_nothing = not answer.branches
-                return now - asked.at
+            if pending.num_wanted > 0:
+                self.had_no_draft = not answer.branches
+                return now - pending.at
         return None
 
     def _begin_again(self, now: float) -> None:
@@ -263,9 +265,9 @@ class Assignment:
         self.acked_length = 0
         if self.features is not None:
             self.features.begin_again()
-        self.asked = None
+        self.pending = None
         self.is_catching_up = False
-        self.sequence.has_news = True
+        self.sequence.is_dirty = True
 
 
 def is_well_formed(answer: SequenceProposals, *, vocab_size: int) -> bool:

@@ -75,7 +75,7 @@ class Cluster:
         """Whether draft nodes have all, and have answered."""
         with self.client._changed:
             return all(
-                each.assignment is not None and each.assignment.asked is None and not each.has_news
+                each.assignment is not None and each.assignment.pending is None and not each.is_dirty
                 for each in self.client._book._sequences.values()
             )
 

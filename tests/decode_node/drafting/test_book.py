@@ -174,11 +174,11 @@ def test_only_sequences_with_news_are_looked_at(book):
     for sequence_id in range(3):
         book.open(sequence_id, 1, 2)
     book.answer(*[answer_to(update, 9) for update in book.take()])
-    assert not book.nodes[0].news
+    assert not book.nodes[0].dirty
     book.update(1, [9], num_wanted=1)
     (update,) = book.take()
     book.update(1, [9], num_wanted=1)  # while the last is unanswered: told of when that is answered
-    assert (book.take(), len(book.nodes[0].news)) == ([], 0)
+    assert (book.take(), len(book.nodes[0].dirty)) == ([], 0)
     book.answer(answer_to(update))
     assert [each.length for each in book.take()] == [4]
 
