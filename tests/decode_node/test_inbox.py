@@ -40,18 +40,6 @@ def cancelled(session_id: int, *samples: int, group_id: bytes = GONE) -> RouterC
     return RouterCommand(session_id, CancelSequenceGroup(sequence_group_id=group_id, samples=samples))
 
 
-def test_commands_of_a_router_come_out_in_their_order():
-    inbox = Inbox()
-    commands = [opened(1), cancelled(1), opened(1)]
-    for command in commands:
-        inbox.put(command)
-    inbox.wait(PATIENCE_SECONDS)
-    assert inbox.take_some() == commands
-    assert inbox.is_empty
-    inbox.wait(0.001)
-    assert inbox.take_some() == []
-
-
 def test_routers_take_turns():
     inbox = Inbox()
     flood = [opened(1) for _ in range(3)]
@@ -78,44 +66,12 @@ def test_a_session_that_ends_takes_its_commands_along():
     assert inbox.take_some() == [SessionEnded(1), opened(2)]
 
 
-def test_a_step_waits_for_so_many_commands_and_no_more():
-    inbox = Inbox(max_commands=1000)
-    for _ in range(1000):
-        inbox.put(cancelled(1))
-    inbox.put(opened(2))
-    num_taken = len(inbox.take_some())
-    assert num_taken == MAX_WORK // COMMAND_WORK
-    assert not inbox.is_empty
-
-
 def test_a_step_waits_for_one_long_prompt_at_a_time():
     inbox = Inbox()
     longs = [opened(1, num_tokens=MAX_WORK), opened(1, num_tokens=MAX_WORK)]
     for command in longs:
         inbox.put(command)
     assert [inbox.take_some(), inbox.take_some()] == [[longs[0]], [longs[1]]]
-
-
-@pytest.mark.parametrize("command", [opened(1), cancelled(1)], ids=["open", "cancel"])
-def test_a_router_that_floods_has_no_room_until_its_commands_are_taken(command):
-    inbox = Inbox(max_commands=3)
-    for _ in range(3):
-        assert inbox.has_room(1)
-        inbox.put(command)
-    assert not inbox.has_room(1)
-    assert inbox.has_room(2)
-    inbox.take_some()
-    assert inbox.has_room(1)
-
-
-def test_prompts_are_bounded_by_their_tokens_but_for_the_last_one():
-    inbox = Inbox(max_tokens=MAX_WORK + 1)
-    inbox.put(opened(1, num_tokens=MAX_WORK))
-    assert inbox.has_room(1)
-    inbox.put(opened(1, num_tokens=10 * MAX_WORK))
-    for has_room in (False, False, True):
-        assert inbox.has_room(1) is has_room
-        inbox.take_some()  # one of them
 
 
 def test_a_group_that_is_given_up_before_it_is_opened_is_not_opened():

@@ -12,16 +12,6 @@ from outrider.training.answer_files import AnswerWriter, KeptAnswer, read_answer
 from tests.decode_node.tiny_node import PROMPT, generate
 
 
-def test_answers_are_written_by_the_end(tmp_path):
-    kept = KeptAnswers(tmp_path / "kept", max_bytes=1 << 20)
-    for number in range(3):
-        kept.keep([1, 2, number, 7], prompt_length=2, temperature=0.5)
-    kept.close()
-    assert list(read_answers(tmp_path / "kept")) == [
-        KeptAnswer([1, 2], [number, 7], 0.5, "traffic") for number in range(3)
-    ]
-
-
 def test_a_disk_that_is_behind_loses_answers_and_holds_nobody_up(tmp_path, monkeypatch):
     is_released, append = threading.Event(), AnswerWriter.append
 

@@ -73,17 +73,6 @@ def test_drafts_of_a_head_are_verified_and_tokens_are_those_without(make_head_no
     node.assert_nothing_is_held()
 
 
-def test_samples_of_a_prompt_draft_alike_each_for_itself(make_head_node):
-    plain, node = make_head_node(head=""), make_head_node()
-    expected, group = plain.open(sampling={**HOT, "n": 3}), node.open(sampling={**HOT, "n": 3})
-    plain.run()
-    node.run()
-    texts = [plain.tokens(expected, sample) for sample in range(3)]
-    assert [node.tokens(group, sample) for sample in range(3)] == texts
-    assert node.num_accepted == node.num_drafted > 75
-    assert_fed_rightly(*([*PROMPT, *text] for text in texts))
-
-
 def test_prefix_hits_and_preemption_leave_features_as_they_were(make_head_node):
     prompts = [(*LONG[:20], i, i + 1) for i in range(10, 14)]
     sampling = {**HOT, "max_tokens": 120}

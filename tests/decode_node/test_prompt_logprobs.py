@@ -10,7 +10,7 @@ from outrider.engine.pending import read
 from outrider.engine.sampler.logprobs import pending_prompt_logprobs
 from outrider.engine.scheduler import StepRoom
 from outrider.prefill import MAX_SCORED_ROWS
-from outrider.session import Granted, PromptLogprobs, Rejected, RejectReason, SampleStart, SampleTokens
+from outrider.session import Granted, PromptLogprobs, SampleStart
 from outrider.wire.answer import PackedLogprobs
 
 PROMPT = tuple(3 + (7 * n) % 290 for n in range(2 * MAX_SCORED_ROWS + 5))
@@ -112,11 +112,3 @@ def test_a_transferred_prompt_is_not_scored_here(make_scripted_node):
     node.run()
     assert not node.find(PromptLogprobs, group)
     assert len(node.tokens(group)) == 5
-
-
-def test_too_many_alternatives_are_invalid(make_scripted_node):
-    node = make_scripted_node()
-    group = node.open(prompt_logprobs=21)
-    node.iterate()
-    assert [event.reason for event in node.find(Rejected, group)] == [RejectReason.INVALID]
-    assert not node.find(SampleTokens, group)

@@ -20,16 +20,6 @@ def node(make_scripted_node):
     return make_scripted_node()
 
 
-def test_a_pushed_prompt_gives_the_tokens_of_one_that_is_computed_here(node):
-    group_id = node.open(prompt=LONG_PROMPT, sampling={"n": 3})
-    node.granted(group_id)
-    node.push(group_id, LONG_PROMPT)
-    node.run()
-    assert len(node.find(KvReady, group_id)) == 1
-    assert [node.tokens(group_id, sample) for sample in range(3)] == [node.model.generate(LONG_PROMPT, 5)] * 3
-    node.assert_nothing_is_held()
-
-
 def test_samples_cancelled_before_the_kv_is_there_never_start(node):
     group_id = node.open(prompt=LONG_PROMPT, sampling={"n": 3})
     node.granted(group_id)
@@ -148,6 +138,7 @@ def assert_refused(node, reason, fields):
         {"sampling": {"max_tokens": 0}},
         {"sampling": {"constraint": Constraint(ConstraintKind.REGEX, "a")}},  # there is no tokenizer
         {"logprobs": LogprobsRequest(num_top=10_000_000)},
+        {"prompt_logprobs": 21},
         {"cache_salt": bytes(65)},
         {"prompt": ()},
         {"prompt": (1, 64)},

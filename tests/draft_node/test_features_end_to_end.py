@@ -163,19 +163,6 @@ def test_whatever_is_lost_forgotten_or_moved_features_arrive_bit_by_bit_and_all_
     settle(cluster)
 
 
-def test_a_lost_nodes_sequences_move_to_the_other_one_with_their_features():
-    cluster = Cluster()
-    settle(cluster)
-    cluster.book.disconnected(cluster.nodes[0])
-    assert len(cluster.sides[1].held()) < NUM_SEQUENCES
-    for _ in range(sum(cluster.num_committed) // COPIED_TOKENS + 5):
-        cluster.step(1)
-        cluster.exchange(1)
-    assert len(cluster.sides[1].held()) == NUM_SEQUENCES
-    cluster.assert_sound()
-    cluster.assert_drafts()
-
-
 def test_in_a_steady_state_each_step_sends_each_feature_once():
     cluster = Cluster()
     settle(cluster)
@@ -190,12 +177,3 @@ def test_in_a_steady_state_each_step_sends_each_feature_once():
                 cluster.book.take_answer(cluster.nodes[number], answer, is_well_formed=True)
         cluster.assert_drafts()
     assert sent == 10 * 2 * NUM_SEQUENCES * FEATURES.bytes_per_token
-
-
-def test_what_a_draft_node_forgot_is_sent_again_from_the_plane():
-    cluster = Cluster()
-    settle(cluster)
-    for number in range(NUM_NODES):
-        cluster.forget(number)
-    assert not any(side.held() for side in cluster.sides)
-    settle(cluster)

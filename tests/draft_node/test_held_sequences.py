@@ -47,10 +47,6 @@ def test_updates_extend_what_is_held_and_may_overlap_it(held):
         assert list(first.tokens.token_ids) == text
 
 
-def test_an_unknown_prefix_is_called_so(held):
-    assert held.apply(PEER, update_of([1, 2, 3], since=2)) is DraftStatus.UNKNOWN_PREFIX
-
-
 def test_a_hash_that_does_not_fit_the_tokens_needs_sync_and_forgets_them(held, forgotten):
     held.apply(PEER, update_of([1, 2]))
     assert held.apply(PEER, update_of([1, 2, 3], since=2, prefix_hash=99)) is DraftStatus.UNKNOWN_PREFIX
@@ -100,12 +96,6 @@ def test_a_decode_node_that_has_filled_all_room_gives_another_its_share(held, fo
     assert forgotten == [1, 2]
     assert open_some(held, PEER, 5)[4] is DraftStatus.NO_ROOM
     assert num_held(held) == {0: 2, 1: 2}
-
-
-def test_long_texts_of_one_decode_node_give_way_to_another(held):
-    open_some(held, PEER, 2, text=[1] * 40)
-    assert isinstance(held.apply(OTHER, update_of([5] * 30)), HeldSequence)
-    assert num_held(held) == {0: 1, 1: 1}
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(1, 60)), max_size=80))

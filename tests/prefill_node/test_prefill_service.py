@@ -311,6 +311,9 @@ async def test_an_engine_failure_answers_internal_and_ends_the_process(serving):
         ("kv_address", ""),
         ("kv_address", "host:port"),
         ("held_prefix_length", 4),
+        ("scored_token_ids", [1] * 4),
+        ("scored_token_ids", [1000]),
+        ("prompt_logprobs", 21),
     ],
 )
 def test_bad_fields_are_named(field, value):
@@ -322,8 +325,9 @@ def test_bad_fields_are_named(field, value):
         "fingerprint": FINGERPRINT,
     }
     check_call(CALL.from_proto(prefill_pb2.PrefillRequest(**good)), SERVED)
+    changes = {"options": {"prompt_logprobs": value}} if field == "prompt_logprobs" else {field: value}
     with pytest.raises(InvalidRequestError) as caught:
-        check_call(CALL.from_proto(prefill_pb2.PrefillRequest(**{**good, field: value})), SERVED)
+        check_call(CALL.from_proto(prefill_pb2.PrefillRequest(**{**good, **changes})), SERVED)
     assert caught.value.field == field
 
 

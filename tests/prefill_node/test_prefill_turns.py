@@ -51,13 +51,6 @@ def test_each_layer_is_leased_for_as_long_as_it_is_expected_to_take(make_rig):
     assert all(leased == expected > 0.0 for leased, expected in at_layers)
 
 
-def test_it_waits_for_as_long_as_it_takes(make_rig):
-    turns = ScriptedTurns(num_refusals=3)
-    rig = make_rig(cpu_turns=turns).start()
-    _, blocks = rig.prefill(PROMPT)
-    assert rig.decode.cache.context(blocks, len(PROMPT)) == PROMPT
-
-
 def test_time_without_the_processors_is_counted_as_that_and_nothing_else_is(make_rig):
     now, spent = 0, []
 

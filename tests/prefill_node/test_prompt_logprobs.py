@@ -18,7 +18,6 @@ from outrider.engine.pending import read
 from outrider.engine.sampler.logprobs import pending_prompt_logprobs
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step_profiler import StepProfiler
-from outrider.errors import InvalidRequestError
 from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.inbox import TransferInbox
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
@@ -28,7 +27,6 @@ from outrider.prefill import MAX_SCORED_ROWS
 from outrider.wire.answer import PackedLogprobs
 from prefill_node.jobs import Stop
 from prefill_node.prefill_loop import PrefillLoop
-from prefill_node.servicer import ServedModel, check_call
 from tests.prefill_node.conftest import ADDRESS, job_of
 from tests.support.cached_runner import CachedRunner
 from tests.support.in_memory_connector import InMemoryConnector
@@ -214,21 +212,3 @@ def test_they_are_those_of_transformers(model_path):
         assert entry.logprob == pytest.approx(float(logprobs[row, PROMPT[row + 1]]), abs=1e-4)
         top = logprobs[row].topk(NUM_TOP).values.tolist()
         assert [logprob for _, logprob in entry.top] == pytest.approx(top, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("field", "changes"),
-    [
-        ("scored_token_ids", {"scored_token_ids": PROMPT[:5]}),
-        ("scored_token_ids", {"scored_token_ids": (100_000,)}),
-        ("prompt_logprobs", {"prompt_logprobs": 21}),
-    ],
-)
-def test_a_call_that_cannot_be_scored_is_refused(model, field, changes):
-    options = {name: value for name, value in changes.items() if name == "prompt_logprobs"}
-    changes = {name: value for name, value in changes.items() if name not in options}
-    job = job_of(1, PROMPT[:4], transfer_id=bytes(16), address="h:1", incarnation=bytes(16), **options)
-    served = ServedModel(node_name="p", info=model.info, max_tokens=100)
-    call = replace(job.call, fingerprint=model.info.fingerprint, **changes)
-    with pytest.raises(InvalidRequestError, match=field):
-        check_call(call, served)

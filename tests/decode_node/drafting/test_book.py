@@ -164,12 +164,6 @@ def test_an_answer_on_another_nodes_stream_is_stale():
     assert book.found() == (7,)
 
 
-def test_the_newest_step_time_is_told(book):
-    assert book.book.nodes.step_seconds == 0.0
-    book.observe_step(0.004)
-    assert book.book.nodes.step_seconds == pytest.approx(0.004)
-
-
 def test_only_sequences_with_news_are_looked_at(book):
     for sequence_id in range(3):
         book.open(sequence_id, 1, 2)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from decode_node.drafting.client import NO_TABLES
 from decode_node.drafting.gather import LocalProposer
 from outrider.request import RequestOptions, SamplingParams, VerificationMethod
 from outrider.session import Granted, KvReady, SampleStart, SampleTokens
@@ -17,7 +14,6 @@ from outrider.speculation.acceptance_record import PRIOR_ACCEPTANCE
 from outrider.speculation.ask_cost import AskCost
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.draft_tree import DRAFT_NODE
-from outrider.speculation.proposers.base import Progress
 from tests.support.fake_drafts import NoDrafts, TextDrafts
 from tests.support.scripted_proposer import ScriptedProposer
 
@@ -106,29 +102,6 @@ def test_a_drawn_draft_is_asked_for_in_full_whatever_a_token_costs(method):
     assert request.min_reach == (0.0 if method is VerificationMethod.REJECTION else 0.25)
 
 
-def test_the_controller_hears_which_drafts_were_a_draft_nodes_and_which_the_fallbacks(make_scripted_node):
-    """A fallback that is always wrong does not switch a good drafter off."""
-    turns = itertools.cycle([False, True])
-    client = TextDrafts(lambda token_ids, _num_wanted: node.model.generate(token_ids, 1) if next(turns) else None)
-
-    class WrongProposer(ScriptedProposer):
-        def _continuation(self, token_ids, num_wanted):
-            return ((node.model.generate(token_ids, 1)[0] + 1) % 64,)
-
-    node = node_with(make_scripted_node, drafts=client, proposers=[WrongProposer([])])
-    heard = set()
-    observe = node.loop._drafts.observe_verdict
-
-    def note(sequence_id, draft, accepted):
-        heard.add((draft.source, len(accepted)))
-        observe(sequence_id, draft, accepted)
-
-    node.loop._drafts.observe_verdict = note
-    node.open(sampling={"max_tokens": 30})
-    node.run()
-    assert heard == {(DRAFT_NODE, 1), ("scripted", 0)}
-
-
 @pytest.mark.usefixtures("steps_take_a_set_time")
 def test_of_two_drafts_the_better_one_is_verified_and_the_other_is_judged_by_what_was_committed(make_scripted_node):
     node = node_with(
@@ -170,54 +143,3 @@ class Oracle(ScriptedProposer):
 
     def _continuation(self, token_ids, num_wanted):
         return tuple(self._model().generate(token_ids, num_wanted))
-
-
-class SlowOracle(Oracle):
-    """Needs a call for each token."""
-
-    def __init__(self, model):
-        super().__init__(model)
-        self.num_calls = 0
-        self._drafted = {}
-
-    def propose(self, requests):
-        self.num_calls += 1
-        proposals = []
-        for request, proposal in zip(requests, super().propose(requests), strict=True):
-            key = (request.sequence_id, len(request.token_ids))
-            self._drafted[key] = num_tokens = self._drafted.get(key, 0) + 1
-            progress = Progress.DONE if num_tokens >= request.num_wanted else Progress.DRAFTING
-            proposals.append(replace(proposal, tree=proposal.tree.cut(num_tokens), progress=progress))
-        return proposals
-
-
-@pytest.mark.usefixtures("steps_take_a_set_time")
-def test_a_proposer_that_needs_several_calls_is_asked_until_its_drafts_are_complete(make_scripted_node):
-    proposer = SlowOracle(lambda: node.model)
-    node = node_with(make_scripted_node, proposers=[proposer])
-    node.open(sampling={"max_tokens": 40})
-    node.run()
-    accepted = [event.speculation.num_accepted_draft_tokens for event in node.events if isinstance(event, SampleTokens)]
-    assert max(accepted) == 3
-    assert proposer.num_calls > len(accepted)
-
-
-@pytest.mark.parametrize("needs_features", [True, False])
-def test_where_features_are_goes_along_with_what_was_committed_if_a_draft_node_needs_them(
-    make_scripted_node, needs_features
-):
-    told = []
-
-    class Client(TextDrafts):
-        def update(self, updates, tables=NO_TABLES, *, min_reach=0.0):
-            super().update(updates)
-            told.append({key: (kv.num_tokens, len(self._texts[key])) for key, kv in tables.items()})
-
-    client = Client(lambda token_ids, num_wanted: (1,) * num_wanted)
-    client.needs_features = needs_features
-    node = node_with(make_scripted_node, drafts=client)
-    node.open()
-    node.run()
-    sizes = [size for each in told for size in each.values()]
-    assert bool(sizes) is needs_features
-    assert all(num_features == num_tokens - 1 for num_features, num_tokens in sizes)

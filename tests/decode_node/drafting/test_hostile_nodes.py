@@ -129,16 +129,6 @@ async def test_a_lying_node_is_not_believed_about_that_sequence_any_more():
         assert client.links[0].is_connected
 
 
-async def test_answers_about_unknown_sequences_are_counted_and_ignored():
-    impostor = Impostor(lambda update: [honest(update)._replace(sequence_id=999), honest(update)])
-    async with serving(impostor) as port, client_of(port) as client:
-        await until(is_connected(client))
-        open_sequence(client, 7)
-        assert tokens(await take(client, 7)) == {7: (1, 2)}
-        assert client.status().counters.num_stale_answers == 1
-        assert client.status().counters.num_quarantined == 0
-
-
 async def test_a_node_that_sends_too_many_answers_at_once_loses_its_stream():
     impostor = Impostor(lambda update: [honest(update)._replace(sequence_id=999)] * (MAX_ANSWERS_PER_MESSAGE + 1))
     async with serving(impostor) as port, client_of(port) as client:
