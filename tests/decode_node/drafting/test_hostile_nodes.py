@@ -15,6 +15,7 @@ from outrider.speculation.prefix_hash import prefix_hash
 from tests.decode_node.drafting.streams import (
     GENEROUS_WAIT_SECONDS,
     TEXT,
+    VOCAB_SIZE,
     Impostor,
     client_of,
     is_connected,
@@ -117,7 +118,7 @@ async def test_a_lying_node_is_not_believed_about_that_sequence_any_more():
 
     def answer(update):
         first[:] = first or [update.sequence_id]
-        return [honest(update, prefix_hash=12345) if update.sequence_id in first else honest(update)]
+        return [honest(update, token_ids=(1, VOCAB_SIZE)) if update.sequence_id in first else honest(update)]
 
     async with serving(Impostor(answer)) as port, client_of(port) as client:
         await until(is_connected(client))
