@@ -229,7 +229,7 @@ def make_rig():
     yield make
     for rig in rigs:
         if rig.thread.is_alive():
-            rig.stop()
+            rig.wait_until_idle()
 
 
 @pytest.fixture
