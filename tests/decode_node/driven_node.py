@@ -1,4 +1,4 @@
-"""A decode loop driven by hand: what a test tells it, and what it has said."""
+"""A decode loop driven by hand: its commands and its events."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DrivenNode:
         return sum(sum(stats.num_accepted_by_source.values()) for stats in self.stats)
 
     def run(self, *, max_turns=2000):
-        """Until nothing is left to do."""
+        """Iterates until no work is left."""
         self.iterate()
         for _ in range(max_turns):
             if not self.engine.scheduler.has_work:

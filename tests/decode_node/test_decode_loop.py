@@ -44,7 +44,7 @@ def test_tokens_do_not_depend_on_the_drafter(make_node, sampling):
         return [(token + 1) % 299 for token in oracle(token_ids, num_wanted)]
 
     def bush(token_ids, num_wanted):
-        """A tree of any shape, one path of which is right."""
+        """Returns a tree of a random shape with one right path."""
         parents = shuffled.choice(list(SHAPES.values()))[:num_wanted]
         right = dict(zip(path_to(parents, shuffled.randrange(len(parents))), oracle(token_ids, num_wanted)))  # noqa: B905
         wrong_ids = iter(shuffled.sample(range(299), 20))
@@ -73,7 +73,7 @@ def test_tokens_do_not_depend_on_the_batch_around(make_node):
 
 @pytest.mark.parametrize("sampling", PARAMETERS)
 def test_samples_cut_at_different_lengths_go_on_on_another_node(make_node, sampling):
-    """As after the loss of a node: each unfinished sample is opened with the tokens that it has."""
+    """As after the loss of a node, each unfinished sample is opened with the tokens that it has."""
     undisturbed = make_node(local_fallback="ngram")
     group_id = undisturbed.open(sampling={**sampling, "n": 4}, logprobs=LogprobsRequest(num_top=1))
     undisturbed.run()

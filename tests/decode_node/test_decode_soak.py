@@ -16,7 +16,7 @@ from tests.support.pool_integrity import check_pool
 
 
 class HalfRightDrafts(TextDrafts):
-    """Knows the model, and lies now and then; some drafts have branches."""
+    """Drafts by the model itself, some of them altered and some with branches."""
 
     def __init__(self, model, choice):
         super().__init__(self._guess)
@@ -31,7 +31,7 @@ class HalfRightDrafts(TextDrafts):
         return self._with_branches(draft, len(token_ids), num_wanted) if self.choice.random() < 0.5 else draft
 
     def _with_branches(self, right, length, num_wanted):
-        """Wrong tokens between those of a path that may be right, in any order that is a tree."""
+        """Returns a tree of wrong tokens and a path that may be right, in any valid order."""
         token_ids, parents, last = [], [], -1
         while len(token_ids) < num_wanted:
             depth = 0 if last < 0 else self._depth(parents, last)

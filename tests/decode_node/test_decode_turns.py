@@ -1,4 +1,4 @@
-"""A decode loop that shares its processors: when it has them, and what it does while others do."""
+"""A decode loop that shares its processors: its turns, and what it does during the turns of others."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_turn_that_nothing_is_left_for_is_given_back(node, turns):
 
 
 def test_waiting_for_blocks_keeps_nobody_from_computing(node, turns):
-    """There is work, and nothing can be planned: transfers under way hold the blocks."""
+    """There is work, but nothing can be planned, since transfers in progress hold the blocks."""
     node.open(prompt=SHORT_PROMPT)
     node.engine.scheduler.hand_out = lambda *_: StepPlan()
     held = []

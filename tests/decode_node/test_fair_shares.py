@@ -1,4 +1,4 @@
-"""Two routers share a node: room goes to the one that waits before the other takes more than its share."""
+"""Fair shares: a router that waits for room gets it before another one takes more than its share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def node(make_scripted_node):
 
 
 def answer(node, *, session, n=1):
-    """Opens a group: its id and what the node says."""
+    """Opens a group. Returns its id and the node's answer."""
     group_id = node.open(session=session, sampling={**SAMPLING, "n": n})
     for _ in range(2):  # a device may compute a step whose end a cancel has to wait for
         node.iterate()
@@ -30,7 +30,7 @@ def answer(node, *, session, n=1):
 
 
 def fill(node, *, session, num_groups=MAX_RUNNING):
-    """Groups of one sample each, all let in."""
+    """Opens groups of one sample each, which are all granted."""
     opened = [answer(node, session=session) for _ in range(num_groups)]
     assert all(isinstance(said, Granted) for _, said in opened)
     return [group_id for group_id, _ in opened]

@@ -1,4 +1,4 @@
-"""Commands on their way to the engine thread, where routers write faster than it takes."""
+"""The queue of commands to the engine thread, with routers that write faster than it takes them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outrider.session import CancelSequenceGroup, Granted, OpenSequenceGroup, Re
 
 PATIENCE_SECONDS = 30.0
 GONE = bytes([1] * 16)
-"""A group that is not in the inbox."""
+"""The id of a group that is not in the inbox."""
 
 
 def opened(session_id: int, num_tokens: int = 1, *, group_id: bytes = bytes(16)) -> RouterCommand:
@@ -154,7 +154,7 @@ def test_what_is_said_of_a_group_that_is_not_opened_yet_comes_after_it():
 
 
 def test_a_name_that_is_used_twice_waits_for_each_of_its_constraints():
-    """The engine thread, which asks what has become of them, never waits: the first may be refused."""
+    """The first may be refused. The engine thread never waits for either."""
     inbox, compiled, other = Inbox(), Future(), Future()
     again = replace(opened(1), compiled=other)
     inbox.put_when_done(opened(1), compiled)
@@ -168,7 +168,7 @@ def test_a_name_that_is_used_twice_waits_for_each_of_its_constraints():
 
 @pytest.mark.parametrize("is_given_up", [False, True], ids=["opened", "given up"])
 def test_a_compiled_constraint_is_freed_with_the_last_that_follows_it(is_given_up):
-    """Its states take up to 40 MB, and a service collects garbage seldom."""
+    """Its states take up to 40 MB, and a service rarely collects garbage."""
     inbox, compiled = Inbox(), Future()
     inbox.put_when_done(replace(opened(1, group_id=ONE), compiled=compiled), compiled)
     if is_given_up:

@@ -1,4 +1,4 @@
-"""`decode_node.keep_features`: what a node has answered, kept by a thread of its own."""
+"""`decode_node.keep_features`: a thread that keeps a node's answers."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def echo_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def parrot(tmp_path_factory):
-    """The head's folder. A second one would be looked at anew, and leave its mark in the cache."""
+    """The head's folder. A second folder would be read again and leave an entry in the cache."""
     return str(make_echo_folder(tmp_path_factory.mktemp("heads") / "parrot"))
 
 
@@ -38,7 +38,7 @@ def parrot(tmp_path_factory):
 def make_head_node(echo_path, parrot, monkeypatch):
     """Decode loops on a target whose head is always right. Rows are free, so that all drafts are verified.
 
-    Of two siblings one would be wrong: drafts are chains.
+    Drafts are chains, since one of two siblings would be wrong.
     """
     monkeypatch.setattr(outrider.heads.open, "FORMS", (EchoHead,))
     monkeypatch.setattr(StepCostModel, "seconds", lambda *_, num_more=0: [1.0] * (num_more + 1))
@@ -54,7 +54,7 @@ def make_head_node(echo_path, parrot, monkeypatch):
 
 
 def assert_fed_rightly(*texts) -> None:
-    """True rows were of these texts, each with the feature of the token before it."""
+    """Asserts that true rows were of these texts, each with the feature of the token before it."""
     fed = [row for head in EchoHead.opened for row in head.fed]
     known = {(place, *text[place : place + 2]) for text in texts for place in range(len(text) - 1)}
     assert set(fed) <= known
@@ -158,7 +158,7 @@ def test_an_eagle3_head_changes_no_token(model_path, tmp_path, sampling, monkeyp
 
 
 def test_a_head_that_is_replaced_between_the_two_looks_of_a_start_is_refused(tmp_path, monkeypatch):
-    """One that torch computes: a packed one is opened once."""
+    """The head is computed by torch, since a packed one is opened only once."""
     model = make_tiny_model(tmp_path / "model", dtype="bfloat16")
     head, _ = make_random_eagle3(tmp_path, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
 

@@ -1,4 +1,4 @@
-"""Logprobs of a prompt on a decode node that computes it itself: all of them, in order, before the first token."""
+"""Prompt logprobs of a decode node that computes the prompt: all of them, in order, before the first token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_TOP = 2
 
 
 def expected_logprobs(node):
-    """From a single forward, over blocks that nobody has."""
+    """Returns those of a single forward pass over unused blocks."""
     size = node.engine.pool.block_size
     num_blocks = -(-len(PROMPT) // size)
     blocks = range(node.engine.pool.num_blocks - num_blocks, node.engine.pool.num_blocks)

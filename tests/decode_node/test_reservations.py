@@ -1,4 +1,4 @@
-"""A reservation outlives its transfers: they fail, are late, and are replaced, and KV of two is never mixed."""
+"""Reservations whose transfers fail, are late and are replaced. KV of two transfers is never mixed."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_the_others_go_on_when_the_first_sample_ends_with_its_first_token(node):
 
 @pytest.mark.parametrize("transfer_id", [SECOND, b""])
 def test_a_retarget_does_not_wait_for_a_write_that_does_not_end(node, transfer_id):
-    """It gets other blocks; those that are still written into are freed later."""
+    """The group gets other blocks. Those with a write in progress are freed later."""
     group_id = node.open(prompt=PROMPT)
     node.granted(group_id)
     with node.writing(put_one_frame, node, group_id[::-1], payload=b"junk"):
@@ -226,7 +226,7 @@ def test_a_reservation_that_nobody_fills_is_given_up(node):
 
 
 def test_samples_go_on_from_where_each_of_them_is(node):
-    """KV comes for what they have in common; the rest each computes itself."""
+    """KV is transferred for their common tokens. Each sample computes the rest itself."""
     whole = node.model.generate(PROMPT, 8)
     starts = [tuple(whole[:5]), tuple(whole[:2]), tuple(whole[:3])]
     group_id = node.open(
@@ -248,7 +248,7 @@ def test_samples_go_on_from_where_each_of_them_is(node):
 
 
 def open_two_long_and_a_reservation(make_scripted_node, **reserved):
-    """Two sequences that grow to eleven blocks each, and eight blocks that wait for KV, in a pool of 24."""
+    """Opens two sequences that grow to eleven blocks each, and a reservation of eight, in a pool of 24."""
     node = make_scripted_node(num_blocks=24)
     node.groups._admission.observe_finished = lambda _num_generated: None
     node.groups._admission._mean_output_tokens = 2.0  # answers were short until now

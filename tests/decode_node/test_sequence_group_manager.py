@@ -1,4 +1,4 @@
-"""Grants, transfers, cancels and ends on a scripted engine: nothing is lost, whoever misbehaves."""
+"""Grants, transfers, cancels and ends on a scripted engine: no block is lost, even if a peer misbehaves."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_write_that_does_not_end_holds_its_blocks_but_not_the_steps(node):
 
 
 def test_a_transfer_id_that_was_used_is_refused(node):
-    """Else news of the first transfer would be taken for news of the second, whose blocks are empty."""
+    """Otherwise events of the first transfer would be mistaken for events of the second, whose blocks are empty."""
     group_id = node.open(prompt=LONG_PROMPT)
     node.granted(group_id)
     node.cancel(group_id)
@@ -160,7 +160,7 @@ def test_what_is_larger_than_the_node_is_refused(make_scripted_node, fields):
 
 
 def test_the_longest_request_fits_a_pool_of_one_window(make_scripted_node):
-    """Also with a prompt that ends within a block: only several samples would copy it."""
+    """This includes a prompt that ends within a block, which only several samples would copy."""
     node = make_scripted_node(num_blocks=50)  # of 4 tokens
     group_id = node.open(prompt=(1, 2, 3), sampling={"max_tokens": 197})
     node.run()

@@ -1,4 +1,4 @@
-"""Router sessions over gRPC: the stream is the lease, and what was said is heard."""
+"""Router sessions over gRPC: the lease, commands and reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HELLO = session_pb2.SessionCommand(
 
 
 class Engine:
-    """Takes commands down."""
+    """An engine thread that records commands."""
 
     def __init__(self):
         self.commands = []
@@ -93,7 +93,7 @@ def tokens(*token_ids, start=0):
 
 
 async def fill_window(sessions):
-    """With more than the stream of a router that does not read takes."""
+    """Delivers more than fits the stream of a router that does not read."""
     for number in range(40):
         sessions.deliver({1: [tokens(*range(50_000), start=number)]})
         await asyncio.sleep(0)
@@ -115,7 +115,7 @@ async def test_a_router_that_hangs_up_ends_its_session(reads):
 
 @pytest.mark.parametrize("reads", [True, False])
 async def test_a_silent_router_loses_its_lease(reads):
-    """One under SIGSTOP does not read either: the node cannot write to it, and does not wait for that."""
+    """A router under SIGSTOP does not read either. The node does not wait until it can write to it."""
     async with serving(timeout_seconds=1.0) as (engine, sessions, channel):
         call = await connect(channel)
         if not reads:
@@ -127,7 +127,7 @@ async def test_a_silent_router_loses_its_lease(reads):
 
 
 async def refusal(call):
-    """The error that the session ends with, behind whatever reports were written before."""
+    """Returns the error with which the session ends, after any reports that were written before."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await within(read_all(call))
     return from_rpc_error(caught.value)
@@ -204,7 +204,7 @@ async def test_heartbeats_keep_a_session():
 
 
 async def test_nothing_is_read_before_the_hello_is_written():
-    """What is read may end the session, and a call whose first write is under way cannot be ended with a status."""
+    """A command may end the session, and a call cannot be ended with a status during its first write."""
     engine = Engine()
     sessions = sessions_of(engine)
     num_read = 0

@@ -1,4 +1,4 @@
-"""A decode loop whose forward passes a device computes: what is done meanwhile, and that it changes nothing else."""
+"""A decode loop whose forward passes a device computes: the work that is done meanwhile, and its effects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def node():
 
 
 def once(do):
-    """A hook that does this the first time."""
+    """Returns a hook that calls `do` only the first time."""
     calls = itertools.count()
     return lambda: None if next(calls) else do()
 
@@ -105,7 +105,7 @@ def test_what_the_running_step_uses_is_freed_after_it(node):
 
 
 def test_commands_keep_their_order_behind_one_that_waits(node):
-    """The same id again, right after its cancel: handled the other way round it would be refused."""
+    """The same id is opened right after its cancel. In the other order it would be refused."""
     first = node.open()
     node.iterate()
     sampling = SamplingParams(seed=7, max_tokens=2, temperature=0.0)

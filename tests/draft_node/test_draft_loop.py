@@ -1,4 +1,4 @@
-"""The draft node's story on scripted proposers: no network, no threads."""
+"""The draft loop on scripted proposers, without network and threads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def connect(loop: DraftLoop, **changes):
 
 
 def answers_to(loop, peer, *updates):
-    """After one step."""
+    """Returns the answers to these updates after one step."""
     loop.submit(peer, updates)
     loop.step()
     return peer.take_answers()
@@ -79,7 +79,7 @@ def test_ids_that_the_target_does_not_have_are_cut_off():
 
 
 class SlowProposer(ScriptedProposer):
-    """Needs a second look at each sequence."""
+    """A proposer that catches up with each sequence in a first call."""
 
     def propose(self, requests):
         first_time = {request.sequence_id for request in requests} - {old.sequence_id for old in self.requests}
@@ -158,7 +158,7 @@ def test_a_decode_node_that_sends_many_updates_delays_no_answer_to_another():
 
 
 def test_a_decode_node_that_fills_the_node_makes_room_for_another():
-    """What was dropped is an unknown prefix when it is updated next, and then finds no room."""
+    """The next update of an evicted sequence has an unknown prefix; sent from its start, it finds no room."""
     proposer = ScriptedProposer([TEXT])
     loop = loop_of(proposer, max_sequences=4)
     first, second = connect(loop), connect(loop)

@@ -1,4 +1,4 @@
-"""What waits for a decode node that reads slowly."""
+"""The mailboxes of a decode node that reads slowly."""
 
 from __future__ import annotations
 

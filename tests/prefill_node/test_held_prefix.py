@@ -1,4 +1,4 @@
-"""A prompt of which the decode node holds the beginning already: it is read, and the rest is computed."""
+"""Prompts whose beginning the decode node already holds: it is read, and the rest is computed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_only_what_the_decode_node_lacks_is_computed(rig):
 
 
 def test_what_was_read_is_not_found_again(rig):
-    """The prefix cache holds what the node has computed itself."""
+    """The prefix cache has only KV that the node has computed itself."""
     rig.prefill(PROMPT, held=NUM_HELD, may_read_held=True)
     assert counts_of(rig.prefill(PROMPT)[0]) == (0, 0, len(PROMPT))
 

@@ -229,7 +229,7 @@ def test_a_storm_of_prompts_and_cancels_leaks_no_block(make_rig):
 
 
 class SlowConnector(InMemoryConnector):
-    """Connects when the test allows it."""
+    """A connector that connects when the test allows it."""
 
     def __init__(self):
         super().__init__({})
@@ -243,7 +243,7 @@ class SlowConnector(InMemoryConnector):
 
 
 def test_pushes_that_connect_hold_their_place_until_they_have_also_when_they_are_cancelled(make_rig):
-    """Their threads live as long as a decode node does not answer."""
+    """Their threads live until the decode node answers."""
     connector = SlowConnector()
     rig = make_rig(max_pushes=2, connector=connector).start()
     for decode in (rig.decode, rig.other_decode):
@@ -258,7 +258,7 @@ def test_pushes_that_connect_hold_their_place_until_they_have_also_when_they_are
 
 
 def test_features_follow_the_layers_of_their_chunk(rig):
-    """The end of the forward writes them, after its last layer."""
+    """The forward pass writes them at its end, after its last layer."""
     rig.prefill(prompt(20))
     planes = [(plane, start) for plane, _, start, _ in rig.decode.regions]
     for start in (0, 8, 16):
@@ -293,7 +293,7 @@ def test_layers_are_grouped_until_they_fill_a_frame():
 
 
 def test_a_short_prompt_leaves_in_few_frames():
-    """Of Llama-3.1-8B: 32 layers, 8 heads of 128 in bfloat16. A chunk may have 4096 rows."""
+    """The plane is that of Llama-3.1-8B: 32 layers, 8 heads of 128 in bfloat16. A chunk may have 4096 rows."""
     plane = PlaneSpec("k", 32, 8, 128, "bfloat16")
     groups = LayerGroups.of((plane,), frame_bytes=2 << 20)
     assert len(groups_of(groups, num_tokens=4096)) == 32
@@ -326,7 +326,7 @@ def push_threads():
 
 
 def test_pushes_are_bounded_also_those_of_cancelled_jobs(make_rig):
-    """A decode node that takes nothing holds threads, not more and more of them."""
+    """A decode node that takes nothing holds a bounded number of threads."""
     rig, of_other_tests = make_rig(max_pushes=2), push_threads()
     rig.decode.gate.clear()
     stuck = [rig.submit(prompt(8, first=100 * (n + 1)))[0] for n in range(4)]

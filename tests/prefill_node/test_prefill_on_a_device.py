@@ -1,4 +1,4 @@
-"""On a device that only queues forwards, what the node tells of its work is still what has been computed."""
+"""A device that queues forward passes: the node's reports cover only what has been computed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rig(make_rig):
 
 @pytest.fixture
 def computing(rig):
-    """The rig, whose device computes whatever is launched."""
+    """The rig, with a device that computes everything that is launched."""
     is_over = threading.Event()
 
     def compute():

@@ -84,7 +84,7 @@ class Serving:
         await self.node.stop()
 
     def request(self, tokens, *, held=0, to=None, **changes):
-        """`to`: a decode side of the rig, the first where none is named."""
+        """`to`: a decode side of the rig, by default the first."""
         side = to or self.rig.decode
         transfer_id, _ = side.expect(tokens, held=held)
         return prefill_pb2.PrefillRequest(
@@ -102,7 +102,7 @@ class Serving:
         )
 
     async def refusal(self, request):
-        """The error with which a prefill ends."""
+        """Returns the error with which a prefill ends."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await self.stub.Prefill(request, timeout=PATIENCE_SECONDS)
         return caught.value
@@ -117,14 +117,14 @@ class Serving:
 
 @pytest.fixture
 async def serving(make_rig):
-    """A node that serves."""
+    """A serving node."""
     async with Serving(make_rig()) as serving:
         yield await serving.start()
 
 
 @pytest.fixture(autouse=True)
 def fresh_metrics():
-    """Metrics live in one registry for each process; each test starts a node."""
+    """Removes a node's metrics after each test, since they live in one registry for each process."""
     before = set(REGISTRY._collector_to_names)
     yield
     for collector in set(REGISTRY._collector_to_names) - before:

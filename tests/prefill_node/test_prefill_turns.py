@@ -1,4 +1,4 @@
-"""A prefill loop that shares its processors: it gives way between layers, and its prompts are the same."""
+"""A prefill loop that shares its processors: it gives its turn back between layers, and results are the same."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_node_that_fails_keeps_nobody_waiting(make_rig):
 
 
 class Waited(ScriptedTurns):
-    """Turns for which others wait: over after any time but `turn_seconds`, which never pass here."""
+    """Turns for which others wait: `turn_seconds` never pass, but any shorter time has."""
 
     def __init__(self):
         super().__init__()
@@ -155,7 +155,7 @@ class Waited(ScriptedTurns):
 
 
 def test_a_turn_outlasts_a_prompts_end_until_a_decode_node_has_its_kv(make_rig):
-    """Of two prompts of one chunk each, the first one's KV arrives in the second one's first layer."""
+    """There are two prompts of one chunk each. The first one's KV arrives during the second one's first layer."""
     turns = Waited()
     rig = make_rig(cpu_turns=turns, turn_seconds=1.0)
     arrived = threading.Event()
@@ -250,7 +250,7 @@ def test_jobs_that_wait_for_blocks_leave_the_turn_to_others(make_rig):
 
 
 def test_a_turn_that_has_lasted_ends_with_its_chunk(make_rig):
-    """Others have waited for `turn_seconds`: they do not wait for a prompt's KV as well."""
+    """Others have waited for `turn_seconds`, so they do not wait for a prompt's KV, too."""
     turns = ScriptedTurns(is_over=True)
     rig = make_rig(cpu_turns=turns, turn_seconds=1.0)
     jobs = [rig.submit(PROMPT[:8])[0], rig.submit(PROMPT[8:16])[0]]

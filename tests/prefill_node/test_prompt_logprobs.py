@@ -1,4 +1,4 @@
-"""Logprobs of a prompt on a prefill node: those of one pass over all of it, whatever shares its steps."""
+"""Prompt logprobs of a prefill node: they equal those of one pass over the prompt, whatever shares its steps."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS.keys())
 def model(request, model_path, tmp_path_factory):
-    """By every kind of runner."""
+    """A model for each kind of runner."""
     config = dict(request.param)
     if architecture := config.pop("architecture", None):
         model_path = make_tiny_model(tmp_path_factory.mktemp("tiny"), dtype="bfloat16", architecture=architecture)
@@ -65,7 +65,7 @@ def model(request, model_path, tmp_path_factory):
 
 @dataclass(frozen=True)
 class CountingEngine(PromptEngine):
-    """Notes the rows of each step: (start, rows, logits) of each sequence."""
+    """An engine that records each step's rows: (start, rows, logits) of each sequence."""
 
     steps: list
 
@@ -117,7 +117,7 @@ class Node:
         return job.job_id
 
     def run(self):
-        """What was submitted, together. By job: its figures."""
+        """Starts the loop with the jobs submitted so far."""
         self.thread.start()
         return self
 
@@ -140,7 +140,7 @@ def node(model):
 
 
 def one_pass(model, token_ids, scored_token_ids):
-    """The same from a single forward over the whole prompt."""
+    """Returns the logprobs of a single forward pass over the whole prompt."""
     node = CachedRunner(model, num_blocks=16, block_size=BLOCK_SIZE)
     logits = node.prefill(token_ids[: len(scored_token_ids)], range(16))
     return read(pending_prompt_logprobs(logits, scored_token_ids, NUM_TOP))[0]

@@ -1,4 +1,4 @@
-"""The draft stream's bookkeeping: what is sent, and which answers are taken."""
+"""The draft book: which updates are sent, and which answers are accepted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_first_update_carries_the_start_and_later_ones_only_what_was_not_ack
 
 
 def test_a_draft_may_end_where_it_no_longer_pays_unless_its_tokens_are_drawn(book):
-    """A drawn draft that ended sooner would come sooner: what was drawn would decide whether it is judged."""
+    """A drawn draft that ended sooner would arrive sooner, so its tokens would decide whether it is judged."""
     book.book.min_reach = 0.25
     book.open(1, 5)
     book.open(2, 6, verification_method=VerificationMethod.REJECTION)
@@ -105,7 +105,7 @@ def test_a_sequence_that_wants_no_drafts_is_told_of_now_and_then_only(book):
 
 
 def test_while_its_node_catches_up_a_sequence_is_told_of_and_not_put_off(book):
-    """The second answer to the prompt crosses the update that follows on it."""
+    """The second answer to the prompt crosses the next update."""
     book.open(1, *range(600))
     (prompt,) = book.take()
     book.answer(catching_up(prompt))

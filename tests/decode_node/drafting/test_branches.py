@@ -1,4 +1,4 @@
-"""Which branches are believed and kept: content decides, in any order of messages."""
+"""Which branches are accepted and kept: their content decides, in any order of messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def book():
 
 @pytest.fixture
 def update(book):
-    """The text is 5 6; the draft 7 8 has been answered."""
+    """The update of the text 5 6, which was answered with the draft 7 8."""
     book.open(1, 5, 6, num_wanted=2)
     (update,) = book.take()
     book.answer(answer_to(update, 7, 8))
@@ -122,7 +122,7 @@ def test_branches_ahead_of_a_sequence_that_is_not_there_or_without_any_branch_ar
 
 @given(data=st.data())
 def test_whatever_order_messages_come_in_a_draft_continues_what_was_committed(data):
-    """Lost, repeated, late and reordered answers: no draft of another text, and nobody is accused."""
+    """With lost, repeated, late and reordered answers, no draft is of another text, and no answer counts as invalid."""
     book = Book()
     book.open(1, 5, 6, num_wanted=2)
     text, sent, under_way = [5, 6], [], []

@@ -1,4 +1,4 @@
-"""When draft nodes hear of a sequence, and whose acceptance decides how many tokens it drafts."""
+"""When drafters are told of a sequence, which drafts are verified, and how sources are judged."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_is_cancelled_before_its_kv_has_come_is_closed_with_the_draft_nodes
 
 
 def test_the_fallback_learns_a_prompt_while_its_kv_is_transferred(make_scripted_node):
-    """Not when the sequence is first drafted for: a long prompt would make that step long."""
+    """Read at the first draft, a long prompt would make that step long."""
     fallback = ScriptedProposer([])
     node = node_with(make_scripted_node, proposers=[fallback])
     node.open()  # something to step for
@@ -93,7 +93,7 @@ def test_the_time_in_which_a_prompt_was_read_ahead_is_not_taken_for_that_of_draf
 
 @pytest.mark.parametrize("method", list(VerificationMethod))
 def test_a_drawn_draft_is_asked_for_in_full_whatever_a_token_costs(method):
-    """Else what a call took would tell of tokens that were drawn and not judged."""
+    """Otherwise the duration of a call would depend on drawn tokens that are not judged."""
     options = RequestOptions(sampling=SamplingParams(seed=1, max_tokens=9, temperature=1.0), verification_method=method)
     start = SequenceStart(options=options, sample=0, prompt_length=len(PROMPT))
     sequence = SimpleNamespace(key=1, token_ids=list(PROMPT))

@@ -107,13 +107,13 @@ async def test_a_node_whose_streams_end_at_once_is_dialled_ever_more_rarely(monk
 
 
 def honest(update, **changes):
-    """A right answer, but for `changes` of its branch."""
+    """Returns a right answer, except for `changes` of its branch."""
     branch = replace(DraftTree(update.length, update.prefix_hash, (1, 2)), **changes)
     return SequenceProposals(update.sequence_id, DraftStatus.PROPOSED, update.length, (branch,))
 
 
 async def test_a_lying_node_is_not_believed_about_that_sequence_any_more():
-    """Which answers are lies: test_branches."""
+    """test_branches tests which answers are lies."""
     first = []  # stream id of the first sequence
 
     def answer(update):
@@ -140,7 +140,7 @@ async def test_a_node_that_sends_too_many_answers_at_once_loses_its_stream():
 
 
 async def test_a_node_that_reads_nothing_is_given_up_also_in_the_middle_of_a_message(monkeypatch):
-    """Its window is full, so that the write does not return: what is unanswered is looked at between writes only."""
+    """Its window is full, so the write does not return. Unanswered updates are only checked between writes."""
     monkeypatch.setattr(link, "UNANSWERED_SECONDS", 0.05)
 
     class Full:

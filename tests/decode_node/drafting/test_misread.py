@@ -1,4 +1,4 @@
-"""A head whose drafts are nearly never accepted is reported once; others never are."""
+"""The warning about a head whose drafts are almost never accepted."""
 
 from __future__ import annotations
 
