@@ -260,7 +260,8 @@ class DraftBook:
             self._quarantine(served, now)
             return False
         if is_ahead:
-            served.take_ahead(branches, now)
+            served.num_ahead_allowed -= len(branches)
+            served.sequence.keep(branches, now)
             return True
         node.num_unsolicited = 0
         if answer.status is DraftStatus.NO_ROOM:

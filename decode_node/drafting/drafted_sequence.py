@@ -221,11 +221,6 @@ class Assignment:
                 return False
         return True
 
-    def take_ahead(self, trees: Sequence[DraftTree], now: float) -> None:
-        """Keeps plausible look-ahead branches, at most `num_ahead_allowed` of them."""
-        self.num_ahead_allowed -= len(trees)
-        self.sequence.keep(trees, now)
-
     def take_answer(self, answer: SequenceProposals, now: float) -> float | None:
         """Applies a plausible answer that is due. Returns its delay in seconds if a draft was asked for."""
         if answer.status is DraftStatus.UNKNOWN_PREFIX:

@@ -54,6 +54,7 @@ def test_a_failed_transfer_is_reported_once_and_another_one_fills_the_reservatio
     node.run()
     assert node.tokens(group_id) == node.model.generate(PROMPT, 5)
     assert [ready.transfer_id for ready in node.find(KvReady, group_id)] == [SECOND]
+    assert node.num_rows == 5, "transferred KV is not computed again"
     assert len(node.find(KvFailed, group_id)) == 1
     assert not node.find(SequenceGroupFailed, group_id)
     node.assert_nothing_is_held()

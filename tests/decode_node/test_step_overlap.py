@@ -79,15 +79,6 @@ def test_a_group_is_granted_while_the_device_computes(node):
     assert [event.sequence_group_id for event in told if isinstance(event, Granted)][1:] == second
 
 
-def test_a_transfer_that_ends_meanwhile_is_in_the_next_step(node):
-    node.open()
-    second = node.open(prompt=LONG_PROMPT)
-    in_one_step(node, lambda: node.push(second, LONG_PROMPT))
-    in_one_step(node, lambda: None)
-    node.run()
-    assert node.tokens(second) == node.model.generate(LONG_PROMPT, 5)
-
-
 def test_what_the_running_step_uses_is_freed_after_it(node):
     first, second = node.open(), node.open(prompt=(4, 5))
     node.iterate()

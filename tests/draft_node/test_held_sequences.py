@@ -79,14 +79,6 @@ def test_one_decode_node_alone_may_use_all_room_but_no_more(held):
     assert isinstance(held.apply(PEER, update_of([1, 2], sequence_id=4)), HeldSequence)
 
 
-def test_room_is_counted_in_tokens_too(held):
-    texts = [[1] * 30, [2] * 30, [3] * 30]
-    outcomes = [held.apply(PEER, update_of(text, sequence_id=index)) for index, text in enumerate(texts)]
-    assert outcomes[2] is DraftStatus.NO_ROOM
-    assert held.apply(PEER, update_of([1] * 60, since=30, sequence_id=0)) is DraftStatus.NO_ROOM
-    assert num_held(held) == {0: 1}
-
-
 def test_a_decode_node_that_has_filled_all_room_gives_another_its_share(held, forgotten):
     open_some(held, PEER, 4)
     held.apply(PEER, update_of([1, 2, 3], since=2, sequence_id=0))  # no longer the one updated longest ago

@@ -38,16 +38,6 @@ def test_long_prompts_are_computed_in_chunks(rig):
     assert rig.chunks == [[(0, 8)], [(8, 8)], [(16, 4)]]
 
 
-def test_several_prompts_share_a_forward(make_rig):
-    rig = make_rig(max_rows_per_step=32)
-    jobs = [rig.submit(prompt(7, first=100 * (n + 1))) for n in range(3)]
-    rig.start()
-    for n, (job, blocks) in enumerate(jobs):
-        assert isinstance(rig.result(job), PrefillFigures)
-        assert rig.decode.cache.context(blocks, 7) == prompt(7, first=100 * (n + 1))
-    assert rig.chunks[0] == [(0, 7), (0, 7), (0, 7)]
-
-
 def test_the_higher_priority_goes_first(make_rig):
     rig = make_rig(max_running=1)
     low, _ = rig.submit(prompt(8, first=100))

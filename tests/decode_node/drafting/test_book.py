@@ -7,7 +7,6 @@ import pytest
 from decode_node.drafting import book as book_module
 from decode_node.drafting.draft_nodes import MAX_UNSOLICITED_IN_A_ROW
 from outrider.request import VerificationMethod
-from outrider.speculation.draft_stream import SequenceUpdate
 from outrider.speculation.prefix_hash import prefix_hash
 from tests.decode_node.drafting.books import Book, answer_to, catching_up, unknown_prefix
 
@@ -175,11 +174,3 @@ def test_only_sequences_with_news_are_looked_at(book):
     assert (book.take(), len(book.nodes[0].dirty)) == ([], 0)
     book.answer(answer_to(update))
     assert [each.length for each in book.take()] == [4]
-
-
-def test_a_sequence_that_ends_is_closed_with_its_node(book):
-    book.open(1, 5)
-    (update,) = book.take()
-    book.close(1)
-    book.close(1)
-    assert book.book.take_updates(book.nodes[0]) == [SequenceUpdate(update.sequence_id, closed=True)]
