@@ -70,9 +70,7 @@ class DecodeNodeConfig:
     keep_features_bytes: int = fixed(256 << 20)  # for all nodes that share the folder; about forty million tokens
     resolve_interval_seconds: float = fixed(2.0)  # finds new draft nodes soon, and a lookup is cheap
     draft_wait_seconds: float = fixed(0.002)  # maximum wait of a step for drafts; it is also at most 20 % of a step
-    max_local_prefill_tokens: int = fixed(
-        32
-    )  # if no more are missing, they are computed here; the rows of a long draft
+    max_local_prefill_tokens: int = fixed(32)  # maximum missing tokens that are computed instead of transferred
 
 
 SECTIONS = {

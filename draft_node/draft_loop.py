@@ -39,7 +39,7 @@ IDLE_SECONDS = 0.5
 
 TIME_SMOOTHING = 0.2
 TIME_FADING = 0.95
-"""Weight of a look-ahead step in the running mean duration of such steps, and that mean's factor in other steps."""
+"""Weight of a look-ahead step in the running mean of their durations, and factor by which other steps reduce it."""
 
 _log = get_logger("draft_loop")
 

@@ -187,7 +187,7 @@ class HeldSequences:
         return held
 
     def _make_room(self, peer: DraftPeer, needed: tuple[int, int, int]) -> bool:
-        """Makes room for (sequences, tokens, features). Returns False if the peer would hold the most of all."""
+        """Makes room for (sequences, tokens, features). Returns False if the peer would then hold the most."""
         own = self._holdings.get(peer.peer_id, _Holding())
         own_share = self._share(map(add, own.used, needed))
         while self._share(map(sum, zip(needed, *(each.used for each in self._holdings.values()), strict=True))) > 1.0:

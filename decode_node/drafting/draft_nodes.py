@@ -38,9 +38,7 @@ class DraftNodeState:
     num_sequences: int = 0
     closed: list[int] = field(default_factory=list)  # ended stream ids that are not announced to the node yet
     dirty: dict[int, None] = field(default_factory=dict)  # stream ids of sequences that may have something to send
-    unanswered: dict[int, float] = field(
-        default_factory=dict
-    )  # stream id → when its unanswered update was sent; in order
+    unanswered: dict[int, float] = field(default_factory=dict)  # stream id → when its update was sent, in order
     answer_seconds: float = 0.0  # running mean
     was_relieved: bool = False  # whether all its sequences but one were moved because it is late
     num_unsolicited: int = 0  # in a row

@@ -102,7 +102,7 @@ class LocalProposer:
 
 
 class DraftGatherer:
-    """The sources of drafts, which are the client of draft nodes and the proposers of this process.
+    """All sources of drafts: the client of draft nodes and the proposers of this process.
 
     All sources compete by the acceptance of their drafts in a sequence, as judged by the controller. A draft that a
     draft node has sent has no further cost. Proposers of this process are asked, the cheapest first, if they are

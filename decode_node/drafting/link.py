@@ -41,7 +41,7 @@ LOOK_SECONDS = 0.25
 """Seconds between two checks for deferred updates that have become due."""
 
 ANSWERS_AT_ONCE = 64
-"""Answers handled before the event loop may do other work, which sends tokens, too: about two milliseconds."""
+"""Answers handled before the event loop may do other work, for example send tokens: about two milliseconds."""
 
 DraftCall = grpc.aio.StreamStreamCall[draft_pb2.DraftUpdate, draft_pb2.DraftProposals]
 
