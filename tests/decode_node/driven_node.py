@@ -21,7 +21,7 @@ SESSION = 1
 class DrivenNode:
     """Subclasses set `loop`, `groups` and `engine`, have `iterate`, and emit to `_emit`."""
 
-    prompt: tuple[int, ...]  # of groups for which a test names none
+    prompt: tuple[int, ...]  # the default prompt of groups
     max_tokens: int
     reached_host: str
 

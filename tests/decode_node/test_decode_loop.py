@@ -154,7 +154,7 @@ def test_a_profile_accounts_for_every_nanosecond_and_changes_no_token(make_node)
     first, *others = profile.steps
     assert first.kind is StepKind.PROMPT  # short enough to be computed here
     assert StepKind.VERIFY in {step.kind for step in others} <= {StepKind.VERIFY, StepKind.DECODE}
-    assert {step.num_rows for step in others} <= {1, 2, 3}  # as many as pay
+    assert {step.num_rows for step in others} <= {1, 2, 3}  # as many draft tokens as pay
     spent = sum(sum(step.nanoseconds.values()) for step in profile.steps)
     assert 0 < spent <= elapsed
     for step in profile.steps:

@@ -21,7 +21,7 @@ def node(make_scripted_node):
 def answer(node, *, session, n=1):
     """Opens a group. Returns its id and the node's answer."""
     group_id = node.open(session=session, sampling={**SAMPLING, "n": n})
-    for _ in range(2):  # a device may compute a step whose end a cancel has to wait for
+    for _ in range(2):  # a cancel may have to wait for a device's step
         node.iterate()
         said = [*node.find(Granted, group_id), *node.find(Rejected, group_id)]
         if said:
@@ -46,7 +46,7 @@ def test_while_another_waits_a_router_with_its_share_is_refused(node):
     _, granted = answer(node, session=MODEST)
     assert isinstance(granted, Granted)
     node.cancel(groups.pop(), session=GREEDY)
-    _, granted = answer(node, session=GREEDY)  # nobody waits any more
+    _, granted = answer(node, session=GREEDY)  # nobody is waiting any longer
     assert isinstance(granted, Granted)
 
 
@@ -85,7 +85,7 @@ def test_a_claim_ends_with_its_time_and_with_its_session(node, end):
     groups = fill(node, session=GREEDY)
     for _ in range(20):
         assert isinstance(answer(node, session=MODEST)[1], Rejected)
-    assert len(node.groups._fair_shares._claims) == 1  # for each session
+    assert len(node.groups._fair_shares._claims) == 1  # one claim for each session
     node.cancel(groups.pop(), session=GREEDY)
     if end == "time":
         node.clock.advance(CLAIM_SECONDS)

@@ -78,12 +78,12 @@ def test_a_group_that_is_given_up_before_it_is_opened_is_not_opened():
     inbox = Inbox()
     ids = [bytes([number] * 16) for number in range(4)]
     flood = [opened(1, group_id=ids[2]), cancelled(1, group_id=ids[2])]
-    kept = [opened(1, group_id=ids[3]), cancelled(1, 0, group_id=ids[3])]  # one of its samples only
-    others = [opened(2, group_id=ids[2])]  # another router's groups are others
+    kept = [opened(1, group_id=ids[3]), cancelled(1, 0, group_id=ids[3])]  # only one of its samples
+    others = [opened(2, group_id=ids[2])]  # the same id from another router is another group
     for command in (*flood, *kept, *others):
         inbox.put(command)
     assert inbox.take_some() == [flood[1], others[0], *kept]
-    inbox.put(flood[0])  # its cancel has been taken: it counts for no later group
+    inbox.put(flood[0])  # its cancel has been taken and has no effect on later groups
     assert inbox.take_some() == [flood[0]]
 
 
@@ -95,7 +95,7 @@ def test_beside_a_flood_a_step_goes_on_and_other_routers_are_heard(make_scripted
         node.cancel(GONE, session=2)
     other = node.open(session=3)
     node.iterate()
-    node.loop._report()  # beside the host, the last step would be told of with the next
+    node.loop._report()  # with a device, the last step would be reported with the next
     assert len(node.tokens(running)) == 2
     assert node.find(Granted, other)
     assert not node.loop._inbox.is_empty
@@ -125,7 +125,7 @@ def test_what_is_given_up_before_its_constraint_is_compiled_is_not_opened():
     for command in (kept, given_up, elsewhere):
         inbox.put_when_done(command, compiled)
     inbox.put(cancelled(1, group_id=ONE))
-    inbox.put(cancelled(1, 0, group_id=TWO))  # one of its samples only
+    inbox.put(cancelled(1, 0, group_id=TWO))  # only one of its samples
     assert inbox.take_some() == []
     compiled.set_exception(ValueError("a constraint that cannot be compiled is opened, and refused there"))
     assert inbox.take_some() == [kept, elsewhere, cancelled(1, 0, group_id=TWO)]

@@ -47,7 +47,7 @@ def make_head_node(echo_path, parrot, monkeypatch):
 
         def make(*, head=parrot, **config):
             node = make_tiny(echo_path, head=head, **{"draft_trees": "off", **config})
-            node.loop._drafts._clock = lambda: 0.0  # nor does a head take time
+            node.loop._drafts._clock = lambda: 0.0  # a head takes no time
             return node
 
         yield make
@@ -83,7 +83,7 @@ def test_prefix_hits_and_preemption_leave_features_as_they_were(make_head_node):
     pool = tight.parts.engine.pool
     groups = [tight.open(prompt=prompt, sampling=sampling) for prompt in prompts]
     tight.iterate()
-    held = pool.allocate(pool.num_free_blocks - 12)  # four sequences of 140 tokens want 36
+    held = pool.allocate(pool.num_free_blocks - 12)  # four sequences of 140 tokens need 36
     tight.run()
     assert tight.num_preempted > 0
     assert [tight.tokens(group) for group in groups] == expected
@@ -128,7 +128,7 @@ def test_the_node_names_its_head_unless_draft_nodes_propose_with_it(make_head_no
 @pytest.mark.usefixtures("one_thread")
 def test_torch_computes_a_head_in_as_many_threads_as_its_target_has(make_head_node):
     make_head_node()
-    torch.set_num_threads(2)  # as where nothing but a head needs torch: packed weights do not
+    torch.set_num_threads(2)  # as if only the head needed torch, since packed weights do not
     make_head_node()
     assert torch.get_num_threads() == 1, "of TinyNode"
 

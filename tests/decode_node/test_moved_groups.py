@@ -25,10 +25,10 @@ def test_samples_that_are_preempted_before_their_own_tokens_are_computed_go_on_a
     """If they are cancelled, because another node has computed them, they end there."""
     node = make_scripted_node(num_blocks=40)
     group_id, whole = moved(node, {0: 30, 1: 12, 2: 0})
-    held = node.engine.pool.allocate(node.engine.pool.num_free_blocks - 14)  # one of them, and little more
+    held = node.engine.pool.allocate(node.engine.pool.num_free_blocks - 14)  # room for one of them and a little more
     while not node.num_preempted:
         node.iterate()
-    node.loop._report()  # beside the host, the last step would be told of with the next
+    node.loop._report()  # with a device, the last step would be reported with the next
     before = {sample: node.tokens(group_id, sample) for sample in range(3)}
     if cancelled:
         node.cancel(group_id, *cancelled)
@@ -68,7 +68,7 @@ def test_a_draining_node_goes_on_with_what_it_has_until_that_is_moved(make_scrip
     node.iterate()
     assert node.find(KvReady, waiting)
     assert not node.loop.is_drained
-    node.cancel(running)  # the other node's first token has won
+    node.cancel(running)  # as a router does when the other node has its first token
     node.cancel(waiting)
     node.iterate()
     assert node.loop.is_drained

@@ -54,7 +54,7 @@ def test_they_come_before_the_first_token(make_node):
     node = make_node(num_speculative_tokens=0)
     plain = node.open(prompt=PROMPT, transfer_id=b"")
     run(node)
-    # The prompt is cached now, which changes nothing; and another answer runs beside it.
+    # Neither the cached prompt nor another running sequence changes the logprobs.
     other = node.open(prompt=PROMPT[::-1], transfer_id=b"")
     scored = node.open(prompt=PROMPT, transfer_id=b"", prompt_logprobs=NUM_TOP)
     run(node)

@@ -132,7 +132,7 @@ def test_a_retarget_does_not_wait_for_a_write_that_does_not_end(node, transfer_i
         node.retarget(group_id, transfer_id)
         assert node.granted(group_id).transfer_id == transfer_id
         if transfer_id:
-            node.ingest.gate.set()  # the old write ends beside the new ones
+            node.ingest.gate.set()  # the old write ends during the new ones
             node.push(group_id, PROMPT, transfer_id=transfer_id)
         node.run()
         assert node.tokens(group_id) == node.model.generate(PROMPT, 5)

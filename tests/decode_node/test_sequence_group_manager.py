@@ -113,7 +113,7 @@ def test_a_short_prompt_of_several_samples_is_computed_once(node):
     group = node.open(prompt=SHORT_PROMPT, sampling={"n": 3, "max_tokens": 1})
     node.run()
     assert len(node.find(SampleDone, group)) == 3
-    assert node.num_rows == len(SHORT_PROMPT) + 2  # each other sample: the prompt's last token
+    assert node.num_rows == len(SHORT_PROMPT) + 2  # each other sample computes only the prompt's last token
 
 
 def assert_refused(node, reason, fields):

@@ -64,7 +64,7 @@ def test_the_passes_are_those_of_a_node_that_prepares_nothing(early, monkeypatch
         return found
 
     prepared = passes()
-    assert early == [3] * 10 + [2] * 8 + [1] * 8  # all but the first, and those that follow an end
+    assert early == [3] * 10 + [2] * 8 + [1] * 8  # all except the first and those after the end of a sequence
     monkeypatch.setattr(decode_loop, "lay_out_next", lambda *_: None)
     assert passes() == prepared
 
@@ -76,7 +76,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_committed(node):
     lengths = []
     node.engine.runner.on_launch = lambda: lengths.append(len(sequence.token_ids))
     node.run()
-    # The second follows a prompt and is planned as ever; the others come before the tokens that they are fed with.
+    # The second step follows a prompt and is planned; the others are launched before their tokens are committed.
     assert lengths == [4, 4, 5]
 
 

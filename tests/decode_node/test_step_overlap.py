@@ -87,7 +87,7 @@ def test_what_the_running_step_uses_is_freed_after_it(node):
     node.engine.runner.finish = lambda: (free.append(node.engine.pool.num_free_blocks), finish())
     told = in_one_step(node, lambda: node.cancel(first))
     assert free == [before]
-    assert len(node.tokens(first)) == 1  # of the step before; it was told in time
+    assert len(node.tokens(first)) == 1  # that of the previous step, which was reported in time
     assert any(isinstance(event, SampleTokens) and event.sequence_group_id == first for event in told)
     node.run()
     assert not node.find(SampleDone, first)
@@ -127,7 +127,7 @@ def test_a_session_that_ends_while_the_device_computes_hears_no_more(node):
     in_one_step(node, lambda: node.loop.submit(SessionEnded(SESSION)))
     num_events = len(node.events)
     node.run()
-    assert len(node.events) <= num_events + 1  # at most what was decided before
+    assert len(node.events) <= num_events + 1  # at most the events that were already decided
     node.assert_nothing_is_held()
 
 

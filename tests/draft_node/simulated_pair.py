@@ -31,7 +31,7 @@ from tests.support.fake_kv_cache import ScriptedKVCache
 
 VOCAB_SIZE = 64
 BLOCK_SIZE = 4
-ORDER = 8  # tokens that a decision depends on: a model that reads whole texts would take the tests' time
+ORDER = 8  # tokens on which a decision depends; a model that read whole texts would be too slow
 TICK_SECONDS = 0.0005
 
 

@@ -67,7 +67,7 @@ async def connect(channel, hello=HELLO):
     call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
     await call.write(draft_pb2.DraftUpdate(hello=hello))
     first = None
-    with contextlib.suppress(grpc.aio.AioRpcError):  # a refusal, which the caller looks at
+    with contextlib.suppress(grpc.aio.AioRpcError):  # the caller checks the refusal
         first = await within(call.read())
     return call, first
 

@@ -56,7 +56,7 @@ def test_a_rejection_whose_token_was_a_runner_up_is_a_hit():
 
 def test_what_was_drafted_ahead_is_what_the_drafter_would_draft_then():
     """The scripted forward pass compares the KV of every path with its text."""
-    pair = SimulatedPair(num_blocks=60)  # so few that alternatives are given up again and again
+    pair = SimulatedPair(num_blocks=60)  # so few that alternatives are dropped again and again
     node = pair.add_node(0.6, 0.2, 0.1, num_sequences=3)
     pair.run(1.0)
     assert node.book.counters.num_quarantined == 0

@@ -107,7 +107,7 @@ def test_pushed_kv_and_features_equal_those_computed_in_one_pass(model, connecto
             [
                 (TOKENS, 21, 0, 0),
                 (TOKENS, 21, 144, 0),  # pushed from the prefix cache
-                (TOKENS[::-1], 101, 0, 101),  # behind what only the decode node has
+                (TOKENS[::-1], 101, 0, 101),  # after tokens whose KV only the decode node has
             ]
         ):
             compute(decode_runner, tokens[:held], blocks, block_size=DECODE_BLOCK_SIZE)

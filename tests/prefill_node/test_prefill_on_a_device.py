@@ -108,7 +108,7 @@ def test_times_are_the_device_s(rig):
         computed_at.append(time.monotonic() - job.arrived_at)
     chunks = rig.result(job).chunks
     assert [chunk.amount for chunk in chunks] == [8] * 5
-    for number, chunk in enumerate(chunks):  # each ends when it is noticed, which a busy machine delays
+    for number, chunk in enumerate(chunks):  # a chunk's end is noticed later on a busy machine
         assert rig.stats[number].seconds == pytest.approx(chunk.end_seconds - chunk.start_seconds, abs=1e-3)
         assert chunk.end_seconds >= computed_at[number] - 0.005
         if number:
@@ -144,7 +144,7 @@ def test_a_device_that_hangs_is_a_step_that_grows_old(rig):
     rig.submit(PROMPT)
     rig.start()
     compute_all(rig, 2)
-    wait_for(lambda: rig.loop.progress.num_steps == 3)  # the third is waited for
+    wait_for(lambda: rig.loop.progress.num_steps == 3)  # it waits for the third
     mark, age = rig.loop.progress.at_hand.mark, rig.loop.progress.age_seconds()
     time.sleep(0.05)
     assert rig.loop.progress.at_hand.mark == mark

@@ -158,7 +158,7 @@ async def test_a_call_of_a_traced_request_is_a_span_with_its_push_below_it(make_
         await serving.start()
         request, metadata = serving.request(list(range(100, 130)), held=4), (("traceparent", TRACEPARENT),)
         response = await serving.stub.Prefill(request, metadata=metadata, timeout=PATIENCE_SECONDS)
-        await serving.stub.Prefill(serving.request([1, 2, 3]), timeout=PATIENCE_SECONDS)  # is not traced
+        await serving.stub.Prefill(serving.request([1, 2, 3]), timeout=PATIENCE_SECONDS)  # this call is not traced
         push, whole = tracer.spans
         assert (whole.name, whole.kind, whole.context.parent_id, whole.error) == ("prefill", "server", CALLER_ID, "")
         assert whole.attributes["outrider.num_computed_tokens"] == response.num_computed_tokens == 30

@@ -25,7 +25,7 @@ PROMPT = list(range(100, 120))  # three chunks
 def test_every_layer_is_in_a_turn_that_ends_with_the_forward_or_between_layers(make_rig, is_over, layers_in_a_turn):
     turns = ScriptedTurns(is_over=is_over)
     rig = make_rig(cpu_turns=turns)
-    layers = collections.Counter()  # by the turn that they were computed in; 0: in none
+    layers = collections.Counter()  # by the turn in which they were computed; 0: in none
     rig.before_layer = lambda layer: layers.update([turns.num_taken if turns.is_held else 0])
     rig.start()
     _, blocks = rig.prefill(PROMPT)
@@ -69,8 +69,8 @@ def test_time_without_the_processors_is_counted_as_that_and_nothing_else_is(make
     rig.start()
     rig.prefill(PROMPT)
     rig.wait_until_idle()
-    assert [parts[Part.CPU_TURN] for parts in spent] == [2 * 1000] * 3  # before the forward, and within it
-    # The parts of a step are all of its time.
+    assert [parts[Part.CPU_TURN] for parts in spent] == [2 * 1000] * 3  # before the forward pass, and within it
+    # The parts of a step add up to its time.
     assert [sum(parts.values()) for parts in spent] == [2 * 1000 + NUM_LAYERS] * 3
 
 
@@ -87,7 +87,7 @@ def test_a_long_wait_within_a_chunk_is_no_death(make_rig):
     assert len(waiting) == len(computing) == 3 * NUM_LAYERS
     assert all(snapshot.expected_seconds == 0.0 and snapshot.started is None for snapshot in waiting)
     assert all(snapshot.expected_seconds > 0.0 for snapshot in computing)
-    assert len({snapshot.mark for snapshot in computing}) == len(computing)  # it moves
+    assert len({snapshot.mark for snapshot in computing}) == len(computing)  # the mark changes
 
 
 @pytest.mark.parametrize("place", ["command", "plan", "forward", "answer"])
@@ -226,7 +226,7 @@ def test_a_stop_does_not_wait_for_pushes_in_its_turn(make_rig, monkeypatch):
 
 def test_jobs_that_wait_for_blocks_leave_the_turn_to_others(make_rig):
     turns = Waited()
-    rig = make_rig(cpu_turns=turns, turn_seconds=1.0, num_blocks=4)  # one prompt's: its push pins them
+    rig = make_rig(cpu_turns=turns, turn_seconds=1.0, num_blocks=4)  # those of one prompt, which its push pins
     rig.decode.gate.clear()
     held, wait, has_waited = [], rig.loop._wait_for_command, threading.Event()
 

@@ -24,4 +24,4 @@ def test_saturation_agrees_with_a_count_of_moments():
             moments.append(any(outstanding.values()))
         recent = moments[-round(RATE_WINDOW_SECONDS * 10) :]
         assert tokens.saturation() == pytest.approx(sum(recent) / RATE_WINDOW_SECONDS / 10, abs=1e-6)
-    assert len(tokens._busy) <= RATE_WINDOW_SECONDS * 10  # what is over is forgotten
+    assert len(tokens._busy) <= RATE_WINDOW_SECONDS * 10  # old periods are dropped

@@ -73,7 +73,7 @@ async def client_of(*ports: int, hello: DraftHello = HELLO) -> AsyncIterator[Dra
 
 @contextlib.asynccontextmanager
 async def started(client: DraftClient) -> AsyncIterator[DraftClient]:
-    client.observe_step(30.0)  # so nothing is late on a busy machine
+    client.observe_step(30.0)  # so that no node is late on a busy machine
     await client.start()
     try:
         yield client

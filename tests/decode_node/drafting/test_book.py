@@ -170,7 +170,7 @@ def test_only_sequences_with_news_are_looked_at(book):
     assert not book.nodes[0].dirty
     book.update(1, [9], num_wanted=1)
     (update,) = book.take()
-    book.update(1, [9], num_wanted=1)  # while the last is unanswered: told of when that is answered
+    book.update(1, [9], num_wanted=1)  # the last update is unanswered: this is sent after its answer
     assert (book.take(), len(book.nodes[0].dirty)) == ([], 0)
     book.answer(answer_to(update))
     assert [each.length for each in book.take()] == [4]

@@ -32,7 +32,7 @@ def update(book):
 @pytest.mark.parametrize(
     "distributions",
     [
-        (TokenDistribution((9, 8), (0.5, 0.5)),),  # one for two tokens
+        (TokenDistribution((9, 8), (0.5, 0.5)),),  # one distribution for two tokens
         (TokenDistribution((9, 8), (0.5, 0.5)), TokenDistribution((9, 8), (0.5, 0.5))),  # the second lacks token 7
         (TokenDistribution((9,), (1.0,)), TokenDistribution((7,), (0.0,))),
     ],
@@ -87,13 +87,13 @@ def test_an_assumption_that_did_not_come_true_is_no_lie(book, update):
 @pytest.mark.parametrize(
     "lie",
     [
-        {"branches": (DraftTree(2, 12345, (7,)),)},  # of a prefix that was committed when it was made
-        {"branches": (DraftTree(2 + 65, 0, (7,)),)},  # further ahead than anybody drafts
+        {"branches": (DraftTree(2, 12345, (7,)),)},  # another hash for a committed prefix
+        {"branches": (DraftTree(2 + 65, 0, (7,)),)},  # further ahead than any node drafts
         {"branches": (DraftTree(4, 0, (1000,)),)},  # no such id
         {"branches": (DraftTree(4, 0, (2**32 - 1,)),)},
-        *({"branches": (DraftTree(4, 0, (1,) * size),)} for size in (11, 200)),  # longer than anybody asked for
+        *({"branches": (DraftTree(4, 0, (1,) * size),)} for size in (11, 200)),  # longer than requested
         {"branches": (DraftTree(4, 0, (1,)),) * (MAX_BRANCHES_PER_SEQUENCE + 1)},
-        {"acked_length": 3},  # of what it was never sent
+        {"acked_length": 3},  # acknowledges tokens that were not sent
     ],
 )
 def test_what_no_honest_node_could_say_costs_it_the_sequence(book, update, lie, status):

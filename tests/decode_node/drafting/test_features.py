@@ -107,7 +107,7 @@ def test_a_node_that_has_lost_a_sequence_gets_its_features_again():
     (stale,) = book.book.missing_features({1: 10})
     (update,) = book.take()
     book.answer(unknown_prefix(update))
-    book.book.add_features(stale, numbered(stale.start, stale.end))  # was read for what the node had
+    book.book.add_features(stale, numbered(stale.start, stale.end))  # was read before the node lost the sequence
     (update,) = book.take()
     assert (update.start_length, update.feature_start, update.features) == (0, 0, b"")
     book.answer(held_by_node(update))

@@ -17,7 +17,7 @@ from outrider.speculation.draft_tree import DRAFT_NODE
 from tests.support.fake_drafts import NoDrafts, TextDrafts
 from tests.support.scripted_proposer import ScriptedProposer
 
-PROMPT = tuple(range(1, 21))  # longer than what the node computes itself
+PROMPT = tuple(range(1, 21))  # longer than prompts that the node computes itself
 SAMPLES = (SampleStart(0, ()), SampleStart(1, (7,)))
 
 
@@ -60,7 +60,7 @@ def test_the_fallback_learns_a_prompt_while_its_kv_is_transferred(make_scripted_
     """Read at the first draft, a long prompt would make that step long."""
     fallback = ScriptedProposer([])
     node = node_with(make_scripted_node, proposers=[fallback])
-    node.open()  # something to step for
+    node.open()  # so that there are steps
     node.iterate()
     waiting = node.open(prompt=PROMPT)
     node.iterate()

@@ -60,7 +60,7 @@ async def test_a_node_that_thaws_finds_one_message_with_the_newest_state():
             await asyncio.sleep(0)
         impostor.may_read.set()
         await until(lambda: impostor.messages[-1][-1].length == len(text))
-        assert len(impostor.messages) <= 4  # one that was under way, one that waited, the newest
+        assert len(impostor.messages) <= 4  # one in transit, one that waited, and the newest
         assert impostor.messages[-1][-1].prefix_hash == prefix_hash(text)
 
 
@@ -89,7 +89,7 @@ async def test_a_node_whose_streams_end_at_once_is_dialled_ever_more_rarely(monk
     sleep = asyncio.sleep
 
     async def note_pause(seconds):
-        if link.FIRST_BACKOFF_SECONDS / 2 < seconds < 2 * link.MAX_BACKOFF_SECONDS:  # not that between two lookups
+        if link.FIRST_BACKOFF_SECONDS / 2 < seconds < 2 * link.MAX_BACKOFF_SECONDS:  # not the pause between two lookups
             pauses.append(seconds)
         await sleep(0)
 
@@ -147,7 +147,7 @@ async def test_a_node_that_reads_nothing_is_given_up_also_in_the_middle_of_a_mes
         async def write(self, _message):
             await asyncio.Event().wait()
 
-    async with client_of(1) as client:  # nobody is there
+    async with client_of(1) as client:  # no node listens there
         client._book.connected(client.links[0].node)
         open_sequence(client, 7)
         async with asyncio.timeout(GENEROUS_WAIT_SECONDS):
