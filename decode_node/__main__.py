@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     process = ServiceProcess(ROLE, SECTIONS, argv)
     sections = process.sections
     prepare_environment(sections["model"].cpus)
-    # After the arguments are parsed: --help and a bad setting must not wait for torch.
+    # Imported after the arguments are parsed, so that --help and a bad setting do not wait for torch.
     from decode_node.node import DecodeNode
 
     config: DecodeNodeConfig = replace(
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 def make_build(
     config: DecodeNodeConfig, model_config: ModelConfig, server: ServerConfig, security: PeerSecurity
 ) -> Build:
-    """Returns the builder of the node's parts. It runs when the process listens already, as loading takes a while."""
+    """Returns the builder of the node's parts. It runs once the process listens, since loading takes a while."""
 
     def build(incarnation: bytes, name: str, emit: Emit) -> DecodeParts:
         from decode_node.admission import Admission

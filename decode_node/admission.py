@@ -1,4 +1,4 @@
-"""Admission of sequence groups: an immediate answer, never a queue (the router has that)."""
+"""Admission of sequence groups. Each is answered immediately, since only routers queue requests."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ INITIAL_MEAN_OUTPUT_TOKENS = 128.0
 MEAN_OUTPUT_WEIGHT = 0.05  # weight of the newest finished sample in the running mean
 
 HOLD_BACK_SECONDS = 0.5
-"""Seconds that a router at its share has to wait, so that the others get room first."""
+"""Maximum seconds for which a router that holds its share is turned away, so that others get room first."""
 
 CLAIM_SECONDS = NO_ROOM_RETRY_SECONDS + 1.0
-"""Seconds that a refused router counts as waiting for room; it asks again before they are over."""
+"""Seconds for which a router counts as waiting for room after a refusal. It asks again before they end."""
 
 
 class Admission:
-    """Counts blocks: the prompt's, those for expected growth, and one in reserve for each running sequence.
+    """The admission test by KV blocks: the prompt's, those for expected growth, and a spare one for each sequence.
 
-    Expected growth is the running mean of output lengths, bounded by each request's max_tokens. So the pool is
-    neither left idle for outputs that never come nor so full that preemption is the rule.
+    Expected growth is the running mean of output lengths, bounded by each request's max_tokens. So the pool neither
+    idles for output that never comes nor fills up until preemption is the rule.
     """
 
     def __init__(self, pool: BlockPool, *, max_running_sequences: int, max_model_len: int, vocab_size: int) -> None:
@@ -40,50 +40,57 @@ class Admission:
         self._mean_output_tokens += MEAN_OUTPUT_WEIGHT * (num_generated - self._mean_output_tokens)
 
     def why_invalid(self, opened: OpenSequenceGroup, compiled: Future[Any] | None) -> tuple[RejectReason, str] | None:
-        """Returns a permanent reason to reject; a router that validates never sees one. `compiled`: the constraint."""
+        """Returns a permanent reason to reject the group, or None. Routers that validate requests never get one.
+
+        `compiled`: the group's compiled constraint, if it has one.
+        """
         sampling = opened.options.sampling
         num_prompt = len(opened.prompt_token_ids)
         if num_prompt == 0 or sampling.n < 1 or sampling.max_tokens < 1:
-            return RejectReason.INVALID, "a group needs a prompt token, a sample and a token to generate"
+            return RejectReason.INVALID, "the prompt must not be empty, and n and max_tokens must be at least 1"
         if len(opened.options.cache_salt) > MAX_CACHE_SALT_BYTES:
-            return RejectReason.INVALID, f"a cache_salt has at most {MAX_CACHE_SALT_BYTES} bytes"
+            return RejectReason.INVALID, f"cache_salt must have at most {MAX_CACHE_SALT_BYTES} bytes"
         longest = num_prompt + sampling.max_tokens
         if longest > self._max_model_len:
-            return RejectReason.TOO_LARGE, f"{longest} tokens do not fit the window of {self._max_model_len}"
+            return (
+                RejectReason.TOO_LARGE,
+                f"prompt and max_tokens are {longest} tokens, the limit is {self._max_model_len}",
+            )
         indexes = [start.sample for start in opened.samples]
         if not indexes or indexes != sorted(set(indexes)) or indexes[-1] >= sampling.n:
-            return RejectReason.INVALID, f"samples must be rising indexes below {sampling.n}, not {indexes}"
+            return RejectReason.INVALID, f"samples must be ascending indexes below {sampling.n}, not {indexes}"
         generated = [start.generated_token_ids for start in opened.samples]
         for index, token_ids in zip(indexes, generated, strict=True):
             if len(token_ids) >= sampling.max_tokens:
-                return RejectReason.INVALID, f"max_tokens of sample {index} are generated already"
+                return RejectReason.INVALID, f"sample {index} already has max_tokens tokens"
         if max(max(token_ids, default=0) for token_ids in (opened.prompt_token_ids, *generated)) >= self._vocab_size:
-            return RejectReason.INVALID, f"a token id is not below the vocabulary size {self._vocab_size}"
+            return RejectReason.INVALID, f"token ids must be below the vocabulary size {self._vocab_size}"
         if not (_is_in_range(sampling) and _may_be_answered(opened.options)):
-            return RejectReason.INVALID, "a sampling parameter is out of its range"
+            return RejectReason.INVALID, "a sampling parameter is out of range"
         if compiled is not None and (error := compiled.exception()) is not None:
             return RejectReason.INVALID, str(error)
         num_samples = len(opened.samples)
         if num_samples > self.max_running_sequences:
-            message = f"{num_samples} samples are more than {self.max_running_sequences} running sequences"
+            message = (
+                f"the group has {num_samples} samples, the node runs at most {self.max_running_sequences} sequences"
+            )
             return RejectReason.TOO_LARGE, message
         needed = self._blocks(longest)
         if num_samples > 1:  # each continues in a copy of the prompt's last block, unless that block is full
             own = needed - num_prompt // self._pool.block_size
             needed = self._blocks(num_prompt) + num_samples * own
         if needed > self._pool.num_blocks:
-            return RejectReason.TOO_LARGE, f"{needed} KV blocks are needed, the node has {self._pool.num_blocks}"
+            return RejectReason.TOO_LARGE, f"the group needs {needed} KV blocks, the node has {self._pool.num_blocks}"
         return None
 
     def blocks_needed(
         self, opened: OpenSequenceGroup, *, num_shared: int, num_new_blocks: int, groups: GroupTable
     ) -> int:
-        """Returns the free blocks that must exist to admit the group; on an empty node, only those that it takes at
-        once.
+        """Returns how many blocks must be free to admit the group. On an empty node, expected growth does not count.
 
         Args:
             opened: the group that asks for room.
-            num_shared: number of tokens that all its samples begin with.
+            num_shared: number of tokens with which all its samples begin.
             num_new_blocks: blocks that those tokens need beyond the cached prefix.
             groups: the groups on this node.
         """
@@ -99,7 +106,7 @@ class Admission:
         return num_new_blocks + growth + groups.num_sequences
 
     def _growth_of_running(self, sample: Sample) -> int:
-        """Returns the blocks for the tokens that it is expected to generate, and for known ones without a block."""
+        """Returns the blocks for tokens that the sample is expected to generate, and for known ones without a block."""
         sequence = sample.sequence
         capacity = 0 if sequence.kv is None else sequence.kv.capacity
         num_unreserved = max(0, len(sequence.token_ids) - 1 - capacity)
@@ -107,9 +114,7 @@ class Admission:
         return self._blocks(num_unreserved + int(expected))
 
     def _growth_of_start(self, opened: OpenSequenceGroup, start: SampleStart, *, num_shared: int) -> int:
-        """Returns the blocks for a sample's own known tokens and those that it is expected to generate, without the
-        row of its next token.
-        """
+        """Returns the blocks for a sample's own known tokens, except the newest, and its expected new tokens."""
         num_generated = len(start.generated_token_ids)
         num_own = len(opened.prompt_token_ids) + num_generated - num_shared - 1
         left = opened.options.sampling.max_tokens - num_generated
@@ -121,7 +126,7 @@ class Admission:
 
 
 def _is_in_range(sampling: SamplingParams) -> bool:
-    """Returns whether all parameters are within the API's ranges. NaN is in none: drawing with it is meaningless."""
+    """Returns whether all parameters are within the API's ranges. NaN is outside every range."""
     return (
         0.0 <= sampling.temperature < math.inf
         and 0.0 < sampling.top_p <= 1.0
@@ -139,12 +144,11 @@ def _may_be_answered(options: RequestOptions) -> bool:
 
 
 class FairShares:
-    """Room for each router: while one waits for room, no other takes more than its share. Engine thread only.
+    """The limit of what each router holds while another one waits for room. Engine thread only.
 
-    While another session waits, a session is refused if it already holds its share of the blocks or of the sequences:
-    the total, divided by the number of sessions that hold or want some. Sessions below their share are admitted as
-    long as there is room, and if no session waits there is no limit. There is at most one claim for each open
-    session.
+    While another session waits, a session is refused if it already holds its share of the blocks or of the sequences.
+    A share is the total divided by the number of sessions that hold or want some. Sessions below their share are
+    admitted as long as there is room. If no session waits, there is no limit. Each open session has at most one claim.
     """
 
     def __init__(self, pool: BlockPool, *, max_running_sequences: int, clock: Callable[[], float]) -> None:

@@ -18,13 +18,13 @@ class RouterCommand:
 
     session_id: int
     message: SequenceGroupCommand
-    kv_host: str = ""  # for an open: the host name under which the router reached this node
-    compiled: Future[Any] | None = None  # an open's constraint, kept until the group ends so that samples start fast
+    kv_host: str = ""  # of an open: the host name by which the router reached this node
+    compiled: Future[Any] | None = None  # of an open: its constraint, kept until the group ends: samples start faster
 
 
 @dataclass(frozen=True, slots=True)
 class SessionEnded:
-    """The end of a lease: everything of the session is freed."""
+    """The end of a router's lease, by which all groups of its session are freed."""
 
     session_id: int
 
@@ -43,12 +43,12 @@ class TransferFailed:
 
 @dataclass(frozen=True, slots=True)
 class DrainStarted:
-    """The begin of a drain: new groups are refused."""
+    """The start of a drain, from which on new groups are refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrainExpired:
-    """The deadline of a drain: remaining groups are failed."""
+    """The deadline of a drain, at which the remaining groups fail."""
 
 
 OwnCommand = SessionEnded | TransferCompleted | TransferFailed | DrainStarted | DrainExpired | StartProfile | EndProfile
@@ -60,10 +60,10 @@ EventsBySession = Mapping[int, Sequence[SequenceGroupEvent]]
 """Events for each router, in order, by session id."""
 
 
-def only_admits(command: Command) -> bool:
-    """Returns whether a command leaves running sequences as they are.
+def is_safe_during_step(command: Command) -> bool:
+    """Returns whether a command leaves running sequences unchanged, so that it may be handled during a step.
 
-    Such a command opens a group, concerns one that waits for its KV, or refuses new ones.
+    Such a command opens a group, concerns a group that waits for its KV, or starts a drain.
     """
     if isinstance(command, RouterCommand):
         return not isinstance(command.message, CancelSequenceGroup)

@@ -12,7 +12,7 @@ from outrider.service.config import SERVICE_SECTIONS
 from outrider.speculation.proposers.factory import LOOKUP_NAMES, NO_PROPOSER
 
 MAX_RUNNING = {"cpu": 64, "cuda": 256}
-"""Default limits of sequences in the running batch, by device: a GPU reads the weights once for all of them."""
+"""Default maximum number of sequences in the running batch, by device. A GPU reads the weights once for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,51 +24,53 @@ class DecodeNodeConfig:
     transfer_timeout_seconds: float = setting(
         30.0,
         above=0,
-        help="A KV transfer without a new frame for so long has failed; reserved blocks that no other transfer fills "
-        "for as long again are freed.",
+        help="Seconds without a new frame after which a KV transfer fails; if no other one is started within the same "
+        "time, its group fails and the reserved blocks are freed.",
     )
     session_timeout_seconds: float = setting(
-        4.0, at_least=1.0, help="A router that says nothing for so long is taken for dead; its work is freed."
+        4.0, at_least=1.0, help="Seconds without a message after which a router's session ends and its requests stop."
     )
     draft_targets: tuple[str, ...] = setting(
-        (), help="host:port of the draft nodes; a name with several addresses is several; none: no remote drafts."
+        (), help="host:port of the draft nodes; a name may resolve to several; empty: no remote drafts."
     )
     num_speculative_tokens: int = setting(
-        5, at_least=0, at_most=32, help="The most draft tokens verified for a sequence in one step; 0 is none."
+        5, at_least=0, at_most=32, help="Maximum draft tokens verified for a sequence in one step; 0: no speculation."
     )
     draft_trees: str = setting(
         "auto",
         choices=("auto", "off"),
-        help="auto: drafts have the likeliest alternatives to their tokens, which are verified in the same step where "
-        "they are worth more than a longer draft.",
+        help="auto: drafts include the likeliest alternatives to their tokens, which are verified in the same step if "
+        "that gains more than a longer draft; off: drafts are single paths.",
     )
     draft_rows: str = setting(
         "best",
         choices=("best", "all"),
-        help="best: the draft tokens that make the batch faster are verified; all: as many as there is room for, "
-        "to compare with a fixed number.",
+        help="best: the draft tokens that make the batch faster are verified; all: every draft token that there is "
+        "room for is verified, for comparisons.",
     )
     local_fallback: str = setting(
-        "ngram", choices=(*LOOKUP_NAMES, NO_PROPOSER), help="What proposes in this process where no draft node has."
+        "ngram",
+        choices=(*LOOKUP_NAMES, NO_PROPOSER),
+        help="The lookup that proposes drafts in this process; it competes with draft nodes and the head.",
     )
     local_head: bool = setting(
-        True, help="Propose with model.head in this process; off where draft nodes do, which get its features then."
+        True, help="Run model.head in this process; if off, draft nodes may run it with features from this node."
     )
     max_running_sequences: int | None = setting(
-        None, at_least=1, at_most=4096, help="Sequences in the running batch; null: 64, on a GPU 256."
+        None, at_least=1, at_most=4096, help="Maximum sequences in the running batch; null: 64, on a GPU 256."
     )
     max_rows_per_step: int = setting(
-        512, at_least=16, at_most=65536, help="Rows of one forward pass: decode rows, drafts and prompt chunks."
+        512, at_least=16, at_most=65536, help="Maximum rows of one forward pass: decode rows, drafts and prompt chunks."
     )
     keep_features: str = setting(
         "",
-        help="A folder to keep answers and prompts in, for train-head --from-traffic: texts of users, as token ids. "
-        "Bounded, the oldest go first; empty: none are kept.",
+        help="A folder in which prompts and answers (users' texts, as token ids) are kept for train-head "
+        "--from-traffic. Its size is limited, the oldest are deleted first; empty: none are kept.",
     )
     keep_features_bytes: int = fixed(256 << 20)  # for all nodes that share the folder; about forty million tokens
     resolve_interval_seconds: float = fixed(2.0)  # finds new draft nodes soon, and a lookup is cheap
-    draft_wait_seconds: float = fixed(0.002)  # how long a step waits for drafts, never over 20 % of a step
-    max_local_prefill_tokens: int = fixed(32)  # computed here instead of transferred: as many rows as drafts may take
+    draft_wait_seconds: float = fixed(0.002)  # maximum wait of a step for drafts; it is also at most 20 % of a step
+    max_local_prefill_tokens: int = fixed(32)  # maximum missing tokens that are computed instead of transferred
 
 
 SECTIONS = {

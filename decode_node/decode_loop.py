@@ -25,7 +25,7 @@ from decode_node.commands import (
     SessionEnded,
     TransferCompleted,
     TransferFailed,
-    only_admits,
+    is_safe_during_step,
 )
 from decode_node.drafting.book import StepDrafts
 from decode_node.drafting.gather import DraftGatherer
@@ -57,11 +57,11 @@ from outrider.speculation.verify.by_request import RequestVerifier
 
 IDLE_WAIT_SECONDS = 0.2
 TURN_WAIT_SECONDS = 0.005
-"""Seconds between two looks at the commands while other nodes have the processors."""
+"""Seconds between two checks for commands while other nodes use the processors."""
 
 
 class DecodeLoop:
-    """The engine thread, sole owner of the running batch and the block pool.
+    """The engine thread, the sole owner of the running batch and the block pool.
 
     It communicates through two queues: `submit` accepts frozen commands from any thread; `emit`, called from the
     engine thread, takes frozen events and must not block.
@@ -91,13 +91,16 @@ class DecodeLoop:
         self._delayed: deque[Command] = deque()  # taken from the inbox while the device computed, and handled later
         self._launched: LaunchedStep | None = None  # the next step, if the device already computes it
         self._unreported: StepReport | None = None  # report of the last step
-        self._failed: list[Sample] = []  # samples that the last step failed; their requests end before the next step
+        self._failed: list[Sample] = []  # samples that failed in the last step; their requests end before the next
         self._stopping = threading.Event()
         self.progress = StepProgress()
-        self.is_drained = False  # whether, since DrainStarted, every group has ended and its events are emitted
+        self.is_drained = False  # whether, since DrainStarted, all groups have ended and their events were emitted
 
     def submit(self, command: Command) -> None:
-        """Queues a command, from any thread; a router's only if `has_room`. Another thread compiles constraints."""
+        """Queues a command. Any thread may call it, for a router's command only if `has_room`.
+
+        An open with a constraint is queued when another thread has compiled the constraint.
+        """
         match command:
             case RouterCommand(message=OpenSequenceGroup(options=options)) if options.sampling.constraint is not None:
                 constraints = self._engine.sampler.constraints
@@ -108,12 +111,12 @@ class DecodeLoop:
                 self._inbox.put(command)
 
     def stop(self) -> None:
-        """Ends the thread after the current step, and frees what it holds."""
+        """Ends the thread after the current step and frees all groups."""
         self._stopping.set()
         self._inbox.put(DrainStarted())  # wakes an idle thread
 
     def run(self) -> None:
-        """Runs the thread. An exception from here is a bug: the process must not go on serving."""
+        """Runs the engine until `stop`. An exception from here is a bug, and the process must not go on serving."""
         while self._launched is not None or not self._stopping.is_set():
             self.iterate()
         self._report()
@@ -123,8 +126,8 @@ class DecodeLoop:
     def iterate(self) -> None:
         """Handles commands, then runs one step if there is work, and reports it.
 
-        A grant waits neither for the step nor for this node's turn: the prefill that it permits runs in parallel. If
-        the device already computes the next step, commands wait until `step` handles them.
+        Groups are granted before the step and before this node's turn, since the prefill of a granted group runs in
+        parallel. If the device already computes the next step, commands wait until `step` handles them.
         """
         self.progress.begin()
         if self._launched is None:
@@ -136,35 +139,35 @@ class DecodeLoop:
             if self._launched is not None or (self._engine.scheduler.has_work and self._take_turn()):
                 self.step()
         finally:
-            self._cpu_turns.give()  # a step that got this far has already given the turn back
+            self._cpu_turns.give()  # does nothing after a complete step, which has given the turn back
         if not (self._engine.runner.is_asynchronous and self._engine.scheduler.has_work):
-            self._report()  # otherwise it reports while the device computes the next step
+            self._report()  # otherwise the next step calls it while the device computes
         self.progress.end()
 
     def _process_commands(self, *, wait: bool = False) -> None:
         """Processes queued commands; with `wait`, blocks briefly for one."""
         self._handle_commands(wait=wait)
-        self._groups.tend_groups()
+        self._groups.advance_groups()
         self._time.mark(Part.COMMANDS)
         self._emit_events(None)
 
     def _process_commands_while_computing(self) -> None:
-        """Does what needs no result of the running step: reports the last step and handles new commands.
+        """Reports the last step and handles new commands, which needs no result of the running step.
 
-        A command that may end a sequence of the running step waits for the step, and so do the commands behind it, to
-        keep their order.
+        A command that may end a sequence of the running step waits for the step, and so do the commands behind it, so
+        that their order is kept.
         """
         self._report()
         self._delayed += self._inbox.take_some()
-        while self._delayed and only_admits(self._delayed[0]):
+        while self._delayed and is_safe_during_step(self._delayed[0]):
             self._handle(self._delayed.popleft())
-        if not self._delayed:  # a waiting retarget must be handled before its group can be failed
-            self._groups.tend_groups()
+        if not self._delayed:  # a delayed retarget must be handled before its group can time out
+            self._groups.advance_groups()
         self._time.mark(Part.COMMANDS)
         self._emit_events(None)
 
     def _report(self) -> None:
-        """Reports what the last step committed, if that has not been done."""
+        """Reports what the last step committed, if it is not reported yet."""
         report, self._unreported = self._unreported, None
         if report is None:
             return
@@ -191,7 +194,7 @@ class DecodeLoop:
             with self.progress.paused():
                 is_taken = self._cpu_turns.take(TURN_WAIT_SECONDS)
             self._time.mark(Part.CPU_TURN)
-            self._process_commands()  # with the turn, too: commands that came meanwhile are part of the step
+            self._process_commands()  # also once the turn is taken, so that new commands still join this step
         return is_taken and self._engine.scheduler.has_work
 
     def _emit_events(self, stats: StepStats | None) -> None:
@@ -244,7 +247,7 @@ class DecodeLoop:
         seconds, nanoseconds = self.progress.clock() - started, self._time.take()
         self._unreported = StepReport(step, verifying, verdicts, seconds, nanoseconds)
         if self._profiler.is_capturing:
-            with self.progress.paused():  # starting and stopping torch's profiler takes seconds: not a long step
+            with self.progress.paused():  # torch's profiler takes seconds to start or stop, which is no slow step
                 self._profiler.step_ended(
                     nanoseconds, kind=step_kind(plan), num_rows=plan.num_rows, num_sequences=len(plan.scheduled)
                 )
@@ -261,7 +264,7 @@ class DecodeLoop:
             self._cpu_turns.give()
             self._report()
             self._emit_events(None)
-            self._wait_for_a_command()  # nothing fits until a transfer ends or is given up; that arrives as a command
+            self._wait_for_a_command()  # nothing fits until a transfer ends, which arrives as a command
             return None
         self.progress.expect(plan.num_rows)
         self._cpu_turns.keep(self.progress.at_hand.expected_seconds)
@@ -272,14 +275,14 @@ class DecodeLoop:
         return LaunchedStep(plan, planned, logits, launched_at, drafts, preempted)
 
     def _may_go_on(self) -> bool:
-        """Returns whether the next step may begin before commands are handled; groups they open join the one after."""
+        """Returns whether the next step may begin before queued commands. Groups they open join a later step."""
         self._delayed += self._inbox.take_some()
-        return not self._stopping.is_set() and all(map(only_admits, self._delayed))
+        return not self._stopping.is_set() and all(map(is_safe_during_step, self._delayed))
 
     def _gather(self) -> StepDrafts:
-        # Do not leave processors idle that another node waits for: the drafts had time until this turn.
+        # The step does not wait for drafts while another node waits for these processors.
         may_wait = not self._cpu_turns.is_over(0.0)
-        drafts = self._drafts.gather(self._groups.samples_at_decode_row(), may_wait=may_wait)
+        drafts = self._drafts.gather(self._groups.samples_to_draft(), may_wait=may_wait)
         self._time.mark(Part.DRAFTING)
         self._time.move(round(drafts.waited_seconds * 1e9), source=Part.DRAFTING, target=Part.DRAFT_WAIT)
         return drafts
@@ -287,7 +290,7 @@ class DecodeLoop:
     def _plan(self, drafts: StepDrafts) -> tuple[StepPlan, list[PlannedSequence]]:
         """Decides which sequences run in the step, and which draft tokens get rows."""
         scheduler, samples_of = self._engine.scheduler, self._groups.samples_of
-        # Prompts that these processors will compute once the turn is given back.
+        # The number of prompts that these processors will compute once the turn is given back.
         num_waiting = max(1, self._groups.num_prompts_awaited) if self._cpu_turns.is_over(0.0) else 0
         room = scheduler.reserve(reclaim=self._groups.reclaim_reservation)
         chosen = self._drafts.choose(drafts, room, samples_of(room.sequences), num_waiting=num_waiting)
@@ -303,7 +306,7 @@ class DecodeLoop:
     def _handle_commands(self, *, wait: bool) -> None:
         """Handles the commands of one iteration; with `wait`, also waits briefly for one."""
         if self._delayed or not self._inbox.is_empty:
-            self._report()  # no event of a group may follow its end
+            self._report()  # a command may end groups, after which they have no further events
         while self._delayed:
             self._handle(self._delayed.popleft())
         if wait:
@@ -328,7 +331,7 @@ class DecodeLoop:
             case DrainStarted():
                 self._groups.is_draining = True
             case DrainExpired():
-                self._groups.give_up_all("the node is draining")
+                self._groups.fail_all("the node is draining")
             case StartProfile():
                 self._profiler.begin(command.capture)
             case EndProfile():
@@ -342,7 +345,7 @@ class DecodeLoop:
     # --- verify and commit ----------------------------------------------------------------
 
     def _commit(self, verifying: Sequence[PlannedSequence], verified: Sequence[Verified]) -> list[Verdict]:
-        """Truncates at stops, frees rejected slots, ends finished samples, announces the others to the drafters."""
+        """Cuts tokens after a stop, frees rejected slots, ends finished samples, and tells drafters of the others."""
         outcomes = list(zip(verifying, verified, strict=True))
         moved = [pair for item, outcome in outcomes if outcome.path for pair in item.moved_slots(outcome)]
         if moved:  # before any block is published
@@ -375,7 +378,7 @@ class DecodeLoop:
         assert kv is not None
         token_ids.extend(verdict.token_ids)
         # The newest token has no KV yet: it is the first row of the next step. Rejected slots are freed before the
-        # step is reported. If there were no drafts, the next step may already have its blocks.
+        # step is reported. If there were no drafts, the next step may have reserved its blocks, which must stay.
         if verdict.num_draft_tokens:
             kv.truncate(len(token_ids) - 1)
         else:

@@ -22,7 +22,7 @@ from outrider.session import (
 )
 
 MAX_EVENTS = 32
-"""Events of one span, which bounds the span of a group whose KV is retried again and again."""
+"""Maximum events of one span, since the KV of a group may be retried again and again."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class _TracedGroup:
     running: set[int]  # samples
     finish_reasons: list[str] = field(default_factory=list)
     num_events: int = 0
-    num_steps: int = 0  # this and the next four: over all samples
+    num_steps: int = 0  # over all samples, like the next four
     num_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted: int = 0
@@ -87,7 +87,7 @@ class _TracedGroup:
 
 
 class GroupTraces:
-    """One span for each group of a traced request, from its open to its end. Event loop only; others cost nothing."""
+    """The spans of traced requests' groups, each from its group's open to its end. Event loop only."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -119,14 +119,14 @@ class GroupTraces:
                 group.num_preemptions += 1
 
     def cancel(self, session_id: int, cancel: CancelSequenceGroup) -> None:
-        """Records a cancel, after which no event comes."""
+        """Records a cancel, after which the engine sends no further event of these samples."""
         if (group := self._groups.get((session_id, cancel.sequence_group_id))) is not None:
             group.add_event("cancelled")
             group.running.difference_update(cancel.samples or tuple(group.running))
             self._end_if_over(session_id, group)
 
     def end_session(self, session_id: int) -> None:
-        """Ends the spans of a router that is gone; its groups are freed."""
+        """Ends the spans of a router whose session has ended, since its groups are freed without events."""
         for group in [group for key, group in self._groups.items() if key[0] == session_id]:
             group.fail("SESSION_ENDED")
             self._end_if_over(session_id, group)

@@ -1,4 +1,4 @@
-"""Sequence groups on this node: prompts, reservations and samples."""
+"""The state of sequence groups on this node: prompts, reservations and samples."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from outrider.session import OpenSequenceGroup, SampleStart
 
 
 def cached_table(pool: BlockPool, opened: OpenSequenceGroup, shared_token_ids: Sequence[int]) -> SequenceKV:
-    """Returns a block table with the cached part of the tokens that all samples begin with.
+    """Returns a block table with the cached part of the tokens with which all samples begin.
 
-    It is empty if logprobs of the prompt are requested, since those come from computing it.
+    It is empty if prompt logprobs are requested, since the prompt must be computed for them.
     """
     max_cached_tokens = len(shared_token_ids) if opened.options.prompt_logprobs is None else 0
     return SequenceKV.create(
@@ -25,7 +25,7 @@ def cached_table(pool: BlockPool, opened: OpenSequenceGroup, shared_token_ids: S
 
 
 def scoring_of(opened: OpenSequenceGroup, num_computed: int) -> PromptScoring | None:
-    """Returns the scoring of the prompt on this node; None if none is requested or a prefill node has done it."""
+    """Returns the state for prompt logprobs; None if none are requested or a prefill node has computed them."""
     num_top, token_ids = opened.options.prompt_logprobs, opened.prompt_token_ids[1:]
     if num_top is None or num_computed >= len(token_ids):
         return None
@@ -41,15 +41,15 @@ class Sample:
     sequence: EngineSequence
     sampling: SequenceSampling
     stop_token_ids: frozenset[int]
-    max_length: int = field(init=False)  # number of tokens, including the prompt's, at which the sample is complete
-    _asked_draft_tokens: int = field(init=False)  # the request's limit for one step
+    max_length: int = field(init=False)  # number of tokens, prompt included, at which the sample is complete
+    _requested_draft_tokens: int = field(init=False)  # the request's limit for one step
 
     def __post_init__(self) -> None:
         opened = self.group.opened
         options = opened.options
         self.max_length = len(opened.prompt_token_ids) + options.sampling.max_tokens
         asked = options.num_speculative_tokens
-        self._asked_draft_tokens = self.max_length if asked is None else asked
+        self._requested_draft_tokens = self.max_length if asked is None else asked
 
     @property
     def num_generated(self) -> int:
@@ -62,12 +62,12 @@ class Sample:
     @property
     def may_draft(self) -> bool:
         """Whether the request allows drafts."""
-        return self._asked_draft_tokens > 0
+        return self._requested_draft_tokens > 0
 
     @property
     def max_draft_tokens(self) -> int:
-        """The limit for the next step, whose last token needs no draft. May be negative."""
-        return min(self.max_length - len(self.sequence.token_ids) - 1, self._asked_draft_tokens)
+        """Maximum draft tokens of the next step, which adds one token beyond the accepted ones. May be negative."""
+        return min(self.max_length - len(self.sequence.token_ids) - 1, self._requested_draft_tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,8 +76,8 @@ class SequenceGroup:
 
     session_id: int
     opened: OpenSequenceGroup
-    shared_token_ids: tuple[int, ...]  # tokens that all samples begin with, for which KV is reserved
-    kv_host: str  # the host name under which the router reached this node
+    shared_token_ids: tuple[int, ...]  # tokens with which all samples begin, for which KV is reserved
+    kv_host: str  # the host name by which the router reached this node
     arrival: int
     kv: SequenceKV | None
     compiled: object = None  # the compiled constraint, kept for samples that have not started
@@ -85,11 +85,11 @@ class SequenceGroup:
     cancelled_samples: set[int] = field(default_factory=set)  # samples that were cancelled before they started
     samples: dict[int, Sample] = field(default_factory=dict)  # unfinished samples, by index
     sequence_ids: dict[int, int] = field(default_factory=dict)  # by index, of samples that have not ended
-    followers: list[SampleStart] = field(default_factory=list)  # start when the only sample has computed what is shared
+    followers: list[SampleStart] = field(default_factory=list)  # they start when the first has computed the shared KV
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The group's place in the order of execution, lowest first: by priority, then by age."""
+        """The group's place in the order of execution, lowest first: by priority, then by arrival."""
         return -self.opened.options.priority, self.arrival
 
     @property
@@ -113,7 +113,7 @@ class SequenceGroup:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLookups:
-    """Totals over all granted groups."""
+    """Token counts of prefix cache lookups, over all granted groups."""
 
     num_query_tokens: int = 0
     num_hit_tokens: int = 0

@@ -1,4 +1,4 @@
-"""The queue of commands to the engine thread: this node's own first, then the routers' in turn."""
+"""The queue of commands to the engine thread: this node's own come first, then routers take turns."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ MAX_COMMANDS = 128
 """Limit of one router's queued commands, which the engine thread handles in a few iterations."""
 
 MAX_TOKENS = 1 << 20
-"""Limit of prompt tokens in one router's queue, not counting the last command, which may have any length."""
+"""Number of tokens in one router's queue from which on no further command is read. The last may have any length."""
 
 MAX_WORK = 4096
-"""Limit of all routers' commands handled between two steps, as a cost in prompt tokens: a few milliseconds."""
+"""Cost limit, in prompt tokens, of the routers' commands handled between two steps: a few milliseconds."""
 
 COMMAND_WORK = 128
 """The cost of a command in prompt tokens, in addition to the tokens that it carries."""
 
 
 @dataclass(slots=True)
-class _Lane:
+class _RouterQueue:
     """The queued commands of one router, in order."""
 
     commands: deque[RouterCommand] = field(default_factory=deque)
     num_tokens: int = 0
-    given_up: set[bytes] = field(default_factory=set)  # groups whose cancels are queued
+    cancelled: set[bytes] = field(default_factory=set)  # groups whose cancels are queued
 
     def put(self, command: RouterCommand) -> None:
         self.commands.append(command)
         self.num_tokens += _num_tokens(command)
-        if _gives_up(command):
-            self.given_up.add(command.message.sequence_group_id)
+        if _cancels_group(command):
+            self.cancelled.add(command.message.sequence_group_id)
 
     def take(self) -> RouterCommand:
-        """Pops the next command with an effect. Drops an open whose cancel is queued; the cancel finds no group."""
+        """Pops the next command. An open whose cancel is queued, too, is dropped; the cancel then finds no group."""
         while True:
             command = self.commands.popleft()
             self.num_tokens -= _num_tokens(command)
             match command.message:
-                case OpenSequenceGroup(sequence_group_id=group_id) if group_id in self.given_up:
+                case OpenSequenceGroup(sequence_group_id=group_id) if group_id in self.cancelled:
                     continue
                 case CancelSequenceGroup(sequence_group_id=group_id):
-                    self.given_up.discard(group_id)
+                    self.cancelled.discard(group_id)
             return command
 
 
@@ -56,50 +56,53 @@ class Inbox:
     """A queue of commands that any thread fills and the engine thread empties.
 
     Routers take turns, command by command, so a router that floods delays only itself. A session reads its next
-    command from the stream when there is room for it (`has_room`); until then it stays in the stream, and finally
-    with the router. This node's own commands (transfers, ends of sessions, drains) come first and are not bounded.
+    command from the stream only if `has_room`; until then the stream's flow control holds the router back. This
+    node's own commands (transfers, ends of sessions, drains) come first and are not bounded.
     """
 
     def __init__(self, *, max_commands: int = MAX_COMMANDS, max_tokens: int = MAX_TOKENS) -> None:
         self._max_commands = max_commands
         self._max_tokens = max_tokens
-        self._has_news = threading.Condition()
+        self._changed = threading.Condition()
         self._own: deque[Command] = deque()
-        self._lanes: dict[int, _Lane] = {}  # by session; the first has the next turn, and none is empty
+        self._queues: dict[int, _RouterQueue] = {}  # by session; the first has the next turn, and none is empty
         self._awaited: dict[tuple[int, bytes], list[RouterCommand]] = {}  # see `put_when_done`; by session and group
 
     @property
     def is_empty(self) -> bool:
-        return not (self._own or self._lanes)
+        return not (self._own or self._queues)
 
     def has_room(self, session_id: int) -> bool:
         """Returns whether the router may queue another command."""
-        with self._has_news:
-            lane = self._lanes.get(session_id) or _Lane()
+        with self._changed:
+            queued = self._queues.get(session_id) or _RouterQueue()
             of_router = [commands for (session, _), commands in self._awaited.items() if session == session_id]
             awaited = [*chain.from_iterable(of_router)]
-            num_tokens = lane.num_tokens + sum(map(_num_tokens, awaited))
-            return len(lane.commands) + len(awaited) < self._max_commands and num_tokens < self._max_tokens
+            num_tokens = queued.num_tokens + sum(map(_num_tokens, awaited))
+            return len(queued.commands) + len(awaited) < self._max_commands and num_tokens < self._max_tokens
 
     def put(self, command: Command) -> None:
-        with self._has_news:
-            if isinstance(command, SessionEnded):  # it also frees what the session's commands would have opened
-                self._lanes.pop(command.session_id, None)
+        with self._changed:
+            if isinstance(command, SessionEnded):  # it frees all of the session's groups, so its commands are dropped
+                self._queues.pop(command.session_id, None)
                 self._awaited = {key: held for key, held in self._awaited.items() if key[0] != command.session_id}
             if not isinstance(command, RouterCommand):
                 self._own.append(command)
             elif (key := _group_of(command)) not in self._awaited:
-                self._lanes.setdefault(command.session_id, _Lane()).put(command)
-            elif _gives_up(command):
+                self._queues.setdefault(command.session_id, _RouterQueue()).put(command)
+            elif _cancels_group(command):
                 del self._awaited[key]
             else:
                 self._awaited[key].append(command)
-            self._has_news.notify()
+            self._changed.notify()
 
     def put_when_done(self, opened: RouterCommand, compiled: Future[Any]) -> None:
-        """Queues an open when its constraint is compiled, unless it is cancelled before. Other commands do not wait."""
+        """Queues an open when its constraint is compiled, unless it is cancelled before.
+
+        Later commands of the same group wait behind it; those of other groups do not.
+        """
         key, commands = _group_of(opened), list[RouterCommand]([opened])
-        with self._has_news:
+        with self._changed:
             if key in self._awaited:
                 self._awaited[key].append(opened)
                 return
@@ -107,7 +110,7 @@ class Inbox:
         compiled.add_done_callback(lambda _: self._put_awaited(key, commands))
 
     def _put_awaited(self, key: tuple[int, bytes], commands: list[RouterCommand]) -> None:
-        with self._has_news:
+        with self._changed:
             if self._awaited.get(key) is commands:  # else it was cancelled, and perhaps opened again
                 del self._awaited[key]
                 first, *others = commands
@@ -117,32 +120,32 @@ class Inbox:
                         self.put_when_done(command, command.compiled)
                     else:
                         self.put(command)
-            commands.clear()  # a future keeps its callbacks, and they would keep these commands
+            commands.clear()  # the future keeps its callbacks, which would otherwise keep these commands alive
 
     def wait(self, timeout_seconds: float) -> None:
         """Waits until there is a command or the timeout is over."""
-        with self._has_news:
+        with self._changed:
             if self.is_empty:
-                self._has_news.wait(timeout_seconds)
+                self._changed.wait(timeout_seconds)
 
     def take_some(self) -> list[Command]:
         """Returns the commands for one iteration: all of this node's own, and at most MAX_WORK of the routers'."""
-        with self._has_news:
+        with self._changed:
             commands = list(self._own)
             self._own.clear()
             work = 0
-            while self._lanes and work < MAX_WORK:
+            while self._queues and work < MAX_WORK:
                 command = self._next_of_routers()
                 work += COMMAND_WORK + _num_tokens(command)
                 commands.append(command)
             return commands
 
     def _next_of_routers(self) -> RouterCommand:
-        session_id = next(iter(self._lanes))
-        lane = self._lanes.pop(session_id)
-        command = lane.take()
-        if lane.commands:
-            self._lanes[session_id] = lane  # goes to the end of the line
+        session_id = next(iter(self._queues))
+        queued = self._queues.pop(session_id)
+        command = queued.take()
+        if queued.commands:
+            self._queues[session_id] = queued  # its next turn comes after the others'
         return command
 
 
@@ -150,7 +153,7 @@ def _group_of(command: RouterCommand) -> tuple[int, bytes]:
     return command.session_id, command.message.sequence_group_id
 
 
-def _gives_up(command: RouterCommand) -> bool:
+def _cancels_group(command: RouterCommand) -> bool:
     """Returns whether the command cancels a whole group."""
     return isinstance(command.message, CancelSequenceGroup) and not command.message.samples
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Ingest:
-    """Opens and closes transfers on the receiver, and knows this node's KV address."""
+    """The receiver, its transfers into reserved blocks, and this node's KV address."""
 
     def __init__(
         self, receiver: KvReceiver, kv_cache: KVCache, *, host: str, advertise_address: str, security: PeerSecurity
@@ -60,18 +60,18 @@ class Ingest:
         )
 
     def close(self, transfer_id: bytes) -> DrainState:
-        """Closes the transfer. DRAINED: it writes no further byte. UNKNOWN: keep its blocks, and call again.
+        """Closes the transfer, without waiting for a write in progress, since steps must go on.
 
-        Never waits for a write in progress, since steps must go on.
+        Returns DRAINED if no further byte is written, or UNKNOWN: then the caller keeps the blocks and tries again.
         """
         return self.receiver.close(transfer_id, timeout_seconds=0.0)
 
 
 def kv_host(bound: str, advertised: str, reached: str) -> str:
-    """Returns the host that prefill nodes dial; they may be on other machines than the router.
+    """Returns the host that prefill nodes dial, which may be on other machines than the router.
 
-    This is the advertised host, else the one interface that is bound, else the host under which the router reached
-    this node, unless that is a local address.
+    This is the advertised host if there is one, else the bound interface if there is one, else the host by which the
+    router reached this node. If that is local, it is the address of the interface with a route to other networks.
     """
     if advertised:
         return advertised

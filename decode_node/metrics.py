@@ -28,7 +28,7 @@ REFUSED = {
     "failed": "frames_failed",
     "malformed": "messages_malformed",
 }
-"""The receiver's counter by exported reason."""
+"""The receiver's counter for each exported reason."""
 
 
 class RecentRates:
@@ -37,12 +37,12 @@ class RecentRates:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.tokens, self.kv_bytes = RecentSum(clock), RecentSum(clock)
         self._drafts, self._accepted = RecentSum(clock), RecentSum(clock)
-        self._wanting_steps, self._hit_steps = RecentSum(clock), RecentSum(clock)
+        self._requested_steps, self._hit_steps = RecentSum(clock), RecentSum(clock)
 
     def add_speculation(self, counts: SpeculationCounts) -> None:
         self._drafts.add(counts.num_spec_steps)
         self._accepted.add(counts.num_accepted_draft_tokens)
-        self._wanting_steps.add(counts.num_wanting_steps)
+        self._requested_steps.add(counts.num_wanting_steps)
         self._hit_steps.add(counts.num_hit_steps)
 
     def mean_acceptance_length(self) -> float:
@@ -51,9 +51,9 @@ class RecentRates:
         return 1.0 + self._accepted.total() / num_drafts if num_drafts else 0.0
 
     def look_ahead_hit_rate(self) -> float:
-        """Returns the fraction of hits in steps that requested a draft node's proposals, or 0 if none did."""
-        num_wanting = self._wanting_steps.total()
-        return self._hit_steps.total() / num_wanting if num_wanting else 0.0
+        """Returns the share of steps that requested a draft node's proposals and had one; 0 if none requested any."""
+        num_requested = self._requested_steps.total()
+        return self._hit_steps.total() / num_requested if num_requested else 0.0
 
 
 class DecodeMetrics:
@@ -109,7 +109,7 @@ class DecodeMetrics:
         drafts: DraftClientStatus,
         prefix_lookups: PrefixLookups,
     ) -> None:
-        """Exports gauges and the totals that other parts keep. Called periodically."""
+        """Updates gauges and the totals that other parts keep. Called periodically."""
         self._engine.set_load(load)
         for reason, name in REFUSED.items():
             if num_new := received[name] - self._received[name]:

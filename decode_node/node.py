@@ -93,12 +93,12 @@ class DecodeNode(TargetNode[DecodeParts]):
         self._state = NodeState.SERVING
 
     async def drain(self, deadline_seconds: float) -> None:
-        """Refuses new groups. Running ones end, are migrated by their router, or are failed at the deadline.
+        """Refuses new groups. Running ones end, are migrated by their router, or fail at the deadline.
 
         Returns when the last events are sent.
         """
         self._state = NodeState.DRAINING
-        self._sessions.report_now()  # the sooner routers know, the sooner they migrate what runs here
+        self._sessions.report_now()  # so that routers migrate this node's requests soon
         parts = self._parts
         if parts is None:
             return
@@ -113,7 +113,7 @@ class DecodeNode(TargetNode[DecodeParts]):
                 async with asyncio.timeout(1.0):
                     await self._until_idle(parts)
             except TimeoutError:
-                _log.error("groups were not given up in time", num_groups=parts.groups.num_groups)
+                _log.error("groups did not end after the drain deadline", num_groups=parts.groups.num_groups)
 
     async def stop(self) -> None:
         parts = self._parts
@@ -130,8 +130,8 @@ class DecodeNode(TargetNode[DecodeParts]):
             await asyncio.to_thread(parts.groups.kept_answers.close)
 
     async def _until_idle(self, parts: DecodeParts) -> None:
-        # Polled: the engine thread must not know about event loops. What it emitted before it was drained has been
-        # delivered when the first sleep after that is over.
+        # Polled, since the engine thread must not know about event loops. The sleep after the first loop lets the event
+        # loop deliver what the engine thread emitted last.
         while not parts.loop.is_drained:  # noqa: ASYNC110 see above
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         await asyncio.sleep(DRAIN_POLL_SECONDS)
@@ -162,10 +162,10 @@ class DecodeNode(TargetNode[DecodeParts]):
                     prefix_lookups=self._parts.groups.prefix_lookups,
                 )
             except Exception as error:  # noqa: BLE001 a bug in one figure must not stop all figures for good
-                _log.error("metrics failed", error=str(error), exc_info=error)
+                _log.error("metrics could not be updated", error=str(error), exc_info=error)
             await asyncio.sleep(METRICS_SECONDS)
 
-    # --- how it is doing ------------------------------------------------------------------
+    # --- load -----------------------------------------------------------------------------
 
     def _load(self) -> NodeLoad:
         assert self._parts is not None

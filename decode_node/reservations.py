@@ -14,29 +14,29 @@ from outrider.kv_transfer.base import DrainState, TransferStats
 from outrider.session import Granted, KvFailed, KvReady, SequenceGroupEvent
 
 WRITE_SECONDS = 0.5
-"""Seconds to wait for a frame's write, which takes milliseconds. After that, received KV is given up."""
+"""Seconds to wait for a frame's write, which takes milliseconds. After that, received KV is discarded."""
 
 
 @dataclass(slots=True)
 class _Filling:
-    """The current state of filling one reservation."""
+    """The state of filling one reservation with KV."""
 
-    deadline: float  # on the owner's clock; the transfer's, or the reservation's if it has no transfer
+    deadline: float  # of the transfer, or of the reservation if it has no transfer; on the owner's clock
     transfer_id: bytes = b""  # expected by the receiver; empty if the last one has failed
-    undrained_id: bytes = b""  # a closed transfer with a possible write in progress
-    next_id: bytes | None = None  # the next transfer, once that one has drained; empty: the node computes the KV itself
+    undrained_id: bytes = b""  # a closed transfer that may still have a write in progress
+    next_id: bytes | None = None  # opened once that one has drained; empty: this node computes the KV; None: no change
     received_until: int = 0  # token up to which the last transfer has delivered KV; 0: not known
     keeps_received: bool = False  # whether the next transfer continues from there
-    waits_until: float = 0.0  # deadline for a write in progress, after which other blocks are taken and nothing is kept
+    drain_deadline: float = 0.0  # deadline for a write in progress; after it, other blocks are used and nothing is kept
 
 
 class Reservations:
-    """Reservations, each of which outlives its transfers. Engine thread only.
+    """All reservations. Each may see several transfers. Engine thread only.
 
-    The next transfer into the same blocks is opened only after the one before is closed and drained. If the router
-    says so (nodes with equal numerics), it continues after the tokens that arrived completely; otherwise it has to
-    bring every token. While a write into the blocks is still in progress, the reservation gets other blocks, or waits
-    if there are none.
+    A further transfer into the same blocks is opened only after the one before is closed and drained. If the router
+    allows it (for nodes with equal numerics), it continues after the tokens that arrived completely; otherwise it
+    brings every token. While a write into the blocks is still in progress, the reservation gets other blocks, or waits
+    if none are free.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Reservations:
         clock: Callable[[], float],
         report: Callable[[SequenceGroup, SequenceGroupEvent], None],
     ) -> None:
-        """`timeout_seconds`: limit for a transfer without a new frame, and for a reservation without a transfer."""
+        """`timeout_seconds`: maximum time of a transfer without a new frame or a reservation without a transfer."""
         self._ingest = ingest
         self._pool = pool
         self._timeout_seconds = timeout_seconds
@@ -83,7 +83,7 @@ class Reservations:
         self._close(filling)
         filling.next_id = transfer_id
         filling.keeps_received = keeps_received
-        filling.waits_until = self._clock() + WRITE_SECONDS
+        filling.drain_deadline = self._clock() + WRITE_SECONDS
         return self._go_on(group, filling)
 
     def complete(self, transfer_id: bytes, stats: TransferStats) -> SequenceGroup | None:
@@ -110,7 +110,7 @@ class Reservations:
         return group
 
     def fail(self, transfer_id: bytes, message: str) -> None:
-        """Records that the transfer has failed; its blocks wait for another."""
+        """Records and reports that the transfer has failed. Its blocks wait for another one."""
         group = self._by_transfer.get(transfer_id)
         if group is None:
             return
@@ -126,8 +126,8 @@ class Reservations:
             ),
         )
 
-    def idle_behind(self, rank: tuple[int, int]) -> SequenceGroup | None:
-        """Returns the last of the groups ranked behind `rank` for which nothing has been received."""
+    def last_idle_behind(self, rank: tuple[int, int]) -> SequenceGroup | None:
+        """Returns the last-ranked group that has received nothing, if it ranks behind `rank`."""
         idle = [
             group
             for group, filling in self._fillings.items()
@@ -137,11 +137,11 @@ class Reservations:
         ]
         return max(idle, key=lambda group: group.rank, default=None)
 
-    def tend(self) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
-        """Returns (groups whose samples can start and compute the rest, groups that get no transfer any more).
+    def advance(self) -> tuple[list[SequenceGroup], list[SequenceGroup]]:
+        """Fails transfers without progress, opens the next transfers after drained ones, and frees drained blocks.
 
-        The caller has to fail the latter, which still wait. Also fails transfers without progress, opens the next
-        transfers after drained ones, and frees drained blocks.
+        Returns (groups whose samples can start and compute the rest, groups that waited too long for a new transfer).
+        The caller fails the latter.
         """
         for transfer_id, kv in tuple(self._undrained.items()):
             if self._ingest.close(transfer_id) is DrainState.DRAINED:
@@ -156,12 +156,12 @@ class Reservations:
             elif now >= filling.deadline:
                 if not filling.transfer_id:
                     overdue.append(group)
-                elif not self._has_moved(filling, now):
-                    self.fail(filling.transfer_id, f"no KV came for {self._timeout_seconds:g} s")
+                elif not self._has_progressed(filling, now):
+                    self.fail(filling.transfer_id, f"no KV arrived for {self._timeout_seconds:g} s")
         return starting, overdue
 
     def drop(self, group: SequenceGroup) -> None:
-        """Removes the group's reservation and frees its blocks, at once or when no write into them is in progress."""
+        """Removes the group's reservation. Its blocks are freed as soon as no write into them is in progress."""
         filling = self._fillings[group]
         self._close(filling)
         self._remove(group)
@@ -173,7 +173,7 @@ class Reservations:
             kv.free()
 
     def grant(self, group: SequenceGroup, transfer_id: bytes, *, kv_address: str = "") -> None:
-        """Reports the grant; without an address the samples compute what is missing."""
+        """Reports the grant. Without `kv_address`, the samples compute the missing KV."""
         assert group.kv is not None
         opened, held = group.opened, group.kv.num_tokens
         num_known = len(opened.known_token_ids(opened.samples[0]))
@@ -199,9 +199,9 @@ class Reservations:
         self.grant(group, transfer_id, kv_address=self._ingest.address(group.kv_host))
 
     def _go_on(self, group: SequenceGroup, filling: _Filling) -> bool:
-        """Proceeds to the next transfer once the blocks are safe to write. Returns True if the samples can start."""
-        is_undrained = filling.undrained_id and not self._is_drained(filling, filling.undrained_id)
-        waits = filling.keeps_received and self._clock() < filling.waits_until
+        """Opens the next transfer once the blocks are safe to write. Returns True if the samples can start."""
+        is_undrained = filling.undrained_id and not self._close_if_drained(filling, filling.undrained_id)
+        waits = filling.keeps_received and self._clock() < filling.drain_deadline
         if is_undrained and (waits or not self._change_blocks(group, filling.undrained_id)):
             return False
         self._keep_received(group, filling)
@@ -215,7 +215,7 @@ class Reservations:
         return True
 
     def _keep_received(self, group: SequenceGroup, filling: _Filling) -> None:
-        """Makes completely received tokens valid, or discards everything received, as `keeps_received` says."""
+        """Makes completely received tokens valid if `keeps_received`; otherwise discards everything received."""
         kv, received_until = group.kv, filling.received_until
         filling.received_until = 0
         assert kv is not None
@@ -225,8 +225,8 @@ class Reservations:
         elif received_until > kv.num_tokens:
             kv.advance(received_until)
 
-    def _is_drained(self, filling: _Filling, transfer_id: bytes) -> bool:
-        """Closes a transfer. Returns True if no write is in progress, and then `received_until` is set."""
+    def _close_if_drained(self, filling: _Filling, transfer_id: bytes) -> bool:
+        """Closes a transfer. If no write is in progress, sets `received_until` and returns True."""
         received_until = self._ingest.inbox.received_until(transfer_id)
         if received_until is None or self._ingest.close(transfer_id) is DrainState.UNKNOWN:
             return False
@@ -234,7 +234,7 @@ class Reservations:
         return True
 
     def _change_blocks(self, group: SequenceGroup, undrained_id: bytes) -> bool:
-        """Reserves other blocks; the old ones are freed once they have drained. Returns False if there is no room."""
+        """Reserves other blocks; the old ones are freed once drained. Returns False if there is no room."""
         kv = cached_table(self._pool, group.opened, group.shared_token_ids)
         try:
             kv.reserve(len(group.shared_token_ids))
@@ -251,10 +251,10 @@ class Reservations:
         if not transfer_id:
             return
         del self._by_transfer[transfer_id]
-        if not self._is_drained(filling, transfer_id):
+        if not self._close_if_drained(filling, transfer_id):
             filling.undrained_id = transfer_id
 
-    def _has_moved(self, filling: _Filling, now: float) -> bool:
+    def _has_progressed(self, filling: _Filling, now: float) -> bool:
         """Returns whether a frame came within the timeout; if so, extends the deadline."""
         last = self._ingest.inbox.last_frame_at(filling.transfer_id)
         if last is None or now >= last + self._timeout_seconds:

@@ -1,4 +1,4 @@
-"""The life of sequence groups on this node: grants, transfers, cancels, ends. Engine thread only."""
+"""The life cycle of sequence groups on this node: grants, transfers, cancels, ends. Engine thread only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from outrider.wire.answer import pack_logprobs
 
 
 class SequenceGroupManager:
-    """Admits groups, starts their samples when the prompt's KV is available, frees them when they end.
+    """The node's sequence groups, which it admits, starts when the prompt's KV is available, and frees at their end.
 
     Every path to the end of a group frees its blocks, scheduler entry, draft state and transfer. A transfer is closed
     (drained) before its blocks are freed.
@@ -71,8 +71,8 @@ class SequenceGroupManager:
         self._events: defaultdict[int, list[SequenceGroupEvent]] = defaultdict(list)  # by session
         self._num_arrived = 0
         self.prefix_lookups = PrefixLookups()  # replaced as a whole, so that other threads may read it
-        self._led: dict[SequenceGroup, None] = {}  # groups whose first sample computes the shared tokens
-        self.is_draining = False  # new groups are refused
+        self._with_followers: dict[SequenceGroup, None] = {}  # groups whose first sample computes the shared tokens
+        self.is_draining = False  # if true, new groups are refused
 
     @property
     def num_groups(self) -> int:
@@ -80,7 +80,7 @@ class SequenceGroupManager:
 
     @property
     def num_waiting(self) -> int:
-        """Number of groups whose KV is in transfer, and of preempted sequences."""
+        """Number of groups whose KV is in transfer, plus that of preempted sequences."""
         return len(self._reservations) + self._engine.scheduler.num_waiting
 
     @property
@@ -90,13 +90,13 @@ class SequenceGroupManager:
 
     @property
     def num_sequences_free(self) -> int:
-        """Number of samples that might be admitted; 0 while preempted ones wait for room. Readable from any thread."""
+        """Number of samples that could still be admitted; 0 while preempted ones wait. Readable from any thread."""
         if self._engine.scheduler.num_waiting:
             return 0
         return max(self._admission.max_running_sequences - self._groups.num_sequences, 0)
 
-    def samples_at_decode_row(self) -> list[Sample]:
-        """Returns the running samples with all KV but the newest token's: those that can use drafts."""
+    def samples_to_draft(self) -> list[Sample]:
+        """Returns the running samples that lack only the newest token's KV, and so can use drafts."""
         return self._groups.samples_of(
             sequence
             for sequence in self._engine.scheduler.running
@@ -107,7 +107,7 @@ class SequenceGroupManager:
         self._events[group.session_id].append(event)
 
     def report_scores(self, scores: Iterable[ScoredSequence]) -> None:
-        """Reports prompts' logprobs, which come before the first tokens of their groups."""
+        """Reports prompt logprobs. It is called before the step's tokens are reported, so they come first."""
         for sequence, logprobs in scores:
             (sample,) = self._groups.samples_of([sequence])
             group_id = sample.group.opened.sequence_group_id
@@ -117,10 +117,10 @@ class SequenceGroupManager:
         events, self._events = self._events, defaultdict(list)
         return events
 
-    # --- coming ---------------------------------------------------------------------------
+    # --- from open to start ---------------------------------------------------------------
 
     def open(self, command: RouterCommand, opened: OpenSequenceGroup) -> None:
-        """Grants or rejects the group at once."""
+        """Grants or rejects a group immediately."""
         fault_point("decode.before_grant")
         if self.is_draining:
             self._reject(command, RejectReason.DRAINING, "the node is draining")
@@ -138,7 +138,7 @@ class SequenceGroupManager:
         needed = self._admission.blocks_needed(
             opened, num_shared=len(shared), num_new_blocks=kv.num_blocks_needed(len(shared)), groups=self._groups
         )
-        if self._has_no_room(command.session_id, opened, needed):
+        if self._reject_if_full(command.session_id, opened, needed):
             kv.free()
             return
         self._num_arrived += 1
@@ -161,8 +161,8 @@ class SequenceGroupManager:
         self._reservations.grant(group, opened.transfer_id)
         self._start_samples(group)
 
-    def _has_no_room(self, session_id: int, opened: OpenSequenceGroup, num_blocks: int) -> bool:
-        """Rejects the group if there is no room, or if another router has a claim on it. Returns whether it did."""
+    def _reject_if_full(self, session_id: int, opened: OpenSequenceGroup, num_blocks: int) -> bool:
+        """Rejects the group if there is no room, or if another router has a claim to it. Returns whether it did so."""
         pool = self._engine.pool
         is_short = num_blocks > pool.num_free_blocks or len(opened.samples) > self.num_sequences_free
         wait_seconds = 0.0 if is_short else self._fair_shares.hold_back_seconds(session_id, self._groups)
@@ -171,7 +171,9 @@ class SequenceGroupManager:
             return False
         if is_short:
             self._fair_shares.claim(session_id)
-        message = "no room at present" if is_short else "another router waits for room, and this one has its share"
+        message = (
+            "no room at present" if is_short else "another router waits for room, and this router already has its share"
+        )
         self._report_no_room(session_id, opened, num_blocks, message, wait_seconds=wait_seconds)
         return True
 
@@ -182,14 +184,14 @@ class SequenceGroupManager:
             sequence_group_id=opened.sequence_group_id,
             reason=RejectReason.NO_ROOM,
             message=message,
-            kv_blocks_needed=min(num_blocks, self._engine.pool.num_blocks),  # if all blocks are free, the node is empty
+            kv_blocks_needed=min(num_blocks, self._engine.pool.num_blocks),  # an empty node has room for any group
             num_sequences_needed=len(opened.samples),
             wait_seconds=wait_seconds,
         )
         self._events[session_id].append(rejected)
 
     def retarget(self, session_id: int, retarget: RetargetSequenceGroup) -> None:
-        """Tries another way to fill the reservation. Does nothing if the group has its KV or is gone."""
+        """Fills the reservation by another transfer or by computation. Does nothing unless the group waits for KV."""
         group = self._groups.find(session_id, retarget.sequence_group_id)
         if group is None or not group.is_waiting_for_kv:
             return
@@ -206,25 +208,25 @@ class SequenceGroupManager:
     def transfer_failed(self, command: TransferFailed) -> None:
         self._reservations.fail(command.transfer_id, command.reason)
 
-    def tend_groups(self) -> None:
-        """Starts samples whose KV is available, and fails groups whose reservation nobody fills."""
-        for group in tuple(self._led):
+    def advance_groups(self) -> None:
+        """Starts samples whose KV is available, and fails groups whose reservation is no longer being filled."""
+        for group in tuple(self._with_followers):
             (leader,) = group.samples.values()
             if leader.sequence.num_computed >= len(group.shared_token_ids):
                 self._start_followers(group, leader)
-        starting, overdue = self._reservations.tend()
+        starting, overdue = self._reservations.advance()
         for group in starting:
             self._start_samples(group)
         for group in overdue:
-            self._fail(group, "the KV transfer failed, and no other came")
+            self._fail(group, "the KV transfer failed, and the router has started no other one in time")
 
     def reclaim_reservation(self, sequence: EngineSequence) -> bool:
-        """Takes the blocks of one group that has received no KV, if one ranks behind the sequence.
+        """Frees the blocks of one group that ranks behind the sequence and has received no KV, if there is one.
 
-        The group is rejected as if it had come without room. This loses less than preempting a sequence, whose KV
-        would have to be recomputed.
+        The group is rejected as if there had been no room when it arrived. This costs less than preempting a sequence,
+        whose KV would have to be recomputed. Returns whether blocks became free.
         """
-        group = self._reservations.idle_behind((-sequence.priority, sequence.arrival))
+        group = self._reservations.last_idle_behind((-sequence.priority, sequence.arrival))
         if group is None:
             return False
         pool, num_shared = self._engine.pool, len(group.shared_token_ids)
@@ -233,21 +235,21 @@ class SequenceGroupManager:
         needed = self._admission.blocks_needed(
             group.opened, num_shared=num_shared, num_new_blocks=pool.num_blocks_for(num_shared), groups=self._groups
         )
-        self._report_no_room(group.session_id, group.opened, needed, "a running sequence needed its blocks")
+        self._report_no_room(group.session_id, group.opened, needed, "its KV blocks were given to a running sequence")
         return pool.num_free_blocks > num_free
 
     def _start_samples(self, group: SequenceGroup) -> None:
         """Starts the samples, which share the blocks of their common tokens (copy on write).
 
-        If some of the shared KV is missing, the first sample computes it and the others follow. A sample computes its
-        own known tokens in its first rows.
+        If some of the shared KV is missing, the first sample computes it and the others start after that. A sample
+        computes its own known tokens in its first rows.
         """
         kv, group.kv = group.kv, None
         assert kv is not None
         first, *others = group.wanted_samples
         if len(group.shared_token_ids) > kv.num_tokens and others:
             group.followers, others = others, []
-            self._led[group] = None
+            self._with_followers[group] = None
         tables = [kv.fork() for _ in others]
         self._start_sample(group, first, kv)
         for start, table in zip(others, tables, strict=True):
@@ -255,8 +257,8 @@ class SequenceGroupManager:
         fault_point("decode.before_first_token")
 
     def _start_followers(self, group: SequenceGroup, leader: Sample) -> None:
-        """Starts the other samples with the shared KV that exists when the leader has computed it, or ends."""
-        del self._led[group]
+        """Starts the other samples when the leader has computed the shared KV, or with a part of it if it has ended."""
+        del self._with_followers[group]
         starts, group.followers = group.followers, []
         kv = leader.sequence.kv
         for start in starts:
@@ -294,10 +296,10 @@ class SequenceGroupManager:
         event = Rejected(sequence_group_id=command.message.sequence_group_id, reason=reason, message=message)
         self._events[command.session_id].append(event)
 
-    # --- going ----------------------------------------------------------------------------
+    # --- the end of samples and groups ----------------------------------------------------
 
     def finish(self, sample: Sample) -> None:
-        """Ends a sample whose tokens are all decided."""
+        """Ends a sample that has its last token."""
         fault_point("decode.done")
         self._admission.observe_finished(sample.num_generated)
         if self.kept_answers is not None:
@@ -330,18 +332,18 @@ class SequenceGroupManager:
         self._close_drafts(group, cancel.samples)
 
     def end_session(self, session_id: int) -> None:
-        """Frees the groups of a router whose lease has ended; there is nobody to report to."""
+        """Frees the groups of a router whose lease has ended, without reports, since nobody would read them."""
         self._fair_shares.settle(session_id)
         for group in self._groups.of_session(session_id):
             self._free(group)
         self._events.pop(session_id, None)
 
     def fail(self, sample: Sample, why: str) -> None:
-        """Fails a request that cannot go on anywhere. Does nothing if another sample has failed it already."""
+        """Fails a request that no other node could continue. Does nothing if the sample has already ended."""
         if sample.group.samples.get(sample.index) is sample:
             self._fail(sample.group, why, code=code_pb2.INVALID_ARGUMENT)
 
-    def give_up_all(self, why: str) -> None:
+    def fail_all(self, why: str) -> None:
         for group in self._groups:
             self._fail(group, why)
 
@@ -357,7 +359,7 @@ class SequenceGroupManager:
         self._free(group)
 
     def _free(self, group: SequenceGroup) -> None:
-        self._led.pop(group, None)
+        self._with_followers.pop(group, None)
         group.followers.clear()
         if group.is_waiting_for_kv:
             self._reservations.drop(group)
@@ -367,7 +369,7 @@ class SequenceGroupManager:
         self._groups.remove(group)
 
     def _drop(self, sample: Sample) -> None:
-        if sample.group in self._led:
+        if sample.group in self._with_followers:
             self._start_followers(sample.group, sample)
         self._engine.scheduler.remove(sample.sequence)
         self._close_drafts(sample.group, (sample.index,))

@@ -1,4 +1,4 @@
-"""Router sessions: one stream per router, which is also its lease."""
+"""The routers' sessions: one stream per router, which is also its lease."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from outrider.v1 import session_pb2, session_pb2_grpc
 from outrider.wire.session import command_from_proto, report_message_to_proto
 
 MAX_UNSENT_EVENTS = 65_536
-"""Events for one router: many seconds of every sequence of a large batch."""
+"""Maximum unsent events for one router: those of many seconds of a large batch."""
 
 REPORT_SECONDS = 0.2  # the longest interval between two reports to a router
 HELLO_SECONDS = 10.0
@@ -48,7 +48,7 @@ class RouterSession:
     session_id: int
     router: str
     writer: asyncio.Task[object]
-    events: list[SequenceGroupEvent] = field(default_factory=list)  # not yet written
+    events: list[SequenceGroupEvent] = field(default_factory=list)  # not yet written to the stream
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     failure: BaseException | None = None  # why this node ended the session
 
@@ -64,7 +64,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
 
     Commands go to the engine thread through `submit` while there is room; otherwise the stream is not read, and its
     router waits. Events come back through `deliver`. A report is built when the stream is writable, from all events
-    since the last one: a slow router gets fewer, larger messages and never delays the engine.
+    since the last one, so a slow router gets fewer, larger messages and never delays the engine.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
         timeout_seconds: float,
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """`has_room`: whether there is room for another command of a session.
+        """`has_room`: whether a session may submit another command.
 
-        `timeout_seconds`: silence after which a router, which sends heartbeats, loses its lease.
+        `timeout_seconds`: time without a message or heartbeat after which a router loses its lease.
         """
         self._timeout_seconds = timeout_seconds
         self._submit = submit
@@ -103,7 +103,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
             session.events += events
             session.wake.set()
             if len(session.events) > MAX_UNSENT_EVENTS:
-                _refuse_to_keep(session)
+                _end_unread(session)
 
     def report_now(self) -> None:
         """Reports to every router without waiting for an event or the next interval."""
@@ -132,7 +132,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
         """Serves one session, from hello to the end of the stream.
 
         Raises: MismatchError for another protocol version or model, InvalidRequestError for a message that breaks the
-        protocol, PeerLostError for a router that fell silent, CapacityError for one that does not read.
+        protocol, PeerLostError for a router that sends nothing, CapacityError for one that does not read.
         """
         hello = await self._read_hello(commands)
         writer = asyncio.current_task()
@@ -143,18 +143,18 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
         _log.info("session opened", router=session.router, session=session.session_id)
         reader: asyncio.Task[None] | None = None
         try:
-            # Before anything is read: gRPC cannot end a call with a status while the first write is in progress.
+            # Written before anything is read: gRPC cannot end a call with a status during the first write.
             await self._write_hello(session, write)
             reader = asyncio.create_task(self._read_commands(session, kv_host, commands))
             reader.add_done_callback(lambda done: _end_writer(done, session))
             while not reader.done():
-                await self._something_to_say(session)
+                await self._wait_for_events(session)
                 events = tuple(session.events)
                 merged = merge_tokens(events)
                 await write(report_message_to_proto(self._report(), merged))
                 if any(isinstance(event, Granted) for event in merged):
                     fault_point("decode.granted")
-                del session.events[: len(events)]  # removed only when written: a drain waits for that
+                del session.events[: len(events)]  # not before they are written, since a drain waits for that
         except asyncio.CancelledError:
             if session.failure is None:
                 raise
@@ -173,9 +173,9 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
             async with asyncio.timeout(HELLO_SECONDS):
                 first = await anext(commands)
         except (StopAsyncIteration, TimeoutError) as error:
-            raise InvalidRequestError("a session begins with a hello", field="hello") from error
+            raise InvalidRequestError(f"no hello within {HELLO_SECONDS:g} s", field="hello") from error
         if first.WhichOneof("command") != "hello":
-            raise InvalidRequestError("a session begins with a hello", field="hello")
+            raise InvalidRequestError("the first message of a session must be a hello", field="hello")
         hello, info = first.hello, self._info()
         theirs = ProtocolVersions.of_hello(oldest=hello.oldest_protocol_version, newest=hello.protocol_version)
         negotiate(info.protocol_versions, theirs, us=f"decode node {info.name}", them=f"router {hello.name}")
@@ -194,7 +194,9 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
             async with asyncio.timeout(HELLO_SECONDS):
                 await write(report_message_to_proto(self._report(), (), hello=self._info()))
         except TimeoutError as error:
-            raise PeerLostError(f"router {session.router} does not read", node=session.router) from error
+            raise PeerLostError(
+                f"router {session.router} did not read the hello within {HELLO_SECONDS:g} s", node=session.router
+            ) from error
 
     async def _read_commands(
         self, session: RouterSession, kv_host: str, commands: AsyncIterator[session_pb2.SessionCommand]
@@ -202,7 +204,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
         async for proto in self._until_silent(session, commands):
             if proto.WhichOneof("command") == "heartbeat":
                 continue
-            # Polled: the engine thread must not know about event loops.
+            # Polled, since the engine thread must not know about event loops.
             while not self._has_room(session.session_id):  # noqa: ASYNC110 see above
                 await asyncio.sleep(LOOK_AGAIN_SECONDS)
             command = command_from_proto(proto)
@@ -216,7 +218,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
     async def _until_silent(
         self, session: RouterSession, commands: AsyncIterator[session_pb2.SessionCommand]
     ) -> AsyncIterator[session_pb2.SessionCommand]:
-        """Yields messages. Raises: PeerLostError on silence; TCP does not notice a stopped process (SIGSTOP)."""
+        """Yields messages. Raises: PeerLostError if none comes in time: TCP does not notice a SIGSTOP of the peer."""
         while True:
             try:
                 async with asyncio.timeout(self._timeout_seconds):
@@ -225,45 +227,43 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
                 return
             except TimeoutError as error:
                 _log.warning("router is silent", router=session.router, session=session.session_id)
-                message = f"router {session.router} was silent for {self._timeout_seconds:g} s"
+                message = f"router {session.router} sent nothing for {self._timeout_seconds:g} s"
                 raise PeerLostError(message, node=session.router) from error
             yield proto
 
-    async def _something_to_say(self, session: RouterSession) -> None:
+    async def _wait_for_events(self, session: RouterSession) -> None:
         """Waits for an event, at most `REPORT_SECONDS`."""
-        with contextlib.suppress(TimeoutError):  # nothing happened: the report itself shows that this node is alive
+        with contextlib.suppress(TimeoutError):  # a report without events shows that this node is alive
             async with asyncio.timeout(REPORT_SECONDS):
                 await session.wake.wait()
         session.wake.clear()
 
 
 def _end_writer(reader: asyncio.Task[None], session: RouterSession) -> None:
-    """Lets the writer send the last report if the router has closed its side; ends it if the router broke the lease
-    or the protocol.
-    """
+    """Ends the session when its reader has ended: at once, or after a last report if the router has closed its side."""
     session.wake.set()
     failure = None if reader.cancelled() else reader.exception()
     if failure is not None:
         session.end(failure)
 
 
-def _refuse_to_keep(session: RouterSession) -> None:
+def _end_unread(session: RouterSession) -> None:
     """Ends the session of a router that sends but does not read, before its events fill this node's memory."""
     if session.failure is None:
-        _log.warning("router does not read", router=session.router, session=session.session_id)
-    message = f"router {session.router} has left more than {MAX_UNSENT_EVENTS} events unread"
+        _log.warning("router stopped reading; its session ends", router=session.router, session=session.session_id)
+    message = f"router {session.router} stopped reading: more than {MAX_UNSENT_EVENTS} events are unsent"
     session.end(CapacityError(message, reason="NOT_READING"))
     session.events.clear()
 
 
 def merge_tokens(events: Sequence[SequenceGroupEvent]) -> list[SequenceGroupEvent]:
-    """Merges all SampleTokens of one sample into the first one; the order of everything else stays."""
+    """Merges all SampleTokens of one sample into the first one. The other events keep their order."""
     of_tokens = [(event.sequence_group_id, event.sample) for event in events if isinstance(event, SampleTokens)]
     if len(set(of_tokens)) == len(of_tokens):  # at most one for each sample: one step
         return list(events)
     merged: list[SequenceGroupEvent] = []
     places: dict[tuple[bytes, int], int] = {}  # (group, sample) → index in `merged` of its first tokens
-    parts: dict[int, list[SampleTokens]] = {}  # by that index: the parts of samples that have several
+    parts: dict[int, list[SampleTokens]] = {}  # by that index: the events of samples that have several
     for event in events:
         if not isinstance(event, SampleTokens):
             merged.append(event)

@@ -1,4 +1,4 @@
-"""The values of a step, in order: what is planned for each sequence, what is decided for it, what is reported."""
+"""The values of a step: what is planned for each sequence, what is decided for it, and what is reported."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class PlannedSequence(NamedTuple):
 
     @classmethod
     def of(cls, scheduled: Scheduled, sample: Sample, draft: RankedDraft | None) -> PlannedSequence:
-        """Cuts the draft to the rows that it was given, and puts it into their order."""
+        """Returns the planned sequence with its draft cut to the granted rows, depth first."""
         if draft is None or not scheduled.num_draft_tokens:
             return cls(scheduled, sample, NO_DRAFT)
         return cls(scheduled, sample, draft.tree.cut(scheduled.num_draft_tokens).depth_first())
 
     def rows(self) -> SequenceRows:
-        """Returns the rows of the forward: tokens without KV, then the draft tokens."""
+        """Returns the rows of the forward pass: known tokens without KV, then the draft tokens."""
         sequence, draft, num_rows = self.scheduled.sequence, self.draft, self.scheduled.num_rows
         kv, known = sequence.kv, sequence.token_ids
         assert kv is not None
@@ -52,13 +52,13 @@ class PlannedSequence(NamedTuple):
         )
 
     def draft_rows(self) -> DraftRows:
-        """Returns the decisions that the verifier has to make: the tokens after the known ones and each draft token."""
+        """Returns the rows for the verifier: it decides the token after the known ones and after each draft token."""
         sample, draft = self.sample, self.draft
         rows = SampleRows(sample.sampling, len(sample.sequence.token_ids), draft.token_ids)
         return DraftRows(rows, draft.distributions, sample.group.opened.options.verification_method, draft.parents)
 
     def moved_slots(self, outcome: Verified) -> Iterator[tuple[int, int]]:
-        """Yields (source, destination) slots of accepted tokens of a tree whose KV is not at their position's slot."""
+        """Yields (source, destination) slots for a tree's accepted tokens whose KV is not in their position's slot."""
         kv = self.scheduled.sequence.kv
         assert kv is not None
         first = len(self.scheduled.sequence.token_ids)
@@ -94,10 +94,10 @@ class Verdict(NamedTuple):
 def apply_stop_conditions(
     verified: Verified, draft: DraftTree, *, stop_token_ids: frozenset[int], num_tokens_left: int
 ) -> Verdict:
-    """Cuts what was verified after the first token that ends the sample.
+    """Returns the verified tokens up to the first one that ends the sample.
 
-    If a token is a stop token and the last one allowed, the reason is STOP. `num_tokens_left`: of max_tokens, at
-    least 1.
+    If that is a stop token and also the last one allowed, the reason is STOP. `num_tokens_left`: tokens left of
+    max_tokens, at least 1.
     """
     token_ids, num_draft_tokens = verified.token_ids, len(draft.token_ids)
     num_accepted = len(token_ids) - 1
@@ -126,7 +126,7 @@ def _requested(logprobs: tuple[TokenLogprobs | None, ...]) -> tuple[TokenLogprob
 
 @lru_cache(maxsize=4096)
 def speculation_counts(num_draft_tokens: int, num_accepted: int, requested: bool, hit: bool) -> SpeculationCounts:  # noqa: FBT001 of one caller
-    """Returns what a verdict adds to its request's counts; equal verdicts share one value."""
+    """Returns what a verdict adds to its request's counts. Equal verdicts share one value."""
     drafted = num_draft_tokens > 0
     return SpeculationCounts(
         num_spec_steps=int(drafted),
@@ -140,7 +140,7 @@ def speculation_counts(num_draft_tokens: int, num_accepted: int, requested: bool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """The engine thread's statistics of a step; it neither logs nor counts in metrics itself."""
+    """The statistics of a step, which the engine thread passes to the event loop for its metrics."""
 
     seconds: float
     nanoseconds: Mapping[str, int]  # by outrider.profile.Part, since the end of the step before
@@ -160,7 +160,7 @@ def step_kind(plan: StepPlan) -> StepKind:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Committed verdicts that are not reported yet. They become events before the next step commits."""
+    """The committed verdicts of a step that are not reported yet. They are reported before the next step commits."""
 
     step: LaunchedStep
     verifying: Sequence[PlannedSequence]  # those of the step whose next token was decided
@@ -196,14 +196,14 @@ class StepReport:
                 yield group, done
 
     def publish_blocks(self) -> None:
-        """Publishes the full blocks of samples that go on; ended and preempted samples have published theirs."""
+        """Publishes the full blocks of running samples. Ended and preempted samples have published theirs."""
         for item in self.verifying:
             sequence = item.sample.sequence
             if sequence.kv is not None:
                 sequence.kv.publish(sequence.token_ids)
 
     def stats(self) -> StepStats:
-        """Counts what the step did; called when it is reported, as by then a device has begun the next step."""
+        """Returns the statistics, which are counted here rather than in the commit: by now a device is busy again."""
         num_tokens, num_accepted = Counter[str](), Counter[str]()
         num_by_method = Counter[VerificationMethod]()
         for item, verdict in zip(self.verifying, self.verdicts, strict=True):

@@ -1,8 +1,8 @@
 """The next step of plain decoding, laid out while a device computes the current one.
 
-Consecutive steps of this kind differ only in one token per sequence. So the batch is laid out ahead, without token
-ids. It is launched as soon as they are known, if every sequence continues; the host commits and reports them while
-the device computes again. The batch equals the one that would have been planned otherwise.
+Consecutive steps of plain decoding differ only in one token per sequence, so the next batch is laid out ahead, without
+token ids. If every sequence continues, it is launched as soon as the ids are known, and the host commits and reports
+them while the device computes again. The batch is the one that would have been planned otherwise.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ UNKNOWN_TOKEN_ID = 0
 
 
 def lay_out_next(step: LaunchedStep, engine: Engine) -> InputBatch | None:
-    """Returns the batch that follows if each sequence of the step continues by one token, and reserves its blocks.
+    """Returns the batch that follows if every sequence continues by one token, and reserves its blocks.
 
-    Returns None if the scheduler may plan something else.
+    Returns None if the scheduler might plan something else.
     """
     scheduler, planned = engine.scheduler, step.planned
     all_run = scheduler.num_running == len(planned) and not scheduler.num_waiting
@@ -45,7 +45,7 @@ def launch_next(
     engine: Engine,
     clock: Callable[[], float],
 ) -> LaunchedStep | None:
-    """Launches the batch of `lay_out_next` before the step is committed. Returns None if a sequence ends with it."""
+    """Launches the batch of `lay_out_next` before the step is committed. Returns None if a sequence has ended."""
     token_ids = [outcome.token_ids[0] for outcome in verified]
     for item, token_id in zip(step.planned, token_ids, strict=True):
         if token_id in item.sample.stop_token_ids:
@@ -56,7 +56,7 @@ def launch_next(
 
 
 def _decodes_and_may_go_on(item: PlannedSequence) -> bool:
-    """Returns whether the step decides one token of the sequence, after which another one may follow."""
+    """Returns whether the step decides exactly one token of the sequence, and another one may follow."""
     scheduled, sample = item.scheduled, item.sample
     has_one_row = scheduled.num_rows == 1 and scheduled.reaches_end and not scheduled.scored_token_ids
     return (

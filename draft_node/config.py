@@ -12,24 +12,27 @@ from outrider.speculation.draft_stream import MAX_BRANCHES_PER_SEQUENCE
 from outrider.speculation.proposers.factory import LOOKUP_NAMES, PROPOSER_NAMES, PROPOSER_SUMMARY
 
 MAX_ALTERNATIVES = MAX_BRANCHES_PER_SEQUENCE - 1
-"""Limit of alternatives per sequence: with the main path they fit one message."""
+"""Maximum alternatives per sequence, which fit one message together with the main path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftNodeConfig:
     """The section `draft_node`."""
 
-    proposer: str = setting("ngram", choices=PROPOSER_NAMES, help=f"What guesses: {PROPOSER_SUMMARY}.")
-    model: str = setting("", help="The draft model: a directory or a Hugging Face id; the folder of a head.")
+    proposer: str = setting("ngram", choices=PROPOSER_NAMES, help=f"What proposes drafts: {PROPOSER_SUMMARY}.")
+    model: str = setting("", help="The draft model, as a directory or a Hugging Face id, or a head's folder.")
     remembered_tokens: int = setting(
         0,
         at_least=0,
         at_most=1 << 24,
-        help="Past outputs that `suffix` drafts from, of all requests of this node: tokens, half a kilobyte each. "
-        "0: a request's own text only.",
+        help="Tokens of past outputs, of all requests, from which `suffix` drafts; half a kilobyte each. "
+        "0: only from a request's own text.",
     )
     num_speculative_tokens: int = setting(
-        5, at_least=1, at_most=32, help="The most draft tokens that may be asked for; some to spare come on top."
+        5,
+        at_least=1,
+        at_most=32,
+        help="Maximum draft tokens per request of a decode node; the answer has some spare ones.",
     )
     look_ahead: str = setting(
         "auto",
@@ -40,15 +43,14 @@ class DraftNodeConfig:
     def __post_init__(self) -> None:
         is_number = self.look_ahead.isdecimal() and 1 <= int(self.look_ahead) <= MAX_ALTERNATIVES
         if self.look_ahead not in ("off", "auto") and not is_number:
-            raise ValueError(f"look_ahead {self.look_ahead!r} is not off, auto or 1 to {MAX_ALTERNATIVES}")
+            raise ValueError(f"look_ahead must be off, auto or 1 to {MAX_ALTERNATIVES}, not {self.look_ahead!r}")
         if self.proposer not in LOOKUP_NAMES and not self.model:
             raise ValueError(f"proposer {self.proposer} needs draft_node.model")
 
     def draft_model(self, model: ModelConfig) -> ModelConfig:
-        """Returns the configuration of the draft model: the section `model` in one process, with the model's own
-        window.
+        """Returns the draft model's configuration: the section `model` with `draft_node.model`, in one process.
 
-        For a head this is the target, which supplies the weights that the head's folder lacks.
+        Its window is the model's own. For a head this is the target, whose weights complete those of the head's folder.
         """
         if self.proposer == "head":
             return replace(model, head=self.model)
@@ -65,7 +67,7 @@ class DraftNodeConfig:
 
     @property
     def max_alternatives(self) -> int:
-        """Number of paths besides the main one that look-ahead follows for a sequence; 0 disables look-ahead."""
+        """Number of paths that look-ahead follows for a sequence in addition to the main one; 0 disables it."""
         if self.look_ahead == "off":
             return 0
         return MAX_ALTERNATIVES if self.look_ahead == "auto" else int(self.look_ahead)

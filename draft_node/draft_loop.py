@@ -1,13 +1,13 @@
 """READ FIRST. The draft node's engine thread: receive newest states → catch up → propose → look ahead → push.
 
 One thread runs `DraftLoop.step` repeatedly, for all decode nodes together. A step makes at most one forward pass and a
-rollout, and takes a limited number of updates of each decode node, so that a new state never waits for more than that.
+rollout, and takes a limited number of updates from each decode node, so a new state never waits longer than that.
 Sequences that wait for a draft come first. While the targets of the others verify, their next drafts are made ahead,
-until each target is expected to be done.
+until the target is expected to be done.
 
-The event loop (`DraftServicer`) only moves messages between the streams and the peers' boxes. No state here is
+The event loop (`DraftServicer`) only moves messages between the streams and the peers' mailboxes. No state here is
 essential: the decode node sends a sequence again if its prefix is not known here, and continues without drafts if it
-hears nothing.
+gets no answer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ IDLE_SECONDS = 0.5
 
 TIME_SMOOTHING = 0.2
 TIME_FADING = 0.95
-"""The weight of a look-ahead step in the expected duration of such steps, and the factor of every other step."""
+"""Weight of a look-ahead step in the running mean of their durations, and factor by which other steps reduce it."""
 
 _log = get_logger("draft_loop")
 
@@ -48,7 +48,7 @@ Answers = list[tuple[DraftPeer, SequenceProposals]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftStepStats:
-    """The statistics of one step, for reports and metrics."""
+    """The statistics of one step, for metrics."""
 
     seconds: float
     num_held: int  # sequences
@@ -56,14 +56,13 @@ class DraftStepStats:
     num_requests: int
     num_proposed_tokens: int  # in answers
     num_ahead_tokens: int  # in branches ahead; a branch that has grown counts again
-    num_wasted_tokens: int  # drafted by a model and, as is known now, never committed
+    num_wasted_tokens: int  # drafted by a model, and now known not to be committed
 
 
 class DraftLoop:
-    """Owns the proposer and the tokens held; nothing else touches either.
+    """The sole owner of the proposer and the held tokens.
 
-    `connect`, `disconnect`, `submit` and `load` may be called from any thread; `step`
-    and `run` belong to one.
+    `connect`, `disconnect`, `submit`, `stop` and `load` may be called from any thread; `step` and `run` belong to one.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class DraftLoop:
         on_step: Callable[[DraftStepStats], None] = lambda _stats: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_alternatives`: paths of a sequence that a look-ahead follows; 0: there is no look-ahead."""
+        """`max_alternatives`: maximum paths of a sequence that look-ahead follows; 0: there is no look-ahead."""
         self._proposer = IsolatedProposer(proposer, on_failure=self._log_failure, clock=clock)
         self._num_speculative_tokens = num_speculative_tokens
         self._max_alternatives = max_alternatives
@@ -88,7 +87,7 @@ class DraftLoop:
             on_forgotten=self._forget,
             on_displaced=self._refuse_pending,
         )
-        self._refused: Answers = []  # refusals of updates of this step
+        self._refused: Answers = []  # refusals of this step's updates
         self._pending: dict[int, HeldSequence] = {}  # sequences whose last update is not answered yet, by key
         self._ahead: dict[int, HeldSequence] = {}  # answered sequences with look-ahead, by key
         self._ahead_seconds = 0.0  # running mean of the duration of steps that only look ahead
@@ -96,7 +95,7 @@ class DraftLoop:
         self._peers: dict[int, DraftPeer] = {}
         self._gone: list[int] = []
         self._peer_ids = itertools.count()
-        self._has_news = False
+        self._has_changes = False
         self._is_stopping = False
         self._proposed = RecentSum(clock)  # tokens
         self._num_running = 0
@@ -107,7 +106,7 @@ class DraftLoop:
     # Any thread.
 
     def connect(self, hello: DraftHello, notify: Callable[[], None]) -> DraftPeer:
-        """Adds a decode node's stream. `notify` is called when there are answers to take, or there is room again."""
+        """Adds a decode node's stream. `notify` is called when there are answers to take or there is room again."""
         with self._changed:
             peer = DraftPeer(next(self._peer_ids), hello, notify)
             self._peers[peer.peer_id] = peer
@@ -121,7 +120,7 @@ class DraftLoop:
             self._wake()
 
     def submit(self, peer: DraftPeer, updates: Sequence[SequenceUpdate], *, step_seconds: float = 0.0) -> None:
-        """Queues newest states. `step_seconds`: the duration of a step of their target; 0: unknown."""
+        """Queues newest states. `step_seconds`: the duration of a step of their target; 0 if unknown."""
         peer.submit(updates, verified_by=self._clock() + step_seconds)
         with self._changed:
             self._wake()
@@ -139,11 +138,11 @@ class DraftLoop:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to do for a step."""
-        return bool(self._has_news or self._pending or self._ahead)
+        """Whether there is work for a step."""
+        return bool(self._has_changes or self._pending or self._ahead)
 
     def run(self) -> None:
-        """Runs steps whenever there is something to do, until `stop`."""
+        """Runs steps while there is work, until `stop`."""
         while True:
             with self._changed:
                 while not (self.has_work or self._is_stopping):
@@ -153,13 +152,13 @@ class DraftLoop:
             self._on_step(self.step())
 
     def step(self) -> DraftStepStats:
-        """Takes newest states and sends proposals. Unfinished drafts are continued in the next step."""
+        """Takes newest states and sends proposals. The next step continues unfinished drafts."""
         self.step_started_at = started = self._clock()
         self._apply(self._take_updates())
         refused, self._refused = self._refused, []  # unknown prefixes, no room, invalid updates
         requests = self._requests(started)  # unanswered updates, then look-ahead
         num_wasted = self._proposer.num_wasted_tokens
-        proposals = self._proposer.propose(requests)  # bounded work: at most one forward and a rollout
+        proposals = self._proposer.propose(requests)  # bounded work: at most one forward pass and a rollout
         answers = self._answers(requests, proposals)
         self._push([*refused, *answers])
         self._learn_time(requests, self._clock() - started)
@@ -167,7 +166,7 @@ class DraftLoop:
         return self._finish(started, len(requests), answers, num_wasted)
 
     def _learn_time(self, requests: Sequence[ProposalRequest], seconds: float) -> None:
-        """Updates the mean duration of look-ahead steps. Other steps shrink it, so that look-ahead is tried again."""
+        """Updates the mean duration of look-ahead steps. Other steps reduce it, so that look-ahead is tried again."""
         if requests and requests[0].looks_ahead:
             weight = TIME_SMOOTHING if self._ahead_seconds > 0.0 else 1.0
             self._ahead_seconds += weight * (seconds - self._ahead_seconds)
@@ -175,16 +174,16 @@ class DraftLoop:
             self._ahead_seconds *= TIME_FADING
 
     def _take_updates(self) -> list[tuple[DraftPeer, ReceivedUpdate]]:
-        """Takes some updates of every peer: a peer that sends many delays only its own answers."""
+        """Takes a limited number of updates from each peer, so one that sends many delays only its own answers."""
         with self._changed:
-            self._has_news = False
+            self._has_changes = False
             peers = list(self._peers.values())
             gone, self._gone = self._gone, []
         for peer_id in gone:
             self._held.close_peer(peer_id)
         updates = [(peer, update) for peer in peers for update in peer.take_updates()]
         if any(peer.has_updates for peer in peers):
-            self._has_news = True
+            self._has_changes = True
         return updates
 
     def _apply(self, updates: Sequence[tuple[DraftPeer, ReceivedUpdate]]) -> None:
@@ -203,7 +202,7 @@ class DraftLoop:
                 self._pending[outcome.key] = outcome
 
     def _refuse_pending(self, held: HeldSequence) -> None:
-        """Answers an update that a decode node waits for: it sends nothing more of the sequence before."""
+        """Answers an unanswered update with NO_ROOM, since its decode node sends no further one before the answer."""
         if held.key in self._pending:
             self._refused.append((held.peer, SequenceProposals(held.sequence_id, DraftStatus.NO_ROOM)))
 
@@ -213,7 +212,7 @@ class DraftLoop:
         self._proposer.forget(held.key)
 
     def _requests(self, now: float) -> list[ProposalRequest]:
-        """Returns requests for unanswered updates, then for look-ahead that should end before its target's step."""
+        """Returns requests for unanswered updates, then for look-ahead that is expected to end in time."""
         self._ahead = {key: held for key, held in self._ahead.items() if self._may_look_ahead(held, now)}
         return [
             *(self._request(held, now, looks_ahead=False) for held in self._pending.values()),
@@ -235,12 +234,12 @@ class DraftLoop:
         )
 
     def _may_look_ahead(self, held: HeldSequence, now: float) -> bool:
-        """Returns whether look-ahead that begins now is expected to end before the target's step."""
+        """Returns whether look-ahead that begins now is expected to end before the target's step does."""
         is_able = self._max_alternatives > 0 and self._proposer.info.can_look_ahead
         return is_able and held.num_wanted > 0 and now + self._ahead_seconds < held.verified_by
 
     def _num_offered(self, held: HeldSequence, *, looks_ahead: bool) -> int:
-        """Returns the number of tokens to offer: some more than wanted without look-ahead, none past the text's end."""
+        """Returns the number of tokens to offer: without look-ahead some more than wanted, never past max_tokens."""
         if held.num_wanted <= 0:
             return 0
         offered = wanted = min(held.num_wanted, self._num_speculative_tokens)
@@ -268,7 +267,7 @@ class DraftLoop:
         return answers
 
     def _draft(self, held: HeldSequence, request: ProposalRequest, proposal: Proposal) -> SequenceProposals | None:
-        """Returns the answer to an update; None while it is drafted."""
+        """Returns the answer to an update, or None while its draft is unfinished."""
         if proposal.progress is Progress.DRAFTING:
             return None
         status = DraftStatus.CATCHING_UP
@@ -282,7 +281,7 @@ class DraftLoop:
         return SequenceProposals(held.sequence_id, status, len(held.tokens), branches, held.num_features)
 
     def _branches(self, held: HeldSequence, proposal: Proposal) -> SequenceProposals | None:
-        """Returns new branches ahead; None if there are none."""
+        """Returns an answer with new look-ahead branches, or None if there are none."""
         found = (_to_send(branch.tree, held, *branch.assumed_token_ids) for branch in proposal.ahead)
         trees = tuple(filter(None, found))[: held.num_branches_left]
         held.num_branches_left -= len(trees)
@@ -318,14 +317,14 @@ class DraftLoop:
         )
 
     def _wake(self) -> None:
-        self._has_news = True
+        self._has_changes = True
         self._changed.notify_all()
 
 
 def _to_send(tree: DraftTree, held: HeldSequence, *assumed_token_ids: int) -> DraftTree:
-    """Adds the prefix's hash, and cuts the draft before the first id that the target does not have.
+    """Returns the draft with its prefix's hash, cut before the first id that the target does not have.
 
-    Ids differ where vocabularies are padded. The draft is empty if an assumed token has such an id.
+    Ids differ if vocabularies are padded. The draft is empty if an assumed token has such an id.
     """
     vocab_size = held.peer.hello.vocab_size
     num_known = 0

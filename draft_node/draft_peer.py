@@ -1,4 +1,4 @@
-"""A decode node's mailboxes: newest states come in, newest answers and branches go out."""
+"""The mailboxes of a decode node: its newest states, and the newest answers and branches for it."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from outrider.speculation.draft_stream import (
 from outrider.speculation.draft_tree import DraftTree
 
 MAX_WAITING = 65_536
-"""Waiting updates and answers, at most. A peer that never reads its answers reaches this limit."""
+"""Maximum number of waiting updates and answers. A peer that never reads its answers reaches it."""
 
 MAX_WAITING_TOKENS = 1 << 18
 MAX_WAITING_FEATURE_BYTES = 4 * MAX_FEATURE_BYTES_PER_MESSAGE
-"""Tokens and bytes of features in waiting updates at which the peer's stream is no longer read."""
+"""Tokens, and bytes of features, in waiting updates at which the peer's stream is no longer read."""
 
 MAX_UPDATES_PER_STEP = 256
 MAX_TOKENS_PER_STEP = 1 << 16
-"""Updates and tokens of one peer in a step: some milliseconds of work, for which the answers to others wait."""
+"""Maximum updates and tokens of one peer in a step: some milliseconds of work, during which other peers wait."""
 
 
 class ReceivedUpdate(NamedTuple):
-    """The newest state of a sequence, and until when its target is expected to verify, in clock seconds."""
+    """The newest state of a sequence, and the time (clock seconds) at which its target should have verified."""
 
     update: SequenceUpdate
     verified_by: float
@@ -48,7 +48,7 @@ class _Unsent:
     ahead: dict[tuple[int, int | None], DraftTree] = field(default_factory=dict)  # by length and hash
 
     def put(self, answer: SequenceProposals) -> None:
-        """Adds an answer. It replaces everything of older states; branches ahead replace those of the same prefix."""
+        """Adds an answer, which replaces everything older, or branches, which replace those with the same prefix."""
         if answer.status is not DraftStatus.AHEAD:
             self.answer = answer
             self.ahead.clear()
@@ -68,10 +68,10 @@ class _Unsent:
 
 
 class DraftPeer:
-    """Two mailboxes with the newest value of each sequence, never a backlog.
+    """Two mailboxes that keep only the newest values of each sequence.
 
     Thread-safe: the event loop submits updates and takes answers, the draft loop does the reverse. `notify` is called
-    from the draft loop's thread when there are answers, or there is room again.
+    from the draft loop's thread when there are answers or there is room again.
     """
 
     def __init__(self, peer_id: int, hello: DraftHello, notify: Callable[[], None]) -> None:
@@ -86,7 +86,7 @@ class DraftPeer:
 
     @property
     def has_room(self) -> bool:
-        """Whether another message may be read."""
+        """Whether another message of this peer may be read."""
         return self._num_tokens < MAX_WAITING_TOKENS and self._num_feature_bytes < MAX_WAITING_FEATURE_BYTES
 
     def submit(self, updates: Sequence[SequenceUpdate], *, verified_by: float) -> None:
@@ -127,7 +127,7 @@ class DraftPeer:
         self._num_feature_bytes += sign * len(update.features)
 
     def answer(self, answers: Sequence[SequenceProposals]) -> None:
-        """Adds answers to those that are not sent yet; an answer replaces an older one."""
+        """Adds answers to the unsent ones. A newer answer replaces an older one of its sequence."""
         if not answers:
             return
         with self._lock:
@@ -136,7 +136,7 @@ class DraftPeer:
         self._notify()
 
     def drop_answers(self, sequence_id: int) -> None:
-        """Drops what was not sent of a closed sequence."""
+        """Drops the unsent answers of a closed sequence."""
         with self._lock:
             self._unsent.pop(sequence_id, None)
 

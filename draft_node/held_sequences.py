@@ -1,4 +1,4 @@
-"""Holds the committed tokens that decode nodes have sent, and shares the memory among them."""
+"""The committed tokens that decode nodes have sent, and the fair use of memory for them."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from outrider.speculation.prefix_hash import HashedTokens
 from outrider.speculation.proposers.base import MAX_SEQUENCES
 
 MAX_TOKENS = 6 << 20
-"""Tokens of all sequences, at most."""
+"""Maximum tokens of all sequences together."""
 
 BYTES_PER_TOKEN = 48
-"""Memory of a token: an integer, and its places in the lists of the node and of a draft model's proposer."""
+"""Bytes of memory per token: an integer, and its references in lists of the node and of a draft model's proposer."""
 
 BYTES_PER_SEQUENCE = 16_384
-"""Memory of a sequence: hashes of its last lengths, sampling parameters, estimates."""
+"""Bytes of memory per sequence: hashes of its last lengths, sampling parameters, estimates."""
 
 MAX_FEATURE_BYTES = 1 << 30
-"""Memory for the features of all sequences, for a head: 128 thousand tokens of 4096 numbers of bfloat16."""
+"""Maximum bytes of all sequences' features for a head: those of 128 thousand tokens of 4096 bfloat16 numbers."""
 
 
 def max_held_bytes(*, has_head: bool) -> int:
-    """Returns the main memory that all sequences take at most."""
+    """Returns the maximum bytes of main memory that all sequences take."""
     num_bytes = MAX_TOKENS * BYTES_PER_TOKEN + MAX_SEQUENCES * BYTES_PER_SEQUENCE
     return num_bytes + MAX_FEATURE_BYTES * 9 // 8 if has_head else num_bytes  # a growing array takes an eighth more
 
 
 class HeldFeatures:
-    """The `Features` of a sequence's first tokens, without a gap. Not thread-safe."""
+    """The `Features` of a sequence's first tokens. Not thread-safe."""
 
     __slots__ = ("_data", "_format")
 
@@ -49,7 +49,7 @@ class HeldFeatures:
         return len(self._data) // self._format.bytes_per_token
 
     def extend(self, start: int, payload: bytes) -> None:
-        """Adds features of the tokens from `start` on, which is at most `len(self)`; those held are not changed."""
+        """Adds features of the tokens from `start` on, which is at most `len(self)`. Features already held stay."""
         assert start <= len(self), "no gap"
         self._data += memoryview(payload)[len(self._data) - start * self._format.bytes_per_token :]
 
@@ -72,8 +72,8 @@ class HeldSequence:
     features: HeldFeatures | None = None  # None: the node needs none
     num_wanted: int = 0
     min_reach: float = 0.0  # see ProposalRequest
-    verified_by: float = 0.0  # clock seconds until which its target verifies the last answer
-    num_branches_left: int = 0  # branches that may still be sent before the next update
+    verified_by: float = 0.0  # time (clock seconds) at which its target should have verified the last answer
+    num_branches_left: int = 0  # look-ahead branches that may still be sent before the next update
 
     @property
     def num_features(self) -> int:
@@ -83,7 +83,7 @@ class HeldSequence:
 
 @dataclass(slots=True)
 class _Holding:
-    """The sequences and memory of one decode node."""
+    """The sequences of one decode node, and the memory that they use."""
 
     sequences: dict[int, HeldSequence] = field(default_factory=dict)  # by its ids, least recently updated first
     used: list[int] = field(default_factory=lambda: [0, 0, 0])  # sequences, tokens, features
@@ -95,10 +95,10 @@ class _Holding:
 
 
 class HeldSequences:
-    """Applies updates, which are checked by prefix hash. Confined to the draft loop's thread.
+    """The newest state of all sequences, from updates checked by prefix hash. Draft loop's thread only.
 
-    Memory is given to every decode node that asks. When it is used up, a node that holds less than another one gets the
-    memory of the other's least recently updated sequence. So one node alone may use all, and none can keep others out.
+    A decode node gets memory while there is some. When it is used up, a node that holds less than another one gets that
+    of the other's least recently updated sequence. So a single node may use all memory, but cannot keep others out.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class HeldSequences:
         self._on_displaced = on_displaced
         self._features = features
         max_features = max_tokens if features is None else max_feature_bytes // features.bytes_per_token
-        self._most = (max_sequences, max_tokens, max_features)
+        self._limits = (max_sequences, max_tokens, max_features)
         self._holdings: dict[int, _Holding] = {}  # by peer
         self._keys = itertools.count()
 
@@ -134,7 +134,7 @@ class HeldSequences:
             self._on_forgotten(held)
         if isinstance(outcome, HeldSequence):
             holding = self._holdings.setdefault(peer.peer_id, _Holding())
-            holding.sequences[update.sequence_id] = outcome  # at the end: updated last
+            holding.sequences[update.sequence_id] = outcome  # at the end, as the most recently updated
             holding.count(outcome, 1)
         return outcome
 
@@ -168,7 +168,7 @@ class HeldSequences:
         return held if held.tokens.hash == update.prefix_hash else DraftStatus.UNKNOWN_PREFIX
 
     def close(self, peer: DraftPeer, sequence_id: int) -> None:
-        """Forgets a sequence; an unknown one is fine."""
+        """Forgets a sequence, if it is known."""
         held = self._take_out(peer, sequence_id)
         if held is not None:
             self._on_forgotten(held)
@@ -187,7 +187,7 @@ class HeldSequences:
         return held
 
     def _make_room(self, peer: DraftPeer, needed: tuple[int, int, int]) -> bool:
-        """Makes room for (sequences, tokens, features). Returns False if the peer already holds its share."""
+        """Makes room for (sequences, tokens, features). Returns False if the peer would then hold the most."""
         own = self._holdings.get(peer.peer_id, _Holding())
         own_share = self._share(map(add, own.used, needed))
         while self._share(map(sum, zip(needed, *(each.used for each in self._holdings.values()), strict=True))) > 1.0:
@@ -200,8 +200,8 @@ class HeldSequences:
         return True
 
     def _share(self, used: Iterable[int]) -> float:
-        """Returns the used share of the scarcest resource."""
-        return max(map(truediv, used, self._most))
+        """Returns the used fraction of the scarcest resource."""
+        return max(map(truediv, used, self._limits))
 
 
 def _continues(tokens: HashedTokens, update: SequenceUpdate) -> bool:

@@ -25,7 +25,7 @@ from outrider.speculation.proposers.base import Proposer
 from outrider.v1 import draft_pb2_grpc, node_pb2_grpc
 
 MIN_EXPECTED_STEP_SECONDS = 1.0
-"""The minimum of the expected duration: a short step may be followed by one that computes a long prefix."""
+"""Minimum expected seconds of a step, since a step that computes a long prefix may follow a short one."""
 
 
 class DraftNode(EngineNode[DraftLoop]):
@@ -43,7 +43,7 @@ class DraftNode(EngineNode[DraftLoop]):
         tracer: Tracer = NO_TRACER,
         on_loop_failure: Callable[[Exception], None] = end_process,
     ) -> None:
-        """`make_proposer` is called in the draft loop's thread. `name`: role and address by default."""
+        """`make_proposer` is called in the draft loop's thread. `name`: the default is role and address."""
         super().__init__(
             NodeRole.DRAFT,
             build=self._build_loop,
@@ -63,13 +63,13 @@ class DraftNode(EngineNode[DraftLoop]):
         node_pb2_grpc.add_NodeServiceServicer_to_server(NodeServicer(self.info, self.report), server)
 
     async def start(self, address: str) -> None:
-        """Makes the proposer, in the draft loop's thread, and starts the loop."""
+        """Makes the proposer in the draft loop's thread, and starts the loop."""
         await self._build(address)
         self._state = NodeState.SERVING
         self._thread.run()
 
     async def drain(self, deadline_seconds: float) -> None:
-        """Ends all streams at once: decode nodes continue without drafts."""
+        """Ends all streams at once, since decode nodes continue without drafts."""
         self._state = NodeState.DRAINING
         await self._streams.close(deadline_seconds)
 
@@ -98,13 +98,13 @@ class DraftNode(EngineNode[DraftLoop]):
             "vocabulary_fingerprint": info.vocabulary_fingerprint,
             "num_speculative_tokens": self._config.num_speculative_tokens,
             "look_ahead": self._config.max_alternatives if info.can_look_ahead else 0,
-            # An upper bound, not counting model weights.
+            # An upper bound that does not include model weights.
             "memory_bytes": max_held_bytes(has_head=info.features is not None) + info.memory_bytes,
             **info.description,
         }
 
     def draft_loop(self) -> DraftLoop:
-        """Returns the loop. Raises: PeerLostError while the node starts or drains; the caller may retry elsewhere."""
+        """Returns the loop. Raises: PeerLostError while the node starts or drains, so that callers try another node."""
         if self._parts is None or self._state is not NodeState.SERVING:
             raise PeerLostError(f"draft node {self._name} is {self._state.name.lower()}", node=self._name)
         return self._parts

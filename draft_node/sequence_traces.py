@@ -11,7 +11,7 @@ from outrider.service.telemetry.tracing import Tracer, caller_of, fail
 from outrider.speculation.draft_stream import DraftStatus, SequenceProposals, SequenceUpdate
 
 MAX_TRACED = 4096
-"""Traced sequences of a stream at a time; further ones have no spans."""
+"""Maximum traced sequences of a stream at a time. Further ones have no spans."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _TracedSequence:
 
 
 class SequenceTraces:
-    """One span for each sequence of a traced request, from its start to its end. Event loop only."""
+    """The spans of traced requests' sequences, each from its sequence's start to its end. Event loop only."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer

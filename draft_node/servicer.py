@@ -1,4 +1,4 @@
-"""DraftService: proto in, domain call, proto out."""
+"""DraftService: the streams of decode nodes, and the conversion of their messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from outrider.wire.node import info_to_proto
 HELLO_TIMEOUT_SECONDS = 5.0
 
 UPDATES_AT_ONCE = 256
-"""Updates that are read without a break: about a millisecond."""
+"""Updates that are converted before the event loop may do other work: about a millisecond."""
 
 DraftContext = grpc.aio.ServicerContext[draft_pb2.DraftUpdate, draft_pb2.DraftProposals]
 
@@ -32,7 +32,7 @@ _log = get_logger("draft_node")
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """One call for each decode node: reads newest states, writes newest answers."""
+    """The service. The call of a decode node reads its newest states and writes the newest answers."""
 
     def __init__(
         self, draft_loop: Callable[[], DraftLoop], info: Callable[[], NodeInfo], tracer: Tracer = NO_TRACER
@@ -73,21 +73,21 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
                 for task in (reader, writer):
                     if task.done():
-                        await task  # raises what ended it
+                        await task  # raises the error that ended it
             finally:
-                # No await before these: a second cancellation could interrupt it.
+                # There is no await before these, since a second cancellation could interrupt it.
                 reader.cancel()
                 writer.cancel()  # it may be blocked by a peer that does not read
                 loop.disconnect(peer)
                 traces.end()
                 del self._open[peer]
                 if self._is_closing and not self._open:
-                    self._all_gone.set()  # not after gRPC has ended the call: an unread stream delays that
-                _log.info("decode node gone", node=hello.name)
+                    self._all_gone.set()  # before gRPC has ended the call, which an unread stream delays
+                _log.info("decode node disconnected", node=hello.name)
                 await asyncio.gather(reader, writer, return_exceptions=True)
 
     async def close(self, deadline_seconds: float) -> None:
-        """Ends every stream and waits for their ends. Raises: TimeoutError."""
+        """Ends every stream and waits until all have ended. Raises: TimeoutError after the deadline."""
         self._is_closing = True
         for wake in self._open.values():
             wake.set()
@@ -106,7 +106,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         except TimeoutError as error:
             raise InvalidRequestError(f"no hello within {HELLO_TIMEOUT_SECONDS:g} s", field="hello") from error
         if first is None or not first.HasField("hello"):
-            raise InvalidRequestError("the first message carries the hello", field="hello")
+            raise InvalidRequestError("the first message must carry the hello", field="hello")
         hello = hello_from_proto(first.hello)
         self._draft_loop()  # raises unless the node serves
         check_fits(hello, self._info())
@@ -115,7 +115,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def _write_answers(
         self, peer: DraftPeer, wake: asyncio.Event, context: DraftContext, traces: SequenceTraces
     ) -> None:
-        """Writes messages until the node closes; each is made from the newest answers when the last one is written."""
+        """Writes messages until the node closes. Each is made from the newest answers once the last one is written."""
         while not self._is_closing:
             await wake.wait()
             wake.clear()
@@ -134,7 +134,7 @@ async def _read_updates(
     request_iterator: AsyncIterator[draft_pb2.DraftUpdate],
     traces: SequenceTraces,
 ) -> None:
-    """Reads updates until the decode node closes its side. `room`: set when the peer may have room again.
+    """Reads updates until the decode node closes its side. `room` is set when the peer may have room again.
 
     Raises: InvalidRequestError for a message with too many features, CapacityError for a peer that does not read.
     """
@@ -148,7 +148,7 @@ async def _read_updates(
             feature_bytes_left -= sum(len(update.features) for update in updates)
             if feature_bytes_left < 0:
                 raise InvalidRequestError(
-                    f"more than {MAX_FEATURE_BYTES_PER_MESSAGE} bytes of features in a message",
+                    f"a message has more than {MAX_FEATURE_BYTES_PER_MESSAGE} bytes of features",
                     field="sequences.features",
                 )
             traces.take_updates(updates)

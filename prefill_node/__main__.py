@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     process = ServiceProcess(ROLE, SECTIONS, argv)
     sections = process.sections
     prepare_environment(sections["model"].cpus)
-    # After the arguments are parsed: --help and a bad setting must not wait for torch.
+    # Imported after the arguments are parsed, so that --help and a bad setting do not wait for torch.
     from prefill_node.node import PrefillNode
 
     config: PrefillNodeConfig = replace(
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: PeerSecurity) -> Build:
-    """Returns the builder of the node's parts. It runs when the process listens already, as loading takes a while."""
+    """Returns the builder of the node's parts. It runs once the process listens, since loading takes a while."""
 
     def build(emit: Emit) -> PrefillParts:
         from outrider.engine.engine import PromptEngine

@@ -11,7 +11,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.service.config import SERVICE_SECTIONS
 
 MAX_RUNNING = {"cpu": 16, "cuda": 64}
-"""Default limits of prompts in computation, by device: a GPU's step has room for more of them."""
+"""Default maximum number of prompts in computation, by device. A GPU's step has room for more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,16 +21,16 @@ class PrefillNodeConfig:
     kv_cache: KVCacheConfig = fixed(KVCacheConfig())  # the section `kv_cache`
     kv_transfer: KvTransferConfig = fixed(KvTransferConfig())  # the section `kv_transfer`
     max_running_sequences: int | None = setting(
-        None, at_least=1, at_most=1024, help="Prompts in computation at the same time; null: 16, on a GPU 64."
+        None, at_least=1, at_most=1024, help="Maximum prompts computed at the same time; null: 16, on a GPU 64."
     )
     turn_seconds: float = setting(
         0.12,
         at_least=0,
         at_most=60,
-        help="In turns with decode nodes, how long they wait for this one between two steps (and for a layer to end). "
-        "Shorter: running answers go on faster, first tokens come later.",
+        help="Seconds (and the rest of a layer) that decode nodes on the same processors wait for this one between "
+        "two steps. Shorter: running answers are faster, first tokens come later.",
     )
-    max_waiting: int = fixed(256)  # prompts: as many as a router queues, so that the router is the one that refuses
+    max_waiting: int = fixed(256)  # prompts; as many as a router queues, so that the router refuses first
 
 
 SECTIONS = {

@@ -1,4 +1,4 @@
-"""Values that cross between event loop and engine thread, frozen and picklable."""
+"""Messages between event loop, engine thread and the pushes' threads. All are frozen and picklable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider.profile import EndProfile, StartProfile
 
 @dataclass(frozen=True, slots=True)
 class PrefillJob:
-    """One prompt to compute and push, with a validated call."""
+    """A prompt to compute and push, with its validated call."""
 
     job_id: int  # unique in this process, ascending
     call: PrefillCall
@@ -21,26 +21,26 @@ class PrefillJob:
 
 @dataclass(frozen=True, slots=True)
 class CancelJob:
-    """A cancel by the caller; no answer follows."""
+    """A cancel by the caller, after which no answer follows."""
 
     job_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushOutcome:
-    """The result of a push that reads no KV any more; times are on the monotonic clock."""
+    """The result of a push, which no longer reads KV. Times are on the monotonic clock."""
 
     connector: str = ""
     kv_bytes: int = 0
     first_frame_at: float | None = None
     committed_at: float | None = None
-    pushed: tuple[TimedPart, ...] = ()  # on the monotonic clock, too
+    pushed: tuple[TimedPart, ...] = ()
     error: OutriderError | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRead:
-    """Message of a push's thread to the engine thread: the held prefix has been read, or cannot be."""
+    """A push thread's message to the engine thread: the held prefix has been read, or could not be."""
 
     job_id: int
     has_read: bool
@@ -48,7 +48,7 @@ class HeldRead:
 
 @dataclass(frozen=True, slots=True)
 class PushEnded:
-    """Message of a push's thread to the engine thread, at the push's end."""
+    """A push thread's message to the engine thread at the end of the push."""
 
     job_id: int
     outcome: PushOutcome
@@ -64,7 +64,7 @@ Command = PrefillJob | CancelJob | HeldRead | PushEnded | StartProfile | EndProf
 
 @dataclass(frozen=True, slots=True)
 class JobEnded:
-    """Message of the engine thread to the event loop: the figures of a committed push, or an error."""
+    """The engine thread's message to the event loop: the figures of a committed push, or an error."""
 
     job_id: int
     result: PrefillFigures | OutriderError

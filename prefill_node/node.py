@@ -26,8 +26,8 @@ from prefill_node.prefill_loop import PrefillLoop
 from prefill_node.servicer import PendingJobs, PrefillServicer, ServedModel
 from prefill_node.statistics import StepStats
 
-FAREWELL_SECONDS = 0.5
-"""Seconds for the last answers to be sent, at the end of a drain and after a failure of the engine thread."""
+LAST_ANSWERS_SECONDS = 0.5
+"""Seconds to send the last answers at the end of a drain or after a failure of the engine thread."""
 STOP_SECONDS = 5.0
 
 _log = get_logger("prefill_node")
@@ -96,7 +96,7 @@ class PrefillNode(TargetNode[PrefillParts]):
         self._state = NodeState.SERVING
 
     async def drain(self, deadline_seconds: float) -> None:
-        """Lets jobs end, and fails them at the deadline. New ones are refused once routers know of the drain."""
+        """Waits for jobs to end; fails them at the deadline. New ones are refused once routers know of the drain."""
         self._state = NodeState.DRAINING
         try:
             async with asyncio.timeout(deadline_seconds):
@@ -107,8 +107,8 @@ class PrefillNode(TargetNode[PrefillParts]):
             self._jobs.start_draining()
             _log.warning("drain deadline passed", num_jobs=self._jobs.num_jobs)
             self._jobs.fail_all(PeerLostError(f"prefill node {self._name} is draining", reason="DRAINING"))
-        if num_calls := await self._servicer.calls.wait_for_present(FAREWELL_SECONDS):
-            _log.warning("routers do not read their answers", num_calls=num_calls)
+        if num_calls := await self._servicer.calls.wait_for_present(LAST_ANSWERS_SECONDS):
+            _log.warning("routers have not read their answers", num_calls=num_calls)
 
     async def stop(self) -> None:
         parts = self._parts
@@ -139,20 +139,20 @@ class PrefillNode(TargetNode[PrefillParts]):
         metrics.set_load(self._load())
 
     def _engine_failed(self, error: Exception) -> None:
-        """Ends the process: after a bug its state must not serve anything. Called from the engine thread."""
+        """Ends the process, whose state is not to be trusted after a bug. Called from the engine thread."""
         assert self._event_loop is not None
         _log.error("the engine thread failed; the process ends", error=str(error), exc_info=error)
-        self._event_loop.call_soon_threadsafe(self._say_farewell, error)
+        self._event_loop.call_soon_threadsafe(self._fail_and_exit, error)
 
-    def _say_farewell(self, error: Exception) -> None:
-        """Fails all jobs, then exits; the supervisor starts another process."""
+    def _fail_and_exit(self, error: Exception) -> None:
+        """Fails all jobs, then exits. The supervisor starts another process."""
         assert self._event_loop is not None
         self._state = NodeState.LOST
         self._jobs.start_draining()
         self._jobs.fail_all(InternalError(f"the engine thread failed: {error}"))
-        self._event_loop.call_later(FAREWELL_SECONDS, self._exit_process, EXIT_ENGINE_FAILED)
+        self._event_loop.call_later(LAST_ANSWERS_SECONDS, self._exit_process, EXIT_ENGINE_FAILED)
 
-    # ---- how it is doing
+    # ---- load
 
     def _load(self) -> NodeLoad:
         assert self._parts is not None

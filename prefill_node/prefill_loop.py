@@ -6,7 +6,7 @@ head's features follow at the end of the pass. The push gathers and sends the KV
 has been sent. The decode node samples every token. Logits are computed only for prompt logprobs, a few rows per step,
 and after the chunk's KV has been offered.
 
-On a GPU, a forward is only queued, one chunk ahead. A chunk counts as computed when its end is reached.
+On a GPU, forward passes are queued one chunk ahead. A chunk counts as computed when the device has reached its end.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from prefill_node.jobs import (
     Stop,
 )
 from prefill_node.push import KvPush, LayerGroups, add_part
-from prefill_node.push_places import PushPlaces
+from prefill_node.push_slots import PushSlots
 from prefill_node.statistics import PromptTokens, StepStats
 from prefill_node.task import Chunk, PrefillTask, chunk_rows
 from prefill_node.turn import PrefillTurn
 
-MAX_PUSHES = 64  # 32 to a single decode node; each has three threads, and may outlast its job's computation
+MAX_PUSHES = 64  # at most 32 to one decode node; each has three threads and may outlast its job's computation
 STOP_SECONDS = 2.0
 log = get_logger("prefill_node")
 
 
 class PrefillLoop:
-    """Sole owner of the scheduler, the pool and the cache, except that pushes read pinned blocks.
+    """The engine thread, the sole owner of scheduler, pool and cache, except that pushes read pinned blocks.
 
     Commands arrive through one queue; ended jobs leave through `emit`, which this thread calls.
     """
@@ -72,7 +72,7 @@ class PrefillLoop:
     ) -> None:
         """`turn_seconds`: length of a turn if other nodes compute on the same processors (see `cpu_turns`).
 
-        `max_pushes`: limit of jobs that are computed or pushed; the others wait (`PushPlaces`).
+        `max_pushes`: maximum number of jobs that are computed or pushed. The others wait (`PushSlots`).
         """
         self.progress = StepProgress()
         self.prompt_tokens = PromptTokens()
@@ -92,8 +92,8 @@ class PrefillLoop:
         )
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._tasks: dict[int, PrefillTask] = {}
-        self._places = PushPlaces(max_pushes)
-        self._chunks: deque[Chunk] = deque()  # launched chunks, in order, that are not known to be computed
+        self._slots = PushSlots(max_pushes)
+        self._chunks: deque[Chunk] = deque()  # launched chunks that are not known to be computed, in order
         self._last_end = 0.0  # end of the last chunk, monotonic seconds
         self._ended: list[JobEnded] = []
         self._is_stopped = False
@@ -116,7 +116,7 @@ class PrefillLoop:
         self._profiler.end()
 
     def step(self) -> None:
-        """Runs one iteration; waits for a command if there is nothing to compute."""
+        """Runs one iteration. Waits for a command if there is nothing to compute."""
         self.progress.begin()
         self._take_commands()
         self._answer()  # jobs whose push has ended
@@ -126,8 +126,8 @@ class PrefillLoop:
         runs_ahead = self._engine.runner.is_asynchronous and bool(plan.scheduled) and not needs_logits
         was_computing = self._finish_chunks(num_ahead=runs_ahead)
         if plan.scheduled:
-            self._launch(plan, runs_ahead=runs_ahead)  # one forward; pushes continue with its layers
-            self._finish_chunks(num_ahead=runs_ahead)  # computed jobs only wait for their push
+            self._launch(plan, runs_ahead=runs_ahead)  # one forward pass, whose layers are offered to pushes
+            self._finish_chunks(num_ahead=runs_ahead)  # jobs whose last chunk is computed only wait for their push
         else:
             self._turn.give()
             if not was_computing and not plan.admitted and not self._is_stopped:
@@ -140,11 +140,11 @@ class PrefillLoop:
         self._time.mark(Part.SCHEDULE)
         return plan
 
-    def _tell(self, plan: StepPlan, seconds: float) -> None:
+    def _report_chunk(self, plan: StepPlan, seconds: float) -> None:
         """Reports a computed chunk to metrics and profiler."""
         stats = StepStats(num_rows=plan.num_rows, seconds=seconds, nanoseconds=self._time.take())
         if self._profiler.is_capturing:
-            with self.progress.paused():  # starting and stopping torch's profiler takes seconds: not a long step
+            with self.progress.paused():  # torch's profiler takes seconds to start or stop, which is no slow step
                 self._profiler.step_ended(
                     stats.nanoseconds,
                     kind=StepKind.PROMPT,
@@ -169,12 +169,12 @@ class PrefillLoop:
     @property
     def num_waiting(self) -> int:
         """Number of jobs that wait for blocks or for other jobs' pushes. Readable from any thread."""
-        return self._scheduler.num_waiting + self._places.num_waiting
+        return self._scheduler.num_waiting + self._slots.num_waiting
 
     # ---- commands
 
     def _take_commands(self) -> None:
-        while not self._inbox.empty():  # no other thread takes commands
+        while not self._inbox.empty():  # `get` does not block after this, since no other thread takes commands
             self._handle(self._inbox.get())
         self._time.mark(Part.COMMANDS)
 
@@ -197,19 +197,19 @@ class PrefillLoop:
 
     def _add(self, job: PrefillJob) -> None:
         task = self._tasks[job.job_id] = PrefillTask.of(job)
-        self._places.add(task)
+        self._slots.add(task)
         self._schedule()
 
     def _schedule(self) -> None:
-        """Starts as many jobs as there is room for besides the current pushes."""
-        for task in self._places.take():
+        """Starts the jobs that get a slot."""
+        for task in self._slots.take():
             if task.reserve_to_read(self._engine.pool):
                 self._start_push(task)  # HeldRead follows
             else:
                 self._scheduler.add(task.sequence)
 
     def _held_read(self, command: HeldRead) -> None:
-        """Computes the rest of a prompt, or all if nothing could be read, at once: others may wait for its blocks."""
+        """Begins to compute the rest of a prompt, or all of it, at once, since others may wait for its blocks."""
         if (task := self._tasks.get(command.job_id)) is not None and not task.is_cancelled:
             task.end_reading(has_read=command.has_read)
             self._scheduler.add_running(task.sequence)
@@ -218,7 +218,7 @@ class PrefillLoop:
     def _cancel(self, job_id: int) -> None:
         task = self._tasks.get(job_id)
         if task is None:
-            return  # it has ended meanwhile
+            return  # it has just ended
         task.is_cancelled = True
         self._stop_computing(task)
         if task.push is None:
@@ -228,10 +228,10 @@ class PrefillLoop:
 
     def _stop(self) -> None:
         self._is_stopped = True
-        self._turn.give()  # pushes may take seconds
+        self._turn.give()  # first, since pushes may take seconds to end
         pushes = [task.push for task in self._tasks.values() if task.push is not None]
         for job_id in list(self._tasks):
-            self._ended.append(JobEnded(job_id, PeerLostError("the prefill node stops", reason="DRAINING")))
+            self._ended.append(JobEnded(job_id, PeerLostError("the prefill node is stopping", reason="DRAINING")))
             self._cancel(job_id)
         self._answer()
         deadline = time.monotonic() + STOP_SECONDS
@@ -271,7 +271,7 @@ class PrefillLoop:
                 end_token=len(call.token_ids),
                 planes=self._engine.kv_cache.planes,
             ),
-            # The table does not change: blocks are reserved for the whole prompt and begin after the shared ones.
+            # These do not change later: blocks for the whole prompt are reserved, and follow the shared ones.
             block_ids=kv.block_ids,
             on_ended=lambda outcome: self._push_ended(job_id, outcome),
             read_from=kv.num_tokens if task.is_reading else None,
@@ -287,7 +287,7 @@ class PrefillLoop:
         self._inbox.put(PushEnded(job_id, outcome))
 
     def _launch(self, plan: StepPlan, *, runs_ahead: bool) -> None:
-        """Runs the forward and publishes its blocks at once: their readers are queued behind it."""
+        """Launches the forward pass and publishes its blocks at once, since their readers are queued behind it."""
         self._turn.take()
         if not runs_ahead:
             self.progress.expect(plan.num_rows)
@@ -295,7 +295,7 @@ class PrefillLoop:
         fault_point("prefill.chunk")
         self._turn.keep()
         rows, launched_at = [chunk_rows(item) for item in plan.scheduled], time.monotonic()
-        goes_on = False
+        continues = False
         try:
             logits = self._engine.forward(
                 plan.block_copies, rows, on_layer_done=lambda layer: self._layer_done(plan, layer)
@@ -305,9 +305,9 @@ class PrefillLoop:
                 self._tasks[sequence.key].prompt_logprobs.append(pack_logprobs(logprobs))
             self._time.mark(Part.SAMPLING)
             num_ended = sum(item.reaches_end for item in plan.scheduled)
-            goes_on = 0 < num_ended < self._scheduler.num_running + self._scheduler.num_waiting
+            continues = 0 < num_ended < self._scheduler.num_running + self._scheduler.num_waiting
         finally:
-            self._turn.end_chunk(goes_on=goes_on)
+            self._turn.end_chunk(continues=continues)
         for sequence, num_rows, *_ in plan.scheduled:
             assert sequence.kv is not None
             sequence.kv.advance(sequence.num_computed + num_rows)
@@ -318,7 +318,7 @@ class PrefillLoop:
         self._time.mark(Part.COMMIT)
 
     def _layer_done(self, plan: StepPlan, layer: int) -> None:
-        """Offers one more layer of the chunk's KV, now in the cache. Called within the forward."""
+        """Offers one more layer of the chunk's KV, now in the cache. Called during the forward pass."""
         self._time.mark(Part.FORWARD)
         for item in plan.scheduled:
             if (layers := self._layers.ending_at(layer, num_tokens=item.num_rows)) is not None:
@@ -335,7 +335,7 @@ class PrefillLoop:
         self._time.mark(Part.HAND_OFF)
 
     def _finish_chunks(self, *, num_ahead: int) -> bool:
-        """Waits until the device has at most `num_ahead` chunks left. Returns False if it had no more to begin with."""
+        """Waits until the device has at most `num_ahead` chunks left. Returns False if it had no more than that."""
         has_waited = len(self._chunks) > num_ahead
         while len(self._chunks) > num_ahead:
             self._finish(self._chunks[0])
@@ -343,7 +343,7 @@ class PrefillLoop:
         return has_waited
 
     def _finish(self, chunk: Chunk) -> None:
-        """Waits for the chunk and accounts for it. Jobs that were cancelled meanwhile are skipped."""
+        """Waits for the chunk, and records its time and tokens. Jobs that were cancelled meanwhile are skipped."""
         plan, started_at, seconds = chunk.plan, chunk.launched_at, chunk.seconds
         if chunk.end is not None:
             self.progress.expect(plan.num_rows)
@@ -362,7 +362,7 @@ class PrefillLoop:
             if item.reaches_end:
                 self._end_compute(task)
         self._time.mark(Part.COMMIT)
-        self._tell(plan, seconds)
+        self._report_chunk(plan, seconds)
 
     def _end_compute(self, task: PrefillTask) -> None:
         self._stop_computing(task)
@@ -371,7 +371,7 @@ class PrefillLoop:
     # ---- the end of a job
 
     def _stop_computing(self, task: PrefillTask) -> None:
-        """Takes a job out of the batch; blocks that its push may still use stay pinned. Idempotent."""
+        """Removes a job from the batch. Blocks that its push may still use stay pinned. Idempotent."""
         task.pin()
         self._scheduler.remove(task.sequence)
         self.prompt_tokens.set_outstanding(task.job.job_id, 0)
@@ -389,6 +389,6 @@ class PrefillLoop:
         if task.pinned is not None:
             task.pinned.free()
         del self._tasks[task.job.job_id]
-        self._places.leave(task)
+        self._slots.leave(task)
         self._schedule()
         self.prompt_tokens.set_outstanding(task.job.job_id, 0)

@@ -1,8 +1,8 @@
-"""The push of one transfer, in its own thread: reads, hashes and sends KV while the forward continues.
+"""The push of one transfer, in its own thread: it reads, hashes and sends KV while the forward pass continues.
 
 The engine thread only says which layers and tokens are in the cache; this thread gathers the rows when they can be
-sent. Their blocks stay pinned until the push has ended. So a slow decode node never makes the engine wait, and costs
-no memory but the window that all pushes to it share.
+sent. Their blocks stay pinned until the push has ended. So a slow decode node never delays the engine, and takes no
+memory except the window that all pushes to it share.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ log = get_logger("prefill_node")
 class _Available:
     """A range of KV that is in the cache and will not change."""
 
-    planes: tuple[PlaneSpec, ...]  # planes that have these layers
+    planes: tuple[PlaneSpec, ...]  # all have these layers
     layers: range
     start_token: int
     end_token: int
-    written: Any  # a fence of the cache, after which it is written
+    written: Any  # the fence of the cache after which it is written
 
 
 class KvPush:
     """The push of one transfer. `offer`, `finish` and `interrupt` never block.
 
-    `on_ended` is called exactly once, by the push's thread at its end; after it no KV is read or written.
+    `on_ended` is called exactly once, by the push's thread at its end. After that, no KV is read or written.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class KvPush:
         read_from: int | None = None,
         on_read: Callable[[bool], None] = lambda _has_read: None,
     ) -> None:
-        """`read_from`: the first token of the held prefix to read from the decode node before anything is sent;
-        `on_read(success)` then follows once.
+        """`read_from`: the first token of the held prefix to read from the decode node before anything is sent. After
+        that, `on_read(success)` is called once.
         """
         self._connector = connector
         self._kv_cache = kv_cache
@@ -74,7 +74,7 @@ class KvPush:
         self._read_from = read_from
         self._on_read = on_read
         self._on_ended = on_ended
-        # None ends the push: everything has been offered, it is interrupted, or the receiver wants no more.
+        # None ends the push: all has been offered, the push is interrupted, or the receiver has ended the transfer.
         self._items: queue.SimpleQueue[_Available | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._sender: Sender | None = None
@@ -87,10 +87,9 @@ class KvPush:
         self._thread.start()
 
     def offer(self, layers: range | None, start_token: int, end_token: int) -> None:
-        """Offers KV that is in the cache, or that a GPU has been asked to write. None: features, which a forward
-        writes at its end.
+        """Offers KV that is in the cache, or that a GPU will write. Tokens that the transfer does not have are skipped.
 
-        Tokens that the transfer does not include are left out.
+        `layers`: None stands for the features, which a forward pass writes at its end.
         """
         planes, layers = (self._features, range(1)) if layers is None else (self._layered, layers)
         start_token = max(start_token, self._spec.start_token)
@@ -98,7 +97,7 @@ class KvPush:
             self._items.put(_Available(planes, layers, start_token, end_token, self._kv_cache.fence()))
 
     def finish(self) -> None:
-        """Commits the transfer after what has been offered."""
+        """Makes the push commit the transfer when everything offered is sent."""
         self._items.put(None)
 
     def interrupt(self) -> None:
@@ -111,7 +110,7 @@ class KvPush:
             sender.interrupt()
 
     def join(self, timeout_seconds: float) -> None:
-        """Waits for the thread's end, at most this long."""
+        """Waits at most this long for the thread's end."""
         self._thread.join(timeout_seconds)
 
     # ---- the push's thread
@@ -121,7 +120,7 @@ class KvPush:
             fault_point("prefill.before_push")
             sender = self._connector.connect(self._address, self._spec)
         except Exception as error:  # noqa: BLE001 the border of the thread
-            self._on_ended(PushOutcome(error=_as_ours(error)))
+            self._on_ended(PushOutcome(error=_to_outrider_error(error)))
             return
         with self._lock:
             self._sender = sender
@@ -137,7 +136,7 @@ class KvPush:
         sender.cancel()  # does not wait for the peer, which may be gone
 
     def _has_read_held(self, sender: Sender, start_token: int) -> bool:
-        """Reads the held prefix. Returns False if it did not arrive completely; then none of it counts."""
+        """Reads the held prefix. Returns False if it did not arrive completely; then none of it is used."""
         regions = itertools.chain.from_iterable(
             self._cut(sender, (plane,), range(plane.num_layers), start_token, self._spec.start_token)
             for plane in self._spec.planes
@@ -145,7 +144,9 @@ class KvPush:
         try:
             sender.read(regions, self._blocks)
         except Exception as error:  # noqa: BLE001 everything is computed instead
-            log.warning("the held prefix cannot be read", error=_as_ours(error).message)
+            log.warning(
+                "the held prefix could not be read; all of it is computed", error=_to_outrider_error(error).message
+            )
             return False
         return True
 
@@ -162,7 +163,7 @@ class KvPush:
             committed_at = time.monotonic()
             pushed = self._pushed.settle(committed_at)
         except Exception as failure:  # noqa: BLE001 the border of the thread
-            error = _as_ours(failure)
+            error = _to_outrider_error(failure)
         return PushOutcome(
             connector=sender.connector,
             kv_bytes=sender.payload_bytes,
@@ -175,13 +176,13 @@ class KvPush:
     def _raise_unless_committed(self, result: CommitResult) -> None:
         if result.state is CommitState.INCOMPLETE:
             until, end = result.complete_until, self._spec.end_token
-            problem = f"misses KV from token {until} of {end} on" if until < end else "has other KV than was sent"
+            problem = f"lacks KV from token {until} of {end} on" if until < end else "has other KV than was sent"
             raise AbortedError(f"the decode node {problem}", reason="TRANSFER_INCOMPLETE")
         if result.state is CommitState.UNKNOWN:
-            raise AbortedError("the decode node has given the transfer up", reason="TRANSFER_UNKNOWN")
+            raise AbortedError("the decode node no longer expects the transfer", reason="TRANSFER_UNKNOWN")
 
     def _available(self, sender: Sender) -> Iterator[_Available]:
-        """Yields what is offered until the end; keeps the receiver's timeout from expiring meanwhile."""
+        """Yields what is offered until the end. Meanwhile it keeps the receiver's timeout from expiring."""
         while True:
             try:
                 item = self._items.get(timeout=sender.keep_alive_seconds)
@@ -215,14 +216,14 @@ class KvPush:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """Groups of a chunk's layers that are pushed together, each as large as a frame. Features, one layer, come last."""
+    """The groups of a chunk's layers that are pushed together, each as large as a frame. Features are pushed last."""
 
     num_layers: int
     tokens_per_frame: int  # for one layer
 
     @classmethod
     def of(cls, planes: Sequence[PlaneSpec], *, frame_bytes: int) -> LayerGroups:
-        """Returns the groups for these planes, all of which except features have the same layers."""
+        """Returns the groups for these planes, which have the same layers except for features."""
         layered = [plane for plane in planes if not plane.is_feature]
         num_layers = layered[0].num_layers
         assert all(plane.num_layers == num_layers for plane in layered)
@@ -265,9 +266,9 @@ def add_part(parts: list[TimedPart], part: TimedPart) -> None:
 
 
 class PushedParts:
-    """The parts that a push has sent, and when the receiver had them, on the monotonic clock.
+    """The parts that a push has sent, with the times of sending and of acknowledgement on the monotonic clock.
 
-    The push's thread adds parts; acknowledgements come in the order of frames from another thread.
+    The push's thread adds parts. Acknowledgements come from another thread, in the order of frames.
     """
 
     def __init__(self) -> None:
@@ -304,7 +305,7 @@ class PushedParts:
             self._parts[index] = replace(self._parts[index], end_seconds=now)
 
 
-def _as_ours(error: Exception) -> OutriderError:
+def _to_outrider_error(error: Exception) -> OutriderError:
     if isinstance(error, OutriderError):
         return error
     log.error("push failed", error=str(error), exc_info=error)

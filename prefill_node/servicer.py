@@ -1,4 +1,4 @@
-"""PrefillService: proto in, domain call, proto out; records the call's spans."""
+"""PrefillService: the conversion and check of calls, the jobs behind them, and their spans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from prefill_node.jobs import CancelJob, Command, JobEnded, PrefillJob
 
 
 class PendingJobs:
-    """The jobs in work, by id, at most `max_jobs`. Event loop only."""
+    """The jobs that wait or run, by id, at most `max_jobs`. Event loop only."""
 
     def __init__(self, *, submit: Callable[[Command], None], max_jobs: int) -> None:
         self._submit = submit
@@ -39,14 +39,14 @@ class PendingJobs:
         return len(self._waiting)
 
     async def run(self, call: PrefillCall) -> PrefillFigures:
-        """Runs one job, from queue to commit; cancelling this stops computation and push.
+        """Runs one job, from queue to commit. If this is cancelled, its computation and push end.
 
         Raises: PeerLostError when draining, CapacityError if the queue is full, or the error that ended the job.
         """
         if self._is_draining:
             raise PeerLostError("the prefill node is draining", reason="DRAINING")
         if len(self._waiting) >= self._max_jobs:
-            raise CapacityError(f"{self._max_jobs} prompts are in work or waiting already")
+            raise CapacityError(f"{self._max_jobs} prompts are already running or waiting")
         job = PrefillJob(next(self._ids), call)
         future: asyncio.Future[PrefillFigures] = asyncio.get_running_loop().create_future()
         self._waiting[job.job_id] = future
@@ -68,7 +68,7 @@ class PendingJobs:
                 future.set_result(end.result)
 
     def fail_all(self, error: OutriderError) -> None:
-        """Fails all jobs, when the engine cannot end them any more."""
+        """Fails all jobs, for a drain's deadline or an engine that has failed."""
         self.deliver([JobEnded(job_id, error) for job_id in self._waiting])
 
     def start_draining(self) -> None:
@@ -90,7 +90,7 @@ class ServedModel:
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """PrefillService. `serve` is called when the model is loaded; until then routers are asked to retry."""
+    """PrefillService. Until `serve` is called, when the model is loaded, routers are asked to retry."""
 
     def __init__(self, tracer: Tracer = NO_TRACER) -> None:
         self._tracer = tracer
@@ -136,12 +136,16 @@ def check_call(call: PrefillCall, served: ServedModel) -> None:
         (
             len(call.options.cache_salt) <= MAX_CACHE_SALT_BYTES,
             "cache_salt",
-            f"has at most {MAX_CACHE_SALT_BYTES} bytes",
+            f"must have at most {MAX_CACHE_SALT_BYTES} bytes",
         ),
-        (len(call.scored_token_ids) <= num_tokens, "scored_token_ids", "are more than token_ids"),
+        (len(call.scored_token_ids) <= num_tokens, "scored_token_ids", "must not outnumber token_ids"),
         (max(call.scored_token_ids, default=0) < vocab_size, "scored_token_ids", f"must be below {vocab_size}"),
-        ((call.options.prompt_logprobs or 0) <= MAX_TOP_LOGPROBS, "prompt_logprobs", f"is 0 to {MAX_TOP_LOGPROBS}"),
-        (call.held_prefix_length <= num_tokens, "held_prefix_length", "is more than there are tokens"),
+        (
+            (call.options.prompt_logprobs or 0) <= MAX_TOP_LOGPROBS,
+            "prompt_logprobs",
+            f"must be 0 to {MAX_TOP_LOGPROBS}",
+        ),
+        (call.held_prefix_length <= num_tokens, "held_prefix_length", f"must be at most {num_tokens}"),
     ):
         if not is_valid:
             raise InvalidRequestError(f"{field} {message}", field=field)
@@ -150,7 +154,7 @@ def check_call(call: PrefillCall, served: ServedModel) -> None:
 async def traced(
     tracer: Tracer, call: PrefillCall, metadata: Metadata | None, job: Awaitable[PrefillFigures]
 ) -> PrefillFigures:
-    """Records spans for the call and its push, however the job ends. `metadata`: that of the router's call."""
+    """Awaits the job, and records spans for the call and its push, even if it fails. `metadata`: the router's."""
     whole = tracer.join("prefill", caller_of_call(metadata))
     if not whole.is_recording():
         return await job

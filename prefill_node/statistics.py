@@ -21,20 +21,20 @@ class StepStats:
 
 
 class PromptTokens:
-    """Counts of outstanding and recently computed tokens. Thread-safe: the engine thread writes, others read."""
+    """The numbers of outstanding and recently computed tokens. The engine thread writes them, any thread reads them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
-        self._outstanding: dict[int, int] = {}  # job -> prompt tokens that are not computed
+        self._outstanding: dict[int, int] = {}  # job → prompt tokens that are not computed
         self._clock = clock
-        self._busy: deque[tuple[float, float]] = deque()  # (start, end) of each time with some, oldest first
+        self._busy: deque[tuple[float, float]] = deque()  # (start, end) of each past period with outstanding tokens
         self._busy_since: float | None = None  # start of the current period
         self._computed = RecentSum(clock)
         self.add_computed = self._computed.add
         self.tokens_per_second = self._computed.per_second
 
     def set_outstanding(self, job_id: int, num_tokens: int) -> None:
-        """Sets the prompt tokens of a job that are waiting or in computation; 0 forgets the job."""
+        """Sets the number of a job's prompt tokens that are waiting or in computation. 0 removes the job."""
         with self._lock:
             if num_tokens:
                 self._outstanding[job_id] = num_tokens
@@ -54,7 +54,7 @@ class PromptTokens:
             return sum(self._outstanding.values())
 
     def saturation(self) -> float:
-        """Returns the fraction (0 to 1) of the last ten seconds with outstanding tokens, also in a younger process."""
+        """Returns the fraction (0 to 1) of ten seconds with outstanding tokens, even if the process is younger."""
         with self._lock:
             now = self._clock()
             self._forget_old(now)

@@ -1,4 +1,4 @@
-"""One prefill job in work: its sequence, its push, and the times in its answer."""
+"""The state of one prefill job: its sequence, its push, and the times in its answer."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from prefill_node.jobs import PrefillJob, PushOutcome
 from prefill_node.push import KvPush
 
 MIN_READ_TOKENS = 64
-"""Tokens of a held prefix below which it is computed instead, as reading costs a round trip."""
+"""Minimum tokens of a held prefix to read from the decode node. Fewer are computed: reading costs a round trip."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PrefillTask:
-    """A job in work. Owned by the engine thread."""
+    """A job from its arrival to the end of its push. Owned by the engine thread."""
 
     job: PrefillJob
     sequence: EngineSequence
     push: KvPush | None = None  # set when the job is admitted
     pinned: SequenceKV | None = None  # blocks that the push may still read when computation has ended
-    is_in_work: bool = False  # whether it is computed or pushed, i.e. has a place
+    has_slot: bool = False  # whether it has a slot, i.e. is computed or pushed
     is_reading: bool = False  # whether its push writes the held prefix into its blocks
     is_cancelled: bool = False
     num_cached_tokens: int = 0
@@ -53,7 +53,7 @@ class PrefillTask:
 
     @property
     def num_outstanding_tokens(self) -> int:
-        """Number of tokens still to be computed, as far as other requests wait for them."""
+        """Number of tokens that are not computed, at most those for which other requests wait."""
         num_known = self.num_cached_tokens + self.num_read_tokens + self._num_computed_tokens
         return min(len(self.sequence.token_ids) - num_known, self.job.call.most_outstanding_tokens)
 
@@ -64,7 +64,7 @@ class PrefillTask:
     def reserve_to_read(self, pool: BlockPool) -> bool:
         """Reserves blocks for the whole prompt, so that its push can read the held prefix from the decode node.
 
-        Returns False if the job may not read, gains too little by it, or finds no room.
+        Returns False if the job may not read, would gain too little, or finds no room.
         """
         call, tokens = self.job.call, self.sequence.token_ids
         if not call.may_read_held or self.sequence.scoring is not None:
@@ -80,7 +80,7 @@ class PrefillTask:
         return True
 
     def end_reading(self, *, has_read: bool) -> None:
-        """Ends reading; after this the push does not write into the blocks. The tokens count only if all arrived."""
+        """Ends reading, after which the push writes no block. The tokens are valid only if all arrived (`has_read`)."""
         kv, num_held = self.sequence.kv, self.job.call.held_prefix_length
         assert kv is not None
         self.is_reading = False
@@ -89,7 +89,7 @@ class PrefillTask:
             kv.advance(num_held)
 
     def pin(self) -> None:
-        """Keeps the blocks that the push may still use after the sequence leaves the batch. Idempotent."""
+        """Keeps blocks that the push may still use after the sequence has left the batch. Idempotent."""
         kv = self.sequence.kv
         if kv is None or self.push is None or self.pinned is not None:
             return
@@ -99,13 +99,13 @@ class PrefillTask:
             self.pinned = kv.fork()
 
     def end_compute(self) -> None:
-        """Ends computation: the push has been offered the whole prompt."""
+        """Ends the computation. The push has been offered the whole prompt."""
         assert self.push is not None
         self.compute_ended_at = time.monotonic()
         self.push.finish()
 
     def result(self, outcome: PushOutcome) -> PrefillFigures:
-        """Returns the answer after a committed push."""
+        """Returns the figures of the answer after a committed push."""
         assert outcome.committed_at is not None
         assert self.compute_ended_at is not None
         first_frame_at = outcome.first_frame_at if outcome.first_frame_at is not None else outcome.committed_at

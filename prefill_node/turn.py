@@ -12,20 +12,20 @@ WAIT_SECONDS = 0.1
 
 
 class PrefillTurn:
-    """The turns in which chunks are computed; one ends with a chunk or between two layers.
+    """The turns in which chunks are computed. A turn ends after a chunk or between two layers.
 
-    A turn continues after a chunk that has ended a prompt, if there is another chunk. Otherwise a decode node would
+    After a chunk that has ended a prompt, the turn continues if there is another chunk. Otherwise a decode node would
     get the processors at once and compute a step without that prompt, whose KV is still in transfer, and the prompt's
-    first token would come a chunk later. The turn ends when the KV has arrived. Only the attributes are for other
-    threads.
+    first token would come a chunk later. The turn ends when the KV has arrived. Other threads may only set the public
+    attributes.
     """
 
     def __init__(
         self, turns: CpuTurns, clock: StepClock, progress: StepProgress, *, seconds: float, num_layers: int
     ) -> None:
-        """`seconds`: how long others wait for a turn of this node."""
+        """`seconds`: maximum time that others wait for a turn of this node."""
         self.kv_has_arrived = False  # since other nodes' last turn; set by any thread
-        self.is_stopping = False  # a stopping node continues without a turn; set by any thread
+        self.is_stopping = False  # if true, the node continues without a turn; set by any thread
         self._turns = turns
         self._clock = clock
         self._progress = progress
@@ -34,7 +34,7 @@ class PrefillTurn:
         self._is_held = False
 
     def take(self) -> None:
-        """Waits for a turn, unless one continues."""
+        """Waits for a turn, unless the last one continues."""
         if self._is_held:
             return
         with self._progress.paused():
@@ -44,20 +44,20 @@ class PrefillTurn:
         self._clock.mark(Part.CPU_TURN)
 
     def keep(self) -> bool:
-        """Extends the turn by the next layer of the chunk that `progress` expects. Returns False if it is lost."""
+        """Extends the turn by the expected time of a layer of this chunk. Returns False if the turn was lost."""
         return self._turns.keep(self._progress.at_hand.expected_seconds / self._num_layers)
 
     def give_way(self) -> None:
-        """Lets others compute between two layers, if it is time, and waits for the next turn."""
+        """Lets others compute between two layers if the turn is over, and waits for the next one."""
         if not self.keep() or self._is_over():
             self._clock.mark(Part.FORWARD)
             self.give()
             self.take()
             self.keep()
 
-    def end_chunk(self, *, goes_on: bool) -> None:
-        """Ends the turn unless it may continue. `goes_on`: the chunk has ended a prompt, and there is another one."""
-        if not goes_on or self._is_over():
+    def end_chunk(self, *, continues: bool) -> None:
+        """Ends the turn unless it may continue. `continues`: the chunk has ended a prompt, and there is another one."""
+        if not continues or self._is_over():
             self.give()
 
     def give(self) -> None:

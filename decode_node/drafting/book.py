@@ -23,15 +23,15 @@ from outrider.speculation.draft_tree import DraftTree, RankedDraft
 from outrider.speculation.prefix_hash import HashedTokens
 
 MAX_TOKENS_PER_UPDATE = 4096
-"""Tokens of one update; a longer remainder is sent in pieces, each after the last one was acknowledged."""
+"""Maximum tokens of one update. More are sent in pieces, each after the one before was acknowledged."""
 
 MAX_TOKENS_PER_MESSAGE = 16_384
 
 MAX_COPIED_BYTES = 1 << 20
-"""Bytes of features that a step copies from their plane. What a node has lost is sent again in parts."""
+"""Maximum bytes of features that a step copies from their plane, also of those that a node has lost."""
 
 MAX_ALL_UNACKED_BYTES = 64 << 20
-"""Bytes of unacknowledged features of all sequences at which no more are copied."""
+"""Bytes of all sequences' unacknowledged features at which no more are copied."""
 
 UNANSWERED_SECONDS = 10.0
 """Seconds after which an unanswered update counts as lost; the stream is opened again."""
@@ -42,24 +42,24 @@ class DraftCounters:
     """Counters since the start of the process."""
 
     lead_seconds: float = 0.0  # sum of the times between a draft's arrival and its use
-    num_stale_answers: int = 0  # for sequences that ended, moved, never existed or are answered already
-    num_quarantined: int = 0
+    num_stale_answers: int = 0  # for sequences that have ended or moved, never existed, or are already answered
+    num_quarantined: int = 0  # invalid answers, whose sequences were moved to other nodes
 
 
 @dataclass(slots=True)
 class StepDrafts:
-    """The drafts of one step, by sequence id: what draft nodes have, and the best of all after ranking."""
+    """The drafts of one step, by sequence id: those of draft nodes, and the best ones of all sources."""
 
     trees: dict[int, DraftTree] = field(default_factory=dict)  # from draft nodes
     requested: set[int] = field(default_factory=set)  # sequences that want drafts
     hits: set[int] = field(default_factory=set)  # requested sequences whose draft was available
-    missing: list[int] = field(default_factory=list)  # requested sequences whose draft may come while the step waits
+    missing: list[int] = field(default_factory=list)  # requested sequences whose draft may arrive if the step waits
     waited_seconds: float = 0.0
     ranked: dict[int, RankedDraft] = field(default_factory=dict)  # the best draft of each sequence, from any source
 
 
 class FeatureRange(NamedTuple):
-    """Features to copy from their plane."""
+    """A range of a sequence's features to copy from their plane."""
 
     sequence_id: int
     start: int  # token positions
@@ -69,15 +69,15 @@ class FeatureRange(NamedTuple):
 class DraftBook:
     """The newest state of every sequence, for any number of draft nodes. Guarded by its owner's lock.
 
-    A sequence has at most one unanswered update. So a node that was frozen, for however long, finds one message when
-    it continues, and the next one is made from the state of that moment.
+    A sequence has at most one unanswered update. So a node that was suspended, for however long, finds one message when
+    it resumes, and the next one is made from the newest state then.
 
     One node serves a sequence at a time: first the connected node with the fewest sequences, then another one if that
     is lost, late or full, or sends an invalid answer. Each such assignment has its own stream id.
     """
 
     def __init__(self, *, clock: Callable[[], float], feature_bytes: int = 0) -> None:
-        """`feature_bytes`: bytes of a token's features; 0: none are computed."""
+        """`feature_bytes`: bytes of a token's features; 0 if none are computed."""
         self._clock = clock
         self._feature_bytes = feature_bytes
         self.nodes = DraftNodes()
@@ -89,10 +89,10 @@ class DraftBook:
         self.min_reach = 0.0
         """The `min_reach` of requests: see ProposalRequest."""
 
-    # The engine thread's side.
+    # Called by the engine thread.
 
     def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int], *, num_wanted: int) -> None:
-        """Adds a sequence. `token_ids`: the prompt, and tokens that are generated already."""
+        """Adds a sequence. `token_ids`: the prompt and already generated tokens."""
         assert sequence_id not in self._sequences, "a sequence is opened once"
         drafted = DraftedSequence(start, HashedTokens(token_ids), num_wanted)
         self._sequences[sequence_id] = drafted
@@ -103,14 +103,14 @@ class DraftBook:
         drafted = self._sequences.get(sequence_id)
         if drafted is not None:
             drafted.commit(new_token_ids, num_wanted=num_wanted)
-            self._note_news(drafted)
+            self._mark_dirty(drafted)
 
     def missing_features(self, available: Mapping[int, int]) -> list[FeatureRange]:
-        """Returns what to copy for nodes that need features, at most `MAX_COPIED_BYTES`.
+        """Returns the features to copy for nodes that need them, at most `MAX_COPIED_BYTES`.
 
-        Sequences that lack the fewest features come first, and the newest of them first: a head can draft only when
-        it has all, so with many transfers at a time all would end too late. A transfer is not begun if it cannot end
-        before the sequence does.
+        Sequences that lack the fewest features come first; among equals, the newest one. A head can draft only when it
+        has all features, so many transfers at a time would all end too late. A transfer that could not end before its
+        sequence does is not begun.
 
         `available`: the number of tokens, from the first on, with features in the plane, by sequence id.
         """
@@ -138,16 +138,16 @@ class DraftBook:
         drafted = self._sequences.get(copied.sequence_id)
         if drafted is not None:
             drafted.add_features(copied.start, payload)
-            self._note_news(drafted)
+            self._mark_dirty(drafted)
 
     def close(self, sequence_id: int) -> None:
-        """Forgets a sequence; an unknown one is fine."""
+        """Forgets a sequence, if it is known."""
         drafted = self._sequences.pop(sequence_id, None)
         if drafted is None:
             return
         self._unserved.pop(drafted, None)
         if drafted.assignment is not None:
-            drafted.assignment.node.retry_at = 0.0  # if it had no room, it has some now
+            drafted.assignment.node.retry_at = 0.0  # a node without room has some again
             self._unassign(drafted.assignment)
 
     def find(self, sequence_ids: Iterable[int], *, wait_seconds: float) -> StepDrafts:
@@ -169,18 +169,18 @@ class DraftBook:
         return found
 
     def observe_step(self, seconds: float) -> None:
-        """Learns the duration of a step. The sequences of nodes that are late move to other nodes."""
+        """Records the duration of a step, and moves the sequences of late nodes to other nodes."""
         self.nodes.observe_step(seconds)
         now = self._clock()
         for node in self.nodes:
             is_late = node.is_connected and self.nodes.is_late(node, now)
             if not is_late:
-                node.gave_away = False
-            elif not node.gave_away and any(self.nodes.is_usable(other, now) for other in self.nodes):
-                node.gave_away = True
+                node.was_relieved = False
+            elif not node.was_relieved and any(self.nodes.is_usable(other, now) for other in self.nodes):
+                node.was_relieved = True
                 self._move_away(node, keep=1)
 
-    # The streams' side.
+    # Called by the streams.
 
     def remove_node(self, node: DraftNodeState) -> None:
         """Removes a node whose stream will not come back."""
@@ -188,33 +188,33 @@ class DraftBook:
         self.nodes.remove(node)
 
     def connected(self, node: DraftNodeState, *, needs_features: bool = False) -> None:
-        """Records that a new stream is open, whose node knows nothing yet. `needs_features`: whether it has a head."""
+        """Records that a stream is open. Its node knows no sequence yet. `needs_features`: whether it has a head."""
         node.is_connected = True
         node.needs_features = needs_features
         node.retry_seconds = 0.0
         self._assign_unserved(self._clock())
 
     def disconnected(self, node: DraftNodeState) -> None:
-        """Records that the stream has ended; its sequences move to other nodes, which are sent all their tokens."""
+        """Records that the stream has ended. Its sequences move to other nodes, which get all their tokens."""
         node.disconnected()
         self._move_away(node, keep=0)
 
     def take_updates(self, node: DraftNodeState) -> list[SequenceUpdate]:
-        """Returns the newest state of what this node does not know; empty if there is nothing to send now."""
+        """Returns updates with everything that this node does not know yet; empty if there is nothing to send now."""
         if not node.is_connected:
             return []
         now = self._clock()
-        least = min((len(each.committed) for each in self._unserved), default=0)
-        if self._unserved and any(other.is_connected and other.has_room(now, least) for other in self.nodes):
+        min_length = min((len(each.committed) for each in self._unserved), default=0)
+        if self._unserved and any(other.is_connected and other.has_room(now, min_length) for other in self.nodes):
             self._assign_unserved(now)
         updates = [SequenceUpdate(sequence_id=stream_id, closed=True) for stream_id in node.closed]
         node.closed.clear()
         tokens_left, feature_bytes_left = MAX_TOKENS_PER_MESSAGE, MAX_FEATURE_BYTES_PER_MESSAGE
-        for stream_id in tuple(node.news):
+        for stream_id in tuple(node.dirty):
             served = self._served[stream_id]
-            if served.asked is None and now < served.ready_at:
-                continue  # it stays in `news` until it is ready
-            if served.asked is None and served.sequence.has_news:
+            if served.pending is None and now < served.ready_at:
+                continue  # it stays in `dirty` until then
+            if served.pending is None and served.sequence.is_dirty:
                 if tokens_left <= 0 or feature_bytes_left < self._feature_bytes:
                     break
                 update = served.make_update(
@@ -223,68 +223,69 @@ class DraftBook:
                     max_feature_bytes=feature_bytes_left,
                     min_reach=self.min_reach,
                 )
-                node.asked[served.stream_id] = now
+                node.unanswered[served.stream_id] = now
                 tokens_left -= len(update.token_ids)
                 feature_bytes_left -= len(update.features)
                 updates.append(update)
-            del node.news[stream_id]  # an answer queues the rest again
+            del node.dirty[stream_id]  # the answer adds it again if there is more to send
         return updates
 
     def take_answer(self, node: DraftNodeState, answer: SequenceProposals, *, is_well_formed: bool) -> bool:
-        """Keeps what is plausible of an answer. Never raises: a peer's input is not trusted.
+        """Applies an answer if it is due and plausible. It never raises, since a peer's input is not trusted.
 
         Args:
-            node: the one on whose stream the answer came.
-            answer: as it was parsed.
+            node: the node on whose stream the answer came.
+            answer: the parsed message.
             is_well_formed: the result of the function of that name.
 
         Returns:
-            False for an invalid answer: the node does not serve this sequence any more.
+            False if the answer was invalid; then the node no longer serves this sequence.
         """
         now = self._clock()
         served = self._served.get(answer.sequence_id)
         if served is None or served.node is not node:
-            self._note_stale(node)  # the sequence has ended, or moved
+            self._count_stale(node)  # the sequence has ended, or moved
             return True
         is_ahead, branches = answer.status is DraftStatus.AHEAD, answer.branches
         if is_ahead:
             branches = branches[: served.num_ahead_allowed]
-            if len(branches) < max(1, len(answer.branches)):  # a message without branches is one too many
-                self._note_stale(node)
+            if len(branches) < max(1, len(answer.branches)):  # a message without branches is unsolicited, too
+                self._count_stale(node)
             if not branches:
                 return True
-        elif served.asked is None and not served.is_catching_up:  # no answer is due
-            self._note_stale(node)
+        elif served.pending is None and not served.is_catching_up:  # no answer is due
+            self._count_stale(node)
             return True
         if not is_well_formed or not served.is_plausible(answer):
             self._quarantine(served, now)
             return False
         if is_ahead:
-            served.take_ahead(branches, now)
+            served.num_ahead_allowed -= len(branches)
+            served.sequence.keep(branches, now)
             return True
         node.num_unsolicited = 0
         if answer.status is DraftStatus.NO_ROOM:
-            node.has_refused(served.stream_id, now, served.sent_length)
+            node.observe_refusal(served.stream_id, now, served.sent_length)
             served.sequence.num_refusals += 1
             self._move(served, now)
             return True
         seconds = served.take_answer(answer, now)
         if seconds is not None:
             node.observe_answer(seconds)
-        if served.asked is None:
-            node.asked.pop(served.stream_id, None)
+        if served.pending is None:
+            node.unanswered.pop(served.stream_id, None)
         is_accepted = answer.status is not DraftStatus.UNKNOWN_PREFIX
-        if is_accepted and node.has_accepted(served.stream_id, now, others_wait=bool(self._unserved)):
+        if is_accepted and node.observe_acceptance(served.stream_id, now, others_wait=bool(self._unserved)):
             self._assign_unserved(now)
-        self._note_news(served.sequence)
+        self._mark_dirty(served.sequence)
         return True
 
-    # Views.
+    # State.
 
     @property
     def has_unsent(self) -> bool:
         """Whether there may be something to send to a node."""
-        return any(node.news or node.closed for node in self.nodes)
+        return any(node.dirty or node.closed for node in self.nodes)
 
     @property
     def needs_features(self) -> bool:
@@ -292,37 +293,37 @@ class DraftBook:
         return any(node.needs_features for node in self.nodes)
 
     def is_late(self, node: DraftNodeState) -> bool:
-        """Returns whether steps do not wait for this node: it is late, or not connected."""
+        """Returns whether this node is late or not connected, so that steps do not wait for it."""
         return not self.nodes.is_usable(node, self._clock())
 
     def has_lost_an_update(self, node: DraftNodeState) -> bool:
-        """Returns whether an update is unanswered for longer than a slow node takes."""
+        """Returns whether an update has been unanswered for more than UNANSWERED_SECONDS."""
         return node.unanswered_seconds(self._clock()) > UNANSWERED_SECONDS
 
-    # Inside.
+    # Private.
 
     def _may_come(self, drafted: DraftedSequence, now: float, wait_seconds: float) -> bool:
         """Returns whether a draft may arrive in time, by the usual duration of the node's answers.
 
-        There is no wait for a sequence that had no draft last time, nor for a late node, whose drafts serve later.
+        Steps wait neither for a sequence that had no draft last time nor for a late node.
         """
         served = drafted.assignment
-        if served is None or served.had_nothing or not (drafted.has_news or served.asked):
+        if served is None or served.had_no_draft or not (drafted.is_dirty or served.pending):
             return False
         usual = served.node.answer_seconds
-        age = 0.0 if served.asked is None else now - served.asked.at
+        age = 0.0 if served.pending is None else now - served.pending.at
         return usual - wait_seconds <= age <= usual + wait_seconds and not self.nodes.is_late(served.node, now)
 
-    def _note_news(self, drafted: DraftedSequence) -> None:
-        if drafted.has_news and drafted.assignment is not None:
-            drafted.assignment.node.news[drafted.assignment.stream_id] = None
+    def _mark_dirty(self, drafted: DraftedSequence) -> None:
+        if drafted.is_dirty and drafted.assignment is not None:
+            drafted.assignment.node.dirty[drafted.assignment.stream_id] = None
 
-    def _note_stale(self, node: DraftNodeState) -> None:
+    def _count_stale(self, node: DraftNodeState) -> None:
         node.num_unsolicited += 1
         self.counters.num_stale_answers += 1
 
     def _quarantine(self, served: Assignment, now: float) -> None:
-        """Drops all drafts of a node that has sent an invalid answer; another node may serve the sequence."""
+        """Drops the sequence's drafts after an invalid answer of its node, and assigns it to another node."""
         served.sequence.refused.add(served.node.node_id)
         served.sequence.trees.clear()
         self.counters.num_quarantined += 1
@@ -338,14 +339,14 @@ class DraftBook:
         stream_id = next(self._stream_ids)
         features = UnackedFeatures(self._feature_bytes) if node.needs_features else None
         drafted.assignment = self._served[stream_id] = Assignment(drafted, stream_id, node, features)
-        drafted.has_news = True
+        drafted.is_dirty = True
         node.num_sequences += 1
-        if node.is_taken_for_full(length):
+        if node.seems_full(length):
             node.trial = stream_id
-        self._note_news(drafted)
+        self._mark_dirty(drafted)
 
     def _assign_unserved(self, now: float) -> None:
-        # A sequence that is too long for every node does not delay others.
+        # Those refused least often come first, so that one that is too long for every node does not delay others.
         for drafted in sorted(self._unserved, key=lambda each: each.num_refusals):
             self._assign(drafted, now)
 
@@ -354,15 +355,15 @@ class DraftBook:
         served.sequence.assignment = None
         del self._served[stream_id]
         node.num_sequences -= 1
-        node.news.pop(stream_id, None)
-        node.asked.pop(stream_id, None)
+        node.dirty.pop(stream_id, None)
+        node.unanswered.pop(stream_id, None)
         if node.trial == stream_id:
             node.trial = None
         if node.is_connected and served.sent_length > 0:
             node.closed.append(stream_id)
 
     def _move(self, served: Assignment, now: float) -> None:
-        """Assigns the sequence to the most suitable node at present."""
+        """Assigns the sequence to the node that is most suitable now."""
         self._unassign(served)
         self._assign(served.sequence, now)
 

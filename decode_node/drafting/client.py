@@ -1,8 +1,8 @@
-"""The decode node's client of its draft nodes: it has proposals ready when a step needs them.
+"""The decode node's client of its draft nodes, which has proposals ready when a step needs them.
 
 Two threads use it. The engine thread calls `open`, `update`, `close` and `take`, which do no I/O. The event loop owns
 one bidirectional stream for each draft node (`link`). Both share the `DraftBook`, which has the newest state of every
-sequence and is guarded by one lock; a message is made from it when a stream can be written.
+sequence and is guarded by one lock. A message is made from it when a stream can be written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NO_TABLES: Mapping[int, SequenceKV] = {}
 class DraftClientStatus:
     """The client's state for metrics."""
 
-    is_late: Mapping[str, bool] = field(default_factory=dict)  # by address; True if it is not connected
+    is_late: Mapping[str, bool] = field(default_factory=dict)  # by address; also True if the node is not connected
     counters: DraftCounters = field(default_factory=DraftCounters)
 
 
@@ -45,9 +45,9 @@ class FeaturePlane:
     plane: PlaneSpec
 
     def read(self, ranges: Sequence[tuple[SequenceKV, int, int]]) -> list[bytes]:
-        """Copies the features of tokens [start, end) of each table from the device, in one copy; their KV must exist.
+        """Copies the features of tokens [start, end) of each table, whose KV must exist, from the device in one copy.
 
-        Engine thread only: a block may be given to another sequence between two steps. Returns bytes in wire format.
+        Engine thread only, since a block may get another sequence between two steps. Returns bytes in wire format.
         """
         slots = [kv.slot(place) for kv, start, end in ranges for place in range(start, end)]
         rows = self.kv_cache.read(self.plane.name, range(1), np.asarray(slots, dtype=np.int64))
@@ -57,10 +57,10 @@ class FeaturePlane:
 
 
 class DraftClient:
-    """Has a stream to each draft node behind `addresses`; a name may stand for several. Any can serve any sequence.
+    """The client of all draft nodes behind `addresses`. An address may be a name of several nodes.
 
-    `start`, `stop`, `links` and `status` belong to the event loop; `open`, `update`, `close` and
-    `take` to the engine thread. Nothing here raises because of a draft node.
+    Every node can serve every sequence. `start`, `stop`, `links` and `status` belong to the event loop; `open`,
+    `update`, `close` and `take` to the engine thread. No method raises because of a draft node.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DraftClient:
         open_channel: Callable[[str], grpc.aio.Channel] = PLAINTEXT.open_channel,
         feature_plane: FeaturePlane | None = None,
     ) -> None:
-        """`feature_plane`: has the features that the hello names; None if it names none."""
+        """`feature_plane`: the plane of the features that the hello names; None if it names none."""
         assert (hello.features is None) is (feature_plane is None)
         self._hello = hello
         self._changed = threading.Condition()
@@ -87,24 +87,24 @@ class DraftClient:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """Begins to connect, and returns at once."""
+        """Begins to connect, without waiting for it."""
         self._loop = asyncio.get_running_loop()
         self._nodes.start()
 
     async def stop(self) -> None:
-        """Ends all streams. The engine thread finds no proposals from then on."""
+        """Ends all streams. From then on the engine thread finds no proposals."""
         self._loop = None
         await self._nodes.stop()
 
     def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int], *, num_wanted: int) -> None:
-        """Announces a sequence as soon as its prompt is known, and asks for its first draft."""
+        """Announces a sequence when its prompt is known, and asks for its first draft."""
         with self._changed:
             self._book.open(sequence_id, start, token_ids, num_wanted=num_wanted)
         self._wake()
 
     @property
     def needs_features(self) -> bool:
-        """Whether `update` needs tables, as a draft node has a head."""
+        """Whether a draft node has a head, so that `update` needs tables."""
         return self._feature_plane is not None and self._book.needs_features
 
     def update(
@@ -114,7 +114,7 @@ class DraftClient:
         *,
         min_reach: float = 0.0,
     ) -> None:
-        """Takes over what a step has committed: (sequence id, new token ids, draft tokens wanted next).
+        """Records what a step has committed. An update is (sequence id, new token ids, draft tokens wanted next).
 
         `tables`: block tables of the sequences' features, by id; all tokens but the newest have features.
         `min_reach`: see ProposalRequest.
@@ -129,7 +129,7 @@ class DraftClient:
         self._wake()
 
     def _copy_features(self, tables: Mapping[int, SequenceKV]) -> Iterable[tuple[FeatureRange, bytes]]:
-        """Copies as many features as one step may. On a GPU it waits for the copy, so it does not hold the lock."""
+        """Copies as many features as one step may, without the lock, since on a GPU it waits for the copy."""
         assert self._feature_plane is not None
         with self._changed:
             ranges = self._book.missing_features({key: kv.num_tokens for key, kv in tables.items()})
@@ -139,7 +139,7 @@ class DraftClient:
         return zip(ranges, payloads, strict=True)
 
     def close(self, sequence_id: int) -> None:
-        """Forgets a sequence that has ended; an unknown one is fine."""
+        """Forgets a sequence that has ended, if it is known."""
         with self._changed:
             self._book.close(sequence_id)
         self._wake()
@@ -147,8 +147,8 @@ class DraftClient:
     def take(self, sequence_ids: Sequence[int], *, wait_seconds: float) -> StepDrafts:
         """Returns the proposals for this step, after waiting at most `wait_seconds` for missing ones.
 
-        It never waits for a node that is late or not connected, nor for a sequence whose node has answered, or answered
-        last time, that it has no draft.
+        It waits neither for a node that is late or not connected, nor for a sequence whose node had no draft this time
+        or last time.
         """
         started = time.monotonic()
         with self._changed:
@@ -166,7 +166,7 @@ class DraftClient:
         return found
 
     def observe_step(self, seconds: float) -> None:
-        """Learns the duration of a step."""
+        """Records the duration of a step."""
         with self._changed:
             self._book.observe_step(seconds)
 
@@ -191,8 +191,8 @@ class DraftClient:
             return DraftClientStatus(is_late, replace(self._book.counters))
 
     def _wake(self) -> None:
-        """Makes the streams look for something to send. From any thread."""
-        loop = self._loop  # read once: `stop` may clear it between two reads
+        """Makes the streams send new updates. Any thread may call it."""
+        loop = self._loop  # read only once, since `stop` may clear it between two reads
         if loop is None or not self._book.has_unsent:
             return
         try:

@@ -1,4 +1,4 @@
-"""The state of a decode node's draft nodes: whether each is connected, how late its answers are, if it has room."""
+"""The state of a decode node's draft nodes: whether they are connected, how late their answers are, and their room."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 LATE_STEPS = 4.0
-"""Duration of a node's answers, in steps, above which it is late."""
+"""Number of steps above which the duration of a node's answers makes it late."""
 
 MIN_STEP_SECONDS = 0.0125
-"""Shorter steps count as this long: a pause of some milliseconds on either machine does not make a node late."""
+"""Minimum seconds that a step counts as: a pause of some milliseconds on either machine must not make a node late."""
 
 SMOOTHING = 0.2
 
 LOST_SECONDS = 1.0
-"""Maximum seconds that an answer counts as; a stream that ends counts as such an answer. The node is then late until
-about fourteen answers in a row were in time.
+"""Maximum seconds that an answer counts as. The end of a stream counts as such an answer, after which the node is late
+until about fourteen answers in a row were in time.
 """
 
 MIN_RETRY_SECONDS = 1.0
 MAX_RETRY_SECONDS = 30.0
-"""Seconds until a node without room is tried again; the time is doubled each time that it has none."""
+"""Seconds until a node without room is tried again. They are doubled after each refusal, up to the maximum."""
 
 MAX_UNSOLICITED_IN_A_ROW = 4096
-"""Unsolicited answers after which a stream is closed. Some are normal: their sequence ended while they were sent."""
+"""Consecutive unsolicited answers after which a stream is closed. A few are normal: their sequence has just ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,11 +36,11 @@ class DraftNodeState:
     is_connected: bool = False
     needs_features: bool = False  # while it is connected
     num_sequences: int = 0
-    closed: list[int] = field(default_factory=list)  # stream ids that the node must still forget
-    news: dict[int, None] = field(default_factory=dict)  # stream ids of sequences that may have something to send
-    asked: dict[int, float] = field(default_factory=dict)  # stream id → when its unanswered update was sent; in order
+    closed: list[int] = field(default_factory=list)  # ended stream ids that are not announced to the node yet
+    dirty: dict[int, None] = field(default_factory=dict)  # stream ids of sequences that may have something to send
+    unanswered: dict[int, float] = field(default_factory=dict)  # stream id → when its update was sent, in order
     answer_seconds: float = 0.0  # running mean
-    gave_away: bool = False  # whether all its sequences but one have moved, as it is late
+    was_relieved: bool = False  # whether all its sequences but one were moved because it is late
     num_unsolicited: int = 0  # in a row
     retry_seconds: float = 0.0  # 0: the node is not known to be full
     retry_at: float = 0.0
@@ -49,33 +49,33 @@ class DraftNodeState:
 
     def unanswered_seconds(self, now: float) -> float:
         """Returns the age of the oldest unanswered update."""
-        return now - next(iter(self.asked.values()), now)
+        return now - next(iter(self.unanswered.values()), now)
 
     def observe_answer(self, seconds: float) -> None:
-        """Learns the delay of an answer to an update that asked for drafts."""
+        """Records the delay of an answer to an update that asked for drafts."""
         self.answer_seconds += SMOOTHING * (min(seconds, LOST_SECONDS) - self.answer_seconds)
 
     def disconnected(self) -> None:
-        """Records that the stream has ended, which counts like a late answer."""
+        """Records that the stream has ended, which counts as a late answer."""
         if self.is_connected:
             self.answer_seconds = LOST_SECONDS
         self.is_connected = self.needs_features = False
         self.num_unsolicited = 0
         self.closed.clear()
-        self.asked.clear()
+        self.unanswered.clear()
 
-    # Room: a node that has refused a sequence is given one at a time until it has accepted all that wait. The refused
-    # sequence may be too long for it at any time, so sequences of less than half its length are not held back.
+    # A node that has refused a sequence gets one trial sequence at a time until none is waiting any more. It may refuse
+    # a long sequence at any time, so sequences of less than half the refused length are not held back.
 
-    def is_taken_for_full(self, length: int) -> bool:
+    def seems_full(self, length: int) -> bool:
         """Returns whether it has no room for `length` tokens, judging by its refusals."""
         return self.retry_seconds > 0.0 and 2 * length >= self.refused_length
 
     def has_room(self, now: float, length: int) -> bool:
         """Returns whether it may be given one more sequence of `length` tokens."""
-        return not self.is_taken_for_full(length) or (self.trial is None and now >= self.retry_at)
+        return not self.seems_full(length) or (self.trial is None and now >= self.retry_at)
 
-    def has_refused(self, stream_id: int, now: float, length: int) -> None:
+    def observe_refusal(self, stream_id: int, now: float, length: int) -> None:
         """Records that it had no room for a sequence of `length` tokens."""
         is_first = self.retry_seconds == 0.0
         self.refused_length = length if is_first else min(self.refused_length, length)
@@ -83,8 +83,8 @@ class DraftNodeState:
             self.retry_seconds = min(2.0 * self.retry_seconds or MIN_RETRY_SECONDS, MAX_RETRY_SECONDS)
             self.retry_at = now + self.retry_seconds
 
-    def has_accepted(self, stream_id: int, now: float, *, others_wait: bool) -> bool:
-        """Records that it had room for a sequence. Returns whether that was the trial: then the next one may follow."""
+    def observe_acceptance(self, stream_id: int, now: float, *, others_wait: bool) -> bool:
+        """Records that it had room for a sequence. Returns whether that was the trial, so that the next may follow."""
         if stream_id != self.trial:
             return False
         self.trial = None
@@ -111,7 +111,7 @@ class DraftNodes:
         return iter(self._nodes)
 
     def observe_step(self, seconds: float) -> None:
-        """Learns the duration of a step."""
+        """Records the duration of a step."""
         weight = SMOOTHING if self.step_seconds > 0.0 else 1.0
         self.step_seconds += weight * (seconds - self.step_seconds)
         self._long_step_seconds += SMOOTHING * (max(seconds, MIN_STEP_SECONDS) - self._long_step_seconds)
@@ -130,7 +130,7 @@ class DraftNodes:
         self._nodes.remove(node)
 
     def is_late(self, node: DraftNodeState, now: float) -> bool:
-        """Returns whether steps should not wait for it, and other nodes would serve its sequences better."""
+        """Returns whether its answers take too long for steps to wait for them."""
         delay = max(node.answer_seconds, node.unanswered_seconds(now))
         return delay > LATE_STEPS * self._long_step_seconds
 
@@ -140,7 +140,7 @@ class DraftNodes:
     def choose(self, now: float, length: int, *, refused: AbstractSet[int]) -> DraftNodeState | None:
         """Chooses the connected node with the fewest sequences that has room for a sequence of `length` tokens.
 
-        A late node is given one sequence at most while others are in time.
+        A late node gets at most one sequence while others are in time.
         """
         able = [each for each in self if each.is_connected and each.node_id not in refused]
         able = [each for each in able if each.has_room(now, length)]

@@ -1,4 +1,4 @@
-"""A sequence in the draft streams: what its draft node knows, was asked for, and has proposed."""
+"""A sequence in the draft streams: what its draft node knows, what it was asked for, and what it has proposed."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from outrider.speculation.proposal_table import ProposalTable
 from outrider.speculation.token_distribution import TokenDistribution
 
 MAX_TOKENS_AHEAD = 64
-"""Maximum number of tokens between the committed ones and a branch: the node drafts beyond its own draft."""
+"""Maximum number of tokens from the committed ones to the start of a branch: a node drafts beyond its own draft."""
 
 KEEP_UP_TOKENS = 32
-"""New tokens of a sequence that wants no drafts after which its node is sent an update."""
+"""Number of new tokens after which a node gets an update even if the sequence wants no drafts."""
 
 RESEND_SECONDS = 1.0
-"""Minimum seconds between two times that a sequence is sent from its start to the same node."""
+"""Minimum seconds between two transmissions of a sequence from its start to the same node."""
 
 MAX_UNACKED_BYTES = 1 << 20
-"""Bytes of a sequence's unacknowledged features here at which no more are copied from the plane."""
+"""Bytes of a sequence's unacknowledged features at which no more are copied from the plane."""
 
 
 class UnackedFeatures:
@@ -45,11 +45,11 @@ class UnackedFeatures:
         self._size = bytes_per_token
         self._data = bytearray()
         self.num_acked = 0  # number of acknowledged tokens; `_data` begins there
-        self.num_sent = 0  # number of tokens sent, the most that can be acknowledged
+        self.num_sent = 0  # number of tokens sent, which is the maximum that can be acknowledged
 
     @property
     def end(self) -> int:
-        """The token from which on features must be copied: those before are acknowledged, or here."""
+        """The first token whose features must still be copied. Those before are acknowledged, or held here."""
         return self.num_acked + len(self._data) // self._size
 
     @property
@@ -58,11 +58,11 @@ class UnackedFeatures:
 
     @property
     def room(self) -> int:
-        """The number of tokens whose features may be added."""
+        """The number of further tokens whose features may be added."""
         return (MAX_UNACKED_BYTES - len(self._data)) // self._size
 
     def add(self, start: int, payload: bytes) -> bool:
-        """Adds copies from the plane. Returns False, and drops them, if `start` is not `end` after a restart."""
+        """Adds copies from the plane. Returns False, and adds none, if `start` is not `end`, as after `begin_again`."""
         if start != self.end:
             return False
         self._data += payload
@@ -81,13 +81,13 @@ class UnackedFeatures:
             self.num_acked = num_tokens
 
     def begin_again(self) -> None:
-        """Records that the node has no features, so that all are copied from the plane again."""
+        """Records that the node has lost all features, so that they are copied from the plane again."""
         self._data.clear()
         self.num_acked = 0
 
 
-class Asked(NamedTuple):
-    """The update that is not answered yet."""
+class PendingUpdate(NamedTuple):
+    """The update of a sequence that is not answered yet."""
 
     length: int
     num_wanted: int
@@ -103,7 +103,7 @@ class DraftedSequence:
     committed: HashedTokens
     num_wanted: int
     assignment: Assignment | None = None
-    has_news: bool = True  # whether there is something that its node was not sent
+    is_dirty: bool = True  # whether its node was not sent everything
     refused: set[int] = field(default_factory=set)  # ids of nodes that have sent invalid answers for it
     num_refusals: int = 0  # by nodes without room
     trees: ProposalTable = field(default_factory=ProposalTable)
@@ -117,7 +117,7 @@ class DraftedSequence:
             num_sent = 0 if self.assignment is None else self.assignment.sent_length
             if len(self.committed.token_ids) - num_sent < KEEP_UP_TOKENS:
                 return
-        self.has_news = True
+        self.is_dirty = True
 
     @property
     def num_left(self) -> int:
@@ -125,24 +125,24 @@ class DraftedSequence:
         return self.start.prompt_length + self.start.options.sampling.max_tokens - len(self.committed)
 
     def add_features(self, start: int, payload: bytes) -> None:
-        """Takes over features of tokens from `start` on."""
+        """Adds features of the tokens from `start` on."""
         features = self.assignment.features if self.assignment is not None else None
         if features is not None and features.add(start, payload):
-            self.has_news |= self.num_wanted > 0 or features.end - features.num_acked >= KEEP_UP_TOKENS
+            self.is_dirty |= self.num_wanted > 0 or features.end - features.num_acked >= KEEP_UP_TOKENS
 
     def keep(self, trees: Sequence[DraftTree], now: float) -> None:
         """Keeps drafts that were received, if they may still be used."""
         num_committed = len(self.committed.token_ids)
         for tree in trees:
-            if num_committed - tree.length < len(tree.token_ids):  # else the text has outgrown it
+            if num_committed - tree.length < len(tree.token_ids):  # otherwise all its tokens are in the past
                 self.trees.add(tree, self.committed, now=now)
 
 
 @dataclass(slots=True, eq=False)
 class Assignment:
-    """A sequence on one node's stream, for as long as the node serves it.
+    """A sequence on one node's stream, while the node serves it.
 
-    Each assignment has a stream id of its own, so an answer to an earlier one is never taken for an answer to this one.
+    Each assignment has its own stream id, so an answer to an earlier one is never mistaken for an answer to this one.
     """
 
     sequence: DraftedSequence
@@ -150,38 +150,38 @@ class Assignment:
     node: DraftNodeState
     features: UnackedFeatures | None = None  # None: the node needs none
     acked_length: int = 0
-    sent_length: int = 0  # most tokens that were sent
-    max_wanted: int = 0  # most draft tokens that any update asked for
-    asked: Asked | None = None
+    sent_length: int = 0  # maximum length of all updates
+    max_wanted: int = 0  # maximum number of draft tokens wanted by any update
+    pending: PendingUpdate | None = None
     is_catching_up: bool = False  # an answer will follow, even without a further update
-    had_nothing: bool = False  # the last answer had no draft, or none yet
+    had_no_draft: bool = False  # the last answer had no draft, or none yet
     resent_at: float = float("-inf")
-    ready_at: float = 0.0  # nothing is sent before
-    num_ahead_allowed: int = 0  # branches that may come besides answers
+    ready_at: float = 0.0  # time before which nothing is sent
+    num_ahead_allowed: int = 0  # look-ahead branches that the node may still send
 
     def make_update(
         self, now: float, *, max_tokens: int, max_feature_bytes: int = 0, min_reach: float = 0.0
     ) -> SequenceUpdate:
         """Returns an update with at most `max_tokens` tokens that the node does not have, and with features.
 
-        Drafts are asked for once the node has all tokens. Features may lag behind: only those copied so far are sent,
-        at most `max_feature_bytes` of them.
+        Drafts are only asked for if the node then has all tokens. Features may lag behind: those copied so far are
+        sent, at most `max_feature_bytes` of them.
         """
-        assert self.asked is None, "at most one update is unanswered"
+        assert self.pending is None, "at most one update is unanswered"
         drafted = self.sequence
         committed, known = drafted.committed, drafted.committed.token_ids
         start, length, num_wanted = self.acked_length, len(known), drafted.num_wanted
-        drafted.has_news = length > start + max_tokens
-        if drafted.has_news:
+        drafted.is_dirty = length > start + max_tokens
+        if drafted.is_dirty:
             length, num_wanted = start + max_tokens, 0
         feature_start, payload, num_features = 0, b"", 0
         if (features := self.features) is not None:
             feature_start = features.num_acked
             payload, num_features = features.take(length - 1, max_feature_bytes)
-            drafted.has_news |= num_features < features.end
-        self.asked = Asked(length, num_wanted, now, num_features)
+            drafted.is_dirty |= num_features < features.end
+        self.pending = PendingUpdate(length, num_wanted, now, num_features)
         self.sent_length = max(self.sent_length, length)
-        # Branches that the update before allowed may still be in transit.
+        # Branches that were allowed by the previous update may still be in transit.
         self.num_ahead_allowed = MAX_AHEAD_BRANCHES + min(self.num_ahead_allowed, MAX_AHEAD_BRANCHES)
         self.max_wanted = max(self.max_wanted, num_wanted)
         return SequenceUpdate(
@@ -194,12 +194,12 @@ class Assignment:
             num_wanted,
             feature_start=feature_start,
             features=payload,
-            # A drawn draft that ends sooner would arrive sooner: its tokens must not decide whether it is judged.
+            # Whether a drawn draft is judged must not depend on its tokens, and one that ends sooner arrives sooner.
             min_reach=0.0 if drafted.start.wants_distributions else min_reach,
         )
 
     def is_plausible(self, answer: SequenceProposals) -> bool:
-        """Returns whether an honest node could send this now; `is_well_formed` checks the rest."""
+        """Returns whether an honest node could send this answer now. `is_well_formed` checks the rest."""
         num_features_sent = 0 if self.features is None else self.features.num_sent
         if answer.acked_length > self.sent_length or answer.acked_features > num_features_sent:
             return False
@@ -213,59 +213,56 @@ class Assignment:
             num_since = num_committed - tree.length
             if -num_since > MAX_TOKENS_AHEAD:
                 return False
-            # A stale branch is not hashed: the hash of a prefix far back costs its whole length. An assumption may
-            # have turned out wrong by the time it arrives, which does not make it invalid.
+            # A stale branch is not checked by hash, since the hash of a much shorter prefix costs its whole length.
+            # A branch after assumed tokens stays valid if the assumption has turned out wrong before it arrives.
             is_assumption = answer.status is DraftStatus.AHEAD and tree.length > answer.acked_length
             serves = 0 <= num_since < num_tokens
             if serves and not is_assumption and tree.prefix_hash != committed.hash_at(tree.length):
                 return False
         return True
 
-    def take_ahead(self, trees: Sequence[DraftTree], now: float) -> None:
-        """Takes over plausible branches, of which there are as many as are allowed."""
-        self.num_ahead_allowed -= len(trees)
-        self.sequence.keep(trees, now)
-
     def take_answer(self, answer: SequenceProposals, now: float) -> float | None:
-        """Takes over a plausible answer that is due. Returns its delay in seconds if a draft was asked for."""
+        """Applies a plausible answer that is due. Returns its delay in seconds if a draft was asked for."""
         if answer.status is DraftStatus.UNKNOWN_PREFIX:
             self._begin_again(now)
             return None
         self.acked_length = max(self.acked_length, answer.acked_length)
         if self.features is not None:
             self.features.acknowledge(answer.acked_features)
-        asked = self.asked
+        pending = self.pending
         is_of_newest = (
-            asked is not None and answer.acked_length >= asked.length and answer.acked_features >= asked.num_features
+            pending is not None
+            and answer.acked_length >= pending.length
+            and answer.acked_features >= pending.num_features
         )
         if answer.status is DraftStatus.CATCHING_UP:
-            self.is_catching_up = self.had_nothing = True
+            self.is_catching_up = self.had_no_draft = True
             if is_of_newest:
-                self.asked = None
+                self.pending = None
             return None
         self.sequence.keep(answer.branches, now)
-        if asked is None:  # catching up has ended
+        if pending is None:  # catching up has ended
             self.is_catching_up = False
-            self.had_nothing = not answer.branches
+            self.had_no_draft = not answer.branches
         elif is_of_newest:
-            self.asked = None
+            self.pending = None
             self.is_catching_up = False
-            if asked.num_wanted > 0:
-                self.had_nothing = not answer.branches
-                return now - asked.at
+            if pending.num_wanted > 0:
+                self.had_no_draft = not answer.branches
+                return now - pending.at
         return None
 
     def _begin_again(self, now: float) -> None:
-        """Records that the node has nothing: all is sent from the start, later if that was done just now."""
+        """Records that the node has lost the sequence. It is sent again, but at most once in RESEND_SECONDS."""
         if now - self.resent_at < RESEND_SECONDS:
             self.ready_at = self.resent_at + RESEND_SECONDS
         self.resent_at = now
         self.acked_length = 0
         if self.features is not None:
             self.features.begin_again()
-        self.asked = None
+        self.pending = None
         self.is_catching_up = False
-        self.sequence.has_news = True
+        self.sequence.is_dirty = True
 
 
 def is_well_formed(answer: SequenceProposals, *, vocab_size: int) -> bool:

@@ -19,10 +19,10 @@ from outrider.speculation.features import Features
 from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequest, Proposer
 
 WAIT_SHARE_OF_STEP = 0.2
-"""Share of the last step's duration that a step waits for draft nodes, at most."""
+"""Maximum share of the last step's duration for which a step waits for draft nodes."""
 
 FeaturesOf = Callable[[EngineSequence], Features]
-"""Returns the features that the target's forwards have computed of a sequence for a head."""
+"""Returns a sequence's features for a head, which the target's forward passes have computed."""
 
 _log = get_logger("drafts")
 
@@ -33,19 +33,19 @@ def log_failed_proposer(error: Exception, sequence_id: int) -> None:
 
 
 class LocalProposer:
-    """A proposer in this process, and how far it has read each sequence. Engine thread only."""
+    """A proposer in this process, with the number of tokens of each sequence that it has read. Engine thread only."""
 
     def __init__(self, proposer: Proposer, features_of: FeaturesOf | None = None) -> None:
         self.source = proposer.info.name
         self.needs_constraint = proposer.info.needs_constraint
         self._proposer = proposer
         self._features_of = features_of if proposer.info.features is not None else None
-        self._unread: dict[int, ProposalRequest] = {}  # requests for reading prompts that it does not know, by sequence
-        self._num_read: dict[int, int] = {}  # number of tokens that it knows, by sequence
+        self._unread: dict[int, ProposalRequest] = {}  # requests to read prompts that are not read yet, by sequence
+        self._num_read: dict[int, int] = {}  # number of tokens that are read, by sequence
 
     def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int]) -> None:
         """Announces a sequence, whose prompt may be read while its KV is transferred."""
-        if self._proposer.info.features is None:  # a head cannot read before the KV is here, with its features
+        if self._proposer.info.features is None:  # a head needs features, which come with the KV
             self._unread[sequence_id] = ProposalRequest(sequence_id, token_ids, 0, start)
 
     def close(self, sequence_id: int) -> None:
@@ -55,15 +55,15 @@ class LocalProposer:
         self._proposer.forget(sequence_id)
 
     def num_missed(self, sequence: EngineSequence) -> int:
-        """Returns how many tokens of the sequence it has not read."""
+        """Returns the number of tokens of the sequence that are not read."""
         return len(sequence.token_ids) - self._num_read.get(sequence.key, 0)
 
     def request(self, sample: Sample, start: SequenceStart, num_wanted: int, *, min_reach: float) -> ProposalRequest:
         """Returns a request for a draft after the newest token of the sample.
 
-        `min_reach`: see ProposalRequest. It does not apply to drafts that are drawn: the duration of a call would
-        depend on drawn tokens that are not verified, and tokens at their positions are later drawn from the same random
-        words.
+        `min_reach`: see ProposalRequest. It does not apply to drafts that are drawn. Otherwise a call's duration would
+        depend on drawn tokens that are not verified, whose random words are used again for later tokens at their
+        positions.
         """
         return ProposalRequest(
             sample.sequence.key,
@@ -78,7 +78,7 @@ class LocalProposer:
     def propose(self, requests: Sequence[ProposalRequest], *, reads_ahead: bool) -> tuple[dict[int, Proposal], bool]:
         """Calls the proposer until each draft is complete or waits for the rest of its prefix.
 
-        With `reads_ahead`, the time that reading new tokens leaves goes to prompts whose KV is being transferred.
+        With `reads_ahead`, time that is left after reading new tokens goes to prompts whose KV is in transfer.
 
         Returns:
             Proposals by sequence, and whether prompts were read ahead.
@@ -102,11 +102,12 @@ class LocalProposer:
 
 
 class DraftGatherer:
-    """Connects the controller, which decides, with the client of draft nodes and the proposers of this process.
+    """All sources of drafts: the client of draft nodes and the proposers of this process.
 
-    All sources compete by the acceptance of their drafts in a sequence. A draft that a draft node has sent has no
-    further cost. Proposers of this process are asked, the cheapest first, if they are expected to improve on the best
-    draft so far by more than they cost. Drafts that are not verified are judged by the tokens that were committed.
+    All sources compete by the acceptance of their drafts in a sequence, as judged by the controller. A draft that a
+    draft node has sent has no further cost. Proposers of this process are asked, the cheapest first, if they are
+    expected to improve on the best draft so far by more than they cost. A draft that is not verified is judged by the
+    tokens that were committed.
 
     Engine thread only. A step waits for the network at most min(`max_wait_seconds`, 20 % of the last step).
     """
@@ -123,13 +124,13 @@ class DraftGatherer:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Args:
-        client: None without draft nodes.
-        controller: that of this node.
-        proposers: of this process, with different names.
-        max_wait_seconds: how long a step may wait for draft nodes.
+        client: the client of draft nodes; None if there are none.
+        controller: it decides which source is asked and which tokens are verified.
+        proposers: the proposers of this process, whose names differ.
+        max_wait_seconds: maximum seconds that a step waits for draft nodes.
         takes_trees: whether drafts may have branches.
         features_of: needed if one of the proposers is a head.
-        clock: in seconds, for the duration of calls.
+        clock: seconds, for the duration of calls.
         """
         self._client = client
         self._controller = controller
@@ -142,7 +143,7 @@ class DraftGatherer:
         self._starts: dict[int, SequenceStart] = {}  # open sequences that may have drafts
 
     def open(self, sequence_id: int, opened: OpenSequenceGroup, start: SampleStart) -> None:
-        """Announces a sequence when it is granted, so that drafters read the prompt while it is prefilled."""
+        """Announces a sequence when it is granted, so that drafters read the prompt during its prefill."""
         options, max_tokens = opened.options, self._controller.num_speculative_tokens
         if options.num_speculative_tokens is not None:
             max_tokens = min(options.num_speculative_tokens, max_tokens)
@@ -194,7 +195,7 @@ class DraftGatherer:
         return drafts
 
     def _ask(self, local: LocalProposer, samples: Sequence[Sample], best: dict[int, RankedDraft]) -> None:
-        """Asks a proposer for the sequences for which this pays, and keeps the better drafts in `best`."""
+        """Asks a proposer for drafts of the sequences for which it pays, and keeps the better drafts in `best`."""
         controller, source = self._controller, local.source
         if local.needs_constraint:
             samples = [sample for sample in samples if sample.sampling.constraint is not None]
@@ -224,17 +225,17 @@ class DraftGatherer:
             {key: number for key, number in asked.items() if proposals[key].progress is Progress.DONE},
             found,
             seconds=seconds,
-            num_read=None if has_read_ahead else max(0, num_read),  # less if read tokens were forgotten
+            num_read=None if has_read_ahead else max(0, num_read),  # negative if read tokens were forgotten
         )
         for sequence_id, draft in found.items():
-            at_hand = best.get(sequence_id)
-            best[sequence_id] = draft if at_hand is None else controller.better(draft, at_hand)
+            current = best.get(sequence_id)
+            best[sequence_id] = draft if current is None else controller.better(draft, current)
             self._drafts.setdefault(sequence_id, []).append(draft)
 
     def choose(
         self, drafts: StepDrafts, room: StepRoom, samples: Sequence[Sample], *, num_waiting: int
     ) -> dict[int, int]:
-        """Decides how many of each draft's first tokens the step verifies, by sequence id.
+        """Returns how many of each draft's first tokens the step verifies, by sequence id.
 
         `samples`: those of the room's sequences. `num_waiting`: prompts that wait for the step's processors.
         """
@@ -242,14 +243,14 @@ class DraftGatherer:
         return self._controller.choose(drafts.ranked, limits, room, num_waiting=num_waiting)
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
-        """Learns which tokens of a verified draft were accepted: their indices, from the root on."""
+        """Records the accepted tokens of a verified draft: their indices, from the root on."""
         self._controller.observe_verdict(sequence_id, draft, accepted)
         self._warn_if_misread(draft.source)
         others = [each for each in self._drafts.get(sequence_id, ()) if each.tree.source != draft.source]
         self._drafts[sequence_id] = others
 
     def observe_step(self, *, seconds: float, num_rows: int, num_sequences: int, num_prompt_rows: int) -> None:
-        """Learns the duration of a step."""
+        """Records the duration of a step."""
         self._last_step_seconds = seconds
         if self._client is not None:
             self._client.observe_step(seconds)
@@ -258,7 +259,7 @@ class DraftGatherer:
         )
 
     def announce(self, committed: Iterable[tuple[Sample, tuple[int, ...]]]) -> None:
-        """Tells draft nodes what was committed and how much is wanted next; judges drafts that were not verified."""
+        """Judges unverified drafts by committed tokens, and sends these and the number wanted next to draft nodes."""
         if self._controller.num_speculative_tokens <= 0:
             return
         committed = list(committed)
@@ -300,5 +301,5 @@ class DraftGatherer:
 
 
 def _is_coupled(options: RequestOptions) -> bool:
-    """Returns whether coupled sampling verifies the drafts, so that tokens do not depend on them; true if greedy."""
+    """Returns whether tokens do not depend on drafts, by coupled sampling or because the request is greedy."""
     return options.is_reproducible or options.sampling.is_greedy

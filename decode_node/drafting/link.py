@@ -1,4 +1,4 @@
-"""The stream to one draft node, on the event loop: it connects, exchanges hellos, sends states, reads proposals."""
+"""The stream to one draft node, on the event loop: connection, hellos, updates and proposals."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from outrider.wire.node import info_from_proto
 FIRST_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0
 STABLE_SECONDS = 10.0
-"""Seconds after which a stream counts as stable: the first attempt after it is made at once."""
+"""Seconds after which a stream counts as stable. After its end the backoff begins anew."""
 
 REFUSED_BACKOFF_SECONDS = 10.0
 HELLO_TIMEOUT_SECONDS = 5.0
 
 LOOK_SECONDS = 0.25
-"""Seconds between two looks for deferred updates that are due."""
+"""Seconds between two checks for deferred updates that have become due."""
 
 ANSWERS_AT_ONCE = 64
-"""Answers handled without a break: two milliseconds of the event loop, which has tokens to send as well."""
+"""Answers handled before the event loop may do other work, for example send tokens: about two milliseconds."""
 
 DraftCall = grpc.aio.StreamStreamCall[draft_pb2.DraftUpdate, draft_pb2.DraftProposals]
 
@@ -49,7 +49,7 @@ _log = get_logger("drafts")
 
 
 class DraftLink:
-    """Keeps a stream open until `run` is cancelled. Owned by the event loop; the book is shared under `changed`."""
+    """A stream that is kept open while `run` runs. Owned by the event loop; the book is shared under `changed`."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class DraftLink:
         others: Callable[[], Sequence[DraftLink]],
         open_channel: Callable[[str], grpc.aio.Channel],
     ) -> None:
-        """`others`: returns all links of the client, including this one."""
+        """`others` returns all links of the client, including this one."""
         self.address = address
         self.node_name = ""
         self.refusal = ""
@@ -72,7 +72,7 @@ class DraftLink:
         self._others = others
         self._open_channel = open_channel
         self._wake = asyncio.Event()
-        self.wake = self._wake.set  # makes it look for something to send; on the event loop
+        self.wake = self._wake.set  # makes it send new updates; event loop only
         with changed:
             self.node = book.nodes.add(rank=draft_rank(hello, address))
 
@@ -81,7 +81,7 @@ class DraftLink:
         return self.node.is_connected
 
     async def run(self) -> None:
-        """Connects again and again until it is cancelled; then it removes its node from the book."""
+        """Keeps the stream connected until it is cancelled; then removes the node from the book."""
         try:
             await self._stay_connected()
         finally:
@@ -106,7 +106,7 @@ class DraftLink:
                 if self.node_name:
                     _log.warning("draft node lost", target=self.address, error=error.message)
                 else:
-                    _log.debug("draft node not there", target=self.address, error=error.message)
+                    _log.debug("draft node cannot be reached", target=self.address, error=error.message)
                 self.node_name = ""
             if clock() - began_at > STABLE_SECONDS:
                 backoff = FIRST_BACKOFF_SECONDS
@@ -114,7 +114,7 @@ class DraftLink:
             backoff = min(backoff * 2.0, MAX_BACKOFF_SECONDS)
 
     async def _serve_one_stream(self) -> None:
-        """Serves one stream until it ends. Raises: PeerLostError then, MismatchError for a node that does not fit."""
+        """Serves one stream. Raises: PeerLostError when it ends, MismatchError for an incompatible node."""
         channel = self._open_channel(self.address)
         call: DraftCall = draft_pb2_grpc.DraftServiceStub(channel).Draft()
         try:
@@ -147,16 +147,16 @@ class DraftLink:
             await call.write(draft_pb2.DraftUpdate(hello=hello_to_proto(self._hello)))
             first = await call.read()
         if not isinstance(first, draft_pb2.DraftProposals) or not first.HasField("hello"):
-            raise PeerLostError(f"{self.address} sends no hello", node=self.address)
+            raise PeerLostError(f"{self.address} sent no hello", node=self.address)
         info = info_from_proto(first.hello)
         check_fits(self._hello, info)
         return info
 
     def _claim(self, info: NodeInfo) -> None:
-        """Allows one link to each process. Raises: MismatchError if another link is connected to this one."""
+        """Records which process this link reaches. Raises: MismatchError if another link is connected to it."""
         for other in self._others():
             if other.is_connected and other.incarnation == info.incarnation:
-                raise MismatchError(f"{info.name} is reached as {other.address} already", reason="SAME_NODE")
+                raise MismatchError(f"{info.name} is already connected as {other.address}", reason="SAME_NODE")
         self.incarnation = info.incarnation
 
     async def _exchange_state(self, call: DraftCall) -> None:
@@ -167,7 +167,7 @@ class DraftLink:
             for task in tasks:
                 task.cancel()
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        for outcome in reversed(outcomes):  # the reader's error explains best why a stream has ended
+        for outcome in reversed(outcomes):  # the reader's error comes first: it says best why the stream has ended
             if isinstance(outcome, Exception):
                 raise outcome
 
@@ -184,7 +184,9 @@ class DraftLink:
                 step_seconds = self._book.nodes.step_seconds
                 has_lost_an_update = self._book.has_lost_an_update(self.node)
             if has_lost_an_update:
-                raise PeerLostError(f"{self.address} does not answer", node=self.address)
+                raise PeerLostError(
+                    f"{self.address} did not answer an update for {UNANSWERED_SECONDS:g} s", node=self.address
+                )
             if updates:
                 async with asyncio.timeout(UNANSWERED_SECONDS):  # it blocks if the node does not read
                     await call.write(updates_to_proto(updates, step_seconds=step_seconds))
@@ -198,7 +200,7 @@ class DraftLink:
             num_answers = len(message.sequences)
             num_branches = sum(len(answer.branches) for answer in message.sequences)
             if num_answers > MAX_ANSWERS_PER_MESSAGE or num_branches > MAX_BRANCHES_PER_MESSAGE:
-                raise PeerLostError(f"{self.address} sends {num_answers} answers at once", node=self.address)
+                raise PeerLostError(f"{self.address} sent too many answers at once: {num_answers}", node=self.address)
             num_refused = 0
             for start in range(0, num_answers, ANSWERS_AT_ONCE):
                 answers = message.sequences[start : start + ANSWERS_AT_ONCE]
@@ -208,14 +210,14 @@ class DraftLink:
                 self._changed.notify_all()
                 has_unsent = self._book.has_unsent
             if self.node.is_flooding:
-                raise PeerLostError(f"{self.address} sends what nobody has asked for", node=self.address)
+                raise PeerLostError(f"{self.address} keeps sending unsolicited answers", node=self.address)
             if num_refused:
-                _log.warning("draft node answers nonsense", node=self.node_name, num_sequences=num_refused)
+                _log.warning("draft node sent invalid answers", node=self.node_name, num_sequences=num_refused)
             if has_unsent:
                 self._wake.set()
 
     def _take(self, proto: draft_pb2.SequenceProposals) -> bool:
-        """Adds one answer; returns False if it was invalid. Holds the lock only briefly, as steps need it."""
+        """Applies one answer, and returns False if it was invalid. Holds the lock briefly, since steps need it."""
         answer = proposals_from_proto(proto)
         is_sound = is_well_formed(answer, vocab_size=self._hello.vocab_size)
         with self._changed:
@@ -223,5 +225,5 @@ class DraftLink:
 
 
 def draft_rank(hello: DraftHello, address: str) -> int:
-    """Returns a rank by rendezvous hashing: each decode node keeps its own order of draft nodes as they come and go."""
+    """Returns a rank by rendezvous hashing: a decode node's order of draft nodes stays as nodes join and leave."""
     return xxhash.xxh3_64_intdigest(hello.incarnation + address.encode())

@@ -1,4 +1,4 @@
-"""Opens the proposers of the decode node: a lookup, the grammar's, and a head, which reads features in the cache."""
+"""The proposers in the decode node's process: a lookup, the grammar's, and a head that reads features in the cache."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, 
 from outrider.speculation.proposers.isolated import IsolatedProposer
 
 CATCH_UP_SECONDS = 0.01
-"""Seconds of a step in which a head reads, about: all sequences of the node wait for it."""
+"""Approximate seconds of a step that a head may spend on reading, while all sequences of the node wait for it."""
 
 MAX_CATCH_UP_ROWS = 256
-"""Rows that a head reads in one step, at most."""
+"""Maximum rows that a head reads in one step."""
 
 
 def open_local_proposers(config: DecodeNodeConfig) -> list[IsolatedProposer]:
-    """Opens proposers that need no features: the lookup of `decode_node.local_fallback`, if any, and the grammar's."""
+    """Opens the proposers that need no features: the grammar's and the lookup, if one is set."""
     name = config.local_fallback
     proposers = [*([] if name == NO_PROPOSER else [make_proposer(name)]), GrammarProposer()]
     return [IsolatedProposer(proposer, on_failure=log_failed_proposer) for proposer in proposers]
@@ -46,9 +46,8 @@ class PlaneFeatures:
         assert kv is not None
         slots = [kv.slot(place) for place in range(start, end)]
         if slots == list(range(slots[0], slots[-1] + 1)):
-            # A slice keeps the interpreter's lock. A copy would release it to the event loop, and wait while that
-            # sends the tokens of the last step. The head's kernels, which come next, run in parallel with the event
-            # loop.
+            # A slice keeps the interpreter's lock. A copy would release it to the event loop, and then wait while
+            # that sends the tokens of the last step. The head's kernels, which come next, run in parallel with it.
             return self.rows[slots[0] : slots[-1] + 1]
         return self.rows[ids_beside(slots, self.rows)]
 
@@ -56,9 +55,9 @@ class PlaneFeatures:
 def open_local_head(
     config: DecodeNodeConfig, head: HeadOfTarget, model: LoadedModel, kv_cache: KVCache
 ) -> tuple[IsolatedProposer | None, FeaturesOf | None]:
-    """Opens the proposer of this head; returns nothing if there is none, or if draft nodes have it.
+    """Opens the head's proposer. Returns (None, None) if there is no head or this process does not run it.
 
-    `kv_cache`: has the plane of its features. Raises: what `load_head` raises, and ConfigError if the head has other
+    `kv_cache` has the plane of its features. Raises: what `load_head` raises, and ConfigError if the head has other
     features than `model`.
     """
     folder = head.folder
@@ -73,7 +72,9 @@ def open_local_head(
     )
     assert model.spec.features is not None
     if proposer.info.features != model.info.features:
-        raise ConfigError(f"head {folder} was replaced while the node started, by one with other features: start again")
+        raise ConfigError(
+            f"head {folder} was replaced while the node started, by one with other features; restart the node"
+        )
     plane = model.spec.features
     rows = kv_cache.layers(plane.name)[0].reshape(-1, plane.head_dim)
     return IsolatedProposer(proposer, on_failure=log_failed_proposer), lambda sequence: PlaneFeatures(rows, sequence)

@@ -80,7 +80,7 @@ class GatedSink:
 
 
 class Node(DrivenNode):
-    """Over a model that is a hash."""
+    """A driven node whose model is a hash."""
 
     prompt = SHORT_PROMPT
     max_tokens = 5
@@ -141,7 +141,7 @@ class Node(DrivenNode):
         self.loop.iterate()
 
     def push(self, group_id, prompt, *, transfer_id=None, until=None):
-        """What a prefill node does; one that is lost sends the tokens before `until` and no commit."""
+        """Pushes KV as a prefill node does. With `until`, it sends only the tokens before that and no commit."""
         spec = self.ingest.specs[transfer_id or group_id[::-1]]
         sender = InMemoryConnector({"decode:1": self.ingest.inbox}).connect("decode:1", spec)
         source = ScriptedEngine.create(num_blocks=64).kv_cache
@@ -159,7 +159,7 @@ class Node(DrivenNode):
 
     @contextlib.contextmanager
     def writing(self, put, *frame, **options):
-        """A thread that `put`s a frame is in the middle of its write until the block ends."""
+        """Keeps a thread that `put`s a frame in the middle of its write until the block ends."""
         self.ingest.gate.clear()
         self.ingest.writing.clear()
         thread = threading.Thread(target=put, args=frame, kwargs=options)

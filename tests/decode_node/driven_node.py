@@ -1,4 +1,4 @@
-"""A decode loop driven by hand: what a test tells it, and what it has said."""
+"""A decode loop driven by hand: its commands and its events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SESSION = 1
 class DrivenNode:
     """Subclasses set `loop`, `groups` and `engine`, have `iterate`, and emit to `_emit`."""
 
-    prompt: tuple[int, ...]  # of groups for which a test names none
+    prompt: tuple[int, ...]  # the default prompt of groups
     max_tokens: int
     reached_host: str
 
@@ -52,7 +52,7 @@ class DrivenNode:
         return sum(sum(stats.num_accepted_by_source.values()) for stats in self.stats)
 
     def run(self, *, max_turns=2000):
-        """Until nothing is left to do."""
+        """Iterates until no work is left."""
         self.iterate()
         for _ in range(max_turns):
             if not self.engine.scheduler.has_work:

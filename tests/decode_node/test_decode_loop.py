@@ -11,7 +11,6 @@ from outrider.profile import Capture, ProfileOptions, StartProfile, StepKind
 from outrider.request import LogprobsRequest, VerificationMethod
 from outrider.session import Granted, SampleDone, SampleStart, SampleTokens
 from outrider.speculation.draft_tree import DraftTree
-from outrider.speculation.step_cost import StepCostModel
 from tests.decode_node.tiny_node import PROMPT, generate
 from tests.speculation.draft_trees import SHAPES, path_to
 from tests.support.fake_drafts import TextDrafts
@@ -45,7 +44,7 @@ def test_tokens_do_not_depend_on_the_drafter(make_node, sampling):
         return [(token + 1) % 299 for token in oracle(token_ids, num_wanted)]
 
     def bush(token_ids, num_wanted):
-        """A tree of any shape, one path of which is right."""
+        """Returns a tree of a random shape with one right path."""
         parents = shuffled.choice(list(SHAPES.values()))[:num_wanted]
         right = dict(zip(path_to(parents, shuffled.randrange(len(parents))), oracle(token_ids, num_wanted)))  # noqa: B905
         wrong_ids = iter(shuffled.sample(range(299), 20))
@@ -61,16 +60,6 @@ def test_tokens_do_not_depend_on_the_drafter(make_node, sampling):
     assert node.num_accepted > 0  # of branches
 
 
-def test_an_oracle_saves_steps(make_node, monkeypatch):
-    monkeypatch.setattr(StepCostModel, "seconds", lambda *_, num_more=0: [1.0] * (num_more + 1))  # rows are free
-    plain = make_node()
-    expected = generate(plain)
-    node = make_node(drafts=TextDrafts(lambda tokens, n: expected[len(tokens) - len(PROMPT) :][:n]))
-    assert generate(node) == expected
-    assert len(node.stats) < len(plain.stats) / 3
-    assert node.num_accepted == node.num_drafted
-
-
 def test_tokens_do_not_depend_on_the_batch_around(make_node):
     alone = generate(make_node(), sampling={"temperature": 1.0})
     node = make_node(local_fallback="ngram")
@@ -84,7 +73,7 @@ def test_tokens_do_not_depend_on_the_batch_around(make_node):
 
 @pytest.mark.parametrize("sampling", PARAMETERS)
 def test_samples_cut_at_different_lengths_go_on_on_another_node(make_node, sampling):
-    """As after the loss of a node: each unfinished sample is opened with the tokens that it has."""
+    """As after the loss of a node, each unfinished sample is opened with the tokens that it has."""
     undisturbed = make_node(local_fallback="ngram")
     group_id = undisturbed.open(sampling={**sampling, "n": 4}, logprobs=LogprobsRequest(num_top=1))
     undisturbed.run()
@@ -120,35 +109,6 @@ def test_logprobs_come_with_each_token_whatever_is_drafted(make_node):
     assert [value.logprob for value in found] == pytest.approx([value.logprob for value in expected], abs=1e-3)
     assert all(len(value.top) == 2 for value in found)
     assert [value.rank for value in found] == [value.rank for value in expected]
-
-
-def test_preempted_sequences_give_the_same_tokens(make_node):
-    roomy = make_node()
-    prompts = [tuple((7 * i + j) % 250 + 10 for j in range(20)) for i in range(4)]
-    sampling = {"temperature": 1.0, "max_tokens": 120}
-    expected = [generate(roomy, prompt=prompt, sampling=sampling) for prompt in prompts]
-    tight = make_node(local_fallback="ngram")
-    pool = tight.parts.engine.pool
-    groups = [tight.open(prompt=prompt, sampling=sampling) for prompt in prompts]
-    tight.iterate()
-    held = pool.allocate(pool.num_free_blocks - 12)  # four sequences of 140 tokens want 36
-    tight.run()
-    assert tight.num_preempted > 0
-    assert [tight.tokens(group) for group in groups] == expected
-    tight.parts.engine.pool.release(held)
-    tight.assert_nothing_is_held()
-
-
-def test_a_long_prompt_is_granted_a_transfer_and_cancelling_frees_it(make_node):
-    node = make_node()
-    group_id = node.open(prompt=tuple(range(10, 110)))
-    node.iterate()
-    (granted,) = node.find(Granted, group_id)
-    assert granted.kv_address.startswith("127.0.0.1:")
-    assert node.engine.pool.num_free_blocks < node.engine.pool.num_blocks
-    node.cancel(group_id)
-    node.run()
-    node.assert_nothing_is_held()
 
 
 def test_a_prompt_of_another_tenant_is_not_found_in_the_prefix_cache(make_node):
@@ -194,7 +154,7 @@ def test_a_profile_accounts_for_every_nanosecond_and_changes_no_token(make_node)
     first, *others = profile.steps
     assert first.kind is StepKind.PROMPT  # short enough to be computed here
     assert StepKind.VERIFY in {step.kind for step in others} <= {StepKind.VERIFY, StepKind.DECODE}
-    assert {step.num_rows for step in others} <= {1, 2, 3}  # as many as pay
+    assert {step.num_rows for step in others} <= {1, 2, 3}  # as many draft tokens as pay
     spent = sum(sum(step.nanoseconds.values()) for step in profile.steps)
     assert 0 < spent <= elapsed
     for step in profile.steps:

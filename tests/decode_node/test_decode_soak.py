@@ -16,7 +16,7 @@ from tests.support.pool_integrity import check_pool
 
 
 class HalfRightDrafts(TextDrafts):
-    """Knows the model, and lies now and then; some drafts have branches."""
+    """Drafts by the model itself, some of them altered and some with branches."""
 
     def __init__(self, model, choice):
         super().__init__(self._guess)
@@ -31,7 +31,7 @@ class HalfRightDrafts(TextDrafts):
         return self._with_branches(draft, len(token_ids), num_wanted) if self.choice.random() < 0.5 else draft
 
     def _with_branches(self, right, length, num_wanted):
-        """Wrong tokens between those of a path that may be right, in any order that is a tree."""
+        """Returns a tree of wrong tokens and a path that may be right, in any valid order."""
         token_ids, parents, last = [], [], -1
         while len(token_ids) < num_wanted:
             depth = 0 if last < 0 else self._depth(parents, last)
@@ -56,7 +56,7 @@ class HalfRightDrafts(TextDrafts):
 def test_finished_samples_have_the_tokens_of_an_undisturbed_run_and_no_block_is_lost():
     nodes = [_soak(seed) for seed in range(8)]
     for seed in (9, 11, 13):
-        nodes.append(_soak(seed, num_speculative_tokens=0))  # whose steps are laid out ahead
+        nodes.append(_soak(seed, num_speculative_tokens=0))  # their steps are laid out ahead
     assert sum(node.num_preempted for node in nodes) > 0
     assert sum(isinstance(event, KvFailed) for node in nodes for event in node.events) > 10
     assert sum(isinstance(event, SampleDone) for node in nodes for event in node.events) > 50
@@ -67,7 +67,7 @@ def test_finished_samples_have_the_tokens_of_an_undisturbed_run_and_no_block_is_
 
 def _soak(seed, *, num_speculative_tokens=4):
     choice = random.Random(seed)
-    # Every other one computes as a device does, beside its host.
+    # Every other node computes on a scripted device, in parallel with its host.
     node = Node(
         num_blocks=choice.choice((24, 32, 40)),
         num_speculative_tokens=num_speculative_tokens,
@@ -100,7 +100,7 @@ def _soak(seed, *, num_speculative_tokens=4):
         node.engine.runner.on_launch = lambda: None
         _push_some(node, opened, choice)
         check_pool(node.engine.pool, _tables(node))
-    for _ in range(3):  # what waits for blocks gets them; pushes that never came end, then their reservations
+    for _ in range(3):  # waiting groups get blocks; transfers without pushes time out, then their reservations
         node.clock.advance(node.transfer_timeout_seconds)
         node.run()
     _check_tokens(node, opened)
@@ -121,7 +121,7 @@ def _push_some(node, opened, choice):
             try:
                 node.push(group_id, prompt[:-1], transfer_id=transfer_id, until=until)
             except AbortedError:
-                continue  # cancelled meanwhile, or some of it is there already
+                continue  # the group was cancelled, or some KV has already arrived
         elif what < 0.6:
             if what < 0.5:
                 node.ingest.inbox.fail(transfer_id, "scripted failure")
@@ -151,7 +151,7 @@ def _check_tokens(node, opened):
             assert event.token_ids
         granted, rejected = node.find(Granted, group_id), node.find(Rejected, group_id)
         assert len(rejected) <= 1
-        if granted and rejected:  # its blocks went to a running sequence before anything was written into them
+        if granted and rejected:  # its blocks were given to a running sequence before a write
             assert rejected[0].reason is RejectReason.NO_ROOM
             assert not any(node.tokens(group_id, sample) for sample in range(n))
             assert not finished

@@ -1,4 +1,4 @@
-"""A decode loop that shares its processors: when it has them, and what it does while others do."""
+"""A decode loop that shares its processors: its turns, and what it does during the turns of others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_each_step_is_a_turn_and_nothing_else_is(node, turns):
     assert turn_of_steps == [1, 2, 3, 4, 5]
     assert turns.num_taken == 5
     assert not turns.is_held
-    assert not any(emitting_in_turn)  # what follows a step needs no processors for itself
+    assert not any(emitting_in_turn)  # the work after a step needs no turn
 
 
 def test_an_idle_node_takes_no_turn(node, turns):
@@ -90,13 +90,13 @@ def test_a_turn_that_nothing_is_left_for_is_given_back(node, turns):
 
 
 def test_waiting_for_blocks_keeps_nobody_from_computing(node, turns):
-    """There is work, and nothing can be planned: transfers under way hold the blocks."""
+    """There is work, but nothing can be planned, since transfers in progress hold the blocks."""
     node.open(prompt=SHORT_PROMPT)
     node.engine.scheduler.hand_out = lambda *_: StepPlan()
     held = []
     node.loop._inbox.wait = lambda _seconds: held.append(turns.is_held)
     node.iterate()
-    assert held == [False, False]  # for a command, then for blocks
+    assert held == [False, False]  # waits for a command, then for blocks
 
 
 def test_time_without_the_processors_is_counted_as_that_and_nothing_else_is(node, turns):
@@ -201,6 +201,6 @@ def test_a_thread_that_waits_for_its_turn_or_for_a_command_is_not_late(node, tur
     node.loop._inbox.wait = lambda _seconds: (clock.advance(5.0), at_hand.append(progress.at_hand))
     node.iterate()
     for_a_command, at_once, *for_its_turn = at_hand
-    assert at_once.started is not None  # asked for without a wait
+    assert at_once.started is not None  # the first request for a turn does not wait
     assert len(for_its_turn) == 2
     assert all((waiting.expected_seconds, waiting.started) == (0.0, None) for waiting in (for_a_command, *for_its_turn))

@@ -1,4 +1,4 @@
-"""A sample whose constraint does not let it go on: its request ends, with an error and without those tokens."""
+"""A sample whose constraint allows no further token: its request ends with an error and without those tokens."""
 
 from __future__ import annotations
 

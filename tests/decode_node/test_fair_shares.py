@@ -1,4 +1,4 @@
-"""Two routers share a node: room goes to the one that waits before the other takes more than its share."""
+"""Fair shares: a router that waits for room gets it before another one takes more than its share."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def node(make_scripted_node):
 
 
 def answer(node, *, session, n=1):
-    """Opens a group: its id and what the node says."""
+    """Opens a group. Returns its id and the node's answer."""
     group_id = node.open(session=session, sampling={**SAMPLING, "n": n})
-    for _ in range(2):  # a device may compute a step whose end a cancel has to wait for
+    for _ in range(2):  # a cancel may have to wait for a device's step
         node.iterate()
         said = [*node.find(Granted, group_id), *node.find(Rejected, group_id)]
         if said:
@@ -30,7 +30,7 @@ def answer(node, *, session, n=1):
 
 
 def fill(node, *, session, num_groups=MAX_RUNNING):
-    """Groups of one sample each, all let in."""
+    """Opens groups of one sample each, which are all granted."""
     opened = [answer(node, session=session) for _ in range(num_groups)]
     assert all(isinstance(said, Granted) for _, said in opened)
     return [group_id for group_id, _ in opened]
@@ -46,7 +46,7 @@ def test_while_another_waits_a_router_with_its_share_is_refused(node):
     _, granted = answer(node, session=MODEST)
     assert isinstance(granted, Granted)
     node.cancel(groups.pop(), session=GREEDY)
-    _, granted = answer(node, session=GREEDY)  # nobody waits any more
+    _, granted = answer(node, session=GREEDY)  # nobody is waiting any longer
     assert isinstance(granted, Granted)
 
 
@@ -85,7 +85,7 @@ def test_a_claim_ends_with_its_time_and_with_its_session(node, end):
     groups = fill(node, session=GREEDY)
     for _ in range(20):
         assert isinstance(answer(node, session=MODEST)[1], Rejected)
-    assert len(node.groups._fair_shares._claims) == 1  # for each session
+    assert len(node.groups._fair_shares._claims) == 1  # one claim for each session
     node.cancel(groups.pop(), session=GREEDY)
     if end == "time":
         node.clock.advance(CLAIM_SECONDS)

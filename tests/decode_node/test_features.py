@@ -1,4 +1,4 @@
-"""Features in a decode node's cache: of every token of every text, however its rows came to be."""
+"""Features in a decode node's cache, for tokens from prefix hits, forks and accepted drafts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def features_of_one_pass(config, token_ids):
 
 
 def test_features_of_drafted_and_shared_rows_are_those_of_one_pass(config):
-    """Prompts in a prefix cache, samples that part from one another, drafts of which a later branch is right."""
+    """Prompts are in the prefix cache, samples diverge, and a later branch of a draft is right."""
     plain = TinyNode(config.id)
     greedy = [*PROMPT, *generate(plain)]
     plain.close()

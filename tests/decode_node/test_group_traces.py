@@ -1,4 +1,4 @@
-"""A sequence group's span: from its Open to its end, whichever way it ends."""
+"""A sequence group's span, from its open to each kind of end."""
 
 from __future__ import annotations
 

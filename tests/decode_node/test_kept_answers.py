@@ -1,4 +1,4 @@
-"""`decode_node.keep_features`: what a node has answered, kept by a thread of its own."""
+"""`decode_node.keep_features`: a thread that keeps a node's answers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,6 @@ from decode_node.kept_answers import MAX_WAITING, KeptAnswers
 from outrider.errors import ConfigError
 from outrider.training.answer_files import AnswerWriter, KeptAnswer, read_answers
 from tests.decode_node.tiny_node import PROMPT, generate
-
-
-def test_answers_are_written_by_the_end(tmp_path):
-    kept = KeptAnswers(tmp_path / "kept", max_bytes=1 << 20)
-    for number in range(3):
-        kept.keep([1, 2, number, 7], prompt_length=2, temperature=0.5)
-    kept.close()
-    assert list(read_answers(tmp_path / "kept")) == [
-        KeptAnswer([1, 2], [number, 7], 0.5, "traffic") for number in range(3)
-    ]
 
 
 def test_a_disk_that_is_behind_loses_answers_and_holds_nobody_up(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What a lost transfer has brought whole is kept, where the router says that the next node has equal numerics."""
+"""Completely received KV of a lost transfer is kept if the router says that the next node has equal numerics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def node(make_scripted_node):
 
 
 def lose_transfer(node, *, breaks, brings=NUM_BROUGHT):
-    """A group whose transfer ends in the middle of its prompt: its stream breaks, or its sender is late."""
+    """Opens a group whose transfer ends in the middle of its prompt, by a broken stream or a late sender."""
     group_id = node.open(prompt=PROMPT)
     node.granted(group_id)
     node.push(group_id, PROMPT, until=brings)

@@ -30,7 +30,7 @@ def echo_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def parrot(tmp_path_factory):
-    """The head's folder. A second one would be looked at anew, and leave its mark in the cache."""
+    """The head's folder. A second folder would be read again and leave an entry in the cache."""
     return str(make_echo_folder(tmp_path_factory.mktemp("heads") / "parrot"))
 
 
@@ -38,7 +38,7 @@ def parrot(tmp_path_factory):
 def make_head_node(echo_path, parrot, monkeypatch):
     """Decode loops on a target whose head is always right. Rows are free, so that all drafts are verified.
 
-    Of two siblings one would be wrong: drafts are chains.
+    Drafts are chains, since one of two siblings would be wrong.
     """
     monkeypatch.setattr(outrider.heads.open, "FORMS", (EchoHead,))
     monkeypatch.setattr(StepCostModel, "seconds", lambda *_, num_more=0: [1.0] * (num_more + 1))
@@ -47,14 +47,14 @@ def make_head_node(echo_path, parrot, monkeypatch):
 
         def make(*, head=parrot, **config):
             node = make_tiny(echo_path, head=head, **{"draft_trees": "off", **config})
-            node.loop._drafts._clock = lambda: 0.0  # nor does a head take time
+            node.loop._drafts._clock = lambda: 0.0  # a head takes no time
             return node
 
         yield make
 
 
 def assert_fed_rightly(*texts) -> None:
-    """True rows were of these texts, each with the feature of the token before it."""
+    """Asserts that true rows were of these texts, each with the feature of the token before it."""
     fed = [row for head in EchoHead.opened for row in head.fed]
     known = {(place, *text[place : place + 2]) for text in texts for place in range(len(text) - 1)}
     assert set(fed) <= known
@@ -73,17 +73,6 @@ def test_drafts_of_a_head_are_verified_and_tokens_are_those_without(make_head_no
     node.assert_nothing_is_held()
 
 
-def test_samples_of_a_prompt_draft_alike_each_for_itself(make_head_node):
-    plain, node = make_head_node(head=""), make_head_node()
-    expected, group = plain.open(sampling={**HOT, "n": 3}), node.open(sampling={**HOT, "n": 3})
-    plain.run()
-    node.run()
-    texts = [plain.tokens(expected, sample) for sample in range(3)]
-    assert [node.tokens(group, sample) for sample in range(3)] == texts
-    assert node.num_accepted == node.num_drafted > 75
-    assert_fed_rightly(*([*PROMPT, *text] for text in texts))
-
-
 def test_prefix_hits_and_preemption_leave_features_as_they_were(make_head_node):
     prompts = [(*LONG[:20], i, i + 1) for i in range(10, 14)]
     sampling = {**HOT, "max_tokens": 120}
@@ -94,7 +83,7 @@ def test_prefix_hits_and_preemption_leave_features_as_they_were(make_head_node):
     pool = tight.parts.engine.pool
     groups = [tight.open(prompt=prompt, sampling=sampling) for prompt in prompts]
     tight.iterate()
-    held = pool.allocate(pool.num_free_blocks - 12)  # four sequences of 140 tokens want 36
+    held = pool.allocate(pool.num_free_blocks - 12)  # four sequences of 140 tokens need 36
     tight.run()
     assert tight.num_preempted > 0
     assert [tight.tokens(group) for group in groups] == expected
@@ -139,7 +128,7 @@ def test_the_node_names_its_head_unless_draft_nodes_propose_with_it(make_head_no
 @pytest.mark.usefixtures("one_thread")
 def test_torch_computes_a_head_in_as_many_threads_as_its_target_has(make_head_node):
     make_head_node()
-    torch.set_num_threads(2)  # as where nothing but a head needs torch: packed weights do not
+    torch.set_num_threads(2)  # as if only the head needed torch, since packed weights do not
     make_head_node()
     assert torch.get_num_threads() == 1, "of TinyNode"
 
@@ -169,7 +158,7 @@ def test_an_eagle3_head_changes_no_token(model_path, tmp_path, sampling, monkeyp
 
 
 def test_a_head_that_is_replaced_between_the_two_looks_of_a_start_is_refused(tmp_path, monkeypatch):
-    """One that torch computes: a packed one is opened once."""
+    """The head is computed by torch, since a packed one is opened only once."""
     model = make_tiny_model(tmp_path / "model", dtype="bfloat16")
     head, _ = make_random_eagle3(tmp_path, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
 

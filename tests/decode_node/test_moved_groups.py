@@ -1,4 +1,4 @@
-"""Groups that come from another node, each sample with tokens of its own, where room is short."""
+"""Groups that are migrated from another node, each sample with its own tokens, while room is short."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SAMPLING = {"n": 3, "max_tokens": 40}
 
 
 def moved(node, cuts, *, prompt=SHORT_PROMPT, sampling=SAMPLING):
-    """Opens what another node had come so far with: {sample: tokens}."""
+    """Opens a group as another node left it. `cuts`: number of tokens by sample."""
     whole = node.model.generate(prompt, sampling["max_tokens"])
     samples = tuple(SampleStart(sample, tuple(whole[:cut])) for sample, cut in cuts.items())
     group_id = node.open(prompt=prompt, sampling=sampling, samples=samples)
@@ -22,13 +22,13 @@ def moved(node, cuts, *, prompt=SHORT_PROMPT, sampling=SAMPLING):
 
 @pytest.mark.parametrize("cancelled", [(), (1,), (0, 2), (0, 1, 2)], ids=str)
 def test_samples_that_are_preempted_before_their_own_tokens_are_computed_go_on_alike(make_scripted_node, cancelled):
-    """Or end there: their router has had them computed elsewhere meanwhile."""
+    """If they are cancelled, because another node has computed them, they end there."""
     node = make_scripted_node(num_blocks=40)
     group_id, whole = moved(node, {0: 30, 1: 12, 2: 0})
-    held = node.engine.pool.allocate(node.engine.pool.num_free_blocks - 14)  # one of them, and little more
+    held = node.engine.pool.allocate(node.engine.pool.num_free_blocks - 14)  # room for one of them and a little more
     while not node.num_preempted:
         node.iterate()
-    node.loop._report()  # beside the host, the last step would be told of with the next
+    node.loop._report()  # with a device, the last step would be reported with the next
     before = {sample: node.tokens(group_id, sample) for sample in range(3)}
     if cancelled:
         node.cancel(group_id, *cancelled)
@@ -40,7 +40,7 @@ def test_samples_that_are_preempted_before_their_own_tokens_are_computed_go_on_a
 
 
 def test_room_is_asked_for_with_what_each_sample_has_of_its_own(make_scripted_node):
-    """Two samples of 36 tokens take 18 blocks at once, though they begin with one short prompt."""
+    """Two samples of 36 tokens take 18 blocks at once, although they begin with the same short prompt."""
     node = make_scripted_node(num_blocks=40)
     node.groups._admission._mean_output_tokens = 1.0
     node.open(prompt=tuple(place % 60 for place in range(92)), sampling={"max_tokens": 5})  # 23 blocks
@@ -68,7 +68,7 @@ def test_a_draining_node_goes_on_with_what_it_has_until_that_is_moved(make_scrip
     node.iterate()
     assert node.find(KvReady, waiting)
     assert not node.loop.is_drained
-    node.cancel(running)  # the other node's first token has won
+    node.cancel(running)  # as a router does when the other node has its first token
     node.cancel(waiting)
     node.iterate()
     assert node.loop.is_drained

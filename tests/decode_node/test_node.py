@@ -27,7 +27,7 @@ def loop(node):
 
 
 async def test_a_node_without_groups_waits_for_the_engine_thread_to_say_so(node, loop):
-    """A group may be in the inbox, or its last events on their way from the engine thread."""
+    """A group may still be in the inbox, or its last events may be in transit from the engine thread."""
     drain = asyncio.create_task(node.drain(PATIENCE_SECONDS))
     await asyncio.wait([drain], timeout=0.1)
     assert not drain.done()

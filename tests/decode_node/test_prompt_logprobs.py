@@ -1,4 +1,4 @@
-"""Logprobs of a prompt on a decode node that computes it itself: all of them, in order, before the first token."""
+"""Prompt logprobs of a decode node that computes the prompt: all of them, in order, before the first token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.engine.pending import read
 from outrider.engine.sampler.logprobs import pending_prompt_logprobs
 from outrider.engine.scheduler import StepRoom
 from outrider.prefill import MAX_SCORED_ROWS
-from outrider.session import Granted, PromptLogprobs, Rejected, RejectReason, SampleStart, SampleTokens
+from outrider.session import Granted, PromptLogprobs, SampleStart
 from outrider.wire.answer import PackedLogprobs
 
 PROMPT = tuple(3 + (7 * n) % 290 for n in range(2 * MAX_SCORED_ROWS + 5))
@@ -18,7 +18,7 @@ NUM_TOP = 2
 
 
 def expected_logprobs(node):
-    """From a single forward, over blocks that nobody has."""
+    """Returns those of a single forward pass over unused blocks."""
     size = node.engine.pool.block_size
     num_blocks = -(-len(PROMPT) // size)
     blocks = range(node.engine.pool.num_blocks - num_blocks, node.engine.pool.num_blocks)
@@ -54,7 +54,7 @@ def test_they_come_before_the_first_token(make_node):
     node = make_node(num_speculative_tokens=0)
     plain = node.open(prompt=PROMPT, transfer_id=b"")
     run(node)
-    # The prompt is cached now, which changes nothing; and another answer runs beside it.
+    # Neither the cached prompt nor another running sequence changes the logprobs.
     other = node.open(prompt=PROMPT[::-1], transfer_id=b"")
     scored = node.open(prompt=PROMPT, transfer_id=b"", prompt_logprobs=NUM_TOP)
     run(node)
@@ -112,11 +112,3 @@ def test_a_transferred_prompt_is_not_scored_here(make_scripted_node):
     node.run()
     assert not node.find(PromptLogprobs, group)
     assert len(node.tokens(group)) == 5
-
-
-def test_too_many_alternatives_are_invalid(make_scripted_node):
-    node = make_scripted_node()
-    group = node.open(prompt_logprobs=21)
-    node.iterate()
-    assert [event.reason for event in node.find(Rejected, group)] == [RejectReason.INVALID]
-    assert not node.find(SampleTokens, group)

@@ -1,4 +1,4 @@
-"""The decode loop and draft nodes with a head, over loopback: features go out of the paged plane, drafts come back."""
+"""The decode loop and draft nodes with a head, over loopback: features of the paged plane go out, drafts come back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def echo_path(tmp_path_factory):
 
 
 class Cluster:
-    """Draft nodes and a decode node, of a target whose head is always right."""
+    """Draft nodes and a decode node for a target whose head is always right."""
 
     def __init__(self, model_path, folder, *, num_draft_nodes):
         self.loop_thread = LoopThread()
@@ -68,19 +68,19 @@ class Cluster:
 
     @property
     def used(self):
-        """Where the sequence is drafted; empty while nowhere."""
+        """The address of the draft node that serves the sequence; empty if there is none."""
         return next((link.address for link in self.client.links if link.node.num_sequences), "")
 
     def is_answered(self):
-        """Whether draft nodes have all, and have answered."""
+        """Returns whether draft nodes have everything and have answered."""
         with self.client._changed:
             return all(
-                each.assignment is not None and each.assignment.asked is None and not each.has_news
+                each.assignment is not None and each.assignment.pending is None and not each.is_dirty
                 for each in self.client._book._sequences.values()
             )
 
     def generate(self, *, until=10**9, group=None, waits=True):
-        """Steps, each once drafts are here if it waits for them; the answer of a new group, or what there is of it."""
+        """Runs steps of a group, by default a new one, until it has ended. `waits`: each step waits for drafts."""
         node = self.node
         group = group or node.open(sampling=HOT)
         node.iterate()
@@ -112,7 +112,7 @@ def make_cluster(echo_path, tmp_path, monkeypatch):
 
 @pytest.fixture
 def expected(echo_path):
-    """The answer without any draft."""
+    """The answer without drafts."""
     node = TinyNode(echo_path)
     group = node.open(sampling=HOT)
     node.run()
@@ -121,7 +121,7 @@ def expected(echo_path):
 
 
 def assert_fed_rightly(text):
-    """Each true row had the feature of the token before it."""
+    """Asserts that each true row had the feature of the token before it."""
     known = {(place, *text[place : place + 2]) for place in range(len(text) - 1)}
     for head in EchoHead.opened:
         assert set(head.fed) <= known

@@ -1,4 +1,4 @@
-"""A reservation outlives its transfers: they fail, are late, and are replaced, and KV of two is never mixed."""
+"""Reservations whose transfers fail, are late and are replaced. KV of two transfers is never mixed."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def test_a_failed_transfer_is_reported_once_and_another_one_fills_the_reservatio
     node.run()
     assert node.tokens(group_id) == node.model.generate(PROMPT, 5)
     assert [ready.transfer_id for ready in node.find(KvReady, group_id)] == [SECOND]
+    assert node.num_rows == 5, "transferred KV is not computed again"
     assert len(node.find(KvFailed, group_id)) == 1
     assert not node.find(SequenceGroupFailed, group_id)
     node.assert_nothing_is_held()
@@ -124,14 +125,14 @@ def test_the_others_go_on_when_the_first_sample_ends_with_its_first_token(node):
 
 @pytest.mark.parametrize("transfer_id", [SECOND, b""])
 def test_a_retarget_does_not_wait_for_a_write_that_does_not_end(node, transfer_id):
-    """It gets other blocks; those that are still written into are freed later."""
+    """The group gets other blocks. Those with a write in progress are freed later."""
     group_id = node.open(prompt=PROMPT)
     node.granted(group_id)
     with node.writing(put_one_frame, node, group_id[::-1], payload=b"junk"):
         node.retarget(group_id, transfer_id)
         assert node.granted(group_id).transfer_id == transfer_id
         if transfer_id:
-            node.ingest.gate.set()  # the old write ends beside the new ones
+            node.ingest.gate.set()  # the old write ends during the new ones
             node.push(group_id, PROMPT, transfer_id=transfer_id)
         node.run()
         assert node.tokens(group_id) == node.model.generate(PROMPT, 5)
@@ -203,7 +204,7 @@ def test_the_deadline_of_a_transfer_follows_its_frames(node):
     node.clock.advance(1.0)
     node.iterate()
     (failed,) = node.find(KvFailed, group_id)
-    assert "no KV came for 60 s" in failed.message
+    assert "no KV arrived for 60 s" in failed.message
 
 
 def test_a_reservation_that_nobody_fills_is_given_up(node):
@@ -226,7 +227,7 @@ def test_a_reservation_that_nobody_fills_is_given_up(node):
 
 
 def test_samples_go_on_from_where_each_of_them_is(node):
-    """KV comes for what they have in common; the rest each computes itself."""
+    """KV is transferred for their common tokens. Each sample computes the rest itself."""
     whole = node.model.generate(PROMPT, 8)
     starts = [tuple(whole[:5]), tuple(whole[:2]), tuple(whole[:3])]
     group_id = node.open(
@@ -248,7 +249,7 @@ def test_samples_go_on_from_where_each_of_them_is(node):
 
 
 def open_two_long_and_a_reservation(make_scripted_node, **reserved):
-    """Two sequences that grow to eleven blocks each, and eight blocks that wait for KV, in a pool of 24."""
+    """Opens two sequences that grow to eleven blocks each, and a reservation of eight, in a pool of 24."""
     node = make_scripted_node(num_blocks=24)
     node.groups._admission.observe_finished = lambda _num_generated: None
     node.groups._admission._mean_output_tokens = 2.0  # answers were short until now

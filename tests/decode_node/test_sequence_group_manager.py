@@ -1,4 +1,4 @@
-"""Grants, transfers, cancels and ends on a scripted engine: nothing is lost, whoever misbehaves."""
+"""Grants, transfers, cancels and ends on a scripted engine: no block is lost, even if a peer misbehaves."""
 
 from __future__ import annotations
 
@@ -18,16 +18,6 @@ LONG_PROMPT = tuple(range(1, 30))  # seven blocks of four: transferred
 @pytest.fixture
 def node(make_scripted_node):
     return make_scripted_node()
-
-
-def test_a_pushed_prompt_gives_the_tokens_of_one_that_is_computed_here(node):
-    group_id = node.open(prompt=LONG_PROMPT, sampling={"n": 3})
-    node.granted(group_id)
-    node.push(group_id, LONG_PROMPT)
-    node.run()
-    assert len(node.find(KvReady, group_id)) == 1
-    assert [node.tokens(group_id, sample) for sample in range(3)] == [node.model.generate(LONG_PROMPT, 5)] * 3
-    node.assert_nothing_is_held()
 
 
 def test_samples_cancelled_before_the_kv_is_there_never_start(node):
@@ -85,7 +75,7 @@ def test_a_write_that_does_not_end_holds_its_blocks_but_not_the_steps(node):
 
 
 def test_a_transfer_id_that_was_used_is_refused(node):
-    """Else news of the first transfer would be taken for news of the second, whose blocks are empty."""
+    """Otherwise events of the first transfer would be mistaken for events of the second, whose blocks are empty."""
     group_id = node.open(prompt=LONG_PROMPT)
     node.granted(group_id)
     node.cancel(group_id)
@@ -123,7 +113,7 @@ def test_a_short_prompt_of_several_samples_is_computed_once(node):
     group = node.open(prompt=SHORT_PROMPT, sampling={"n": 3, "max_tokens": 1})
     node.run()
     assert len(node.find(SampleDone, group)) == 3
-    assert node.num_rows == len(SHORT_PROMPT) + 2  # each other sample: the prompt's last token
+    assert node.num_rows == len(SHORT_PROMPT) + 2  # each other sample computes only the prompt's last token
 
 
 def assert_refused(node, reason, fields):
@@ -148,6 +138,7 @@ def assert_refused(node, reason, fields):
         {"sampling": {"max_tokens": 0}},
         {"sampling": {"constraint": Constraint(ConstraintKind.REGEX, "a")}},  # there is no tokenizer
         {"logprobs": LogprobsRequest(num_top=10_000_000)},
+        {"prompt_logprobs": 21},
         {"cache_salt": bytes(65)},
         {"prompt": ()},
         {"prompt": (1, 64)},
@@ -169,7 +160,7 @@ def test_what_is_larger_than_the_node_is_refused(make_scripted_node, fields):
 
 
 def test_the_longest_request_fits_a_pool_of_one_window(make_scripted_node):
-    """Also with a prompt that ends within a block: only several samples would copy it."""
+    """This includes a prompt that ends within a block, which only several samples would copy."""
     node = make_scripted_node(num_blocks=50)  # of 4 tokens
     group_id = node.open(prompt=(1, 2, 3), sampling={"max_tokens": 197})
     node.run()

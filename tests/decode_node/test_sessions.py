@@ -1,4 +1,4 @@
-"""Router sessions over gRPC: the stream is the lease, and what was said is heard."""
+"""Router sessions over gRPC: the lease, commands and reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HELLO = session_pb2.SessionCommand(
 
 
 class Engine:
-    """Takes commands down."""
+    """An engine thread that records commands."""
 
     def __init__(self):
         self.commands = []
@@ -46,7 +46,7 @@ class Engine:
         self.commands.append(command)
         self.changed.set()
 
-    take = submit  # what sessions call; a test may put its own here
+    take = submit  # called by sessions; a test may replace it
 
     async def until(self, kind, number=1):
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -93,7 +93,7 @@ def tokens(*token_ids, start=0):
 
 
 async def fill_window(sessions):
-    """With more than the stream of a router that does not read takes."""
+    """Delivers more than fits the stream of a router that does not read."""
     for number in range(40):
         sessions.deliver({1: [tokens(*range(50_000), start=number)]})
         await asyncio.sleep(0)
@@ -115,7 +115,7 @@ async def test_a_router_that_hangs_up_ends_its_session(reads):
 
 @pytest.mark.parametrize("reads", [True, False])
 async def test_a_silent_router_loses_its_lease(reads):
-    """One under SIGSTOP does not read either: the node cannot write to it, and does not wait for that."""
+    """A router under SIGSTOP does not read either. The node does not wait until it can write to it."""
     async with serving(timeout_seconds=1.0) as (engine, sessions, channel):
         call = await connect(channel)
         if not reads:
@@ -127,7 +127,7 @@ async def test_a_silent_router_loses_its_lease(reads):
 
 
 async def refusal(call):
-    """The error that the session ends with, behind whatever reports were written before."""
+    """Returns the error with which the session ends, after any reports that were written before."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await within(read_all(call))
     return from_rpc_error(caught.value)
@@ -157,8 +157,8 @@ async def test_a_router_that_floods_waits_for_the_engine_and_keeps_its_lease(bou
         for number in range(10):
             await flooding.write(opening(number, num_tokens=50))
         await other.write(opening(99))
-        await engine.until(RouterCommand, 4)  # three of the one that floods, and the other's
-        for call in (flooding, other):  # more than one turn of the waiting session; reports come all the while
+        await engine.until(RouterCommand, 4)  # three of the flooding router, and the other's
+        for call in (flooding, other):  # waits for more than one check of the waiting session
             await within(call.read())
         assert len(engine.commands) == 4
         taken = [command.message.sequence_group_id[-1] for command in inbox.take_some()]
@@ -167,7 +167,7 @@ async def test_a_router_that_floods_waits_for_the_engine_and_keeps_its_lease(bou
                 taken += [command.message.sequence_group_id[-1] for command in inbox.take_some()]
                 await flooding.read()
         assert sorted(taken) == [*range(10), 99]
-        assert [number for number in taken if number != 99] == list(range(10))  # none lost, in their order
+        assert [number for number in taken if number != 99] == list(range(10))  # none is lost, and the order is kept
         flooding.cancel()
         other.cancel()
 
@@ -196,7 +196,7 @@ async def test_heartbeats_keep_a_session():
         call = await connect(channel)
         heartbeat = session_pb2.SessionCommand(heartbeat=session_pb2.SessionHeartbeat())
         async with asyncio.timeout(PATIENCE_SECONDS):
-            for _ in range(15):  # reports come every 0.2 s: well beyond the timeout
+            for _ in range(15):  # a report every 0.2 s: 3 s are longer than the timeout
                 await call.read()
                 await call.write(heartbeat)
         assert engine.commands == []
@@ -204,7 +204,7 @@ async def test_heartbeats_keep_a_session():
 
 
 async def test_nothing_is_read_before_the_hello_is_written():
-    """What is read may end the session, and a call whose first write is under way cannot be ended with a status."""
+    """A command may end the session, and a call cannot be ended with a status during its first write."""
     engine = Engine()
     sessions = sessions_of(engine)
     num_read = 0
@@ -261,7 +261,7 @@ async def test_events_count_as_unsent_until_they_are_written():
     gate.release()
     assert await next_event_ids() == [[2]]
     gate.release()
-    await within(written.get())  # the next one: the write before it has returned
+    await within(written.get())  # the next report, so the write before it has returned
     assert not sessions.has_unsent_events
     serving_task.cancel()
     await asyncio.wait([serving_task], timeout=PATIENCE_SECONDS)

@@ -1,4 +1,4 @@
-"""Steps of plain decoding that are laid out, and launched, before the step before them is committed."""
+"""Steps of plain decoding that are laid out and launched before the previous step is committed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def node():
 
 @pytest.fixture
 def early(monkeypatch):
-    """The numbers of sequences of steps that were launched before the step before them was committed."""
+    """The number of sequences of each step that was launched before the previous step was committed."""
     found = []
 
     def launch_next(batch, step, *arguments):
@@ -41,7 +41,7 @@ def early(monkeypatch):
 
 
 def passes_of(node, run):
-    """The rows of all forward passes of `run()`, in the order in which they are launched."""
+    """Returns the rows of all forward passes of `run()`, in the order of their launch."""
     found, forward = [], node.engine.runner.forward
     node.engine.runner.forward = lambda rows: (found.append(snapshot_of(rows)), forward(rows))[1]
     run()
@@ -49,7 +49,7 @@ def passes_of(node, run):
 
 
 def test_the_passes_are_those_of_a_node_that_prepares_nothing(early, monkeypatch):
-    """Over the ends of blocks, and where answers end at unlike lengths."""
+    """Also at the ends of blocks, and if answers end at different lengths."""
 
     def passes():
         node = Node(is_asynchronous=True)
@@ -64,7 +64,7 @@ def test_the_passes_are_those_of_a_node_that_prepares_nothing(early, monkeypatch
         return found
 
     prepared = passes()
-    assert early == [3] * 10 + [2] * 8 + [1] * 8  # all but the first, and those that follow an end
+    assert early == [3] * 10 + [2] * 8 + [1] * 8  # all except the first and those after the end of a sequence
     monkeypatch.setattr(decode_loop, "lay_out_next", lambda *_: None)
     assert passes() == prepared
 
@@ -76,7 +76,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_committed(node):
     lengths = []
     node.engine.runner.on_launch = lambda: lengths.append(len(sequence.token_ids))
     node.run()
-    # The second follows a prompt and is planned as ever; the others come before the tokens that they are fed with.
+    # The second step follows a prompt and is planned; the others are launched before their tokens are committed.
     assert lengths == [4, 4, 5]
 
 
@@ -151,7 +151,7 @@ def test_a_transfer_that_never_ends_is_given_up_while_answers_go_on(node, early)
     ],
 )
 def test_a_real_models_answers_are_the_same(early, make_node, sampling):
-    """Its batches, penalties and races: tokens are committed after the next forward has begun."""
+    """Tokens are committed after the next forward pass has begun, whatever their batches and penalties."""
 
     def answers(*, is_asynchronous):
         node = make_node(local_fallback="none", num_speculative_tokens=0)
@@ -165,7 +165,7 @@ def test_a_real_models_answers_are_the_same(early, make_node, sampling):
 
 
 def test_the_wait_for_the_device_belongs_to_sampling(node, early):
-    """As without a step ahead: what is laid out beside it is there before."""
+    """As without a step ahead, since the next batch is laid out before the wait."""
     now = [0]
     node.engine.clock.__init__(lambda: now[0])
     node.engine.runner.on_wait = lambda: now.__setitem__(0, now[0] + 1000)
@@ -177,7 +177,7 @@ def test_the_wait_for_the_device_belongs_to_sampling(node, early):
 
 
 def test_the_seconds_of_steps_add_up_to_the_time_that_has_passed(node, early):
-    """With those that a profile takes to begin a trace: they are no step's."""
+    """The seconds in which a profile begins a trace belong to no step."""
     clock = node.loop.progress.clock = FakeClock()
     observed = []
     node.loop._drafts.observe_step = lambda *, seconds, **_: observed.append(seconds)

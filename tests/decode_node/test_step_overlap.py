@@ -1,4 +1,4 @@
-"""A decode loop whose forward passes a device computes: what is done meanwhile, and that it changes nothing else."""
+"""A decode loop whose forward passes a device computes: the work that is done meanwhile, and its effects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def node():
 
 
 def once(do):
-    """A hook that does this the first time."""
+    """Returns a hook that calls `do` only the first time."""
     calls = itertools.count()
     return lambda: None if next(calls) else do()
 
@@ -79,15 +79,6 @@ def test_a_group_is_granted_while_the_device_computes(node):
     assert [event.sequence_group_id for event in told if isinstance(event, Granted)][1:] == second
 
 
-def test_a_transfer_that_ends_meanwhile_is_in_the_next_step(node):
-    node.open()
-    second = node.open(prompt=LONG_PROMPT)
-    in_one_step(node, lambda: node.push(second, LONG_PROMPT))
-    in_one_step(node, lambda: None)
-    node.run()
-    assert node.tokens(second) == node.model.generate(LONG_PROMPT, 5)
-
-
 def test_what_the_running_step_uses_is_freed_after_it(node):
     first, second = node.open(), node.open(prompt=(4, 5))
     node.iterate()
@@ -96,7 +87,7 @@ def test_what_the_running_step_uses_is_freed_after_it(node):
     node.engine.runner.finish = lambda: (free.append(node.engine.pool.num_free_blocks), finish())
     told = in_one_step(node, lambda: node.cancel(first))
     assert free == [before]
-    assert len(node.tokens(first)) == 1  # of the step before; it was told in time
+    assert len(node.tokens(first)) == 1  # that of the previous step, which was reported in time
     assert any(isinstance(event, SampleTokens) and event.sequence_group_id == first for event in told)
     node.run()
     assert not node.find(SampleDone, first)
@@ -105,7 +96,7 @@ def test_what_the_running_step_uses_is_freed_after_it(node):
 
 
 def test_commands_keep_their_order_behind_one_that_waits(node):
-    """The same id again, right after its cancel: handled the other way round it would be refused."""
+    """The same id is opened right after its cancel. In the other order it would be refused."""
     first = node.open()
     node.iterate()
     sampling = SamplingParams(seed=7, max_tokens=2, temperature=0.0)
@@ -136,7 +127,7 @@ def test_a_session_that_ends_while_the_device_computes_hears_no_more(node):
     in_one_step(node, lambda: node.loop.submit(SessionEnded(SESSION)))
     num_events = len(node.events)
     node.run()
-    assert len(node.events) <= num_events + 1  # at most what was decided before
+    assert len(node.events) <= num_events + 1  # at most the events that were already decided
     node.assert_nothing_is_held()
 
 

@@ -1,4 +1,4 @@
-"""One verification: how much is committed, and what ends a sample."""
+"""One verification: the committed tokens, and the reasons for which a sample ends."""
 
 from __future__ import annotations
 

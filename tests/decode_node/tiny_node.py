@@ -40,7 +40,7 @@ class TinyNode(DrivenNode):
 
 @contextlib.contextmanager
 def tiny_nodes():
-    """A factory of `TinyNode`s, which are closed at the end."""
+    """Yields a factory of `TinyNode`s, which are closed at the end."""
     with contextlib.ExitStack() as opened:
 
         def make(model_path, **config):

@@ -31,7 +31,7 @@ from tests.support.fake_kv_cache import ScriptedKVCache
 
 VOCAB_SIZE = 64
 BLOCK_SIZE = 4
-ORDER = 8  # tokens that a decision depends on: a model that reads whole texts would take the tests' time
+ORDER = 8  # tokens on which a decision depends; a model that read whole texts would be too slow
 TICK_SECONDS = 0.0005
 
 
@@ -81,7 +81,7 @@ class ScriptedForward:
 
 
 def ranked(model: ScriptedModel, context: Sequence[int]) -> list[int]:
-    """All ids, the likeliest first."""
+    """Returns all ids, the likeliest first."""
     return _ranked(model, tuple(context[-ORDER:]))
 
 
@@ -93,7 +93,7 @@ def _ranked(model: ScriptedModel, context: tuple[int, ...]) -> list[int]:
 
 @dataclass
 class Text:
-    """One text that a decode node generates, and how its drafts did."""
+    """A text that a decode node generates, with the record of its drafts."""
 
     token_ids: list[int]
     num_steps: int = 0
@@ -103,7 +103,7 @@ class Text:
 
 
 class DecodeNode:
-    """Steps of a set time over its sequences, each with `num_wanted` draft tokens that are here when it begins.
+    """A decode node whose steps take a set time and verify up to `num_wanted` draft tokens of each sequence.
 
     Its target decides like the drafter's first choice in the first of the `shares` of all texts, like its second in the
     next share, and so on.
@@ -225,7 +225,7 @@ class SimulatedPair:
             self._run_draft_node()
 
     def _run_draft_node(self) -> None:
-        """Until its clock has caught up."""
+        """Runs the draft node until its clock has caught up."""
         while self.clock() < self.now:
             for node in self.nodes:
                 due = [each for each in node.to_draft if each[0] <= self.clock()]

@@ -1,4 +1,4 @@
-"""The draft node's story on scripted proposers: no network, no threads."""
+"""The draft loop on scripted proposers, without network and threads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from draft_node.draft_loop import DraftLoop
 from draft_node.draft_peer import MAX_UPDATES_PER_STEP
 from outrider.speculation.draft_stream import DraftStatus, SequenceUpdate
 from outrider.speculation.draft_tree import DraftTree
-from outrider.speculation.prefix_hash import prefix_hash
 from outrider.speculation.proposers.base import Progress, Proposal
 from outrider.speculation.proposers.isolated import COOLDOWN_SECONDS
 from tests.support.draft_messages import hello_of, update_of
@@ -26,19 +25,10 @@ def connect(loop: DraftLoop, **changes):
 
 
 def answers_to(loop, peer, *updates):
-    """After one step."""
+    """Returns the answers to these updates after one step."""
     loop.submit(peer, updates)
     loop.step()
     return peer.take_answers()
-
-
-def test_an_update_is_answered_with_a_branch_keyed_by_its_content():
-    loop = loop_of(ScriptedProposer([TEXT]))
-    peer = connect(loop)
-    (answer,) = answers_to(loop, peer, update_of(TEXT[:10]))
-    assert (answer.sequence_id, answer.acked_length) == (1, 10)
-    (branch,) = answer.branches
-    assert (branch.length, branch.prefix_hash, branch.token_ids) == (10, prefix_hash(TEXT[:10]), TEXT[10:13])
 
 
 def test_only_the_newest_of_several_states_is_proposed_for():
@@ -79,7 +69,7 @@ def test_ids_that_the_target_does_not_have_are_cut_off():
 
 
 class SlowProposer(ScriptedProposer):
-    """Needs a second look at each sequence."""
+    """A proposer that catches up with each sequence in a first call."""
 
     def propose(self, requests):
         first_time = {request.sequence_id for request in requests} - {old.sequence_id for old in self.requests}
@@ -158,7 +148,7 @@ def test_a_decode_node_that_sends_many_updates_delays_no_answer_to_another():
 
 
 def test_a_decode_node_that_fills_the_node_makes_room_for_another():
-    """What was dropped is an unknown prefix when it is updated next, and then finds no room."""
+    """The next update of an evicted sequence has an unknown prefix; sent from its start, it finds no room."""
     proposer = ScriptedProposer([TEXT])
     loop = loop_of(proposer, max_sequences=4)
     first, second = connect(loop), connect(loop)
@@ -184,15 +174,6 @@ def test_a_decode_node_that_reads_nothing_makes_no_answers_of_closed_sequences_p
             loop.submit(peer, [SequenceUpdate(sequence_id=sequence_id, closed=True)])
     loop.step()
     assert [answer.sequence_id for answer in peer.take_answers()] == [0]
-
-
-def test_a_closed_sequence_is_forgotten():
-    proposer = ScriptedProposer([TEXT])
-    loop = loop_of(proposer)
-    peer = connect(loop)
-    answers_to(loop, peer, update_of(TEXT[:10]))
-    assert answers_to(loop, peer, SequenceUpdate(sequence_id=1, closed=True)) == []
-    assert proposer.forgotten == [0]
 
 
 # Features

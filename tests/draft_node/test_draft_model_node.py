@@ -1,4 +1,4 @@
-"""A draft node with a model of its own, over the wire."""
+"""A draft node with its own model, over the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits for a decode node that reads slowly."""
+"""The mailboxes of a decode node that reads slowly."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_message_carries_no_more_than_a_peer_may_read(peer):
 def test_a_stream_is_not_read_while_much_waits_and_then_again(content):
     notified = []
     peer = DraftPeer(0, hello_of(), lambda: notified.append(peer.has_room))
-    for sequence_id in (0, 0, 1, 2, 3):  # what is replaced waits no longer
+    for sequence_id in (0, 0, 1, 2, 3):  # a replaced update no longer counts
         assert peer.has_room
         peer.submit([SequenceUpdate(sequence_id, **content)], verified_by=0.0)
     assert not peer.has_room

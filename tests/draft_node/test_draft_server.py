@@ -1,4 +1,4 @@
-"""The draft node's gRPC face, spoken to with bare stubs."""
+"""The draft node's gRPC service, called with bare stubs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def connect(channel, hello=HELLO):
     call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
     await call.write(draft_pb2.DraftUpdate(hello=hello))
     first = None
-    with contextlib.suppress(grpc.aio.AioRpcError):  # a refusal, which the caller looks at
+    with contextlib.suppress(grpc.aio.AioRpcError):  # the caller checks the refusal
         first = await within(call.read())
     return call, first
 
@@ -127,7 +127,7 @@ async def test_a_stream_without_a_hello_is_refused(monkeypatch, says_anything):
         call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
         if says_anything:
             await call.write(draft_pb2.DraftUpdate(sequences=[update_of([1])]))
-        why = "the first message carries the hello" if says_anything else "no hello within 0.05 s"
+        why = "the first message must carry the hello" if says_anything else "no hello within 0.05 s"
         assert await status_of(call) == (grpc.StatusCode.INVALID_ARGUMENT, why)
 
 
@@ -176,7 +176,7 @@ async def test_it_reports_its_load_and_has_no_tokenizer():
 
 
 async def test_a_loop_that_fails_ends_the_process(monkeypatch):
-    """A node that drafts no more must not look alive: the supervisor starts another."""
+    """A node that no longer drafts must not look alive. The supervisor starts another process."""
     event_loop = asyncio.get_running_loop()
     ended = event_loop.create_future()
     monkeypatch.setattr("os._exit", lambda status: event_loop.call_soon_threadsafe(ended.set_result, status))
@@ -189,7 +189,7 @@ async def test_a_loop_that_fails_ends_the_process(monkeypatch):
 
 
 async def test_a_stop_before_the_loops_thread_has_looked_is_no_failure(monkeypatch):
-    """The thread is let run at the end of `start`, and may look only when the node drains already."""
+    """The thread may run at the end of `start`, and may check for work only when the node already drains."""
     may_look = threading.Event()
     run = DraftLoop.run
 

@@ -28,12 +28,3 @@ def test_what_comes_in_pieces_that_overlap_is_read_bit_by_bit(dtype):
     assert torch.equal(tensor_of(held.read(0, 8)), rows)
     assert torch.equal(tensor_of(held.read(3, 5)), rows[3:5])
     assert held.read(4, 4).shape == (0, WIDTH)
-
-
-def test_what_was_read_stays_while_more_comes():
-    held = HeldFeatures(FeatureFormat(fingerprint="a", width=WIDTH, dtype="float32"))
-    rows = rows_of(torch.float32, 9)
-    held.extend(0, payload_of(rows[:4]))
-    read = held.read(0, 4)
-    held.extend(4, payload_of(rows[4:]))
-    assert torch.equal(tensor_of(read), rows[:4])

@@ -1,4 +1,4 @@
-"""Drafting on while the target verifies: real draft loop, proposer and book, on a clock that the test moves."""
+"""Look-ahead: the real draft loop, proposer and book, on a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_a_rejection_whose_token_was_a_runner_up_is_a_hit():
 
 
 def test_what_was_drafted_ahead_is_what_the_drafter_would_draft_then():
-    """The forward compares the KV of every path with the text that it stands for."""
-    pair = SimulatedPair(num_blocks=60)  # so few that alternatives are given up again and again
+    """The scripted forward pass compares the KV of every path with its text."""
+    pair = SimulatedPair(num_blocks=60)  # so few that alternatives are dropped again and again
     node = pair.add_node(0.6, 0.2, 0.1, num_sequences=3)
     pair.run(1.0)
     assert node.book.counters.num_quarantined == 0
@@ -65,7 +65,7 @@ def test_what_was_drafted_ahead_is_what_the_drafter_would_draft_then():
 
 
 def test_siblings_win_where_the_drafter_is_often_wrong():
-    """With as many rows a step, the text is longer, and the same."""
+    """With as many rows per step, the text is the same but gets longer."""
     texts = []
     for takes_trees in (False, True):
         pair = SimulatedPair()
@@ -213,7 +213,7 @@ def test_no_forward_has_more_rows_than_memory_is_kept_for():
 
 
 def test_a_drafter_across_5_ms_beats_one_beside_the_target():
-    """Of its first choices 80 % are accepted; of the others, most are its second choices."""
+    """80 % of its first choices are accepted; most other tokens are its second choices."""
     pair = SimulatedPair(delay_seconds=0.0025)
     node = pair.add_node(0.8, 0.12, 0.04, num_wanted=8)
     pair.run(2.0)

@@ -36,7 +36,7 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def patient_stop(monkeypatch):
-    """A loop that stops waits for pushes as long as a busy machine takes."""
+    """Makes a stopping loop wait for pushes for as long as a busy machine needs."""
     monkeypatch.setattr("prefill_node.prefill_loop.STOP_SECONDS", PATIENCE_SECONDS / 2)
 
 
@@ -66,7 +66,7 @@ class DecodeSide:
         self.regions = []
 
     def expect(self, token_ids, *, held=0):
-        """Opens a transfer; its id and block table, which has the first `held` tokens' KV."""
+        """Opens a transfer. Returns its id and block table, which has the first `held` tokens' KV."""
         blocks = [next(self._next_block) for _ in range(-(-len(token_ids) // BLOCK_SIZE))]
         spec = TransferSpec(
             transfer_id=os.urandom(16),
@@ -102,7 +102,7 @@ class BlockSink:
 
 
 def job_of(job_id, token_ids, *, transfer_id, address, incarnation, held=0, may_read_held=False, **options):
-    """`options`: of the request."""
+    """Returns a job. `options`: options of the request."""
     call = PrefillCall(
         sequence_group_id=bytes(16),
         fingerprint="",
@@ -133,7 +133,7 @@ class Rig:
         on_device=False,
         **turns,
     ):
-        """`on_device`: whose passes are computed when the test says (`device.compute`)."""
+        """`on_device`: forward passes are computed when the test calls `device.compute`."""
         engine = ScriptedEngine.create(num_blocks=num_blocks, block_size=BLOCK_SIZE, features=features)
         scheduler = Scheduler(
             engine.pool, max_running=max_running, max_rows_per_step=max_rows_per_step, reserve_blocks_per_running=0
@@ -165,7 +165,7 @@ class Rig:
         self.thread = threading.Thread(target=self.loop.run)
 
     def forward(self, rows, *, on_layer_done):
-        """In the place of the engine's runner."""
+        """Runs a forward pass in place of the engine's runner."""
         self.computed += [row.token_ids[0] for row in rows]
         self.chunks.append([(row.start_position, len(row.token_ids)) for row in rows])
 
@@ -182,7 +182,7 @@ class Rig:
             self.changed.notify_all()
 
     def submit(self, token_ids, *, held=0, transfer_id=None, to=None, **options):
-        """`to`: a decode side, the first where none is named. `options`: see `job_of`."""
+        """`to`: a decode side, by default the first. `options`: see `job_of`."""
         side, blocks = to or self.decode, None
         if transfer_id is None:
             transfer_id, blocks = side.expect(token_ids, held=held)
@@ -212,7 +212,7 @@ class Rig:
         assert not self.thread.is_alive()
 
     def wait_until_idle(self):
-        """Until the loop holds no job: a stop is the only way to be sure that it has seen everything."""
+        """Stops the loop, so that it has seen everything, and checks that no job and no block is left."""
         self.stop()
         assert not self.loop._tasks
         check_pool(self.engine.pool, [])
@@ -229,7 +229,7 @@ def make_rig():
     yield make
     for rig in rigs:
         if rig.thread.is_alive():
-            rig.stop()
+            rig.wait_until_idle()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A prompt of which the decode node holds the beginning already: it is read, and the rest is computed."""
+"""Prompts whose beginning the decode node already holds: it is read, and the rest is computed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ def test_only_what_the_decode_node_lacks_is_computed(rig):
     assert rig.chunks[0][0][0] == NUM_HELD
     assert rig.decode.cache.context(blocks, len(PROMPT)) == PROMPT
     assert min(start for _, _, start, _ in rig.decode.regions) == NUM_HELD
-    rig.wait_until_idle()
 
 
 def test_what_was_read_is_not_found_again(rig):
-    """The prefix cache holds what the node has computed itself."""
+    """The prefix cache has only KV that the node has computed itself."""
     rig.prefill(PROMPT, held=NUM_HELD, may_read_held=True)
     assert counts_of(rig.prefill(PROMPT)[0]) == (0, 0, len(PROMPT))
 
@@ -66,7 +65,6 @@ def test_everything_is_computed_when_the_read_fails(rig, monkeypatch, fault):
     figures, blocks = rig.prefill(PROMPT, held=NUM_HELD, may_read_held=True)
     assert counts_of(figures) == (0, 0, len(PROMPT))
     assert rig.decode.cache.context(blocks, len(PROMPT)) == PROMPT
-    rig.wait_until_idle()
 
 
 def test_without_room_for_the_whole_prompt_it_waits_and_computes(make_rig):
@@ -80,7 +78,6 @@ def test_without_room_for_the_whole_prompt_it_waits_and_computes(make_rig):
     rig.result(first)
     assert sum(counts_of(rig.result(second))) == len(PROMPT)
     assert rig.decode.cache.context(blocks, len(PROMPT)) == PROMPT
-    rig.wait_until_idle()
 
 
 def test_a_prompt_that_was_read_does_not_wait_behind_one_that_waits_for_its_blocks(make_rig):
@@ -93,7 +90,6 @@ def test_a_prompt_that_was_read_does_not_wait_behind_one_that_waits_for_its_bloc
     rig.decode.read_gate.set()
     assert counts_of(rig.result(first)) == (0, NUM_HELD, len(PROMPT) - NUM_HELD)
     assert counts_of(rig.result(second)) == (0, 0, 40)
-    rig.wait_until_idle()
 
 
 def test_a_job_that_is_cancelled_while_it_reads_keeps_its_blocks_until_nothing_is_written_into_them(rig):
@@ -106,7 +102,6 @@ def test_a_job_that_is_cancelled_while_it_reads_keeps_its_blocks_until_nothing_i
     assert isinstance(rig.result(other), PrefillFigures)
     assert rig.engine.pool.num_free_blocks == num_free
     rig.decode.read_gate.set()
-    rig.wait_until_idle()
 
 
 def test_a_decode_node_that_gives_the_transfer_up_meanwhile_ends_the_job(rig):
@@ -116,4 +111,3 @@ def test_a_decode_node_that_gives_the_transfer_up_meanwhile_ends_the_job(rig):
     rig.decode.inbox.close(job.call.transfer_id, timeout_seconds=0.0)
     rig.decode.read_gate.set()
     assert isinstance(rig.result(job), AbortedError)
-    rig.wait_until_idle()

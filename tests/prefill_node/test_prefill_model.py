@@ -62,7 +62,7 @@ def compute(runner, tokens, blocks, *, block_size):
 
 
 def on_fake_gpu(monkeypatch, directory):
-    """(model, gpu): its caches lie as they would on a GPU."""
+    """Returns (model, gpu), with caches as they would be on a GPU."""
     gpu, _ = fake_shared_gpu(monkeypatch, directory)
     put_caches_on(gpu, monkeypatch)
     path = make_tiny_model(directory / "tiny")
@@ -107,7 +107,7 @@ def test_pushed_kv_and_features_equal_those_computed_in_one_pass(model, connecto
             [
                 (TOKENS, 21, 0, 0),
                 (TOKENS, 21, 144, 0),  # pushed from the prefix cache
-                (TOKENS[::-1], 101, 0, 101),  # behind what only the decode node has
+                (TOKENS[::-1], 101, 0, 101),  # after tokens whose KV only the decode node has
             ]
         ):
             compute(decode_runner, tokens[:held], blocks, block_size=DECODE_BLOCK_SIZE)
@@ -151,7 +151,7 @@ def assert_equal_to_one_pass(model, tokens, decode_cache, blocks):
 
 
 def wipe(cache):
-    """So that the second push has something to prove."""
+    """Overwrites the cache, so that the next push must bring everything."""
     slots = np.arange(cache.num_blocks * cache.block_size)
     for plane in cache.planes:
         layers = range(plane.num_layers)

@@ -84,7 +84,7 @@ class Serving:
         await self.node.stop()
 
     def request(self, tokens, *, held=0, to=None, **changes):
-        """`to`: a decode side of the rig, the first where none is named."""
+        """`to`: a decode side of the rig, by default the first."""
         side = to or self.rig.decode
         transfer_id, _ = side.expect(tokens, held=held)
         return prefill_pb2.PrefillRequest(
@@ -102,7 +102,7 @@ class Serving:
         )
 
     async def refusal(self, request):
-        """The error with which a prefill ends."""
+        """Returns the error with which a prefill ends."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await self.stub.Prefill(request, timeout=PATIENCE_SECONDS)
         return caught.value
@@ -117,14 +117,14 @@ class Serving:
 
 @pytest.fixture
 async def serving(make_rig):
-    """A node that serves."""
+    """A serving node."""
     async with Serving(make_rig()) as serving:
         yield await serving.start()
 
 
 @pytest.fixture(autouse=True)
 def fresh_metrics():
-    """Metrics live in one registry for each process; each test starts a node."""
+    """Removes a node's metrics after each test, since they live in one registry for each process."""
     before = set(REGISTRY._collector_to_names)
     yield
     for collector in set(REGISTRY._collector_to_names) - before:
@@ -158,7 +158,7 @@ async def test_a_call_of_a_traced_request_is_a_span_with_its_push_below_it(make_
         await serving.start()
         request, metadata = serving.request(list(range(100, 130)), held=4), (("traceparent", TRACEPARENT),)
         response = await serving.stub.Prefill(request, metadata=metadata, timeout=PATIENCE_SECONDS)
-        await serving.stub.Prefill(serving.request([1, 2, 3]), timeout=PATIENCE_SECONDS)  # is not traced
+        await serving.stub.Prefill(serving.request([1, 2, 3]), timeout=PATIENCE_SECONDS)  # this call is not traced
         push, whole = tracer.spans
         assert (whole.name, whole.kind, whole.context.parent_id, whole.error) == ("prefill", "server", CALLER_ID, "")
         assert whole.attributes["outrider.num_computed_tokens"] == response.num_computed_tokens == 30
@@ -311,6 +311,9 @@ async def test_an_engine_failure_answers_internal_and_ends_the_process(serving):
         ("kv_address", ""),
         ("kv_address", "host:port"),
         ("held_prefix_length", 4),
+        ("scored_token_ids", [1] * 4),
+        ("scored_token_ids", [1000]),
+        ("prompt_logprobs", 21),
     ],
 )
 def test_bad_fields_are_named(field, value):
@@ -322,8 +325,9 @@ def test_bad_fields_are_named(field, value):
         "fingerprint": FINGERPRINT,
     }
     check_call(CALL.from_proto(prefill_pb2.PrefillRequest(**good)), SERVED)
+    changes = {"options": {"prompt_logprobs": value}} if field == "prompt_logprobs" else {field: value}
     with pytest.raises(InvalidRequestError) as caught:
-        check_call(CALL.from_proto(prefill_pb2.PrefillRequest(**{**good, field: value})), SERVED)
+        check_call(CALL.from_proto(prefill_pb2.PrefillRequest(**{**good, **changes})), SERVED)
     assert caught.value.field == field
 
 

@@ -1,4 +1,4 @@
-"""A Prefill call's spans where the call does not end well; tests/e2e/test_traces.py has those where it does."""
+"""The spans of a Prefill call that fails. tests/e2e/test_traces.py has those of one that succeeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prefill loop that shares its processors: it gives way between layers, and its prompts are the same."""
+"""A prefill loop that shares its processors: it gives its turn back between layers, and results are the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = list(range(100, 120))  # three chunks
 def test_every_layer_is_in_a_turn_that_ends_with_the_forward_or_between_layers(make_rig, is_over, layers_in_a_turn):
     turns = ScriptedTurns(is_over=is_over)
     rig = make_rig(cpu_turns=turns)
-    layers = collections.Counter()  # by the turn that they were computed in; 0: in none
+    layers = collections.Counter()  # by the turn in which they were computed; 0: in none
     rig.before_layer = lambda layer: layers.update([turns.num_taken if turns.is_held else 0])
     rig.start()
     _, blocks = rig.prefill(PROMPT)
@@ -51,13 +51,6 @@ def test_each_layer_is_leased_for_as_long_as_it_is_expected_to_take(make_rig):
     assert all(leased == expected > 0.0 for leased, expected in at_layers)
 
 
-def test_it_waits_for_as_long_as_it_takes(make_rig):
-    turns = ScriptedTurns(num_refusals=3)
-    rig = make_rig(cpu_turns=turns).start()
-    _, blocks = rig.prefill(PROMPT)
-    assert rig.decode.cache.context(blocks, len(PROMPT)) == PROMPT
-
-
 def test_time_without_the_processors_is_counted_as_that_and_nothing_else_is(make_rig):
     now, spent = 0, []
 
@@ -76,8 +69,8 @@ def test_time_without_the_processors_is_counted_as_that_and_nothing_else_is(make
     rig.start()
     rig.prefill(PROMPT)
     rig.wait_until_idle()
-    assert [parts[Part.CPU_TURN] for parts in spent] == [2 * 1000] * 3  # before the forward, and within it
-    # The parts of a step are all of its time.
+    assert [parts[Part.CPU_TURN] for parts in spent] == [2 * 1000] * 3  # before the forward pass, and within it
+    # The parts of a step add up to its time.
     assert [sum(parts.values()) for parts in spent] == [2 * 1000 + NUM_LAYERS] * 3
 
 
@@ -94,7 +87,7 @@ def test_a_long_wait_within_a_chunk_is_no_death(make_rig):
     assert len(waiting) == len(computing) == 3 * NUM_LAYERS
     assert all(snapshot.expected_seconds == 0.0 and snapshot.started is None for snapshot in waiting)
     assert all(snapshot.expected_seconds > 0.0 for snapshot in computing)
-    assert len({snapshot.mark for snapshot in computing}) == len(computing)  # it moves
+    assert len({snapshot.mark for snapshot in computing}) == len(computing)  # the mark changes
 
 
 @pytest.mark.parametrize("place", ["command", "plan", "forward", "answer"])
@@ -143,7 +136,7 @@ def test_a_node_that_fails_keeps_nobody_waiting(make_rig):
 
 
 class Waited(ScriptedTurns):
-    """Turns for which others wait: over after any time but `turn_seconds`, which never pass here."""
+    """Turns for which others wait: `turn_seconds` never pass, but any shorter time has."""
 
     def __init__(self):
         super().__init__()
@@ -162,7 +155,7 @@ class Waited(ScriptedTurns):
 
 
 def test_a_turn_outlasts_a_prompts_end_until_a_decode_node_has_its_kv(make_rig):
-    """Of two prompts of one chunk each, the first one's KV arrives in the second one's first layer."""
+    """There are two prompts of one chunk each. The first one's KV arrives during the second one's first layer."""
     turns = Waited()
     rig = make_rig(cpu_turns=turns, turn_seconds=1.0)
     arrived = threading.Event()
@@ -196,7 +189,7 @@ def test_a_turn_ends_with_a_chunk_that_ends_no_prompt_and_with_the_last_prompt(m
     assert turns.given_after == [NUM_LAYERS] * 3
 
 
-@pytest.mark.parametrize("place", ["_finish", "_tell", "_take_commands", "_answer", "_plan"])
+@pytest.mark.parametrize("place", ["_finish", "_report_chunk", "_take_commands", "_answer", "_plan"])
 def test_a_failure_beside_the_forward_keeps_nobody_waiting(make_rig, place):
     turns = Waited()
     rig = make_rig(cpu_turns=turns, turn_seconds=1.0)
@@ -233,7 +226,7 @@ def test_a_stop_does_not_wait_for_pushes_in_its_turn(make_rig, monkeypatch):
 
 def test_jobs_that_wait_for_blocks_leave_the_turn_to_others(make_rig):
     turns = Waited()
-    rig = make_rig(cpu_turns=turns, turn_seconds=1.0, num_blocks=4)  # one prompt's: its push pins them
+    rig = make_rig(cpu_turns=turns, turn_seconds=1.0, num_blocks=4)  # those of one prompt, which its push pins
     rig.decode.gate.clear()
     held, wait, has_waited = [], rig.loop._wait_for_command, threading.Event()
 
@@ -257,7 +250,7 @@ def test_jobs_that_wait_for_blocks_leave_the_turn_to_others(make_rig):
 
 
 def test_a_turn_that_has_lasted_ends_with_its_chunk(make_rig):
-    """Others have waited for `turn_seconds`: they do not wait for a prompt's KV as well."""
+    """Others have waited for `turn_seconds`, so they do not wait for a prompt's KV, too."""
     turns = ScriptedTurns(is_over=True)
     rig = make_rig(cpu_turns=turns, turn_seconds=1.0)
     jobs = [rig.submit(PROMPT[:8])[0], rig.submit(PROMPT[8:16])[0]]

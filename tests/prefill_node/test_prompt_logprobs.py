@@ -1,4 +1,4 @@
-"""Logprobs of a prompt on a prefill node: those of one pass over all of it, whatever shares its steps."""
+"""Prompt logprobs of a prefill node: they equal those of one pass over the prompt, whatever shares its steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from outrider.engine.pending import read
 from outrider.engine.sampler.logprobs import pending_prompt_logprobs
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step_profiler import StepProfiler
-from outrider.errors import InvalidRequestError
 from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.inbox import TransferInbox
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
@@ -28,7 +27,6 @@ from outrider.prefill import MAX_SCORED_ROWS
 from outrider.wire.answer import PackedLogprobs
 from prefill_node.jobs import Stop
 from prefill_node.prefill_loop import PrefillLoop
-from prefill_node.servicer import ServedModel, check_call
 from tests.prefill_node.conftest import ADDRESS, job_of
 from tests.support.cached_runner import CachedRunner
 from tests.support.in_memory_connector import InMemoryConnector
@@ -58,7 +56,7 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS.keys())
 def model(request, model_path, tmp_path_factory):
-    """By every kind of runner."""
+    """A model for each kind of runner."""
     config = dict(request.param)
     if architecture := config.pop("architecture", None):
         model_path = make_tiny_model(tmp_path_factory.mktemp("tiny"), dtype="bfloat16", architecture=architecture)
@@ -67,7 +65,7 @@ def model(request, model_path, tmp_path_factory):
 
 @dataclass(frozen=True)
 class CountingEngine(PromptEngine):
-    """Notes the rows of each step: (start, rows, logits) of each sequence."""
+    """An engine that records each step's rows: (start, rows, logits) of each sequence."""
 
     steps: list
 
@@ -119,7 +117,7 @@ class Node:
         return job.job_id
 
     def run(self):
-        """What was submitted, together. By job: its figures."""
+        """Starts the loop with the jobs submitted so far."""
         self.thread.start()
         return self
 
@@ -142,7 +140,7 @@ def node(model):
 
 
 def one_pass(model, token_ids, scored_token_ids):
-    """The same from a single forward over the whole prompt."""
+    """Returns the logprobs of a single forward pass over the whole prompt."""
     node = CachedRunner(model, num_blocks=16, block_size=BLOCK_SIZE)
     logits = node.prefill(token_ids[: len(scored_token_ids)], range(16))
     return read(pending_prompt_logprobs(logits, scored_token_ids, NUM_TOP))[0]
@@ -152,7 +150,7 @@ def assert_alike(model, figures, expected):
     found = list(PackedLogprobs(figures.prompt_logprobs))
     assert [(entry.token_id, len(entry.top)) for entry in found] == [(entry.token_id, NUM_TOP) for entry in expected]
     for mine, theirs in zip(found, expected, strict=True):
-        if model.info.numerics.startswith("exact ("):  # but for the float32 that travels
+        if model.info.numerics.startswith("exact ("):  # except that float32 is sent
             assert mine.rank == theirs.rank
             assert [top_id for top_id, _ in mine.top] == [top_id for top_id, _ in theirs.top]
             tolerance = 1e-6
@@ -164,7 +162,7 @@ def assert_alike(model, figures, expected):
 
 def test_chunks_and_company_change_nothing(model, node):
     node.submit(PROMPT[:-1], PROMPT[1:])
-    assert node.loop.prompt_tokens.num_outstanding == MAX_SCORED_ROWS  # others wait for no more of it
+    assert node.loop.prompt_tokens.num_outstanding == MAX_SCORED_ROWS  # other requests wait for no more tokens of it
     node.submit(PROMPT[::-1], ())
     node.submit(PROMPT[5:25], PROMPT[6:26])
     node.run()
@@ -176,7 +174,7 @@ def test_chunks_and_company_change_nothing(model, node):
     assert_alike(model, by_size[20], one_pass(model, PROMPT[5:], PROMPT[6:26]))
     assert by_size[len(PROMPT)].prompt_logprobs == b""
     assert max(sum(num_logits for _, _, num_logits in step) for step in node.steps) <= MAX_SCORED_ROWS
-    # The other prompt had the rest of the first steps: it did not wait for the one before it.
+    # The other prompt used the rest of the first steps, and did not wait for the one before it.
     assert (0, MAX_ROWS - MAX_SCORED_ROWS, 0) in node.steps[0]
 
 
@@ -214,21 +212,3 @@ def test_they_are_those_of_transformers(model_path):
         assert entry.logprob == pytest.approx(float(logprobs[row, PROMPT[row + 1]]), abs=1e-4)
         top = logprobs[row].topk(NUM_TOP).values.tolist()
         assert [logprob for _, logprob in entry.top] == pytest.approx(top, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("field", "changes"),
-    [
-        ("scored_token_ids", {"scored_token_ids": PROMPT[:5]}),
-        ("scored_token_ids", {"scored_token_ids": (100_000,)}),
-        ("prompt_logprobs", {"prompt_logprobs": 21}),
-    ],
-)
-def test_a_call_that_cannot_be_scored_is_refused(model, field, changes):
-    options = {name: value for name, value in changes.items() if name == "prompt_logprobs"}
-    changes = {name: value for name, value in changes.items() if name not in options}
-    job = job_of(1, PROMPT[:4], transfer_id=bytes(16), address="h:1", incarnation=bytes(16), **options)
-    served = ServedModel(node_name="p", info=model.info, max_tokens=100)
-    call = replace(job.call, fingerprint=model.info.fingerprint, **changes)
-    with pytest.raises(InvalidRequestError, match=field):
-        check_call(call, served)

@@ -1,4 +1,4 @@
-"""When a call's parts were in work: in order, bounded, and with their acknowledgements."""
+"""The timed parts of a call: their order, number and acknowledgements."""
 
 from __future__ import annotations
 

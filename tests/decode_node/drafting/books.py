@@ -14,10 +14,10 @@ VOCAB_SIZE = 1000
 
 
 class Book:
-    """A book with connected nodes, called by number. Texts are what was opened and updated."""
+    """A book with connected nodes, which are called by number."""
 
     def __init__(self, num_nodes=1, *, num_connected=None, feature_bytes=0):
-        """`feature_bytes`: of one token, that the nodes need; 0: none."""
+        """`feature_bytes`: bytes of a token's features that the nodes need; 0: they need none."""
         self.clock = FakeClock(100.0)
         self.needs_features = feature_bytes > 0
         self.book = DraftBook(clock=self.clock, feature_bytes=feature_bytes)
@@ -36,11 +36,11 @@ class Book:
         self.book.open(sequence_id, start_of(len(prompt), **start), prompt, num_wanted=num_wanted)
 
     def take(self, number=0):
-        """Updates of this node, without those that close a sequence."""
+        """Takes this node's updates, without those that close a sequence."""
         return [update for update in self.book.take_updates(self.nodes[number]) if not update.closed]
 
     def answer(self, *answers, node=0):
-        """Whether the last of them was believed."""
+        """Returns whether the last answer was accepted as valid."""
         is_believed = None
         for answer in answers:
             is_sound = is_well_formed(answer, vocab_size=VOCAB_SIZE)
@@ -92,7 +92,7 @@ def answer_to(update, *proposed, **changes):
 
 
 def ahead_of(update, *assumed_and_proposed, **changes):
-    """Each (assumed tokens, proposed tokens) after the update's own tokens."""
+    """Returns branches of (assumed tokens, proposed tokens) after the update's own tokens."""
     branches = tuple(
         DraftTree(
             update.length + len(assumed),

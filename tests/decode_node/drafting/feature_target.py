@@ -19,7 +19,7 @@ PLANE = PlaneSpec("feature-fefefefe", 1, 1, FEATURES.width, FEATURES.dtype)
 
 
 class FeatureTarget:
-    """Computes the features of all tokens but the newest. Blocks of its sequences lie anywhere."""
+    """A target that computes the features of all tokens except the newest. Blocks of its sequences are mixed."""
 
     def __init__(self, num_blocks: int = 512) -> None:
         planes = [PlaneSpec(name, 1, 1, 4, "float32") for name in ("k", "v")]
@@ -29,7 +29,7 @@ class FeatureTarget:
         self.plane = FeaturePlane(self._cache, PLANE)
 
     def compute(self, sequence_id: int, token_ids: Sequence[int]) -> None:
-        """What is committed of a sequence."""
+        """Computes the features of a sequence's committed tokens."""
         kv = self.tables.setdefault(sequence_id, SequenceKV(self._pool))
         start, end = kv.num_tokens, len(token_ids) - 1
         kv.reserve(end)

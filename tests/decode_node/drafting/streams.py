@@ -35,7 +35,7 @@ def open_sequence(client: DraftClient, sequence_id: int, prompt=TEXT, *, num_wan
 
 
 def tokens(drafts, num_tokens: int = 2) -> dict[int, tuple[int, ...]]:
-    """The first tokens of each draft."""
+    """Returns the first tokens of each draft."""
     return {sequence_id: tree.token_ids[:num_tokens] for sequence_id, tree in drafts.trees.items()}
 
 
@@ -73,7 +73,7 @@ async def client_of(*ports: int, hello: DraftHello = HELLO) -> AsyncIterator[Dra
 
 @contextlib.asynccontextmanager
 async def started(client: DraftClient) -> AsyncIterator[DraftClient]:
-    client.observe_step(30.0)  # so nothing is late on a busy machine
+    client.observe_step(30.0)  # so that no node is late on a busy machine
     await client.start()
     try:
         yield client
@@ -82,7 +82,7 @@ async def started(client: DraftClient) -> AsyncIterator[DraftClient]:
 
 
 async def take(client: DraftClient, *sequence_ids: int, wait_seconds: float = GENEROUS_WAIT_SECONDS):
-    """As the engine thread would."""
+    """Takes drafts in another thread, as the engine thread does."""
     return await asyncio.to_thread(client.take, sequence_ids, wait_seconds=wait_seconds)
 
 
@@ -91,7 +91,7 @@ def is_connected(client: DraftClient) -> Callable[[], bool]:
 
 
 class Impostor(draft_pb2_grpc.DraftServiceServicer):
-    """Says hello, records every message, and answers with whatever it is told to."""
+    """A draft node that says hello, records every message, and sends the answers that `answer` returns."""
 
     def __init__(self, answer=lambda _update: [], *, says_hello=True) -> None:
         self.messages: list[list] = []

@@ -1,4 +1,4 @@
-"""The draft stream's bookkeeping: what is sent, and which answers are taken."""
+"""The draft book: which updates are sent, and which answers are accepted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 from decode_node.drafting import book as book_module
 from decode_node.drafting.draft_nodes import MAX_UNSOLICITED_IN_A_ROW
 from outrider.request import VerificationMethod
-from outrider.speculation.draft_stream import SequenceUpdate
 from outrider.speculation.prefix_hash import prefix_hash
 from tests.decode_node.drafting.books import Book, answer_to, catching_up, unknown_prefix
 
@@ -31,7 +30,7 @@ def test_the_first_update_carries_the_start_and_later_ones_only_what_was_not_ack
 
 
 def test_a_draft_may_end_where_it_no_longer_pays_unless_its_tokens_are_drawn(book):
-    """A drawn draft that ended sooner would come sooner: what was drawn would decide whether it is judged."""
+    """A drawn draft that ended sooner would arrive sooner, so its tokens would decide whether it is judged."""
     book.book.min_reach = 0.25
     book.open(1, 5)
     book.open(2, 6, verification_method=VerificationMethod.REJECTION)
@@ -105,7 +104,7 @@ def test_a_sequence_that_wants_no_drafts_is_told_of_now_and_then_only(book):
 
 
 def test_while_its_node_catches_up_a_sequence_is_told_of_and_not_put_off(book):
-    """The second answer to the prompt crosses the update that follows on it."""
+    """The second answer to the prompt crosses the next update."""
     book.open(1, *range(600))
     (prompt,) = book.take()
     book.answer(catching_up(prompt))
@@ -164,28 +163,14 @@ def test_an_answer_on_another_nodes_stream_is_stale():
     assert book.found() == (7,)
 
 
-def test_the_newest_step_time_is_told(book):
-    assert book.book.nodes.step_seconds == 0.0
-    book.observe_step(0.004)
-    assert book.book.nodes.step_seconds == pytest.approx(0.004)
-
-
 def test_only_sequences_with_news_are_looked_at(book):
     for sequence_id in range(3):
         book.open(sequence_id, 1, 2)
     book.answer(*[answer_to(update, 9) for update in book.take()])
-    assert not book.nodes[0].news
+    assert not book.nodes[0].dirty
     book.update(1, [9], num_wanted=1)
     (update,) = book.take()
-    book.update(1, [9], num_wanted=1)  # while the last is unanswered: told of when that is answered
-    assert (book.take(), len(book.nodes[0].news)) == ([], 0)
+    book.update(1, [9], num_wanted=1)  # the last update is unanswered: this is sent after its answer
+    assert (book.take(), len(book.nodes[0].dirty)) == ([], 0)
     book.answer(answer_to(update))
     assert [each.length for each in book.take()] == [4]
-
-
-def test_a_sequence_that_ends_is_closed_with_its_node(book):
-    book.open(1, 5)
-    (update,) = book.take()
-    book.close(1)
-    book.close(1)
-    assert book.book.take_updates(book.nodes[0]) == [SequenceUpdate(update.sequence_id, closed=True)]

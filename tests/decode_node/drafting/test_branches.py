@@ -1,4 +1,4 @@
-"""Which branches are believed and kept: content decides, in any order of messages."""
+"""Which branches are accepted and kept: their content decides, in any order of messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def book():
 
 @pytest.fixture
 def update(book):
-    """The text is 5 6; the draft 7 8 has been answered."""
+    """The update of the text 5 6, which was answered with the draft 7 8."""
     book.open(1, 5, 6, num_wanted=2)
     (update,) = book.take()
     book.answer(answer_to(update, 7, 8))
@@ -32,7 +32,7 @@ def update(book):
 @pytest.mark.parametrize(
     "distributions",
     [
-        (TokenDistribution((9, 8), (0.5, 0.5)),),  # one for two tokens
+        (TokenDistribution((9, 8), (0.5, 0.5)),),  # one distribution for two tokens
         (TokenDistribution((9, 8), (0.5, 0.5)), TokenDistribution((9, 8), (0.5, 0.5))),  # the second lacks token 7
         (TokenDistribution((9,), (1.0,)), TokenDistribution((7,), (0.0,))),
     ],
@@ -87,13 +87,13 @@ def test_an_assumption_that_did_not_come_true_is_no_lie(book, update):
 @pytest.mark.parametrize(
     "lie",
     [
-        {"branches": (DraftTree(2, 12345, (7,)),)},  # of a prefix that was committed when it was made
-        {"branches": (DraftTree(2 + 65, 0, (7,)),)},  # further ahead than anybody drafts
+        {"branches": (DraftTree(2, 12345, (7,)),)},  # another hash for a committed prefix
+        {"branches": (DraftTree(2 + 65, 0, (7,)),)},  # further ahead than any node drafts
         {"branches": (DraftTree(4, 0, (1000,)),)},  # no such id
         {"branches": (DraftTree(4, 0, (2**32 - 1,)),)},
-        *({"branches": (DraftTree(4, 0, (1,) * size),)} for size in (11, 200)),  # longer than anybody asked for
+        *({"branches": (DraftTree(4, 0, (1,) * size),)} for size in (11, 200)),  # longer than requested
         {"branches": (DraftTree(4, 0, (1,)),) * (MAX_BRANCHES_PER_SEQUENCE + 1)},
-        {"acked_length": 3},  # of what it was never sent
+        {"acked_length": 3},  # acknowledges tokens that were not sent
     ],
 )
 def test_what_no_honest_node_could_say_costs_it_the_sequence(book, update, lie, status):
@@ -122,7 +122,7 @@ def test_branches_ahead_of_a_sequence_that_is_not_there_or_without_any_branch_ar
 
 @given(data=st.data())
 def test_whatever_order_messages_come_in_a_draft_continues_what_was_committed(data):
-    """Lost, repeated, late and reordered answers: no draft of another text, and nobody is accused."""
+    """With lost, repeated, late and reordered answers, no draft is of another text, and no answer counts as invalid."""
     book = Book()
     book.open(1, 5, 6, num_wanted=2)
     text, sent, under_way = [5, 6], [], []

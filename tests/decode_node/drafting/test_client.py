@@ -6,10 +6,13 @@ import contextlib
 import dataclasses
 import time
 
+import pytest
+
 from decode_node.drafting.client import DraftClient
 from decode_node.drafting.link import draft_rank
-from outrider.protocol_versions import SUPPORTED_VERSIONS, ProtocolVersions
+from outrider.node import FeatureFormat
 from outrider.speculation.proposers.base import ProposerInfo
+from tests.decode_node.drafting.feature_target import FeatureTarget
 from tests.decode_node.drafting.streams import (
     GENEROUS_WAIT_SECONDS,
     HELLO,
@@ -24,6 +27,7 @@ from tests.decode_node.drafting.streams import (
     tokens,
     unused_port,
 )
+from tests.support.fake_head import FEATURES, FakeHead
 from tests.support.fake_resolver import FakeResolver
 from tests.support.scripted_proposer import ScriptedProposer
 from tests.support.waiting import until
@@ -78,17 +82,6 @@ async def test_a_node_that_forgot_a_sequence_asks_for_it_and_goes_on():
         await until(lambda: tokens(client.take([7], wait_seconds=0.0)) == {7: (1, 2)})
 
 
-async def test_two_decode_nodes_use_one_draft_node_at_once_and_their_ids_do_not_meet():
-    async with serving(draft_node()) as port, client_of(port) as one, client_of(port) as other:
-        await until(lambda: is_connected(one)() and is_connected(other)())
-        open_sequence(one, 7)
-        open_sequence(other, 7, [9, 8] * 20)
-        assert tokens(await take(one, 7)) == {7: (1, 2)}
-        assert tokens(await take(other, 7)) == {7: (9, 8)}
-        await one.stop()
-        assert tokens(await take(other, 7)) == {7: (9, 8)}
-
-
 async def test_another_vocabulary_is_refused_and_both_are_named():
     proposer = ScriptedProposer([TEXT])
     proposer.info = ProposerInfo(name="scripted", vocabulary_fingerprint="vocabulary-of-a-draft-model")
@@ -101,12 +94,16 @@ async def test_another_vocabulary_is_refused_and_both_are_named():
         assert tokens(await take(client, 7)) == {}
 
 
-async def test_another_protocol_version_is_refused():
-    newest = SUPPORTED_VERSIONS.newest
-    hello = dataclasses.replace(HELLO, protocol_versions=ProtocolVersions(oldest=newest + 1, newest=newest + 2))
-    async with serving(draft_node()) as port, client_of(port, hello=hello) as client:
-        await until(lambda: client.links[0].refusal != "")
-        assert "protocol" in client.links[0].refusal
+@pytest.mark.parametrize("computed", [None, dataclasses.replace(FEATURES, fingerprint="0" * 64)])
+async def test_a_head_of_other_features_is_refused_and_both_are_named(computed: FeatureFormat | None):
+    hello, plane = dataclasses.replace(HELLO, features=computed), FeatureTarget().plane if computed else None
+    async with (
+        serving(draft_node(FakeHead([]))) as port,
+        started(DraftClient([f"127.0.0.1:{port}"], hello, feature_plane=plane)) as client,
+    ):
+        await until(lambda: any(link.refusal for link in client.links))
+        for part in ("decode@test", "draft@test", str(FEATURES), str(computed or "none")):
+            assert part in client.links[0].refusal
 
 
 async def test_a_draft_node_that_comes_is_used_and_one_that_leaves_the_name_is_left_when_its_stream_ends():

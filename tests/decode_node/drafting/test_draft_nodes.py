@@ -1,4 +1,4 @@
-"""Which draft node serves a sequence: spread, moved from nodes that are lost, late or full, and back."""
+"""Which draft node serves a sequence: sequences are spread, and moved from nodes that are lost, late or full."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_a_sequence_for_which_there_is_never_room_takes_no_turn_of_others():
 
 
 def test_a_sequence_that_is_too_long_for_a_node_keeps_no_short_one_from_it():
-    """While it is tried again and again, and whatever else is refused meanwhile."""
+    """This holds while it is tried again and again, and whatever else is refused."""
     book = Book(1)
     book.open(0, *range(100))
     for sequence_id in range(1, 9):

@@ -13,7 +13,7 @@ SIZE = 4
 
 
 def numbered(start, end) -> bytes:
-    """Features of tokens [start, end)."""
+    """Returns features of tokens [start, end)."""
     return b"".join(number.to_bytes(SIZE, "little") for number in range(start, end))
 
 
@@ -22,7 +22,7 @@ def book_of(*args, **options) -> Book:
 
 
 def copy(book, **available) -> list[tuple[int, int, int]]:
-    """As the engine does after a step; by `s1=…` the tokens that have features."""
+    """Copies features as the engine does after a step. `s1=…`: the tokens of sequence 1 that have features."""
     ranges = book.book.missing_features({int(name[1:]): number for name, number in available.items()})
     for each in ranges:
         book.book.add_features(each, numbered(each.start, each.end))
@@ -107,7 +107,7 @@ def test_a_node_that_has_lost_a_sequence_gets_its_features_again():
     (stale,) = book.book.missing_features({1: 10})
     (update,) = book.take()
     book.answer(unknown_prefix(update))
-    book.book.add_features(stale, numbered(stale.start, stale.end))  # was read for what the node had
+    book.book.add_features(stale, numbered(stale.start, stale.end))  # was read before the node lost the sequence
     (update,) = book.take()
     assert (update.start_length, update.feature_start, update.features) == (0, 0, b"")
     book.answer(held_by_node(update))
@@ -144,7 +144,7 @@ def test_a_step_copies_a_limited_number_of_bytes_and_the_fewest_first(monkeypatc
 
 
 def test_of_prompts_that_lack_as_much_one_is_ended_before_the_next_the_newest_first(monkeypatch):
-    """Copied by turns, all would end late: with wide features, after their sequences."""
+    """If they were copied by turns, all would end late, and with wide features after their sequences."""
     monkeypatch.setattr(book_module, "MAX_COPIED_BYTES", 10 * SIZE)
     book = book_of()
     for sequence_id in (1, 2, 3):
@@ -228,7 +228,7 @@ def test_a_node_that_needs_none_acknowledges_none():
 
 
 def test_an_update_is_answered_when_its_features_are():
-    """The end of catching up may be answered while an update with the same tokens, and features, is under way."""
+    """The end of catching up may be answered while an update with the same tokens and with features is in transit."""
     book = book_of()
     book.open(1, *range(10))
     (first,) = book.take()

@@ -1,15 +1,12 @@
-"""When draft nodes hear of a sequence, and whose acceptance decides how many tokens it drafts."""
+"""When drafters are told of a sequence, which drafts are verified, and how sources are judged."""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from decode_node.drafting.client import NO_TABLES
 from decode_node.drafting.gather import LocalProposer
 from outrider.request import RequestOptions, SamplingParams, VerificationMethod
 from outrider.session import Granted, KvReady, SampleStart, SampleTokens
@@ -17,11 +14,10 @@ from outrider.speculation.acceptance_record import PRIOR_ACCEPTANCE
 from outrider.speculation.ask_cost import AskCost
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.draft_tree import DRAFT_NODE
-from outrider.speculation.proposers.base import Progress
 from tests.support.fake_drafts import NoDrafts, TextDrafts
 from tests.support.scripted_proposer import ScriptedProposer
 
-PROMPT = tuple(range(1, 21))  # longer than what the node computes itself
+PROMPT = tuple(range(1, 21))  # longer than prompts that the node computes itself
 SAMPLES = (SampleStart(0, ()), SampleStart(1, (7,)))
 
 
@@ -61,10 +57,10 @@ def test_what_is_cancelled_before_its_kv_has_come_is_closed_with_the_draft_nodes
 
 
 def test_the_fallback_learns_a_prompt_while_its_kv_is_transferred(make_scripted_node):
-    """Not when the sequence is first drafted for: a long prompt would make that step long."""
+    """Read at the first draft, a long prompt would make that step long."""
     fallback = ScriptedProposer([])
     node = node_with(make_scripted_node, proposers=[fallback])
-    node.open()  # something to step for
+    node.open()  # so that there are steps
     node.iterate()
     waiting = node.open(prompt=PROMPT)
     node.iterate()
@@ -97,36 +93,13 @@ def test_the_time_in_which_a_prompt_was_read_ahead_is_not_taken_for_that_of_draf
 
 @pytest.mark.parametrize("method", list(VerificationMethod))
 def test_a_drawn_draft_is_asked_for_in_full_whatever_a_token_costs(method):
-    """Else what a call took would tell of tokens that were drawn and not judged."""
+    """Otherwise the duration of a call would depend on drawn tokens that are not judged."""
     options = RequestOptions(sampling=SamplingParams(seed=1, max_tokens=9, temperature=1.0), verification_method=method)
     start = SequenceStart(options=options, sample=0, prompt_length=len(PROMPT))
     sequence = SimpleNamespace(key=1, token_ids=list(PROMPT))
     sample = SimpleNamespace(sequence=sequence, sampling=SimpleNamespace(constraint=None))
     request = LocalProposer(ScriptedProposer([])).request(sample, start, 3, min_reach=0.25)
     assert request.min_reach == (0.0 if method is VerificationMethod.REJECTION else 0.25)
-
-
-def test_the_controller_hears_which_drafts_were_a_draft_nodes_and_which_the_fallbacks(make_scripted_node):
-    """A fallback that is always wrong does not switch a good drafter off."""
-    turns = itertools.cycle([False, True])
-    client = TextDrafts(lambda token_ids, _num_wanted: node.model.generate(token_ids, 1) if next(turns) else None)
-
-    class WrongProposer(ScriptedProposer):
-        def _continuation(self, token_ids, num_wanted):
-            return ((node.model.generate(token_ids, 1)[0] + 1) % 64,)
-
-    node = node_with(make_scripted_node, drafts=client, proposers=[WrongProposer([])])
-    heard = set()
-    observe = node.loop._drafts.observe_verdict
-
-    def note(sequence_id, draft, accepted):
-        heard.add((draft.source, len(accepted)))
-        observe(sequence_id, draft, accepted)
-
-    node.loop._drafts.observe_verdict = note
-    node.open(sampling={"max_tokens": 30})
-    node.run()
-    assert heard == {(DRAFT_NODE, 1), ("scripted", 0)}
 
 
 @pytest.mark.usefixtures("steps_take_a_set_time")
@@ -170,54 +143,3 @@ class Oracle(ScriptedProposer):
 
     def _continuation(self, token_ids, num_wanted):
         return tuple(self._model().generate(token_ids, num_wanted))
-
-
-class SlowOracle(Oracle):
-    """Needs a call for each token."""
-
-    def __init__(self, model):
-        super().__init__(model)
-        self.num_calls = 0
-        self._drafted = {}
-
-    def propose(self, requests):
-        self.num_calls += 1
-        proposals = []
-        for request, proposal in zip(requests, super().propose(requests), strict=True):
-            key = (request.sequence_id, len(request.token_ids))
-            self._drafted[key] = num_tokens = self._drafted.get(key, 0) + 1
-            progress = Progress.DONE if num_tokens >= request.num_wanted else Progress.DRAFTING
-            proposals.append(replace(proposal, tree=proposal.tree.cut(num_tokens), progress=progress))
-        return proposals
-
-
-@pytest.mark.usefixtures("steps_take_a_set_time")
-def test_a_proposer_that_needs_several_calls_is_asked_until_its_drafts_are_complete(make_scripted_node):
-    proposer = SlowOracle(lambda: node.model)
-    node = node_with(make_scripted_node, proposers=[proposer])
-    node.open(sampling={"max_tokens": 40})
-    node.run()
-    accepted = [event.speculation.num_accepted_draft_tokens for event in node.events if isinstance(event, SampleTokens)]
-    assert max(accepted) == 3
-    assert proposer.num_calls > len(accepted)
-
-
-@pytest.mark.parametrize("needs_features", [True, False])
-def test_where_features_are_goes_along_with_what_was_committed_if_a_draft_node_needs_them(
-    make_scripted_node, needs_features
-):
-    told = []
-
-    class Client(TextDrafts):
-        def update(self, updates, tables=NO_TABLES, *, min_reach=0.0):
-            super().update(updates)
-            told.append({key: (kv.num_tokens, len(self._texts[key])) for key, kv in tables.items()})
-
-    client = Client(lambda token_ids, num_wanted: (1,) * num_wanted)
-    client.needs_features = needs_features
-    node = node_with(make_scripted_node, drafts=client)
-    node.open()
-    node.run()
-    sizes = [size for each in told for size in each.values()]
-    assert bool(sizes) is needs_features
-    assert all(num_features == num_tokens - 1 for num_features, num_tokens in sizes)

@@ -1,8 +1,6 @@
-"""A head whose drafts are nearly never accepted is reported once; others never are."""
+"""The warning about a head whose drafts are almost never accepted."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import structlog
@@ -11,7 +9,6 @@ from decode_node.drafting.gather import DraftGatherer
 from outrider.speculation.draft_controller import DraftController
 from outrider.speculation.draft_source import NUM_JUDGED
 from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree
-from tests.support.scripted_proposer import ScriptedProposer
 
 
 def warnings_about(source, accepted):
@@ -45,18 +42,3 @@ def test_what_happens_later_is_the_texts_doing():
 
 def test_a_lookup_may_find_nothing():
     assert warnings_about("ngram", [False] * 2 * NUM_JUDGED) == []
-
-
-def test_a_node_tells_which_of_its_proposers_it_is(make_scripted_node):
-    class MisreadHead(ScriptedProposer):
-        def _continuation(self, token_ids, num_wanted):
-            return ((node.model.generate(token_ids, 1)[0] + 1) % 64,)
-
-    head = MisreadHead([])
-    head.info = replace(head.info, name="eagle3:misread")
-    node = make_scripted_node(num_blocks=200, num_speculative_tokens=3, proposers=[head])
-    node.loop._drafts._controller.verifies_all = True
-    node.open(sampling={"max_tokens": NUM_JUDGED + 20})
-    with structlog.testing.capture_logs() as log:
-        node.run()
-    assert [each["proposer"] for each in log if "almost none" in each["event"]] == ["eagle3:misread"]

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from decode_node.drafting.drafted_sequence import MAX_UNACKED_BYTES, UnackedFeatures
+from decode_node.drafting.drafted_sequence import UnackedFeatures
 
 SIZE = 4
 
@@ -28,23 +28,3 @@ def test_an_update_takes_whole_features_and_none_before_what_is_acknowledged():
     assert features.take(10, 2 * SIZE - 1) == (numbered(8, 9), 9)
     assert features.take(10, SIZE - 1) == (b"", 8)
     assert features.take(5, 1000) == (b"", 8)
-
-
-def test_what_does_not_follow_is_not_added():
-    features = UnackedFeatures(SIZE)
-    features.add(0, numbered(0, 4))
-    features.take(4, 1000)
-    features.acknowledge(4)
-    features.begin_again()
-    assert not features.add(4, numbered(4, 6))
-    assert features.end == 0
-    assert features.add(0, numbered(0, 2))
-
-
-def test_room_is_counted_in_bytes_and_comes_back_with_acknowledgements():
-    features = UnackedFeatures(MAX_UNACKED_BYTES // 4)
-    features.add(0, bytes(MAX_UNACKED_BYTES // 4 * 4))
-    assert features.room == 0
-    features.take(4, MAX_UNACKED_BYTES)
-    features.acknowledge(3)
-    assert features.room == 3

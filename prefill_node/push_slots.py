@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from prefill_node.task import PrefillTask
 
 
-class PushPlaces:
+class PushSlots:
     """At most `max_pushes` jobs are computed or pushed; the others wait, by priority, then by arrival.
 
-    A decode node gets another place only while it holds fewer than are free (dynamic thresholds: Choudhury and Hahne,
-    1998). So one that receives nothing holds at most half of the places, and two such nodes at most a third each.
-    Owned by the engine thread.
+    A decode node gets a further slot only while it holds fewer than are free (dynamic thresholds: Choudhury and Hahne,
+    1998). So one that receives nothing holds at most half of the slots, and two of them at most a third each. Owned
+    by the engine thread.
     """
 
     def __init__(self, max_pushes: int) -> None:
@@ -30,7 +30,7 @@ class PushPlaces:
         self.num_waiting += 1
 
     def take(self) -> Iterator[PrefillTask]:
-        """Yields the tasks for which there is room now; they hold a place until they leave."""
+        """Yields the tasks that get a slot, which they hold until they leave."""
         while True:
             num_free = self._max_pushes - self._num_taken.total()
             heads = [waiting[0] for address, waiting in self._waiting.items() if self._num_taken[address] < num_free]
@@ -38,13 +38,13 @@ class PushPlaces:
                 return
             task = min(heads)[2]
             self._remove(task)
-            task.is_in_work = True
+            task.has_slot = True
             self._num_taken[task.job.call.kv_address] += 1
             yield task
 
     def leave(self, task: PrefillTask) -> None:
         """Removes a task that has ended or was cancelled."""
-        if not task.is_in_work:
+        if not task.has_slot:
             self._remove(task)
             return
         address = task.job.call.kv_address
