@@ -1,7 +1,7 @@
 """An answer: every token with its position and text, and its readers. It is independent of nodes.
 
-Tokens are recorded before they are delivered. A later attempt continues from the record, a
-client that reconnects is replayed it, and two concurrent attempts are compared with it.
+Tokens are recorded before they are delivered. A later attempt continues from the record, a client that
+reconnects gets it replayed, and tokens of two concurrent attempts are compared with it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,12 @@ Message = TypeVar("Message")
 class Answer:
     """All samples of one request. Owned by the event loop.
 
-    The record ends with a summary or a failure; until then readers wait for more. One
-    reader is attached at a time: attaching a new one ends the stream of the previous one.
+    The record ends with a summary or a failure; until then the reader waits for more. One reader is attached
+    at a time: attaching another one ends the stream of the first.
     """
 
     def __init__(self, request: Request, started: Started, *, tokenizer: Tokenizer, batcher: DeliveryBatcher) -> None:
-        """`started` is the first message to readers, sent once the request is admitted.
-
-        If the request asks for prompt logprobs, it waits for them, too.
-        """
+        """`started`: the first message to readers, sent once the request is admitted and has any prompt logprobs."""
         self.request = request
         self._started = started
         self.needs_prompt_logprobs = False
@@ -58,7 +55,7 @@ class Answer:
         self.started: Started | None = None
         self.summary: Summary | None = None
         self.failure: OutriderError | None = None
-        self.may_be_behind = False  # taken over from another router: its client may have more of the same tokens
+        self.may_be_behind = False  # taken over from another router, which may have delivered more tokens
         logprobs = request.options.logprobs
         self.entries_per_token = 1 if logprobs is None else 2 + logprobs.num_top  # the token and its logprobs
         self._reader: AnswerReader[Any] | None = None
@@ -92,13 +89,13 @@ class Answer:
     # ------------------------------------------------------------ writing
 
     def begin(self) -> None:
-        """Records admission. Does nothing while prompt logprobs are missing, or after the first call."""
+        """Records admission, unless prompt logprobs are missing. Idempotent."""
         if self.started is None and not self.needs_prompt_logprobs:
             self.started = self._started
             self._tell()
 
     def take_prompt_logprobs(self, packed: bytes) -> None:
-        """Takes the logprobs of all prompt tokens but the first, as packed by nodes, and calls `begin`. Runs once."""
+        """Takes the packed logprobs of all prompt tokens except the first, and calls `begin`. Idempotent."""
         if self.needs_prompt_logprobs:
             self.needs_prompt_logprobs = False
             self._started = replace(self._started, prompt_logprobs=PackedLogprobs(self._first_logprobs + packed))
@@ -121,7 +118,7 @@ class Answer:
         self._tell()
 
     def abort(self) -> None:
-        """Ends every unfinished sample. Missing prompt logprobs are left out."""
+        """Ends every unfinished sample as aborted. Missing prompt logprobs will not be delivered."""
         if self.needs_prompt_logprobs:
             self.needs_prompt_logprobs = False
             self._started = replace(self._started, prompt_logprobs=())
@@ -147,8 +144,8 @@ class Answer:
     ) -> AnswerReader[Message]:
         """Attaches a reader that receives everything from the given positions (by sample) on.
 
-        Samples that are not named start at the first token of this call. The previously attached
-        reader ends with AbortedError. Raises: OutOfRangeError.
+        The default position is the first token of this call. The reader attached before ends with AbortedError.
+        Raises: OutOfRangeError.
         """
         positions = [sample.start_position for sample in self.samples]
         for index, position in (next_positions or {}).items():
@@ -168,7 +165,7 @@ class Answer:
         return reader
 
     def leave(self, reader: AnswerReader[Any]) -> None:
-        """Detaches the reader: its stream has ended."""
+        """Detaches the reader, because its stream has ended."""
         if self._reader is reader:
             self._reader = None
 
@@ -185,7 +182,7 @@ class Answer:
 def _make_text(request: Request, tokenizer: Tokenizer) -> AnswerText:
     stop, output, sampling = request.stop, request.output, request.options.sampling
     detokenizer: Detokenizer = ByteDetokenizer(())
-    if stop.strings or not output.token_ids_only:  # else the text is not used
+    if stop.strings or not output.token_ids_only:  # else no text is needed
         detokenizer = tokenizer.detokenizer(
             skip_special_tokens=output.skip_special_tokens, context=request.prompt_token_ids
         )
@@ -195,19 +192,19 @@ def _make_text(request: Request, tokenizer: Tokenizer) -> AnswerText:
 class DeliveryBatcher:
     """Wakes all streams with new tokens in one callback, in the next iteration of the event loop.
 
-    A session's message has tokens of many answers. Their clients' messages are rendered one after the
-    other, without a system call in between, which would leave the caches cold.
+    One message of a session has tokens of many answers. The messages to their clients are rendered one after
+    the other, because a system call in between would leave the CPU caches cold.
 
-    While the event loop is overloaded, streams are woken later still, so that the tokens that arrive
-    meanwhile share one delta. First tokens are never delayed.
+    While the event loop is overloaded, streams are woken later, so that tokens that arrive meanwhile share one
+    delta. A stream's first tokens are never delayed.
     """
 
     def __init__(self) -> None:
         self._readers: list[AnswerReader[Any]] = []
-        self._since = 0.0  # the loop's time when the first of them was added
+        self._since = 0.0  # the loop's time when the first one was added
 
     def add(self, reader: AnswerReader[Any]) -> None:
-        """Queues a reader for delivery. A reader is added once until then."""
+        """Queues a reader for delivery. The caller adds a reader only once until then."""
         if not self._readers:
             loop = asyncio.get_running_loop()
             self._since = loop.time()
@@ -235,7 +232,7 @@ class _Cursor:
     """A reader's progress in one sample."""
 
     sample: SampleAnswer
-    position: int  # the next one
+    position: int  # the next to deliver
     has_end: bool = False
 
 
@@ -249,7 +246,7 @@ class AnswerReader(Generic[Message]):
         render: Callable[[AnswerEvent], Message],
         batcher: DeliveryBatcher,
     ) -> None:
-        """`positions`: the first token to deliver, by sample."""
+        """`positions`: the first position to deliver, by sample."""
         self._answer = answer
         self._cursors = [_Cursor(sample, position) for sample, position in zip(answer.samples, positions, strict=True)]
         self._render = render
@@ -265,8 +262,8 @@ class AnswerReader(Generic[Message]):
     async def next(self) -> list[Message]:
         """Returns all new messages once there are any: Started first, the Summary last, then an empty list.
 
-        Raises: the answer's failure, after everything before it; AbortedError if another
-        reader has been attached.
+        Raises: the answer's failure, after all messages that precede it; AbortedError if another reader has been
+        attached.
         """
         messages: list[Message] = []
         while not messages:
@@ -298,11 +295,11 @@ class AnswerReader(Generic[Message]):
     def deliver(self) -> None:
         """Delivers the new messages to the waiting stream, if there is one."""
         waiter, self._waiter = self._waiter, None
-        if waiter is None or waiter.done():  # the stream is being cancelled
+        if waiter is None or waiter.done():  # the stream's task is being cancelled
             return
         try:
             waiter.set_result(self._take_new())
-        except Exception as error:  # noqa: BLE001 it concerns this stream only; others are delivered to after it
+        except Exception as error:  # noqa: BLE001 it fails this stream only, not the others of the batch
             waiter.set_exception(error)
 
     def _is_over(self) -> bool:
@@ -311,7 +308,7 @@ class AnswerReader(Generic[Message]):
     def _take_new(self) -> list[Message]:
         """Returns one delta per sample with new tokens, and each sample's end after its last delta.
 
-        Messages beyond one turn's `MAX_ENTRIES` are left for the next call.
+        Tokens beyond `MAX_ENTRIES` are left for the next call.
         """
         answer, render = self._answer, self._render
         messages: list[Message] = []

@@ -1,4 +1,4 @@
-"""An attempt's resources on nodes: its place, its sequence group on a decode node, its prefill call."""
+"""An attempt's resources on nodes: its place, its sequence group on the decode node, its prefill call."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def node_of(link: NodeLink) -> on.Node:
 
 
 class AttemptNodes:
-    """Passes nodes' events to the machine, and the machine's instructions to nodes. Owned by the event loop.
+    """Passes events of nodes to the machine and performs its instructions on nodes. Owned by the event loop.
 
-    It listens to its sequence group (`router.nodes.transport.GroupListener`) and to the links of its nodes.
+    It is the listener of its sequence group (`router.nodes.transport.GroupListener`) and of its nodes' links.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class AttemptNodes:
         *,
         may_replace: Callable[[PrefillLink], bool],
     ) -> None:
-        """`may_replace`: whether a late prefill node's work may move to another one; counts it as a hedge if so."""
+        """`may_replace` returns whether another prefill node may take over from a late one, which counts as a hedge."""
         self.place = place
         self.record = record
         self.is_closed = False
@@ -53,7 +53,7 @@ class AttemptNodes:
         self._may_replace = may_replace
         self._decode_incarnation = place.decode.incarnation
         self._session: DecodeSession | None = None  # None: not opened, or left
-        self._prefill: asyncio.Task[PrefillFigures] | None = None  # None: there is no running call whose result matters
+        self._prefill: asyncio.Task[PrefillFigures] | None = None  # None: no call runs whose result is wanted
         self._watched: PrefillLink | None = None  # the node of the running prefill call
 
     @property
@@ -72,7 +72,7 @@ class AttemptNodes:
         self._feed(event)
 
     def on_lost(self, error: OutriderError) -> None:
-        """Tells the machine that the decode node's session has ended."""
+        """Passes the end of the decode node's session to the machine."""
         lost = error if isinstance(error, PeerLostError) else PeerLostError(error.message)
         self._feed(on.SessionLost(self.id, lost))
 
@@ -144,14 +144,14 @@ class AttemptNodes:
             task.cancel()
 
     def choose_prefill(self, avoided: frozenset[bytes]) -> None:
-        """Reserves another prefill node in place of the one that failed."""
+        """Replaces the prefill node that failed, if another one is available."""
         place = self.place
         is_chosen = place.change_prefill(replace(place.demand, avoided=avoided))
         chosen = node_of(place.prefill) if is_chosen and place.prefill is not None else None
         self._feed(on.PrefillChosen(self.id, chosen))
 
     def release_prefill(self) -> None:
-        """Releases the prefill node: the prompt is computed, or the decode node computes it."""
+        """Releases the prefill node, because the prompt is computed or the decode node computes it."""
         self._unwatch()
         self.place.release_prefill()
 
@@ -166,7 +166,7 @@ class AttemptNodes:
             self._session.cancel(self.id, samples)
 
     def close(self, instruction: do.CloseAttempt) -> None:
-        """Releases everything but a prefill call, whose statistics may still be wanted."""
+        """Releases everything except a running prefill call, whose statistics may still be wanted."""
         self.is_closed = True
         self._unwatch()
         self.record.end(instruction.why)

@@ -1,4 +1,4 @@
-"""Performs a request's instructions: the only place where a request meets tasks, timers and nodes."""
+"""Performs a request's instructions. Only here does a request have tasks, timers and nodes."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ class RouterContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedRequest:
-    """A request that can be served, and its records."""
+    """An encoded request with its answer, record and memory account."""
 
     answer: Answer
     record: RequestRecord
     account: AnswerAccount  # closed with the request
-    proto: router_pb2.GenerateRequest | None  # as it was sent; None: it has ended, and its receipt is made
+    proto: router_pb2.GenerateRequest | None  # as the client sent it; None: its receipt has been made
     model: ModelInfo
     client: str  # whose share of the queue is charged
-    was_admitted: bool = False  # by a router that is gone, so that the queue does not reject it
+    was_admitted: bool = False  # by a router that is gone: the queue must not reject it
 
 
 class Driver:
@@ -96,11 +96,11 @@ class Driver:
         self._events: deque[on.Event] = deque()
         self._is_stepping = False
         self._now = 0.0  # monotonic seconds of the current step
-        self._attempts: dict[bytes, AttemptNodes] = {}  # by sequence group; also those whose prefill call still runs
-        self._waiting: QueuedRequest | None = None  # its turn in the queue, which it keeps; None: it never waited
+        self._attempts: dict[bytes, AttemptNodes] = {}  # by sequence group, until nothing of it runs
+        self._waiting: QueuedRequest | None = None  # keeps its turn while an attempt runs; None: it was never queued
         self._seeking: asyncio.Task[Place] | None = None
         self._timers: dict[tuple[on.Timer, bytes], asyncio.TimerHandle] = {}
-        self._blamed: dict[bytes, Breaker] = {}  # by process: nodes with failures that the request may have caused
+        self._blamed: dict[bytes, Breaker] = {}  # by incarnation: nodes whose failure the request may have caused
 
     @property
     def encoded(self) -> EncodedRequest:
@@ -115,7 +115,7 @@ class Driver:
     # ------------------------------------------------------------ the loop of events
 
     def feed(self, event: on.Event) -> None:
-        """Steps the machine and performs its instructions; events caused by these are queued. Never raises."""
+        """Steps the machine and performs its instructions. Events that these cause are queued. Never raises."""
         self._events.append(event)
         if self._is_stepping:
             return
@@ -127,7 +127,7 @@ class Driver:
             self._is_stepping = False
 
     def _step(self, event: on.Event) -> None:
-        """Takes one event. A bug ends this request only, which still frees all that it holds."""
+        """Takes one event. An internal error ends this request only, which still frees everything that it holds."""
         request, now = self.request, time.monotonic()
         self._now = now
         try:
@@ -147,7 +147,7 @@ class Driver:
                 _log.exception("a request failed", request_id=self._key, state=request.state.name, instruction=name)
                 failure = error
                 if isinstance(instruction, do.Summarize):
-                    self._fail(error)  # now, since the next instruction counts how the request ended
+                    self._fail(error)  # before the next instruction counts how the request ended
         instructions.clear()
         if failure is not None:
             self._crash(failure)
@@ -160,7 +160,7 @@ class Driver:
                 _log.exception("a request could not be freed", request_id=self._key, error=str(failure))
 
     def _fail(self, cause: Exception) -> InternalError:
-        """Ends the answer, unless it has ended, and returns its error."""
+        """Fails the answer, unless it has ended. Returns the error."""
         message = cause.message if isinstance(cause, InternalError) else f"{type(cause).__name__}: {cause}"
         error = InternalError(f"the request failed: {message}")
         if self._encoded is not None:
@@ -174,7 +174,7 @@ class Driver:
             priority = self.encoded.answer.request.options.priority
             self._waiting = QueuedRequest(wanted.demand, priority=priority, client=self.encoded.client)
         waiting = self._waiting
-        if wanted.demand != waiting.demand:  # an equal demand has its hashes computed already
+        if wanted.demand != waiting.demand:  # an equal demand keeps its cached hashes
             waiting.demand = wanted.demand
         waiting.was_accepted |= wanted.is_accepted
         waiting.was_placed = wanted.is_kept
@@ -186,7 +186,7 @@ class Driver:
                 self._seeking = None
                 self.feed(self._placed(task))
             elif not task.cancelled() and task.exception() is None:
-                task.result().release()  # assigned just as the wait was cancelled
+                task.result().release()  # assigned in the turn of the loop in which the wait was cancelled
 
         self._seeking = asyncio.create_task(self._context.queue.wait_for_place(waiting), name="place")
         self._seeking.add_done_callback(end)
@@ -275,7 +275,7 @@ class Driver:
             self._forget(instruction.sequence_group_id)
 
     def _forget(self, sequence_group_id: bytes) -> None:
-        """Forgets an attempt that holds nothing any more."""
+        """Forgets the attempt if it holds nothing any more."""
         nodes = self._attempts.get(sequence_group_id)
         if nodes is not None and nodes.is_closed and not nodes.is_prefill_running:
             del self._attempts[sequence_group_id]

@@ -1,4 +1,4 @@
-"""A request's failure budget: a request that makes nodes fail must not fail them all."""
+"""A request's failure budget: a poison request, which makes nodes fail, must not bring down all of them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from outrider.errors import LOSES_NODES, PeerLostError
 from outrider.rpc.status import UNREACHABLE
 
 MAX_LOST_NODES = 3
-"""Nodes that may lose a request without a new token, over all attempts and both roles, before it fails."""
+"""Nodes of either role that may fail a request without a new token, over all attempts, before it fails."""
 MAX_FAILED_TRANSFERS = 3
 """KV transfers that may fail without a new token before the decode node computes the prompt itself."""
 NODE_CAUSES = frozenset({"decode_lost", "decode_silent", "token_mismatch", "protocol", UNREACHABLE})
-"""Causes of losses that are the node's fault. The request itself may have caused other losses."""
+"""Causes of losses that are the node's fault. Other losses may be the request's own fault."""
 
 
 @dataclass(slots=True)
@@ -21,9 +21,9 @@ class FailureBudget:
 
     num_lost_nodes: int = 0
     num_failed_transfers: int = 0
-    avoided: frozenset[bytes] = frozenset()  # processes that have lost the request; they stay here
-    suspects: set[bytes] = field(default_factory=set)  # processes known to have failed this request only
-    _num_tokens: int = 0  # generated tokens of the answer when last updated
+    avoided: frozenset[bytes] = frozenset()  # incarnations of nodes that have failed the request; never reset
+    suspects: set[bytes] = field(default_factory=set)  # incarnations of nodes that the request itself may have failed
+    _num_tokens: int = 0  # generated tokens of the answer at the last reset
 
     def look_at(self, num_generated_tokens: int) -> None:
         """Resets the counts if there are new tokens."""
@@ -33,7 +33,7 @@ class FailureBudget:
             self.suspects.clear()
 
     def add_node(self, incarnation: bytes) -> None:
-        """Counts a node that ended or gave up the request."""
+        """Counts a node that ended, or that failed the request."""
         self.num_lost_nodes += 1
         self.avoided |= {incarnation}
 
@@ -48,7 +48,7 @@ class FailureBudget:
 
     @property
     def may_open_second(self) -> bool:
-        """Whether a second attempt may run, considering that both might be lost."""
+        """Whether a second attempt may run: the budget must allow for the loss of both."""
         return self.num_lost_nodes + 2 <= MAX_LOST_NODES
 
     def final_error(self, last: PeerLostError) -> PeerLostError | None:

@@ -1,4 +1,4 @@
-"""The instructions of a request's machine. Imported as `do`; `router.requests.driver` performs them in order."""
+"""The instructions of a request's machine, imported as `do`. `router.requests.driver` performs them in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from router.scheduling.placement import Demand
 
 
 class Instruction:
-    """An instruction to the driver. If it concerns one attempt, it names the attempt by its sequence group."""
+    """An instruction to the driver. If it concerns one attempt, it has the id of its sequence group."""
 
     __slots__ = ()
 
@@ -36,7 +36,7 @@ class Enqueue(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class ChangeDemand(Instruction):
-    """Wait for a place with another demand from now on, in the same turn."""
+    """Change the demand of the queued request. It keeps its turn."""
 
     demand: Demand
 
@@ -48,7 +48,7 @@ class LeaveQueue(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Hedge(Instruction):
-    """Find a place now, without a queue, because this attempt's node is late. `Placed` or `NotPlaced` follows."""
+    """Find a place at once, without queueing, because this attempt's node is late. `Placed` or `NotPlaced` follows."""
 
     demand: Demand
     late_group_id: bytes
@@ -63,7 +63,7 @@ class ReturnPlace(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup(Instruction):
-    """Send the command to the place's decode node, and forward the group's events."""
+    """Send the command to the place's decode node, and pass the group's events to the machine."""
 
     command: OpenSequenceGroup
     place: Any
@@ -85,10 +85,10 @@ class StopPrefill(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class ChoosePrefill(Instruction):
-    """Reserve another prefill node of the same numerics. `PrefillChosen` follows."""
+    """Replace the prefill node by another one of the same numerics. `PrefillChosen` follows."""
 
     sequence_group_id: bytes
-    avoided: frozenset[bytes]  # processes that have lost the request
+    avoided: frozenset[bytes]  # incarnations of nodes that have failed the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Retarget(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class ReleasePrefill(Instruction):
-    """Release the prefill node: the prompt is computed, or the decode node computes it."""
+    """Release the prefill node, because the prompt is computed or the decode node computes it."""
 
     sequence_group_id: bytes
 
@@ -114,25 +114,25 @@ class CloseAttempt(Instruction):
     """Release the place, and stop listening to the group."""
 
     sequence_group_id: bytes
-    why: str  # for people; empty: the attempt has done its work
+    why: str  # for logs and traces; empty: the attempt has done its work
     must_cancel: bool  # the decode node still has the group
     rejected: Rejected | None = None  # the decode node had no room
-    frees_hedge: bool = False  # the hedge was not needed: another one may be opened
+    frees_hedge: bool = False  # this hedge brought nothing, so another request may be hedged
 
 
 @dataclass(frozen=True, slots=True)
 class Blame(Instruction):
-    """Keep other requests away from a node that has failed the attempt."""
+    """Record a failure of the node in its circuit breaker."""
 
     sequence_group_id: bytes
     role: NodeRole
-    incarnation: bytes  # of the node's process
-    may_be_request: bool  # the request may have caused the failure itself
+    incarnation: bytes  # of the node
+    may_be_request: bool  # the request itself may be at fault
 
 
 @dataclass(frozen=True, slots=True)
 class Forgive(Instruction):
-    """Withdraw the blame of nodes' processes: the request itself is the cause."""
+    """Withdraw the blame of nodes, because the request itself is at fault."""
 
     incarnations: tuple[bytes, ...]
 
@@ -152,11 +152,11 @@ class StopTimer(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Deliver(Instruction):
-    """Record tokens that the answer has taken, and charge the memory of the `num_new` that are new to it."""
+    """Record tokens that the answer has taken, and charge the answer's memory for those that are new to it."""
 
     tokens: SampleTokens
-    num_new: int
-    is_first: bool  # first tokens of the attempt, which show that its nodes work
+    num_new: int  # 0: another attempt has delivered them before
+    is_first: bool  # the attempt's first tokens, which show that its nodes work
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class RecordKv(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class RecordMigration(Instruction):
-    """Record that the next tokens come from a node other than this one, or are computed with another's help."""
+    """Record that another decode or prefill node continues the work of this one."""
 
     node: str
     cause: str  # a label of `outrider:moves_total`
@@ -185,16 +185,16 @@ class RecordEnd(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Summarize(Instruction):
-    """Close the answer with its summary."""
+    """Complete the answer with its summary."""
 
 
 @dataclass(frozen=True, slots=True)
 class SettleRequest(Instruction):
-    """Write the receipt and settle the account, because nothing is computed any more. Once per request."""
+    """Write the receipt and settle the memory account, because the work has ended. Once per request."""
 
 
 @dataclass(frozen=True, slots=True)
 class FreeName(Instruction):
-    """Free the key of a request that holds nothing any more. Once per request, as the last instruction."""
+    """Free the request's key. The last instruction, once per request: it holds nothing any more."""
 
     has_client_left: bool

@@ -19,10 +19,9 @@ class TokenMismatchError(InternalError):
 
 
 class SampleAnswer:
-    """A sample's record: new tokens are appended at the next position; known positions are compared.
+    """A sample's record. New tokens are appended at the next position, others compared with the known ones.
 
-    A token's text is the text that it released, so the text from a position is always the
-    same.
+    Each token is recorded with the text that it released, so the text from a position on is always the same.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class SampleAnswer:
 
     @property
     def generated_token_ids(self) -> tuple[int, ...]:
-        """The tokens that the client brought and those generated since: the start of another attempt."""
+        """The tokens that the client sent as already generated, then those of this call: another attempt's start."""
         return (*self._brought, *self._token_ids)
 
     def token_ids_from(self, position: int) -> Sequence[int]:
@@ -73,10 +72,10 @@ class SampleAnswer:
         return self._token_ids[max(position - self.start_position, 0) :]
 
     def take(self, tokens: SampleTokens) -> int:
-        """Takes committed tokens and drops those after the sample's end. Returns how many were new.
+        """Takes committed tokens, except any after the sample's end. Returns how many were new.
 
-        Raises: TokenMismatchError if a position already has another token; InternalError if the
-        tokens leave a gap, or if there is not one logprob per token.
+        Raises: TokenMismatchError if a position already has a different token; InternalError if the tokens leave a
+        gap, or if there are logprobs but not one per token.
         """
         token_ids, logprobs = tokens.token_ids, tokens.logprobs
         first = tokens.start_position - self.start_position
@@ -109,7 +108,7 @@ class SampleAnswer:
         return num_new
 
     def _compare(self, first: int, token_ids: Sequence[int]) -> int:
-        """Returns how many of the tokens are known already. Raises: TokenMismatchError."""
+        """Returns how many of the tokens are already recorded. Raises: TokenMismatchError."""
         known = self._token_ids[first : first + len(token_ids)]
         for offset, (mine, theirs) in enumerate(zip(known, token_ids, strict=False)):
             if mine != theirs:

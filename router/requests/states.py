@@ -27,17 +27,17 @@ class State(enum.Enum):
 
 
 class AttemptState(enum.Enum):
-    """The states of an attempt. One that has ended is forgotten, and its late events are dropped."""
+    """The states of an attempt. When it has ended, the request forgets it and drops its late events."""
 
     OPENING = enum.auto()  # the decode node was asked for a reservation
     TRANSFERRING = enum.auto()  # a prefill node computes and pushes KV
-    RETARGETING = enum.auto()  # the decode node was given another transfer
+    RETARGETING = enum.auto()  # the decode node was asked to expect another transfer
     DECODING = enum.auto()  # tokens arrive
-    COMPLETED = enum.auto()  # its samples have ended; its prefill call has not
+    COMPLETED = enum.auto()  # its samples have ended; its prefill call may still run
 
 
 class Seeking(enum.Enum):
-    """The kinds of place that a request waits for."""
+    """The searches for nodes that a request may have under way, at most one at a time."""
 
     FIRST = enum.auto()  # in the queue, for an attempt that runs alone
     SECOND = enum.auto()  # in the queue, for an attempt beside one that runs
@@ -45,33 +45,33 @@ class Seeking(enum.Enum):
 
 
 class InvalidTransitionError(InternalError):
-    """An event arrived in a state that has no transition for it."""
+    """The state has no transition for the event."""
 
     def __init__(self, state: enum.Enum, event: object) -> None:
         super().__init__(f"{type(event).__name__} is unknown in state {state.name}")
 
 
 class Cluster(Protocol):
-    """A request's queries about nodes. They have no side effects."""
+    """The questions that a request may ask about nodes. They have no side effects."""
 
     def is_usable(self, demand: Demand) -> bool:
-        """Whether a decode node serves that could take the request once it has room."""
+        """Whether a serving decode node could take the request once it has room."""
 
     @property
     def may_know_more(self) -> bool:
         """Whether a decode node that is not serving now might accept a request that no serving node can."""
 
     def has_timely_decode_node(self, demand: Demand) -> bool:
-        """Whether a decode node that is on time could take the request."""
+        """Whether a decode node that is not late could take the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """A request's timeouts in seconds, and its source of ids."""
+    """A request's timeouts, in seconds, and its source of ids."""
 
-    window_seconds: float | None  # how long the answer can be resumed; None: it ends with its only stream
+    window_seconds: float | None  # for the client to resume; None: the answer ends with its only stream
     open_timeout_seconds: float  # for a decode node to grant or to reject
-    kv_ready_timeout_seconds: float  # from the end of a prefill call to complete KV
+    kv_ready_timeout_seconds: float  # for KV to be complete after the prefill call has ended
     new_id: Callable[[], bytes]  # for sequence groups and transfers
 
 
@@ -83,7 +83,7 @@ class Shared:
     failures: FailureBudget = field(default_factory=FailureBudget)
     maybe_answer: Answer | None = None  # None: the request is being encoded
     excluded: frozenset[bytes] = frozenset()  # processes of decode nodes on which the request can never fit
-    was_admitted: bool = False  # a decode node has granted it room, here or for a router that is gone
+    was_admitted: bool = False  # a decode node has granted it room, to this router or to one that is gone
     now: float = 0.0  # monotonic seconds of the current step
     out: list[do.Instruction] = field(default_factory=list)  # the instructions of the current step
 
@@ -93,10 +93,9 @@ class Shared:
         return self.maybe_answer
 
     def demand(self, alongside: Node | None = None) -> Demand:
-        """Returns the demand for the first unfinished sample; the KV of the others has the same beginning.
+        """Returns the demand of the unfinished samples, with the tokens of the first; their KV begins alike.
 
-        `alongside`: the decode node of a running attempt, so that the second one must compute the same tokens
-        elsewhere.
+        `alongside`: the decode node of a running attempt. A second one must run on another node of equal numerics.
         """
         request, samples = self.answer.request, self.answer.unfinished_samples()
         return Demand(
