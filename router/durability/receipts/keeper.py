@@ -38,7 +38,7 @@ _log = get_logger("receipts")
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """The content of a receipt; a thread makes its line."""
+    """The content of a receipt. Its line is made in a thread."""
 
     proto: router_pb2.GenerateRequest  # as the client sent it
     request: Request
@@ -119,7 +119,7 @@ class ReceiptKeeper:
     def keep(self, proto: router_pb2.GenerateRequest, answer: Answer, record: RequestRecord, model: ModelInfo) -> None:
         """Queues the receipt of a request that has ended.
 
-        A request that was refused has none, and one taken over by another router gets its receipt there.
+        A request that was refused gets none. One that another router has taken over gets its receipt there.
         """
         if answer.started is None or (answer.failure is not None and answer.failure.reason == RESUMED_ELSEWHERE):
             return
@@ -141,7 +141,7 @@ class ReceiptKeeper:
         self._work.cancel()
         if self._num_unwritten:
             self._lose(self._num_unwritten, "the router stops")
-            return  # a hung disk still has its file open
+            return  # closing the file could block on a hung disk
         await self._sink.close()
 
     async def _run(self) -> None:
