@@ -209,7 +209,7 @@ class AnswerKeeper:
         except StoreError as error:
             return error
         except Exception as error:  # noqa: BLE001 the other requests still have to be replicated
-            _log.exception("keeping requests failed", error=str(error))
+            _log.exception("replicating requests failed", error=str(error))
         return None
 
     async def _append(self) -> bool:
@@ -230,7 +230,7 @@ class AnswerKeeper:
             await self.store.append([span for _, spans in found for span in spans])
         except SpansRefusedError as error:
             refused = error.request_ids
-            _log.warning("the store refuses tokens, which would be computed again", error=error.message)
+            _log.warning("the store refused tokens; a router that takes over will recompute them", error=error.message)
         except StoreError:
             for kept, _ in found:
                 kept.num_lost_appends += kept.may_continue_elsewhere
@@ -284,7 +284,7 @@ class AnswerKeeper:
         for request_id in renewal.taken:
             taken = self._kept.pop(request_id, None)
             if taken is not None:
-                taken.running.close(AbortedError("another router has taken the request over", reason=RESUMED_ELSEWHERE))
+                taken.running.close(AbortedError("another router has taken over the request", reason=RESUMED_ELSEWHERE))
         for request_id in renewal.aborted:
             if request_id in self._kept:
                 self._kept[request_id].running.abort()

@@ -246,7 +246,7 @@ class NodeDirectory:
         if self.served is None or not windows or min(windows) == self.served.info.max_model_len:
             return
         self.served = replace(self.served, info=replace(self.served.info, max_model_len=min(windows)))
-        _log.warning("the window has changed", max_model_len=min(windows), node=windows[min(windows)])
+        _log.warning("context window changed", max_model_len=min(windows), node=windows[min(windows)])
 
     # ------------------------------------------------------------ approval
 
@@ -286,7 +286,7 @@ class NodeDirectory:
         self._first_of_numerics[numerics] = name
         if len(self._first_of_numerics) > 1:
             _log.warning(
-                "nodes of different numerics serve together: an answer that moves between them may differ"
+                "nodes of different numerics serve together: an answer that migrates between them may differ"
                 " from one that does not",
                 numerics={node: kind for kind, node in self._first_of_numerics.items()},
             )
@@ -297,7 +297,7 @@ class NodeDirectory:
             is_paired = other is not link and other.is_approved and other.role is not NodeRole.DRAFT
             if is_paired and found is not None and found.features != model.features:
                 raise MismatchError(
-                    f"{name} computes features {model.features or 'none'} for a drafter head, {other.name}"
+                    f"{name} computes features {model.features or 'none'} for a drafter head, {other.name} computes"
                     f" {found.features or 'none'}: model.head of all prefill and decode nodes must have one reduction"
                 )
 
@@ -335,7 +335,7 @@ def _describe_difference(name: str, model: ModelInfo, served: ServedModel) -> st
         return f"{name} computes {model.name} in {model.dtype}, {node} in {ours.dtype}: {same}"
     if model.revision != ours.revision:
         return f"{name} serves revision {model.revision or '?'} of {model.name}, {node} {ours.revision or '?'}"
-    return f"{name} has other weights, another configuration or tokenizer of {model.name} than {node}"
+    return f"{name} has different weights, configuration or tokenizer of {model.name} than {node}"
 
 
 def _models(links: Iterable[NodeLink]) -> list[ModelInfo]:

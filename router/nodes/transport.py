@@ -108,7 +108,7 @@ class NodeTransport:
                 async for chunk in call:
                     num_bytes += len(chunk.data)
                     if num_bytes > MAX_TOKENIZER_BYTES:
-                        raise self._lost("sends a tokenizer without end")
+                        raise self._lost(f"sent a tokenizer of more than {MAX_TOKENIZER_BYTES} bytes")
                     files.setdefault(chunk.file_name, bytearray()).extend(chunk.data)
         finally:
             call.cancel()
@@ -266,7 +266,7 @@ class DecodeSession:
             try:
                 hello, report, events = report_message_from_proto(message)
             except (InvalidRequestError, LookupError, ValueError) as error:
-                raise self._lost(f"is lost: a message breaks the protocol: {error}") from error
+                raise self._lost(f"is lost: it sent an invalid message: {error}") from error
             if not self.is_open:
                 self._check_hello(hello)
                 self.is_open = True

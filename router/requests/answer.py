@@ -113,7 +113,7 @@ class Answer:
     def finish(self, done: SampleDone) -> None:
         """Ends a sample on a node's report. Raises: InternalError."""
         if done.reason is FinishReason.ABORTED:
-            raise InternalError("a decode node aborted a sample by itself")
+            raise InternalError("it aborted a sample, which only the router may do")
         self._sample(done.sample).finish(done.reason, stop_token_id=done.stop_token_id)
         self._tell()
 
@@ -150,12 +150,12 @@ class Answer:
         positions = [sample.start_position for sample in self.samples]
         for index, position in (next_positions or {}).items():
             if index >= len(self.samples):
-                raise OutOfRangeError(f"the answer has {len(self.samples)} samples, there is no sample {index}")
+                raise OutOfRangeError(f"there is no sample {index}: the answer has {len(self.samples)} samples")
             sample = self.samples[index]
             last = sample.last_position if self.may_be_behind and not sample.is_whole else sample.next_position
             if not sample.start_position <= position <= last:
                 raise OutOfRangeError(
-                    f"sample {index} has positions {sample.start_position} to {last}, {position} is not one of them"
+                    f"sample {index} has no position {position}, only {sample.start_position} to {last}"
                 )
             positions[index] = position
         if self._reader is not None:
@@ -175,7 +175,7 @@ class Answer:
 
     def _sample(self, index: int) -> SampleAnswer:
         if index >= len(self.samples):
-            raise InternalError(f"a decode node speaks of sample {index} of {len(self.samples)}")
+            raise InternalError(f"it named sample {index}, but the number of samples is {len(self.samples)}")
         return self.samples[index]
 
 

@@ -98,7 +98,7 @@ class AnswerBudget:
         """Raises: InvalidRequestError if an answer does not fit even alone."""
         if num_bytes > self._limit_bytes:
             raise InvalidRequestError(
-                f"the answer exceeds the router's memory for answers, of {self._limit_bytes} bytes",
+                f"the answer needs {num_bytes} bytes; all answers together may have {self._limit_bytes}",
                 field="sampling.max_tokens",
                 reason="ANSWER_TOO_LARGE",
             )
@@ -120,15 +120,15 @@ class AnswerBudget:
                 dropped[account] = None
                 num_dropped_bytes += account.num_bytes
         full = CapacityError(
-            f"{self.reserved_bytes} of {self._limit_bytes} bytes for answers are taken and {self._num_expected_bytes} "
-            f"expected, {missing} are missing",
+            f"the memory for answers is full: {self.reserved_bytes} of {self._limit_bytes} bytes are in use,"
+            f" {self._num_expected_bytes} reserved for running answers, and {missing} more are needed",
             retry_after_seconds=RETRY_SECONDS,
             reason="JOURNAL_FULL",
         )
         if num_dropped_bytes < missing:
             raise full
         not_reading = CapacityError(
-            "the answer was not read, and others need its memory",
+            "the client stopped reading, and its answer was evicted to free memory",
             retry_after_seconds=RETRY_SECONDS,
             reason="NOT_READING",
         )

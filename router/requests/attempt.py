@@ -141,7 +141,7 @@ class Attempt:
     def _take_grant(self, granted: Granted) -> on.Outcome | None:
         if granted.transfer_id != self.transfer_id:
             if not self.was_granted:
-                raise InternalError("a grant names another transfer")
+                raise InternalError("it granted another transfer")
             return None
         self._stop_timer()
         self._do(do.RecordGrant(granted))
@@ -161,14 +161,15 @@ class Attempt:
     def _take_rejection(self, rejected: Rejected) -> on.Outcome:
         self.running.clear()
         if rejected.reason is RejectReason.INVALID:
-            message = f"decode node {self.decode.name} calls the request invalid: {rejected.message}"
+            message = f"decode node {self.decode.name} rejected the request as invalid: {rejected.message}"
             return on.Fatal(InternalError(message))
         return on.Refused(rejected)
 
     def _take_silence(self, _event: on.TimerFired) -> on.Outcome:
         self.timer = None
-        command = "a retarget" if self.was_granted else "an open"
-        return on.Lost(self._error(f"does not answer {command}"), "decode_silent")
+        command = "RetargetSequenceGroup" if self.was_granted else "OpenSequenceGroup"
+        seconds = self.shared.limits.open_timeout_seconds
+        return on.Lost(self._error(f"no answer to {command} within {seconds:g} s"), "decode_silent")
 
     def _take_kv(self, ready: KvReady) -> on.Outcome | None:
         """Records that the reservation has its KV, perhaps from a transfer that was abandoned."""
@@ -188,12 +189,10 @@ class Attempt:
         self.is_prefill_running = False
         if isinstance(event.result, PeerLostError):
             return self._fail_transfer(event.result)
-        are_whole = False
-        if self.hold is not None:
-            try:
-                are_whole = self.hold.take(event.result.prompt_logprobs)
-            except InternalError as error:
-                return self._fail_transfer(error.message)
+        try:
+            are_whole = self.hold is not None and self.hold.take(event.result.prompt_logprobs)
+        except InternalError as error:
+            return self._fail_transfer(error.message)
         outcome = self._end_hold(are_whole=are_whole)
         if not self.is_kv_ready:  # all KV was pushed: the decode node's KvReady follows
             self._set_timer(on.Timer.KV, self.shared.limits.kv_ready_timeout_seconds)
@@ -213,7 +212,7 @@ class Attempt:
 
     def _miss_kv(self, _event: on.TimerFired) -> on.Outcome | None:
         self.timer = None
-        return self._fail_transfer(f"the prompt's KV or its logprobs did not arrive from {self._prefill.name}")
+        return self._fail_transfer(f"the prompt's KV or logprobs did not arrive from {self._prefill.name} in time")
 
     @property
     def _prefill(self) -> on.Node:

@@ -85,7 +85,7 @@ class AttemptNodes:
             self._feed(on.PrefillLate(self.id))
 
     def _on_prefill_end(self, span: Span, task: asyncio.Task[PrefillFigures]) -> None:
-        error = asyncio.CancelledError("gRPC has cancelled it") if task.cancelled() else task.exception()
+        error = asyncio.CancelledError("cancelled by gRPC") if task.cancelled() else task.exception()
         if task is not self._prefill:
             was_stopped = error is None or task.cancelled()
             self.record.end_prefill(span, "given up" if was_stopped else str(error))

@@ -55,5 +55,5 @@ class FailureBudget:
         """Returns the error that ends the request after too many losses; None: it continues."""
         if self.num_lost_nodes < MAX_LOST_NODES:
             return None
-        message = f"{self.num_lost_nodes} nodes were lost without a new token; the last: {last.message}"
-        return PeerLostError(message, node=last.node, reason=LOSES_NODES)
+        message = f"{self.num_lost_nodes} nodes failed while serving this request without a new token"
+        return PeerLostError(f"{message}; the last: {last.message}", node=last.node, reason=LOSES_NODES)

@@ -177,7 +177,9 @@ class Request:
     def _seek_first(self) -> None:
         self.state = State.QUEUED
         if self._completed is not None:
-            self._end(on.Failed(InternalError("a decode node says that all samples have ended, and some have not")))
+            self._end(
+                on.Failed(InternalError("a decode node reported the end of all samples, but some have not ended"))
+            )
         elif self._seeking is None:
             self._enqueue(Seeking.FIRST, self.shared.demand())
         elif self._seeking is Seeking.SECOND:  # no other attempt is running now

@@ -36,7 +36,7 @@ class LogprobsHold:
         self._num_missing -= num_packed_logprobs(packed)
         self._pieces.append(packed)
         if self._num_missing < 0:
-            raise InternalError("there are more logprobs than tokens of the prompt")
+            raise InternalError("there are more logprobs than prompt tokens")
         return self._num_missing == 0
 
     def add(self, event: SampleTokens | SampleDone, *, has_kv: bool) -> None:

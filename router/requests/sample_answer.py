@@ -84,7 +84,7 @@ class SampleAnswer:
             if self.finished is not None:
                 return 0
             raise InternalError(
-                f"sample {self._sample} got tokens at {tokens.start_position}, {self.next_position} is next"
+                f"sample {self._sample} got tokens at position {tokens.start_position} instead of {self.next_position}"
             )
         if logprobs and len(logprobs) != len(token_ids):
             raise InternalError(f"{len(logprobs)} logprobs came with {len(token_ids)} tokens")
@@ -114,7 +114,7 @@ class SampleAnswer:
             if mine != theirs:
                 raise TokenMismatchError(
                     f"sample {self._sample} has token {mine} at position {self.start_position + first + offset},"
-                    f" another node computed {theirs}"
+                    f" but another node computed {theirs}"
                 )
         return len(known)
 

@@ -48,7 +48,7 @@ class InvalidTransitionError(InternalError):
     """The state has no transition for the event."""
 
     def __init__(self, state: enum.Enum, event: object) -> None:
-        super().__init__(f"{type(event).__name__} is unknown in state {state.name}")
+        super().__init__(f"the state {state.name} has no transition for {type(event).__name__}")
 
 
 class Cluster(Protocol):

@@ -246,7 +246,9 @@ class RequestQueue:
         if ended:
             long = itertools.takewhile(lambda item: now - item[1][0] >= timeout, self._waiting.items())
             for waiting in [waiting for waiting, _ in long if waiting.demand.family in ended]:
-                self.withdraw(waiting, PeerLostError("no decode node serves", reason="NO_NODE"))
+                self.withdraw(
+                    waiting, PeerLostError("no decode node that could take the request is available", reason="NO_NODE")
+                )
         return usable
 
     def withdraw(self, waiting: QueuedRequest, error: OutriderError) -> None:
@@ -295,11 +297,11 @@ class RequestQueue:
     def _why_full(self, waiting: QueuedRequest, *, without: Collection[QueuedRequest]) -> CapacityError | None:
         num_tokens = self.num_waiting_tokens - sum(other.num_tokens for other in without)
         if self.num_waiting - len(without) + 1 > self._max_waiting:
-            message = f"{self.num_waiting} requests are waiting; at most {self._max_waiting} may"
+            message = f"the queue is full: {self.num_waiting} of at most {self._max_waiting} requests are waiting"
         elif num_tokens + waiting.num_tokens > self._max_waiting_tokens:
             message = (
-                f"{self.num_waiting_tokens} prompt tokens are waiting, {waiting.num_tokens} more would exceed"
-                f" {self._max_waiting_tokens}"
+                f"the queue is full: {self.num_waiting_tokens} of at most {self._max_waiting_tokens} prompt tokens are"
+                f" waiting, and this request has {waiting.num_tokens}"
             )
         else:
             return None

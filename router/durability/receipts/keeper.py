@@ -127,7 +127,7 @@ class ReceiptKeeper:
         num_waiting_tokens = self._num_waiting_tokens + ended.num_tokens
         num_waiting = self._waiting.qsize()
         if num_waiting >= MAX_WAITING or (num_waiting and num_waiting_tokens > MAX_WAITING_TOKENS):
-            self._lose(1, "they come faster than they are written")
+            self._lose(1, "the receipt queue is full")
             return
         self._num_waiting_tokens = num_waiting_tokens
         self._num_unwritten += 1
@@ -140,7 +140,7 @@ class ReceiptKeeper:
                 await self._waiting.join()
         self._work.cancel()
         if self._num_unwritten:
-            self._lose(self._num_unwritten, "the router stops")
+            self._lose(self._num_unwritten, "the router is stopping")
             return  # closing the file could block on a hung disk
         await self._sink.close()
 
@@ -165,7 +165,7 @@ class ReceiptKeeper:
         for reason, number in lost.items():
             self._lose(number, reason)
         if self._num_lost and not lost and self._waiting.empty():
-            _log.info("receipts are kept again", receipts=self._sink.name, num_lost=self._num_lost)
+            _log.info("receipts are written again", receipts=self._sink.name, num_lost=self._num_lost)
             self._num_lost = 0
 
     def _lose(self, number: int, reason: str) -> None:

@@ -163,4 +163,4 @@ def already_running(request_id: str) -> AlreadyRunningError:
 
 
 def model_mismatch(request_id: str, *, stored: str, served: str) -> MismatchError:
-    return MismatchError(f"request {request_id!r} is for the model {stored}, this router serves {served}")
+    return MismatchError(f"request {request_id!r} was made for model {stored}, but this router serves {served}")

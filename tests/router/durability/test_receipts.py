@@ -262,7 +262,7 @@ async def test_a_full_disk_loses_receipts_says_so_once_and_again_when_it_is_over
         assert [each.request_id for each in await kept(cluster, folder)] == ["kept"]
         await cluster.service.stop()
     said = [entry["event"] for entry in logs if entry["event"].startswith("receipts")]
-    assert said == ["receipts are lost", "receipts are kept again"]
+    assert said == ["receipts are lost", "receipts are written again"]
     assert lost(cluster) == 3
 
 

@@ -141,7 +141,7 @@ async def test_a_decode_node_that_does_not_answer_an_open_is_not_waited_for(clus
 DIFFERENCES = {
     "in bfloat16, {} in float32: model.dtype of all prefill and decode nodes must be the same": {"dtype": "bfloat16"},
     "stranger serves other (264 tokens), {} fake-model (264 tokens)": {"name": "other"},
-    "stranger has other weights, another configuration or tokenizer of fake-model than {}": {},
+    "stranger has different weights, configuration or tokenizer of fake-model than {}": {},
 }
 
 
@@ -198,7 +198,7 @@ async def test_a_session_refused_by_the_node_names_both(cluster):
     link = cluster.service.nodes.decode_nodes[0]
     await cluster.decode.break_sessions()
     await cluster.eventually(lambda: bool(link.refusal))
-    assert link.refusal.startswith("decode-0 has other weights")
+    assert link.refusal.startswith("decode-0 has different weights")
     assert MismatchError("").reason == "MISMATCH"
 
 
