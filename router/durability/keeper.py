@@ -121,7 +121,7 @@ class AnswerKeeper:
             self._delete_later(request_id)  # it may have been stored, and would block the id
             if not isinstance(error, StoreError):  # its client has left
                 raise
-            self._note(error)
+            self._log_availability(error)
             if not self._may_serve_without:
                 raise
             return False
@@ -201,7 +201,7 @@ class AnswerKeeper:
                 steps.insert(0, self._renew)
             self._settle()
             failures = [error for step in steps if (error := await self._attempt(step)) is not None]
-            self._note(failures[0] if failures else None)
+            self._log_availability(failures[0] if failures else None)
 
     async def _attempt(self, step: Callable[[], Awaitable[object]]) -> StoreError | None:
         try:
@@ -300,7 +300,7 @@ class AnswerKeeper:
             await self.store.create(kept.stored)
             kept.positions, kept.is_refused = {}, False
 
-    def _note(self, error: StoreError | None) -> None:
+    def _log_availability(self, error: StoreError | None) -> None:
         """Logs when the store is lost and when it is back."""
         if error is not None and not self._is_lost:
             _log.warning("the store does not answer", store=self.store.name, error=error.message)

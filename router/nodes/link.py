@@ -219,15 +219,15 @@ class NodeLink:
         if not self.is_late:
             self.num_hedges = 0
         if has_changed or self.is_late:
-            self._tell_change()
+            self._notify_change()
         else:
             self._owner.link_reported()
 
     def _on_overdue(self) -> None:
         _log.info(f"node is {self._progress.standing.name.lower()}", node=self.name, address=self.address)
-        self._tell_change()
+        self._notify_change()
 
-    def _tell_change(self) -> None:
+    def _notify_change(self) -> None:
         self._owner.link_changed()
         for listener in tuple(self._listeners):
             listener()
@@ -247,7 +247,7 @@ class NodeLink:
             self.refusal = error.message
         if was_up or is_refused:
             self.state = NodeState.LOST
-        self._tell_change()
+        self._notify_change()
         if was_draining and was_up:
             _log.info("node left", node=self.name, address=self.address)
         elif was_up:

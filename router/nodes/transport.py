@@ -198,9 +198,7 @@ class DecodeSession:
         self.is_open = False
 
     def open_group(self, command: OpenSequenceGroup, listener: GroupListener) -> None:
-        """Queues the command. Raises: PeerLostError if the session has ended."""
-        if not self.is_open:
-            raise self._lost("is lost")
+        """Queues the command. The session must be open."""
         self._listeners[command.sequence_group_id] = listener
         self._commands.put_nowait(command)
 

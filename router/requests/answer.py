@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from outrider.answer import AnswerEvent, Started, Summary
@@ -92,7 +92,7 @@ class Answer:
         """Records admission, unless prompt logprobs are missing. Idempotent."""
         if self.started is None and not self.needs_prompt_logprobs:
             self.started = self._started
-            self._tell()
+            self._notify_reader()
 
     def take_prompt_logprobs(self, packed: bytes) -> None:
         """Takes the packed logprobs of all prompt tokens except the first, and calls `begin`. Idempotent."""
@@ -107,7 +107,7 @@ class Answer:
         was_finished = sample.finished is not None
         num_new = sample.take(tokens)
         if num_new:
-            self._tell()
+            self._notify_reader()
         return num_new, not was_finished and sample.finished is not None
 
     def finish(self, done: SampleDone) -> None:
@@ -115,7 +115,7 @@ class Answer:
         if done.reason is FinishReason.ABORTED:
             raise InternalError("it aborted a sample, which only the router may do")
         self._sample(done.sample).finish(done.reason, stop_token_id=done.stop_token_id)
-        self._tell()
+        self._notify_reader()
 
     def abort(self) -> None:
         """Ends every unfinished sample as aborted. Missing prompt logprobs will not be delivered."""
@@ -124,18 +124,18 @@ class Answer:
             self._started = replace(self._started, prompt_logprobs=())
         for sample in self.samples:
             sample.finish(FinishReason.ABORTED)
-        self._tell()
+        self._notify_reader()
 
     def close(self, summary: Summary) -> None:
         assert self.is_complete, "a summary follows the last sample's end"
         self.summary = summary
-        self._tell()
+        self._notify_reader()
 
     def fail(self, error: OutriderError) -> None:
         """Ends the answer with an error, unless it has ended. Samples that have ended stay as they are."""
         if not self.has_ended:
             self.failure = error
-            self._tell()
+            self._notify_reader()
 
     # ------------------------------------------------------------ reading
 
@@ -169,7 +169,7 @@ class Answer:
         if self._reader is reader:
             self._reader = None
 
-    def _tell(self) -> None:
+    def _notify_reader(self) -> None:
         if self._reader is not None:
             self._reader.wake()
 
@@ -227,15 +227,6 @@ def _deliver_all(readers: Sequence[AnswerReader[Any]]) -> None:
         reader.deliver()
 
 
-@dataclass(slots=True)
-class _Cursor:
-    """A reader's progress in one sample."""
-
-    sample: SampleAnswer
-    position: int  # the next to deliver
-    has_end: bool = False
-
-
 class AnswerReader(Generic[Message]):
     """One client's stream of an answer, as messages. Slow clients get fewer, larger deltas; nodes never wait."""
 
@@ -248,12 +239,13 @@ class AnswerReader(Generic[Message]):
     ) -> None:
         """`positions`: the first position to deliver, by sample."""
         self._answer = answer
-        self._cursors = [_Cursor(sample, position) for sample, position in zip(answer.samples, positions, strict=True)]
+        self._positions = list(positions)  # the next to deliver, by sample
+        self._ended: set[int] = set()  # samples whose end was delivered
         self._render = render
         self._batcher = batcher
         self._max_tokens = max(MAX_ENTRIES // answer.entries_per_token, 1)
         self._waiter: asyncio.Future[list[Message]] | None = None  # while the stream waits
-        self._has_news = True
+        self._has_unread = True
         self._is_superseded = False
         self._has_started = False
         self._has_sent_summary = False
@@ -267,7 +259,7 @@ class AnswerReader(Generic[Message]):
         """
         messages: list[Message] = []
         while not messages:
-            if self._has_news:
+            if self._has_unread:
                 messages = self._take_new()
             elif self._is_over():
                 break
@@ -287,8 +279,8 @@ class AnswerReader(Generic[Message]):
 
     def wake(self) -> None:
         """Marks unread events and schedules delivery to a waiting stream."""
-        if not self._has_news:
-            self._has_news = True
+        if not self._has_unread:
+            self._has_unread = True
             if self._waiter is not None:
                 self._batcher.add(self)
 
@@ -312,27 +304,27 @@ class AnswerReader(Generic[Message]):
         """
         answer, render = self._answer, self._render
         messages: list[Message] = []
-        self._has_news = False
+        self._has_unread = False
         if not self._has_started:
             if answer.started is None:
                 return messages
             self._has_started = True
             messages.append(render(answer.started))
         num_left = self._max_tokens
-        for cursor in self._cursors:
-            sample = cursor.sample
-            if cursor.position < sample.next_position:
-                end = min(sample.next_position, cursor.position + num_left)
-                messages.append(render(sample.delta(cursor.position, end)))
-                num_left -= end - cursor.position
-                cursor.position = end
+        for index, sample in enumerate(answer.samples):
+            position = self._positions[index]
+            if position < sample.next_position:
+                end = min(sample.next_position, position + num_left)
+                messages.append(render(sample.delta(position, end)))
+                num_left -= end - position
+                self._positions[index] = position = end
                 self.has_sent_tokens = True
                 if not num_left:
-                    self._has_news = True
+                    self._has_unread = True
                     return messages
-            if sample.finished is not None and not cursor.has_end:
-                cursor.has_end = True
-                if cursor.position == sample.next_position and (tail := sample.tail()) is not None:
+            if sample.finished is not None and index not in self._ended:
+                self._ended.add(index)
+                if position == sample.next_position and (tail := sample.tail()) is not None:
                     messages.append(render(tail))
                 messages.append(render(sample.finished))
         if answer.summary is not None and not self._has_sent_summary:

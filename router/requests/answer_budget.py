@@ -27,7 +27,7 @@ MAX_FIRST_TOKENS = 512
 """Tokens expected of a sample before any answer has ended, unless `max_tokens` is lower."""
 MIN_EXPECTED_TOKENS = 128
 """Lower bound of the tokens expected of a sample, however short the last answers were."""
-RISE, FALL = 1 / 4, 1 / 64
+RISE_WEIGHT, FALL_WEIGHT = 1 / 4, 1 / 64
 """Weights, in the moving average of lengths, of an answer longer than expected and of any other."""
 MAX_EXPECTED_SHARE = 4
 """Divisor of the limit: the bytes expected of one answer are at most the quotient."""
@@ -76,20 +76,22 @@ class AnswerBudget:
         """
         sampling = request.options.sampling
         account = AnswerAccount(_bytes_per_token(request))
-        num_brought = len(request.generated_token_ids)
-        num_bytes = BYTES_PER_ANSWER + _BYTES_PER_TOKEN * (len(request.prompt_token_ids) + num_brought)
+        num_given = len(request.generated_token_ids)
+        num_bytes = BYTES_PER_ANSWER + _BYTES_PER_TOKEN * (len(request.prompt_token_ids) + num_given)
         if request.options.prompt_logprobs is not None:
             num_bytes += most_logprobs_bytes(len(request.prompt_token_ids), request.options.prompt_logprobs)
         num_bytes += (BYTES_PER_SAMPLE + account.bytes_per_token) * sampling.n
         num_bytes += account.bytes_per_token * num_made_tokens
-        num_left = sampling.max_tokens - num_brought - num_made_tokens // sampling.n
+        num_left = sampling.max_tokens - num_given - num_made_tokens // sampling.n
         num_tokens = max(min(num_left, round(self._num_expected_tokens)) - 1, 0)
         self._check_alone(num_bytes)
-        most_expected = min(self._limit_bytes // MAX_EXPECTED_SHARE, self._limit_bytes - num_bytes)
-        num_expected = min(num_tokens * sampling.n * account.bytes_per_token, most_expected)
-        missing = self.reserved_bytes + self._num_expected_bytes + num_bytes + num_expected - self._limit_bytes
-        if missing > 0:
-            self._make_room(missing, older=None)
+        max_expected = min(self._limit_bytes // MAX_EXPECTED_SHARE, self._limit_bytes - num_bytes)
+        num_expected = min(num_tokens * sampling.n * account.bytes_per_token, max_expected)
+        num_missing_bytes = (
+            self.reserved_bytes + self._num_expected_bytes + num_bytes + num_expected - self._limit_bytes
+        )
+        if num_missing_bytes > 0:
+            self._make_room(num_missing_bytes, older=None)
         self._accounts[account] = None
         self._add(account, num_bytes, num_expected)
         return account
@@ -103,29 +105,29 @@ class AnswerBudget:
                 reason="ANSWER_TOO_LARGE",
             )
 
-    def _make_room(self, missing: int, *, older: AnswerAccount | None) -> None:
-        """Evicts answers until `missing` bytes are free: delivered ones first, then those of stalled or absent clients.
+    def _make_room(self, num_missing_bytes: int, *, older: AnswerAccount | None) -> None:
+        """Evicts answers until so many bytes are free: delivered ones first, then those of stalled or absent clients.
 
         Running answers are evicted last, and only those newer than `older`, which needs the bytes. None: a new answer
         needs them. Raises: CapacityError.
         """
-        unread = dict.fromkeys(self._unread(besides=older))
+        unread = dict.fromkeys(self._unread(excluding=older))
         newer = itertools.takewhile(lambda account: account is not older, reversed(self._accounts)) if older else ()
         dropped: dict[AnswerAccount, None] = {}
         num_dropped_bytes = 0
         for account in itertools.chain(unread, newer):
-            if num_dropped_bytes >= missing:
+            if num_dropped_bytes >= num_missing_bytes:
                 break
             if account not in dropped:
                 dropped[account] = None
                 num_dropped_bytes += account.num_bytes
         full = CapacityError(
             f"the memory for answers is full: {self.reserved_bytes} of {self._limit_bytes} bytes are in use,"
-            f" {self._num_expected_bytes} reserved for running answers, and {missing} more are needed",
+            f" {self._num_expected_bytes} reserved for running answers, and {num_missing_bytes} more are needed",
             retry_after_seconds=RETRY_SECONDS,
             reason="JOURNAL_FULL",
         )
-        if num_dropped_bytes < missing:
+        if num_dropped_bytes < num_missing_bytes:
             raise full
         not_reading = CapacityError(
             "the client stopped reading, and its answer was evicted to free memory",
@@ -135,11 +137,11 @@ class AnswerBudget:
         for account in dropped:
             account.give_up(not_reading if account in unread else full)
 
-    def _unread(self, *, besides: AnswerAccount | None) -> list[AnswerAccount]:
+    def _unread(self, *, excluding: AnswerAccount | None) -> list[AnswerAccount]:
         """Returns the answers that nobody reads, in the order of eviction."""
         now, found = self.clock(), []
         for account in self._accounts:
-            if account is not besides and account.unread is not None:
+            if account is not excluding and account.unread is not None:
                 why, since = account.unread
                 patience = (0.0, STALLED_SECONDS, LEFT_SECONDS)[why]
                 if since <= now - patience and (account.has_ended or why is not Unread.LEFT):
@@ -160,10 +162,10 @@ class AnswerBudget:
         if account not in self._accounts:
             return
         num_bytes = num_tokens * account.bytes_per_token
-        missing = self.reserved_bytes + num_bytes - self._limit_bytes
-        if missing > 0:
+        num_missing_bytes = self.reserved_bytes + num_bytes - self._limit_bytes
+        if num_missing_bytes > 0:
             self._check_alone(account.num_bytes + num_bytes)
-            self._make_room(missing, older=account)
+            self._make_room(num_missing_bytes, older=account)
         self._add(account, num_bytes, -min(account.num_expected_bytes, num_bytes))
 
     def settle(self, account: AnswerAccount, num_tokens: float | None) -> None:
@@ -176,7 +178,7 @@ class AnswerBudget:
             self._add(account, 0, -account.num_expected_bytes)
         if num_tokens is not None:
             more = num_tokens - self._num_expected_tokens
-            self._num_expected_tokens += more * (RISE if more > 0 else FALL)
+            self._num_expected_tokens += more * (RISE_WEIGHT if more > 0 else FALL_WEIGHT)
             self._num_expected_tokens = max(self._num_expected_tokens, MIN_EXPECTED_TOKENS)
 
     def close(self, account: AnswerAccount) -> None:

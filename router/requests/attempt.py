@@ -24,7 +24,6 @@ from outrider.session import (
     PromptLogprobs,
     Rejected,
     RejectReason,
-    RetargetSequenceGroup,
     SampleDone,
     SampleTokens,
     SequenceGroupEvent,
@@ -33,10 +32,9 @@ from outrider.session import (
 from router.nodes.directory import EXACT_NUMERICS
 from router.requests import events as on
 from router.requests import instructions as do
-from router.requests.failures import NODE_CAUSES
 from router.requests.prompt_logprobs import LogprobsHold
 from router.requests.sample_answer import TokenMismatchError
-from router.requests.states import AttemptState, InvalidTransitionError, Shared
+from router.requests.states import NODE_CAUSES, AttemptState, InvalidTransitionError, Shared
 
 Handlers = Mapping[type, Callable[["Attempt", Any], on.Outcome | None]]
 _NODE_EVENTS = get_args(SequenceGroupEvent)
@@ -144,7 +142,7 @@ class Attempt:
                 raise InternalError("it granted another transfer")
             return None
         self._stop_timer()
-        self._do(do.RecordGrant(granted))
+        self._do(do.RecordGrant(self.group_id, granted))
         self.was_granted = self.shared.was_admitted = True
         self.shared.answer.begin()
         if not granted.kv_address:
@@ -173,7 +171,7 @@ class Attempt:
 
     def _take_kv(self, ready: KvReady) -> on.Outcome | None:
         """Records that the reservation has its KV, perhaps from a transfer that was abandoned."""
-        self._do(do.RecordKv(ready))
+        self._do(do.RecordKv(self.group_id, ready))
         self.is_kv_ready = True
         if self.hold is None:
             self._start_decoding()
@@ -248,10 +246,7 @@ class Attempt:
     def _send_retarget(self, event: on.PrefillChosen) -> None:
         self.prefill = event.prefill
         self.transfer_id = b"" if event.prefill is None else self.shared.limits.new_id()
-        command = RetargetSequenceGroup(
-            sequence_group_id=self.group_id, transfer_id=self.transfer_id, keeps_received=self._keeps_received()
-        )
-        self._do(do.Retarget(command))
+        self._do(do.Retarget(self.group_id, self.transfer_id, self._keeps_received()))
         self._set_timer(on.Timer.GRANT, self.shared.limits.open_timeout_seconds)
 
     def _keeps_received(self) -> bool:

@@ -141,7 +141,7 @@ class Driver:
         failure: Exception | None = None
         for instruction in instructions:
             try:
-                self._PERFORM[type(instruction)](self, instruction)
+                self._perform(instruction)
             except Exception as error:  # noqa: BLE001 the other instructions still have to be performed
                 name = type(instruction).__name__
                 _log.exception("a request failed", request_id=self._key, state=request.state.name, instruction=name)
@@ -155,9 +155,15 @@ class Driver:
     def _crash(self, cause: Exception) -> None:
         for instruction in self.request.crash(self._fail(cause), self._now):
             try:
-                self._PERFORM[type(instruction)](self, instruction)
+                self._perform(instruction)
             except Exception as failure:  # noqa: BLE001 the rest still has to be freed
                 _log.exception("a request could not be freed", request_id=self._key, error=str(failure))
+
+    def _perform(self, instruction: do.Instruction) -> None:
+        if isinstance(instruction, do.AttemptInstruction):
+            self._perform_on_nodes(instruction)
+        else:
+            self._PERFORM[type(instruction)](self, instruction)
 
     def _fail(self, cause: Exception) -> InternalError:
         """Fails the answer, unless it has ended. Returns the error."""
@@ -242,43 +248,25 @@ class Driver:
         num_known_tokens = len(wanted.command.known_token_ids(wanted.command.samples[0]))
         record = self.encoded.record.begin_attempt(place.decode, num_known_tokens=num_known_tokens)
         command = replace(wanted.command, traceparent=traceparent_of(record.traced))
-        nodes = AttemptNodes(command, place, record, self.feed, may_replace=self._context.placement.replaces)
+        nodes = AttemptNodes(
+            command,
+            place,
+            record,
+            self.feed,
+            fingerprint=self.encoded.model.fingerprint,
+            may_replace=self._context.placement.replaces,
+        )
         self._attempts[nodes.id] = nodes
         nodes.open()
 
-    def _start_prefill(self, wanted: do.StartPrefill) -> None:
-        nodes = self._attempts[wanted.sequence_group_id]
-        nodes.start_prefill(
-            wanted.granted, fingerprint=self.encoded.model.fingerprint, may_read_held=wanted.may_read_held
-        )
-
-    def _stop_prefill(self, instruction: do.StopPrefill) -> None:
-        self._attempts[instruction.sequence_group_id].stop_prefill()
-        self._forget(instruction.sequence_group_id)
-
-    def _choose_prefill(self, wanted: do.ChoosePrefill) -> None:
-        self._attempts[wanted.sequence_group_id].choose_prefill(wanted.avoided)
-
-    def _release_prefill(self, instruction: do.ReleasePrefill) -> None:
-        self._attempts[instruction.sequence_group_id].release_prefill()
-
-    def _retarget(self, wanted: do.Retarget) -> None:
-        self._attempts[wanted.command.sequence_group_id].retarget(wanted.command)
-
-    def _cancel_samples(self, unwanted: do.CancelSamples) -> None:
-        self._attempts[unwanted.sequence_group_id].cancel(unwanted.samples)
-
-    def _close_attempt(self, instruction: do.CloseAttempt) -> None:
+    def _perform_on_nodes(self, instruction: do.AttemptInstruction) -> None:
+        """Performs an instruction about an attempt's nodes, and forgets an attempt that holds nothing any more."""
+        nodes = self._attempts[instruction.sequence_group_id]
         try:
-            self._attempts[instruction.sequence_group_id].close(instruction)
+            nodes.perform(instruction)
         finally:
-            self._forget(instruction.sequence_group_id)
-
-    def _forget(self, sequence_group_id: bytes) -> None:
-        """Forgets the attempt if it holds nothing any more."""
-        nodes = self._attempts.get(sequence_group_id)
-        if nodes is not None and nodes.is_closed and not nodes.is_prefill_running:
-            del self._attempts[sequence_group_id]
+            if nodes.is_closed and not nodes.is_prefill_running:
+                del self._attempts[nodes.id]
 
     def _blame(self, instruction: do.Blame) -> None:
         place = self._attempts[instruction.sequence_group_id].place
@@ -326,13 +314,6 @@ class Driver:
             except OutriderError as error:
                 self.feed(on.Failed(error))
 
-    def _record_grant(self, instruction: do.RecordGrant) -> None:
-        fault_point("router.granted")
-        self._attempts[instruction.granted.sequence_group_id].record.take_grant(instruction.granted)
-
-    def _record_kv(self, instruction: do.RecordKv) -> None:
-        self._attempts[instruction.ready.sequence_group_id].record.take_ready(instruction.ready)
-
     def _record_migration(self, instruction: do.RecordMigration) -> None:
         self.encoded.record.add_move(instruction.cause, node=instruction.node, error=instruction.error)
 
@@ -376,20 +357,11 @@ class Driver:
         do.Hedge: _hedge,
         do.ReturnPlace: _return_place,
         do.OpenGroup: _open_group,
-        do.StartPrefill: _start_prefill,
-        do.StopPrefill: _stop_prefill,
-        do.ChoosePrefill: _choose_prefill,
-        do.ReleasePrefill: _release_prefill,
-        do.Retarget: _retarget,
-        do.CancelSamples: _cancel_samples,
-        do.CloseAttempt: _close_attempt,
         do.Blame: _blame,
         do.Forgive: _forgive,
         do.SetTimer: _set_timer,
         do.StopTimer: _stop_timer,
         do.Deliver: _deliver,
-        do.RecordGrant: _record_grant,
-        do.RecordKv: _record_kv,
         do.RecordMigration: _record_migration,
         do.RecordEnd: _record_end,
         do.Summarize: _summarize,

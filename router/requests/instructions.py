@@ -12,7 +12,6 @@ from outrider.session import (
     KvReady,
     OpenSequenceGroup,
     Rejected,
-    RetargetSequenceGroup,
     SampleTokens,
 )
 from router.requests.events import Timer
@@ -20,9 +19,16 @@ from router.scheduling.placement import Demand
 
 
 class Instruction:
-    """An instruction to the driver. If it concerns one attempt, it has the id of its sequence group."""
+    """An instruction to the driver."""
 
     __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptInstruction(Instruction):
+    """An instruction about one attempt's nodes, performed by `router.requests.attempt_nodes.AttemptNodes`."""
+
+    sequence_group_id: bytes  # the attempt's
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,50 +76,47 @@ class OpenGroup(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class StartPrefill(Instruction):
+class StartPrefill(AttemptInstruction):
     """Have the place's prefill node fill the reservation; `PrefillEnded` follows, `PrefillLate` may."""
 
-    sequence_group_id: bytes
     granted: Granted
     may_read_held: bool
 
 
 @dataclass(frozen=True, slots=True)
-class StopPrefill(Instruction):
-    sequence_group_id: bytes
+class StopPrefill(AttemptInstruction):
+    """Cancel the prefill call, and ignore its result."""
 
 
 @dataclass(frozen=True, slots=True)
-class ChoosePrefill(Instruction):
+class ChoosePrefill(AttemptInstruction):
     """Replace the prefill node by another one of the same numerics. `PrefillChosen` follows."""
 
-    sequence_group_id: bytes
     avoided: frozenset[bytes]  # incarnations of nodes that have failed the request
 
 
 @dataclass(frozen=True, slots=True)
-class Retarget(Instruction):
-    command: RetargetSequenceGroup
+class Retarget(AttemptInstruction):
+    """Have the decode node expect another transfer, or compute the prompt if there is none."""
+
+    transfer_id: bytes  # empty: there is none
+    keeps_received: bool
 
 
 @dataclass(frozen=True, slots=True)
-class ReleasePrefill(Instruction):
+class ReleasePrefill(AttemptInstruction):
     """Release the prefill node, because the prompt is computed or the decode node computes it."""
 
-    sequence_group_id: bytes
-
 
 @dataclass(frozen=True, slots=True)
-class CancelSamples(Instruction):
-    sequence_group_id: bytes
+class CancelSamples(AttemptInstruction):
     samples: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CloseAttempt(Instruction):
+class CloseAttempt(AttemptInstruction):
     """Release the place, and stop listening to the group."""
 
-    sequence_group_id: bytes
     why: str  # for logs and traces; empty: the attempt has done its work
     must_cancel: bool  # the decode node still has the group
     rejected: Rejected | None = None  # the decode node had no room
@@ -160,12 +163,12 @@ class Deliver(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class RecordGrant(Instruction):
+class RecordGrant(AttemptInstruction):
     granted: Granted
 
 
 @dataclass(frozen=True, slots=True)
-class RecordKv(Instruction):
+class RecordKv(AttemptInstruction):
     ready: KvReady
 
 

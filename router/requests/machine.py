@@ -5,10 +5,9 @@ tasks: `router.requests.driver` feeds it events and performs its instructions. `
 transition; those of an attempt are in `Attempt.TABLE`.
 
 Tokens depend only on the model, the prompt, the parameters and the seed. After a loss, another attempt
-therefore continues from the answer's tokens. On nodes of equal exact numerics two attempts may run at
-once: the first token received for a position is used, and a second one is compared with it. A request
-whose drafts are not verified by coupled sampling has one attempt at a time, because its tokens depend
-on its drafts too.
+therefore continues from the answer's tokens. On nodes of equal exact numerics two attempts may run at once:
+the first token received for a position is used, and a second one is compared with it. If drafts are not
+verified by coupled sampling, tokens depend on drafts too, so that only one attempt runs at a time.
 """
 
 from __future__ import annotations
@@ -52,11 +51,6 @@ class Request:
     @property
     def answer(self) -> Answer:
         return self.shared.answer
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the request waits for nodes or uses them."""
-        return self.state in {State.QUEUED, State.SERVING, State.CONCLUDING}
 
     def step(self, event: on.Event, now: float) -> list[do.Instruction]:
         """Takes an event and returns instructions. `now`: monotonic seconds.
@@ -177,9 +171,7 @@ class Request:
     def _seek_first(self) -> None:
         self.state = State.QUEUED
         if self._completed is not None:
-            self._end(
-                on.Failed(InternalError("a decode node reported the end of all samples, but some have not ended"))
-            )
+            self._end(on.Failed(InternalError("a decode node has ended all samples, but some are unfinished")))
         elif self._seeking is None:
             self._enqueue(Seeking.FIRST, self.shared.demand())
         elif self._seeking is Seeking.SECOND:  # no other attempt is running now
@@ -325,14 +317,14 @@ class Request:
 
     def _end(self, event: on.Failed) -> None:
         """Fails the request. The tokens so far can be read until its window ends."""
-        was_active, self.state = self.is_active, State.ENDED
+        was_active, self.state = self.state.is_active, State.ENDED
         self._free()
         if was_active:
             self.answer.fail(event.error)
             self._do(do.SettleRequest())
 
     def _close(self, event: on.Dropped) -> None:
-        error, was_active, self.state = event.error, self.is_active, State.CLOSED
+        error, was_active, self.state = event.error, self.state.is_active, State.CLOSED
         self._free()
         if self.shared.maybe_answer is not None and (error is not None or self.answer.has_reader):
             self.answer.fail(error or dropped())  # a waiting reader gets the error

@@ -29,7 +29,7 @@ HEDGED_SHARE = 0.1
 PREFIX_CHUNK_TOKENS = 32
 MAX_PREFIX_CHUNKS = 131_072
 """Chunks remembered for all nodes together: 4 million prompt tokens."""
-PREFIX_WORTH_SEQUENCES = 4
+PREFIX_HIT_BONUS = 4
 """Running sequences by which a node may exceed another and still be preferred, if it has the whole prefix cached."""
 
 
@@ -164,7 +164,7 @@ class Placement:
 
     def __init__(self, nodes: NodeDirectory, *, prefill_outstanding_tokens: int) -> None:
         self._nodes = nodes
-        self._limit = prefill_outstanding_tokens
+        self._max_outstanding_tokens = prefill_outstanding_tokens
         self._num_chosen = 0
         self._prefixes = PrefixMap()
         self.num_placed = 0  # requests over all decode nodes
@@ -189,7 +189,7 @@ class Placement:
                 return None
             prefill, num_uncached = chosen
             self._take_prefill(demand, prefill, num_uncached)
-        self._note_choice(decode, demand)
+        self._record_choice(decode, demand)
         decode.change_room(demand.size, -1)
         decode.num_placed += 1
         self.num_placed += 1
@@ -203,11 +203,11 @@ class Placement:
         return chosen
 
     def _take_prefill(self, demand: Demand, prefill: PrefillLink, num_uncached: int) -> None:
-        self._note_choice(prefill, demand)
+        self._record_choice(prefill, demand)
         prefill.num_outstanding_tokens += num_uncached
         prefill.num_scored_tokens += demand.num_scored_tokens
 
-    def _note_choice(self, link: NodeLink, demand: Demand) -> None:
+    def _record_choice(self, link: NodeLink, demand: Demand) -> None:
         link.breaker.begin()
         self._prefixes.remember(demand.prefix_hashes, link.incarnation)
         self._num_chosen += 1
@@ -311,13 +311,13 @@ class Placement:
         held = self._prefixes.num_held_tokens(hashes, link.incarnation)
         share_held = held / max(len(hashes) * PREFIX_CHUNK_TOKENS, 1)
         free_share = report.load.kv_blocks_free / max(report.load.kv_blocks_total, 1)
-        cost = num_running - PREFIX_WORTH_SEQUENCES * share_held
+        cost = num_running - PREFIX_HIT_BONUS * share_held
         return link.is_late, cost, -round(free_share, 1), report.expected_step_seconds, link.chosen_at, link.name
 
     def _limit_of(self, link: PrefillLink) -> int:
         """Returns the limit of uncached prompt tokens in flight. A few chunks keep the node busy; more would wait."""
         rows = link.report.load.max_rows_per_step if link.report is not None else 0
-        return OUTSTANDING_CHUNKS * rows or self._limit
+        return OUTSTANDING_CHUNKS * rows or self._max_outstanding_tokens
 
     def _choose_prefill(
         self, demand: Demand, *, reserved: frozenset[bytes] = NO_NODES, failed: PrefillLink | None = None

@@ -19,7 +19,7 @@ SIZES_IN_DOUBLE = 8
 """Lanes of different size between a size and its double."""
 MAX_CLIENTS = 8192
 """Clients whose share is remembered. Bounded, because without authentication clients choose their own names."""
-LOOK_AGAIN_SECONDS = 0.25
+RECHECK_SECONDS = 0.25
 """Seconds between attempts to place queued requests if nothing else triggers one."""
 
 Turn = tuple[float, ...]
@@ -32,7 +32,7 @@ class FairOrder:
 
     A request's stamp is the virtual time at which it would start if its client had a server of its own; the
     smallest stamp goes first. Requests of one client keep their order. A client that was idle starts at the
-    current virtual time, so it cannot save up turns. If there are too many clients, those that were served least
+    current virtual time, so it cannot save up turns. If there are too many clients, those that were served other_size
     are forgotten.
     """
 
@@ -141,7 +141,7 @@ class RequestQueue:
             stamp = self._order.stamp(waiting.client, waiting.cost)
             waiting.turn = (-waiting.priority, stamp, next(self._arrivals))
         if not self._lanes and (place := self._placement.place(waiting.demand)) is not None:
-            self._note_place(waiting)
+            self._record_place(waiting)
             return place
         future: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         waiting.place = future
@@ -188,7 +188,7 @@ class RequestQueue:
         if not self._lanes:
             return
         placement = self._placement
-        usable = self._tend_stranded()
+        usable = self._update_stranded()
         heads = [lane[0] for (family, _), lane in self._lanes.items() if family in usable]
         heapq.heapify(heads)
         blocked: list[QueuedRequest] = []  # in this round
@@ -209,7 +209,7 @@ class RequestQueue:
                 assert first.place is not None, "a request in the queue has a future"
                 assert lane is not None, "a request in the queue has a lane"
                 self._leave_lane(first)
-                self._note_place(first)
+                self._record_place(first)
                 first.place.set_result(place)
                 if _drop_gone(lane):
                     heapq.heappush(heads, lane[0])
@@ -235,7 +235,7 @@ class RequestQueue:
             reserved |= placement.usable_nodes(other.demand)
         return reserved
 
-    def _tend_stranded(self) -> set[Family]:
+    def _update_stranded(self) -> set[Family]:
         """Returns the families that a serving node could take. Fails requests of others that have waited too long."""
         now, since, timeout = self._clock(), self._stranded, self._no_node_timeout_seconds
         self._lanes = {key: lane for key, lane in self._lanes.items() if _drop_gone(lane)}
@@ -261,7 +261,7 @@ class RequestQueue:
         """Records how long a request took after admission, from which RetryInfo is estimated."""
         self._mean_service_seconds += 0.1 * (seconds - self._mean_service_seconds)
 
-    def _note_place(self, waiting: QueuedRequest) -> None:
+    def _record_place(self, waiting: QueuedRequest) -> None:
         waiting.was_placed = True
         self._order.serve(waiting.turn[1])
 
@@ -330,7 +330,7 @@ class RequestQueue:
     def _set_timer(self) -> None:
         """Schedules a recheck in case nothing else triggers one."""
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN_SECONDS, self._on_timer)
+            self._timer = asyncio.get_running_loop().call_later(RECHECK_SECONDS, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
@@ -348,6 +348,6 @@ def _drop_gone(lane: list[_Entry]) -> bool:
 
 def _needs_no_less(demand: Demand, other: Demand) -> bool:
     """Whether a node without room for `other` has none for `demand` either."""
-    size, least = demand.size, other.size
-    is_no_smaller = size.num_tokens >= least.num_tokens and size.num_samples >= least.num_samples
+    size, other_size = demand.size, other.size
+    is_no_smaller = size.num_tokens >= other_size.num_tokens and size.num_samples >= other_size.num_samples
     return is_no_smaller and demand.family == other.family

@@ -1,4 +1,4 @@
-"""What lies between a request's machine and the event loop: calls that are cancelled, steps that fail, what is kept."""
+"""The driver of a request's machine: cancelled calls, internal errors, records and receipts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 
 import grpc
 import pytest
+import structlog
 from google.protobuf import duration_pb2
 
 from outrider.errors import AbortedError, CapacityError, PeerLostError
@@ -26,25 +27,28 @@ def live(cluster, request_id="r"):
 
 
 async def test_an_answer_that_waits_for_its_client_does_not_keep_the_request_as_it_was_sent(cluster):
-    """It may be megabytes of text, and the budget of answers does not count it."""
+    """It may have megabytes of text, which the memory budget of answers does not count."""
     await cluster.serve()
     await cluster.generate(cluster.resumable(max_tokens=3))
     assert live(cluster)._driver.encoded.proto is None
 
 
-async def test_a_prefill_call_that_is_cancelled_beneath_the_router_is_a_failed_transfer(cluster):
-    """As gRPC cancels all calls of a channel that is closed."""
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), grpc.aio.UsageError("Channel is closed.")])
+async def test_a_prefill_call_that_ends_unexpectedly_is_a_failed_transfer(cluster, error):
+    """For example because gRPC cancels all calls of a channel that is closed."""
     await cluster.serve()
     transport = cluster.service.nodes.prefill_nodes[0].transport
     prefill = transport.prefill
 
-    async def cancelled(_call):
+    async def fail_once(_call):
         transport.prefill = prefill
-        raise asyncio.CancelledError
+        raise error
 
-    transport.prefill = cancelled
-    answer = await asyncio.wait_for(cluster.generate(max_tokens=3), 10)
+    transport.prefill = fail_once
+    with structlog.testing.capture_logs():  # formatting the traceback would block the loop, and nodes would look late
+        answer = await asyncio.wait_for(cluster.generate(max_tokens=3), PATIENCE_SECONDS)
     assert len(answer.token_ids()) == 3
+    assert answer.summary.metrics.attempts == 2
     await cluster.is_empty()
 
 
@@ -71,7 +75,7 @@ async def test_a_summary_that_cannot_be_made_fails_the_request_once_in_every_vie
 
 
 async def test_a_prefill_call_that_is_over_is_not_watched_any_more(cluster):
-    """Else a node that turns late later is counted as one whose work moves."""
+    """Otherwise a node that turns late later would be counted as hedged."""
     cluster.prefill.fails_with = grpc.StatusCode.INTERNAL
     await cluster.serve()
     link = cluster.service.nodes.prefill_nodes[0]
@@ -88,7 +92,7 @@ async def test_a_prefill_call_that_is_over_is_not_watched_any_more(cluster):
 
 
 class Seen:
-    """How often a request that ended was counted, in all that counts it."""
+    """Counts of ended requests in metrics, receipts and records."""
 
     def __init__(self, cluster, kept):
         self.cluster, self.kept = cluster, kept
@@ -189,7 +193,7 @@ async def test_however_a_request_ends_it_is_counted_once(cluster, end, reason, w
 
 @pytest.fixture
 async def encoding(cluster, monkeypatch):
-    """A call of a request "r" whose encoding waits for `cluster.encoded`."""
+    """Starts a call of a request "r" whose encoding waits for `cluster.encoded`."""
     await cluster.serve()
     cluster.encoded = asyncio.Event()
 
@@ -246,19 +250,6 @@ async def test_a_stream_that_another_one_took_over_does_not_begin_the_window_whe
     await cluster.is_empty()
 
 
-async def test_the_window_begins_once_both_streams_are_gone_in_whatever_order(cluster):
-    cluster.decode.step_seconds = 0.01
-    await cluster.serve()
-    for ends_first in (0, 1):
-        calls = [cluster.stub.Generate(cluster.resumable(max_tokens=500, seconds=0.2), timeout=PATIENCE_SECONDS)]
-        await calls[0].read()
-        calls.append(cluster.resume_call())
-        await calls[1].read()
-        calls[ends_first].cancel()
-        calls[1 - ends_first].cancel()
-        await cluster.is_empty(seconds=3)
-
-
 async def test_what_grows_beyond_the_memory_ends_the_newest_in_the_middle_of_the_others_step(cluster):
     cluster.decode.step_seconds = 0.01
     await cluster.serve()
@@ -267,7 +258,7 @@ async def test_what_grows_beyond_the_memory_ends_the_newest_in_the_middle_of_the
     tasks = [asyncio.ensure_future(cluster.generate(request_id="old", max_tokens=400))]
     await cluster.eventually(lambda: len(cluster.decode.groups) == 1)
     newest = asyncio.ensure_future(cluster.fail(request_id="new", max_tokens=400))
-    await cluster.eventually(lambda: len(cluster.decode.groups) == 2)  # it is encoded, too
+    await cluster.eventually(lambda: len(cluster.decode.groups) == 2)  # it has been encoded, too
     await cluster.eventually(lambda: live(cluster, "new").answer.num_generated_tokens > 3)
     budget._limit_bytes = budget.reserved_bytes
     assert (await newest).reason == "JOURNAL_FULL"
