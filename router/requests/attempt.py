@@ -188,10 +188,10 @@ class Attempt:
         if isinstance(event.result, PeerLostError):
             return self._fail_transfer(event.result)
         try:
-            are_whole = self.hold is not None and self.hold.take(event.result.prompt_logprobs)
+            has_logprobs = self.hold is not None and self.hold.take(event.result.prompt_logprobs)
         except InternalError as error:
             return self._fail_transfer(error.message)
-        outcome = self._end_hold(are_whole=are_whole)
+        outcome = self._end_hold() if has_logprobs else None
         if not self.is_kv_ready:  # all KV was pushed: the decode node's KvReady follows
             self._set_timer(on.Timer.KV, self.shared.limits.kv_ready_timeout_seconds)
         elif self.hold is None:
@@ -285,14 +285,13 @@ class Attempt:
 
     def _take_own_logprobs(self, event: PromptLogprobs) -> on.Outcome | None:
         """Takes the prompt's logprobs from a decode node that computes the prompt itself."""
-        return None if self.hold is None else self._end_hold(are_whole=self.hold.take(event.packed))
+        has_logprobs = self.hold is not None and self.hold.take(event.packed)
+        return self._end_hold() if has_logprobs else None
 
-    def _end_hold(self, *, are_whole: bool) -> on.Outcome | None:
-        """Releases the tokens that were held back, once the prompt's logprobs are complete."""
-        hold = self.hold
-        if hold is None or not are_whole:
-            return None
-        self.hold = None
+    def _end_hold(self) -> on.Outcome:
+        """Takes the tokens that were held back, because the prompt's logprobs are complete."""
+        hold, self.hold = self.hold, None
+        assert hold is not None, "the logprobs were missing"
         self.shared.answer.take_prompt_logprobs(hold.packed)
         outcome = self.cancel_ended_samples()
         for event in hold.waiting:

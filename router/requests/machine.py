@@ -99,7 +99,7 @@ class Request:
                 self._take_loss(attempt, outcome)
             case on.Fatal(error):
                 self.attempts.remove(attempt)
-                attempt.close(error.reason)  # its message is reported by the request
+                attempt.close(error.reason)  # the request reports the message
                 self._end(on.Failed(error))
         self._advance()
 

@@ -23,7 +23,7 @@ NODE_CAUSES = frozenset({"decode_lost", "decode_silent", "token_mismatch", "prot
 
 
 class State(enum.Enum):
-    """The states of a request."""
+    """The states of a request: ENCODING → QUEUED ⇄ SERVING → CONCLUDING → ENDED → CLOSED. Any may end early."""
 
     ENCODING = enum.auto()  # its text is being encoded, its constraint compiled
     QUEUED = enum.auto()  # no attempt runs; it may have tokens already
@@ -39,7 +39,10 @@ class State(enum.Enum):
 
 
 class AttemptState(enum.Enum):
-    """The states of an attempt. When it has ended, the request forgets it and drops its late events."""
+    """The states of an attempt: OPENING → TRANSFERRING ⇄ RETARGETING → DECODING → COMPLETED.
+
+    It needs no transfer if the decode node computes the prompt. When it has ended, the request drops its late events.
+    """
 
     OPENING = enum.auto()  # the decode node was asked for a reservation
     TRANSFERRING = enum.auto()  # a prefill node computes and pushes KV
