@@ -135,13 +135,9 @@ class PrefillChosen:
     prefill: Node | None  # None: no other node is available
 
 
-AttemptEvent = (
-    SequenceGroupEvent | DecodeNodeChanged | SessionLost | PrefillEnded | PrefillLate | PrefillChosen | TimerFired
-)
-RequestEvent = (
-    Encoded | Placed | NotPlaced | ReaderAttached | ReaderLeft | AbortRequested | Failed | Dropped | TimerFired
-)
-Event = AttemptEvent | RequestEvent
+RequestEvent = Encoded | Placed | NotPlaced | ReaderAttached | ReaderLeft | AbortRequested | Failed | Dropped
+AttemptEvent = SequenceGroupEvent | DecodeNodeChanged | SessionLost | PrefillEnded | PrefillLate | PrefillChosen
+Event = RequestEvent | AttemptEvent | TimerFired
 
 # ------------------------------------------------------------ outcomes of an attempt's events for its request
 

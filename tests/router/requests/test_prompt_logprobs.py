@@ -92,7 +92,7 @@ async def test_another_router_that_takes_the_answer_over_has_them_computed_again
     assert pair.first.decode.opened[-1].options.prompt_logprobs == 2
 
 
-@pytest.mark.parametrize("how", ["dies", "fails", "sends too few", "sends too many", "sends nonsense"])
+@pytest.mark.parametrize("how", ["dies", "sends nonsense"])
 async def test_what_is_lost_with_its_prefill_node_is_computed_again(node_pair, how):
     """It is lost after the KV was complete and the answer's tokens were computed."""
     pair = await node_pair.serve()
@@ -103,17 +103,10 @@ async def test_what_is_lost_with_its_prefill_node_is_computed_again(node_pair, h
     busy, free = sorted(pair.prefills, key=lambda node: -node.num_active)
     await pair.eventually(lambda: pair.num_opened == 1 and not any(node.groups for node in pair.decodes))
     free.answer_gate.set()
-    match how:
-        case "dies":
-            await busy.stop()
-        case "fails":
-            busy.fails_with = grpc.StatusCode.UNAVAILABLE
-        case "sends too few":
-            busy.most_logprobs = 3
-        case "sends too many":
-            busy.most_logprobs, busy.repeats_logprobs = 7, 2
-        case "sends nonsense":
-            busy._logprobs = lambda _request: b"\xff"
+    if how == "dies":
+        await busy.stop()
+    else:
+        busy._logprobs = lambda _request: b"\xff"
     busy.answer_gate.set()
     answer = await asyncio.wait_for(task, PATIENCE_SECONDS)
     assert_complete(answer.started)
