@@ -106,7 +106,7 @@ class AnswerBudget:
             )
 
     def _make_room(self, num_missing_bytes: int, *, older: AnswerAccount | None) -> None:
-        """Evicts answers until so many bytes are free: delivered ones first, then those of stalled or absent clients.
+        """Evicts answers to free memory: delivered ones first, then those of stalled or absent clients.
 
         Running answers are evicted last, and only those newer than `older`, which needs the bytes. None: a new answer
         needs them. Raises: CapacityError.

@@ -55,7 +55,7 @@ class Seeking(enum.Enum):
     """The searches for nodes that a request may have under way, at most one at a time."""
 
     FIRST = enum.auto()  # in the queue, for an attempt that runs alone
-    SECOND = enum.auto()  # in the queue, for an attempt beside one that runs
+    SECOND = enum.auto()  # in the queue, for an attempt in addition to the running one
     HEDGE = enum.auto()  # not in the queue: the driver answers at once
 
 

@@ -23,7 +23,7 @@ Family = tuple[bool, str, frozenset[bytes], frozenset[bytes]]
 NO_NODES: frozenset[bytes] = frozenset()
 
 OUTSTANDING_CHUNKS = 4
-"""Prompt tokens that may be in flight on a prefill node, in chunks of one forward pass each."""
+"""Chunks of prompt tokens, each of one forward pass, that may be in flight on a prefill node."""
 HEDGED_SHARE = 0.1
 """Share of the running requests that may be hedged, that is, also opened on another node, because nodes are late."""
 PREFIX_CHUNK_TOKENS = 32
@@ -114,8 +114,8 @@ class Place:
     def kv_salt(self, cache_salt: bytes) -> bytes:
         """Returns the salt for the hashes of this place's KV blocks, for a request with the salt `cache_salt`.
 
-        KV computed by nodes of different numerics differs in bits from what the decode node
-        computes alone, so such KV is shared only between places with the same pair of numerics.
+        KV computed by nodes of different numerics differs in bits from KV that the decode node computes alone, so it
+        is shared only between places with the same pair of numerics.
         """
         kinds = (self.decode.numerics, "" if self.prefill is None else self.prefill.numerics)
         if kinds[0] == kinds[1] or not all(kinds):

@@ -121,7 +121,7 @@ class AnswerStore(Protocol):
         """Removes requests; those that this router does not own are skipped. Raises: StoreError."""
 
     async def read(self, request_id: str) -> StoredAnswer | None:
-        """Returns what is stored, without changing it; None if there is no such request. Raises: StoreError."""
+        """Returns a request without claiming it; None if there is no such request. Raises: StoreError."""
 
     async def claim(self, request_id: str, *, fingerprint: str) -> StoredAnswer | None:
         """Makes this router the owner. Returns None if there is no such request.
