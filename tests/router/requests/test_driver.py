@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -94,19 +95,15 @@ async def test_a_prefill_call_that_is_over_is_not_watched_any_more(cluster):
 class Seen:
     """Counts of ended requests in metrics, receipts and records."""
 
-    def __init__(self, cluster, kept):
-        self.cluster, self.kept = cluster, kept
+    def __init__(self, cluster):
+        self.cluster = cluster
+        self.kept = []
+        receipts = SimpleNamespace(keep=self._keep)
+        cluster.service.context = dataclasses.replace(cluster.context, receipts=receipts)
 
-    @classmethod
-    def by(cls, cluster):
-        kept = []
-
-        class Receipts:
-            def keep(self, proto, answer, record, model):
-                kept.append((answer.failure and answer.failure.reason, answer.summary is not None, proto is not None))
-
-        cluster.service.context = dataclasses.replace(cluster.context, receipts=Receipts())
-        return cls(cluster, kept)
+    def _keep(self, proto, answer, _record, _model):
+        reason = answer.failure and answer.failure.reason
+        self.kept.append((reason, answer.summary is not None, proto is not None))
 
     def failures(self):
         return {
@@ -120,64 +117,53 @@ class Seen:
         return [record.outcome for record in self.cluster.context.records]
 
 
-async def end_by_abort(cluster, call):
-    await cluster.stub.Abort(router_pb2.AbortRequest(request_id="r"))
-    await read_on(call)
-
-
-async def end_by_leaving(_cluster, call):
-    call.cancel()
-
-
-async def end_by_drain(cluster, call):
-    cluster.service.requests.fail_all(PeerLostError("the router stops", reason="DRAINING"))
-    await refused(call)
-
-
-async def end_by_eviction(cluster, call):
-    budget = cluster.context.answers
-    await cluster.eventually(lambda: live(cluster).answer.num_generated_tokens > 5)
-    (account,) = budget._accounts
-    account.give_up(CapacityError("full", reason="JOURNAL_FULL"))
-    await refused(call)
-
-
-async def end_by_close(cluster, call):
-    cluster.service.requests.close_all(PeerLostError("the router stops", reason="DRAINING"))
-    await refused(call)
-
-
-async def end_by_a_bug(cluster, call):
-    live(cluster)._driver.feed("no event")
+async def end(cluster, call, how):
+    match how:
+        case "abort":
+            await cluster.stub.Abort(router_pb2.AbortRequest(request_id="r"))
+            await read_on(call)
+            return
+        case "client leaves":
+            call.cancel()
+            return
+        case "drain":
+            cluster.service.requests.fail_all(PeerLostError("the router stops", reason="DRAINING"))
+        case "eviction":
+            await cluster.eventually(lambda: live(cluster).answer.num_generated_tokens > 5)
+            (account,) = cluster.context.answers._accounts
+            account.give_up(CapacityError("full", reason="JOURNAL_FULL"))
+        case "close":
+            cluster.service.requests.close_all(PeerLostError("the router stops", reason="DRAINING"))
+        case "bug":
+            live(cluster)._driver.feed("no event")
     await refused(call)
 
 
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize(
-    ("end", "reason"),
+    ("how", "reason"),
     [
-        (end_by_abort, None),
-        (end_by_leaving, "CLIENT_LEFT"),
-        (end_by_drain, "DRAINING"),
-        (end_by_eviction, "JOURNAL_FULL"),
-        (end_by_close, "DRAINING"),
-        (end_by_a_bug, "INTERNAL"),
+        ("abort", None),
+        ("client leaves", "CLIENT_LEFT"),
+        ("drain", "DRAINING"),
+        ("eviction", "JOURNAL_FULL"),
+        ("close", "DRAINING"),
+        ("bug", "INTERNAL"),
     ],
 )
-async def test_however_a_request_ends_it_is_counted_once(cluster, end, reason, window):
+async def test_however_a_request_ends_it_is_counted_once(cluster, how, reason, window):
     cluster.decode.step_seconds = 0.01
     await cluster.serve()
-    seen = Seen.by(cluster)
+    seen = Seen(cluster)
     fields = {} if window is None else {"resume_window": duration_pb2.Duration(seconds=window)}
     call = cluster.stub.Generate(cluster.request(request_id="r", max_tokens=300, **fields), timeout=PATIENCE_SECONDS)
     await call.read()
-    await end(cluster, call)
+    await end(cluster, call, how)
     if window is not None:
-        if end is end_by_leaving:
+        if how == "client leaves":
             await cluster.eventually(lambda: not live(cluster)._request.has_reader)
-        cluster.service.requests.close_all(AbortedError("over"))
-        if end is end_by_leaving:
             reason = "ABORTED"
+        cluster.service.requests.close_all(AbortedError("over"))
     await cluster.is_empty()
     assert seen.failures() == ({} if reason is None else {reason: 1})
     told = None if reason in {None, "CLIENT_LEFT"} else reason
@@ -220,7 +206,7 @@ async def test_a_name_is_taken_while_its_request_is_encoded_and_cannot_be_read_o
 
 @pytest.mark.parametrize("end", ["its client leaves", "the router stops"])
 async def test_a_request_that_ends_while_it_is_encoded_frees_all(cluster, encoding, end):
-    seen = Seen.by(cluster)
+    seen = Seen(cluster)
     if end == "its client leaves":
         encoding.cancel()
     else:
@@ -253,7 +239,7 @@ async def test_a_stream_that_another_one_took_over_does_not_begin_the_window_whe
 async def test_what_grows_beyond_the_memory_ends_the_newest_in_the_middle_of_the_others_step(cluster):
     cluster.decode.step_seconds = 0.01
     await cluster.serve()
-    seen = Seen.by(cluster)
+    seen = Seen(cluster)
     budget = cluster.context.answers
     tasks = [asyncio.ensure_future(cluster.generate(request_id="old", max_tokens=400))]
     await cluster.eventually(lambda: len(cluster.decode.groups) == 1)

@@ -32,7 +32,8 @@ async def finish(pair, task):
 # ---------------------------------------------------------------- hedges
 
 
-async def test_a_hedge_that_was_refused_leaves_the_budget_for_another_one(pair):
+async def test_a_hedge_that_was_refused_leaves_the_budget_for_another_one(pair, monkeypatch):
+    monkeypatch.setattr("outrider.service.liveness.SILENT_SECONDS", FOREVER_SECONDS)  # else there is no limit
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
     task, busy, free = await pair.begin(LONG)
     free.max_running = 0

@@ -24,10 +24,6 @@ def start_stream(cluster, *, num_tokens=400, **fields):
     return asyncio.ensure_future(cluster.generate(max_tokens=num_tokens, **fields))
 
 
-async def failure_of_stream(cluster):
-    return await cluster.fail(max_tokens=400)
-
-
 async def status_of(cluster, name):
     watch = cluster.stub.WatchCluster(router_pb2.WatchClusterRequest())
     view = await watch.read()
@@ -38,7 +34,7 @@ async def status_of(cluster, name):
 async def test_without_a_decode_node_a_request_waits_as_long_as_is_configured(cluster):
     cluster.decode.step_seconds = 0.002
     await cluster.serve(no_node_timeout_seconds=0.5)
-    streaming = asyncio.ensure_future(failure_of_stream(cluster))
+    streaming = asyncio.ensure_future(cluster.fail(max_tokens=400))
     await cluster.eventually(lambda: cluster.decode.num_blocks_used > 0)
     await cluster.decode.stop()
     failure = await streaming
