@@ -182,8 +182,8 @@ class Driver:
         waiting = self._waiting
         if wanted.demand != waiting.demand:  # an equal demand keeps its cached hashes
             waiting.demand = wanted.demand
-        waiting.was_accepted |= wanted.is_accepted
-        waiting.was_placed = wanted.is_kept
+        waiting.bypasses_limits |= wanted.bypasses_limits
+        waiting.was_placed = wanted.is_undisplaceable
         waited = self.encoded.record.begin_span(SpanKind.QUEUE)
 
         def end(task: asyncio.Task[Place]) -> None:
@@ -343,7 +343,7 @@ class Driver:
         context.records.end(record, answer.failure)
         self._attempts = {group_id: nodes for group_id, nodes in self._attempts.items() if not nodes.is_closed}
 
-    def _free_name(self, instruction: do.FreeName) -> None:
+    def _free_key(self, instruction: do.FreeKey) -> None:
         if self._encoded is not None:
             self._context.answers.close(self._encoded.account)
         if instruction.has_client_left:
@@ -366,5 +366,5 @@ class Driver:
         do.RecordEnd: _record_end,
         do.Summarize: _summarize,
         do.SettleRequest: _settle,
-        do.FreeName: _free_name,
+        do.FreeKey: _free_key,
     }

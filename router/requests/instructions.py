@@ -36,8 +36,8 @@ class Enqueue(Instruction):
     """Wait for a place. `Placed` or `NotPlaced` follows, unless `LeaveQueue` comes first."""
 
     demand: Demand
-    is_accepted: bool  # exempt from the queue's bounds
-    is_kept: bool  # exempt from displacement by other requests
+    bypasses_limits: bool  # exempt from the queue's bounds
+    is_undisplaceable: bool  # exempt from displacement by other requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class SettleRequest(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class FreeName(Instruction):
+class FreeKey(Instruction):
     """Free the request's key. The last instruction, once per request: it holds nothing any more."""
 
     has_client_left: bool

@@ -45,7 +45,7 @@ class Request:
         self._cluster = cluster
         self._completed: Attempt | None = None  # the last to complete. Invariant: not in `attempts`.
         self._seeking: Seeking | None = None  # Invariant: None while two attempts run.
-        self._is_accepted = self._is_kept = False  # see `do.Enqueue`
+        self._bypasses_limits = self._is_undisplaceable = False  # see `do.Enqueue`
         self._timers: set[on.Timer] = set()  # the running ones
 
     @property
@@ -114,8 +114,8 @@ class Request:
         self.attempts.remove(attempt)
         no_room = rejected if reason in {RejectReason.NO_ROOM, RejectReason.DRAINING} else None
         attempt.close(f"{reason.name}: {rejected.message}", rejected=no_room, frees_hedge=True)
-        self._is_accepted |= self.shared.was_admitted
-        self._is_kept = self.shared.was_admitted  # only a request that was granted room is exempt
+        self._bypasses_limits |= self.shared.was_admitted
+        self._is_undisplaceable = self.shared.was_admitted  # only a request that was granted room is exempt
         if reason is RejectReason.TOO_LARGE:
             self.shared.excluded |= {attempt.decode.incarnation}
             if self.attempts or self._cluster.is_usable(self.shared.demand()):
@@ -140,7 +140,7 @@ class Request:
             self._do(do.Forgive(tuple(sorted(failures.suspects))))
             self._end(on.Failed(final))
         elif not is_second:  # the loss of a second attempt is no migration
-            self._is_accepted = True  # it was admitted before, so the queue must not reject it
+            self._bypasses_limits = True  # it was admitted before, so the queue must not reject it
             self._do(do.RecordMigration(attempt.decode.name, lost.cause, lost.error))
 
     # ----------------------------------------------------------- next steps
@@ -191,7 +191,7 @@ class Request:
         if not (failures.may_open_second and self._cluster.has_timely_decode_node(demand)):
             self._set_timer(on.Timer.RETRY, RETRY_SECONDS)
         elif first.is_draining:
-            self._is_accepted = True
+            self._bypasses_limits = True
             self._enqueue(Seeking.SECOND, demand)
         else:
             self._seeking = Seeking.HEDGE
@@ -199,7 +199,7 @@ class Request:
 
     def _enqueue(self, seeking: Seeking, demand: Demand) -> None:
         self._seeking = seeking
-        self._do(do.Enqueue(demand, is_accepted=self._is_accepted, is_kept=self._is_kept))
+        self._do(do.Enqueue(demand, bypasses_limits=self._bypasses_limits, is_undisplaceable=self._is_undisplaceable))
 
     def _leave_queue(self) -> None:
         seeking, self._seeking = self._seeking, None
@@ -210,7 +210,7 @@ class Request:
 
     def _begin(self, event: on.Encoded) -> None:
         self.shared.maybe_answer = event.answer
-        self.shared.was_admitted = self._is_accepted = self._is_kept = event.was_admitted
+        self.shared.was_admitted = self._bypasses_limits = self._is_undisplaceable = event.was_admitted
         self.state = State.QUEUED
         self._advance()
 
@@ -219,7 +219,7 @@ class Request:
             self._return_place(event)
             return
         self._seeking = None
-        self._is_kept = True
+        self._is_undisplaceable = True
         answer, request = self.answer, self.answer.request
         hold = LogprobsHold(len(request.prompt_token_ids) - 1) if answer.needs_prompt_logprobs else None
         command = OpenSequenceGroup(
@@ -331,7 +331,7 @@ class Request:
         if was_active:
             self._do(do.SettleRequest())
         self._stop_timer(on.Timer.WINDOW)
-        self._do(do.FreeName(has_client_left=was_active and error is None))
+        self._do(do.FreeKey(has_client_left=was_active and error is None))
 
     def _free(self) -> None:
         """Releases everything on nodes and in the queue."""

@@ -71,8 +71,8 @@ class QueuedRequest:
         self.client = client
         self.cost = demand.num_samples + len(demand.token_ids) / COST_TOKENS  # charged to the client's share
         self.turn: Turn = ()  # empty until it first asks for a place
-        self.was_accepted = False  # exempt from the queue's bounds from now on
-        self.was_placed = False  # has had a place once: exempt from displacement
+        self.bypasses_limits = False  # exempt from the queue's bounds from now on
+        self.was_placed = False  # has had a place: it is neither displaced nor refunded its cost
         self.place: asyncio.Future[Place] | None = None  # set from joining a lane until its task resumes
         self.lane: list[_Entry] | None = None  # set while in the queue
         self.lacks_decode = self.lacks_prefill = False  # no such node had room while other requests waited
@@ -149,9 +149,9 @@ class RequestQueue:
         try:
             self.pump()
             if not future.done():
-                if not waiting.was_accepted:
+                if not waiting.bypasses_limits:
                     self._make_room(waiting)
-                    waiting.was_accepted = True
+                    waiting.bypasses_limits = True
                 self._count_in(waiting)
                 self._set_timer()
             return await future

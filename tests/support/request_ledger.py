@@ -104,7 +104,7 @@ class Ledger:
             case do.Enqueue(demand):
                 assert not self.is_in_queue, "the request is in the queue already"
                 self.is_in_queue = True
-                kept = [name for name in ("is_accepted", "is_kept") if getattr(instruction, name)]
+                kept = [name for name in ("bypasses_limits", "is_undisplaceable") if getattr(instruction, name)]
                 return f"Enqueue({', '.join([_show_demand(demand), *kept])})"
             case do.ChangeDemand(demand):
                 assert self.is_in_queue, "the request is not in the queue"
@@ -175,9 +175,9 @@ class Ledger:
                 self.answer.close(summary)
             case do.SettleRequest():
                 self._num_settled += 1
-            case do.FreeName():
+            case do.FreeKey():
                 self._num_freed += 1
-                return f"FreeName({'client left' if instruction.has_client_left else ''})"
+                return f"FreeKey({'client left' if instruction.has_client_left else ''})"
             case do.CancelSamples(group, samples_to_cancel):
                 assert self._numbers[group] in self.open, "samples of a closed group were cancelled"
                 return f"CancelSamples({self._numbers[group]}, {samples_to_cancel})"

@@ -19,7 +19,7 @@ async def test_a_request_that_was_sent_back_keeps_its_turn_and_is_not_refused():
     first = waiting()
     await queue.wait_for_place(first)
     others = await queue_up(queue, waiting(), waiting())
-    first.was_accepted = True
+    first.bypasses_limits = True
     (again,) = await queue_up(queue, first)
     await give_room(queue, places)
     assert [task.done() for task in (again, *others)] == [True, False, False]
@@ -211,7 +211,7 @@ async def test_what_has_begun_is_displaced_by_nobody():
     begun = [waiting(client="flood") for _ in range(3)]
     for entry in begun:
         await queue.wait_for_place(entry)
-        entry.was_accepted = True
+        entry.bypasses_limits = True
     tasks = await queue_up(queue, *begun)  # their node was lost
     with pytest.raises(CapacityError):
         await queue.wait_for_place(waiting(client="b"))
@@ -293,7 +293,7 @@ async def test_the_cost_of_requests_that_no_node_can_take_grows_with_their_numbe
     places.has_nodes = False
     entries = [waiting(num_tokens=number) for number in range(1, 401)]
     for entry in entries:
-        entry.was_accepted = True
+        entry.bypasses_limits = True
     tasks = await queue_up(queue, *entries)
     assert len(queue._lanes) < 80
     assert places.num_questions <= len(entries), "one for each that comes"
@@ -303,7 +303,7 @@ async def test_the_cost_of_requests_that_no_node_can_take_grows_with_their_numbe
     await pump(queue)
     assert not any(task.done() for task in tasks)
     late = waiting()
-    late.was_accepted = True
+    late.bypasses_limits = True
     (last,) = await queue_up(queue, late)
     clock.advance(0.2)
     await pump(queue)
