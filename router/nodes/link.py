@@ -24,14 +24,14 @@ from router.nodes.transport import DecodeSession, NodeTransport, RouterIdentity,
 
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0
-POLL_GROWTH = 1.1
+POLL_BACKOFF_FACTOR = 1.1
 """Growth of the backoff while a node is loading or is an alias, so that it is polled often."""
 IDENTIFY_SECONDS = 2.0
 MAX_CONDITION = 200
 """Maximum characters of `NodeStatus.condition`."""
 MAX_REFUSALS = 16
 """Refusals kept per node, one per request size."""
-NOTICE_SECONDS = 0.1
+LOSS_NOTICE_SECONDS = 0.1
 """Seconds to wait for the end of a node's reports after a call to it failed, to tell whether its process ended."""
 
 _log = get_logger("nodes")
@@ -160,8 +160,8 @@ class NodeLink:
                 try:
                     info = await self.transport.identify(timeout_seconds=IDENTIFY_SECONDS)
                     is_usable = await self._identify(info)
-                    if is_usable or growth != POLL_GROWTH:
-                        pause, growth = MIN_BACKOFF_SECONDS, POLL_GROWTH
+                    if is_usable or growth != POLL_BACKOFF_FACTOR:
+                        pause, growth = MIN_BACKOFF_SECONDS, POLL_BACKOFF_FACTOR
                     if is_usable:
                         await self._follow(info)
                 except OutriderError as error:
@@ -283,7 +283,7 @@ class PrefillLink(NodeLink):
             figures = work.result()
         except OutriderError as error:
             if error.reason == UNREACHABLE:  # its reports end too if its process has ended
-                await asyncio.wait((lost,), timeout=NOTICE_SECONDS)
+                await asyncio.wait((lost,), timeout=LOSS_NOTICE_SECONDS)
             reason = UNREACHABLE if lost.done() else None
             message = f"prefill node {self.name} failed: {error.message}"
             raise PeerLostError(message, node=self.name, reason=reason) from error

@@ -21,7 +21,7 @@ from router.requests.sample_answer import SampleAnswer
 from router.text.answer_text import AnswerText, ByteDetokenizer, Detokenizer
 from router.text.tokenizer import Tokenizer
 
-BEHIND_SECONDS = 0.02
+OVERLOADED_SECONDS = 0.02
 """Delivery delay in seconds above which the event loop counts as overloaded."""
 MAX_MERGE_SECONDS = 0.1
 MAX_ENTRIES = 2048
@@ -215,7 +215,7 @@ class DeliveryBatcher:
         readers, self._readers = self._readers, []
         loop = asyncio.get_running_loop()
         late = loop.time() - self._since
-        if late > BEHIND_SECONDS:
+        if late > OVERLOADED_SECONDS:
             merged = [reader for reader in readers if reader.has_sent_tokens]
             loop.call_later(min(late, MAX_MERGE_SECONDS), _deliver_all, merged)
             readers = [reader for reader in readers if not reader.has_sent_tokens]

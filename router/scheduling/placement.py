@@ -215,7 +215,7 @@ class Placement:
 
     def has_timely_decode_node(self, demand: Demand) -> bool:
         """Whether a decode node that is not late could take the request."""
-        return any(not link.is_late and _suits(link, demand) for link in self._nodes.decode_nodes)
+        return any(not link.is_late and _is_eligible(link, demand) for link in self._nodes.decode_nodes)
 
     @property
     def may_know_more(self) -> bool:
@@ -224,7 +224,7 @@ class Placement:
 
     def is_usable(self, demand: Demand) -> bool:
         """Whether a serving decode node could take the request once it has room."""
-        return any(_suits(link, demand) for link in self._nodes.decode_nodes)
+        return any(_is_eligible(link, demand) for link in self._nodes.decode_nodes)
 
     def usable_nodes(self, demand: Demand) -> frozenset[bytes]:
         """Returns serving decode nodes that could take the request once they have room."""
@@ -249,10 +249,10 @@ class Placement:
     def is_behind_scored(self, demand: Demand) -> bool:
         """Whether the request waits only for scored prompts on prefill nodes. Then others may pass it."""
         links = self._usable_prefill(demand)
-        return bool(links) and not any(_may_score(link, demand) for link in links)
+        return bool(links) and not any(_has_scoring_room(link, demand) for link in links)
 
     def _has_prefill_node(self, demand: Demand) -> bool:
-        return any(_computes_as(link, demand) for link in self._nodes.prefill_nodes)
+        return any(_has_numerics(link, demand) for link in self._nodes.prefill_nodes)
 
     def may_hedge(self, late: NodeLink) -> bool:
         """Whether one more request may be hedged because this node is late.
@@ -299,10 +299,10 @@ class Placement:
         return min(candidates, key=lambda link: self._decode_cost(link, demand.prefix_hashes), default=None)
 
     def _usable_decode(self, demand: Demand) -> list[DecodeLink]:
-        return _unless_avoided([link for link in self._nodes.decode_nodes if _suits(link, demand)], demand)
+        return _unless_avoided([link for link in self._nodes.decode_nodes if _is_eligible(link, demand)], demand)
 
     def _usable_prefill(self, demand: Demand) -> list[PrefillLink]:
-        return _unless_avoided([link for link in self._nodes.prefill_nodes if _computes_as(link, demand)], demand)
+        return _unless_avoided([link for link in self._nodes.prefill_nodes if _has_numerics(link, demand)], demand)
 
     def _decode_cost(self, link: DecodeLink, hashes: Sequence[int]) -> tuple[bool, float, float, float, int, str]:
         report = link.report
@@ -342,7 +342,7 @@ class Placement:
             own = link.num_outstanding_tokens
             outstanding = max(own, reported)
             is_beyond = own and outstanding + num_new > self._limit_of(link)
-            if failed is None and (is_beyond or not _may_score(link, demand) or link.incarnation in reserved):
+            if failed is None and (is_beyond or not _has_scoring_room(link, demand) or link.incarnation in reserved):
                 continue  # a prompt above the limit goes to a node without other work of this router
             num_uncached[link] = num_new
             costs[link] = (link is failed, link.is_late, outstanding + num_new, link.chosen_at, link.name)
@@ -350,18 +350,18 @@ class Placement:
         return None if best is None else (best, num_uncached[best])
 
 
-def _computes_as(link: NodeLink, demand: Demand) -> bool:
+def _has_numerics(link: NodeLink, demand: Demand) -> bool:
     return not demand.numerics or link.numerics == demand.numerics
 
 
-def _may_score(link: PrefillLink, demand: Demand) -> bool:
+def _has_scoring_room(link: PrefillLink, demand: Demand) -> bool:
     """Whether the limit of scored prompt tokens on the node leaves room for this prompt."""
     ahead, num_tokens = link.num_scored_tokens, demand.num_scored_tokens
     return not (ahead and num_tokens) or ahead + num_tokens <= OUTSTANDING_CHUNKS * MAX_SCORED_ROWS
 
 
-def _suits(link: DecodeLink, demand: Demand) -> bool:
-    return link.incarnation not in demand.excluded and _computes_as(link, demand)
+def _is_eligible(link: DecodeLink, demand: Demand) -> bool:
+    return link.incarnation not in demand.excluded and _has_numerics(link, demand)
 
 
 def _unless_avoided(links: list[Link], demand: Demand) -> list[Link]:

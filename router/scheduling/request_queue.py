@@ -15,7 +15,7 @@ from router.scheduling.placement import Demand, Family, Place, Placement
 _MAX_RETRY_SECONDS = 30.0
 COST_TOKENS = 1024
 """Prompt tokens that cost a client's share as much as one sequence."""
-SIZES_IN_DOUBLE = 8
+LANES_PER_DOUBLING = 8
 """Lanes of different size between a size and its double."""
 MAX_CLIENTS = 8192
 """Clients whose share is remembered. Bounded, because without authentication clients choose their own names."""
@@ -311,7 +311,7 @@ class RequestQueue:
     def _join_lane(self, waiting: QueuedRequest) -> None:
         demand = waiting.demand
         num_tokens, num_samples = demand.size
-        size = () if demand.is_scored else (num_samples, round(SIZES_IN_DOUBLE * math.log2(max(num_tokens, 1))))
+        size = () if demand.is_scored else (num_samples, round(LANES_PER_DOUBLING * math.log2(max(num_tokens, 1))))
         waiting.lane = self._lanes.setdefault((demand.family, size), [])
         heapq.heappush(waiting.lane, (waiting.turn, waiting))
 

@@ -10,7 +10,7 @@ import pytest
 from outrider.answer import Delta, Finished, Started
 from outrider.request import OutputOptions, Request, RequestOptions, SamplingParams
 from outrider.session import SampleTokens
-from router.requests.answer import BEHIND_SECONDS, Answer, DeliveryBatcher
+from router.requests.answer import OVERLOADED_SECONDS, Answer, DeliveryBatcher
 from tests.router.conftest import PATIENCE_SECONDS
 
 
@@ -48,12 +48,12 @@ class Reading:
 async def test_while_the_event_loop_is_behind_deltas_merge():
     reading = Reading()
     reading.add(1)
-    time.sleep(2 * BEHIND_SECONDS)  # noqa: ASYNC251 this is the stall
+    time.sleep(2 * OVERLOADED_SECONDS)  # noqa: ASYNC251 this is the stall
     assert await reading.next() == (1,), "the first token never waits"
     waiting = asyncio.ensure_future(reading.next())
     await asyncio.sleep(0)
     reading.add(2)
-    time.sleep(2 * BEHIND_SECONDS)  # noqa: ASYNC251
+    time.sleep(2 * OVERLOADED_SECONDS)  # noqa: ASYNC251
     await asyncio.sleep(0)
     reading.add(3)
     reading.add(4)
