@@ -111,9 +111,9 @@ class LiveRequest:
     ) -> None:
         """Writes the answer from these positions (by sample), message by message, as fast as the client takes them.
 
-        The stream attached before ends. Raises: OutOfRangeError for positions that the answer does not have; the
-        answer's failure; AbortedError if another stream is attached, or if the answer has been dropped; the error
-        passed to `give_up`.
+        The stream attached before ends. The caller calls `leave` afterwards. Raises: OutOfRangeError for positions
+        that the answer does not have; the answer's failure; AbortedError if another stream is attached, or if the
+        answer has been dropped; the error passed to `give_up`.
         """
         reader = self.answer.read(render, next_positions)
         account, clock = self._driver.encoded.account, self._clock
@@ -142,4 +142,3 @@ class LiveRequest:
             self.answer.leave(reader)
             if self._writer is writer:
                 self._writer = None
-            self.leave()

@@ -132,6 +132,7 @@ async def test_a_whole_answer_is_looked_at_again_when_it_is_read_and_when_its_wi
     await cluster.eventually(lambda: records.get("r").expires_at > expires_at, what="a renewal")
     take.set()
     await reading
+    live.leave()
     await cluster.eventually(lambda: list(keeper._resting) == ["r"])
     await cluster.eventually(lambda: len(records) == 0 and not (keeper._resting or keeper._kept or keeper._to_delete))
     assert len(cluster.service.requests) == 0
