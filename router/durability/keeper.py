@@ -46,9 +46,7 @@ class _Kept:
 
     running: LiveRequest
     stored: StoredRequest
-    positions: dict[int, int] = field(
-        default_factory=dict
-    )  # by sample: the next to append; if absent, the sample's start
+    positions: dict[int, int] = field(default_factory=dict)  # by sample: the next to append; by default its start
     was_claimed: bool = False  # from another router
     has_finished: bool = False  # `finish` has been sent to the store
     is_refused: bool = False  # the store has refused tokens, and can take none after a gap
@@ -126,9 +124,7 @@ class AnswerKeeper:
                 raise
             return False
         self._kept[request_id] = _Kept(running, stored)
-        if (
-            running.answer.failure is not None
-        ):  # for example a full queue: frees the id before the client gets the error
+        if running.answer.failure is not None:  # the id must be free before the client gets the error
             self._settle()
             await self._attempt(self._delete)
         return True

@@ -178,9 +178,7 @@ class NodeDirectory:
                 log_at = min(log_at, until)
             self._changed.clear()
             try:
-                async with asyncio.timeout_at(
-                    log_at
-                ):  # a failed connection is a change, and must not delay the log line
+                async with asyncio.timeout_at(log_at):  # failed connections are changes, and must not delay the log
                     await self._changed.wait()
             except TimeoutError:
                 _log.info("waiting for nodes", missing=missing, **self._reasons_to_wait())

@@ -87,11 +87,9 @@ class AnswerBudget:
         self._check_alone(num_bytes)
         max_expected = min(self._limit_bytes // MAX_EXPECTED_SHARE, self._limit_bytes - num_bytes)
         num_expected = min(num_tokens * sampling.n * account.bytes_per_token, max_expected)
-        num_missing_bytes = (
-            self.reserved_bytes + self._num_expected_bytes + num_bytes + num_expected - self._limit_bytes
-        )
-        if num_missing_bytes > 0:
-            self._make_room(num_missing_bytes, older=None)
+        num_missing = self.reserved_bytes + self._num_expected_bytes + num_bytes + num_expected - self._limit_bytes
+        if num_missing > 0:
+            self._make_room(num_missing, older=None)
         self._accounts[account] = None
         self._add(account, num_bytes, num_expected)
         return account
@@ -105,7 +103,7 @@ class AnswerBudget:
                 reason="ANSWER_TOO_LARGE",
             )
 
-    def _make_room(self, num_missing_bytes: int, *, older: AnswerAccount | None) -> None:
+    def _make_room(self, num_missing: int, *, older: AnswerAccount | None) -> None:
         """Evicts answers to free memory: delivered ones first, then those of stalled or absent clients.
 
         Running answers are evicted last, and only those newer than `older`, which needs the bytes. None: a new answer
@@ -116,18 +114,18 @@ class AnswerBudget:
         dropped: dict[AnswerAccount, None] = {}
         num_dropped_bytes = 0
         for account in itertools.chain(unread, newer):
-            if num_dropped_bytes >= num_missing_bytes:
+            if num_dropped_bytes >= num_missing:
                 break
             if account not in dropped:
                 dropped[account] = None
                 num_dropped_bytes += account.num_bytes
         full = CapacityError(
             f"the memory for answers is full: {self.reserved_bytes} of {self._limit_bytes} bytes are in use,"
-            f" {self._num_expected_bytes} reserved for running answers, and {num_missing_bytes} more are needed",
+            f" {self._num_expected_bytes} reserved for running answers, and {num_missing} more are needed",
             retry_after_seconds=RETRY_SECONDS,
             reason="JOURNAL_FULL",
         )
-        if num_dropped_bytes < num_missing_bytes:
+        if num_dropped_bytes < num_missing:
             raise full
         not_reading = CapacityError(
             "the client stopped reading, and its answer was evicted to free memory",
@@ -162,10 +160,10 @@ class AnswerBudget:
         if account not in self._accounts:
             return
         num_bytes = num_tokens * account.bytes_per_token
-        num_missing_bytes = self.reserved_bytes + num_bytes - self._limit_bytes
-        if num_missing_bytes > 0:
+        num_missing = self.reserved_bytes + num_bytes - self._limit_bytes
+        if num_missing > 0:
             self._check_alone(account.num_bytes + num_bytes)
-            self._make_room(num_missing_bytes, older=account)
+            self._make_room(num_missing, older=account)
         self._add(account, num_bytes, -min(account.num_expected_bytes, num_bytes))
 
     def settle(self, account: AnswerAccount, num_tokens: float | None) -> None:

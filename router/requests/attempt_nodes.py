@@ -156,12 +156,11 @@ class AttemptNodes:
     def _retarget(self, wanted: do.Retarget) -> None:
         self._unwatch()
         self.record.ask("for another transfer")
+        command = RetargetSequenceGroup(
+            sequence_group_id=self.id, transfer_id=wanted.transfer_id, keeps_received=wanted.keeps_received
+        )
         if self._session is not None:
-            self._session.retarget(
-                RetargetSequenceGroup(
-                    sequence_group_id=self.id, transfer_id=wanted.transfer_id, keeps_received=wanted.keeps_received
-                )
-            )
+            self._session.retarget(command)
 
     def _cancel_samples(self, unwanted: do.CancelSamples) -> None:
         if self._session is not None:

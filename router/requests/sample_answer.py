@@ -35,8 +35,8 @@ class SampleAnswer:
         self._max_tokens = sampling.max_tokens
         self._text = text
         self._token_bytes = token_bytes
-        self._given_token_ids = request.generated_token_ids
-        self.start_position = len(request.prompt_token_ids) + len(self._given_token_ids)
+        self._given_ids = request.generated_token_ids
+        self.start_position = len(request.prompt_token_ids) + len(self._given_ids)
         """The position of the first token that this call generates."""
         self.next_position = self.start_position
         self.last_position = len(request.prompt_token_ids) + sampling.max_tokens
@@ -46,11 +46,9 @@ class SampleAnswer:
         self._logprobs: list[TokenLogprobs] = []  # one per token, or empty
         self._tail = ""  # text held back when the sample ended without another token
         self._shows_text = not request.output.token_ids_only
-        self._echo = (
-            request.prompt_text if request.output.echo and self._shows_text and not self._given_token_ids else ""
-        )
+        self._echo = request.prompt_text if request.output.echo and self._shows_text and not self._given_ids else ""
         self.finished: Finished | None = None
-        for num_generated, token_id in enumerate(self._given_token_ids):
+        for num_generated, token_id in enumerate(self._given_ids):
             if self._read(token_id, num_generated)[1]:
                 break
 
@@ -67,7 +65,7 @@ class SampleAnswer:
     @property
     def generated_token_ids(self) -> tuple[int, ...]:
         """The tokens that the client sent as already generated, then those of this call: another attempt's start."""
-        return (*self._given_token_ids, *self._token_ids)
+        return (*self._given_ids, *self._token_ids)
 
     def token_ids_from(self, position: int) -> Sequence[int]:
         """Returns this call's tokens from an absolute position on."""
@@ -95,7 +93,7 @@ class SampleAnswer:
             token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
         if self.finished is not None:
             return 0
-        num_generated = len(self._given_token_ids) + num_before
+        num_generated = len(self._given_ids) + num_before
         for token_id in token_ids:
             released, has_ended = self._read(token_id, num_generated)
             self._token_ids.append(token_id)

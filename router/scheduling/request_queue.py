@@ -246,9 +246,7 @@ class RequestQueue:
         if ended:
             long = itertools.takewhile(lambda item: now - item[1][0] >= timeout, self._waiting.items())
             for waiting in [waiting for waiting, _ in long if waiting.demand.family in ended]:
-                self.withdraw(
-                    waiting, PeerLostError("no decode node that could take the request is available", reason="NO_NODE")
-                )
+                self.withdraw(waiting, PeerLostError("no decode node is available for the request", reason="NO_NODE"))
         return usable
 
     def withdraw(self, waiting: QueuedRequest, error: OutriderError) -> None:
