@@ -1,4 +1,4 @@
-"""Replicates resumable requests to the store that routers share, and takes over those of routers that are gone."""
+"""Replicates resumable requests to the store that routers share, and takes over requests of other routers."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ from router.requests.live import LiveRequest
 MAX_SPAN_TOKENS = 4096
 """Maximum tokens of one sample in one append."""
 MAX_APPEND_TOKENS = 65_536
-"""Tokens after which an append takes no further request, so that the store answers within milliseconds."""
+"""Tokens after which an append includes no further request, so that the store answers within milliseconds."""
 MAX_LOST_APPENDS = 5
-"""Attempts to append the last tokens of a request that failed here; then they are left to be recomputed."""
+"""Attempts to append the last tokens of a request that failed here. After these they have to be recomputed."""
 CREATES_AT_ONCE = 16
-"""Concurrent creates after the store was emptied. Renewals wait for them."""
+"""Concurrent creates after the store has lost its contents. The renewal waits for them."""
 MAX_TO_DELETE = 4096
 """Ids remembered for deletion while the store does not answer."""
 
 _log = get_logger("store")
 
 Restore = Callable[[StoredAnswer], Awaitable[LiveRequest]]
-"""Starts a claimed request on this router."""
+"""The function that starts a claimed request on this router."""
 
 
 @dataclass(slots=True)
 class _Kept:
-    """A request of this router in the store."""
+    """A request of this router that is in the store."""
 
     running: LiveRequest
     stored: StoredRequest
-    positions: dict[int, int] = field(default_factory=dict)  # by sample: the next to append; if absent, its start
+    positions: dict[int, int] = field(default_factory=dict)  # by sample: the next to append; by default its start
     was_claimed: bool = False  # from another router
     has_finished: bool = False  # `finish` has been sent to the store
-    is_refused: bool = False  # the store has refused some tokens, and takes none after them
+    is_refused: bool = False  # the store has refused tokens, and can take none after a gap
     num_lost_appends: int = 0
 
     def new_spans(self) -> Iterator[TokenSpan]:
         """Yields the tokens that the store does not have, a bounded number per sample.
 
-        Tokens with logprobs are recomputed instead, as are those of a request if the store has refused some of them.
+        Yields none if the answer has logprobs, or if the store has refused tokens: then they have to be recomputed.
         """
         answer = self.running.answer
         if answer.request.options.logprobs is not None or self.is_refused:
@@ -68,7 +68,7 @@ class _Kept:
 
     @property
     def may_continue_elsewhere(self) -> bool:
-        """Whether it failed here for lack of nodes or room: the store keeps it for other routers."""
+        """Whether it failed here for lack of nodes or room, so that the store keeps it for other routers."""
         answer = self.running.answer
         was_begun = self.was_claimed or answer.started is not None
         is_curable = isinstance(answer.failure, (PeerLostError, CapacityError)) and answer.failure.reason != LOSES_NODES
@@ -78,9 +78,8 @@ class _Kept:
 class AnswerKeeper:
     """Replicates resumable requests to a store. Owned by the event loop.
 
-    Writes for all requests together, off the token path.
-
-    While the store does not answer, running requests continue and are written once it is back.
+    It writes for all requests together, off the token path. While the store does not answer, running requests
+    continue; they are written once it is back.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class AnswerKeeper:
         self._append_seconds = append_seconds
         self._renew_seconds = renew_seconds
         self._kept: dict[str, _Kept] = {}  # by request id
-        self._resting: dict[str, _Kept] = {}  # by request id: these wait for their windows' ends, unpolled
+        self._resting: dict[str, _Kept] = {}  # by request id: ended, not polled until `wake`
         self._claims: dict[str, asyncio.Task[LiveRequest]] = {}
         self._is_lost = False
         self._to_delete: dict[str, None] = {}  # ids, in the order in which they ended
@@ -106,7 +105,7 @@ class AnswerKeeper:
         self._work = asyncio.create_task(self._run(), name="store")
 
     async def keep(self, running: LiveRequest, stored: StoredRequest) -> bool:
-        """Stores a request before its Started message. Returns False if it is served without the store.
+        """Stores a request, before its Started message. Returns False if it is served without the store.
 
         Raises: AlreadyRunningError if another router has the id; StoreError.
         """
@@ -117,15 +116,15 @@ class AnswerKeeper:
         except AlreadyRunningError:
             raise
         except BaseException as error:
-            self._delete_later(request_id)  # it may have been stored anyway, and would block the id
+            self._delete_later(request_id)  # it may have been stored, and would block the id
             if not isinstance(error, StoreError):  # its client has left
                 raise
-            self._note(error)
+            self._log_availability(error)
             if not self._may_serve_without:
                 raise
             return False
         self._kept[request_id] = _Kept(running, stored)
-        if running.answer.failure is not None:  # such as a full queue: frees the id before the client gets the error
+        if running.answer.failure is not None:  # the id must be free before the client gets the error
             self._settle()
             await self._attempt(self._delete)
         return True
@@ -152,7 +151,7 @@ class AnswerKeeper:
         return request_id in self._claims
 
     async def stop(self) -> None:
-        """Writes what is left and releases the requests to other routers."""
+        """Writes the remaining tokens and leaves the requests to other routers."""
         self._work.cancel()
         with suppress(asyncio.CancelledError):
             await self._work
@@ -165,7 +164,7 @@ class AnswerKeeper:
             await self.store.close()
 
     async def _take_name(self, request_id: str) -> None:
-        """Frees the id: an earlier request with it is deleted now or not at all."""
+        """Frees the id for a new request: an earlier one is deleted now or not at all."""
         if request_id in self._to_delete:
             async with self._deleting:
                 self._to_delete.pop(request_id, None)
@@ -187,7 +186,7 @@ class AnswerKeeper:
     # ------------------------------------------------------------ off the token path
 
     async def _run(self) -> None:
-        """Replicates periodically. Renewals come first: lost tokens are recomputed, but a lapsed lease is lost."""
+        """Replicates periodically. Renewals come first: lost tokens can be recomputed, an expired lease cannot."""
         loop = asyncio.get_running_loop()
         renew_at = loop.time()
         while True:
@@ -198,7 +197,7 @@ class AnswerKeeper:
                 steps.insert(0, self._renew)
             self._settle()
             failures = [error for step in steps if (error := await self._attempt(step)) is not None]
-            self._note(failures[0] if failures else None)
+            self._log_availability(failures[0] if failures else None)
 
     async def _attempt(self, step: Callable[[], Awaitable[object]]) -> StoreError | None:
         try:
@@ -206,7 +205,7 @@ class AnswerKeeper:
         except StoreError as error:
             return error
         except Exception as error:  # noqa: BLE001 the other requests still have to be replicated
-            _log.exception("keeping requests failed", error=str(error))
+            _log.exception("replicating requests failed", error=str(error))
         return None
 
     async def _append(self) -> bool:
@@ -227,7 +226,7 @@ class AnswerKeeper:
             await self.store.append([span for _, spans in found for span in spans])
         except SpansRefusedError as error:
             refused = error.request_ids
-            _log.warning("the store refuses tokens, which would be computed again", error=error.message)
+            _log.warning("the store refused tokens; a router that takes over will recompute them", error=error.message)
         except StoreError:
             for kept, _ in found:
                 kept.num_lost_appends += kept.may_continue_elsewhere
@@ -239,9 +238,9 @@ class AnswerKeeper:
         return True
 
     def _settle(self) -> None:
-        """Forgets stored requests that other routers may continue, and deletes other failed or closed ones.
+        """Forgets stored requests that other routers may continue, and deletes others that failed or were closed.
 
-        Complete answers that are stored rest until a reader attaches or their windows end.
+        Complete answers that are stored are not polled until a reader attaches or their windows end.
         """
         for request_id, kept in tuple(self._kept.items()):
             if kept.may_continue_elsewhere:
@@ -255,11 +254,11 @@ class AnswerKeeper:
 
     def _delete_later(self, request_id: str) -> None:
         self._to_delete[request_id] = None
-        while len(self._to_delete) > MAX_TO_DELETE:  # the store has been away for long: they expire by themselves
+        while len(self._to_delete) > MAX_TO_DELETE:  # the store was away for long; they expire by themselves
             del self._to_delete[next(iter(self._to_delete))]
 
     async def _delete(self) -> None:
-        """Deletes ended requests in one call, after the one in progress."""
+        """Deletes ended requests in one call; not while another such call is in progress."""
         async with self._deleting:
             if request_ids := tuple(self._to_delete):
                 await self.store.delete(request_ids)
@@ -281,7 +280,7 @@ class AnswerKeeper:
         for request_id in renewal.taken:
             taken = self._kept.pop(request_id, None)
             if taken is not None:
-                taken.running.close(AbortedError("another router has taken the request over", reason=RESUMED_ELSEWHERE))
+                taken.running.close(AbortedError("another router has taken over the request", reason=RESUMED_ELSEWHERE))
         for request_id in renewal.aborted:
             if request_id in self._kept:
                 self._kept[request_id].running.abort()
@@ -292,12 +291,12 @@ class AnswerKeeper:
             await asyncio.gather(*map(self._create_again, batch))
 
     async def _create_again(self, kept: _Kept) -> None:
-        """Creates a request again that the store has lost. Raises: StoreError."""
+        """Stores a request again that the store has lost. Raises: StoreError."""
         with suppress(AlreadyRunningError):  # another router has it since: the next renewal reports it
             await self.store.create(kept.stored)
             kept.positions, kept.is_refused = {}, False
 
-    def _note(self, error: StoreError | None) -> None:
+    def _log_availability(self, error: StoreError | None) -> None:
         """Logs when the store is lost and when it is back."""
         if error is not None and not self._is_lost:
             _log.warning("the store does not answer", store=self.store.name, error=error.message)
@@ -312,9 +311,7 @@ def _begin_window(claim: asyncio.Task[LiveRequest]) -> None:
 
 
 def take_known_tokens(answer: Answer, stored: StoredAnswer) -> None:
-    """Adds the tokens that another router has stored to the answer. Does nothing for a request with logprobs, which are
-    not stored.
-    """
+    """Adds the tokens that another router has stored to the answer, unless it has logprobs, which are not stored."""
     if answer.request.options.logprobs is not None:
         return
     for sample, token_ids in stored.token_ids.items():

@@ -1,4 +1,4 @@
-"""Keeps requests away from a node that has failed requests."""
+"""A circuit breaker that keeps requests away from a node that has failed some."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ MAX_COOLDOWN_SECONDS = 60.0
 FORGET_SECONDS = 120.0
 """Seconds without a failure after which the cooldown starts over at `FIRST_COOLDOWN_SECONDS`."""
 MAX_CAUSES = 64
-"""Requests remembered per node that may have caused a failure themselves. If more fail, the node is at fault."""
+"""Requests remembered per node that may be at fault for its failures. If more fail, the node is at fault."""
 
 
 class Breaker:
     """A circuit breaker for one node. Owned by the event loop.
 
-    A failure opens it for a cooldown that doubles with each further failure. Failures during a cooldown count
-    once, since a broken session ends many attempts. After the cooldown one request at a time is a trial: success
-    closes the breaker, failure opens it again. The first trial may come earlier (`may_be_tried`), if the other
-    nodes have no room.
+    A failure opens it for a cooldown, which doubles with each further failure. Failures during a cooldown do not
+    count, because a broken session ends many attempts at once. After the cooldown, one request at a time is a
+    trial: success closes the breaker, failure opens it again. The first trial may come during the cooldown
+    (`may_be_tried`), if the other nodes have no room.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,7 +29,7 @@ class Breaker:
         self._open_until: float | None = None  # None: closed
         self._is_on_trial = False
         self._was_tried = False  # whether a trial has begun since it opened
-        self._causes: set[object] = set()  # of the failures since the last success, except forgiven ones
+        self._causes: set[object] = set()  # of failures since the last success that were not forgiven
 
     @property
     def is_open(self) -> bool:
@@ -44,7 +44,7 @@ class Breaker:
         """Records that a request goes to the node."""
         if self._open_until is not None and self.may_be_tried:
             self._is_on_trial = self._was_tried = True
-            # Allows another trial later if this one never reports a result.
+            # After this time another trial may begin, even if this one never has a result.
             self._open_until = max(self._open_until, self._clock() + self._cooldown_seconds)
 
     def succeed(self) -> None:
@@ -53,7 +53,7 @@ class Breaker:
         self._causes.clear()
 
     def fail(self, cause: object = None) -> None:
-        """Records a failure. `cause`: the request if it may be at fault itself; None: the node is at fault."""
+        """Records a failure. `cause`: the request, if it may be at fault; None: the node is at fault."""
         self._causes.add(cause if len(self._causes) < MAX_CAUSES else None)
         now = self._clock()
         if self.is_open and not self._is_on_trial:
@@ -66,7 +66,7 @@ class Breaker:
         self._is_on_trial = False
 
     def forgive(self, cause: object) -> None:
-        """Discounts a failure because the request fails on other nodes, too. Closes the breaker if no cause is left."""
+        """Withdraws failures of a request that also fails on other nodes. Closes the breaker if no others are left."""
         self._causes.discard(cause)
         if self._open_until is not None and not self._causes:
             self.succeed()

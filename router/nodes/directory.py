@@ -1,4 +1,4 @@
-"""All nodes behind the router's targets, and the model they serve."""
+"""All nodes behind the router's targets, and the model that they serve."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from router.text.tokenizer import Tokenizer
 
 WAITING_LOG_SECONDS = 5.0
 PREFILL_START_SECONDS = 5.0
-"""Seconds a starting router waits for a prefill node after a decode node: both load the same weights."""
+"""Seconds that a starting router waits for a prefill node after a decode node: both load the same weights."""
 
 EXACT_NUMERICS = "exact ("
 
@@ -42,12 +42,12 @@ class ServedModel:
 
 
 class NodeDirectory:
-    """Links to all nodes behind the targets, and the model they serve. Owned by the event loop.
+    """Links to all nodes behind the targets, and the model that they serve. Owned by the event loop.
 
-    Model, limits, tokenizer and fingerprint come from the first prefill or decode node
-    that serves. A node with another fingerprint is refused, as is one that computes other features
-    for a drafter head than the nodes in use: prompt features go to decode nodes with their KV.
-    If context windows differ, because of the nodes' memory, the shortest is served.
+    Model, limits, tokenizer and fingerprint come from the first prefill or decode node that serves. A node with
+    another fingerprint is refused. So is one that computes other features for a drafter head than the nodes in use,
+    because the prompt's features go to decode nodes together with its KV. If context windows differ, because of
+    the nodes' memory, the shortest is served.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class NodeDirectory:
         self._changed = asyncio.Event()
         self._on_change: list[Callable[[], None]] = []
         self._on_report: list[Callable[[], None]] = []
-        self._first_of_numerics: dict[str, str] = {}  # by numerics: the name of the first node with them
+        self._first_of_numerics: dict[str, str] = {}  # by numerics: the name of the first node that has them
         self.served: ServedModel | None = None
         self.prefill_nodes: list[PrefillLink] = []  # serving nodes only, in all three lists
         self.decode_nodes: list[DecodeLink] = []
@@ -105,8 +105,8 @@ class NodeDirectory:
     def proposer(self) -> tuple[str, int]:
         """Returns (the proposer in use, the default number of speculative tokens).
 
-        The proposer is a draft node's if one serves, else the decode nodes' own; a model or a head
-        is preferred to lookup. The number is the decode nodes' choice.
+        The proposer is that of a draft node if one serves, else that of the decode nodes; a model or a head is
+        preferred to lookup. The number is the decode nodes' choice.
         """
         drafts = [link for link in self._links() if link.role is NodeRole.DRAFT and link.is_serving]
         decodes = self.decode_nodes
@@ -116,7 +116,7 @@ class NodeDirectory:
 
     @property
     def misses_decode_node(self) -> bool:
-        """Whether a decode target has no address, or a node there that does not serve and has not been refused."""
+        """Whether a decode target has no address, or has a node that does not serve and was not refused."""
         nodes = self._nodes[NodeRole.DECODE]
         return bool(nodes.unresolved) or any(
             not (link.is_serving or link.refusal or link.is_alias) for link in nodes.peers
@@ -154,7 +154,7 @@ class NodeDirectory:
         self._on_change.append(listener)
 
     def on_report(self, listener: Callable[[], None]) -> None:
-        """Calls `listener` on changes and after every report: many times a second. It must not block."""
+        """Calls `listener` at changes and after every report, many times a second. It must not block."""
         self._on_change.append(listener)
         self._on_report.append(listener)
 
@@ -165,7 +165,7 @@ class NodeDirectory:
             nodes.start()
 
     async def wait_until_serving(self) -> None:
-        """Waits for a decode node, and for a prefill node if one comes soon after; logs what is missing."""
+        """Waits for a decode node, then up to `PREFILL_START_SECONDS` for a prefill node. Logs what is missing."""
         loop = asyncio.get_running_loop()
         log_at = loop.time() + WAITING_LOG_SECONDS
         until: float | None = None  # deadline for prefill nodes, set once a decode node serves
@@ -178,7 +178,7 @@ class NodeDirectory:
                 log_at = min(log_at, until)
             self._changed.clear()
             try:
-                async with asyncio.timeout_at(log_at):  # each failed try is a change and must not delay the log line
+                async with asyncio.timeout_at(log_at):  # failed connections are changes, and must not delay the log
                     await self._changed.wait()
             except TimeoutError:
                 _log.info("waiting for nodes", missing=missing, **self._reasons_to_wait())
@@ -196,7 +196,7 @@ class NodeDirectory:
         return [what for what, nodes in found if not nodes]
 
     def _reasons_to_wait(self) -> dict[str, dict[str, str]]:
-        """Returns why known nodes do not serve and names do not resolve."""
+        """Returns why nodes do not serve and targets do not resolve."""
         links = [link for link in self._links() if not link.is_serving]
         return {
             "unresolved": {target: why for nodes in self._nodes.values() for target, why in nodes.unresolved.items()},
@@ -239,19 +239,19 @@ class NodeDirectory:
         self._on_lost(link.role)
 
     def _follow_windows(self) -> None:
-        """Serves the shortest window of all nodes, including disconnected ones: a request must fit any of them."""
+        """Serves the shortest window of all nodes, including disconnected ones, so that a request fits any of them."""
         windows = {link.max_model_len: link.name for link in self._links() if link.max_model_len}
         if self.served is None or not windows or min(windows) == self.served.info.max_model_len:
             return
         self.served = replace(self.served, info=replace(self.served.info, max_model_len=min(windows)))
-        _log.warning("the window has changed", max_model_len=min(windows), node=windows[min(windows)])
+        _log.warning("context window changed", max_model_len=min(windows), node=windows[min(windows)])
 
     # ------------------------------------------------------------ approval
 
     async def approve(self, link: NodeLink, info: NodeInfo) -> str:
         """Returns the served fingerprint.
 
-        Raises: MismatchError naming both sides; OutriderError if the tokenizer fails.
+        Raises: MismatchError, which names both sides; OutriderError if the tokenizer cannot be read.
         """
         if info.model is None:
             raise MismatchError(f"{info.name} serves no model")
@@ -278,13 +278,13 @@ class NodeDirectory:
         return served.info.fingerprint
 
     def _compare_numerics(self, name: str, numerics: str) -> None:
-        """Warns once for each new kind of numerics beside the first. Nodes of different numerics may serve together."""
+        """Logs a warning the first time that a node has numerics different from all others, which is permitted."""
         if not numerics or numerics in self._first_of_numerics:
             return
         self._first_of_numerics[numerics] = name
         if len(self._first_of_numerics) > 1:
             _log.warning(
-                "nodes of different numerics serve together: an answer that moves between them may differ"
+                "nodes of different numerics serve together: an answer that migrates between them may differ"
                 " from one that does not",
                 numerics={node: kind for kind, node in self._first_of_numerics.items()},
             )
@@ -295,7 +295,7 @@ class NodeDirectory:
             is_paired = other is not link and other.is_approved and other.role is not NodeRole.DRAFT
             if is_paired and found is not None and found.features != model.features:
                 raise MismatchError(
-                    f"{name} computes features {model.features or 'none'} for a drafter head, {other.name}"
+                    f"{name} computes features {model.features or 'none'} for a drafter head, {other.name} computes"
                     f" {found.features or 'none'}: model.head of all prefill and decode nodes must have one reduction"
                 )
 
@@ -310,7 +310,7 @@ class NodeDirectory:
             )
 
     async def _adopt(self, link: NodeLink, name: str, model: ModelInfo) -> None:
-        """Adopts the model of the first node that has sent its tokenizer; one that stalls does not block the others."""
+        """Adopts the model of the first node that sends its tokenizer. A node that stalls does not block the others."""
         async with racing(link.transport.tokenizer_files(), self._has_model.wait()) as (sent, _), self._adopting:
             if self.served is not None:
                 return
@@ -324,7 +324,7 @@ class NodeDirectory:
 
 
 def _describe_difference(name: str, model: ModelInfo, served: ServedModel) -> str:
-    """Explains why the nodes' KV is incompatible, in terms of settings; the fingerprints are in the nodes' logs."""
+    """Explains in terms of settings why the nodes' KV is incompatible. The nodes' logs have the fingerprints."""
     ours, node = served.info, served.node
     if model.name != ours.name or model.vocab_size != ours.vocab_size:
         return f"{name} serves {model.name} ({model.vocab_size} tokens), {node} {ours.name} ({ours.vocab_size} tokens)"
@@ -333,7 +333,7 @@ def _describe_difference(name: str, model: ModelInfo, served: ServedModel) -> st
         return f"{name} computes {model.name} in {model.dtype}, {node} in {ours.dtype}: {same}"
     if model.revision != ours.revision:
         return f"{name} serves revision {model.revision or '?'} of {model.name}, {node} {ours.revision or '?'}"
-    return f"{name} has other weights, another configuration or tokenizer of {model.name} than {node}"
+    return f"{name} has different weights, configuration or tokenizer of {model.name} than {node}"
 
 
 def _models(links: Iterable[NodeLink]) -> list[ModelInfo]:

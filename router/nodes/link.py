@@ -1,4 +1,4 @@
-"""The router's connection to one node and the node's known state: dial → identify → approve → follow, in a loop."""
+"""The router's link to one node: connect → identify → approve → follow reports, in a loop, and the state found."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from router.nodes.transport import DecodeSession, NodeTransport, RouterIdentity,
 
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0
-POLL_GROWTH = 1.1
-"""Backoff factor while a node is loading or is an alias: it is polled again after a tenth of the time so far."""
+POLL_BACKOFF_FACTOR = 1.1
+"""Growth of the backoff while a node is loading or is an alias, so that it is polled often."""
 IDENTIFY_SECONDS = 2.0
 MAX_CONDITION = 200
 """Maximum characters of `NodeStatus.condition`."""
 MAX_REFUSALS = 16
 """Refusals kept per node, one per request size."""
-NOTICE_SECONDS = 0.1
-"""Seconds between the end of a call and the end of the reports when a process has ended."""
+LOSS_NOTICE_SECONDS = 0.1
+"""Seconds to wait for the end of a node's reports after a call to it failed, to tell whether its process ended."""
 
 _log = get_logger("nodes")
 
 
 def shorten_condition(condition: str) -> str:
-    """Makes a condition one printable line of at most `MAX_CONDITION` characters: it contains text from peers."""
+    """Returns the condition as one printable line of at most `MAX_CONDITION` characters; it has text from peers."""
     printable = (character if character.isprintable() else " " for character in condition[: 2 * MAX_CONDITION])
     line = " ".join("".join(printable).split())
     return line if len(line) <= MAX_CONDITION else f"{line[: MAX_CONDITION - 1]}…"
 
 
 class LinkOwner(Protocol):
-    """The owner of the links (`router.nodes.directory.NodeDirectory`). Only `approve` may wait."""
+    """The owner of the links (`router.nodes.directory.NodeDirectory`). Only `approve` may take time."""
 
     async def approve(self, link: NodeLink, info: NodeInfo) -> str:
         """Returns the fingerprint served. Raises: MismatchError if the node does not fit; OutriderError."""
@@ -61,9 +61,9 @@ class LinkOwner(Protocol):
 class NodeLink:
     """A link to one address. Owned by the event loop; `run` continues until it is cancelled.
 
-    A node is SERVING here if it reports so, its model fits, and its reports arrive. While a
-    report or its step is overdue the node is late; if it still makes no progress it is LOST and
-    has no report, until it serves again.
+    A node is SERVING if it reports so, its model was approved, and its reports arrive. It is late while a report
+    or its current step is overdue. If it still makes no progress, it is LOST, and has no report until it serves
+    again.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class NodeLink:
         self.role = role
         self.address = address
         self.info: NodeInfo | None = None
-        self.stamp = NodeStamp("", "", "", "")  # how requests name the node, once it has been identified
+        self.stamp = NodeStamp("", "", "", "")  # for the records of requests, once it is identified
         self.report: NodeReport | None = None
         self.state = NodeState.STARTING
         self.refusal = ""  # why the node must not be used; empty if it may be
         self.last_error = ""  # why it cannot be reached; empty if it can
-        self.max_model_len = 0  # from the target model in its last approval
+        self.max_model_len = 0  # of the model when the node was last approved
         self.is_alias = False  # another link leads to the same process
-        self.num_hedges = 0  # requests opened elsewhere because this node is late
+        self.num_hedges = 0  # requests also opened elsewhere because this node is late
         self.breaker = Breaker()
-        self.chosen_at = 0  # placement's choice counter when it last chose this node
+        self.chosen_at = 0  # value of placement's counter when it last chose this node
         self.transport = transport
         self._identity = identity
         self._owner = owner
@@ -128,12 +128,12 @@ class NodeLink:
 
     @property
     def is_late(self) -> bool:
-        """Whether progress is overdue; the node is not lost yet."""
+        """Whether the node's progress is overdue."""
         return self._progress.standing >= Standing.LATE
 
     @property
     def is_silent(self) -> bool:
-        """Whether the node is late and has sent no report for longer still."""
+        """Whether the node is late and has sent no report for even longer."""
         return self._progress.standing >= Standing.SILENT
 
     @property
@@ -160,8 +160,8 @@ class NodeLink:
                 try:
                     info = await self.transport.identify(timeout_seconds=IDENTIFY_SECONDS)
                     is_usable = await self._identify(info)
-                    if is_usable or growth != POLL_GROWTH:
-                        pause, growth = MIN_BACKOFF_SECONDS, POLL_GROWTH
+                    if is_usable or growth != POLL_BACKOFF_FACTOR:
+                        pause, growth = MIN_BACKOFF_SECONDS, POLL_BACKOFF_FACTOR
                     if is_usable:
                         await self._follow(info)
                 except OutriderError as error:
@@ -173,7 +173,7 @@ class NodeLink:
             await self.transport.close()
 
     async def _identify(self, info: NodeInfo) -> bool:
-        """Identifies the node and returns whether it may be used now. Raises: MismatchError."""
+        """Takes the node's identity. Returns whether it may be used now. Raises: MismatchError."""
         if info.role is not self.role:
             raise MismatchError(
                 f"{self.address} is a {info.role.name.lower()} node, not a {self.role.name.lower()} node"
@@ -219,15 +219,15 @@ class NodeLink:
         if not self.is_late:
             self.num_hedges = 0
         if has_changed or self.is_late:
-            self._tell_change()
+            self._notify_change()
         else:
             self._owner.link_reported()
 
     def _on_overdue(self) -> None:
         _log.info(f"node is {self._progress.standing.name.lower()}", node=self.name, address=self.address)
-        self._tell_change()
+        self._notify_change()
 
-    def _tell_change(self) -> None:
+    def _notify_change(self) -> None:
         self._owner.link_changed()
         for listener in tuple(self._listeners):
             listener()
@@ -247,7 +247,7 @@ class NodeLink:
             self.refusal = error.message
         if was_up or is_refused:
             self.state = NodeState.LOST
-        self._tell_change()
+        self._notify_change()
         if was_draining and was_up:
             _log.info("node left", node=self.name, address=self.address)
         elif was_up:
@@ -282,8 +282,8 @@ class PrefillLink(NodeLink):
                 raise PeerLostError(f"prefill node {self.name} is lost", node=self.name, reason=UNREACHABLE)
             figures = work.result()
         except OutriderError as error:
-            if error.reason == UNREACHABLE:  # the loss of the process is noticed now or a little later
-                await asyncio.wait((lost,), timeout=NOTICE_SECONDS)
+            if error.reason == UNREACHABLE:  # its reports end too if its process has ended
+                await asyncio.wait((lost,), timeout=LOSS_NOTICE_SECONDS)
             reason = UNREACHABLE if lost.done() else None
             message = f"prefill node {self.name} failed: {error.message}"
             raise PeerLostError(message, node=self.name, reason=reason) from error
@@ -300,7 +300,7 @@ class PrefillLink(NodeLink):
 
 
 class Size(NamedTuple):
-    """The size of a request, as far as it determines the room it needs on a decode node."""
+    """The size of a request, which determines the room that it needs on a decode node."""
 
     num_tokens: int
     num_samples: int
@@ -308,16 +308,16 @@ class Size(NamedTuple):
 
 @dataclass(slots=True)
 class Refusal:
-    """A decode node's rejection of a request of this size. It keeps smaller ones out for `wait_seconds` only.
+    """A decode node's rejection of a request of this size, and whether it still keeps others out.
 
-    A whole prompt that is no smaller is not sent to the node until a report shows the missing room, as many tokens
-    of this router's requests have ended there, or `NO_ROOM_RETRY_SECONDS` have passed.
+    All requests are kept out for `wait_seconds`. Those that are no smaller are kept out until a report shows the
+    missing room, requests of this router with as many tokens have ended there, or `NO_ROOM_RETRY_SECONDS` have passed.
     """
 
     rejected: Rejected
     at: float  # monotonic seconds
     size: Size
-    num_freed_tokens: int = 0  # since then: of this router's requests that ended there, minus those that started
+    num_freed_tokens: int = 0  # since then: of this router's requests that ended, minus those that began
     num_freed_samples: int = 0
 
     def keeps_out(self, size: Size, load: NodeLoad, now: float) -> bool:
@@ -326,7 +326,7 @@ class Refusal:
         if now >= self.at + NO_ROOM_RETRY_SECONDS:
             return False
         if now < self.at + wanted.wait_seconds:
-            return True  # the node makes this router wait, whatever the size
+            return True  # whatever the size
         num_sequences = max(load.num_sequences_free, self.num_freed_samples)
         if num_sequences < min(size.num_samples, wanted.num_sequences_needed):
             return True
@@ -336,7 +336,7 @@ class Refusal:
 
 
 class DecodeLink(NodeLink):
-    """A link to a decode node: it follows the node's session, which carries the reports."""
+    """A link to a decode node. It reads the reports from its session with the node."""
 
     session: DecodeSession | None = None
     num_placed = 0  # requests of this router that are placed there
@@ -365,14 +365,14 @@ class DecodeLink(NodeLink):
                 session.close(error)
 
     def has_room(self, size: Size, now: float) -> bool:
-        """Whether room is likely: no refusal of a request that was no larger still applies."""
+        """Whether no refusal keeps a request of this size out."""
         if not self.refusals or self.report is None:
             return True
         load = self.report.load
         return not any(refusal.keeps_out(size, load, now) for refusal in self.refusals)
 
     def change_room(self, size: Size, sign: int) -> None:
-        """Updates the refusals for a request of this size that has come (`sign` -1) or gone (1)."""
+        """Updates the refusals for a request of this size that begins (`sign` -1) or ends (1) on the node."""
         for refusal in self.refusals:
             refusal.num_freed_tokens += sign * size.num_tokens
             refusal.num_freed_samples += sign * size.num_samples

@@ -45,7 +45,7 @@ SessionCall = grpc.aio.StreamStreamCall[session_pb2.SessionCommand, session_pb2.
 
 @asynccontextmanager
 async def racing(*works: Coroutine[Any, Any, Any]) -> AsyncIterator[tuple[asyncio.Task[Any], ...]]:
-    """Runs coroutines as tasks: enters the block when the first ends, cancels and awaits the others on exit."""
+    """Runs coroutines as tasks. Enters the block when the first one ends; cancels and awaits the others on exit."""
     tasks = tuple(map(asyncio.ensure_future, works))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -58,7 +58,7 @@ async def racing(*works: Coroutine[Any, Any, Any]) -> AsyncIterator[tuple[asynci
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterIdentity:
-    """The identity by which this router introduces itself to decode nodes."""
+    """This router's identity, which it sends to decode nodes."""
 
     name: str
     incarnation: bytes  # 16 random bytes, chosen when the process starts
@@ -91,7 +91,7 @@ class NodeTransport:
         self._prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
 
     async def identify(self, *, timeout_seconds: float) -> NodeInfo:
-        """Identifies the node, as a connection's first call: the channel is idle and can take renewed certificates."""
+        """Returns the node's identity. The first call of a connection: renewed certificates are used from here on."""
         if self._security.material is not self._material:
             old = self._channel
             self._open_channel()
@@ -108,7 +108,7 @@ class NodeTransport:
                 async for chunk in call:
                     num_bytes += len(chunk.data)
                     if num_bytes > MAX_TOKENIZER_BYTES:
-                        raise self._lost("sends a tokenizer without end")
+                        raise self._lost(f"sent a tokenizer of more than {MAX_TOKENIZER_BYTES} bytes")
                     files.setdefault(chunk.file_name, bytearray()).extend(chunk.data)
         finally:
             call.cancel()
@@ -176,9 +176,8 @@ class DecodeSession:
 
     The end of the session frees all work of this router on the node.
 
-    Owned by the event loop. Commands are queued and written in order; every event goes to
-    the listener of its sequence group, at once and in order; events of groups without a
-    listener are dropped.
+    Owned by the event loop. Commands are queued and written in order. Each event is passed to the listener of its
+    sequence group, at once and in order; events of groups without a listener are dropped.
     """
 
     def __init__(
@@ -199,14 +198,12 @@ class DecodeSession:
         self.is_open = False
 
     def open_group(self, command: OpenSequenceGroup, listener: GroupListener) -> None:
-        """Queues the command. Raises: PeerLostError if the session has ended."""
-        if not self.is_open:
-            raise self._lost("is lost")
+        """Queues the command. The session must be open."""
         self._listeners[command.sequence_group_id] = listener
         self._commands.put_nowait(command)
 
     def retarget(self, command: RetargetSequenceGroup) -> None:
-        """Queues the command. A Granted with the new transfer follows, unless the KV was ready."""
+        """Queues the command. A Granted for the new transfer follows, unless the KV is already complete."""
         if self.is_open:
             self._commands.put_nowait(command)
 
@@ -225,7 +222,7 @@ class DecodeSession:
             async with racing(self._read(), self._write()) as tasks:
                 for task in tasks:
                     if task.done():
-                        task.result()  # the reader's comes first: it knows best why the session ended
+                        task.result()  # the reader's first, since it knows best why the session ended
         except grpc.RpcError as failure:
             error = from_rpc_error(failure, target=self._node.name)
             if isinstance(error, MismatchError):
@@ -249,7 +246,7 @@ class DecodeSession:
     async def _write(self) -> None:
         await self._call.write(session_pb2.SessionCommand(hello=self._hello))
         while True:
-            command: SequenceGroupCommand | None = None  # None: a heartbeat, as nodes free a silent router's work
+            command: SequenceGroupCommand | None = None  # None: a heartbeat, since nodes free a silent router's work
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
                     command = await self._commands.get()
@@ -267,7 +264,7 @@ class DecodeSession:
             try:
                 hello, report, events = report_message_from_proto(message)
             except (InvalidRequestError, LookupError, ValueError) as error:
-                raise self._lost(f"is lost: a message breaks the protocol: {error}") from error
+                raise self._lost(f"is lost: it sent an invalid message: {error}") from error
             if not self.is_open:
                 self._check_hello(hello)
                 self.is_open = True

@@ -1,7 +1,7 @@
 """An answer: every token with its position and text, and its readers. It is independent of nodes.
 
-Tokens are recorded before they are delivered. A later attempt continues from the record, a
-client that reconnects is replayed it, and two concurrent attempts are compared with it.
+Tokens are recorded before they are delivered. A later attempt continues from the record, a client that
+reconnects gets it replayed, and tokens of two concurrent attempts are compared with it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from outrider.answer import AnswerEvent, Started, Summary
@@ -21,7 +21,7 @@ from router.requests.sample_answer import SampleAnswer
 from router.text.answer_text import AnswerText, ByteDetokenizer, Detokenizer
 from router.text.tokenizer import Tokenizer
 
-BEHIND_SECONDS = 0.02
+OVERLOADED_SECONDS = 0.02
 """Delivery delay in seconds above which the event loop counts as overloaded."""
 MAX_MERGE_SECONDS = 0.1
 MAX_ENTRIES = 2048
@@ -33,15 +33,12 @@ Message = TypeVar("Message")
 class Answer:
     """All samples of one request. Owned by the event loop.
 
-    The record ends with a summary or a failure; until then readers wait for more. One
-    reader is attached at a time: attaching a new one ends the stream of the previous one.
+    The record ends with a summary or a failure; until then the reader waits for more. One reader is attached
+    at a time: attaching another one ends the stream of the first.
     """
 
     def __init__(self, request: Request, started: Started, *, tokenizer: Tokenizer, batcher: DeliveryBatcher) -> None:
-        """`started` is the first message to readers, sent once the request is admitted.
-
-        If the request asks for prompt logprobs, it waits for them, too.
-        """
+        """`started`: the first message to readers, sent once the request is admitted and has any prompt logprobs."""
         self.request = request
         self._started = started
         self.needs_prompt_logprobs = False
@@ -58,7 +55,7 @@ class Answer:
         self.started: Started | None = None
         self.summary: Summary | None = None
         self.failure: OutriderError | None = None
-        self.may_be_behind = False  # taken over from another router: its client may have more of the same tokens
+        self.may_be_behind = False  # taken over from another router, which may have delivered more tokens
         logprobs = request.options.logprobs
         self.entries_per_token = 1 if logprobs is None else 2 + logprobs.num_top  # the token and its logprobs
         self._reader: AnswerReader[Any] | None = None
@@ -92,13 +89,13 @@ class Answer:
     # ------------------------------------------------------------ writing
 
     def begin(self) -> None:
-        """Records admission. Does nothing while prompt logprobs are missing, or after the first call."""
+        """Records admission, unless prompt logprobs are missing. Idempotent."""
         if self.started is None and not self.needs_prompt_logprobs:
             self.started = self._started
-            self._tell()
+            self._notify_reader()
 
     def take_prompt_logprobs(self, packed: bytes) -> None:
-        """Takes the logprobs of all prompt tokens but the first, as packed by nodes, and calls `begin`. Runs once."""
+        """Takes the packed logprobs of all prompt tokens except the first, and calls `begin`. Idempotent."""
         if self.needs_prompt_logprobs:
             self.needs_prompt_logprobs = False
             self._started = replace(self._started, prompt_logprobs=PackedLogprobs(self._first_logprobs + packed))
@@ -110,35 +107,35 @@ class Answer:
         was_finished = sample.finished is not None
         num_new = sample.take(tokens)
         if num_new:
-            self._tell()
+            self._notify_reader()
         return num_new, not was_finished and sample.finished is not None
 
     def finish(self, done: SampleDone) -> None:
         """Ends a sample on a node's report. Raises: InternalError."""
         if done.reason is FinishReason.ABORTED:
-            raise InternalError("a decode node aborted a sample by itself")
+            raise InternalError("it aborted a sample, which only the router may do")
         self._sample(done.sample).finish(done.reason, stop_token_id=done.stop_token_id)
-        self._tell()
+        self._notify_reader()
 
     def abort(self) -> None:
-        """Ends every unfinished sample. Missing prompt logprobs are left out."""
+        """Ends every unfinished sample as aborted. Missing prompt logprobs will not be delivered."""
         if self.needs_prompt_logprobs:
             self.needs_prompt_logprobs = False
             self._started = replace(self._started, prompt_logprobs=())
         for sample in self.samples:
             sample.finish(FinishReason.ABORTED)
-        self._tell()
+        self._notify_reader()
 
     def close(self, summary: Summary) -> None:
         assert self.is_complete, "a summary follows the last sample's end"
         self.summary = summary
-        self._tell()
+        self._notify_reader()
 
     def fail(self, error: OutriderError) -> None:
         """Ends the answer with an error, unless it has ended. Samples that have ended stay as they are."""
         if not self.has_ended:
             self.failure = error
-            self._tell()
+            self._notify_reader()
 
     # ------------------------------------------------------------ reading
 
@@ -147,18 +144,18 @@ class Answer:
     ) -> AnswerReader[Message]:
         """Attaches a reader that receives everything from the given positions (by sample) on.
 
-        Samples that are not named start at the first token of this call. The previously attached
-        reader ends with AbortedError. Raises: OutOfRangeError.
+        The default position is the first token of this call. The reader attached before ends with AbortedError.
+        Raises: OutOfRangeError.
         """
         positions = [sample.start_position for sample in self.samples]
         for index, position in (next_positions or {}).items():
             if index >= len(self.samples):
-                raise OutOfRangeError(f"the answer has {len(self.samples)} samples, there is no sample {index}")
+                raise OutOfRangeError(f"there is no sample {index}: the answer has {len(self.samples)} samples")
             sample = self.samples[index]
             last = sample.last_position if self.may_be_behind and not sample.is_whole else sample.next_position
             if not sample.start_position <= position <= last:
                 raise OutOfRangeError(
-                    f"sample {index} has positions {sample.start_position} to {last}, {position} is not one of them"
+                    f"sample {index} has no position {position}, only {sample.start_position} to {last}"
                 )
             positions[index] = position
         if self._reader is not None:
@@ -168,24 +165,24 @@ class Answer:
         return reader
 
     def leave(self, reader: AnswerReader[Any]) -> None:
-        """Detaches the reader: its stream has ended."""
+        """Detaches the reader, because its stream has ended."""
         if self._reader is reader:
             self._reader = None
 
-    def _tell(self) -> None:
+    def _notify_reader(self) -> None:
         if self._reader is not None:
             self._reader.wake()
 
     def _sample(self, index: int) -> SampleAnswer:
         if index >= len(self.samples):
-            raise InternalError(f"a decode node speaks of sample {index} of {len(self.samples)}")
+            raise InternalError(f"it named sample {index}, but the number of samples is {len(self.samples)}")
         return self.samples[index]
 
 
 def _make_text(request: Request, tokenizer: Tokenizer) -> AnswerText:
     stop, output, sampling = request.stop, request.output, request.options.sampling
     detokenizer: Detokenizer = ByteDetokenizer(())
-    if stop.strings or not output.token_ids_only:  # else the text is not used
+    if stop.strings or not output.token_ids_only:  # else no text is needed
         detokenizer = tokenizer.detokenizer(
             skip_special_tokens=output.skip_special_tokens, context=request.prompt_token_ids
         )
@@ -195,19 +192,19 @@ def _make_text(request: Request, tokenizer: Tokenizer) -> AnswerText:
 class DeliveryBatcher:
     """Wakes all streams with new tokens in one callback, in the next iteration of the event loop.
 
-    A session's message has tokens of many answers. Their clients' messages are rendered one after the
-    other, without a system call in between, which would leave the caches cold.
+    One message of a session has tokens of many answers. The messages to their clients are rendered one after
+    the other, because a system call in between would leave the CPU caches cold.
 
-    While the event loop is overloaded, streams are woken later still, so that the tokens that arrive
-    meanwhile share one delta. First tokens are never delayed.
+    While the event loop is overloaded, streams are woken later, so that tokens that arrive meanwhile share one
+    delta. A stream's first tokens are never delayed.
     """
 
     def __init__(self) -> None:
         self._readers: list[AnswerReader[Any]] = []
-        self._since = 0.0  # the loop's time when the first of them was added
+        self._since = 0.0  # the loop's time when the first one was added
 
     def add(self, reader: AnswerReader[Any]) -> None:
-        """Queues a reader for delivery. A reader is added once until then."""
+        """Queues a reader for delivery. The caller adds a reader only once until then."""
         if not self._readers:
             loop = asyncio.get_running_loop()
             self._since = loop.time()
@@ -218,7 +215,7 @@ class DeliveryBatcher:
         readers, self._readers = self._readers, []
         loop = asyncio.get_running_loop()
         late = loop.time() - self._since
-        if late > BEHIND_SECONDS:
+        if late > OVERLOADED_SECONDS:
             merged = [reader for reader in readers if reader.has_sent_tokens]
             loop.call_later(min(late, MAX_MERGE_SECONDS), _deliver_all, merged)
             readers = [reader for reader in readers if not reader.has_sent_tokens]
@@ -228,15 +225,6 @@ class DeliveryBatcher:
 def _deliver_all(readers: Sequence[AnswerReader[Any]]) -> None:
     for reader in readers:
         reader.deliver()
-
-
-@dataclass(slots=True)
-class _Cursor:
-    """A reader's progress in one sample."""
-
-    sample: SampleAnswer
-    position: int  # the next one
-    has_end: bool = False
 
 
 class AnswerReader(Generic[Message]):
@@ -249,14 +237,15 @@ class AnswerReader(Generic[Message]):
         render: Callable[[AnswerEvent], Message],
         batcher: DeliveryBatcher,
     ) -> None:
-        """`positions`: the first token to deliver, by sample."""
+        """`positions`: the first position to deliver, by sample."""
         self._answer = answer
-        self._cursors = [_Cursor(sample, position) for sample, position in zip(answer.samples, positions, strict=True)]
+        self._positions = list(positions)  # the next to deliver, by sample
+        self._ended: set[int] = set()  # samples whose end was delivered
         self._render = render
         self._batcher = batcher
         self._max_tokens = max(MAX_ENTRIES // answer.entries_per_token, 1)
         self._waiter: asyncio.Future[list[Message]] | None = None  # while the stream waits
-        self._has_news = True
+        self._has_unread = True
         self._is_superseded = False
         self._has_started = False
         self._has_sent_summary = False
@@ -265,12 +254,12 @@ class AnswerReader(Generic[Message]):
     async def next(self) -> list[Message]:
         """Returns all new messages once there are any: Started first, the Summary last, then an empty list.
 
-        Raises: the answer's failure, after everything before it; AbortedError if another
-        reader has been attached.
+        Raises: the answer's failure, after all messages that precede it; AbortedError if another reader has been
+        attached.
         """
         messages: list[Message] = []
         while not messages:
-            if self._has_news:
+            if self._has_unread:
                 messages = self._take_new()
             elif self._is_over():
                 break
@@ -290,19 +279,19 @@ class AnswerReader(Generic[Message]):
 
     def wake(self) -> None:
         """Marks unread events and schedules delivery to a waiting stream."""
-        if not self._has_news:
-            self._has_news = True
+        if not self._has_unread:
+            self._has_unread = True
             if self._waiter is not None:
                 self._batcher.add(self)
 
     def deliver(self) -> None:
         """Delivers the new messages to the waiting stream, if there is one."""
         waiter, self._waiter = self._waiter, None
-        if waiter is None or waiter.done():  # the stream is being cancelled
+        if waiter is None or waiter.done():  # the stream's task is being cancelled
             return
         try:
             waiter.set_result(self._take_new())
-        except Exception as error:  # noqa: BLE001 it concerns this stream only; others are delivered to after it
+        except Exception as error:  # noqa: BLE001 it fails this stream only, not the others of the batch
             waiter.set_exception(error)
 
     def _is_over(self) -> bool:
@@ -311,31 +300,31 @@ class AnswerReader(Generic[Message]):
     def _take_new(self) -> list[Message]:
         """Returns one delta per sample with new tokens, and each sample's end after its last delta.
 
-        Messages beyond one turn's `MAX_ENTRIES` are left for the next call.
+        Tokens beyond `MAX_ENTRIES` are left for the next call.
         """
         answer, render = self._answer, self._render
         messages: list[Message] = []
-        self._has_news = False
+        self._has_unread = False
         if not self._has_started:
             if answer.started is None:
                 return messages
             self._has_started = True
             messages.append(render(answer.started))
         num_left = self._max_tokens
-        for cursor in self._cursors:
-            sample = cursor.sample
-            if cursor.position < sample.next_position:
-                end = min(sample.next_position, cursor.position + num_left)
-                messages.append(render(sample.delta(cursor.position, end)))
-                num_left -= end - cursor.position
-                cursor.position = end
+        for index, sample in enumerate(answer.samples):
+            position = self._positions[index]
+            if position < sample.next_position:
+                end = min(sample.next_position, position + num_left)
+                messages.append(render(sample.delta(position, end)))
+                num_left -= end - position
+                self._positions[index] = position = end
                 self.has_sent_tokens = True
                 if not num_left:
-                    self._has_news = True
+                    self._has_unread = True
                     return messages
-            if sample.finished is not None and not cursor.has_end:
-                cursor.has_end = True
-                if cursor.position == sample.next_position and (tail := sample.tail()) is not None:
+            if sample.finished is not None and index not in self._ended:
+                self._ended.add(index)
+                if position == sample.next_position and (tail := sample.tail()) is not None:
                     messages.append(render(tail))
                 messages.append(render(sample.finished))
         if answer.summary is not None and not self._has_sent_summary:

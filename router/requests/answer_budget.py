@@ -15,27 +15,27 @@ from outrider.wire.answer import most_logprobs_bytes
 
 BYTES_PER_ANSWER = 10_240
 BYTES_PER_SAMPLE = 2_048
-"""Bytes of the objects around an answer, its record included: 11.0 kB were measured for one sample of one token."""
-_BYTES_PER_TOKEN = 96  # an entry in two lists, the id, its piece of text
+"""Bytes of an answer's objects, including its record: 11.0 kB were measured for one sample of one token."""
+_BYTES_PER_TOKEN = 96  # entries in two lists, the id, its piece of text
 _BYTES_PER_LOGPROB = 160
 RETRY_SECONDS = 1.0
 STALLED_SECONDS = 1.0
-"""Seconds without taking a message after which a client loses its answer if others need the memory."""
+"""Seconds that a client may leave a message unread before its answer can be evicted for memory."""
 LEFT_SECONDS = 30.0
-"""Seconds of absence with the same effect; the Python client asks for this retention by default."""
+"""Seconds after which the answer of an absent client can be evicted. The Python client's default resume window."""
 MAX_FIRST_TOKENS = 512
-"""Expected tokens of a sample, at most what is asked for, before any answer has ended."""
+"""Tokens expected of a sample before any answer has ended, unless `max_tokens` is lower."""
 MIN_EXPECTED_TOKENS = 128
-"""Lower bound of the expected tokens, however short answers were: longer ones come without notice."""
-RISE, FALL = 1 / 4, 1 / 64
-"""Weight of an answer that was longer than expected, and of one that was not."""
+"""Lower bound of the tokens expected of a sample, however short the last answers were."""
+RISE_WEIGHT, FALL_WEIGHT = 1 / 4, 1 / 64
+"""Weights, in the moving average of lengths, of an answer longer than expected and of any other."""
 MAX_EXPECTED_SHARE = 4
-"""The bytes expected for one answer are at most the limit divided by this number."""
+"""Divisor of the limit: the bytes expected of one answer are at most the quotient."""
 TICK_SECONDS = 0.1
 
 
 class LoopClock:
-    """Seconds in ticks of the event loop: while the loop is blocked no time passes, so no client seems late."""
+    """A clock that stands still while the event loop is blocked, so that no client seems late then. In seconds."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -55,41 +55,41 @@ class LoopClock:
 class AnswerBudget:
     """The budget of bytes for all answers.
 
-    A new answer is admitted if all running ones have room to their ends: the bytes they hold plus those expected.
-    If answers grow beyond that and nothing else can be dropped, the newest ones end: the least work is lost.
+    A new answer is admitted if it and all running ones fit with their expected lengths. If answers grow beyond
+    that and no unread one can be evicted, the newest are: this loses the least work.
     """
 
     def __init__(self, limit_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_bytes = limit_bytes
         self.clock = clock
         self._accounts: dict[AnswerAccount, None] = {}  # the oldest first
-        self._num_expected_tokens = float(MAX_FIRST_TOKENS)  # per sample: few have been longer lately
+        self._num_expected_tokens = float(MAX_FIRST_TOKENS)  # per sample; few of the last answers were longer
         self._num_expected_bytes = 0  # expected growth of all answers
         self.reserved_bytes = 0  # held by all answers
 
     def open(self, request: Request, *, num_made_tokens: int = 0) -> AnswerAccount:
         """Opens an account for the answer's objects, the prompt, its logprobs, and each sample's first token.
 
-        `num_made_tokens`: tokens of all samples that another router has already generated.
+        `num_made_tokens`: tokens that another router has already generated, in all samples.
 
         Raises: CapacityError if there is no room now; InvalidRequestError if there never is.
         """
         sampling = request.options.sampling
         account = AnswerAccount(_bytes_per_token(request))
-        num_brought = len(request.generated_token_ids)
-        num_bytes = BYTES_PER_ANSWER + _BYTES_PER_TOKEN * (len(request.prompt_token_ids) + num_brought)
+        num_given = len(request.generated_token_ids)
+        num_bytes = BYTES_PER_ANSWER + _BYTES_PER_TOKEN * (len(request.prompt_token_ids) + num_given)
         if request.options.prompt_logprobs is not None:
             num_bytes += most_logprobs_bytes(len(request.prompt_token_ids), request.options.prompt_logprobs)
         num_bytes += (BYTES_PER_SAMPLE + account.bytes_per_token) * sampling.n
         num_bytes += account.bytes_per_token * num_made_tokens
-        num_left = sampling.max_tokens - num_brought - num_made_tokens // sampling.n
+        num_left = sampling.max_tokens - num_given - num_made_tokens // sampling.n
         num_tokens = max(min(num_left, round(self._num_expected_tokens)) - 1, 0)
         self._check_alone(num_bytes)
-        most_expected = min(self._limit_bytes // MAX_EXPECTED_SHARE, self._limit_bytes - num_bytes)
-        num_expected = min(num_tokens * sampling.n * account.bytes_per_token, most_expected)
-        missing = self.reserved_bytes + self._num_expected_bytes + num_bytes + num_expected - self._limit_bytes
-        if missing > 0:
-            self._make_room(missing, older=None)
+        max_expected = min(self._limit_bytes // MAX_EXPECTED_SHARE, self._limit_bytes - num_bytes)
+        num_expected = min(num_tokens * sampling.n * account.bytes_per_token, max_expected)
+        num_missing = self.reserved_bytes + self._num_expected_bytes + num_bytes + num_expected - self._limit_bytes
+        if num_missing > 0:
+            self._make_room(num_missing, older=None)
         self._accounts[account] = None
         self._add(account, num_bytes, num_expected)
         return account
@@ -98,48 +98,48 @@ class AnswerBudget:
         """Raises: InvalidRequestError if an answer does not fit even alone."""
         if num_bytes > self._limit_bytes:
             raise InvalidRequestError(
-                f"the answer exceeds the router's memory for answers, of {self._limit_bytes} bytes",
+                f"the answer needs {num_bytes} bytes; all answers together may have {self._limit_bytes}",
                 field="sampling.max_tokens",
                 reason="ANSWER_TOO_LARGE",
             )
 
-    def _make_room(self, missing: int, *, older: AnswerAccount | None) -> None:
-        """Drops answers until `missing` bytes are free: delivered ones first, then those of stalled or absent clients.
+    def _make_room(self, num_missing: int, *, older: AnswerAccount | None) -> None:
+        """Evicts answers to free memory: delivered ones first, then those of stalled or absent clients.
 
-        Running answers newer than `older`, which needs the bytes, come last; None: a new answer needs them.
-        Raises: CapacityError.
+        Running answers are evicted last, and only those newer than `older`, which needs the bytes. None: a new answer
+        needs them. Raises: CapacityError.
         """
-        unread = dict.fromkeys(self._unread(besides=older))
+        unread = dict.fromkeys(self._unread(excluding=older))
         newer = itertools.takewhile(lambda account: account is not older, reversed(self._accounts)) if older else ()
         dropped: dict[AnswerAccount, None] = {}
         num_dropped_bytes = 0
         for account in itertools.chain(unread, newer):
-            if num_dropped_bytes >= missing:
+            if num_dropped_bytes >= num_missing:
                 break
             if account not in dropped:
                 dropped[account] = None
                 num_dropped_bytes += account.num_bytes
         full = CapacityError(
-            f"{self.reserved_bytes} of {self._limit_bytes} bytes for answers are taken and {self._num_expected_bytes} "
-            f"expected, {missing} are missing",
+            f"the memory for answers is full: {self.reserved_bytes} of {self._limit_bytes} bytes are in use,"
+            f" {self._num_expected_bytes} reserved for running answers, and {num_missing} more are needed",
             retry_after_seconds=RETRY_SECONDS,
             reason="JOURNAL_FULL",
         )
-        if num_dropped_bytes < missing:
+        if num_dropped_bytes < num_missing:
             raise full
         not_reading = CapacityError(
-            "the answer was not read, and others need its memory",
+            "the client stopped reading, and its answer was evicted to free memory",
             retry_after_seconds=RETRY_SECONDS,
             reason="NOT_READING",
         )
         for account in dropped:
             account.give_up(not_reading if account in unread else full)
 
-    def _unread(self, *, besides: AnswerAccount | None) -> list[AnswerAccount]:
-        """Returns the answers without a reader, in the order in which they are dropped."""
+    def _unread(self, *, excluding: AnswerAccount | None) -> list[AnswerAccount]:
+        """Returns the answers that nobody reads, in the order of eviction."""
         now, found = self.clock(), []
         for account in self._accounts:
-            if account is not besides and account.unread is not None:
+            if account is not excluding and account.unread is not None:
                 why, since = account.unread
                 patience = (0.0, STALLED_SECONDS, LEFT_SECONDS)[why]
                 if since <= now - patience and (account.has_ended or why is not Unread.LEFT):
@@ -160,23 +160,23 @@ class AnswerBudget:
         if account not in self._accounts:
             return
         num_bytes = num_tokens * account.bytes_per_token
-        missing = self.reserved_bytes + num_bytes - self._limit_bytes
-        if missing > 0:
+        num_missing = self.reserved_bytes + num_bytes - self._limit_bytes
+        if num_missing > 0:
             self._check_alone(account.num_bytes + num_bytes)
-            self._make_room(missing, older=account)
+            self._make_room(num_missing, older=account)
         self._add(account, num_bytes, -min(account.num_expected_bytes, num_bytes))
 
     def settle(self, account: AnswerAccount, num_tokens: float | None) -> None:
-        """Records the end of an answer. `num_tokens`: per sample; None: it failed or was left, and does not count.
+        """Records the end of an answer. `num_tokens`: per sample; None: it failed, or its client left.
 
-        The length expected of new answers rises fast and falls slowly.
+        Its length counts in the moving average, which rises fast and falls slowly.
         """
         account.has_ended = True
         if account in self._accounts:
             self._add(account, 0, -account.num_expected_bytes)
         if num_tokens is not None:
             more = num_tokens - self._num_expected_tokens
-            self._num_expected_tokens += more * (RISE if more > 0 else FALL)
+            self._num_expected_tokens += more * (RISE_WEIGHT if more > 0 else FALL_WEIGHT)
             self._num_expected_tokens = max(self._num_expected_tokens, MIN_EXPECTED_TOKENS)
 
     def close(self, account: AnswerAccount) -> None:
@@ -187,9 +187,9 @@ class AnswerBudget:
 
 
 class Unread(enum.IntEnum):
-    """Why an answer has no reader, in the order in which such answers are dropped for memory."""
+    """Why nobody reads an answer, in the order of eviction."""
 
-    DELIVERED = 0  # it was read to its end, and is retained for its window
+    DELIVERED = 0  # it was read to its end, and is kept for its window
     STALLED = 1  # its client does not take a message
     LEFT = 2  # its client is absent
 
@@ -201,9 +201,9 @@ class AnswerAccount:
     bytes_per_token: int
     give_up: Callable[[OutriderError], None] = lambda _error: None  # ends the answer with this error and drops it
     num_bytes: int = 0
-    num_expected_bytes: int = 0  # expected growth; 0 once it has grown beyond that
+    num_expected_bytes: int = 0  # expected growth; 0 once it has grown by that
     has_ended: bool = False
-    unread: tuple[Unread, float] | None = None  # why, and since when by the budget's clock; None: it has a reader
+    unread: tuple[Unread, float] | None = None  # why, and since when (budget's clock); None: it has a reader
 
 
 def _bytes_per_token(request: Request) -> int:

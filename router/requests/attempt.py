@@ -1,8 +1,8 @@
 """One attempt to compute an answer's unfinished samples on one decode node, as a state machine.
 
-A grant, the prompt's KV, tokens, the end: `Attempt.TABLE` has every transition.
-A failed transfer is repeated whole under a new transfer id: KV of two transfers is never mixed. The
-reservation on the decode node stays.
+The decode node grants a reservation, a prefill node pushes the prompt's KV to it, tokens arrive, and the
+samples end. `Attempt.TABLE` has every transition. If a transfer fails, the reservation stays, and all KV
+is sent again under a new transfer id, so that KV of two transfers is never mixed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from outrider.session import (
     PromptLogprobs,
     Rejected,
     RejectReason,
-    RetargetSequenceGroup,
     SampleDone,
     SampleTokens,
     SequenceGroupEvent,
@@ -33,10 +32,9 @@ from outrider.session import (
 from router.nodes.directory import EXACT_NUMERICS
 from router.requests import events as on
 from router.requests import instructions as do
-from router.requests.failures import NODE_CAUSES
 from router.requests.prompt_logprobs import LogprobsHold
 from router.requests.sample_answer import TokenMismatchError
-from router.requests.states import AttemptState, InvalidTransitionError, Shared
+from router.requests.states import NODE_CAUSES, AttemptState, InvalidTransitionError, Shared
 
 Handlers = Mapping[type, Callable[["Attempt", Any], on.Outcome | None]]
 _NODE_EVENTS = get_args(SequenceGroupEvent)
@@ -50,17 +48,17 @@ class Attempt:
     decode: on.Node
     prefill: on.Node | None  # of the current or last transfer; None: there is none
     opened: OpenSequenceGroup
-    hold: LogprobsHold | None  # None: the answer has the prompt's logprobs, or needs none
+    hold: LogprobsHold | None  # None: no logprobs of the prompt are missing
     is_hedge: bool
     state: AttemptState = AttemptState.OPENING
     was_granted: bool = False
-    has_tokens: bool = False  # it has computed tokens itself
+    has_tokens: bool = False  # at least one token has come from it
     is_late: bool = False
     is_draining: bool = False
     is_kv_ready: bool = False
     is_prefill_running: bool = False
-    transfer_id: bytes = b""  # the current transfer; empty: the decode node computes the prompt
-    prefill_numerics: str = ""  # of the prefill nodes that have worked on it
+    transfer_id: bytes = b""  # of the current transfer; empty: the decode node computes the prompt
+    prefill_numerics: str = ""  # of the last prefill node that was asked; empty: none was
     timer: on.Timer | None = None  # the running one
     running: set[int] = field(default_factory=set)  # samples on the decode node
 
@@ -83,10 +81,10 @@ class Attempt:
         return numerics.startswith(EXACT_NUMERICS) and (self.prefill is None or self.prefill.numerics == numerics)
 
     def step(self, event: Any) -> on.Outcome | None:
-        """Takes an event and returns its outcome for the request; None: there is none.
+        """Takes an event. Returns its outcome for the request, or None if there is none.
 
-        A node that breaks the protocol loses the attempt. Raises: InvalidTransitionError for one of our own events
-        that has no transition in the state.
+        The attempt is lost if its node breaks the protocol. Raises: InvalidTransitionError if the event is the
+        router's own and has no transition in this state.
         """
         handler = self.TABLE[self.state].get(type(event))
         try:
@@ -107,7 +105,7 @@ class Attempt:
     def close(
         self, why: str, *, rejected: Rejected | None = None, frees_hedge: bool = False, keeps_prefill: bool = False
     ) -> None:
-        """Releases all that it holds, and does nothing afterwards. The arguments are those of `do.CloseAttempt`."""
+        """Releases everything except, with `keeps_prefill`, a running prefill call; another `close` stops it."""
         if self.state is not AttemptState.COMPLETED:
             self._stop_timer()
             frees_hedge = frees_hedge and self.is_hedge and not self.has_tokens
@@ -128,7 +126,7 @@ class Attempt:
         return self._discard(*ended)
 
     def blame(self, role: NodeRole, incarnation: bytes, cause: str) -> None:
-        """Blames a node that failed the attempt. A request that fails on two nodes is at fault itself."""
+        """Blames a node that failed the attempt. A request that fails on two nodes is itself at fault."""
         suspects, may_be_request = self.shared.failures.suspects, cause not in NODE_CAUSES
         self._do(do.Blame(self.group_id, role, incarnation, may_be_request))
         if may_be_request:
@@ -141,10 +139,10 @@ class Attempt:
     def _take_grant(self, granted: Granted) -> on.Outcome | None:
         if granted.transfer_id != self.transfer_id:
             if not self.was_granted:
-                raise InternalError("a grant names another transfer")
+                raise InternalError("it granted another transfer")
             return None
         self._stop_timer()
-        self._do(do.RecordGrant(granted))
+        self._do(do.RecordGrant(self.group_id, granted))
         self.was_granted = self.shared.was_admitted = True
         self.shared.answer.begin()
         if not granted.kv_address:
@@ -161,24 +159,25 @@ class Attempt:
     def _take_rejection(self, rejected: Rejected) -> on.Outcome:
         self.running.clear()
         if rejected.reason is RejectReason.INVALID:
-            message = f"decode node {self.decode.name} calls the request invalid: {rejected.message}"
+            message = f"decode node {self.decode.name} rejected the request as invalid: {rejected.message}"
             return on.Fatal(InternalError(message))
         return on.Refused(rejected)
 
     def _take_silence(self, _event: on.TimerFired) -> on.Outcome:
         self.timer = None
-        command = "a retarget" if self.was_granted else "an open"
-        return on.Lost(self._error(f"does not answer {command}"), "decode_silent")
+        command = "RetargetSequenceGroup" if self.was_granted else "OpenSequenceGroup"
+        seconds = self.shared.limits.open_timeout_seconds
+        return on.Lost(self._error(f"no answer to {command} within {seconds:g} s"), "decode_silent")
 
     def _take_kv(self, ready: KvReady) -> on.Outcome | None:
-        """Records that the reservation is filled, perhaps by a transfer that had been abandoned."""
-        self._do(do.RecordKv(ready))
+        """Records that the reservation has its KV, perhaps from a transfer that was abandoned."""
+        self._do(do.RecordKv(self.group_id, ready))
         self.is_kv_ready = True
         if self.hold is None:
             self._start_decoding()
         elif self.state is AttemptState.RETARGETING:
             return on.Lost(self._error("the prompt's logprobs are lost"), "prefill_lost", is_counted=False)
-        elif self.is_prefill_running:  # the logprobs are in its answer
+        elif self.is_prefill_running:  # its response has the logprobs
             self._set_timer(on.Timer.KV, self.shared.limits.kv_ready_timeout_seconds)
         else:
             return self._fail_transfer("the prefill node has not sent all logprobs of the prompt")
@@ -188,14 +187,12 @@ class Attempt:
         self.is_prefill_running = False
         if isinstance(event.result, PeerLostError):
             return self._fail_transfer(event.result)
-        are_whole = False
-        if self.hold is not None:
-            try:
-                are_whole = self.hold.take(event.result.prompt_logprobs)
-            except InternalError as error:
-                return self._fail_transfer(error.message)
-        outcome = self._end_hold(are_whole=are_whole)
-        if not self.is_kv_ready:  # the push was committed: the decode node's KvReady follows
+        try:
+            has_logprobs = self.hold is not None and self.hold.take(event.result.prompt_logprobs)
+        except InternalError as error:
+            return self._fail_transfer(error.message)
+        outcome = self._end_hold() if has_logprobs else None
+        if not self.is_kv_ready:  # all KV was pushed: the decode node's KvReady follows
             self._set_timer(on.Timer.KV, self.shared.limits.kv_ready_timeout_seconds)
         elif self.hold is None:
             self._start_decoding()
@@ -213,7 +210,7 @@ class Attempt:
 
     def _miss_kv(self, _event: on.TimerFired) -> on.Outcome | None:
         self.timer = None
-        return self._fail_transfer(f"the prompt's KV or its logprobs did not arrive from {self._prefill.name}")
+        return self._fail_transfer(f"the prompt's KV or logprobs did not arrive from {self._prefill.name} in time")
 
     @property
     def _prefill(self) -> on.Node:
@@ -249,14 +246,11 @@ class Attempt:
     def _send_retarget(self, event: on.PrefillChosen) -> None:
         self.prefill = event.prefill
         self.transfer_id = b"" if event.prefill is None else self.shared.limits.new_id()
-        command = RetargetSequenceGroup(
-            sequence_group_id=self.group_id, transfer_id=self.transfer_id, keeps_received=self._keeps_received()
-        )
-        self._do(do.Retarget(command))
+        self._do(do.Retarget(self.group_id, self.transfer_id, self._keeps_received()))
         self._set_timer(on.Timer.GRANT, self.shared.limits.open_timeout_seconds)
 
     def _keeps_received(self) -> bool:
-        """Whether fully received KV may stay: the next node has equal numerics, and the prompt is not scored."""
+        """Whether blocks already received may stay: the next node has equal numerics, and the prompt is not scored."""
         node = self.decode if self.prefill is None else self.prefill
         return self.prefill_numerics == node.numerics and self.opened.options.prompt_logprobs is None
 
@@ -290,15 +284,14 @@ class Attempt:
         return self._discard(done.sample) or on.Changed()
 
     def _take_own_logprobs(self, event: PromptLogprobs) -> on.Outcome | None:
-        """Takes logprobs of a decode node that computes the prompt itself, if they are wanted."""
-        return None if self.hold is None else self._end_hold(are_whole=self.hold.take(event.packed))
+        """Takes the prompt's logprobs from a decode node that computes the prompt itself."""
+        has_logprobs = self.hold is not None and self.hold.take(event.packed)
+        return self._end_hold() if has_logprobs else None
 
-    def _end_hold(self, *, are_whole: bool) -> on.Outcome | None:
-        """Takes the tokens held back for the prompt's logprobs, once these are complete."""
-        hold = self.hold
-        if hold is None or not are_whole:
-            return None
-        self.hold = None
+    def _end_hold(self) -> on.Outcome:
+        """Takes the tokens that were held back, because the prompt's logprobs are complete."""
+        hold, self.hold = self.hold, None
+        assert hold is not None, "the logprobs were missing"
         self.shared.answer.take_prompt_logprobs(hold.packed)
         outcome = self.cancel_ended_samples()
         for event in hold.waiting:
@@ -330,7 +323,7 @@ class Attempt:
         return on.Changed()
 
     def _ignore(self, _event: object) -> None:
-        """Does nothing: the event is of an abandoned transfer, or comes too late to matter."""
+        """Does nothing, because the event is of an abandoned transfer or came too late to matter."""
 
     def _error(self, message: str) -> PeerLostError:
         return PeerLostError(f"decode node {self.decode.name}: {message}", node=self.decode.name)
@@ -397,4 +390,4 @@ class Attempt:
         },
         AttemptState.COMPLETED: {on.PrefillEnded: _take_stats},
     }
-    """Every transition. A missing event breaks the protocol if a decode node sent it; one of ours is a bug."""
+    """All transitions. Another event is a protocol error if the decode node sent it, else an internal error."""

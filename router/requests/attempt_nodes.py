@@ -1,10 +1,11 @@
-"""An attempt's resources on nodes: its place, its sequence group on a decode node, its prefill call."""
+"""An attempt's resources on nodes: its place, its sequence group on the decode node, its prefill call."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any, ClassVar
 
 from outrider.errors import OutriderError, PeerLostError
 from outrider.faults import fault_point
@@ -12,7 +13,7 @@ from outrider.node import NodeState
 from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.tracing import traceparent_of
-from outrider.session import Granted, OpenSequenceGroup, RetargetSequenceGroup, SampleTokens, SequenceGroupEvent
+from outrider.session import OpenSequenceGroup, RetargetSequenceGroup, SampleTokens, SequenceGroupEvent
 from router.nodes.link import NodeLink, PrefillLink
 from router.nodes.transport import DecodeSession
 from router.observe.record import AttemptRecord
@@ -30,9 +31,9 @@ def node_of(link: NodeLink) -> on.Node:
 
 
 class AttemptNodes:
-    """Passes nodes' events to the machine, and the machine's instructions to nodes. Owned by the event loop.
+    """Passes events of nodes to the machine and performs its instructions on nodes. Owned by the event loop.
 
-    It listens to its sequence group (`router.nodes.transport.GroupListener`) and to the links of its nodes.
+    It is the listener of its sequence group (`router.nodes.transport.GroupListener`) and of its nodes' links.
     """
 
     def __init__(
@@ -42,18 +43,20 @@ class AttemptNodes:
         record: AttemptRecord,
         feed: Callable[[on.Event], None],
         *,
+        fingerprint: str,
         may_replace: Callable[[PrefillLink], bool],
     ) -> None:
-        """`may_replace`: whether a late prefill node's work may move to another one; counts it as a hedge if so."""
+        """`fingerprint`: the model's. `may_replace`: whether another prefill node may take over from a late one."""
         self.place = place
         self.record = record
         self.is_closed = False
         self._command = command
         self._feed = feed
+        self._fingerprint = fingerprint
         self._may_replace = may_replace
         self._decode_incarnation = place.decode.incarnation
         self._session: DecodeSession | None = None  # None: not opened, or left
-        self._prefill: asyncio.Task[PrefillFigures] | None = None  # None: there is no running call whose result matters
+        self._prefill: asyncio.Task[PrefillFigures] | None = None  # None: no call runs whose result is wanted
         self._watched: PrefillLink | None = None  # the node of the running prefill call
 
     @property
@@ -72,7 +75,7 @@ class AttemptNodes:
         self._feed(event)
 
     def on_lost(self, error: OutriderError) -> None:
-        """Tells the machine that the decode node's session has ended."""
+        """Passes the end of the decode node's session to the machine."""
         lost = error if isinstance(error, PeerLostError) else PeerLostError(error.message)
         self._feed(on.SessionLost(self.id, lost))
 
@@ -85,21 +88,17 @@ class AttemptNodes:
             self._feed(on.PrefillLate(self.id))
 
     def _on_prefill_end(self, span: Span, task: asyncio.Task[PrefillFigures]) -> None:
-        error = asyncio.CancelledError("gRPC has cancelled it") if task.cancelled() else task.exception()
+        error = asyncio.CancelledError("cancelled by gRPC") if task.cancelled() else task.exception()
         if task is not self._prefill:
             was_stopped = error is None or task.cancelled()
             self.record.end_prefill(span, "given up" if was_stopped else str(error))
             return
         self._prefill = None
-        if error is None:
-            self.record.end_prefill(span, task.result())
-            self._feed(on.PrefillEnded(self.id, task.result()))
-            return
-        self.record.end_prefill(span, str(error))
-        if not isinstance(error, PeerLostError):
+        if error is not None and not isinstance(error, PeerLostError):
             _log.error("a prefill call failed", request_id=self._command.request_id, exc_info=error)
             error = PeerLostError(f"the prefill call failed: {error}")
-        self._feed(on.PrefillEnded(self.id, error))
+        self.record.end_prefill(span, task.result() if error is None else str(error))
+        self._feed(on.PrefillEnded(self.id, task.result() if error is None else error))
 
     # ----------------------------------------------------------- instructions of the machine
 
@@ -118,17 +117,19 @@ class AttemptNodes:
         if decode.is_late or decode.state is NodeState.DRAINING:
             self._on_decode_change()
 
-    def start_prefill(self, granted: Granted, *, fingerprint: str, may_read_held: bool) -> None:
-        """Has the place's prefill node fill the reservation."""
+    def perform(self, instruction: do.AttemptInstruction) -> None:
+        self._PERFORM[type(instruction)](self, instruction)
+
+    def _start_prefill(self, wanted: do.StartPrefill) -> None:
         link = self.place.prefill
         assert link is not None, "the machine has seen a prefill node"
         span = self.record.begin_prefill(link)
         call = PrefillCall.of_grant(
-            granted,
+            wanted.granted,
             self._command,
             decode_incarnation=self._decode_incarnation,
-            fingerprint=fingerprint,
-            may_read_held=may_read_held,
+            fingerprint=self._fingerprint,
+            may_read_held=wanted.may_read_held,
             traceparent=traceparent_of(span.traced),
         )
         self._watched = link
@@ -136,37 +137,37 @@ class AttemptNodes:
         self._prefill = asyncio.create_task(link.prefill(call), name="prefill")
         self._prefill.add_done_callback(lambda task: self._on_prefill_end(span, task))
 
-    def stop_prefill(self) -> None:
-        """Cancels the prefill call and ignores its result."""
+    def _stop_prefill(self, _instruction: do.StopPrefill) -> None:
         self._unwatch()
         task, self._prefill = self._prefill, None
         if task is not None:
             task.cancel()
 
-    def choose_prefill(self, avoided: frozenset[bytes]) -> None:
-        """Reserves another prefill node in place of the one that failed."""
+    def _choose_prefill(self, wanted: do.ChoosePrefill) -> None:
         place = self.place
-        is_chosen = place.change_prefill(replace(place.demand, avoided=avoided))
+        is_chosen = place.change_prefill(replace(place.demand, avoided=wanted.avoided))
         chosen = node_of(place.prefill) if is_chosen and place.prefill is not None else None
         self._feed(on.PrefillChosen(self.id, chosen))
 
-    def release_prefill(self) -> None:
-        """Releases the prefill node: the prompt is computed, or the decode node computes it."""
+    def _release_prefill(self, _instruction: do.ReleasePrefill) -> None:
         self._unwatch()
         self.place.release_prefill()
 
-    def retarget(self, command: RetargetSequenceGroup) -> None:
+    def _retarget(self, wanted: do.Retarget) -> None:
         self._unwatch()
         self.record.ask("for another transfer")
+        command = RetargetSequenceGroup(
+            sequence_group_id=self.id, transfer_id=wanted.transfer_id, keeps_received=wanted.keeps_received
+        )
         if self._session is not None:
             self._session.retarget(command)
 
-    def cancel(self, samples: tuple[int, ...]) -> None:
+    def _cancel_samples(self, unwanted: do.CancelSamples) -> None:
         if self._session is not None:
-            self._session.cancel(self.id, samples)
+            self._session.cancel(self.id, unwanted.samples)
 
-    def close(self, instruction: do.CloseAttempt) -> None:
-        """Releases everything but a prefill call, whose statistics may still be wanted."""
+    def _close(self, instruction: do.CloseAttempt) -> None:
+        """Releases everything except a running prefill call, whose statistics may still be wanted."""
         self.is_closed = True
         self._unwatch()
         self.record.end(instruction.why)
@@ -180,7 +181,26 @@ class AttemptNodes:
             self.place.forget_hedge()
         self.place.release(instruction.rejected)
 
+    def _record_grant(self, instruction: do.RecordGrant) -> None:
+        fault_point("router.granted")
+        self.record.take_grant(instruction.granted)
+
+    def _record_kv(self, instruction: do.RecordKv) -> None:
+        self.record.take_ready(instruction.ready)
+
     def _unwatch(self) -> None:
         if self._watched is not None:
             self._watched.remove_listener(self._on_prefill_change)
             self._watched = None
+
+    _PERFORM: ClassVar[Mapping[type, Callable[[AttemptNodes, Any], None]]] = {
+        do.StartPrefill: _start_prefill,
+        do.StopPrefill: _stop_prefill,
+        do.ChoosePrefill: _choose_prefill,
+        do.ReleasePrefill: _release_prefill,
+        do.Retarget: _retarget,
+        do.CancelSamples: _cancel_samples,
+        do.CloseAttempt: _close,
+        do.RecordGrant: _record_grant,
+        do.RecordKv: _record_kv,
+    }

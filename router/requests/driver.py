@@ -1,4 +1,4 @@
-"""Performs a request's instructions: the only place where a request meets tasks, timers and nodes."""
+"""Performs a request's instructions. Only here does a request have tasks, timers and nodes."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ class RouterContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedRequest:
-    """A request that can be served, and its records."""
+    """An encoded request with its answer, record and memory account."""
 
     answer: Answer
     record: RequestRecord
     account: AnswerAccount  # closed with the request
-    proto: router_pb2.GenerateRequest | None  # as it was sent; None: it has ended, and its receipt is made
+    proto: router_pb2.GenerateRequest | None  # as the client sent it; None: its receipt has been made
     model: ModelInfo
     client: str  # whose share of the queue is charged
-    was_admitted: bool = False  # by a router that is gone, so that the queue does not reject it
+    was_admitted: bool = False  # by a router that is gone: the queue must not reject it
 
 
 class Driver:
@@ -96,11 +96,11 @@ class Driver:
         self._events: deque[on.Event] = deque()
         self._is_stepping = False
         self._now = 0.0  # monotonic seconds of the current step
-        self._attempts: dict[bytes, AttemptNodes] = {}  # by sequence group; also those whose prefill call still runs
-        self._waiting: QueuedRequest | None = None  # its turn in the queue, which it keeps; None: it never waited
+        self._attempts: dict[bytes, AttemptNodes] = {}  # by sequence group, until nothing of it runs
+        self._waiting: QueuedRequest | None = None  # keeps its turn while an attempt runs; None: it was never queued
         self._seeking: asyncio.Task[Place] | None = None
         self._timers: dict[tuple[on.Timer, bytes], asyncio.TimerHandle] = {}
-        self._blamed: dict[bytes, Breaker] = {}  # by process: nodes with failures that the request may have caused
+        self._blamed: dict[bytes, Breaker] = {}  # by incarnation: nodes whose failure the request may have caused
 
     @property
     def encoded(self) -> EncodedRequest:
@@ -115,7 +115,7 @@ class Driver:
     # ------------------------------------------------------------ the loop of events
 
     def feed(self, event: on.Event) -> None:
-        """Steps the machine and performs its instructions; events caused by these are queued. Never raises."""
+        """Steps the machine and performs its instructions. Events that these cause are queued. Never raises."""
         self._events.append(event)
         if self._is_stepping:
             return
@@ -127,7 +127,7 @@ class Driver:
             self._is_stepping = False
 
     def _step(self, event: on.Event) -> None:
-        """Takes one event. A bug ends this request only, which still frees all that it holds."""
+        """Takes one event. An internal error ends this request only, which still frees everything that it holds."""
         request, now = self.request, time.monotonic()
         self._now = now
         try:
@@ -141,13 +141,13 @@ class Driver:
         failure: Exception | None = None
         for instruction in instructions:
             try:
-                self._PERFORM[type(instruction)](self, instruction)
+                self._perform(instruction)
             except Exception as error:  # noqa: BLE001 the other instructions still have to be performed
                 name = type(instruction).__name__
                 _log.exception("a request failed", request_id=self._key, state=request.state.name, instruction=name)
                 failure = error
                 if isinstance(instruction, do.Summarize):
-                    self._fail(error)  # now, since the next instruction counts how the request ended
+                    self._fail(error)  # before the next instruction counts how the request ended
         instructions.clear()
         if failure is not None:
             self._crash(failure)
@@ -155,12 +155,18 @@ class Driver:
     def _crash(self, cause: Exception) -> None:
         for instruction in self.request.crash(self._fail(cause), self._now):
             try:
-                self._PERFORM[type(instruction)](self, instruction)
+                self._perform(instruction)
             except Exception as failure:  # noqa: BLE001 the rest still has to be freed
                 _log.exception("a request could not be freed", request_id=self._key, error=str(failure))
 
+    def _perform(self, instruction: do.Instruction) -> None:
+        if isinstance(instruction, do.AttemptInstruction):
+            self._perform_on_nodes(instruction)
+        else:
+            self._PERFORM[type(instruction)](self, instruction)
+
     def _fail(self, cause: Exception) -> InternalError:
-        """Ends the answer, unless it has ended, and returns its error."""
+        """Fails the answer, unless it has ended. Returns the error."""
         message = cause.message if isinstance(cause, InternalError) else f"{type(cause).__name__}: {cause}"
         error = InternalError(f"the request failed: {message}")
         if self._encoded is not None:
@@ -174,10 +180,10 @@ class Driver:
             priority = self.encoded.answer.request.options.priority
             self._waiting = QueuedRequest(wanted.demand, priority=priority, client=self.encoded.client)
         waiting = self._waiting
-        if wanted.demand != waiting.demand:  # an equal demand has its hashes computed already
+        if wanted.demand != waiting.demand:  # an equal demand keeps its cached hashes
             waiting.demand = wanted.demand
-        waiting.was_accepted |= wanted.is_accepted
-        waiting.was_placed = wanted.is_kept
+        waiting.bypasses_limits |= wanted.bypasses_limits
+        waiting.was_placed = wanted.is_undisplaceable
         waited = self.encoded.record.begin_span(SpanKind.QUEUE)
 
         def end(task: asyncio.Task[Place]) -> None:
@@ -186,7 +192,7 @@ class Driver:
                 self._seeking = None
                 self.feed(self._placed(task))
             elif not task.cancelled() and task.exception() is None:
-                task.result().release()  # assigned just as the wait was cancelled
+                task.result().release()  # assigned in the turn of the loop in which the wait was cancelled
 
         self._seeking = asyncio.create_task(self._context.queue.wait_for_place(waiting), name="place")
         self._seeking.add_done_callback(end)
@@ -242,43 +248,25 @@ class Driver:
         num_known_tokens = len(wanted.command.known_token_ids(wanted.command.samples[0]))
         record = self.encoded.record.begin_attempt(place.decode, num_known_tokens=num_known_tokens)
         command = replace(wanted.command, traceparent=traceparent_of(record.traced))
-        nodes = AttemptNodes(command, place, record, self.feed, may_replace=self._context.placement.replaces)
+        nodes = AttemptNodes(
+            command,
+            place,
+            record,
+            self.feed,
+            fingerprint=self.encoded.model.fingerprint,
+            may_replace=self._context.placement.replaces,
+        )
         self._attempts[nodes.id] = nodes
         nodes.open()
 
-    def _start_prefill(self, wanted: do.StartPrefill) -> None:
-        nodes = self._attempts[wanted.sequence_group_id]
-        nodes.start_prefill(
-            wanted.granted, fingerprint=self.encoded.model.fingerprint, may_read_held=wanted.may_read_held
-        )
-
-    def _stop_prefill(self, instruction: do.StopPrefill) -> None:
-        self._attempts[instruction.sequence_group_id].stop_prefill()
-        self._forget(instruction.sequence_group_id)
-
-    def _choose_prefill(self, wanted: do.ChoosePrefill) -> None:
-        self._attempts[wanted.sequence_group_id].choose_prefill(wanted.avoided)
-
-    def _release_prefill(self, instruction: do.ReleasePrefill) -> None:
-        self._attempts[instruction.sequence_group_id].release_prefill()
-
-    def _retarget(self, wanted: do.Retarget) -> None:
-        self._attempts[wanted.command.sequence_group_id].retarget(wanted.command)
-
-    def _cancel_samples(self, unwanted: do.CancelSamples) -> None:
-        self._attempts[unwanted.sequence_group_id].cancel(unwanted.samples)
-
-    def _close_attempt(self, instruction: do.CloseAttempt) -> None:
+    def _perform_on_nodes(self, instruction: do.AttemptInstruction) -> None:
+        """Performs an instruction about an attempt's nodes, and forgets an attempt that holds nothing any more."""
+        nodes = self._attempts[instruction.sequence_group_id]
         try:
-            self._attempts[instruction.sequence_group_id].close(instruction)
+            nodes.perform(instruction)
         finally:
-            self._forget(instruction.sequence_group_id)
-
-    def _forget(self, sequence_group_id: bytes) -> None:
-        """Forgets an attempt that holds nothing any more."""
-        nodes = self._attempts.get(sequence_group_id)
-        if nodes is not None and nodes.is_closed and not nodes.is_prefill_running:
-            del self._attempts[sequence_group_id]
+            if nodes.is_closed and not nodes.is_prefill_running:
+                del self._attempts[nodes.id]
 
     def _blame(self, instruction: do.Blame) -> None:
         place = self._attempts[instruction.sequence_group_id].place
@@ -326,13 +314,6 @@ class Driver:
             except OutriderError as error:
                 self.feed(on.Failed(error))
 
-    def _record_grant(self, instruction: do.RecordGrant) -> None:
-        fault_point("router.granted")
-        self._attempts[instruction.granted.sequence_group_id].record.take_grant(instruction.granted)
-
-    def _record_kv(self, instruction: do.RecordKv) -> None:
-        self._attempts[instruction.ready.sequence_group_id].record.take_ready(instruction.ready)
-
     def _record_migration(self, instruction: do.RecordMigration) -> None:
         self.encoded.record.add_move(instruction.cause, node=instruction.node, error=instruction.error)
 
@@ -362,7 +343,7 @@ class Driver:
         context.records.end(record, answer.failure)
         self._attempts = {group_id: nodes for group_id, nodes in self._attempts.items() if not nodes.is_closed}
 
-    def _free_name(self, instruction: do.FreeName) -> None:
+    def _free_key(self, instruction: do.FreeKey) -> None:
         if self._encoded is not None:
             self._context.answers.close(self._encoded.account)
         if instruction.has_client_left:
@@ -376,23 +357,14 @@ class Driver:
         do.Hedge: _hedge,
         do.ReturnPlace: _return_place,
         do.OpenGroup: _open_group,
-        do.StartPrefill: _start_prefill,
-        do.StopPrefill: _stop_prefill,
-        do.ChoosePrefill: _choose_prefill,
-        do.ReleasePrefill: _release_prefill,
-        do.Retarget: _retarget,
-        do.CancelSamples: _cancel_samples,
-        do.CloseAttempt: _close_attempt,
         do.Blame: _blame,
         do.Forgive: _forgive,
         do.SetTimer: _set_timer,
         do.StopTimer: _stop_timer,
         do.Deliver: _deliver,
-        do.RecordGrant: _record_grant,
-        do.RecordKv: _record_kv,
         do.RecordMigration: _record_migration,
         do.RecordEnd: _record_end,
         do.Summarize: _summarize,
         do.SettleRequest: _settle,
-        do.FreeName: _free_name,
+        do.FreeKey: _free_key,
     }

@@ -1,6 +1,6 @@
 """The events of a request. Imported as `on`; a decode node's events are those of `outrider.session`.
 
-An event that concerns one attempt names it by the id of its sequence group.
+An event that concerns one attempt has the id of its sequence group.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ class Node:
 
 
 class Timer(enum.Enum):
-    """A request's timers. At most one of each kind runs. GRANT and KV belong to an attempt, the rest to the request."""
+    """A request's timers, at most one of each kind. GRANT and KV belong to an attempt, the others to the request."""
 
     GRANT = enum.auto()
-    KV = enum.auto()  # time to complete KV and logprobs, once the prefill node or the decode node reports the end
-    RETRY = enum.auto()  # another search for a second decode node
-    STATS = enum.auto()  # the prefill node's statistics, once all samples have ended
-    WINDOW = enum.auto()  # the resume window, while there is no reader
+    KV = enum.auto()  # for KV and logprobs to be complete, after the first of both nodes has reported its end
+    RETRY = enum.auto()  # until another search for a second decode node
+    STATS = enum.auto()  # for the prefill node's statistics, after all samples have ended
+    WINDOW = enum.auto()  # the resume window, which runs while there is no reader
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The prompt is encoded and memory is reserved: the request can be served."""
+    """The prompt is encoded and memory is reserved, so the request can be served."""
 
     answer: Answer
-    was_admitted: bool = False  # by a router that is gone, so the queue does not reject it
+    was_admitted: bool = False  # by a router that is gone: the queue must not reject it
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Placed:
     place: Any  # the driver's handle
     decode: Node
     prefill: Node | None  # None: the decode node computes the prompt
-    kv_salt: bytes  # for KV that these nodes compute together
+    kv_salt: bytes  # for the hashes of the KV blocks that these nodes compute
     is_hedge: bool = False
 
 
@@ -57,7 +57,7 @@ class Placed:
 class NotPlaced:
     """The queue has rejected the request, or no node is available for a hedge."""
 
-    error: OutriderError | None = None
+    error: OutriderError | None = None  # the queue's; None: for a hedge
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class ReaderAttached:
 
 @dataclass(frozen=True, slots=True)
 class ReaderLeft:
-    """A call that may have read the answer has ended; there may be another reader."""
+    """A call has ended that may have read the answer. There may be another reader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,27 +77,27 @@ class AbortRequested:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request cannot continue here: it ends with this error, unless all its samples have ended."""
+    """The request ends with this error, unless all its samples have ended."""
 
     error: OutriderError
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The answer is dropped now. Without an error its client has left, or its window has ended."""
+    """The answer is dropped at once."""
 
-    error: OutriderError | None = None
+    error: OutriderError | None = None  # None: the client has left, or the resume window has ended
 
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
     timer: Timer
-    sequence_group_id: bytes = b""  # the attempt's, if the timer is an attempt's
+    sequence_group_id: bytes = b""  # empty: the timer is the request's
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeNodeChanged:
-    """The node became late, is on time again, or drains."""
+    """The decode node became late, is on time again, or drains."""
 
     sequence_group_id: bytes
     is_late: bool
@@ -106,7 +106,7 @@ class DecodeNodeChanged:
 
 @dataclass(frozen=True, slots=True)
 class SessionLost:
-    """The decode node's session has ended: the node has freed the group."""
+    """The decode node's session has ended, and the node has freed the group."""
 
     sequence_group_id: bytes
     error: PeerLostError
@@ -114,7 +114,7 @@ class SessionLost:
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
-    """The prefill call has its result. A stopped call has none."""
+    """The prefill call has ended by itself. A stopped call sends no event."""
 
     sequence_group_id: bytes
     result: PrefillFigures | PeerLostError
@@ -129,52 +129,48 @@ class PrefillLate:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChosen:
-    """Answers `ChoosePrefill`. None: no other node is available."""
+    """The response to `ChoosePrefill`."""
 
     sequence_group_id: bytes
-    prefill: Node | None
+    prefill: Node | None  # None: no other node is available
 
 
-AttemptEvent = (
-    SequenceGroupEvent | DecodeNodeChanged | SessionLost | PrefillEnded | PrefillLate | PrefillChosen | TimerFired
-)
-RequestEvent = (
-    Encoded | Placed | NotPlaced | ReaderAttached | ReaderLeft | AbortRequested | Failed | Dropped | TimerFired
-)
-Event = AttemptEvent | RequestEvent
+RequestEvent = Encoded | Placed | NotPlaced | ReaderAttached | ReaderLeft | AbortRequested | Failed | Dropped
+AttemptEvent = SequenceGroupEvent | DecodeNodeChanged | SessionLost | PrefillEnded | PrefillLate | PrefillChosen
+Event = RequestEvent | AttemptEvent | TimerFired
 
-# -------------------------------------------------------------- outcomes of an attempt's events, for its request
+# ------------------------------------------------------------ outcomes of an attempt's events for its request
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """The request should reconsider its attempts: first tokens, a sample's end, a node late or on time."""
+    """The request must reconsider its attempts: first tokens came, a sample ended, or a node changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """Every sample that was opened has ended."""
+    """All of the attempt's samples have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The decode node has rejected the attempt and holds nothing of it."""
+    """The decode node has rejected the attempt, and holds nothing for it."""
 
     rejected: Rejected
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The attempt's work is lost, or must not continue on its node. The answer's tokens are retained."""
+    """The attempt cannot continue on its nodes. The answer keeps its tokens."""
 
     error: PeerLostError
     cause: str  # a label of `outrider:moves_total`
-    is_counted: bool = True  # False: the loss was planned, or counted before
+    is_counted: bool = True  # in the failure budget; False: it was planned, or is counted already
 
 
 @dataclass(frozen=True, slots=True)
 class Fatal:
-    """The attempt failed for a reason that another node would not fix."""
+    """The attempt failed, and would fail on any other node too."""
 
     error: OutriderError
 

@@ -1,4 +1,4 @@
-"""The instructions of a request's machine. Imported as `do`; `router.requests.driver` performs them in order."""
+"""The instructions of a request's machine, imported as `do`. `router.requests.driver` performs them in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from outrider.session import (
     KvReady,
     OpenSequenceGroup,
     Rejected,
-    RetargetSequenceGroup,
     SampleTokens,
 )
 from router.requests.events import Timer
@@ -20,9 +19,16 @@ from router.scheduling.placement import Demand
 
 
 class Instruction:
-    """An instruction to the driver. If it concerns one attempt, it names the attempt by its sequence group."""
+    """An instruction to the driver."""
 
     __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptInstruction(Instruction):
+    """An instruction about one attempt's nodes, performed by `router.requests.attempt_nodes.AttemptNodes`."""
+
+    sequence_group_id: bytes  # the attempt's
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +36,13 @@ class Enqueue(Instruction):
     """Wait for a place. `Placed` or `NotPlaced` follows, unless `LeaveQueue` comes first."""
 
     demand: Demand
-    is_accepted: bool  # exempt from the queue's bounds
-    is_kept: bool  # exempt from displacement by other requests
+    bypasses_limits: bool  # exempt from the queue's bounds
+    is_undisplaceable: bool  # exempt from displacement by other requests
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeDemand(Instruction):
-    """Wait for a place with another demand from now on, in the same turn."""
+    """Change the demand of the queued request. It keeps its turn."""
 
     demand: Demand
 
@@ -48,7 +54,7 @@ class LeaveQueue(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Hedge(Instruction):
-    """Find a place now, without a queue, because this attempt's node is late. `Placed` or `NotPlaced` follows."""
+    """Find a place at once, without queueing, because this attempt's node is late. `Placed` or `NotPlaced` follows."""
 
     demand: Demand
     late_group_id: bytes
@@ -63,76 +69,73 @@ class ReturnPlace(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup(Instruction):
-    """Send the command to the place's decode node, and forward the group's events."""
+    """Send the command to the place's decode node, and pass the group's events to the machine."""
 
     command: OpenSequenceGroup
     place: Any
 
 
 @dataclass(frozen=True, slots=True)
-class StartPrefill(Instruction):
+class StartPrefill(AttemptInstruction):
     """Have the place's prefill node fill the reservation; `PrefillEnded` follows, `PrefillLate` may."""
 
-    sequence_group_id: bytes
     granted: Granted
     may_read_held: bool
 
 
 @dataclass(frozen=True, slots=True)
-class StopPrefill(Instruction):
-    sequence_group_id: bytes
+class StopPrefill(AttemptInstruction):
+    """Cancel the prefill call, and ignore its result."""
 
 
 @dataclass(frozen=True, slots=True)
-class ChoosePrefill(Instruction):
-    """Reserve another prefill node of the same numerics. `PrefillChosen` follows."""
+class ChoosePrefill(AttemptInstruction):
+    """Replace the prefill node by another one of the same numerics. `PrefillChosen` follows."""
 
-    sequence_group_id: bytes
-    avoided: frozenset[bytes]  # processes that have lost the request
-
-
-@dataclass(frozen=True, slots=True)
-class Retarget(Instruction):
-    command: RetargetSequenceGroup
+    avoided: frozenset[bytes]  # incarnations of nodes that have failed the request
 
 
 @dataclass(frozen=True, slots=True)
-class ReleasePrefill(Instruction):
-    """Release the prefill node: the prompt is computed, or the decode node computes it."""
+class Retarget(AttemptInstruction):
+    """Have the decode node expect another transfer, or compute the prompt if there is none."""
 
-    sequence_group_id: bytes
+    transfer_id: bytes  # empty: there is none
+    keeps_received: bool
 
 
 @dataclass(frozen=True, slots=True)
-class CancelSamples(Instruction):
-    sequence_group_id: bytes
+class ReleasePrefill(AttemptInstruction):
+    """Release the prefill node, because the prompt is computed or the decode node computes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelSamples(AttemptInstruction):
     samples: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class CloseAttempt(Instruction):
+class CloseAttempt(AttemptInstruction):
     """Release the place, and stop listening to the group."""
 
-    sequence_group_id: bytes
-    why: str  # for people; empty: the attempt has done its work
+    why: str  # for logs and traces; empty: the attempt has done its work
     must_cancel: bool  # the decode node still has the group
     rejected: Rejected | None = None  # the decode node had no room
-    frees_hedge: bool = False  # the hedge was not needed: another one may be opened
+    frees_hedge: bool = False  # this hedge brought nothing, so another request may be hedged
 
 
 @dataclass(frozen=True, slots=True)
 class Blame(Instruction):
-    """Keep other requests away from a node that has failed the attempt."""
+    """Record a failure of the node in its circuit breaker."""
 
     sequence_group_id: bytes
     role: NodeRole
-    incarnation: bytes  # of the node's process
-    may_be_request: bool  # the request may have caused the failure itself
+    incarnation: bytes  # of the node
+    may_be_request: bool  # the request itself may be at fault
 
 
 @dataclass(frozen=True, slots=True)
 class Forgive(Instruction):
-    """Withdraw the blame of nodes' processes: the request itself is the cause."""
+    """Withdraw the blame of nodes, because the request itself is at fault."""
 
     incarnations: tuple[bytes, ...]
 
@@ -152,26 +155,26 @@ class StopTimer(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Deliver(Instruction):
-    """Record tokens that the answer has taken, and charge the memory of the `num_new` that are new to it."""
+    """Record tokens that the answer has taken, and charge the answer's memory for those that are new to it."""
 
     tokens: SampleTokens
-    num_new: int
-    is_first: bool  # first tokens of the attempt, which show that its nodes work
+    num_new: int  # 0: another attempt has delivered them before
+    is_first: bool  # the attempt's first tokens, which show that its nodes work
 
 
 @dataclass(frozen=True, slots=True)
-class RecordGrant(Instruction):
+class RecordGrant(AttemptInstruction):
     granted: Granted
 
 
 @dataclass(frozen=True, slots=True)
-class RecordKv(Instruction):
+class RecordKv(AttemptInstruction):
     ready: KvReady
 
 
 @dataclass(frozen=True, slots=True)
 class RecordMigration(Instruction):
-    """Record that the next tokens come from a node other than this one, or are computed with another's help."""
+    """Record that another decode or prefill node continues the work of this one."""
 
     node: str
     cause: str  # a label of `outrider:moves_total`
@@ -185,16 +188,16 @@ class RecordEnd(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Summarize(Instruction):
-    """Close the answer with its summary."""
+    """Complete the answer with its summary."""
 
 
 @dataclass(frozen=True, slots=True)
 class SettleRequest(Instruction):
-    """Write the receipt and settle the account, because nothing is computed any more. Once per request."""
+    """Write the receipt and settle the memory account, because the work has ended. Once per request."""
 
 
 @dataclass(frozen=True, slots=True)
-class FreeName(Instruction):
-    """Free the key of a request that holds nothing any more. Once per request, as the last instruction."""
+class FreeKey(Instruction):
+    """Free the request's key. The last instruction, once per request: it holds nothing any more."""
 
     has_client_left: bool

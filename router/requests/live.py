@@ -1,4 +1,4 @@
-"""A request by its key, as clients, the registry and the store see it."""
+"""A request as clients, the registry and the store see it."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class LiveRequest:
     ) -> None:
         """Starts in the state ENCODING; `start` or `close` follows.
 
-        `key`: the client's id for it, after the client's name if that is known. `window_seconds`: how long the answer
-        can be resumed. `on_change` is called when it has a reader again, and when its key is free.
+        `key`: the client's request id, after the client's name if that is known. `window_seconds`: how long the
+        answer can be resumed. `on_change` is called when a reader attaches, and when the key is free.
         """
         self.key = key
         self.window_seconds = window_seconds
-        self.is_kept = True  # False: it asked to be resumable on any router, but the store did not answer
+        self.is_kept = True  # False: it should be resumable on any router, but the store did not answer
         self._driver = Driver(key, context, window_seconds=window_seconds, on_free=lambda: on_change(self))
         self._feed = self._driver.feed
         self._request = self._driver.request
@@ -68,7 +68,7 @@ class LiveRequest:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is computed and there is no reader: the answer only waits for its client to return."""
+        """Whether the work has ended and there is no reader, so that the answer only waits for its client to return."""
         return self.is_closed or (self.state is State.ENDED and not self._request.has_reader)
 
     def trailers(self) -> Trailers:
@@ -93,14 +93,14 @@ class LiveRequest:
         self._feed(on.Dropped(error))
 
     def give_up(self, error: OutriderError) -> None:
-        """Drops the answer, and ends the stream if its client does not read it."""
+        """Drops the answer and ends the stream that is attached, even if its client does not read."""
         if self._writer is not None:
             self._given_up = error
             self._writer.cancel()
         self.close(error)
 
     def leave(self) -> None:
-        """Records that a call that may have read the answer has ended. Without a reader the resume window begins."""
+        """Records the end of a call that may have read the answer. If no reader is left, the resume window begins."""
         self._feed(on.ReaderLeft())
 
     async def write(
@@ -111,9 +111,9 @@ class LiveRequest:
     ) -> None:
         """Writes the answer from these positions (by sample), message by message, as fast as the client takes them.
 
-        The previously attached stream ends. Raises: OutOfRangeError for positions that the answer does not
-        have; the answer's failure; AbortedError if another stream is attached, or if the answer has been
-        dropped; the error passed to `give_up`.
+        The stream attached before ends. The caller calls `leave` afterwards. Raises: OutOfRangeError for positions
+        that the answer does not have; the answer's failure; AbortedError if another stream is attached, or if the
+        answer has been dropped; the error passed to `give_up`.
         """
         reader = self.answer.read(render, next_positions)
         account, clock = self._driver.encoded.account, self._clock
@@ -142,4 +142,3 @@ class LiveRequest:
             self.answer.leave(reader)
             if self._writer is writer:
                 self._writer = None
-            self.leave()

@@ -4,10 +4,10 @@
 tasks: `router.requests.driver` feeds it events and performs its instructions. `Request.TABLE` has every
 transition; those of an attempt are in `Attempt.TABLE`.
 
-Tokens depend on model, prompt, parameters and seed only. So after any loss another attempt continues
-from the answer's tokens; and if nodes compute alike, two attempts may run at once: the first token
-received for a position counts, a second one is compared. Requests whose drafts are not verified by
-coupled sampling have one attempt at a time, since their tokens depend on drafts too.
+Tokens depend only on the model, the prompt, the parameters and the seed. After a loss, another attempt
+therefore continues from the answer's tokens. On nodes of equal exact numerics two attempts may run at once:
+the first token received for a position is used, and a second one is compared with it. If drafts are not
+verified by coupled sampling, tokens depend on drafts too, so that only one attempt runs at a time.
 """
 
 from __future__ import annotations
@@ -40,27 +40,22 @@ class Request:
     def __init__(self, limits: Limits, cluster: Cluster) -> None:
         self.state = State.ENCODING
         self.has_reader = False
-        self.attempts: list[Attempt] = []  # Invariant: at most two; the older first; of equal exact numerics if two.
+        self.attempts: list[Attempt] = []  # Invariant: at most two, of equal exact numerics; the older first.
         self.shared = Shared(limits)
         self._cluster = cluster
-        self._completed: Attempt | None = None  # the last one; Invariant: not in `attempts`.
+        self._completed: Attempt | None = None  # the last to complete. Invariant: not in `attempts`.
         self._seeking: Seeking | None = None  # Invariant: None while two attempts run.
-        self._is_accepted = self._is_kept = False  # see `do.Enqueue`
+        self._bypasses_limits = self._is_undisplaceable = False  # see `do.Enqueue`
         self._timers: set[on.Timer] = set()  # the running ones
 
     @property
     def answer(self) -> Answer:
         return self.shared.answer
 
-    @property
-    def is_active(self) -> bool:
-        """Whether something is computed for it, or will be."""
-        return self.state in {State.QUEUED, State.SERVING, State.CONCLUDING}
-
     def step(self, event: on.Event, now: float) -> list[do.Instruction]:
         """Takes an event and returns instructions. `now`: monotonic seconds.
 
-        An event of an attempt that has ended is dropped here, and nowhere else. Raises: InvalidTransitionError.
+        An event of an attempt that has ended is dropped here and nowhere else. Raises: InvalidTransitionError.
         """
         out: list[do.Instruction] = []
         self.shared.now, self.shared.out = now, out
@@ -84,7 +79,7 @@ class Request:
         return out
 
     def crash(self, error: InternalError, now: float) -> list[do.Instruction]:
-        """Ends the request after a bug of ours. Returns the failed step's instructions and those to free everything."""
+        """Ends the request after an internal error. Returns the failed step's instructions and those to free it."""
         self.shared.now = now
         if self.state is State.ENCODING:
             self._close(on.Dropped(error))
@@ -104,7 +99,7 @@ class Request:
                 self._take_loss(attempt, outcome)
             case on.Fatal(error):
                 self.attempts.remove(attempt)
-                attempt.close(error.reason)  # its message is reported by the request
+                attempt.close(error.reason)  # the request reports the message
                 self._end(on.Failed(error))
         self._advance()
 
@@ -114,20 +109,20 @@ class Request:
         self._completed = attempt
 
     def _take_refusal(self, attempt: Attempt, rejected: Rejected) -> None:
-        """Sends the request back to its turn in the queue, unless no node can ever take it."""
+        """Returns the request to its turn in the queue, unless no node can ever take it."""
         reason = rejected.reason
         self.attempts.remove(attempt)
         no_room = rejected if reason in {RejectReason.NO_ROOM, RejectReason.DRAINING} else None
         attempt.close(f"{reason.name}: {rejected.message}", rejected=no_room, frees_hedge=True)
-        self._is_accepted |= self.shared.was_admitted
-        self._is_kept = self.shared.was_admitted  # exempt from displacement only if a node has granted it room
+        self._bypasses_limits |= self.shared.was_admitted
+        self._is_undisplaceable = self.shared.was_admitted  # only a request that was granted room is exempt
         if reason is RejectReason.TOO_LARGE:
             self.shared.excluded |= {attempt.decode.incarnation}
             if self.attempts or self._cluster.is_usable(self.shared.demand()):
                 return
             if not self._cluster.may_know_more:
                 self._end(on.Failed(InvalidRequestError(rejected.message, field="prompt", reason="TOO_LARGE")))
-            elif not self.shared.was_admitted:  # else it waits for a node as large as its first one
+            elif not self.shared.was_admitted:  # else it waits for a node as large as its first
                 message = f"too large for the decode nodes that serve now: {rejected.message}"
                 self._end(on.Failed(PeerLostError(message, reason="NO_NODE")))
 
@@ -144,14 +139,14 @@ class Request:
         if final is not None:
             self._do(do.Forgive(tuple(sorted(failures.suspects))))
             self._end(on.Failed(final))
-        elif not is_second:  # the loss of the second one does not move the work
-            self._is_accepted = True  # it was admitted, so the queue must not reject it now
+        elif not is_second:  # the loss of a second attempt is no migration
+            self._bypasses_limits = True  # it was admitted before, so the queue must not reject it
             self._do(do.RecordMigration(attempt.decode.name, lost.cause, lost.error))
 
     # ----------------------------------------------------------- next steps
 
     def _advance(self) -> None:
-        """Ends one of two attempts if one is enough, and looks for another if it is needed."""
+        """Ends one of two attempts if one is enough, and seeks another one if it is needed."""
         if self.state not in {State.QUEUED, State.SERVING}:
             return
         if len(self.attempts) == 2:
@@ -176,7 +171,7 @@ class Request:
     def _seek_first(self) -> None:
         self.state = State.QUEUED
         if self._completed is not None:
-            self._end(on.Failed(InternalError("a decode node says that all samples have ended, and some have not")))
+            self._end(on.Failed(InternalError("a decode node has ended all samples, but some are unfinished")))
         elif self._seeking is None:
             self._enqueue(Seeking.FIRST, self.shared.demand())
         elif self._seeking is Seeking.SECOND:  # no other attempt is running now
@@ -184,7 +179,7 @@ class Request:
             self._do(do.ChangeDemand(self.shared.demand()))
 
     def _seek_second(self, first: Attempt) -> None:
-        """Starts a second attempt if the first one's node is late or drains, and both compute the same tokens."""
+        """Seeks a second attempt if the first one's node is late or drains, and both would compute the same tokens."""
         is_reproducible = self.answer.request.options.is_reproducible and first.has_exact_numerics
         if not (first.is_in_doubt and is_reproducible):
             self._leave_queue()
@@ -196,7 +191,7 @@ class Request:
         if not (failures.may_open_second and self._cluster.has_timely_decode_node(demand)):
             self._set_timer(on.Timer.RETRY, RETRY_SECONDS)
         elif first.is_draining:
-            self._is_accepted = True
+            self._bypasses_limits = True
             self._enqueue(Seeking.SECOND, demand)
         else:
             self._seeking = Seeking.HEDGE
@@ -204,7 +199,7 @@ class Request:
 
     def _enqueue(self, seeking: Seeking, demand: Demand) -> None:
         self._seeking = seeking
-        self._do(do.Enqueue(demand, is_accepted=self._is_accepted, is_kept=self._is_kept))
+        self._do(do.Enqueue(demand, bypasses_limits=self._bypasses_limits, is_undisplaceable=self._is_undisplaceable))
 
     def _leave_queue(self) -> None:
         seeking, self._seeking = self._seeking, None
@@ -215,7 +210,7 @@ class Request:
 
     def _begin(self, event: on.Encoded) -> None:
         self.shared.maybe_answer = event.answer
-        self.shared.was_admitted = self._is_accepted = self._is_kept = event.was_admitted
+        self.shared.was_admitted = self._bypasses_limits = self._is_undisplaceable = event.was_admitted
         self.state = State.QUEUED
         self._advance()
 
@@ -224,7 +219,7 @@ class Request:
             self._return_place(event)
             return
         self._seeking = None
-        self._is_kept = True
+        self._is_undisplaceable = True
         answer, request = self.answer, self.answer.request
         hold = LogprobsHold(len(request.prompt_token_ids) - 1) if answer.needs_prompt_logprobs else None
         command = OpenSequenceGroup(
@@ -232,7 +227,7 @@ class Request:
             transfer_id=b"" if event.prefill is None else self.shared.limits.new_id(),
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
-            samples=answer.unfinished_samples() or (SampleStart(sample=0),),  # only the prompt is wanted
+            samples=answer.unfinished_samples() or (SampleStart(sample=0),),  # only prompt logprobs are missing
             options=replace(
                 request.options,
                 cache_salt=event.kv_salt,
@@ -249,7 +244,7 @@ class Request:
 
     def _take_no_place(self, event: on.NotPlaced) -> None:
         if self._seeking is None or (event.error is None) != (self._seeking is Seeking.HEDGE):
-            return  # no answer to this search is awaited any more
+            return  # this search was given up
         self._seeking = None
         if self.attempts:  # the running attempt stays where it is
             self._set_timer(on.Timer.RETRY, RETRY_SECONDS)
@@ -278,11 +273,11 @@ class Request:
         self._stop_timer(on.Timer.WINDOW)
 
     def _attach_late(self, _event: on.ReaderAttached) -> None:
-        """Lets the client read the tokens so far. The rest is not computed."""
+        """Fails the answer: its client can read the tokens so far, and no more will come."""
         self.answer.fail(dropped())
 
     def _detach(self, _event: on.ReaderLeft) -> None:
-        """Begins the resume window, unless another stream reads. The key of a rejected request is freed at once."""
+        """Begins the resume window, unless another stream reads. Frees the key of a rejected request at once."""
         self.has_reader = self.answer.has_reader
         if self.has_reader:
             return
@@ -293,12 +288,12 @@ class Request:
             self._set_timer(on.Timer.WINDOW, self.shared.limits.window_seconds)
 
     def _ignore(self, _event: object) -> None:
-        """Does nothing: the event comes too late to matter."""
+        """Does nothing, because the event came too late to matter."""
 
     # ------------------------------------------------------------ ends
 
     def _conclude(self) -> None:
-        """Ends the work on a complete answer. Waits a little for the statistics of the last prefill call."""
+        """Ends the work on a complete answer. Waits up to `STATS_SECONDS` for statistics of the last prefill call."""
         self.state = State.CONCLUDING
         self._do(do.RecordEnd())
         for attempt in tuple(self.attempts):
@@ -321,22 +316,22 @@ class Request:
         self._do(do.SettleRequest())
 
     def _end(self, event: on.Failed) -> None:
-        """Fails the request. The answer so far can be read until its window ends."""
-        was_active, self.state = self.is_active, State.ENDED
+        """Fails the request. The tokens so far can be read until its window ends."""
+        was_active, self.state = self.state.is_active, State.ENDED
         self._free()
         if was_active:
             self.answer.fail(event.error)
             self._do(do.SettleRequest())
 
     def _close(self, event: on.Dropped) -> None:
-        error, was_active, self.state = event.error, self.is_active, State.CLOSED
+        error, was_active, self.state = event.error, self.state.is_active, State.CLOSED
         self._free()
         if self.shared.maybe_answer is not None and (error is not None or self.answer.has_reader):
             self.answer.fail(error or dropped())  # a waiting reader gets the error
         if was_active:
             self._do(do.SettleRequest())
         self._stop_timer(on.Timer.WINDOW)
-        self._do(do.FreeName(has_client_left=was_active and error is None))
+        self._do(do.FreeKey(has_client_left=was_active and error is None))
 
     def _free(self) -> None:
         """Releases everything on nodes and in the queue."""
@@ -392,7 +387,7 @@ class Request:
         State.ENDED: {**_READABLE, **_OVER},
         State.CLOSED: {**_OVER, on.ReaderAttached: _attach_late, on.ReaderLeft: _ignore, on.Dropped: _ignore},
     }
-    """Every transition. A missing event is a bug: `InvalidTransitionError` names it and the state."""
+    """All transitions. An event that a state does not have is an internal error, an `InvalidTransitionError`."""
 
 
 def dropped() -> AbortedError:

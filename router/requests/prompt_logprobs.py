@@ -10,9 +10,9 @@ from outrider.wire.answer import num_packed_logprobs
 class LogprobsHold:
     """Holds back an attempt's tokens until it has the prompt's logprobs, which clients get first, in Started.
 
-    They come from the node that computes the prompt: in the prefill node's answer, which tokens may overtake, or in
-    the decode node's events before its first token. If they are lost with their node, so are the tokens, and another
-    attempt begins where this one did.
+    They come from the node that computes the prompt: in the prefill node's response, which tokens may overtake, or in
+    the decode node's events before its first token. If they are lost with their node, the tokens held back are lost
+    too, and another attempt begins where this one did.
     """
 
     def __init__(self, num_logprobs: int) -> None:
@@ -22,7 +22,7 @@ class LogprobsHold:
         self.waiting: list[SampleTokens | SampleDone] = []
 
     def forget(self) -> None:
-        """Forgets the logprobs received so far: their node failed, and another one sends all of them."""
+        """Forgets the logprobs received so far, because their node failed and another one sends all of them."""
         self._num_missing = self._num_logprobs
         self._pieces: list[bytes] = []
 
@@ -32,15 +32,15 @@ class LogprobsHold:
         return b"".join(self._pieces)
 
     def take(self, packed: bytes) -> bool:
-        """Takes the next ones. Returns whether all are complete. Raises: InternalError if they are invalid."""
+        """Takes the next logprobs. Returns whether these were the last. Raises: InternalError if they are invalid."""
         self._num_missing -= num_packed_logprobs(packed)
         self._pieces.append(packed)
         if self._num_missing < 0:
-            raise InternalError("there are more logprobs than tokens of the prompt")
+            raise InternalError("there are more logprobs than prompt tokens")
         return self._num_missing == 0
 
     def add(self, event: SampleTokens | SampleDone, *, has_kv: bool) -> None:
-        """Holds an event back. `has_kv`: a prefill node has computed the prompt. Raises: InternalError if none has."""
+        """Holds back an event. Raises: InternalError unless a prefill node has computed the prompt (`has_kv`)."""
         if not has_kv:
             raise InternalError("tokens came before the logprobs of the prompt")
         self.waiting.append(event)

@@ -19,10 +19,9 @@ class TokenMismatchError(InternalError):
 
 
 class SampleAnswer:
-    """A sample's record: new tokens are appended at the next position; known positions are compared.
+    """A sample's record. New tokens are appended at the next position, others compared with the known ones.
 
-    A token's text is the text that it released, so the text from a position is always the
-    same.
+    Each token is recorded with the text that it released, so the text from a position on is always the same.
     """
 
     def __init__(
@@ -36,8 +35,8 @@ class SampleAnswer:
         self._max_tokens = sampling.max_tokens
         self._text = text
         self._token_bytes = token_bytes
-        self._brought = request.generated_token_ids
-        self.start_position = len(request.prompt_token_ids) + len(self._brought)
+        self._given_ids = request.generated_token_ids
+        self.start_position = len(request.prompt_token_ids) + len(self._given_ids)
         """The position of the first token that this call generates."""
         self.next_position = self.start_position
         self.last_position = len(request.prompt_token_ids) + sampling.max_tokens
@@ -47,9 +46,9 @@ class SampleAnswer:
         self._logprobs: list[TokenLogprobs] = []  # one per token, or empty
         self._tail = ""  # text held back when the sample ended without another token
         self._shows_text = not request.output.token_ids_only
-        self._echo = request.prompt_text if request.output.echo and self._shows_text and not self._brought else ""
+        self._echo = request.prompt_text if request.output.echo and self._shows_text and not self._given_ids else ""
         self.finished: Finished | None = None
-        for num_generated, token_id in enumerate(self._brought):
+        for num_generated, token_id in enumerate(self._given_ids):
             if self._read(token_id, num_generated)[1]:
                 break
 
@@ -65,18 +64,18 @@ class SampleAnswer:
 
     @property
     def generated_token_ids(self) -> tuple[int, ...]:
-        """The tokens that the client brought and those generated since: the start of another attempt."""
-        return (*self._brought, *self._token_ids)
+        """The tokens that the client sent as already generated, then those of this call: another attempt's start."""
+        return (*self._given_ids, *self._token_ids)
 
     def token_ids_from(self, position: int) -> Sequence[int]:
         """Returns this call's tokens from an absolute position on."""
         return self._token_ids[max(position - self.start_position, 0) :]
 
     def take(self, tokens: SampleTokens) -> int:
-        """Takes committed tokens and drops those after the sample's end. Returns how many were new.
+        """Takes committed tokens, except any after the sample's end. Returns how many were new.
 
-        Raises: TokenMismatchError if a position already has another token; InternalError if the
-        tokens leave a gap, or if there is not one logprob per token.
+        Raises: TokenMismatchError if a position already has a different token; InternalError if the tokens leave a
+        gap, or if there are logprobs but not one per token.
         """
         token_ids, logprobs = tokens.token_ids, tokens.logprobs
         first = tokens.start_position - self.start_position
@@ -85,7 +84,7 @@ class SampleAnswer:
             if self.finished is not None:
                 return 0
             raise InternalError(
-                f"sample {self._sample} got tokens at {tokens.start_position}, {self.next_position} is next"
+                f"sample {self._sample} got tokens at position {tokens.start_position} instead of {self.next_position}"
             )
         if logprobs and len(logprobs) != len(token_ids):
             raise InternalError(f"{len(logprobs)} logprobs came with {len(token_ids)} tokens")
@@ -94,7 +93,7 @@ class SampleAnswer:
             token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
         if self.finished is not None:
             return 0
-        num_generated = len(self._brought) + num_before
+        num_generated = len(self._given_ids) + num_before
         for token_id in token_ids:
             released, has_ended = self._read(token_id, num_generated)
             self._token_ids.append(token_id)
@@ -109,13 +108,13 @@ class SampleAnswer:
         return num_new
 
     def _compare(self, first: int, token_ids: Sequence[int]) -> int:
-        """Returns how many of the tokens are known already. Raises: TokenMismatchError."""
+        """Returns how many of the tokens are already recorded. Raises: TokenMismatchError."""
         known = self._token_ids[first : first + len(token_ids)]
         for offset, (mine, theirs) in enumerate(zip(known, token_ids, strict=False)):
             if mine != theirs:
                 raise TokenMismatchError(
                     f"sample {self._sample} has token {mine} at position {self.start_position + first + offset},"
-                    f" another node computed {theirs}"
+                    f" but another node computed {theirs}"
                 )
         return len(known)
 
@@ -131,10 +130,10 @@ class SampleAnswer:
         text = "".join(self._texts[first:last]) if self._shows_text else ""
         if first == 0 and self._echo:
             text = self._echo + text
-        logprobs = tuple(map(self._spell, self._logprobs[first:last])) if self._logprobs else ()
+        logprobs = tuple(map(self._with_bytes, self._logprobs[first:last])) if self._logprobs else ()
         return Delta(self._sample, position, tuple(self._token_ids[first:last]), text, logprobs)
 
-    def _spell(self, value: TokenLogprobs) -> TokenLogprobs:
+    def _with_bytes(self, value: TokenLogprobs) -> TokenLogprobs:
         if self._token_bytes is None:
             return value
         top_bytes = tuple(self._token_bytes(token_id) for token_id, _ in value.top)

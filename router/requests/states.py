@@ -7,72 +7,131 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from outrider.errors import InternalError
+from outrider.errors import LOSES_NODES, InternalError, PeerLostError
+from outrider.rpc.status import UNREACHABLE
 from router.requests import instructions as do
 from router.requests.answer import Answer
 from router.requests.events import Node
-from router.requests.failures import FailureBudget
 from router.scheduling.placement import Demand
+
+MAX_LOST_NODES = 3
+"""Nodes of either role that may fail a request without a new token, over all attempts, before it fails."""
+MAX_FAILED_TRANSFERS = 3
+"""KV transfers that may fail without a new token before the decode node computes the prompt itself."""
+NODE_CAUSES = frozenset({"decode_lost", "decode_silent", "token_mismatch", "protocol", UNREACHABLE})
+"""Causes of losses that are the node's fault. Other losses may be the request's own fault."""
 
 
 class State(enum.Enum):
-    """The states of a request."""
+    """The states of a request: ENCODING → QUEUED ⇄ SERVING → CONCLUDING → ENDED → CLOSED. Any may end early."""
 
     ENCODING = enum.auto()  # its text is being encoded, its constraint compiled
     QUEUED = enum.auto()  # no attempt runs; it may have tokens already
     SERVING = enum.auto()  # one or two attempts run
     CONCLUDING = enum.auto()  # all samples have ended; statistics may still come
     ENDED = enum.auto()  # the answer is complete or has failed, and can be read until its window ends
-    CLOSED = enum.auto()  # nothing is held anywhere, and the name is free
+    CLOSED = enum.auto()  # nothing is held anywhere, and the key is free
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the request waits for nodes or uses them."""
+        return self in {State.QUEUED, State.SERVING, State.CONCLUDING}
 
 
 class AttemptState(enum.Enum):
-    """The states of an attempt. One that has ended is forgotten, and its late events are dropped."""
+    """The states of an attempt: OPENING → TRANSFERRING ⇄ RETARGETING → DECODING → COMPLETED.
+
+    It needs no transfer if the decode node computes the prompt. When it has ended, the request drops its late events.
+    """
 
     OPENING = enum.auto()  # the decode node was asked for a reservation
     TRANSFERRING = enum.auto()  # a prefill node computes and pushes KV
-    RETARGETING = enum.auto()  # the decode node was given another transfer
+    RETARGETING = enum.auto()  # the decode node was asked to expect another transfer
     DECODING = enum.auto()  # tokens arrive
-    COMPLETED = enum.auto()  # its samples have ended; its prefill call has not
+    COMPLETED = enum.auto()  # its samples have ended; its prefill call may still run
 
 
 class Seeking(enum.Enum):
-    """The kinds of place that a request waits for."""
+    """The searches for nodes that a request may have under way, at most one at a time."""
 
     FIRST = enum.auto()  # in the queue, for an attempt that runs alone
-    SECOND = enum.auto()  # in the queue, for an attempt beside one that runs
+    SECOND = enum.auto()  # in the queue, for an attempt in addition to the running one
     HEDGE = enum.auto()  # not in the queue: the driver answers at once
 
 
 class InvalidTransitionError(InternalError):
-    """An event arrived in a state that has no transition for it."""
+    """The state has no transition for the event."""
 
     def __init__(self, state: enum.Enum, event: object) -> None:
-        super().__init__(f"{type(event).__name__} is unknown in state {state.name}")
+        super().__init__(f"the state {state.name} has no transition for {type(event).__name__}")
 
 
 class Cluster(Protocol):
-    """A request's queries about nodes. They have no side effects."""
+    """The questions that a request may ask about nodes. They have no side effects."""
 
     def is_usable(self, demand: Demand) -> bool:
-        """Whether a decode node serves that could take the request once it has room."""
+        """Whether a serving decode node could take the request once it has room."""
 
     @property
     def may_know_more(self) -> bool:
         """Whether a decode node that is not serving now might accept a request that no serving node can."""
 
     def has_timely_decode_node(self, demand: Demand) -> bool:
-        """Whether a decode node that is on time could take the request."""
+        """Whether a decode node that is not late could take the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """A request's timeouts in seconds, and its source of ids."""
+    """A request's timeouts, in seconds, and its source of ids."""
 
-    window_seconds: float | None  # how long the answer can be resumed; None: it ends with its only stream
+    window_seconds: float | None  # for the client to resume; None: the answer ends with its only stream
     open_timeout_seconds: float  # for a decode node to grant or to reject
-    kv_ready_timeout_seconds: float  # from the end of a prefill call to complete KV
+    kv_ready_timeout_seconds: float  # for KV to be complete after the prefill call has ended
     new_id: Callable[[], bytes]  # for sequence groups and transfers
+
+
+@dataclass(slots=True)
+class FailureBudget:
+    """Counts a request's losses since its answer's last new token: a poison request must not bring down all nodes."""
+
+    num_lost_nodes: int = 0
+    num_failed_transfers: int = 0
+    avoided: frozenset[bytes] = frozenset()  # incarnations of nodes that have failed the request; never reset
+    suspects: set[bytes] = field(default_factory=set)  # incarnations of nodes that the request itself may have failed
+    _num_tokens: int = 0  # generated tokens of the answer at the last reset
+
+    def look_at(self, num_generated_tokens: int) -> None:
+        """Resets the counts if there are new tokens."""
+        if num_generated_tokens > self._num_tokens:
+            self._num_tokens = num_generated_tokens
+            self.num_lost_nodes = self.num_failed_transfers = 0
+            self.suspects.clear()
+
+    def add_node(self, incarnation: bytes) -> None:
+        """Counts a node that ended, or that failed the request."""
+        self.num_lost_nodes += 1
+        self.avoided |= {incarnation}
+
+    def add_transfer(self, incarnation: bytes) -> None:
+        """Counts a failed transfer from this prefill node."""
+        self.num_failed_transfers += 1
+        self.avoided |= {incarnation}
+
+    @property
+    def may_transfer(self) -> bool:
+        return self.num_failed_transfers < MAX_FAILED_TRANSFERS
+
+    @property
+    def may_open_second(self) -> bool:
+        """Whether a second attempt may run: the budget must allow for the loss of both."""
+        return self.num_lost_nodes + 2 <= MAX_LOST_NODES
+
+    def final_error(self, last: PeerLostError) -> PeerLostError | None:
+        """Returns the error that ends the request after too many losses; None: it continues."""
+        if self.num_lost_nodes < MAX_LOST_NODES:
+            return None
+        message = f"{self.num_lost_nodes} nodes failed while serving this request without a new token"
+        return PeerLostError(f"{message}; the last: {last.message}", node=last.node, reason=LOSES_NODES)
 
 
 @dataclass(slots=True)
@@ -83,7 +142,7 @@ class Shared:
     failures: FailureBudget = field(default_factory=FailureBudget)
     maybe_answer: Answer | None = None  # None: the request is being encoded
     excluded: frozenset[bytes] = frozenset()  # processes of decode nodes on which the request can never fit
-    was_admitted: bool = False  # a decode node has granted it room, here or for a router that is gone
+    was_admitted: bool = False  # a decode node has granted it room, to this router or to one that is gone
     now: float = 0.0  # monotonic seconds of the current step
     out: list[do.Instruction] = field(default_factory=list)  # the instructions of the current step
 
@@ -93,10 +152,9 @@ class Shared:
         return self.maybe_answer
 
     def demand(self, alongside: Node | None = None) -> Demand:
-        """Returns the demand for the first unfinished sample; the KV of the others has the same beginning.
+        """Returns the demand of the unfinished samples, with the tokens of the first; their KV begins alike.
 
-        `alongside`: the decode node of a running attempt, so that the second one must compute the same tokens
-        elsewhere.
+        `alongside`: the decode node of a running attempt. A second one must run on another node of equal numerics.
         """
         request, samples = self.answer.request, self.answer.unfinished_samples()
         return Demand(

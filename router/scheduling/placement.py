@@ -23,25 +23,25 @@ Family = tuple[bool, str, frozenset[bytes], frozenset[bytes]]
 NO_NODES: frozenset[bytes] = frozenset()
 
 OUTSTANDING_CHUNKS = 4
-"""Forward passes' worth of prompt tokens that may be in flight on a prefill node."""
+"""Chunks of prompt tokens, each of one forward pass, that may be in flight on a prefill node."""
 HEDGED_SHARE = 0.1
-"""Share of the running requests that may be hedged (opened on another node) because nodes are late."""
+"""Share of the running requests that may be hedged, that is, also opened on another node, because nodes are late."""
 PREFIX_CHUNK_TOKENS = 32
 MAX_PREFIX_CHUNKS = 131_072
-"""Chunks remembered over all nodes: 4 million prompt tokens."""
-PREFIX_WORTH_SEQUENCES = 4
-"""Sequences that a node holding the whole prompt prefix may run beyond another node and still be preferred."""
+"""Chunks remembered for all nodes together: 4 million prompt tokens."""
+PREFIX_HIT_BONUS = 4
+"""Running sequences by which a node may exceed another and still be preferred, if it has the whole prefix cached."""
 
 
 class PrefixMap:
-    """LRU cache of the prompt prefixes that each node has computed, of bounded size."""
+    """A bounded LRU map of the prompt prefixes that each node has computed."""
 
     def __init__(self, max_chunks: int = MAX_PREFIX_CHUNKS) -> None:
         self._max_chunks = max_chunks
         self._nodes: OrderedDict[tuple[int, bytes], None] = OrderedDict()  # (prefix hash, node's incarnation)
 
     def num_held_tokens(self, prefix_hashes: Sequence[int], incarnation: bytes) -> int:
-        """Returns the number of leading prompt tokens that the node has probably computed before."""
+        """Returns the number of leading prompt tokens that the node probably has in its prefix cache."""
         num_chunks = 0
         for prefix_hash in prefix_hashes:
             if (prefix_hash, incarnation) not in self._nodes:
@@ -58,7 +58,7 @@ class PrefixMap:
 
 
 def prefix_hashes(token_ids: Sequence[int], *, salt: bytes = b"") -> list[int]:
-    """Returns one hash per prefix of whole chunks, without the last token (it is always computed)."""
+    """Returns a hash of each prefix of whole chunks. The last token is left out, because it is always computed."""
     hasher = xxhash.xxh3_64(salt)
     hashes = []
     for start in range(0, len(token_ids) - PREFIX_CHUNK_TOKENS, PREFIX_CHUNK_TOKENS):
@@ -69,14 +69,14 @@ def prefix_hashes(token_ids: Sequence[int], *, salt: bytes = b"") -> list[int]:
 
 @dataclass(frozen=True)
 class Demand:
-    """The requirements that a request has of its nodes."""
+    """A request's requirements for its nodes."""
 
     token_ids: tuple[int, ...]  # the prompt and the generated tokens: all but the last need KV
     excluded: frozenset[bytes] = frozenset()  # incarnations of decode nodes that must not be used
     cache_salt: bytes = b""
-    avoided: frozenset[bytes] = frozenset()  # incarnations that lost this request: used only if no other node serves
+    avoided: frozenset[bytes] = frozenset()  # incarnations of nodes that failed this request: a last resort
     numerics: str = ""  # required numerics of the decode and prefill node; empty: any
-    is_scored: bool = False  # prompt logprobs are wanted: few of its tokens are computed per step
+    is_scored: bool = False  # prompt logprobs are wanted: only few of its tokens are computed per step
     num_samples: int = 1
 
     @property
@@ -85,17 +85,17 @@ class Demand:
 
     @property
     def family(self) -> Family:
-        """Groups demands: one that is at least as large as another of its family needs at least as much of any node."""
+        """The key of demands that differ in size only: on any node, the larger of two needs at least as much room."""
         return self.is_scored, self.numerics, self.excluded, self.avoided
 
     @property
     def num_scored_tokens(self) -> int:
-        """Tokens to score: an upper bound, because it includes generated tokens."""
+        """An upper bound of the tokens to score; it includes generated tokens."""
         return len(self.token_ids) if self.is_scored else 0
 
     @cached_property
     def prefix_hashes(self) -> list[int]:
-        """Hashes of the prefixes, cached: placement reads those of the queue's head on every report."""
+        """Hashes of the prefixes. Cached, because placement reads those of the queue's head at every report."""
         return prefix_hashes(self.token_ids, salt=self.cache_salt)
 
 
@@ -114,8 +114,8 @@ class Place:
     def kv_salt(self, cache_salt: bytes) -> bytes:
         """Returns the salt for the hashes of this place's KV blocks, for a request with the salt `cache_salt`.
 
-        KV computed by nodes of different numerics differs in bits from what the decode node
-        computes alone, so such KV is shared only between places with the same pair of numerics.
+        KV computed by nodes of different numerics differs in bits from KV that the decode node computes alone, so it
+        is shared only between places with the same pair of numerics.
         """
         kinds = (self.decode.numerics, "" if self.prefill is None else self.prefill.numerics)
         if kinds[0] == kinds[1] or not all(kinds):
@@ -123,7 +123,7 @@ class Place:
         return hashlib.sha256("\0".join((*kinds, cache_salt.hex())).encode()).digest()
 
     def change_prefill(self, demand: Demand) -> bool:
-        """Replaces a failed prefill node by one of the same numerics. Returns False if no other is available."""
+        """Replaces a failed prefill node by one of the same numerics. Returns False if none is available."""
         self.release_prefill()
         if self.prefill is None:
             return False
@@ -135,12 +135,12 @@ class Place:
         return True
 
     def forget_hedge(self) -> None:
-        """Uncounts a hedge that was not needed, so that another request may be hedged against the late node."""
+        """Stops counting a hedge that brought nothing, so that another request may be hedged against the late node."""
         if self.hedged is not None:
             self.hedged.num_hedges = max(self.hedged.num_hedges - 1, 0)
 
     def release_prefill(self) -> None:
-        """Releases the prefill node: the prompt has been computed, or need not be."""
+        """Releases the prefill node, because the prompt is computed or need not be."""
         num_tokens, self.num_prefill_tokens = self.num_prefill_tokens, 0
         if num_tokens and self.prefill is not None:
             self.placement.release_prefill(self.prefill, num_tokens, self.demand.num_scored_tokens)
@@ -158,25 +158,25 @@ class Place:
 class Placement:
     """Chooses places and counts the work in flight on each node. Owned by the event loop.
 
-    A request gets a place only if a prefill node has room for it, so that reserved blocks
-    on decode nodes do not idle.
+    A request gets a place only if a prefill node has room too, so that reserved blocks on decode nodes do not
+    stay unused.
     """
 
     def __init__(self, nodes: NodeDirectory, *, prefill_outstanding_tokens: int) -> None:
         self._nodes = nodes
-        self._limit = prefill_outstanding_tokens
+        self._max_outstanding_tokens = prefill_outstanding_tokens
         self._num_chosen = 0
         self._prefixes = PrefixMap()
         self.num_placed = 0  # requests over all decode nodes
-        self.on_room: Callable[[], None] = lambda: None  # called when a place may have become free
+        self.on_room: Callable[[], None] = lambda: None  # called when room may have become free
 
     def place(
         self, demand: Demand, *, reserved: frozenset[bytes] = NO_NODES, must_be_timely: bool = False
     ) -> Place | None:
         """Returns a place that is free now, or None.
 
-        `reserved`: incarnations of nodes that are reserved for other requests. `must_be_timely`: skip decode nodes
-        whose progress is overdue.
+        `reserved`: incarnations of nodes that are reserved for other requests. `must_be_timely`: late decode nodes are
+        not used.
         """
         decode = self._choose_decode(demand, reserved=reserved, must_be_timely=must_be_timely)
         if decode is None:
@@ -189,33 +189,33 @@ class Placement:
                 return None
             prefill, num_uncached = chosen
             self._take_prefill(demand, prefill, num_uncached)
-        self._note_choice(decode, demand)
+        self._record_choice(decode, demand)
         decode.change_room(demand.size, -1)
         decode.num_placed += 1
         self.num_placed += 1
         return Place(self, demand, decode, prefill, num_uncached)
 
     def choose_other_prefill(self, demand: Demand, failed: PrefillLink) -> tuple[PrefillLink, int] | None:
-        """Returns (node, uncached tokens) and counts them as in flight; the failed node only if it serves again."""
+        """Returns (node, uncached tokens), now counted as in flight, or None. The failed node is the last resort."""
         chosen = self._choose_prefill(demand, failed=failed)
         if chosen is not None:
             self._take_prefill(demand, *chosen)
         return chosen
 
     def _take_prefill(self, demand: Demand, prefill: PrefillLink, num_uncached: int) -> None:
-        self._note_choice(prefill, demand)
+        self._record_choice(prefill, demand)
         prefill.num_outstanding_tokens += num_uncached
         prefill.num_scored_tokens += demand.num_scored_tokens
 
-    def _note_choice(self, link: NodeLink, demand: Demand) -> None:
+    def _record_choice(self, link: NodeLink, demand: Demand) -> None:
         link.breaker.begin()
         self._prefixes.remember(demand.prefix_hashes, link.incarnation)
         self._num_chosen += 1
         link.chosen_at = self._num_chosen
 
     def has_timely_decode_node(self, demand: Demand) -> bool:
-        """Whether work could migrate to a decode node that is on time."""
-        return any(not link.is_late and _suits(link, demand) for link in self._nodes.decode_nodes)
+        """Whether a decode node that is not late could take the request."""
+        return any(not link.is_late and _is_eligible(link, demand) for link in self._nodes.decode_nodes)
 
     @property
     def may_know_more(self) -> bool:
@@ -224,20 +224,20 @@ class Placement:
 
     def is_usable(self, demand: Demand) -> bool:
         """Whether a serving decode node could take the request once it has room."""
-        return any(_suits(link, demand) for link in self._nodes.decode_nodes)
+        return any(_is_eligible(link, demand) for link in self._nodes.decode_nodes)
 
     def usable_nodes(self, demand: Demand) -> frozenset[bytes]:
-        """Returns serving decode nodes that could take the request, without those that lost it if others remain."""
+        """Returns serving decode nodes that could take the request once they have room."""
         return frozenset(link.incarnation for link in self._usable_decode(demand))
 
     def has_prefill_room(self, demand: Demand) -> bool:
-        """Whether the prompt can be computed now, by a prefill node or, if none serves, by the decode node."""
+        """Whether the prompt can be computed now: by a prefill node or, if none serves, by the decode node."""
         return not self._has_prefill_node(demand) or self._choose_prefill(demand) is not None
 
     def nodes_to_keep(self, demand: Demand, *, decode: bool, prefill: bool) -> frozenset[bytes]:
-        """Returns the decode node and the prefill node that will probably have room for the request first.
+        """Returns the decode node and the prefill node that will probably be the first with room for the request.
 
-        The router sends nothing to a node that is kept, so its free room grows until it is enough.
+        The queue reserves them: the router sends nothing else there, so their free room grows until it is enough.
         """
         kept: list[NodeLink] = []
         if decode and (decodes := self._usable_decode(demand)):
@@ -247,20 +247,20 @@ class Placement:
         return frozenset(link.incarnation for link in kept)
 
     def is_behind_scored(self, demand: Demand) -> bool:
-        """Whether the request waits only for scored prompts on prefill nodes; then others may pass it."""
+        """Whether the request waits only for scored prompts on prefill nodes. Then others may pass it."""
         links = self._usable_prefill(demand)
-        return bool(links) and not any(_may_score(link, demand) for link in links)
+        return bool(links) and not any(_has_scoring_room(link, demand) for link in links)
 
     def _has_prefill_node(self, demand: Demand) -> bool:
-        return any(_computes_as(link, demand) for link in self._nodes.prefill_nodes)
+        return any(_has_numerics(link, demand) for link in self._nodes.prefill_nodes)
 
     def may_hedge(self, late: NodeLink) -> bool:
         """Whether one more request may be hedged because this node is late.
 
-        The limit keeps a busy machine from hedging itself to death. One hedge is always allowed, more only up to a
-        tenth of the running requests. There is no limit if this node is silent and all others are on time: then the
-        node is at fault, not the machine. A link's `num_hedges` counts its hedges until it is on time again or lost.
-        Migrations from lost or draining nodes do not count.
+        The limit keeps hedges from overloading nodes that are late only because they are busy. One hedge is always
+        allowed, others up to `HEDGED_SHARE` of the running requests. There is no limit if this node is silent and all
+        others are on time, which shows that the node is at fault. A link's `num_hedges` counts its hedges until it is
+        on time again or lost. Migrations from lost or draining nodes do not count.
         """
         others = [link for link in self._nodes.late_nodes if link is not late]
         if late.is_silent and not others:
@@ -299,10 +299,10 @@ class Placement:
         return min(candidates, key=lambda link: self._decode_cost(link, demand.prefix_hashes), default=None)
 
     def _usable_decode(self, demand: Demand) -> list[DecodeLink]:
-        return _unless_avoided([link for link in self._nodes.decode_nodes if _suits(link, demand)], demand)
+        return _unless_avoided([link for link in self._nodes.decode_nodes if _is_eligible(link, demand)], demand)
 
     def _usable_prefill(self, demand: Demand) -> list[PrefillLink]:
-        return _unless_avoided([link for link in self._nodes.prefill_nodes if _computes_as(link, demand)], demand)
+        return _unless_avoided([link for link in self._nodes.prefill_nodes if _has_numerics(link, demand)], demand)
 
     def _decode_cost(self, link: DecodeLink, hashes: Sequence[int]) -> tuple[bool, float, float, float, int, str]:
         report = link.report
@@ -311,22 +311,22 @@ class Placement:
         held = self._prefixes.num_held_tokens(hashes, link.incarnation)
         share_held = held / max(len(hashes) * PREFIX_CHUNK_TOKENS, 1)
         free_share = report.load.kv_blocks_free / max(report.load.kv_blocks_total, 1)
-        cost = num_running - PREFIX_WORTH_SEQUENCES * share_held
+        cost = num_running - PREFIX_HIT_BONUS * share_held
         return link.is_late, cost, -round(free_share, 1), report.expected_step_seconds, link.chosen_at, link.name
 
     def _limit_of(self, link: PrefillLink) -> int:
-        """Returns the limit of uncached prompt tokens in flight: a few chunks keep the node busy, more only wait."""
+        """Returns the limit of uncached prompt tokens in flight. A few chunks keep the node busy; more would wait."""
         rows = link.report.load.max_rows_per_step if link.report is not None else 0
-        return OUTSTANDING_CHUNKS * rows or self._limit
+        return OUTSTANDING_CHUNKS * rows or self._max_outstanding_tokens
 
     def _choose_prefill(
         self, demand: Demand, *, reserved: frozenset[bytes] = NO_NODES, failed: PrefillLink | None = None
     ) -> tuple[PrefillLink, int] | None:
-        """Returns (node, uncached tokens) with the least work ahead, this prompt included, or None if none has room.
+        """Returns (node, uncached tokens) for the node that would finish this prompt first, or None if none has room.
 
-        `failed` is the last choice, and is excluded while it is late or lost. Nodes of other numerics are excluded
-        too, since the KV hashes of the reservation include the numerics. With `failed`, room is not checked: the
-        prompt's blocks are reserved already.
+        `failed`: the node to replace. It is the last choice, and excluded while it is late. Nodes of other numerics
+        are excluded too, because the block hashes of the reservation depend on the numerics. Room is not checked
+        then, because the prompt already has its reservation.
         """
         usable = self._usable_prefill(demand)
         if failed is not None:
@@ -342,40 +342,40 @@ class Placement:
             own = link.num_outstanding_tokens
             outstanding = max(own, reported)
             is_beyond = own and outstanding + num_new > self._limit_of(link)
-            if failed is None and (is_beyond or not _may_score(link, demand) or link.incarnation in reserved):
-                continue  # a prompt larger than the limit goes to a node that has no other work of this router
+            if failed is None and (is_beyond or not _has_scoring_room(link, demand) or link.incarnation in reserved):
+                continue  # a prompt above the limit goes to a node without other work of this router
             num_uncached[link] = num_new
             costs[link] = (link is failed, link.is_late, outstanding + num_new, link.chosen_at, link.name)
         best = min(_healthiest(list(costs), usable), key=costs.__getitem__, default=None)
         return None if best is None else (best, num_uncached[best])
 
 
-def _computes_as(link: NodeLink, demand: Demand) -> bool:
+def _has_numerics(link: NodeLink, demand: Demand) -> bool:
     return not demand.numerics or link.numerics == demand.numerics
 
 
-def _may_score(link: PrefillLink, demand: Demand) -> bool:
-    """Whether the node will soon have rows for this prompt, if it is scored: bounds the scored prompt tokens there."""
+def _has_scoring_room(link: PrefillLink, demand: Demand) -> bool:
+    """Whether the limit of scored prompt tokens on the node leaves room for this prompt."""
     ahead, num_tokens = link.num_scored_tokens, demand.num_scored_tokens
     return not (ahead and num_tokens) or ahead + num_tokens <= OUTSTANDING_CHUNKS * MAX_SCORED_ROWS
 
 
-def _suits(link: DecodeLink, demand: Demand) -> bool:
-    return link.incarnation not in demand.excluded and _computes_as(link, demand)
+def _is_eligible(link: DecodeLink, demand: Demand) -> bool:
+    return link.incarnation not in demand.excluded and _has_numerics(link, demand)
 
 
 def _unless_avoided(links: list[Link], demand: Demand) -> list[Link]:
-    """Filters out links that lost this request, unless that leaves none."""
+    """Returns the links that have not failed this request; all of them if there are none."""
     if not demand.avoided:
         return links
     return [link for link in links if link.incarnation not in demand.avoided] or links
 
 
 def _healthiest(free: list[Link], usable: Sequence[Link]) -> list[Link]:
-    """Filters links with room by their circuit breakers.
+    """Returns the links with room (`free`) whose breaker is closed.
 
-    Returns those whose breaker is closed. If there are none with room, returns those that may get a trial request;
-    if the breakers of all usable links are open, returns all with room.
+    If there are none, returns those that may get a trial request; but if the breakers of all usable links are open,
+    all links with room.
     """
     healthy = [link for link in free if not link.breaker.is_open]
     if healthy or all(link.breaker.is_open for link in usable):
@@ -384,7 +384,7 @@ def _healthiest(free: list[Link], usable: Sequence[Link]) -> list[Link]:
 
 
 def _nearness_of_room(link: DecodeLink, size: Size) -> tuple[bool, bool, float, int, str]:
-    """Sort key (larger is sooner) by the share of the running work that has to end first, in blocks or sequences."""
+    """Returns a sort key, larger for sooner, by the share of the running work that must end first."""
     assert link.report is not None, "a serving node has reported"
     load = link.report.load
     known = (refusal for refusal in link.refusals if refusal.size.num_tokens <= size.num_tokens)
@@ -395,5 +395,5 @@ def _nearness_of_room(link: DecodeLink, size: Size) -> tuple[bool, bool, float, 
 
 
 def _work_ahead(link: PrefillLink) -> tuple[bool, bool, int, str]:
-    """Sort key: the smallest is done first."""
+    """Returns a sort key, smaller for the node that will finish its work sooner."""
     return link.is_late, link.breaker.is_open, link.num_outstanding_tokens, link.name

@@ -1,4 +1,4 @@
-"""The router's only queue: bounded, ordered by priority, then by the client's fair share, then by arrival."""
+"""The router's only queue. It is bounded, and ordered by priority, fair share of the client, and arrival."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from router.scheduling.placement import Demand, Family, Place, Placement
 _MAX_RETRY_SECONDS = 30.0
 COST_TOKENS = 1024
 """Prompt tokens that cost a client's share as much as one sequence."""
-SIZES_IN_DOUBLE = 8
-"""Lanes between a size and twice that size."""
+LANES_PER_DOUBLING = 8
+"""Lanes of different size between a size and its double."""
 MAX_CLIENTS = 8192
-"""Clients that are remembered: without authentication clients choose their own names."""
-LOOK_AGAIN_SECONDS = 0.25
-"""Seconds between offers of the queue's head to placement if no report triggers one."""
-
+"""Clients whose share is remembered. Bounded, because without authentication clients choose their own names."""
+RECHECK_SECONDS = 0.25
+"""Seconds between attempts to place queued requests if nothing else triggers one."""
 
 Turn = tuple[float, ...]
 """(negative priority, the client's stamp, arrival number): the smallest goes first."""
@@ -31,10 +30,10 @@ _Entry = tuple[Turn, "QueuedRequest"]
 class FairOrder:
     """Start-time fair queueing (Goyal, Vin and Cheng, 1996).
 
-    A request's stamp is the virtual time at which it would start if its client had a server
-    of its own; the smallest stamp goes first. Requests of one client keep their order. A
-    client that was idle starts at the current virtual time, so it cannot save up turns. If there
-    are too many clients, those that were served least are forgotten first.
+    A request's stamp is the virtual time at which it would start if its client had a server of its own; the
+    smallest stamp goes first. Requests of one client keep their order. A client that was idle starts at the
+    current virtual time, so it cannot save up turns. If there are too many clients, those that were served other_size
+    are forgotten.
     """
 
     def __init__(self, *, max_clients: int = MAX_CLIENTS) -> None:
@@ -43,8 +42,9 @@ class FairOrder:
         self._ends: dict[str, float] = {}  # by client: the virtual end of its last request
 
     def stamp(self, client: str, cost: float) -> float:
-        """Returns the virtual start time (start tag) of a client's new request, and moves the client's virtual end on
-        by `cost` (above 0, any unit).
+        """Returns the virtual start time (start tag) of a client's new request.
+
+        `cost`: above 0, in any unit. The client's virtual end advances by it.
         """
         start = max(self._now, self._ends.get(client, 0.0))
         self._ends[client] = start + cost
@@ -57,13 +57,13 @@ class FairOrder:
         self._now = max(self._now, stamp)
 
     def refund(self, client: str, cost: float) -> None:
-        """Takes back the cost of a request that left without its turn."""
+        """Refunds the cost of a request that left before its turn."""
         if client in self._ends:
             self._ends[client] -= cost
 
 
 class QueuedRequest:
-    """A request's position in the queue. It keeps it after a decode node rejects it or is lost."""
+    """A request's turn in the queue. It keeps its turn after a decode node has rejected or lost it."""
 
     def __init__(self, demand: Demand, *, priority: int, client: str = "") -> None:
         self.demand = demand  # changed by `RequestQueue.change_demand` while the request is queued
@@ -71,15 +71,15 @@ class QueuedRequest:
         self.client = client
         self.cost = demand.num_samples + len(demand.token_ids) / COST_TOKENS  # charged to the client's share
         self.turn: Turn = ()  # empty until it first asks for a place
-        self.was_accepted = False  # exempt from the queue's bounds from now on
-        self.was_placed = False  # has had a place once: exempt from displacement
-        self.place: asyncio.Future[Place] | None = None  # set while in the queue and until its task resumes
+        self.bypasses_limits = False  # exempt from the queue's bounds from now on
+        self.was_placed = False  # has had a place: it is neither displaced nor refunded its cost
+        self.place: asyncio.Future[Place] | None = None  # set from joining a lane until its task resumes
         self.lane: list[_Entry] | None = None  # set while in the queue
-        self.lacks_decode = self.lacks_prefill = False  # it found no such node with room, and others would pass it
+        self.lacks_decode = self.lacks_prefill = False  # no such node had room while other requests waited
 
     @property
     def is_leaving(self) -> bool:
-        """Whether its task is cancelled but has not run since, so that it is still in its lane."""
+        """Whether it is cancelled, but its task has not run since and has left it in its lane."""
         return self.place is not None and self.place.cancelled()
 
     @property
@@ -88,13 +88,12 @@ class QueuedRequest:
 
 
 class RequestQueue:
-    """Assigns places to requests in order; smaller ones pass those that need more room than is free.
+    """Assigns places to requests in order; smaller ones may pass those that need more room than is free.
 
-    Clients of equal priority take turns, weighted by the cost of their requests (`FairOrder`).
-    If the queue is full, the last request in this order is displaced, even if it is the new one.
+    At equal priority, clients take turns, weighted by the cost of their requests (`FairOrder`). If the queue is
+    full, the last request in this order is displaced, even if it is the new one.
 
-    Owned by the event loop. `pump` assigns the places that have become free; code that changes
-    the free room calls it.
+    Owned by the event loop. Code that frees room calls `pump`, which assigns places.
     """
 
     def __init__(
@@ -111,14 +110,14 @@ class RequestQueue:
         self._max_waiting_tokens = max_waiting_tokens
         self._no_node_timeout_seconds = no_node_timeout_seconds
         self._clock = clock
-        # Heaps by family and approximate size; they may hold requests that left. A lane's requests are tried in order.
+        # Heaps by family and approximate size, each served in order. They may hold requests that have left.
         self._lanes: dict[tuple[Family, tuple[int, ...]], list[_Entry]] = {}
-        self._num_gone = 0  # requests that left and may still be in lanes
-        self._stranded: dict[Family, float] = {}  # families that no serving node could take, and since when
+        self._num_gone = 0  # requests that have left and may still be in lanes
+        self._stranded: dict[Family, float] = {}  # families that no serving node can take, and since when
         self._order = FairOrder()
         self._arrivals = itertools.count()
         self.num_waiting_tokens = 0  # prompt tokens of the requests in the queue
-        # (since when, prompt tokens) of the requests that count against the bounds, the oldest first.
+        # (since when, prompt tokens) of requests that count towards the bounds, the oldest first.
         self._waiting: dict[QueuedRequest, tuple[float, int]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._mean_service_seconds = 1.0
@@ -129,20 +128,20 @@ class RequestQueue:
 
     def oldest_wait_seconds(self) -> float:
         """Returns how long the oldest request has been queued; 0 if there is none. Thread-safe."""
-        counted = list(self._waiting.values())  # an atomic copy: the event loop's thread keeps running
+        counted = list(self._waiting.values())  # an atomic copy, since the event loop changes it
         return max(self._clock() - counted[0][0], 0.0) if counted else 0.0
 
     async def wait_for_place(self, waiting: QueuedRequest) -> Place:
-        """Returns the request's place, now or when its turn comes.
+        """Returns the request's place, now or when its turn comes. Cancelling leaves the queue.
 
-        Raises: CapacityError if it would have to wait and the queue is full; PeerLostError if no node that could
-        take it has served for too long. Cancelling leaves the queue.
+        Raises: CapacityError if it would have to wait and the queue is full; PeerLostError if for too long no node
+        has served that could take it.
         """
         if not waiting.turn:
             stamp = self._order.stamp(waiting.client, waiting.cost)
             waiting.turn = (-waiting.priority, stamp, next(self._arrivals))
         if not self._lanes and (place := self._placement.place(waiting.demand)) is not None:
-            self._note_place(waiting)
+            self._record_place(waiting)
             return place
         future: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         waiting.place = future
@@ -150,15 +149,15 @@ class RequestQueue:
         try:
             self.pump()
             if not future.done():
-                if not waiting.was_accepted:
+                if not waiting.bypasses_limits:
                     self._make_room(waiting)
-                    waiting.was_accepted = True
+                    waiting.bypasses_limits = True
                 self._count_in(waiting)
                 self._set_timer()
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                future.result().release()  # assigned just as the request was cancelled
+                future.result().release()  # assigned in the turn of the loop in which it was cancelled
             else:
                 self._refund(waiting)
             raise
@@ -179,17 +178,17 @@ class RequestQueue:
             self._join_lane(waiting)
 
     def pump(self) -> None:
-        """Assigns places in order for as long as there are any.
+        """Assigns free places in order.
 
-        If the first request of a priority finds no room, the nodes that will have room for it first are reserved;
-        others of this priority may use the other nodes. Requests of lower priority may use no node that it waits for.
+        If the first request of a priority finds no room, the nodes that will have room for it first are reserved, and
+        others of this priority may use the other nodes. Requests of lower priority may use no node that could take it.
         Scored prompts wait for each other in order, and others pass them. Requests that no serving node could take
-        block nobody; they wait at most `no_node_timeout_seconds` for one that can.
+        block no others, and wait at most `no_node_timeout_seconds` for a node that can.
         """
         if not self._lanes:
             return
         placement = self._placement
-        usable = self._tend_stranded()
+        usable = self._update_stranded()
         heads = [lane[0] for (family, _), lane in self._lanes.items() if family in usable]
         heapq.heapify(heads)
         blocked: list[QueuedRequest] = []  # in this round
@@ -210,7 +209,7 @@ class RequestQueue:
                 assert first.place is not None, "a request in the queue has a future"
                 assert lane is not None, "a request in the queue has a lane"
                 self._leave_lane(first)
-                self._note_place(first)
+                self._record_place(first)
                 first.place.set_result(place)
                 if _drop_gone(lane):
                     heapq.heappush(heads, lane[0])
@@ -220,7 +219,7 @@ class RequestQueue:
             blocked.append(first)
 
     def _reserve(self, blocked: Sequence[QueuedRequest], priority: int) -> frozenset[bytes] | None:
-        """Returns the nodes that requests after the blocked ones must not use, or None if they may use no node."""
+        """Returns the nodes that later requests of this priority must not use; None: they must use no node."""
         placement = self._placement
         reserved: frozenset[bytes] = frozenset()
         for other in blocked:
@@ -236,8 +235,8 @@ class RequestQueue:
             reserved |= placement.usable_nodes(other.demand)
         return reserved
 
-    def _tend_stranded(self) -> set[Family]:
-        """Returns the families that a serving node could take. Fails others that have waited for too long."""
+    def _update_stranded(self) -> set[Family]:
+        """Returns the families that a serving node could take. Fails requests of others that have waited too long."""
         now, since, timeout = self._clock(), self._stranded, self._no_node_timeout_seconds
         self._lanes = {key: lane for key, lane in self._lanes.items() if _drop_gone(lane)}
         demands = {family: lane[0][1].demand for (family, _), lane in self._lanes.items()}
@@ -247,30 +246,30 @@ class RequestQueue:
         if ended:
             long = itertools.takewhile(lambda item: now - item[1][0] >= timeout, self._waiting.items())
             for waiting in [waiting for waiting, _ in long if waiting.demand.family in ended]:
-                self.withdraw(waiting, PeerLostError("no decode node serves", reason="NO_NODE"))
+                self.withdraw(waiting, PeerLostError("no decode node is available for the request", reason="NO_NODE"))
         return usable
 
     def withdraw(self, waiting: QueuedRequest, error: OutriderError) -> None:
-        """Fails the wait of a queued request with `error`; other requests do not notice."""
+        """Removes a request from the queue and fails its wait with `error`. Other requests are not affected."""
         if waiting.place is not None and not waiting.place.done():
             self._leave_lane(waiting)
             waiting.place.set_exception(error)
 
     def observe_service(self, seconds: float) -> None:
-        """Records how long a request took after admission; RetryInfo is estimated from it."""
+        """Records how long a request took after admission, from which RetryInfo is estimated."""
         self._mean_service_seconds += 0.1 * (seconds - self._mean_service_seconds)
 
-    def _note_place(self, waiting: QueuedRequest) -> None:
+    def _record_place(self, waiting: QueuedRequest) -> None:
         waiting.was_placed = True
         self._order.serve(waiting.turn[1])
 
     def _refund(self, waiting: QueuedRequest) -> None:
-        """Refunds the cost of a request that leaves without having had a place."""
+        """Refunds the cost of a request that leaves before it has had a place."""
         if not waiting.was_placed:
             self._order.refund(waiting.client, waiting.cost)
 
     def _make_room(self, waiting: QueuedRequest) -> None:
-        """Makes room in the queue by displacing requests behind this one, if that is enough. Raises: CapacityError."""
+        """Displaces requests behind this one until it fits into the queue. Raises: CapacityError if it cannot fit."""
         displaced: dict[QueuedRequest, CapacityError] = {}
         behind: list[QueuedRequest] | None = None  # ordered: the last in line is at the end
         while (error := self._why_full(waiting, without=displaced)) is not None:
@@ -296,11 +295,11 @@ class RequestQueue:
     def _why_full(self, waiting: QueuedRequest, *, without: Collection[QueuedRequest]) -> CapacityError | None:
         num_tokens = self.num_waiting_tokens - sum(other.num_tokens for other in without)
         if self.num_waiting - len(without) + 1 > self._max_waiting:
-            message = f"{self.num_waiting} requests are waiting; at most {self._max_waiting} may"
+            message = f"the queue is full: {self.num_waiting} of at most {self._max_waiting} requests are waiting"
         elif num_tokens + waiting.num_tokens > self._max_waiting_tokens:
             message = (
-                f"{self.num_waiting_tokens} prompt tokens are waiting, {waiting.num_tokens} more would exceed"
-                f" {self._max_waiting_tokens}"
+                f"the queue is full: {self.num_waiting_tokens} of at most {self._max_waiting_tokens} prompt tokens are"
+                f" waiting, and this request has {waiting.num_tokens}"
             )
         else:
             return None
@@ -310,7 +309,7 @@ class RequestQueue:
     def _join_lane(self, waiting: QueuedRequest) -> None:
         demand = waiting.demand
         num_tokens, num_samples = demand.size
-        size = () if demand.is_scored else (num_samples, round(SIZES_IN_DOUBLE * math.log2(max(num_tokens, 1))))
+        size = () if demand.is_scored else (num_samples, round(LANES_PER_DOUBLING * math.log2(max(num_tokens, 1))))
         waiting.lane = self._lanes.setdefault((demand.family, size), [])
         heapq.heappush(waiting.lane, (waiting.turn, waiting))
 
@@ -320,16 +319,16 @@ class RequestQueue:
             return
         waiting.lane = None
         self._num_gone += 1
-        if self._num_gone > self.num_waiting + 16:  # many have left from behind a first request that stays
+        if self._num_gone > self.num_waiting + 16:  # many have left lanes whose first request stays
             self._num_gone = 0
             for lane in self._lanes.values():
                 lane[:] = [entry for entry in lane if entry[1].lane is lane]
                 heapq.heapify(lane)
 
     def _set_timer(self) -> None:
-        """Schedules a recheck for the case that nothing changes: nodes stay full, or no node ever comes."""
+        """Schedules a recheck in case nothing else triggers one."""
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_AGAIN_SECONDS, self._on_timer)
+            self._timer = asyncio.get_running_loop().call_later(RECHECK_SECONDS, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer = None
@@ -339,7 +338,7 @@ class RequestQueue:
 
 
 def _drop_gone(lane: list[_Entry]) -> bool:
-    """Removes requests at the front that left or are leaving. Returns whether any remain."""
+    """Removes requests at the front that have left or are leaving. Returns whether any remain."""
     while lane and (lane[0][1].lane is not lane or lane[0][1].is_leaving):
         heapq.heappop(lane)
     return bool(lane)
@@ -347,6 +346,6 @@ def _drop_gone(lane: list[_Entry]) -> bool:
 
 def _needs_no_less(demand: Demand, other: Demand) -> bool:
     """Whether a node without room for `other` has none for `demand` either."""
-    size, least = demand.size, other.size
-    is_no_smaller = size.num_tokens >= least.num_tokens and size.num_samples >= least.num_samples
+    size, other_size = demand.size, other.size
+    is_no_smaller = size.num_tokens >= other_size.num_tokens and size.num_samples >= other_size.num_samples
     return is_no_smaller and demand.family == other.family

@@ -1,6 +1,6 @@
-"""Performs what a request's machine wants done, as the driver would, on paper: no node, no task, no clock.
+"""Keeps account of a machine's instructions in place of the driver: without nodes, tasks or a clock.
 
-`Ledger.step` feeds an event, writes the instructions down, and checks that nothing is held twice, lost or forgotten.
+`Ledger.step` feeds an event, records the instructions, and checks that nothing is held twice, lost or forgotten.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from router.scheduling.placement import Demand
 
 
 class Ledger:
-    """What one request holds. Attempts have numbers, in the order in which they were opened."""
+    """The resources that one request holds. Attempts are numbered in the order in which they were opened."""
 
     def __init__(self, machine: Request, answer: Answer) -> None:
         self.machine = machine
         self.answer = answer
         self.now = 0.0  # seconds
         self.is_in_queue = False
-        self.num_hedges_wanted = 0  # places without a queue that have not been answered
-        self.places: set[str] = set()  # given, and not given back
+        self.num_hedges_wanted = 0  # searches for a hedge that have no result yet
+        self.places: set[str] = set()  # assigned and not returned
         self.open: set[int] = set()  # attempts
         self.prefills: set[int] = set()  # attempts whose call runs
         self.group_ids: dict[int, bytes] = {}  # by attempt
         self.transfers: dict[int, bytes] = {}  # by attempt, the current one
-        self.choosing: set[int] = set()  # attempts that wait for another prefill node
+        self.choosing: set[int] = set()  # attempts that wait for `PrefillChosen`
         self.timers: dict[tuple[on.Timer, bytes], float] = {}
         self._numbers: dict[bytes, int] = {}  # of attempts, by sequence group
         self._place_of: dict[int, str] = {}
@@ -43,7 +43,7 @@ class Ledger:
         self._num_delivered = self._num_settled = self._num_freed = 0
 
     def step(self, event: on.Event) -> Iterator[str]:
-        """What the machine answers, in words. A bug ends the request, as it does in the driver."""
+        """Yields the machine's response as text. An internal error ends the request, as in the driver."""
         number = self._numbers.get(getattr(event, "sequence_group_id", b""))
         was_over = number is not None and number not in self.open and number not in self.prefills
         had_ended = self.answer.has_ended
@@ -53,23 +53,23 @@ class Ledger:
             yield f"InvalidTransitionError: {error.message}"
             instructions = self.machine.crash(InternalError("a bug"), self.now)
         if was_over and not isinstance(event, on.PrefillEnded):
-            assert not instructions, "an attempt that is over does nothing"
+            assert not instructions, "an attempt that has ended does nothing"
             yield f"dropped: attempt {number} is over"
             return
         yield from self._perform_all(instructions, had_ended=had_ended)
 
     def crash(self) -> Iterator[str]:
-        """An instruction could not be performed."""
+        """Ends the request as the driver does if an instruction could not be performed."""
         yield from self._perform_all(
             self.machine.crash(InternalError("a bug"), self.now), had_ended=self.answer.has_ended
         )
 
     def end(self) -> None:
-        """Drops the request, whatever it does: everything must come back."""
+        """Drops the request in whatever state it is, and checks that everything is released."""
         for _line in self.step(on.Dropped()):
             pass
         held = (self.places, self.open, self.prefills, self.timers, self.is_in_queue)
-        assert not any(held), f"something stays held: {held}"
+        assert not any(held), f"not released: {held}"
         assert self.machine.state is State.CLOSED
         assert self._num_freed == 1
 
@@ -99,22 +99,20 @@ class Ledger:
 
     def _perform(self, instruction: do.Instruction) -> str:
         """Returns the instruction as text."""
-        assert not self._num_freed or isinstance(instruction, do.ReturnPlace), (
-            "a request that is closed wants something"
-        )
+        assert not self._num_freed or isinstance(instruction, do.ReturnPlace), "a closed request gave an instruction"
         match instruction:
             case do.Enqueue(demand):
-                assert not self.is_in_queue, "a request waits once"
+                assert not self.is_in_queue, "the request is in the queue already"
                 self.is_in_queue = True
-                kept = [name for name in ("is_accepted", "is_kept") if getattr(instruction, name)]
+                kept = [name for name in ("bypasses_limits", "is_undisplaceable") if getattr(instruction, name)]
                 return f"Enqueue({', '.join([_show_demand(demand), *kept])})"
             case do.ChangeDemand(demand):
-                assert self.is_in_queue, "a request that does not wait needs no other place"
+                assert self.is_in_queue, "the request is not in the queue"
                 return f"ChangeDemand({_show_demand(demand)})"
             case do.LeaveQueue():
                 self.is_in_queue = False
             case do.Hedge(demand, late):
-                assert not self.is_in_queue, "a hedge does not wait"
+                assert not self.is_in_queue, "a request in the queue asked for a hedge"
                 self.num_hedges_wanted += 1
                 return f"Hedge({_show_demand(demand)}, late={self._numbers[late]})"
             case do.ReturnPlace(place):
@@ -132,14 +130,14 @@ class Ledger:
             case do.ChoosePrefill(group, avoided):
                 self.choosing.add(number := self._numbers[group])
                 return f"ChoosePrefill({number}, not {_names(avoided)})"
-            case do.Retarget(command):
-                number = self._numbers[command.sequence_group_id]
-                assert number in self.open, "a group that was left is retargeted"
-                self.transfers[number] = command.transfer_id
-                to = "another transfer" if command.transfer_id else "itself"
-                return f"Retarget({number}, to {to}{', keeps received' if command.keeps_received else ''})"
+            case do.Retarget(group, transfer_id, keeps_received):
+                number = self._numbers[group]
+                assert number in self.open, "a closed group was retargeted"
+                self.transfers[number] = transfer_id
+                to = "another transfer" if transfer_id else "itself"
+                return f"Retarget({number}, to {to}{', keeps received' if keeps_received else ''})"
             case do.StartPrefill(group, _, may_read_held):
-                assert self._numbers[group] not in self.prefills, "two calls fill one reservation"
+                assert self._numbers[group] not in self.prefills, "two prefill calls fill one reservation"
                 self.prefills.add(self._numbers[group])
                 return f"StartPrefill({self._numbers[group]}{', may read held' if may_read_held else ''})"
             case do.StopPrefill(group):
@@ -177,11 +175,11 @@ class Ledger:
                 self.answer.close(summary)
             case do.SettleRequest():
                 self._num_settled += 1
-            case do.FreeName():
+            case do.FreeKey():
                 self._num_freed += 1
-                return f"FreeName({'client left' if instruction.has_client_left else ''})"
+                return f"FreeKey({'client left' if instruction.has_client_left else ''})"
             case do.CancelSamples(group, samples_to_cancel):
-                assert self._numbers[group] in self.open, "samples of a group that was left are cancelled"
+                assert self._numbers[group] in self.open, "samples of a closed group were cancelled"
                 return f"CancelSamples({self._numbers[group]}, {samples_to_cancel})"
         attempt = self._numbers.get(getattr(instruction, "sequence_group_id", b""), "")
         return f"{type(instruction).__name__}({attempt})"
@@ -189,40 +187,44 @@ class Ledger:
     # ------------------------------------------------------------ invariants
 
     def _check(self) -> None:
-        """Nothing is held twice, lost or forgotten, after every event."""
+        """Checks after every event that nothing is held twice, lost or forgotten."""
         machine, state = self.machine, self.machine.state
         live = {self._numbers[attempt.group_id] for attempt in machine.attempts}
-        assert live == self.open, "attempts that run have a group each, and no other has one"
+        assert live == self.open, "the open groups are not those of the running attempts"
         assert len(live) <= 2
-        assert self.places == {self._place_of[number] for number in live}, "a place leaks"
-        assert not (self.is_in_queue and len(live) == 2), "two attempts need no third one"
-        assert self._num_delivered == self.answer.num_generated_tokens - self._num_known, "a token counts once"
+        assert self.places == {self._place_of[number] for number in live}, (
+            "the places are not those of the running attempts"
+        )
+        assert not (self.is_in_queue and len(live) == 2), "a third attempt was asked for"
+        assert self._num_delivered == self.answer.num_generated_tokens - self._num_known, (
+            "a token was not delivered, or delivered twice"
+        )
         for timer, group in self.timers:
-            assert not group or self._numbers[group] in live, f"{timer.name} runs for an attempt that is over"
+            assert not group or self._numbers[group] in live, f"{timer.name} runs for an attempt that has ended"
         for attempt in machine.attempts:
             self._check_wait(attempt)
         if len(machine.attempts) == 2:
             older, newer = machine.attempts
             assert older.decode.incarnation != newer.decode.incarnation, "two attempts run on one process"
             assert older.decode.numerics == newer.decode.numerics, "two attempts may compute different tokens"
-            assert older.is_in_doubt, "one attempt is enough"
+            assert older.is_in_doubt, "two attempts run although the first is not in doubt"
         if state in {State.ENDED, State.CLOSED}:
             assert not live, "an attempt outlives its request"
             assert not self.prefills, "a prefill call outlives its request"
-            assert not self.is_in_queue, "a request that has ended waits for a place"
+            assert not self.is_in_queue, "a request that has ended is in the queue"
             assert set(self.timers) <= {(on.Timer.WINDOW, b"")}, "a timer outlives its request"
-            assert self._num_settled <= 1, "a request is settled once"
-            assert self.answer.has_ended or state is State.CLOSED, "a reader would wait for ever"
+            assert self._num_settled <= 1, "a request was settled twice"
+            assert self.answer.has_ended or state is State.CLOSED, "a reader would wait forever"
         else:
             assert self._num_settled == self._num_freed == 0
             is_under_way = live or self.is_in_queue or self.num_hedges_wanted
-            assert is_under_way or state in {State.ENCODING, State.CONCLUDING}, "nothing is under way"
+            assert is_under_way or state in {State.ENCODING, State.CONCLUDING}, "the request waits for nothing"
             if state is State.CONCLUDING:
-                assert (on.Timer.STATS, b"") in self.timers, "statistics are waited for without an end"
-        assert self._num_freed == (state is State.CLOSED), "the name is free when the request is closed"
+                assert (on.Timer.STATS, b"") in self.timers, "no timer ends the wait for statistics"
+        assert self._num_freed == (state is State.CLOSED), "the key is freed when and only when the request is closed"
 
     def _check_wait(self, attempt: Any) -> None:
-        """Whatever an attempt waits for, something ends the wait. While tokens come, liveness does."""
+        """Checks that something ends each wait of an attempt. For tokens, the liveness check of the node does."""
         number, group = self._numbers[attempt.group_id], attempt.group_id
         is_granting = (on.Timer.GRANT, group) in self.timers
         is_receiving = (on.Timer.KV, group) in self.timers

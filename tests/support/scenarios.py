@@ -1,27 +1,27 @@
-"""Stories about one request, as text: events in, the machine's state and instructions out, no node and no clock.
+"""Text scenarios of one request: events go in, the machine's state and instructions come out. No nodes, no clock.
 
-A line is a comment (`#`), an event, or, behind `>`, what the machine answered. `Scenario.play` writes the answers
-anew; `tests.support.request_ledger` checks after each event that nothing is held twice, lost or forgotten, and at the
-end of the story that all comes back. The words of events:
+A line is a comment (`#`), an event, or, after `>`, the machine's response. `Scenario.play` writes the responses;
+`tests.support.request_ledger` checks after each event that nothing is held twice, lost or forgotten, and at the end
+of the scenario that everything is released. The events:
 
     request [n=2] [prompt=4] [max_tokens=9] [window=30] [method=rejection] [stop=text] [prompt_logprobs] [known=3]
             [encoding]                       known: tokens of each sample from a router that is gone
-    encoded                                  what a request that was `encoding` waits for
-    cluster [full] [incomplete] [not_timely] what the machine is told when it asks about nodes: no serving node could
-                                             take the request, a node that does not serve may, no node is on time
-    placed d1 [p1] [hedge] [numerics=x] [prefill_numerics=x]   nodes are reserved: d decodes, p prefills
-    not-placed [QUEUE_FULL]                  the queue refuses, or no node may be hedged with
-    granted 1 [local] [other]                attempt 1 is let in; local: no KV is to come
+    encoded                                  ends the encoding of a request that was `encoding`
+    cluster [full] [incomplete] [not_timely] changes the responses to questions about nodes: no serving node could take
+                                             the request; a node that does not serve might; all nodes are late
+    placed d1 [p1] [hedge] [numerics=x] [prefill_numerics=x]   decode node d1 and prefill node p1 are reserved
+    not-placed [QUEUE_FULL]                  the queue rejects the request, or no node is available for a hedge
+    granted 1 [local] [other]                the node grants attempt 1; local: it computes the prompt itself
     rejected 1 NO_ROOM                       or DRAINING, TOO_LARGE, INVALID
-    kv-ready 1, kv-failed 1 [other]          other: of a transfer that was given up
+    kv-ready 1, kv-failed 1 [other]          other: of a transfer that was abandoned
     prefill 1 ok | lost | failed | logprobs=2   the prefill call ends
     prefill-late 1, prefill-chosen 1 p2 | none
-    tokens 1 4..6 [sample=1] [as=90] [gap]   tokens at positions 4 and 5; a token's id is its position, or `as` it
+    tokens 1 4..6 [sample=1] [as=90] [gap]   tokens at positions 4 and 5; a token's id is its position, or that of `as`
     done 1 [sample=0] [reason=length], logprobs 1 3, failed 1 [invalid], lost 1
-    late 1, on-time 1, draining 1            the attempt's decode node
-    wait 10                                  seconds; timers fire
-    reader-attached, reader-left [old]       old: the call of the reader before
-    read                                     what the reader is told, and has not been told before
+    late 1, on-time 1, draining 1            the attempt's decode node changes
+    wait 10                                  seconds pass; timers fire
+    reader-attached, reader-left [old]       old: the call of the first reader
+    read                                     shows the messages that readers have not received yet
     abort, fail DRAINING, drop [EVICTED]
     crash                                    an instruction could not be performed
 """
@@ -74,7 +74,7 @@ OPEN_SECONDS, KV_SECONDS = 10.0, 10.0
 
 
 class ScriptedCluster:
-    """Answers of a cluster, as a scenario sets them."""
+    """A `Cluster` whose responses the scenario sets."""
 
     is_full = False  # no serving node could ever take the request
     may_know_more = False
@@ -88,14 +88,14 @@ class ScriptedCluster:
 
 
 class _Tokenizer:
-    """Each token is a letter."""
+    """A tokenizer that decodes each token to one letter."""
 
     def detokenizer(self, **_options: object) -> ByteDetokenizer:
         return ByteDetokenizer([b"", *(bytes([97 + token % 26]) for token in range(1, 200))])
 
 
 class Scenario:
-    """One story. `play` tells it to a new machine; `tell` goes on with it, line by line."""
+    """One scenario. `play` plays it with a new machine; `tell` feeds one more line."""
 
     def __init__(self, text: str = "", *, machine: type[Machine] = Machine) -> None:
         self._lines = [line for line in text.splitlines() if not line.startswith(">")]
@@ -106,7 +106,7 @@ class Scenario:
         self._node_of: dict[str, on.Node] = {}
 
     def play(self) -> str:
-        """The story with the machine's answers."""
+        """Returns the scenario with the machine's responses."""
         told: list[str] = []
         for line in self._lines:
             told.append(line)
@@ -116,7 +116,7 @@ class Scenario:
         return "\n".join(told) + "\n"
 
     def tell(self, line: str) -> list[str]:
-        """What the machine answers to one event."""
+        """Returns the machine's response to one event."""
         word, *words = line.split()
         return list(self._tell(word, words))
 
@@ -184,7 +184,7 @@ class Scenario:
             "reader-attached": self._attach,
             "reader-left": lambda: self._leave(flags),
             "abort": on.AbortRequested,
-            "fail": lambda: on.Failed(PeerLostError("the router says so", reason=words[0])),
+            "fail": lambda: on.Failed(PeerLostError("the router ends it", reason=words[0])),
             "drop": lambda: on.Dropped(AbortedError("dropped", reason=words[0]) if words else None),
         }
         if word in of_request:
@@ -241,23 +241,23 @@ class Scenario:
         of_prefill = {"numerics": options.get("prefill_numerics", options.get("numerics", EXACT_NUMERICS))}
         prefill = next((self._node(name, of_prefill) for name in names if name[0] == "p"), None)
         place = f"place of {' and '.join(names)}"
-        assert place not in ledger.places, "a scenario gives each place once at a time"
+        assert place not in ledger.places, "a place is assigned once at a time"
         ledger.places.add(place)
         if "hedge" in flags:
-            assert ledger.num_hedges_wanted, "a hedge is given to who wants one"
+            assert ledger.num_hedges_wanted, "no hedge was asked for"
             ledger.num_hedges_wanted -= 1
         else:
-            assert ledger.is_in_queue, "a place is given to who waits for one"
+            assert ledger.is_in_queue, "the request is not in the queue"
             ledger.is_in_queue = False
         return on.Placed(place, self._node(names[0], options), prefill, b"", is_hedge="hedge" in flags)
 
     def _not_placed(self, words: list[str]) -> on.NotPlaced:
-        """The queue refuses with a reason; a search for a hedge has none."""
+        """Returns the event. The queue rejects with a reason; a search for a hedge fails without one."""
         if words:
-            assert self.ledger.is_in_queue, "the queue refuses who waits"
+            assert self.ledger.is_in_queue, "the request is not in the queue"
             self.ledger.is_in_queue = False
             return on.NotPlaced(PeerLostError("refused", reason=words[0]))
-        assert self.ledger.num_hedges_wanted, "a hedge is refused to who wants one"
+        assert self.ledger.num_hedges_wanted, "no hedge was asked for"
         self.ledger.num_hedges_wanted -= 1
         return on.NotPlaced()
 
@@ -272,12 +272,12 @@ class Scenario:
         return on.ReaderAttached()
 
     def _leave(self, flags: set[str]) -> on.ReaderLeft:
-        if self._readers:  # else the call ended before it read
+        if self._readers:  # else the call ended before it could read
             self._answer.leave(self._readers[0] if "old" in flags else self._readers[-1])
         return on.ReaderLeft()
 
     def _read(self) -> Iterator[str]:
-        """What the streams that are attached, or have just been superseded, would be sent."""
+        """Yields the new messages of all streams, including those that were superseded."""
         for index, reader in enumerate(self._readers):
             of = f"reader {index + 1}" if len(self._readers) > 1 else "reader"
             told = [_show_message(message) for message in _next(reader)]
@@ -296,7 +296,7 @@ class Scenario:
 
 
 def _next(reader: AnswerReader[Any]) -> Iterator[object]:
-    """Everything that a reader has not been told, without an event loop to wait in."""
+    """Yields all messages that a reader has not received, without an event loop."""
     while True:
         try:
             reader.next().send(None)
@@ -307,7 +307,7 @@ def _next(reader: AnswerReader[Any]) -> Iterator[object]:
         except OutriderError as error:
             yield error
             return
-        except RuntimeError:  # it would wait
+        except RuntimeError:  # `next` would wait
             return
 
 

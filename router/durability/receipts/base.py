@@ -14,7 +14,7 @@ class ReceiptLine:
 
 
 class ReceiptSink(Protocol):
-    """A destination of receipts. Owned by the event loop, which makes one call of `write` at a time."""
+    """A destination of receipts. Owned by the event loop; only one call of `write` runs at a time."""
 
     name: str
     """The sink's name for logs, without a password."""

@@ -38,7 +38,7 @@ _log = get_logger("receipts")
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """The content of a receipt; a thread makes its line."""
+    """The content of a receipt. Its line is made in a thread."""
 
     proto: router_pb2.GenerateRequest  # as the client sent it
     request: Request
@@ -119,7 +119,7 @@ class ReceiptKeeper:
     def keep(self, proto: router_pb2.GenerateRequest, answer: Answer, record: RequestRecord, model: ModelInfo) -> None:
         """Queues the receipt of a request that has ended.
 
-        A request that was refused has none, and one taken over by another router gets its receipt there.
+        A request that was refused gets none. One that another router has taken over gets its receipt there.
         """
         if answer.started is None or (answer.failure is not None and answer.failure.reason == RESUMED_ELSEWHERE):
             return
@@ -127,7 +127,7 @@ class ReceiptKeeper:
         num_waiting_tokens = self._num_waiting_tokens + ended.num_tokens
         num_waiting = self._waiting.qsize()
         if num_waiting >= MAX_WAITING or (num_waiting and num_waiting_tokens > MAX_WAITING_TOKENS):
-            self._lose(1, "they come faster than they are written")
+            self._lose(1, "the receipt queue is full")
             return
         self._num_waiting_tokens = num_waiting_tokens
         self._num_unwritten += 1
@@ -140,8 +140,8 @@ class ReceiptKeeper:
                 await self._waiting.join()
         self._work.cancel()
         if self._num_unwritten:
-            self._lose(self._num_unwritten, "the router stops")
-            return  # a hung disk still has its file open
+            self._lose(self._num_unwritten, "the router is stopping")
+            return  # closing the file could block on a hung disk
         await self._sink.close()
 
     async def _run(self) -> None:
@@ -165,7 +165,7 @@ class ReceiptKeeper:
         for reason, number in lost.items():
             self._lose(number, reason)
         if self._num_lost and not lost and self._waiting.empty():
-            _log.info("receipts are kept again", receipts=self._sink.name, num_lost=self._num_lost)
+            _log.info("receipts are written again", receipts=self._sink.name, num_lost=self._num_lost)
             self._num_lost = 0
 
     def _lose(self, number: int, reason: str) -> None:

@@ -24,7 +24,7 @@ _INDEX = "outrider:{receipts}:index"
 
 
 class ValkeyReceipts(ValkeyServer):
-    """A `ReceiptSink` on a server: the latest per request id, at most `MAX_RECEIPTS`, for `LIFETIME_SECONDS`."""
+    """A `ReceiptSink` on a server: the last one per request id, at most `MAX_RECEIPTS`, for `LIFETIME_SECONDS`."""
 
     def __init__(
         self,

@@ -1,32 +1,30 @@
 """The store of requests with a resume window, from which another router can continue them.
 
-A request with its drawn seed determines its tokens: the stored request is the durable state,
-the stored tokens are a cache of it. Tokens may be missing but are never wrong. A request
-belongs to one owner, the router that created or claimed it last; the store drops writes of any other.
-Two routers that compute one request for a moment compute the same tokens, so a claim
-does not require certainty that the old owner is dead.
+A request with its seed determines its tokens: the stored request is the durable state, and the stored tokens
+are a cache. Tokens may be missing but are never wrong. A request has one owner, the router that created or
+claimed it last; the store drops writes of others. Two routers that compute one request for a moment compute the
+same tokens, so a claim does not need to be certain that the old owner is dead.
 
 Call order in a router, for each request with a resume window:
 
 1. `create`, before Started. AlreadyRunningError: the id is in use on another router.
    StoreError: refuse the request, or serve it without the store, according to `router.store_lost`.
 2. Off the token path, for all requests together: `append` new tokens every
-   `router.store_append_seconds`, `renew` every third of `router.store_lease_seconds`. After a
+   `router.store_append_seconds`, and `renew` every third of `router.store_lease_seconds`. After a
    StoreError of `append`, send tokens again from the last acknowledged position. `renew` returns
    - `taken`: another router has the request. End the attached stream with AbortedError, stop
-     the work, make no more calls for this id.
-   - `missing`: the store was emptied. `create` again, then `append` everything.
-   - `aborted`: Abort was sent to another router. Abort here.
+     the work, and make no more calls for this id.
+   - `missing`: the store has lost the request. `create` it again, then `append` everything.
+   - `aborted`: another router got an Abort. Abort here.
    Renew while the answer is unfinished, and after that while a client's stream is attached.
 3. `finish`, when the answer has ended and no stream is attached any more (after the last
    `append`). The resume window starts then. Call `delete` instead if the request ended without
-   an answer to resume (refused after `create`, failed, window over).
+   an answer to resume (refused after `create`, failed, or window over).
 
-For Resume of an id that this router does not have, call `claim`. By contract a new Resume ends
-the stream attached before, and a client asks here because it cannot reach the owner. None means
-NOT_FOUND. Open the answer with the known tokens (none if logprobs are wanted: those are not
-stored), and end it at once if `is_aborted`. `read` looks without claiming. For Abort of such an
-id, call `request_abort`.
+For Resume of an id that this router does not have, call `claim`: a new Resume ends the stream attached
+before, and a client comes here because it cannot reach the owner. None means NOT_FOUND. Open the
+answer with the known tokens (none if logprobs are wanted, since those are not stored), and end it at
+once if `is_aborted`. For Abort of such an id, call `request_abort`. `read` does not claim.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from outrider.errors import AlreadyRunningError, MismatchError, StoreError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRequest:
-    """Everything that determines an answer. Positions count from the prompt's first token, as in the contract."""
+    """Everything that determines an answer. Positions count from the prompt's first token, as in `router.proto`."""
 
     request_id: str  # 1 to 128 characters of printable ASCII, after the client's name and "·" if that is known
     fingerprint: str  # of the model
@@ -76,7 +74,7 @@ class StoredAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renewal:
-    """The states of renewed requests. Ids in none of the sets are still owned by this router."""
+    """The states of renewed requests. Requests in none of the sets are still owned by this router."""
 
     taken: frozenset[str] = frozenset()  # another router is the owner
     missing: frozenset[str] = frozenset()  # the store has no such request any more
@@ -94,8 +92,8 @@ class SpansRefusedError(StoreError):
 class AnswerStore(Protocol):
     """One router's access to the store. Owned by the event loop.
 
-    Every method ends within the store's timeout and raises StoreError if the store has not
-    answered by then. The operation may still take effect; each method may be repeated.
+    Every method ends within the store's timeout, and raises StoreError if the store has not answered by then. The
+    operation may still take effect; every method may be repeated.
     """
 
     name: str
@@ -123,7 +121,7 @@ class AnswerStore(Protocol):
         """Removes requests; those that this router does not own are skipped. Raises: StoreError."""
 
     async def read(self, request_id: str) -> StoredAnswer | None:
-        """Returns what is stored, without changing it; None if there is no such request. Raises: StoreError."""
+        """Returns a request without claiming it; None if there is no such request. Raises: StoreError."""
 
     async def claim(self, request_id: str, *, fingerprint: str) -> StoredAnswer | None:
         """Makes this router the owner. Returns None if there is no such request.
@@ -141,9 +139,9 @@ class AnswerStore(Protocol):
 
 
 class TokenLog:
-    """Collects spans of one answer in the order of their arrival into the known tokens of each sample.
+    """Joins the spans of one answer, in the order of arrival, to the known tokens of each sample.
 
-    Repeated and overlapping spans count once; a span after a gap is dropped.
+    Repeated tokens count once. A span after a gap is dropped.
     """
 
     def __init__(self, start_position: int) -> None:
@@ -165,4 +163,4 @@ def already_running(request_id: str) -> AlreadyRunningError:
 
 
 def model_mismatch(request_id: str, *, stored: str, served: str) -> MismatchError:
-    return MismatchError(f"request {request_id!r} is for the model {stored}, this router serves {served}")
+    return MismatchError(f"request {request_id!r} was made for model {stored}, but this router serves {served}")

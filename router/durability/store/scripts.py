@@ -4,7 +4,7 @@ Every script has the same keys: the request (a hash, whose `owner` decides) and 
 spans). Times are durations in milliseconds, so clocks need not agree. A request and its tokens
 expire in the same millisecond: time stands still within a script.
 
-A server that is out of memory refuses a script only at its first write, and only if that write adds data.
+A server that is out of memory refuses a script only at its first write, and only if this write adds data.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 OWNED, ABORTED, TAKEN, MISSING = 0, 1, 2, 3
 """Return values of RENEW."""
 
-# ARGV: owner, lease, then the hash's other fields and values. A server may have evicted the hash and kept the tokens.
-# A server that is out of memory refuses the first HSET.
+# ARGV: owner, lease, then the hash's other fields and values. At the first HSET a server that is out of memory refuses,
+# before anything is deleted. Tokens are deleted too, since a server may have evicted the hash only.
 CREATE = """
 local owner = redis.call('HGET', KEYS[1], 'owner')
 if owner and owner ~= ARGV[1] then return 0 end

@@ -30,11 +30,11 @@ from router.store_address import ValkeyAddress
 
 MAX_CONNECTIONS = 16
 MAX_SPANS_PER_SCRIPT = 1000
-"""Spans per script: the server answers no other client while a script runs."""
+"""Maximum spans per script; the server answers no other client while a script runs."""
 
 
 class ValkeyServer:
-    """Connections to a server. Connects on first use, and reconnects after a loss."""
+    """Connections to a server, opened on first use and again after a loss."""
 
     def __init__(self, address: ValkeyAddress, *, timeout_seconds: float) -> None:
         self.name = str(address)
@@ -47,12 +47,12 @@ class ValkeyServer:
             db=address.database,
             username=address.username,
             password=address.password,
-            # The only timeout is ours, around the whole exchange: in Python 3.11 the client's own may swallow it.
+            # `_answering` times the whole exchange. In Python 3.11 the client's own timeouts may swallow that one.
             socket_timeout=None,
             socket_connect_timeout=None,
             **({"ssl_check_hostname": True} if address.is_tls else {}),
         )
-        self._server: Any = Valkey(connection_pool=self._pool)  # its methods' annotations allow text arguments only
+        self._server: Any = Valkey(connection_pool=self._pool)  # Any, since its annotations allow text arguments only
 
     async def close(self) -> None:
         async with self._answering():
@@ -74,7 +74,7 @@ class ValkeyServer:
             answers: list[Any] = await pipeline.execute(raise_on_error=False)
             failed = [answer for answer in answers[1:] if isinstance(answer, ResponseError)]
             if len(failed) == len(calls):
-                raise failed[0]  # as it is: the pipeline's own errors quote the command
+                raise failed[0]  # the error itself, since the pipeline's quotes the command
             return answers[1:]
 
     @asynccontextmanager
@@ -194,7 +194,7 @@ class ValkeyAnswerStore(ValkeyServer):
             return await self._server.eval(script, len(keys), *keys, self._owner, *arguments)
 
     async def _run_many(self, script: str, calls: Sequence[tuple[str, Sequence[str | bytes | int]]]) -> list[Any]:
-        """Like `_run_pipeline`, by request. A failure of one of several requests is returned in its place."""
+        """Runs a script for many (request, arguments) in one round trip. See `_run_pipeline`."""
         return await self._run_pipeline(
             script, [(_keys(request_id), (self._owner, *arguments)) for request_id, arguments in calls]
         )
@@ -203,8 +203,8 @@ class ValkeyAnswerStore(ValkeyServer):
 def _keys(request_id: str) -> tuple[str, str]:
     """Returns the keys of the request and of its tokens.
 
-    A cluster hashes only the part in braces, so both share a slot; "r:" keeps that part
-    from being empty, whatever the id begins with.
+    A Valkey cluster hashes only the part in braces, so both keys share a slot. The "r:" ensures that this part is not
+    empty, whatever the id begins with.
     """
     prefix = f"outrider:{{r:{request_id}}}"
     return f"{prefix}:request", f"{prefix}:tokens"

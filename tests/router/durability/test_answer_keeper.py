@@ -1,4 +1,4 @@
-"""What keeps answers in a store: one request or name never holds up another."""
+"""Replication of answers to a store: one request or id never delays another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.memory_store import MemoryAnswerStore
 
 
 class TakenStore(MemoryAnswerStore):
-    """Another router creates what this one has lost, just before it does."""
+    """A store in which another router creates a lost request just before this one does."""
 
     num_refused = 0
     is_taken = False
@@ -41,7 +41,7 @@ async def test_an_id_that_was_taken_meanwhile_does_not_end_the_keeping_of_the_ot
 
 
 class FullStore(MemoryAnswerStore):
-    """Has no memory for tokens."""
+    """A store without memory for tokens."""
 
     num_renewals = 0
 
@@ -64,7 +64,7 @@ async def test_leases_are_renewed_while_the_store_takes_no_tokens(cluster):
 
 
 class RefusingStore(MemoryAnswerStore):
-    """Takes no tokens of one request."""
+    """A store that refuses the tokens of one request."""
 
     def __init__(self, **fields):
         super().__init__(**fields)
@@ -110,12 +110,13 @@ async def test_a_store_that_was_emptied_is_filled_again_by_several_calls_at_a_ti
     assert len(entered) == CREATES_AT_ONCE
     gate.set()
     await cluster.eventually(lambda: all(records.get(name) for name in names))
+    await cluster.eventually(lambda: all(records.get(name).tokens.token_ids() for name in names), what="all tokens")
     for call in calls:
         call.cancel()
 
 
 async def test_a_whole_answer_is_looked_at_again_when_it_is_read_and_when_its_window_ends(cluster):
-    """In between it costs nothing."""
+    """It is not polled in between."""
     _, records = await serve(cluster, lease_seconds=0.1, store_lease_seconds=0.1)
     keeper = cluster.service.requests.keeper
     await cluster.generate(request(cluster, 3, seconds=1.0))
@@ -131,6 +132,7 @@ async def test_a_whole_answer_is_looked_at_again_when_it_is_read_and_when_its_wi
     await cluster.eventually(lambda: records.get("r").expires_at > expires_at, what="a renewal")
     take.set()
     await reading
+    live.leave()
     await cluster.eventually(lambda: list(keeper._resting) == ["r"])
     await cluster.eventually(lambda: len(records) == 0 and not (keeper._resting or keeper._kept or keeper._to_delete))
     assert len(cluster.service.requests) == 0
@@ -153,7 +155,7 @@ async def test_a_name_that_is_used_again_while_the_store_forgets_it_is_kept(clus
 
 
 class SlowStore(MemoryAnswerStore):
-    """Creates the first request once it is asked for eleven at a time."""
+    """A store that creates nothing until eleven requests have been asked for."""
 
     num_asked = num_created = 0
 
@@ -186,7 +188,7 @@ async def test_a_claim_of_a_name_that_is_being_deleted_waits_and_is_kept(cluster
 
 
 class LateStore(MemoryAnswerStore):
-    """Takes tokens, and is always too late to say so."""
+    """A store that takes tokens, but always responds too late."""
 
     def __init__(self, **fields):
         super().__init__(**fields)

@@ -1,4 +1,4 @@
-"""What a router keeps of its answers for `outrider replay`: what is in it, what is not, and what keeping costs."""
+"""Receipts of answers for `outrider replay`: their content, their limits, and failures to write them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lost(cluster):
 
 
 async def kept(cluster, folder, number=1):
-    """The receipts, once there are so many."""
+    """Returns the receipts, once there are so many."""
     await cluster.eventually(lambda: len(lines_of(folder)) >= number, what="receipts")
     return [Receipt.from_line(line) for line in lines_of(folder)]
 
@@ -145,7 +145,7 @@ async def test_the_router_that_finishes_an_answer_keeps_it_whole_and_the_one_bef
     await router_pair.serve(receipts=str(folder))
     call, _, deltas = await router_pair.begin()
     next_position = deltas[-1].start_position + len(deltas[-1].token_ids)
-    messages = await router_pair.resume({0: next_position})  # while the first one lives
+    messages = await router_pair.resume({0: next_position})  # while the first router is alive
     first = router_pair.first
     assert (await refused(call)).reason == "RESUMED_ELSEWHERE"
     receipts = await kept(first, folder)
@@ -262,7 +262,7 @@ async def test_a_full_disk_loses_receipts_says_so_once_and_again_when_it_is_over
         assert [each.request_id for each in await kept(cluster, folder)] == ["kept"]
         await cluster.service.stop()
     said = [entry["event"] for entry in logs if entry["event"].startswith("receipts")]
-    assert said == ["receipts are lost", "receipts are kept again"]
+    assert said == ["receipts are lost", "receipts are written again"]
     assert lost(cluster) == 3
 
 

@@ -1,4 +1,4 @@
-"""The store, the keeper and Resume where two things happen at once, in an order that hides one of them."""
+"""Races of the store, replication and Resume."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def test_a_client_that_goes_to_another_router_and_back_keeps_its_stream(pa
     await pair.serve()
     pair.first.decode.step_seconds = 0.05
     await pair.begin(num_deltas=2)
-    renewal = gated(pair.stores[0], "renew")  # by which the first router would hear of the second
+    renewal = gated(pair.stores[0], "renew")  # which would tell the first router of the second
     await renewal.until_entered()
     resumed = pair.second.resume_call()
     assert (await resumed.read()).HasField("started")
@@ -167,7 +167,7 @@ async def test_an_abort_at_the_router_that_has_lost_the_request_reaches_the_one_
     await pair.serve()
     pair.first.decode.step_seconds = 0.1
     await pair.begin(num_deltas=2)
-    renewal = gated(pair.stores[0], "renew")  # by which it would hear
+    renewal = gated(pair.stores[0], "renew")  # which would tell it
     await renewal.until_entered()
     resumed = pair.second.resume_call()
     assert (await resumed.read()).HasField("started")
@@ -181,7 +181,7 @@ async def test_an_abort_at_the_router_that_has_lost_the_request_reaches_the_one_
 
 
 async def test_a_router_that_stops_ends_no_request_for_good_whatever_it_is_doing(pair, monkeypatch):
-    """A drain that takes too long is cut off: then `stop` is all that still happens."""
+    """After a drain that takes too long, only `stop` is called."""
     monkeypatch.setattr("router.requests.machine.STATS_SECONDS", PATIENCE_SECONDS)
     await pair.serve(max_waiting=4)
     prefill, decode = pair.first.prefill, pair.first.decode
@@ -189,7 +189,7 @@ async def test_a_router_that_stops_ends_no_request_for_good_whatever_it_is_doing
     decode.step_seconds = 0.0
     whole = pair.first.stub.Generate(pair.request(request_id="whole", max_tokens=2))
     while not (await whole.read()).HasField("finished"):
-        pass  # what is left are the prefill node's figures
+        pass  # only the prefill node's statistics are missing
     decode.step_seconds, decode.max_running = 0.01, 1
     calls = [pair.first.stub.Generate(pair.request(request_id=name)) for name in ("running", "waiting")]
     await pair.first.eventually(lambda: pair.first.context.queue.num_waiting == 1)
@@ -215,7 +215,7 @@ async def test_a_resume_whose_window_ends_while_the_store_is_asked_is_not_left_w
     outcome = (await asyncio.gather(resumed, return_exceptions=True))[0]
     if isinstance(outcome, grpc.aio.AioRpcError):
         assert outcome.code() is grpc.StatusCode.NOT_FOUND
-    else:  # the store had not forgotten it
+    else:  # the store still had it
         assert told(outcome)
     cluster.decode.step_seconds = 0.0
 
@@ -241,7 +241,7 @@ async def test_a_client_that_leaves_while_its_request_is_stored_leaves_no_name(p
     async def create_slowly(request):
         await create(request)
         stored.set()
-        await asyncio.Event().wait()  # the answer never comes
+        await asyncio.Event().wait()  # the response never comes
 
     pair.stores[0].create = create_slowly
     call = pair.first.stub.Generate(pair.request())

@@ -1,4 +1,4 @@
-"""Routers that share a store: what one has begun another one ends."""
+"""Routers that share a store: one continues the requests of another."""
 
 from __future__ import annotations
 
@@ -105,16 +105,6 @@ async def test_without_the_store_running_answers_go_on_and_new_ones_get_what_is_
     plain = pair.first.request(max_tokens=5)
     assert len((await pair.first.generate(plain)).token_ids()) == 5
     assert (await read_on(call))[-1].summary.usage.num_generated_tokens == NUM_TOKENS
-
-
-async def test_a_store_that_was_emptied_is_filled_again(pair):
-    await pair.serve()
-    _, started, _ = await pair.begin()
-    pair.records.remove("r")
-    await pair.first.eventually(lambda: pair.records.get("r") is not None)
-    await pair.first.eventually(lambda: bool(pair.records.get("r").tokens.token_ids()))
-    await pair.kill_first()
-    assert told(await pair.resume({0: started.num_prompt_tokens})) == letters(pair.first.decode.opened[0], 0)
 
 
 CUT_OFF = {"seed": 4, "strike": "a drain that was cut off"}

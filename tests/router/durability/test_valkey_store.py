@@ -1,4 +1,4 @@
-"""What a store on a server does when the server dies, freezes, forgets, or refuses."""
+"""A store whose server dies, freezes, loses its data, or refuses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def store(store_server):
 
 @pytest.fixture
 async def server_keys(store_server):
-    """The server as its operator sees it."""
+    """A client of the server, as an operator would use."""
     client = Valkey(host="127.0.0.1", port=store_server.port)
     yield client
     await client.aclose()
@@ -61,7 +61,7 @@ def all_calls(store):
 
 
 async def end_in_time(work):
-    """What `work` returns within twice the store's timeout: a second wait would not fit.
+    """Returns the result of `work`, which must end within twice the store's timeout.
 
     Counted in naps of the event loop, which a machine that is busy with other things makes longer, not more.
     """
@@ -76,7 +76,7 @@ async def end_in_time(work):
 
 @contextlib.contextmanager
 def impatient(store):
-    """Its calls wait for `TIMEOUT_SECONDS`; before and afterwards so long that a busy machine answers."""
+    """Sets the timeout of the store's calls to `TIMEOUT_SECONDS` within the block."""
     store._timeout_seconds = TIMEOUT_SECONDS
     yield
     store._timeout_seconds = PATIENCE_SECONDS
@@ -112,7 +112,7 @@ async def test_a_frozen_server_holds_no_call_beyond_its_timeout(store, store_ser
             assert {type(result) for result in results} == {StoreError}
     finally:
         store_server.thaw()
-    # What was sent before may have taken effect. Answers of then are not taken for answers of now.
+    # Earlier calls may have taken effect. Their responses must not be taken for those of later calls.
     await store.create(STORED)
     await store.append([TokenSpan("r1", 0, 3, [7, 8])])
     for _ in range(40):
@@ -131,7 +131,7 @@ async def test_a_server_that_was_emptied_says_what_is_missing(store, server_keys
 
 async def test_spans_that_are_repeated_as_they_were_or_with_more_are_stored_once(store, server_keys):
     await store.create(STORED)
-    for number in range(98):  # a server that is always too late to answer
+    for number in range(98):  # as if the server always responded too late
         await store.append([TokenSpan("r1", 0, 3, range(1 + number // 2))])
     (tokens,) = [key for key in await server_keys.keys() if key.endswith(b":tokens")]
     entries = await server_keys.lrange(tokens, 0, -1)

@@ -1,4 +1,4 @@
-"""A prefill node that lies, fails, floods and stalls, beside an honest one: eight streams get their tokens."""
+"""A prefill node that lies, fails, floods or stalls: eight streams get their tokens from an honest one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stalls(node):
 
 
 def boasts(node):
-    """It is never busy, never late, and has endless room."""
+    """Reports that the node is never busy nor late and has unlimited room, and pushes nothing."""
     load = NodeLoad(num_outstanding_tokens=0, kv_blocks_free=2**31 - 1, tokens_per_second=1e30)
     node.pushes = False
     node.report = lambda: NodeReport(
@@ -51,7 +51,7 @@ BEHAVIOURS = [pushes_nothing, fails, stalls, boasts]
 
 
 async def honest_streams(cluster):
-    """Token ids of each."""
+    """Runs the streams. Returns the token ids of each."""
     answers = await asyncio.gather(*(cluster.generate(seed=n, max_tokens=NUM_TOKENS) for n in range(NUM_STREAMS)))
     return [answer.token_ids() for answer in answers]
 
@@ -70,7 +70,7 @@ async def test_streams_go_on_with_the_honest_node(node_pair, behave):
 
 
 async def test_a_flood_of_reports_leaves_the_loop_to_the_others(node_pair, monkeypatch):
-    """As fast as the stream takes them; a node sends five a second."""
+    """The node reports as fast as the stream allows; usually it reports five times a second."""
     num_reports = 0
 
     async def flood(servicer, _request, _context):

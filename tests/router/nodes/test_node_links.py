@@ -1,4 +1,4 @@
-"""How the router comes to know nodes: when it asks, and what it does when one does not answer."""
+"""Links to nodes: backoff of connections, and nodes that do not answer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.support.router_fakes import fake_model_info
 
 
 class EndedError(Exception):
-    """The link has made all its pauses."""
+    """Ends a link after its last pause."""
 
 
 class Transport:
-    """Of a node whose states are given; PeerLostError where it is None."""
+    """A transport to a node that has these states in turn. None: it raises PeerLostError."""
 
     def __init__(self, states):
         self._states = iter(states)
@@ -38,7 +38,7 @@ class Transport:
 
 
 async def pauses_of(monkeypatch, states, num_pauses=60):
-    """The pauses of a link whose node is an alias of another one when it serves."""
+    """Returns the pauses of a link. Its node is an alias of another one when it serves."""
     pauses = []
 
     async def pause(seconds):

@@ -1,4 +1,4 @@
-"""Nodes that serve one model and compute it differently."""
+"""Nodes that serve one model with different numerics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def num_mixed(cluster):
 async def test_answers_that_move_between_numerics_are_counted_and_warned_of_once(
     cluster, warnings, prefill, is_local, num_warnings, counts
 ):
-    """Their KV is not taken for one node's own."""
+    """KV that both nodes have computed is not shared with requests that one node computes alone."""
     cluster.decode.model, cluster.prefill.model = EXACT, prefill
     cluster.decode.max_local_prefill_tokens = 1000 * is_local
     await cluster.serve()
@@ -62,7 +62,7 @@ async def test_a_third_kind_is_warned_of_again_and_the_same_kind_not(cluster, wa
 
 
 async def test_a_reservation_is_filled_by_nodes_of_one_kind_only(node_pair):
-    """The hashes of its KV say which."""
+    """The hashes of its KV blocks depend on the numerics."""
     node_pair.prefills[0].model, node_pair.prefills[1].model = EXACT, OTHER
     for node in node_pair.decodes:
         node.model = EXACT
@@ -81,7 +81,7 @@ async def test_a_reservation_is_filled_by_nodes_of_one_kind_only(node_pair):
 
 
 async def test_the_shortest_window_of_all_nodes_is_served(cluster):
-    """An answer may go on on any of them."""
+    """An answer may continue on any of them."""
     cluster.nodes += [FakeDecodeNode(name="decode-1", model=fake_model_info(max_model_len=100))]
     cluster.nodes += [FakeDecodeNode(name="decode-2", model=fake_model_info(max_model_len=300))]
     await cluster.serve()
@@ -92,7 +92,7 @@ async def test_the_shortest_window_of_all_nodes_is_served(cluster):
 
 
 async def test_a_window_is_longer_again_once_no_node_has_a_shorter_one(cluster):
-    """A node that is started again still counts while it is away."""
+    """A node that restarts still counts while it is away."""
     small, other = FakeDecodeNode(name="decode-1", model=fake_model_info(max_model_len=100)), FakeDecodeNode()
     cluster.nodes += [small, other]
     await cluster.serve()

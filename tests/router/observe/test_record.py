@@ -132,7 +132,7 @@ def test_a_transfer_that_came_to_nothing_is_not_that_of_the_next_grant(metrics):
 
 def test_what_a_node_says_of_an_invalid_request_may_quote_it_and_is_not_kept(metrics):
     record = Records(1).begin("r", metrics)
-    record.end(InternalError("decode node decode-0 calls the request invalid: regex 'my secret' is not closed"))
+    record.end(InternalError("decode node decode-0 rejected the request as invalid: regex 'my secret' is not closed"))
     assert record.error == "INTERNAL: see the router's log"
 
 

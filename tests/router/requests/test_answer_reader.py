@@ -1,4 +1,4 @@
-"""Readers of answers: news is told together, tokens one by one on time, merged while the event loop is behind."""
+"""Readers of answers: streams are woken together, and tokens are merged while the event loop is overloaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from outrider.answer import Delta, Finished, Started
 from outrider.request import OutputOptions, Request, RequestOptions, SamplingParams
 from outrider.session import SampleTokens
-from router.requests.answer import BEHIND_SECONDS, Answer, DeliveryBatcher
+from router.requests.answer import OVERLOADED_SECONDS, Answer, DeliveryBatcher
 from tests.router.conftest import PATIENCE_SECONDS
 
 
@@ -36,7 +36,7 @@ class Reading:
         self.answer.take(tokens)
 
     async def next(self):
-        """Token ids of the next delta."""
+        """Returns the token ids of the next delta."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             while events := await self.reader.next():
                 found = [event.token_ids for event in events if isinstance(event, Delta)]
@@ -48,23 +48,16 @@ class Reading:
 async def test_while_the_event_loop_is_behind_deltas_merge():
     reading = Reading()
     reading.add(1)
-    time.sleep(2 * BEHIND_SECONDS)  # noqa: ASYNC251 this is the stall
+    time.sleep(2 * OVERLOADED_SECONDS)  # noqa: ASYNC251 this is the stall
     assert await reading.next() == (1,), "the first token never waits"
     waiting = asyncio.ensure_future(reading.next())
     await asyncio.sleep(0)
     reading.add(2)
-    time.sleep(2 * BEHIND_SECONDS)  # noqa: ASYNC251
+    time.sleep(2 * OVERLOADED_SECONDS)  # noqa: ASYNC251
     await asyncio.sleep(0)
     reading.add(3)
     reading.add(4)
     assert await waiting == (2, 3, 4)
-
-
-async def test_on_time_each_token_goes_out_by_itself():
-    reading = Reading()
-    for position in range(1, 5):
-        reading.add(position)
-        assert await reading.next() == (position,)
 
 
 class CountingBatcher(DeliveryBatcher):
@@ -92,7 +85,7 @@ async def test_news_that_comes_while_a_stream_wakes_is_told():
     reading.answer.started = None
     waiting = asyncio.ensure_future(reading.reader.next())
     await asyncio.sleep(0)
-    reading.answer.abort()  # there is nothing to tell before the answer has begun
+    reading.answer.abort()  # nothing is delivered before the answer has begun
     asyncio.get_running_loop().call_soon(reading.answer.begin)
     async with asyncio.timeout(PATIENCE_SECONDS):
         told = await waiting

@@ -1,4 +1,4 @@
-"""Two decode and two prefill nodes: what is lost, late or leaving, and the answer that nobody can tell apart."""
+"""Failover between two decode and two prefill nodes that die, turn late or drain: the answer stays the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.router_fakes.decode_node import letters
 
 LONG = 300
 FOREVER_SECONDS = 300.0
-"""A node that is late for less is not declared dead: what moves meanwhile moves on a suspicion."""
+"""Seconds after which a late node would be declared lost. The tests are faster, so work migrates by hedges only."""
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def pair(node_pair):
 
 
 def outline(answer):
-    """All that a client is told, however it was cut into deltas."""
+    """Returns everything that a client receives, independent of the division into deltas."""
     return {
         sample: (
             answer.token_ids(sample),
@@ -37,7 +37,7 @@ def outline(answer):
 
 
 def with_a_mark(opened, sample):
-    """The letters, but for the 61st token."""
+    """Returns the letters with another 61st token."""
     return [33 if place == 60 else token_id for place, token_id in enumerate(letters(opened, sample))]
 
 
@@ -65,7 +65,7 @@ async def test_an_answer_is_the_same_whatever_happens_to_its_decode_node(pair, k
     await pair.serve()
     undisturbed = await pair.generate(**fields)
     num_opened = pair.num_opened
-    pair.pace(0.02)  # it is not at its end before it has moved
+    pair.pace(0.02)  # so slow that it does not end before it migrates
     task = asyncio.ensure_future(pair.generate(**fields))
     await pair.until_streaming(num_tokens=10)
     busy, free = pair.busy_and_free()
@@ -98,28 +98,11 @@ async def test_an_answer_is_the_same_whatever_happens_to_its_decode_node(pair, k
         busy.thaw()
 
 
-async def test_only_unfinished_samples_are_opened_again_each_with_its_index_and_tokens(pair):
-    def script(opened, sample):
-        return [*letters(opened, sample)[:5], 256] if sample == 1 else letters(opened, sample)
-
-    for node in pair.decodes:
-        node.script = script
-    await pair.serve()
-    task, busy, free = await pair.begin(LONG, n=3)
-    await busy.stop()
-    answer = await task
-    assert [start.sample for start in free.opened[-1].samples] == [0, 2]
-    for start in free.opened[-1].samples:
-        assert list(start.generated_token_ids) == answer.token_ids(start.sample)[: len(start.generated_token_ids)]
-        assert len(start.generated_token_ids) > 20
-    assert answer.finished[1].reason == router_pb2.FINISH_REASON_STOP
-
-
 # ---------------------------------------------------------------- suspicion
 
 
 async def test_a_late_node_is_not_waited_for_and_is_believed_again(pair):
-    """What moved on one suspicion is not counted in the next."""
+    """Hedges are not counted any more once their node is on time again."""
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
     for _ in range(2):
         task, busy, free = await pair.begin(LONG)
@@ -136,7 +119,7 @@ async def test_a_late_node_is_not_waited_for_and_is_believed_again(pair):
 
 
 async def eight_on_one_node(pair):
-    """(their tasks, how many the other node has refused); there is room on it now."""
+    """Starts eight requests on one node. Returns (their tasks, number of requests that the other node has rejected)."""
     pair.pace(0.02)
     pair.decodes[1].max_running = 0
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
@@ -186,20 +169,6 @@ async def test_nobody_moves_while_every_node_is_late(pair):
     assert len((await task).token_ids()) == LONG
 
 
-async def test_a_second_attempt_that_disagrees_is_given_up_and_counted(pair):
-    await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
-    task, busy, free = await pair.begin(LONG)
-    free.script = lambda opened, sample: [65] * LONG
-    for node in pair.prefills:
-        node.prefill_seconds = 0.3
-    busy.freeze()
-    await pair.eventually(lambda: free.groups)
-    # The suspect moves on by some tokens before it is read again, and before the second attempt has its first.
-    busy.thaw()
-    answer = await asyncio.wait_for(task, PATIENCE_SECONDS)
-    assert answer.token_ids() == letters(busy.opened[-1], 0)[:LONG]
-
-
 async def test_a_late_prefill_node_is_not_waited_for_where_there_is_another(pair):
     for node in pair.prefills:
         node.prefill_seconds = 30.0
@@ -220,7 +189,7 @@ async def test_a_late_prefill_node_is_not_waited_for_where_there_is_another(pair
 
 @pytest.mark.parametrize("numerics", ["exact (fake)", "batch-dependent (torch bfloat16)"])
 async def test_work_stays_on_a_draining_node_until_another_has_room(pair, numerics):
-    """A full queue does not end it."""
+    """A full queue does not end the request."""
     for node in pair.decodes:
         node.model = fake_model_info(numerics=numerics)
     await pair.serve(max_waiting=0)

@@ -1,6 +1,6 @@
-"""Random walks of a request's machine through events that may really occur, with the checks of stories.
+"""Random walks of a request's machine through events that can occur, with the checks of scenarios.
 
-A walk is told as a story (`tests.support.scenarios`), so that one that fails can be kept as a scenario.
+A walk is recorded as a scenario (`tests.support.scenarios`), so that one that fails can become a test.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ Choice = tuple[int, str]  # a weight, and an event
 
 
 class Walk:
-    """One request, and who may do what to it next."""
+    """One request, and the events that can occur next."""
 
     def __init__(self, seed: int) -> None:
-        self.told: list[str] = []  # the story so far
+        self.told: list[str] = []  # the scenario so far
         self.seen: set[object] = set()  # states, and those of two attempts at once
         self._random = random.Random(seed)
         self._scenario = Scenario()
-        self._sent: dict[tuple[int, int], int] = {}  # by attempt and sample, the position that its node sends next
+        self._sent: dict[tuple[int, int], int] = {}  # by attempt and sample: the next position that its node sends
         self._num_reading = 0
         self._num_nodes = 0
         self._tell(self._random.choice(REQUESTS))
 
     def run(self) -> None:
-        """Walks. Raises: AssertionError, KeyError where something is held twice, lost or forgotten."""
+        """Walks. Raises: AssertionError or KeyError if something is held twice, lost or forgotten."""
         for _event in range(NUM_EVENTS):
             choices = self._choices()
             [(_weight, line)] = self._random.choices(choices, [weight for weight, _line in choices])
@@ -69,7 +69,7 @@ class Walk:
             assert ids == tuple(range(sample.start_position, sample.start_position + len(ids)))
 
     def _note(self, line: str) -> None:
-        """Keeps how far nodes have come, and whether somebody reads."""
+        """Records the positions that nodes have sent, and whether there is a reader."""
         word, *words = line.split()
         if word == "tokens" and "sample=7" not in words:
             sample = next((int(each[7:]) for each in words if each.startswith("sample=")), 0)
@@ -80,13 +80,13 @@ class Walk:
         ids = self._scenario.ledger.group_ids
         return next(number for number, group_id in ids.items() if group_id == attempt.group_id)
 
-    # ------------------------------------------------------------ who may do what
+    # ------------------------------------------------------------ events that can occur
 
     def _choices(self) -> list[Choice]:
         ledger = self._scenario.ledger
         if ledger.choosing:
             return [(1, f"prefill-chosen {min(ledger.choosing)} {chosen}") for chosen in (self._new_node("p"), "none")]
-        if ledger.num_hedges_wanted:  # what comes before its answer is the router's own
+        if ledger.num_hedges_wanted:  # before its result, only the router's own events can occur
             place = f"placed {self._new_node('d')} {self._new_node('p')} hedge"
             return [(8, place), (4, "not-placed"), (3, "fail ANSWER_MEMORY_FULL"), (1, "drop ANSWER_EVICTED")]
         choices = self._of_clients()
@@ -166,7 +166,7 @@ class Walk:
 
 
 def walk(seed: int) -> Walk:
-    """Walks, and tells the story of a walk that fails."""
+    """Walks. If the walk fails, its scenario is added to the error."""
     walked = Walk(seed)
     try:
         walked.run()
@@ -184,7 +184,7 @@ def test_nothing_is_lost_on_any_way():
 
 
 def nothing(*_arguments: object) -> None:
-    """Stands for a method that was forgotten."""
+    """Replaces a method, as if it had been forgotten."""
 
 
 def walk_all() -> None:
@@ -205,7 +205,7 @@ def walk_all() -> None:
     ],
 )
 def test_a_machine_that_forgets_something_fails(monkeypatch: pytest.MonkeyPatch, owner: type, name: str):
-    """The negative control: the walks see a machine that leaves one thing undone."""
+    """A negative control: the walks detect a machine that leaves one thing undone."""
     monkeypatch.setattr(owner, name, nothing)
     with pytest.raises((AssertionError, KeyError, RuntimeError)):
         walk_all()

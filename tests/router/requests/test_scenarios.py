@@ -1,6 +1,6 @@
-"""Stories about one request (`tests/router/scenarios/*.txt`): what the machine answers to each event.
+"""Scenarios of one request (`tests/router/scenarios/*.txt`): the machine's response to each event.
 
-`pytest tests/router/requests/test_scenarios.py --rewrite` writes the answers anew; the difference is to be read.
+`pytest tests/router/requests/test_scenarios.py --rewrite` writes the responses; read the difference.
 """
 
 from __future__ import annotations

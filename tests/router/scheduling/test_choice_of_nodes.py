@@ -1,8 +1,9 @@
-"""Which nodes a request gets, and what waits for what: placement and the queue over links without a wire."""
+"""The nodes that a request gets, and what it waits for: placement and the queue with links without connections."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected, RejectReason
 from router.nodes.link import DecodeLink, PrefillLink, Refusal, Size
 from router.scheduling.placement import PREFIX_CHUNK_TOKENS, Demand, Placement, PrefixMap, prefix_hashes
 from router.scheduling.request_queue import QueuedRequest, RequestQueue
+from tests.support.router_fakes import fake_model_info
 
 BLOCK_TOKENS = 16
 ROWS = 512
@@ -42,7 +44,7 @@ def set_load(link, **load):
 
 
 class Nodes:
-    """As `NodeDirectory`, with a queue before them."""
+    """A fake `NodeDirectory` with placement and a queue."""
 
     def __init__(self, num_decode_nodes=2, num_prefill_nodes=0):
         self.decode_nodes = [
@@ -73,7 +75,7 @@ class Nodes:
         await asyncio.sleep(0)
 
     async def refuse(self, num_tokens, num_samples=1):
-        """A request that every decode node with too few free blocks refuses; it waits."""
+        """Starts a request that every decode node with too few free blocks rejects, so that it waits."""
         task = await self.ask(num_tokens, num_samples)
         while task.done():
             place = task.result()
@@ -218,7 +220,7 @@ async def test_no_prefill_node_is_kept_that_gets_nothing_because_it_failed(make_
 
 
 async def test_what_waits_for_two_kinds_of_nodes_gets_both(make_nodes):
-    """While it waited for one kind, others took the room of the other kind: that does not go on for ever."""
+    """Others take the room of one role while the request waits for the other role, but not forever."""
     nodes = make_nodes(num_decode_nodes=2, num_prefill_nodes=2)
     for link in nodes.prefill_nodes:
         link.num_outstanding_tokens = 300
@@ -285,6 +287,24 @@ def test_prefill_nodes_that_failed_are_used_where_the_others_are_full():
     assert nodes.placement.place(Demand(tuple(range(100)))) is None
     failed.breaker.succeed()
     assert nodes.placement.place(Demand(tuple(range(100)))).prefill is failed
+
+
+# ---------------------------------------------------------------- numerics
+
+
+@pytest.mark.parametrize("has_prefill_node", [True, False])
+def test_a_request_that_requires_numerics_gets_nodes_that_have_them_although_others_have_less_to_do(has_prefill_node):
+    nodes = Nodes(2, 2)
+    for other, alike in (nodes.decode_nodes, nodes.prefill_nodes):
+        other.info = dataclasses.replace(other.info, model=fake_model_info(numerics="exact (amx)"))
+        alike.info = dataclasses.replace(alike.info, model=fake_model_info(numerics="exact (avx2)"))
+    nodes.decode_nodes[1].num_placed = 5
+    nodes.prefill_nodes[1].num_outstanding_tokens = 50
+    if not has_prefill_node:
+        nodes.prefill_nodes.pop()
+    place = nodes.placement.place(Demand((1, 2), numerics="exact (avx2)"))
+    assert place.decode.name == "decode-1"
+    assert (place.prefill and place.prefill.name) == ("prefill-1" if has_prefill_node else None)
 
 
 # ---------------------------------------------------------------- prefixes

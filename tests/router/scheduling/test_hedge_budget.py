@@ -1,4 +1,4 @@
-"""How many requests may be opened elsewhere because a node is late."""
+"""The limit of requests that may be hedged because a node is late."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from router.scheduling.placement import Placement
 
 
 class Link:
-    """It is late."""
+    """A late node's link."""
 
     num_hedges = 0
 
@@ -31,7 +31,7 @@ def budget(nodes):
 
 
 def num_moves(budget, late):
-    """Until no more may move; 20 are enough to see that there is no bound."""
+    """Hedges until the limit is reached. Returns the number of hedges; 20: there is no limit."""
     for num in range(20):
         if not budget.may_hedge(late):
             return num

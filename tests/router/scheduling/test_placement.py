@@ -1,4 +1,4 @@
-"""The queue, without a wire and without nodes."""
+"""The queue with a fake placement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def test_a_request_that_was_sent_back_keeps_its_turn_and_is_not_refused():
     first = waiting()
     await queue.wait_for_place(first)
     others = await queue_up(queue, waiting(), waiting())
-    first.was_accepted = True
+    first.bypasses_limits = True
     (again,) = await queue_up(queue, first)
     await give_room(queue, places)
     assert [task.done() for task in (again, *others)] == [True, False, False]
@@ -77,7 +77,7 @@ async def test_a_place_given_to_someone_who_has_just_left_is_given_back():
 
 
 async def test_someone_who_has_just_left_is_given_no_place():
-    """Room may come in the same turn of the event loop, before the task has taken its cancellation."""
+    """Room comes in the turn of the event loop in which the task is cancelled, before it has run."""
     places = FakePlaces()
     queue = make_queue(places)
     left, other, last = await queue_up(queue, waiting(), waiting(), waiting())
@@ -144,7 +144,7 @@ async def test_a_client_that_was_idle_saves_nothing_up():
 def test_clients_that_are_seen_once_are_not_remembered_for_ever():
     order = FairOrder(max_clients=100)
     order.stamp("busy", 5.0)
-    for number in range(1000):  # one after the other, each from the present on
+    for number in range(1000):  # one after the other, each at the current virtual time
         order.serve(order.stamp(f"client {number}", 1.0))
         assert len(order._ends) <= 100
     assert order.stamp("busy", 1.0) == 5.0, "who has had most is remembered"
@@ -191,7 +191,7 @@ async def test_a_client_does_not_pay_for_requests_that_gave_way():
         served.append(entry.client)
         return place
 
-    for _ in range(20):  # over and over it fills the queue, and another client asks for a part of it
+    for _ in range(20):  # it fills the queue again and again, and another client asks for its share
         flood = await queue_up(queue, *(waiting(client="flood") for _ in range(4)))
         others = await queue_up(queue, waiting(client="b"), waiting(client="b"))
         await asyncio.sleep(0)
@@ -211,7 +211,7 @@ async def test_what_has_begun_is_displaced_by_nobody():
     begun = [waiting(client="flood") for _ in range(3)]
     for entry in begun:
         await queue.wait_for_place(entry)
-        entry.was_accepted = True
+        entry.bypasses_limits = True
     tasks = await queue_up(queue, *begun)  # their node was lost
     with pytest.raises(CapacityError):
         await queue.wait_for_place(waiting(client="b"))
@@ -227,7 +227,7 @@ async def test_an_earlier_outage_does_not_count_in_a_later_one():
     places.has_nodes = False
     queue.pump()
     now[0] = 4.0
-    places.has_nodes = True  # full, but there
+    places.has_nodes = True  # full, but serving
     queue.pump()
     places.has_nodes = False
     now[0] = 100.0
@@ -248,7 +248,7 @@ async def test_a_head_that_no_serving_node_can_take_holds_up_nobody():
     head, behind = await queue_up(queue, too_large, waiting())
     await give_room(queue, places)
     assert (head.done(), behind.done()) == (False, True)
-    queue.change_demand(too_large, Demand((1,)))  # another node has come
+    queue.change_demand(too_large, Demand((1,)))  # another node serves now
     await give_room(queue, places)
     assert head.done()
 
@@ -287,13 +287,13 @@ async def test_only_equals_pass_a_head_that_waits_for_room():
 
 
 async def test_the_cost_of_requests_that_no_node_can_take_grows_with_their_number_only():
-    """Their nodes are lost: they come back, wait while all sorts of things happen, and end together."""
+    """Requests whose nodes were lost return to the queue, wait there, and end together."""
     places, clock = FakePlaces(), FakeClock(100.0)
     queue = make_queue(places, no_node_timeout_seconds=5.0, clock=clock)
     places.has_nodes = False
     entries = [waiting(num_tokens=number) for number in range(1, 401)]
     for entry in entries:
-        entry.was_accepted = True
+        entry.bypasses_limits = True
     tasks = await queue_up(queue, *entries)
     assert len(queue._lanes) < 80
     assert places.num_questions <= len(entries), "one for each that comes"
@@ -303,7 +303,7 @@ async def test_the_cost_of_requests_that_no_node_can_take_grows_with_their_numbe
     await pump(queue)
     assert not any(task.done() for task in tasks)
     late = waiting()
-    late.was_accepted = True
+    late.bypasses_limits = True
     (last,) = await queue_up(queue, late)
     clock.advance(0.2)
     await pump(queue)

@@ -184,7 +184,7 @@ async def test_pictures_and_other_engines_kv_are_not_supported(serving):
 
 
 async def test_a_request_that_ends_nodes_is_not_sent_again(node_pair, monkeypatch):
-    monkeypatch.setattr("router.requests.failures.MAX_LOST_NODES", 1)
+    monkeypatch.setattr("router.requests.states.MAX_LOST_NODES", 1)
     for node in node_pair.decodes:
         node.gives_up_opens = True
     await node_pair.serve()
