@@ -68,12 +68,10 @@ class ModelConfig:
     )
     num_threads: int = setting(0, at_least=0, help="Threads of one forward pass; 0: one for each processor it may use.")
     cpus: tuple[int, ...] = setting((), help="Processors that this process may use, such as 0,1; empty: all.")
-    keep_packed: bool = setting(
-        True, help="Keep the weights as native kernels read them in the cache directory: later starts map them."
-    )
     turns_file: str = setting(
         "",
         help="Prefill and decode nodes that compute on the same processors and name the same file take turns; empty: "
         "none. `outrider up` chooses.",
     )
+    keep_packed: bool = fixed(True)  # in the cache directory, in the form that native kernels read, for later starts
     cache_dir: str = fixed("")  # for converted models; empty: $OUTRIDER_CACHE_DIR, else the user's cache
