@@ -84,7 +84,6 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             ),
             emit=emit,
             cpu_turns=cpu_turns,
-            turn_seconds=config.turn_seconds,
         )
         return PrefillParts(
             engine=engine,

@@ -23,13 +23,6 @@ class PrefillNodeConfig:
     max_running_sequences: int | None = setting(
         None, at_least=1, at_most=1024, help="Prompts in computation at the same time; null: 16, on a GPU 64."
     )
-    turn_seconds: float = setting(
-        0.12,
-        at_least=0,
-        at_most=60,
-        help="In turns with decode nodes, how long they wait for this one between two steps (and for a layer to end). "
-        "Shorter: running answers go on faster, first tokens come later.",
-    )
     max_waiting: int = fixed(256)  # prompts: as many as a router queues, so that the router is the one that refuses
 
 
