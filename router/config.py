@@ -74,12 +74,6 @@ class RouterConfig:
         help="How drafts are verified where a request does not say. coupled: tokens do not depend on drafts; "
         "rejection: exact in distribution only; typical: lossy, tokens do not have the model's distribution.",
     )
-    timelines: int = setting(
-        256,
-        at_least=0,
-        at_most=1_000,
-        help="Requests whose timelines are kept for the page on server.metrics_port, the newest; 0: none.",
-    )
     vllm_engine: str = setting(
         "auto",
         choices=("auto", "on", "off"),

@@ -77,7 +77,7 @@ class Router:
         """
         self._config = config
         self._tracer = tracer
-        self._records = Records(config.timelines, keeps_tokens=shows_text, tracer=tracer)
+        self._records = Records(keeps_tokens=shows_text, tracer=tracer)
         self._registry = registry
         identity = RouterIdentity(name=name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES))
         self.nodes = NodeDirectory(config, identity, resolver=resolver, security=security, on_lost=self._on_lost)
