@@ -35,7 +35,6 @@ def main(argv: list[str] | None = None) -> int:
         build=make_build(config, sections["model"], process.config, process.security),
         configured_name=process.config.name,
         session_timeout_seconds=config.session_timeout_seconds,
-        allows_profiles=process.telemetry.profiling,
         tracer=process.tracer,
     )
     return process.run(node)

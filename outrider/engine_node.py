@@ -142,7 +142,6 @@ class TargetNode(EngineNode[Parts]):
         build: Callable[[], Parts],
         on_failure: Callable[[Exception], None] = end_process,
         configured_name: str,
-        allows_profiles: bool,
         tracer: Tracer,
     ) -> None:
         super().__init__(
@@ -153,7 +152,6 @@ class TargetNode(EngineNode[Parts]):
             self.report,
             lambda: self._parts.tokenizer_files if self._parts else None,
             ProfileDesk(
-                is_allowed=allows_profiles,
                 can_be_traced=lambda: self._parts is not None and self._parts.engine.runner.can_be_traced,
                 node_name=lambda: self._name,
                 submit=self._submit,

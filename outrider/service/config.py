@@ -78,7 +78,6 @@ class TelemetryConfig:
         help="One JSON object or one line of text per event; auto: text on a terminal.",
     )
     log_text: bool = setting(False, help="Whether prompts and answers may be logged, and shown on the router's page.")
-    profiling: bool = setting(True, help="Whether a node may be profiled by RPC; it slows the steps that it watches.")
     otlp_endpoint: str = setting(
         "",
         help="Where traces go, by OTLP over gRPC: http://host:4317, or https:// for TLS; empty: off.",
