@@ -74,12 +74,6 @@ class RouterConfig:
         help="How drafts are verified where a request does not say. coupled: tokens do not depend on drafts; "
         "rejection: exact in distribution only; typical: lossy, tokens do not have the model's distribution.",
     )
-    vllm_engine: str = setting(
-        "auto",
-        choices=("auto", "on", "off"),
-        help="Whether gateways may use the router as a vLLM engine (vllm.grpc.engine.VllmEngine), as the OpenAI API "
-        "does. auto: where smg-grpc-proto is installed.",
-    )
     tls: TlsConfig = field(default_factory=TlsConfig)  # for clients, if they see another certificate
 
     prefill_outstanding_tokens: int = fixed(1024)  # uncached, for a prefill node that does not report its chunk size

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from outrider.errors import ConfigError, PeerLostError
-from outrider.extras import install_command
+from outrider.errors import PeerLostError
 from outrider.node import NodeRole
 from outrider.rpc.tls import PLAINTEXT, PeerSecurity
 from outrider.service.open_calls import OpenCalls
@@ -85,7 +84,7 @@ class Router:
         self.requests = RequestRegistry(self.nodes, self._context_now, clients or Clients(), tracer)
         self.calls = OpenCalls(on_refused=lambda error: self.requests.count_failure(error.reason))
         self.servicer = RouterServicer(self.requests)
-        self._vllm_engine = _make_vllm_engine(config.vllm_engine, self.requests, reasoning_parser)
+        self._vllm_engine = _make_vllm_engine(self.requests, reasoning_parser)
         self.service_names: tuple[str, ...] = (
             (SERVICE_NAME,) if self._vllm_engine is None else (SERVICE_NAME, ENGINE_SERVICE)
         )
@@ -218,19 +217,13 @@ def _stopping() -> PeerLostError:
     return PeerLostError("the router is stopping", reason="DRAINING")
 
 
-def _make_vllm_engine(wanted: str, requests: RequestRegistry, reasoning_parser: str) -> VllmEngineServicer | None:
-    """Makes the service for `router.vllm_engine`; None: off. Raises: ConfigError if it must run and cannot."""
-    if wanted == "off":
-        return None
+def _make_vllm_engine(requests: RequestRegistry, reasoning_parser: str) -> VllmEngineServicer | None:
+    """Makes the service by which gateways use the router as a vLLM engine; None: smg-grpc-proto is not installed."""
     try:
         from router.api.vllm_engine.servicer import VllmEngineServicer
-    except Exception as error:  # not installed, or incompatible with the installed protobuf and grpc
-        if wanted == "on":
-            raise ConfigError(
-                f"router.vllm_engine is on, and smg-grpc-proto cannot be imported ({error}); "
-                f"{install_command('openai')} brings it"
-            ) from error
-        if not isinstance(error, ImportError):
-            _log.warning("the engine service is not served", error=str(error))
+    except ImportError:
+        return None
+    except Exception as error:  # noqa: BLE001 it is incompatible with the installed protobuf and grpc
+        _log.warning("the engine service is not served: smg-grpc-proto cannot be imported", error=str(error))
         return None
     return VllmEngineServicer(requests, reasoning_parser)

@@ -20,7 +20,7 @@ from outrider.cluster.child import ChildState, ClusterEvent
 from outrider.cluster.cluster import SIGNAL_SECONDS, Cluster
 from outrider.cluster.config import DECODE, DRAFT, ClusterConfig
 from outrider.cluster.event_printer import EventPrinter
-from outrider.cluster.gateway import require_gateway
+from outrider.cluster.gateway import require_engine_protocol, require_gateway
 from outrider.cluster.gpus import VISIBLE, allot
 from outrider.cluster.plan import ROUTER, Launch
 from outrider.cluster.shares import has_shared_cpus
@@ -126,11 +126,10 @@ def _check_heads(head: Path | None, draft: DraftChoice) -> None:
 def _check_gateway(port: int, sections: Mapping[str, Any], *, has_tls: bool) -> None:
     """Raises: ConfigError if the OpenAI gateway could never reach a router."""
     require_gateway()
+    require_engine_protocol()
     router = sections["router"]
     if has_tls or sections["security"].tls.is_enabled or router.tls.is_enabled:
         raise ConfigError("--openai: the gateway reaches routers in plaintext only; start it without TLS")
-    if router.vllm_engine == "off":
-        raise ConfigError("--openai needs router.vllm_engine, which is off: leave it at auto")
     if router.token_file is not None:
         raise ConfigError(
             "--openai: the gateway shows routers no token, so router.token_file would refuse it; let a proxy before "

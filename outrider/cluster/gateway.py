@@ -7,6 +7,7 @@ thread announces when it can answer.
 from __future__ import annotations
 
 import http.client
+import importlib
 import importlib.util
 import json
 import math
@@ -129,6 +130,16 @@ class GatewayPorts:
     port: int
     metrics_host: str
     metrics_port: int
+
+
+def require_engine_protocol() -> None:
+    """Raises: ConfigError if the protocol between the gateway and routers of this installation cannot be imported."""
+    try:
+        _ = importlib.import_module("smg_grpc_proto").vllm_engine_pb2_grpc  # imported on first use
+    except Exception as error:  # not installed, or incompatible with the installed protobuf and grpc
+        raise ConfigError(
+            f"smg-grpc-proto cannot be imported ({error}); {install_command('openai')} brings it"
+        ) from error
 
 
 def require_gateway() -> None:

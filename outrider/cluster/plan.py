@@ -128,7 +128,6 @@ def _chosen(
         chosen["router.prefill_targets"] = targets.get(PREFILL, ())
         chosen["router.decode_targets"] = targets.get(DECODE, ())
         chosen["router.draft_targets"] = targets.get(DRAFT, ())
-        chosen["router.vllm_engine"] = "auto" if config.openai_port is None else "on"
     elif role == GATEWAY:
         chosen["gateway.router_targets"] = targets.get(ROUTER, ())
     elif role == DECODE:

@@ -33,7 +33,6 @@ class RoleConfig:
     draft_targets: tuple[str, ...] = setting(())
     decode_targets: tuple[str, ...] = setting(())
     prefill_targets: tuple[str, ...] = setting(())
-    vllm_engine: str = setting("auto")
 
 
 class EchoRouter(router_pb2_grpc.RouterServiceServicer):

@@ -267,11 +267,16 @@ def test_up_says_what_to_install(monkeypatch, capsys):
     assert "pip install 'outrider[openai]'" in capsys.readouterr().err
 
 
+def test_up_says_that_the_protocol_of_the_gateway_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "smg_grpc_proto", None)
+    assert main(["up", "--port", "0", "--openai", "0"]) != 0
+    assert "smg-grpc-proto cannot be imported" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("option", "reason"),
     [
         (["--tls", "{folder}"], "in plaintext only"),
-        (["--set", "router.vllm_engine=off"], "leave it at auto"),
         (["--token-hashes", "{folder}/tokens"], "shows routers no token"),
         (["--set", "router.token_file={folder}/tokens"], "shows routers no token"),
     ],
