@@ -15,7 +15,7 @@ import trustme
 from cryptography import x509
 
 from outrider.errors import ConfigError
-from outrider.rpc.tls import SecurityConfig, TlsConfig
+from outrider.rpc.tls import OPERATOR_NAME, SecurityConfig, TlsConfig
 from outrider.service.address import ip_of, own_host
 
 VALID_DAYS = 30
@@ -66,14 +66,16 @@ def prepare_tls_folder(folder: Path, config: SecurityConfig) -> TlsConfig:
     there = [name for name in FILES if (folder / name).exists()]
     try:
         if not there:
-            if wrong := [name for name in (config.peer_name, config.operator_name) if not _can_be_certified(name)]:
-                raise ConfigError(f"--tls: certificates are for DNS names in lower case, and {wrong[0]} is none")
+            if not _can_be_certified(config.peer_name):
+                raise ConfigError(
+                    f"security.peer_name {config.peer_name}: --tls issues certificates for DNS names in lower case only"
+                )
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             authority = Authority()
             machine = filter(_can_be_certified, (socket.gethostname().lower(), own_host().strip("[]").lower()))
             authority.write(folder)
             authority.issue(folder, NODE, *dict.fromkeys((config.peer_name, *HERE, *machine)))
-            authority.issue(folder, CLIENT, config.operator_name)
+            authority.issue(folder, CLIENT, OPERATOR_NAME)
         elif missing := [name for name in FILES if name not in there]:
             raise ConfigError(
                 f"--tls {folder}: it has {', '.join(there)} but not {', '.join(missing)}; remove or add them"

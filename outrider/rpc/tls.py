@@ -19,6 +19,9 @@ from outrider.rpc.channels import open_channel, open_sync_channel
 AuthContext = Mapping[str, Any]
 """`ServicerContext.auth_context()`: lists of bytes by property (grpcio's stubs have another type)."""
 
+OPERATOR_NAME = "outrider-operator"
+"""DNS name in the certificates of operators, who may also call NodeService (`outrider profile`)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsConfig:
@@ -183,15 +186,12 @@ class SecurityConfig:
         help="DNS name in the certificate of every service of the cluster. Each side of a connection between services "
         "asks the other for it, instead of for an address.",
     )
-    operator_name: str = setting(
-        "outrider-operator", help="DNS name in certificates that may use NodeService besides (`outrider profile`)."
-    )
 
     def __post_init__(self) -> None:
         if any(self.tls.files) and not all(self.tls.files):
             raise ValueError("tls: certificate, private_key and authority go together: TLS between services is mutual")
-        if not self.peer_name or not self.operator_name:
-            raise ValueError("peer_name and operator_name must not be empty")
+        if not self.peer_name:
+            raise ValueError("peer_name must not be empty")
 
 
 class PeerSecurity:
@@ -250,7 +250,7 @@ class PeerSecurity:
 
     def is_operator(self, auth_context: AuthContext) -> bool:
         """Whether a caller may use NodeService."""
-        return not self.is_enabled or self._config.operator_name in names_of(auth_context)
+        return not self.is_enabled or OPERATOR_NAME in names_of(auth_context)
 
     def explain_refusal(self, auth_context: AuthContext) -> str:
         """Returns the error message for a caller that is no peer."""
