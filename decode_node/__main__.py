@@ -76,7 +76,7 @@ def make_build(
             model_config,
             config.kv_cache,
             max_rows_per_step=config.max_rows_per_step,
-            graphs=GraphShapes(config.max_rows_per_step, has_trees=config.draft_trees == "auto"),
+            graphs=GraphShapes(config.max_rows_per_step, has_trees=config.draft_trees),
             main_memory_bytes=sum(proposer.info.memory_bytes for proposer in proposers),
             features=head_of_target.reduction,
             on_rank_lost=end_process,
@@ -122,7 +122,7 @@ def make_build(
                 verifies_all=config.draft_rows == "all",
             ),
             max_wait_seconds=config.draft_wait_seconds,
-            takes_trees=config.draft_trees == "auto",
+            takes_trees=config.draft_trees,
             features_of=features_of,
         )
         kv_host = config.kv_transfer.host or server.host

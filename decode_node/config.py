@@ -36,12 +36,6 @@ class DecodeNodeConfig:
     num_speculative_tokens: int = setting(
         5, at_least=0, at_most=32, help="The most draft tokens verified for a sequence in one step; 0 is none."
     )
-    draft_trees: str = setting(
-        "auto",
-        choices=("auto", "off"),
-        help="auto: drafts have the likeliest alternatives to their tokens, which are verified in the same step where "
-        "they are worth more than a longer draft.",
-    )
     draft_rows: str = setting(
         "best",
         choices=("best", "all"),
@@ -66,6 +60,7 @@ class DecodeNodeConfig:
         "Bounded, the oldest go first; empty: none are kept.",
     )
     keep_features_bytes: int = fixed(256 << 20)  # for all nodes that share the folder; about forty million tokens
+    draft_trees: bool = fixed(True)  # whether drafts may have alternatives, which are verified in the same step
     resolve_interval_seconds: float = fixed(2.0)  # finds new draft nodes soon, and a lookup is cheap
     draft_wait_seconds: float = fixed(0.002)  # how long a step waits for drafts, never over 20 % of a step
     max_local_prefill_tokens: int = fixed(32)  # computed here instead of transferred: as many rows as drafts may take
