@@ -28,9 +28,6 @@ class DraftNodeConfig:
         help="Past outputs that `suffix` drafts from, of all requests of this node: tokens, half a kilobyte each. "
         "0: a request's own text only.",
     )
-    num_speculative_tokens: int = setting(
-        5, at_least=1, at_most=32, help="The most draft tokens that may be asked for; some to spare come on top."
-    )
     look_ahead: str = setting(
         "auto",
         help="Alternative paths of a sequence that a draft model follows while the target verifies: auto (as many as "

@@ -130,7 +130,7 @@ def test_each_process_of_a_cluster_reads_the_file(file, capsys):
     assert f"{file}:3 print_iter_log" in capsys.readouterr().err
     found = settings_of(cluster)
     assert found["draft-0"]["draft_node"].proposer == "ngram"
-    assert found["draft-0"]["draft_node"].num_speculative_tokens == 3
+    assert found["decode-0"]["decode_node"].num_speculative_tokens == 3
     assert found["decode-0"]["decode_node"].max_running_sequences == 32
     assert found["prefill-0"]["prefill_node"].max_running_sequences == 32
     assert found["prefill-0"]["model"].head == found["decode-0"]["model"].head == ""

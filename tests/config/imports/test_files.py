@@ -122,7 +122,7 @@ def test_a_file_of_vllm_is_settings(write, as_json):
     assert sections["decode_node"].max_rows_per_step == 2048
     assert sections["kv_cache"].memory == "50%"
     assert sections["cluster"].draft == "ngram"
-    assert sections["draft_node"].num_speculative_tokens == 3
+    assert sections["decode_node"].num_speculative_tokens == 3
 
 
 def test_of_two_keys_for_one_setting_the_last_counts_and_the_first_is_warned_of(write):

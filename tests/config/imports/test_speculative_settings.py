@@ -26,7 +26,7 @@ def test_a_lookup_drafts_alone(method):
     assert found["cluster"].draft_choice.proposer == found["draft_node"].proposer == method
     assert found["decode_node"].local_fallback == method
     assert found["model"].head == ""
-    assert found["decode_node"].num_speculative_tokens == found["draft_node"].num_speculative_tokens == 3
+    assert found["decode_node"].num_speculative_tokens == 3
 
 
 def test_a_draft_model_runs_in_draft_nodes():
