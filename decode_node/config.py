@@ -21,12 +21,6 @@ class DecodeNodeConfig:
 
     kv_cache: KVCacheConfig = fixed(KVCacheConfig())  # the section `kv_cache`
     kv_transfer: KvTransferConfig = fixed(KvTransferConfig())  # the section `kv_transfer`
-    transfer_timeout_seconds: float = setting(
-        30.0,
-        above=0,
-        help="A KV transfer without a new frame for so long has failed; reserved blocks that no other transfer fills "
-        "for as long again are freed.",
-    )
     session_timeout_seconds: float = setting(
         4.0, at_least=1.0, help="A router that says nothing for so long is taken for dead; its work is freed."
     )
@@ -60,6 +54,7 @@ class DecodeNodeConfig:
         "Bounded, the oldest go first; empty: none are kept.",
     )
     keep_features_bytes: int = fixed(256 << 20)  # for all nodes that share the folder; about forty million tokens
+    transfer_timeout_seconds: float = fixed(30.0)  # from one frame of a KV transfer to the next; then it has failed
     draft_trees: bool = fixed(True)  # whether drafts may have alternatives, which are verified in the same step
     resolve_interval_seconds: float = fixed(2.0)  # finds new draft nodes soon, and a lookup is cheap
     draft_wait_seconds: float = fixed(0.002)  # how long a step waits for drafts, never over 20 % of a step

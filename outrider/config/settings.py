@@ -17,7 +17,6 @@ class Limits:
 
     at_least: float | None = None
     at_most: float | None = None
-    above: float | None = None
     choices: tuple[Any, ...] | None = None
 
     def allow(self, value: Any) -> bool:
@@ -30,13 +29,12 @@ class Limits:
             math.isfinite(value)
             and (self.at_least is None or value >= self.at_least)
             and (self.at_most is None or value <= self.at_most)
-            and (self.above is None or value > self.above)
         )
 
     def __str__(self) -> str:
         if self.choices is not None:
             return "one of " + ", ".join(str(choice) for choice in self.choices)
-        bounds = [(self.at_least, "at least"), (self.above, "above"), (self.at_most, "at most")]
+        bounds = [(self.at_least, "at least"), (self.at_most, "at most")]
         return " and ".join(f"{word} {bound}" for bound, word in bounds if bound is not None)
 
 
@@ -45,14 +43,11 @@ def setting(
     *,
     at_least: float | None = None,
     at_most: float | None = None,
-    above: float | None = None,
     choices: Sequence[Any] | None = None,
     help: str = "",  # noqa: A002 the word that argparse users know
 ) -> Any:
     """Returns a dataclass field with its range and help text."""
-    limits = Limits(
-        at_least=at_least, at_most=at_most, above=above, choices=None if choices is None else tuple(choices)
-    )
+    limits = Limits(at_least=at_least, at_most=at_most, choices=None if choices is None else tuple(choices))
     return field(default=default, metadata={"limits": limits, "help": help})
 
 

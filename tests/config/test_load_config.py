@@ -18,7 +18,7 @@ from outrider.service.config import ServerConfig, TelemetryConfig
 class DecodeConfig:
     server: ServerConfig = field(default_factory=lambda: ServerConfig(port=50052))
     max_running: int = setting(64, at_least=1, at_most=4096, help="Sequences in the running batch.")
-    share: float = setting(0.2, above=0, at_most=0.95)
+    share: float = setting(0.2, at_least=0, at_most=0.95)
     targets: tuple[str, ...] = setting(())
     cpus: tuple[int, ...] = setting(())
     memory_bytes: int | None = setting(None, at_least=1)
@@ -173,7 +173,7 @@ decode_node:
             "decode_node.max_running=0",
             "decode_node.max_running = 0 is out of range: must be at least 1 and at most 4096",
         ),
-        ("decode_node.share=1", "must be above 0 and at most 0.95"),
+        ("decode_node.share=1", "must be at least 0 and at most 0.95"),
         ("decode_node.share=.nan", "out of range"),
         ("decode_node.max_running=many", "is not of type int"),
         ("decode_node.max_running=true", "is not of type int"),

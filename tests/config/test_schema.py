@@ -62,7 +62,6 @@ def test_the_settings_in_force_conform(role, capsys, monkeypatch):
         "decode_nodes: {}",
         "decode_node: {max_running_sequences: 0}",
         "decode_node: {max_running_sequences: true}",
-        "decode_node: {transfer_timeout_seconds: 0}",
         "model: {dtype: int8}",
         "model: {cpus: [0, one]}",
         "router: {tls: {certificat: x}}",
