@@ -25,10 +25,11 @@ class RouterConfig:
     decode_targets: tuple[str, ...] = setting((), help="Decode nodes, host:port.")
     draft_targets: tuple[str, ...] = setting((), help="Draft nodes, host:port; watched only, decode nodes dial them.")
     max_waiting: int = setting(
-        256, at_least=0, at_most=1_000_000, help="Requests in the queue; beyond: RESOURCE_EXHAUSTED."
-    )
-    max_waiting_tokens: int = setting(
-        262_144, at_least=0, at_most=1 << 40, help="Prompt tokens in the queue; beyond: RESOURCE_EXHAUSTED."
+        256,
+        at_least=0,
+        at_most=1_000_000,
+        help="Limit of requests in the queue, and of their prompt tokens: 1,024 for each of these requests. More requests "
+        "get RESOURCE_EXHAUSTED.",
     )
     journal_bytes: int = setting(
         256 << 20, at_least=1 << 16, at_most=1 << 44, help="Memory for running answers; beyond: RESOURCE_EXHAUSTED."
@@ -76,6 +77,7 @@ class RouterConfig:
     )
     tls: TlsConfig = field(default_factory=TlsConfig)  # for clients, if they see another certificate
 
+    waiting_prompt_tokens: int = fixed(1024)  # for each of `max_waiting` requests, in the mean
     prefill_outstanding_tokens: int = fixed(1024)  # uncached, for a prefill node that does not report its chunk size
     open_timeout_seconds: float = fixed(10.0)  # for a decode node to grant or reject, which it does between steps
     kv_ready_timeout_seconds: float = fixed(10.0)  # from a prefill's end to complete KV; its last frames take less

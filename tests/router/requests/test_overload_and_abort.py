@@ -37,7 +37,9 @@ async def full(cluster):
     return cluster
 
 
-@pytest.mark.parametrize("limit", [{"max_waiting": 1}, {"max_waiting_tokens": 10}], ids=["requests", "tokens"])
+@pytest.mark.parametrize(
+    "limit", [{"max_waiting": 1}, {"max_waiting": 5, "waiting_prompt_tokens": 2}], ids=["requests", "tokens"]
+)
 async def test_what_a_full_queue_cannot_take_is_refused_at_once_with_retry_info(full, limit):
     await full.serve(**limit)
     running = await start_long(full)
