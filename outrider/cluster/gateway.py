@@ -179,8 +179,6 @@ def gateway_arguments(
     flags += ["--reasoning-parser", config.reasoning_parser or NO_PARSER]  # smg would choose by model
     # A client's own id would become the request's, by whose form routers tell completions from chats.
     flags += ["--request-id-headers", "x-outrider-request-id"]
-    if config.cors_allowed_origins:
-        flags += ["--cors-allowed-origins", *config.cors_allowed_origins]
     for number, key in enumerate(_read_keys(config)):
         flags += ["--tenant-api-key", f"client-{number}:{key}"]  # --api-key would also open administration
     traces = telemetry.otlp_endpoint if may_trace(telemetry) else ""

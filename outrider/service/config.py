@@ -103,11 +103,10 @@ class GatewayConfig:
         None,
         help="A file of keys, one a line. Clients must show one (`Authorization: Bearer KEY`); null: nobody is asked.",
     )
-    cors_allowed_origins: tuple[str, ...] = setting(
-        (), help="Origins whose web pages may ask, such as http://localhost:3000; `*`: all."
-    )
     extra_arguments: tuple[str, ...] = setting(
-        (), help="More arguments of `smg launch`, such as --model-alias=gpt-4=NAME; they come last."
+        (),
+        help="More arguments of `smg launch`, such as --model-alias=gpt-4=NAME, or --cors-allowed-origins and "
+        "http://localhost:3000 for web pages. They come last.",
     )
 
 
