@@ -28,8 +28,8 @@ class RouterConfig:
         256,
         at_least=0,
         at_most=1_000_000,
-        help="Limit of requests in the queue, and of their prompt tokens: 1,024 for each of these requests. More requests "
-        "get RESOURCE_EXHAUSTED.",
+        help="Maximum number of requests in the queue, and of 1,024 times as many prompt tokens; a request beyond "
+        "either limit ends with RESOURCE_EXHAUSTED.",
     )
     journal_bytes: int = setting(
         256 << 20, at_least=1 << 16, at_most=1 << 44, help="Memory for running answers; beyond: RESOURCE_EXHAUSTED."

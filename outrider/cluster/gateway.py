@@ -35,7 +35,7 @@ MODULE = "outrider.cluster.gateway"
 TICK_SECONDS = 0.1
 PROBE_SECONDS = 2.0
 MAX_BODY_BYTES = 16 * 1024 * 1024
-"""Largest HTTP request in bytes. Routers take 2 MiB by default, in which token ids need less space than their text."""
+"""Largest HTTP request in bytes. A router takes 2 MiB, in which token ids need less space than their text."""
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
 """The gateway asks a model hub for a tokenizer that is not on its machine before it asks the router. This hub never
 answers, since nothing listens on the discard port.

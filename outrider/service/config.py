@@ -37,12 +37,6 @@ class ServerConfig:
     drain_seconds: float = setting(
         6.0, at_least=0, at_most=86_400, help="How long running work may go on after SIGTERM; the end takes 3 s more."
     )
-    max_request_bytes: int = setting(
-        2 * 1024 * 1024,
-        at_least=65_536,
-        at_most=1 << 30,
-        help="Largest request of a call with one request; parsing holds up every stream of the process.",
-    )
     max_concurrent_rpcs: int = setting(
         4096,
         at_least=16,

@@ -276,7 +276,6 @@ def make_server(
     limits = RequestLimits(
         calls=OpenCalls() if calls is None else calls,
         max_calls=config.max_concurrent_rpcs,
-        max_request_bytes=config.max_request_bytes,
         security=security,
         authenticate=authenticate,
     )
