@@ -31,7 +31,7 @@ class RouterConfig:
         help="Maximum number of requests in the queue, and of 1,024 times as many prompt tokens; a request beyond "
         "either limit ends with RESOURCE_EXHAUSTED.",
     )
-    journal_bytes: int = setting(
+    answer_memory_bytes: int = setting(
         256 << 20, at_least=1 << 16, at_most=1 << 44, help="Memory for running answers; beyond: RESOURCE_EXHAUSTED."
     )
     liveness_timeout_seconds: float = setting(

@@ -136,7 +136,7 @@ class Router:
             config=config,
             queue=queue,
             placement=placement,
-            answers=AnswerBudget(config.journal_bytes, clock=self._clock),
+            answers=AnswerBudget(config.answer_memory_bytes, clock=self._clock),
             metrics=metrics,
             records=self._records,
             router_address=address,

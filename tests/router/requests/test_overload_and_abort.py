@@ -73,7 +73,7 @@ async def test_every_request_that_fails_or_is_refused_is_counted_once_and_so_is_
         raise AlreadyRunningError("on another router", reason="DUPLICATE_REQUEST_ID")
 
     memory = MemoryAnswerStore(owner=b"router", lease_seconds=1.0)
-    await full.serve(max_waiting=0, journal_bytes=1 << 17, store=memory)
+    await full.serve(max_waiting=0, answer_memory_bytes=1 << 17, store=memory)
     running = await start_long(full)
     expected = Counter()
 
