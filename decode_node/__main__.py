@@ -143,8 +143,8 @@ def make_build(
             security=security,
         )
         kept_answers = None
-        if config.keep_features:
-            kept_answers = KeptAnswers(config.keep_features, max_bytes=config.keep_features_bytes)
+        if config.keep_answers:
+            kept_answers = KeptAnswers(config.keep_answers, max_bytes=config.keep_answers_bytes)
         groups = SequenceGroupManager(
             engine=engine,
             drafts=drafts,

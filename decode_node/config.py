@@ -48,12 +48,12 @@ class DecodeNodeConfig:
     max_rows_per_step: int = setting(
         512, at_least=16, at_most=65536, help="Rows of one forward pass: decode rows, drafts and prompt chunks."
     )
-    keep_features: str = setting(
+    keep_answers: str = setting(
         "",
         help="A folder to keep answers and prompts in, for train-head --from-traffic: texts of users, as token ids. "
         "Bounded, the oldest go first; empty: none are kept.",
     )
-    keep_features_bytes: int = fixed(256 << 20)  # for all nodes that share the folder; about forty million tokens
+    keep_answers_bytes: int = fixed(256 << 20)  # for all nodes that share the folder; about forty million tokens
     transfer_timeout_seconds: float = fixed(30.0)  # from one frame of a KV transfer to the next; then it has failed
     draft_trees: bool = fixed(True)  # whether drafts may have alternatives, which are verified in the same step
     resolve_interval_seconds: float = fixed(2.0)  # finds new draft nodes soon, and a lookup is cheap

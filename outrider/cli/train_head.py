@@ -24,7 +24,7 @@ PLAN_ARGUMENTS = {  # by the plan's field: flag, type, metavariable, help
     "form": ("--form", str, "FORM", "form of the head: eagle3 (default), medusa or mlp"),
     "minutes": ("--minutes", float, "N", "minutes that the whole run should take; default 60"),
     "prompts": ("--prompts", Path, "FILE", 'JSONL: {"text": …} or {"messages": […]}; default: the model writes them'),
-    "traffic": ("--from-traffic", Path, "DIR", "learn from answers that decode_node.keep_features kept there"),
+    "traffic": ("--from-traffic", Path, "DIR", "learn from answers that decode_node.keep_answers kept there"),
     "init_from": ("--init-from", Path, "HEAD", "continue from this eagle3 head, and keep its feature layers"),
     "draft_vocab_size": ("--draft-vocab", int, "N", "number of tokens that it drafts, the most frequent; default 4096"),
     "num_steps": ("--steps", int, "N", "draft tokens that it is trained on, each by its own outputs before; default 4"),

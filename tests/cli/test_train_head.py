@@ -12,7 +12,7 @@ from outrider.cli.main import main
         (["--minutes", "-1"], "--minutes -1"),
         (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl cannot be read"),
         (["--prompts", "a", "--from-traffic", "b"], "give one of them"),
-        (["--from-traffic", "nowhere"], "decode_node.keep_features=nowhere"),
+        (["--from-traffic", "nowhere"], "decode_node.keep_answers=nowhere"),
         (["--init-from", "nowhere"], "nowhere has no config.json"),
     ],
 )
