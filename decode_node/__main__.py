@@ -87,7 +87,7 @@ def make_build(
         proposers += [head] if head else []
         info = replace(
             model.info,
-            proposer=head.info.name if head else config.local_fallback,
+            proposer=head.info.name if head else config.local_lookup,
             num_speculative_tokens=config.num_speculative_tokens,
         )
         pool = compute.make_pool(config.kv_cache)

@@ -36,7 +36,7 @@ class DecodeNodeConfig:
         help="best: the draft tokens that make the batch faster are verified; all: as many as there is room for, "
         "to compare with a fixed number.",
     )
-    local_fallback: str = setting(
+    local_lookup: str = setting(
         "ngram", choices=(*LOOKUP_NAMES, NO_PROPOSER), help="What proposes in this process where no draft node has."
     )
     local_head: bool = setting(

@@ -135,7 +135,7 @@ def _chosen(
         if head:
             chosen["decode_node.local_head"] = "false"
         if config.draft == NO_PROPOSER:
-            chosen["decode_node.local_fallback"] = "none"
+            chosen["decode_node.local_lookup"] = "none"
             chosen["decode_node.num_speculative_tokens"] = 0
     elif role == DRAFT:
         chosen["draft_node.proposer"] = choice.proposer

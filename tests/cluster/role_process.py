@@ -28,7 +28,7 @@ from outrider.v1 import router_pb2, router_pb2_grpc
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleConfig:
     proposer: str = setting("ngram")
-    local_fallback: str = setting("ngram")
+    local_lookup: str = setting("ngram")
     num_speculative_tokens: int = setting(5, at_least=0)
     draft_targets: tuple[str, ...] = setting(())
     decode_targets: tuple[str, ...] = setting(())

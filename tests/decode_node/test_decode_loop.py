@@ -73,7 +73,7 @@ def test_an_oracle_saves_steps(make_node, monkeypatch):
 
 def test_tokens_do_not_depend_on_the_batch_around(make_node):
     alone = generate(make_node(), sampling={"temperature": 1.0})
-    node = make_node(local_fallback="ngram")
+    node = make_node(local_lookup="ngram")
     others = [node.open(prompt=PROMPT[i:], sampling={"temperature": 1.0, "seed": i}) for i in range(8)]
     mine = node.open(sampling={"temperature": 1.0})
     node.run()
@@ -85,12 +85,12 @@ def test_tokens_do_not_depend_on_the_batch_around(make_node):
 @pytest.mark.parametrize("sampling", PARAMETERS)
 def test_samples_cut_at_different_lengths_go_on_on_another_node(make_node, sampling):
     """As after the loss of a node: each unfinished sample is opened with the tokens that it has."""
-    undisturbed = make_node(local_fallback="ngram")
+    undisturbed = make_node(local_lookup="ngram")
     group_id = undisturbed.open(sampling={**sampling, "n": 4}, logprobs=LogprobsRequest(num_top=1))
     undisturbed.run()
     whole = [undisturbed.tokens(group_id, sample) for sample in range(4)]
     cuts = {0: 33, 2: 7, 3: 0}
-    for config in ({}, {"local_fallback": "ngram", "max_rows_per_step": 16}):
+    for config in ({}, {"local_lookup": "ngram", "max_rows_per_step": 16}):
         other = make_node(**config)
         samples = tuple(SampleStart(sample, tuple(whole[sample][:cut])) for sample, cut in cuts.items())
         again = other.open(sampling={**sampling, "n": 4}, samples=samples, logprobs=LogprobsRequest(num_top=1))
@@ -108,7 +108,7 @@ def test_logprobs_come_with_each_token_whatever_is_drafted(make_node):
     plain = make_node()
     plain_id = plain.open(logprobs=LogprobsRequest(num_top=2))
     plain.run()
-    drafted = make_node(local_fallback="ngram")
+    drafted = make_node(local_lookup="ngram")
     drafted_id = drafted.open(logprobs=LogprobsRequest(num_top=2))
     drafted.run()
 
@@ -127,7 +127,7 @@ def test_preempted_sequences_give_the_same_tokens(make_node):
     prompts = [tuple((7 * i + j) % 250 + 10 for j in range(20)) for i in range(4)]
     sampling = {"temperature": 1.0, "max_tokens": 120}
     expected = [generate(roomy, prompt=prompt, sampling=sampling) for prompt in prompts]
-    tight = make_node(local_fallback="ngram")
+    tight = make_node(local_lookup="ngram")
     pool = tight.parts.engine.pool
     groups = [tight.open(prompt=prompt, sampling=sampling) for prompt in prompts]
     tight.iterate()

@@ -124,14 +124,14 @@ def test_siblings_are_verified_if_trees_are_on(make_head_node, monkeypatch):
 
 def test_look_up_and_head_draft_side_by_side(make_head_node):
     expected = generate(make_head_node(head=""), sampling=HOT)
-    node = make_head_node(local_fallback="ngram", kv_cache=KVCacheConfig(num_blocks=256, prefix_cache=False))
+    node = make_head_node(local_lookup="ngram", kv_cache=KVCacheConfig(num_blocks=256, prefix_cache=False))
     assert generate(node, sampling=HOT) == expected
     assert node.num_accepted > 20
 
 
 def test_the_node_names_its_head_unless_draft_nodes_propose_with_it(make_head_node):
     assert make_head_node().parts.model.proposer == "echo:parrot"
-    other = make_head_node(local_head=False, local_fallback="ngram")
+    other = make_head_node(local_head=False, local_lookup="ngram")
     assert other.parts.model.proposer == "ngram"
     assert other.parts.model.features is not None
 

@@ -247,7 +247,7 @@ def _draft_settings(method: str, model: str, by: str, target: str, names: Mappin
         raise ValueError(f"{method} is none of {', '.join(proposers)}; the nearest is {nearest}")
     settings: dict[str, Any] = {"cluster.draft": proposer, "draft_node.proposer": proposer, "model.head": ""}
     if proposer not in ("draft_model", "head"):
-        return {**settings, "decode_node.local_fallback": proposer}
+        return {**settings, "decode_node.local_lookup": proposer}
     may_be_target = method.lower() in names["of_target"]
     model = model or (target if may_be_target else "")
     if not model:
@@ -266,7 +266,7 @@ def _draft_settings(method: str, model: str, by: str, target: str, names: Mappin
         **settings,
         "cluster.draft": f"{proposer}:{model}",
         "draft_node.model": model,
-        "decode_node.local_fallback": "none",
+        "decode_node.local_lookup": "none",
     }
 
 

@@ -169,7 +169,7 @@ def test_who_drafts_by_flag_replaces_a_files_whole_speculation(write, explicit):
     path = write(DECODE)
     resolved = load(path, overrides=[explicit])
     assert not {key for key in resolved.imported if "draft" in key or "specul" in key}
-    assert load(path, role="decode_node", overrides=[explicit]).sections["decode_node"].local_fallback == "ngram"
+    assert load(path, role="decode_node", overrides=[explicit]).sections["decode_node"].local_lookup == "ngram"
 
 
 def test_a_file_may_be_for_one_role(write):

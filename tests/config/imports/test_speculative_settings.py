@@ -24,7 +24,7 @@ def sections(config, **context):
 def test_a_lookup_drafts_alone(method):
     found = sections({"method": method, "num_speculative_tokens": 3})
     assert found["cluster"].draft_choice.proposer == found["draft_node"].proposer == method
-    assert found["decode_node"].local_fallback == method
+    assert found["decode_node"].local_lookup == method
     assert found["model"].head == ""
     assert found["decode_node"].num_speculative_tokens == 3
 
@@ -33,7 +33,7 @@ def test_a_draft_model_runs_in_draft_nodes():
     found = sections({"method": "draft_model", "model": "small/one", "num_speculative_tokens": 4})
     assert found["cluster"].draft == "draft_model:small/one"
     assert (found["draft_node"].proposer, found["draft_node"].model) == ("draft_model", "small/one")
-    assert (found["decode_node"].local_fallback, found["model"].head) == ("none", "")
+    assert (found["decode_node"].local_lookup, found["model"].head) == ("none", "")
 
 
 @pytest.mark.parametrize("method", ["eagle3", "medusa", "EAGLE"])
@@ -43,7 +43,7 @@ def test_a_head_drafts_in_decode_nodes(method):
     assert found["cluster"].draft_nodes == 0
     assert found["model"].head == str(DEFAULT_HEAD)
     assert found["decode_node"].local_head
-    assert found["decode_node"].local_fallback == "none"
+    assert found["decode_node"].local_lookup == "none"
 
 
 def test_an_mtp_head_comes_with_the_served_model(tmp_path):
