@@ -92,8 +92,30 @@ def _described(prefix: str, section: Any) -> Iterator[SettingInfo]:
         yield SettingInfo(key=key, kind=hints[item.name], default=value, limits=limits, help=text)
 
 
+FORMER_KEYS = {
+    "decode_node.draft_trees": "drafts are always trees when that pays",
+    "decode_node.keep_features": "it is decode_node.keep_answers now",
+    "decode_node.local_fallback": "it is decode_node.local_lookup now",
+    "decode_node.transfer_timeout_seconds": "it is always 30",
+    "draft_node.num_speculative_tokens": "decode_node.num_speculative_tokens limits drafts",
+    "gateway.cors_allowed_origins": "gateway.extra_arguments takes --cors-allowed-origins",
+    "model.keep_packed": "packed weights are always kept",
+    "prefill_node.turn_seconds": "it is always 0.12",
+    "router.journal_bytes": "it is router.answer_memory_bytes now",
+    "router.max_waiting_tokens": "it is 1,024 times router.max_waiting",
+    "router.timelines": "it is always 256",
+    "router.vllm_engine": "the engine service is served wherever smg-grpc-proto is installed",
+    "security.operator_name": "it is always outrider-operator",
+    "server.max_request_bytes": "it is always 2 MiB",
+    "telemetry.profiling": "nodes can always be profiled; with TLS, only services and operators may do that",
+}
+"""Settings that were removed or renamed, and what replaces them."""
+
+
 def unknown_key(key: str, known: Collection[str]) -> str:
-    """Describes an unknown key: its known part, and the nearest name that could follow."""
+    """Describes an unknown key: what has replaced it, or its known part and the nearest name that could follow."""
+    if key in FORMER_KEYS:
+        return f"{key} is not a setting any more: {FORMER_KEYS[key]}"
     names, owner = key.split("."), ""
     for name in names:
         beside = {other.removeprefix(owner).partition(".")[0] for other in known if other.startswith(owner)}

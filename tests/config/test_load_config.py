@@ -200,6 +200,10 @@ def test_a_mistake_names_its_source_and_the_way_out(override, message):
             "decode_node:\n  max_runing: 3\n",
             ":2: unknown key decode_node.max_runing; the nearest is decode_node.max_running",
         ),
+        (
+            "decode_node: {keep_features: /x}\n",
+            "keep_features is not a setting any more: it is decode_node.keep_answers",
+        ),
         ("decode_node:\n\n  share: 2\n", ":3: decode_node.share = 2 is out of range"),
         ("decode_node: 3\n", ":1: decode_node is a group of settings, not 3"),
         ("- 1\n", ":1: settings are needed, each as NAME: VALUE"),
