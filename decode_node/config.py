@@ -22,36 +22,53 @@ class DecodeNodeConfig:
     kv_cache: KVCacheConfig = fixed(KVCacheConfig())  # the section `kv_cache`
     kv_transfer: KvTransferConfig = fixed(KvTransferConfig())  # the section `kv_transfer`
     session_timeout_seconds: float = setting(
-        4.0, at_least=1.0, help="A router that says nothing for so long is taken for dead; its work is freed."
+        4.0, at_least=1.0, help="Seconds without a message after which a router counts as dead and its work is freed."
     )
     draft_targets: tuple[str, ...] = setting(
-        (), help="host:port of the draft nodes; a name with several addresses is several; none: no remote drafts."
+        (),
+        help="Addresses (host:port) of draft nodes. A name that resolves to several addresses is several nodes. "
+        "Empty: no remote drafts.",
     )
     num_speculative_tokens: int = setting(
-        5, at_least=0, at_most=32, help="The most draft tokens verified for a sequence in one step; 0 is none."
+        5,
+        at_least=0,
+        at_most=32,
+        help="Maximum number of draft tokens that are verified for a sequence in one step. 0: no speculation.",
     )
     draft_rows: str = setting(
         "best",
         choices=("best", "all"),
-        help="best: the draft tokens that make the batch faster are verified; all: as many as there is room for, "
-        "to compare with a fixed number.",
+        help="Which draft tokens are verified. best: those that are expected to make the batch faster. all: as many "
+        "as there is room for, to compare with a fixed number.",
     )
     local_lookup: str = setting(
-        "ngram", choices=(*LOOKUP_NAMES, NO_PROPOSER), help="What proposes in this process where no draft node has."
+        "ngram",
+        choices=(*LOOKUP_NAMES, NO_PROPOSER),
+        help="Lookup that proposes drafts in this process. It competes with draft nodes and the head: the draft "
+        "with the highest expected gain is verified.",
     )
     local_head: bool = setting(
-        True, help="Propose with model.head in this process; off where draft nodes do, which get its features then."
+        True,
+        help="Whether this process proposes with model.head. If false, draft nodes may do that, and this node sends "
+        "them the features.",
     )
     max_running_sequences: int | None = setting(
-        None, at_least=1, at_most=4096, help="Sequences in the running batch; null: 64, on a GPU 256."
+        None,
+        at_least=1,
+        at_most=4096,
+        help="Maximum number of sequences in the running batch. null: 64, or 256 on a GPU.",
     )
     max_rows_per_step: int = setting(
-        512, at_least=16, at_most=65536, help="Rows of one forward pass: decode rows, drafts and prompt chunks."
+        512,
+        at_least=16,
+        at_most=65536,
+        help="Maximum number of rows of one forward pass: decode rows, draft rows and rows of prompt chunks.",
     )
     keep_answers: str = setting(
         "",
-        help="A folder to keep answers and prompts in, for train-head --from-traffic: texts of users, as token ids. "
-        "Bounded, the oldest go first; empty: none are kept.",
+        help="Folder in which answers and their prompts are kept for train-head --from-traffic. It contains users' "
+        "texts as token ids. Its size is limited, and the oldest answers are deleted first. Empty: no answers "
+        "are kept.",
     )
     keep_answers_bytes: int = fixed(256 << 20)  # for all nodes that share the folder; about forty million tokens
     transfer_timeout_seconds: float = fixed(30.0)  # from one frame of a KV transfer to the next; then it has failed

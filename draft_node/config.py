@@ -19,19 +19,20 @@ MAX_ALTERNATIVES = MAX_BRANCHES_PER_SEQUENCE - 1
 class DraftNodeConfig:
     """The section `draft_node`."""
 
-    proposer: str = setting("ngram", choices=PROPOSER_NAMES, help=f"What guesses: {PROPOSER_SUMMARY}.")
-    model: str = setting("", help="The draft model: a directory or a Hugging Face id; the folder of a head.")
+    proposer: str = setting("ngram", choices=PROPOSER_NAMES, help=f"What proposes drafts: {PROPOSER_SUMMARY}.")
+    model: str = setting("", help="Draft model: a directory or a Hugging Face id. For a head: its folder.")
     remembered_tokens: int = setting(
         0,
         at_least=0,
         at_most=1 << 24,
-        help="Past outputs that `suffix` drafts from, of all requests of this node: tokens, half a kilobyte each. "
-        "0: a request's own text only.",
+        help="Number of tokens of past outputs, of all requests of this node, that `suffix` drafts from. Each takes "
+        "half a kilobyte. 0: drafts come only from a request's own text.",
     )
     look_ahead: str = setting(
         "auto",
-        help="Alternative paths of a sequence that a draft model follows while the target verifies: auto (as many as "
-        f"the time allows), 1 to {MAX_ALTERNATIVES}, or off (for processors shared with a target model).",
+        help="Number of alternative paths of a sequence that a draft model follows while the target verifies: auto "
+        f"(as many as there is time for), 1 to {MAX_ALTERNATIVES}, or off (for processors shared with a target "
+        "model).",
     )
 
     def __post_init__(self) -> None:

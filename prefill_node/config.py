@@ -21,7 +21,10 @@ class PrefillNodeConfig:
     kv_cache: KVCacheConfig = fixed(KVCacheConfig())  # the section `kv_cache`
     kv_transfer: KvTransferConfig = fixed(KvTransferConfig())  # the section `kv_transfer`
     max_running_sequences: int | None = setting(
-        None, at_least=1, at_most=1024, help="Prompts in computation at the same time; null: 16, on a GPU 64."
+        None,
+        at_least=1,
+        at_most=1024,
+        help="Maximum number of prompts that are computed at the same time. null: 16, or 64 on a GPU.",
     )
     max_waiting: int = fixed(256)  # prompts: as many as a router queues, so that the router is the one that refuses
 

@@ -20,10 +20,12 @@ class RouterConfig:
     """The router's settings. A target is host:port; a name that resolves to several addresses is several nodes."""
 
     prefill_targets: tuple[str, ...] = setting(
-        (), help="Prefill nodes, host:port. Without one, decode nodes compute prompts."
+        (), help="Addresses (host:port) of prefill nodes. Empty: decode nodes compute prompts."
     )
-    decode_targets: tuple[str, ...] = setting((), help="Decode nodes, host:port.")
-    draft_targets: tuple[str, ...] = setting((), help="Draft nodes, host:port; watched only, decode nodes dial them.")
+    decode_targets: tuple[str, ...] = setting((), help="Addresses (host:port) of decode nodes.")
+    draft_targets: tuple[str, ...] = setting(
+        (), help="Addresses (host:port) of draft nodes. The router only monitors them; decode nodes connect to them."
+    )
     max_waiting: int = setting(
         256,
         at_least=0,
@@ -32,48 +34,56 @@ class RouterConfig:
         "either limit ends with RESOURCE_EXHAUSTED.",
     )
     answer_memory_bytes: int = setting(
-        256 << 20, at_least=1 << 16, at_most=1 << 44, help="Memory for running answers; beyond: RESOURCE_EXHAUSTED."
+        256 << 20,
+        at_least=1 << 16,
+        at_most=1 << 44,
+        help="Memory in bytes for the answers that the router holds, running or resumable. A request for which "
+        "there is no room ends with RESOURCE_EXHAUSTED.",
     )
     liveness_timeout_seconds: float = setting(
-        2.0, at_least=1.0, at_most=600.0, help="A node whose progress stops for this long is lost."
+        2.0, at_least=1.0, at_most=600.0, help="Seconds without progress after which a node counts as lost."
     )
     no_node_timeout_seconds: float = setting(
-        30.0, at_least=0.0, at_most=3600.0, help="How long requests wait while no decode node serves."
+        30.0, at_least=0.0, at_most=3600.0, help="Seconds that requests wait while no decode node serves."
     )
     store: str = setting(
         MEMORY,
-        help="Where requests with a resume window are kept: memory, or valkey://host:port/database, which several "
-        "routers may share (valkeys:// for TLS). Its password is better in OUTRIDER_STORE_PASSWORD.",
+        help="Where requests with a resume window are stored: memory, or valkey://host:port/database, which several "
+        "routers may share (valkeys:// for TLS). Pass its password in OUTRIDER_STORE_PASSWORD rather than "
+        "here.",
     )
     store_lost: str = setting(
         "refuse",
         choices=("refuse", "serve"),
-        help="What requests with a resume window get while the store does not answer: UNAVAILABLE, or an answer that "
-        "only this router can resume.",
+        help="What happens to requests with a resume window while the store does not respond. refuse: they get "
+        "UNAVAILABLE. serve: they are answered, but only this router can resume the answer.",
     )
     store_timeout_seconds: float = setting(
-        0.5, at_least=0.01, at_most=60.0, help="How long the store may take for an answer."
+        0.5, at_least=0.01, at_most=60.0, help="Seconds that the store may take to respond."
     )
     receipts: str = setting(
         "",
-        help="Where receipts of answers are kept, for `outrider replay`: a directory, or store (the one of "
-        "router.store). They contain prompts and answers; see docs/replay.md. Empty: none are kept.",
+        help="Where receipts of answers are kept for `outrider replay`: a directory, or `store` (the one of "
+        "router.store). Receipts contain prompts and answers; see docs/replay.md. Empty: no receipts are kept.",
     )
     receipts_bytes: int = setting(
         256 << 20,
         at_least=1 << 20,
         at_most=1 << 44,
-        help="Size of a directory of receipts, of all routers that share it; the oldest go first.",
+        help="Maximum size in bytes of a directory of receipts, for all routers that share it. The oldest receipts "
+        "are deleted first.",
     )
     token_file: Path | None = setting(
         None,
-        help="Asks clients for tokens: a file of lines NAME sha256:HEX [priority=N] [rate=N]; see docs/security.md.",
+        help="File of the tokens that clients must send, with lines NAME sha256:HEX [priority=N] [rate=N]; see "
+        "docs/security.md. null: clients need no token.",
     )
     verification_method: str = setting(
         "coupled",
         choices=tuple(VerificationMethod),
-        help="How drafts are verified where a request does not say. coupled: tokens do not depend on drafts; "
-        "rejection: exact in distribution only; typical: lossy, tokens do not have the model's distribution.",
+        help="How draft tokens are verified if a request does not say. coupled: the tokens do not depend on drafts. "
+        "rejection: only their distribution is exact. typical: LOSSY, the tokens do not have the model's "
+        "distribution.",
     )
     tls: TlsConfig = field(default_factory=TlsConfig)  # for clients, if they see another certificate
 

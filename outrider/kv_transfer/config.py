@@ -21,11 +21,14 @@ class KvTransferConfig:
     connector: str = setting(
         "auto",
         choices=("auto", *CONNECTORS),
-        help="On a prefill node: how it sends; auto: CUDA IPC between GPUs of one machine, else shared memory where "
-        "the decode node can attach to it, else grpc. On a decode node: what it accepts; auto: all.",
+        help="How a prefill node sends KV. auto: CUDA IPC between GPUs of one machine, otherwise shared memory if "
+        "the decode node can attach to it, otherwise grpc. On a decode node: the connectors that it accepts; "
+        "auto: all.",
     )
-    port: int = setting(0, at_least=0, at_most=65535, help="On which a decode node receives KV; 0: the system chooses.")
-    host: str = setting("", help="Interface on which a decode node receives KV; empty: the server's.")
+    port: int = setting(
+        0, at_least=0, at_most=65535, help="Port on which a decode node receives KV. 0: the system chooses."
+    )
+    host: str = setting("", help="Interface on which a decode node receives KV. Empty: the one of the server.")
     arena_bytes: int = fixed(32 << 20)  # main or GPU memory shared with each decode node, as needed
     frame_bytes: int = fixed(2 << 20)  # largest payload of a frame, and a slot of the arena: copies of it are cheap
     device_frame_bytes: int = fixed(4 << 20)  # likewise by CUDA IPC, where a frame costs more than its bytes

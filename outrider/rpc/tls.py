@@ -27,10 +27,12 @@ OPERATOR_NAME = "outrider-operator"
 class TlsConfig:
     """Files in PEM form. On a server, certificate and private key turn TLS on; on a client, any of them does."""
 
-    certificate: Path | None = setting(None, help="This side's certificate chain.")
-    private_key: Path | None = setting(None, help="This side's private key.")
+    certificate: Path | None = setting(None, help="Certificate chain of this side.")
+    private_key: Path | None = setting(None, help="Private key of this side.")
     authority: Path | None = setting(
-        None, help="Certificates that vouch for the other side. On a server: clients must show one (mutual TLS)."
+        None,
+        help="Certificates of the authorities that this side trusts. On a server, clients must then present a "
+        "certificate (mutual TLS).",
     )
 
     def __post_init__(self) -> None:
@@ -183,8 +185,8 @@ class SecurityConfig:
     tls: TlsConfig = field(default_factory=TlsConfig)
     peer_name: str = setting(
         "outrider-node",
-        help="DNS name in the certificate of every service of the cluster. Each side of a connection between services "
-        "asks the other for it, instead of for an address.",
+        help="DNS name in the certificate of every service of the cluster. Services check each other for this name "
+        "instead of an address.",
     )
 
     def __post_init__(self) -> None:
