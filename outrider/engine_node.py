@@ -72,7 +72,9 @@ class EngineNode(Generic[Built]):
         configured_name: str = "",
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """`build`, `run`, `on_failure`: see `EngineThread`. `configured_name`: by default role and address."""
+        """`build`, `run`, `on_failure`: see `EngineThread`. `configured_name`: if empty, the name is made of role and
+        address.
+        """
         self._role = role
         self._configured_name = configured_name
         self._tracer = tracer
@@ -84,7 +86,7 @@ class EngineNode(Generic[Built]):
         self._parts: Built | None = None
 
     async def _build(self, address: str) -> Built:
-        """Builds the parts in the engine's thread, which runs them when told to."""
+        """Builds the parts in the engine's thread, which runs them after the start."""
         self._name = default_node_name(self._role.name.lower(), address, configured=self._configured_name)
         self._tracer.start(self._name)
         self._event_loop = asyncio.get_running_loop()
@@ -107,7 +109,7 @@ class EngineNode(Generic[Built]):
 
 
 class EngineLoop(Protocol):
-    """The loop in the thread of a node with a target model."""
+    """The loop that the engine thread of a node with a target model runs."""
 
     progress: StepProgress
 

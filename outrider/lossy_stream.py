@@ -1,7 +1,7 @@
 """Standard output and error that neither fail nor block, whatever happens to the disk, terminal or reader behind them.
 
-A full disk, a closed pipe or a stopped reader must not affect the code that writes a log line: neither the request it
-is about, nor the supervisor of other processes.
+A full disk, a closed pipe or a stopped reader must not affect the code that writes a log line, be it the request that
+the line describes or the supervisor of other processes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LossyStream(io.TextIOBase):
     ) -> None:
         """`write` writes all of a text or raises; it may block. `descriptor`: its file descriptor, if it has one."""
         self.on_lost: Callable[[int], object] = lambda number: self.write(f"{number} lines were lost\n")
-        """Called in the writer's thread, when writing works again, with the number of lost lines."""
+        """Callback with the number of lost lines; the writer's thread calls it when writing works again."""
         self.num_lost_lines = 0
         self._write = write
         self._is_terminal = is_terminal
@@ -138,7 +138,9 @@ class _Descriptor:
 
 
 def lossy(stream: TextIO | None) -> LossyStream:
-    """Returns a lossy stream to the same place; for None, which `sys.stderr` is if it was closed, one to nowhere."""
+    """Returns a lossy stream with the same destination. For None (`sys.stderr` if it was closed) the stream discards
+    everything.
+    """
     if stream is None or stream.closed:
         return LossyStream(len)
 

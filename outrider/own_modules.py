@@ -1,4 +1,5 @@
-"""Commands for our own processes, which run our modules, not those of the working folder, and end with this one.
+"""Commands for Outrider's own child processes: they import Outrider's modules, not those of the working folder, and end
+with this process.
 
 `python -m router` looks in the working folder first, and a web service may have a router.py of its own.
 """
@@ -13,7 +14,7 @@ from pathlib import Path
 import outrider
 
 ROOT = Path(outrider.__file__).resolve().parents[1]
-"""The folder of our packages."""
+"""The folder that contains Outrider's packages."""
 SEARCH_PATH = "PYTHONPATH"
 LAUNCHER = Path(__file__).with_name("launcher.py")
 

@@ -54,7 +54,7 @@ class StepKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledStep:
-    """One step, from the end of the one before it to its own end."""
+    """One step, from the end of the previous step to its own end."""
 
     kind: StepKind
     num_rows: int
@@ -83,7 +83,7 @@ class ProfileOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The captured profile, with fewer steps than requested if the time ran out."""
+    """A captured profile. It has fewer steps than requested if the time ran out."""
 
     node: str = ""
     steps: tuple[ProfiledStep, ...] = ()
@@ -96,7 +96,9 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The engine thread's result. `export_trace` returns gzipped Chrome trace JSON; it is slow, and for any thread."""
+    """The engine thread's result. `export_trace` returns gzipped Chrome trace JSON; it is slow, and any thread may call
+    it.
+    """
 
     profile: Profile  # without the event loop's part: node, seconds, timed_out
     export_trace: Callable[[], bytes] | None = None
