@@ -60,7 +60,7 @@ def _print_schema(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    """Prints the table. Raises: ConfigError if a key has an error; nothing is written then."""
+    """Prints the table. If a key has an error, nothing is written. Raises: ConfigError for such a key."""
     sections = sections_of(arguments.role)
     arguments.imports = []
     explicit = load_arguments(arguments, sections, role=arguments.role)

@@ -35,9 +35,9 @@ ELSEWHERE = {
     **dict.fromkeys(("complete", "completion", "prompt"), "generate"),
     **dict.fromkeys(("stats", "status", "ps"), "top"),
 }
-"""Commands, by the names that other servers use for them."""
+"""Outrider's commands, by the names that other servers use for them."""
 STARTERS = ("up", "demo", "train-head", "fetch", "bench")
-"""Commands for which a client install lacks the packages that start nodes."""
+"""Commands that start nodes; an install for clients lacks the packages for them."""
 WRONG_USE, INTERRUPTED = 2, 130
 
 

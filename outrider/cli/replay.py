@@ -114,7 +114,7 @@ def _token_text(client: Client, token_id: int | None) -> str:
 
 
 def _node_lines(receipt: Receipt, nodes: tuple[NodeStamp, ...]) -> Iterator[str]:
-    """Yields how the nodes then and now differ."""
+    """Yields a line for each difference between the nodes of the receipt and the present ones."""
     if not nodes:
         yield "the router does not say which nodes computed it now"
         return

@@ -18,7 +18,7 @@ from outrider.cli.top_history import History, NodeTrail
 from outrider.node import ClusterStatus, Model, NodeRole, NodeState, NodeStatus
 
 MAX_WORDS = 300
-"""Maximum characters shown of text from elsewhere."""
+"""Maximum characters that are shown of a text from another process."""
 MAX_PROBLEMS = 6
 LEAST_NAME, MOST_NAME = 12, 32
 FULL_KV = 0.9
@@ -132,7 +132,7 @@ def _problems(nodes: Sequence[NodeStatus]) -> Iterator[Text]:
 # ------------------------------------------------------------ the table
 
 _Cell = tuple[str, str]
-"""Text and style."""
+"""A text and its style."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`outrider train-head`: trains a drafter head for a model, from nothing but that model.
+"""`outrider train-head`: trains a drafter head for a model; needs nothing but that model.
 
 Ctrl-C or a kill loses little: the same command continues where the run stopped.
 """

@@ -1,4 +1,4 @@
-"""`outrider up`: a local cluster until Ctrl-C."""
+"""`outrider up`: runs a local cluster until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
 
 
 def _check_heads(head: Path | None, draft: DraftChoice) -> None:
-    """Reports errors at once, instead of from each node. Raises: ConfigError."""
+    """Reports errors of heads before any node starts. Raises: ConfigError."""
     if head and draft.proposer in (NO_PROPOSER, "head"):
         raise ConfigError(f"--head drafts in decode nodes, --draft {draft.proposer} keeps them from it: choose one")
     folder = str(head or (draft.model_id if draft.proposer == "head" else AUTO_HEAD))

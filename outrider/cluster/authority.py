@@ -1,4 +1,4 @@
-"""A throw-away certificate authority in a folder, which makes mutual TLS a single flag.
+"""A temporary certificate authority in a folder, so that one flag turns on mutual TLS.
 
 Its key is never written to disk, so no one can issue another certificate.
 """
@@ -88,7 +88,9 @@ def prepare_tls_folder(folder: Path, config: SecurityConfig) -> TlsConfig:
 
 
 def _can_be_certified(name: str) -> bool:
-    """Whether it is an address, or a DNS name in normal form. A host name may be neither: DNS has no underscore."""
+    """Whether the name is an address, or a DNS name in normal form. A host name may be neither, since DNS names contain
+    no underscore.
+    """
     try:
         return ip_of(name) is not None or idna.encode(name, uts46=True).decode() == name
     except idna.IDNAError:

@@ -29,7 +29,7 @@ START_SECONDS = 600.0
 SIGNAL_SECONDS = 0.5
 """Interval of joins in `stop`: a signal just before a join of the main thread is handled only after it."""
 NODE_TERM_SHARE = 0.4
-"""Share of the shutdown time of routers and gateway after which nodes get SIGTERM, if these have not ended before."""
+"""Nodes get SIGTERM when routers and gateway have ended, at the latest after this share of their shutdown time."""
 
 
 class Cluster:
@@ -51,7 +51,7 @@ class Cluster:
         self.launch = Launch() if launch is None else launch
         self._supervision = Supervision() if supervision is None else supervision
         self.on_event: Callable[[ClusterEvent], None] = lambda _: None
-        """Called on the supervisor's thread; must not block. Set it before `start`."""
+        """Callback for events, on the supervisor's thread; it must not block. Set it before `start`."""
         given = self.launch.log_directory
         name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         self.log_directory = Path(tempfile.gettempdir(), name) if given is None else given
@@ -361,7 +361,7 @@ class Cluster:
         self._tell(child, EventKind.FAILED, message)
 
     def _become(self, child: Child, state: ChildState, kind: EventKind | None = None, message: str = "") -> None:
-        """`kind` is that of the event to emit, if any."""
+        """Changes the child's state. `kind`: the event to emit, if any."""
         with self._changed:
             child.state = state
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Temporary folders of clusters: locked while their supervisor lives, and removed a day later if it left them."""
+"""Temporary folders of clusters. Their supervisor locks them; those that it leaves behind are removed a day later."""
 
 from __future__ import annotations
 

@@ -15,13 +15,15 @@ from outrider.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 UNNAMED = ("",)
-"""One GPU of which no more is known, or which the cluster cannot choose."""
+"""Stands for one GPU whose name is unknown, or that the cluster cannot choose."""
 DEVICE_FILES = Path("/dev")
 GPU_WEIGHTS = {DECODE: 47, PREFILL: 45, DRAFT: 8}
-"""Weights by which nodes divide a GPU: each target has all weights, a draft model is small. A node goes to the GPU with
-the least sum, so that a draft model is next to a prefill node rather than a decode node."""
+"""Shares by which nodes divide the memory of a GPU: a node with the target has all of its weights, and a draft model is
+small. A node gets the GPU with the smallest sum of shares, so that a draft model shares with a prefill node rather than
+a decode node.
+"""
 KV_WEIGHTS = {DECODE: 60, PREFILL: 25}
-"""Weights by which roles divide main memory for KV only: answers grow, prompts are transferred."""
+"""Shares by which roles divide main memory for KV: answers grow on decode nodes, and prompts leave prefill nodes."""
 
 
 def allot(
@@ -99,7 +101,9 @@ def _usable_gpus(wanted: Sequence[str], device: str, environ: Mapping[str, str])
 def _memory_shares(
     settings: ResolvedConfig, groups: Sequence[Mapping[str, float]], *, default: float | None
 ) -> dict[str, tuple[str, ...]]:
-    """Returns settings by node name. `groups` are weights of nodes that share the part `default` of one memory."""
+    """Returns settings by node name. `groups`: shares of the nodes of each memory, of which they use the part `default`
+    together.
+    """
     memory, is_imported = settings.sections["kv_cache"], "kv_cache.memory" in settings.imported
     fraction = memory.size[1] if is_imported else default
     if fraction is None or (memory.memory and not is_imported):

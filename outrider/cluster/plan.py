@@ -52,7 +52,9 @@ class ChildSpec:
 
 
 def plan_children(config: ClusterConfig, launch: Launch) -> list[ChildSpec]:
-    """Returns the processes in start order: the model's own first, routers and the OpenAI gateway last."""
+    """Returns the processes in start order: the one that locates the model first, routers and the OpenAI gateway
+    last.
+    """
     num_drafts = 0 if config.draft == NO_PROPOSER else config.draft_nodes
     counts = ((DRAFT, num_drafts), (PREFILL, config.prefill_nodes), (DECODE, config.decode_nodes))
     children = [ChildSpec(name="model", role=MODEL, is_one_shot=True)] if launch.locate_model else []

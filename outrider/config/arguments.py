@@ -112,7 +112,7 @@ def given_settings(arguments: argparse.Namespace) -> list[str]:
 
 
 def _given_flags(arguments: argparse.Namespace) -> list[Entry]:
-    """Returns the given flags; errors name them as the user gave them."""
+    """Returns the flags that were given. Errors name them as the user wrote them."""
     given = vars(arguments)
     names = {key: f"{flag} " for flag, key in given.items() if flag.startswith("--")}
     return [
@@ -147,7 +147,7 @@ def load_arguments(
 
 
 def write_warnings(command: str, warnings: Sequence[str]) -> None:
-    """Writes to stderr what imported files set without effect."""
+    """Writes a warning to stderr for each imported key that has no effect."""
     for warning in dict.fromkeys(warnings):
         sys.stderr.write(f"{command}: warning: {warning}\n")
 

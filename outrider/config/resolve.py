@@ -1,4 +1,4 @@
-"""The sources of settings. A later one of these overrides the earlier ones:
+"""Loads settings from their sources. Each of these sources overrides the ones before it:
 
 defaults < `--default` < YAML file < files of other servers < environment < arguments of vLLM < `--set`
 """
@@ -40,7 +40,7 @@ DRAFTS = ("cluster.draft", "model.head", "draft_node.proposer")
 """Settings that choose the drafter: if one of them overrides a speculative_config, all of that is ignored."""
 
 Layer = dict[str, Entry]
-"""What one source sets, by key, including unconverted values of other roles' sections."""
+"""The settings of one source, by key. Values in sections of other roles are not converted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,14 +112,14 @@ def load_config(
 
 
 def parse_reference(text: str) -> tuple[str | None, Path]:
-    """`prefill=FILE` → ("prefill_node", FILE); FILE alone is for all services."""
+    """Parses `prefill=FILE` to ("prefill_node", FILE), and FILE alone, which is for all services, to (None, FILE)."""
     name, equals, path = text.partition("=")
     role = next((role for role in ROLES if name in (role, role.removesuffix("_node"))), None)
     return (role, Path(path)) if equals and role else (None, Path(text))
 
 
 def environment_name(key: str) -> str:
-    """`decode_node.draft_targets` → `OUTRIDER_DECODE_NODE__DRAFT_TARGETS`."""
+    """Converts `decode_node.draft_targets` to `OUTRIDER_DECODE_NODE__DRAFT_TARGETS`."""
     return ENVIRONMENT_PREFIX + key.upper().replace(".", "__")
 
 
@@ -141,7 +141,9 @@ def _settings(texts: Sequence[str], flag: str) -> Iterator[Entry]:
 
 
 def _settings_of(keys: Sequence[Translated], above: Layer) -> list[Entry]:
-    """Returns imported settings that `above` does not set. A speculative_config counts wholly or not at all."""
+    """Returns imported settings that `above` does not set. The settings of a speculative_config are taken all together
+    or not at all.
+    """
     has_draft = not above.keys().isdisjoint(DRAFTS)
     return [
         Entry(key=name, value=value, source=key.origin, text=key.entry.text if value is key.entry.value else None)

@@ -1,4 +1,4 @@
-"""`outrider.errors` ⇄ gRPC statuses with rich details (google.rpc.Status). Status codes are used here only."""
+"""`outrider.errors` ⇄ gRPC statuses with rich details (google.rpc.Status). No other module uses status codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider import errors
 ERROR_DOMAIN = "outrider"
 DETAILS_KEY = "grpc-status-details-bin"
 UNREACHABLE = "UNREACHABLE"
-"""Reason of a PeerLostError made by gRPC itself: no answer, or a broken connection."""
+"""Reason of a PeerLostError for a status of gRPC itself: no answer, or a broken connection."""
 MAX_MESSAGE_BYTES = 1024
 """Maximum bytes of an error's message: it is twice in the trailers, for which clients have 8 KiB by default."""
 

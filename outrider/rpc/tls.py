@@ -57,7 +57,7 @@ class TlsMaterial:
     authority: bytes | None
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Returns the credentials of a channel. Without an authority the system's are trusted."""
+        """Returns the credentials of a channel. Without an authority, the channel trusts the system's authorities."""
         return grpc.ssl_channel_credentials(
             root_certificates=self.authority, private_key=self.private_key, certificate_chain=self.certificate
         )
@@ -79,7 +79,8 @@ def read_tls(tls: TlsConfig) -> TlsMaterial:
 
 
 def client_credentials(tls: TlsConfig | None, token: str | None) -> grpc.ChannelCredentials | None:
-    """Returns None for plaintext. A `tls` without an authority trusts the system's.
+    """Returns the credentials of a client; None for plaintext. A `tls` without an authority trusts the system's
+    authorities.
 
     Raises: ConfigError if a file cannot be read, or if a token would be sent in plaintext.
     """
@@ -170,7 +171,7 @@ FileStamp = tuple[int, int, int]
 
 
 def file_stamp(path: Path) -> FileStamp:
-    """Returns a value that differs once a file was changed; zeros if it is missing."""
+    """Returns a value that changes with every change of the file; zeros if the file is missing."""
     try:
         found = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Settings that every role has, and those of the OpenAI gateway, some of which routers read too."""
+"""Settings of all roles, and settings of the OpenAI gateway, some of which routers read too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.rpc.tls import SecurityConfig
 
 ROUTER_PORT = 50051
 NO_PARSER = "passthrough"
-"""The gateway's parser that leaves thoughts in the text."""
+"""Name of the gateway's parser that leaves reasoning in the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetryConfig:
-    """Section `telemetry`: what is logged, and how."""
+    """Section `telemetry`: logs and traces."""
 
     log_level: str = setting(
         "info", choices=("debug", "info", "warning", "error"), help="Minimum severity of the messages that are logged."

@@ -1,4 +1,4 @@
-"""Profiling of a running node: access control, and the client's request."""
+"""Profiling of a running node: the server's side, and the client's request."""
 
 from __future__ import annotations
 

@@ -51,19 +51,21 @@ if TYPE_CHECKING:
 _log = get_logger("service")
 
 DRAIN_SLACK_SECONDS = 1.0
-"""Seconds that a drain may exceed its deadline before it is abandoned."""
+"""Seconds after the deadline of a drain at which the drain is abandoned."""
 TEXT_FORMAT = "text/plain; version=0.0.4"
 HANDOVER_SECONDS = 0.5
-"""Minimum seconds of a drain: peers learn of it from this process's reports, and call the process until then."""
+"""Minimum seconds of a drain: peers learn of the drain from this process's reports, and call the process until then."""
 SPARE_CALLS = 1024
-"""Calls that gRPC's own limit, which counts all calls alike, allows beyond twice the configured limit."""
+"""gRPC's own limit, which counts all calls, is twice the configured limit plus this number."""
 MAX_YOUNG_OBJECTS = 10_000
-"""Young objects that trigger a collection: a large step makes thousands, and the default is 700."""
+"""Number of young objects that triggers a garbage collection. A large step makes thousands of objects; Python's default
+is 700.
+"""
 M_ARENA_MAX = -8  # parameter of mallopt(3)
 TRACES_SECONDS = 0.5
-"""Seconds of a stop during which the last traces are exported."""
+"""Seconds for the export of the last traces during a stop."""
 STOP_SECONDS = 2.0
-"""Seconds that the service may take to stop; then the process ends, even if something still hangs."""
+"""Seconds after which a stopping process ends even if a part of the service still hangs."""
 
 
 class Service(Protocol):
@@ -89,7 +91,7 @@ class Service(Protocol):
 
 @runtime_checkable
 class FrontService(Service, Protocol):
-    """A service for clients: it shows pages, and is serving only while the nodes it needs are.
+    """A service for clients. It has pages, and it is serving only while the nodes that it needs are serving.
 
     `calls` holds the open calls, which the process counts; a drain waits until their statuses have been sent.
     """
@@ -100,7 +102,9 @@ class FrontService(Service, Protocol):
         """Returns the page finder. Called once, on the event loop, before the service starts."""
 
     def follow_readiness(self, tell: Callable[[bool], None]) -> None:
-        """Calls `tell` on the event loop, now and at every change, with whether requests can be served."""
+        """Calls `tell` on the event loop, immediately and at every change; its argument says whether requests can be
+        served.
+        """
 
 
 class ServiceProcess:

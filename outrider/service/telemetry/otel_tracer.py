@@ -1,6 +1,6 @@
 """Spans by OpenTelemetry's SDK: it samples, batches and exports them in its own thread and drops undeliverable ones.
 
-The SDK reads OpenTelemetry's standard environment variables; this module makes only the other settings.
+The SDK reads OpenTelemetry's standard environment variables; this module sets only what they do not cover.
 """
 
 from __future__ import annotations
