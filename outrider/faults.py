@@ -132,7 +132,7 @@ def parse_faults(environ: Mapping[str, str]) -> dict[str, Fault]:
     for part in filter(None, (part.strip() for part in environ.get(FAULTS_VARIABLE, "").split(";"))):
         fault = _parse_fault(part, once=environ.get(ONCE_VARIABLE, ""))
         if fault.point in faults:
-            raise ConfigError(f"{FAULTS_VARIABLE}: {fault.point} is there twice")
+            raise ConfigError(f"{FAULTS_VARIABLE}: {fault.point} is given twice")
         faults[fault.point] = fault
     return faults
 

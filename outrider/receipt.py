@@ -144,7 +144,7 @@ def read_receipts(path: Path, request_id: str | None = None) -> Iterator[Receipt
             receipt = Receipt.from_line(line)
         except ValueError as error:
             if line.endswith(b"\n"):
-                raise ConfigError(f"{path}, line {number}: no receipt: {error}") from error
+                raise ConfigError(f"{path}, line {number}: not a receipt: {error}") from error
             continue
         if request_id in (None, receipt.request_id):
             yield receipt
@@ -168,7 +168,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 line = file.readline(min(left, MAX_LINE_BYTES + 1))
                 left -= len(line)
                 if len(line) > MAX_LINE_BYTES:
-                    raise ConfigError(f"{path}, line {number}: no receipt: it has more than {MAX_LINE_BYTES} bytes")
+                    raise ConfigError(f"{path}, line {number}: not a receipt: it has more than {MAX_LINE_BYTES} bytes")
                 if not line:
                     return
                 if line.strip():

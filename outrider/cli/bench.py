@@ -166,7 +166,7 @@ def describe_model(client: Client) -> dict[str, Any]:
 
 def _count(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
     return int(text)
 
 

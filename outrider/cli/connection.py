@@ -90,7 +90,7 @@ def read_connection(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns a client's arguments. Raises: ConfigError as `read_tls` and `read_token`, or for a token without TLS."""
     tls, token = read_tls(arguments), read_token(arguments)
     if token is not None and tls is None:
-        raise ConfigError("--token-file needs --tls or --authority: in plaintext everybody on the way could read it")
+        raise ConfigError("--token-file needs --tls or --authority: without TLS, anybody on the network could read it")
     return {"tls": tls, "token": token}
 
 

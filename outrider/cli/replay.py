@@ -135,7 +135,7 @@ def _find(arguments: argparse.Namespace) -> Receipt:
         config = load_arguments(arguments, sections_of("router"), role="router").sections["router"]
         where = config.store if config.receipts == "store" else config.receipts
     if not where:
-        raise ConfigError(f"{request_id} is no file; to find its receipt, set router.receipts or --receipts")
+        raise ConfigError(f"{request_id} is not a file; to find its receipt, set router.receipts or --receipts")
     if "://" in where:
         receipt = asyncio.run(_find_in_store(where, request_id))
     else:

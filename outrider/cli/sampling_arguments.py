@@ -29,13 +29,13 @@ def json_object(value: str) -> Any:
         found = json.loads(text_or_file(value))
         if isinstance(found, dict):
             return found
-    raise argparse.ArgumentTypeError(f"a JSON object is needed, not {value}")
+    raise argparse.ArgumentTypeError(f"a JSON object is required, not {value}")
 
 
 def seconds(value: str) -> float:
     """Raises: argparse.ArgumentTypeError; ValueError if it is not a number."""
     if not 0 < (found := float(value)) < math.inf:
-        raise argparse.ArgumentTypeError(f"a number of seconds above 0 is needed, not {value}")
+        raise argparse.ArgumentTypeError(f"a number of seconds above 0 is required, not {value}")
     return found
 
 

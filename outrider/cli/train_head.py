@@ -61,10 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         printer.say(train_head(plan, serve, say=printer.say, progress=partial(printer.progress, "train-head")))
     except KeyboardInterrupt:
-        printer.say(f"interrupted; the same command goes on with what {plan.work} keeps")
+        printer.say(f"interrupted; the same command continues with the data in {plan.work}")
         raise
     except BrokenPipeError:
         raise  # from the terminal, not from the run
     except OSError as error:  # a full disk
-        raise ConfigError(f"{error}; then the same command goes on with what {plan.work} keeps") from error
+        raise ConfigError(f"{error}; afterwards, the same command continues with the data in {plan.work}") from error
     return 0

@@ -117,10 +117,10 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
 def _check_heads(head: Path | None, draft: DraftChoice) -> None:
     """Reports errors of heads before any node starts. Raises: ConfigError."""
     if head and draft.proposer in (NO_PROPOSER, "head"):
-        raise ConfigError(f"--head drafts in decode nodes, --draft {draft.proposer} keeps them from it: choose one")
+        raise ConfigError(f"--head makes decode nodes draft, and --draft {draft.proposer} prevents that: choose one")
     folder = str(head or (draft.model_id if draft.proposer == "head" else AUTO_HEAD))
     if folder != AUTO_HEAD and not Path(folder).expanduser().is_dir():
-        raise ConfigError(f"{folder} is no folder, so no head is there")
+        raise ConfigError(f"{folder} is not a folder, so it cannot contain a head")
 
 
 def _check_gateway(port: int, sections: Mapping[str, Any], *, has_tls: bool) -> None:

@@ -49,7 +49,7 @@ class ClusterConfig:
         if len(set(self.gpus)) < len(self.gpus):
             raise ValueError(f"gpus {','.join(self.gpus)} names one twice")
         if self.port and self.openai_port and self.openai_port - self.port in range(self.routers):
-            raise ValueError(f"openai_port {self.openai_port} is a router's: choose another")
+            raise ValueError(f"openai_port {self.openai_port} is the port of a router: choose another")
 
     @property
     def draft_choice(self) -> DraftChoice:

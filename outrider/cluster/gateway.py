@@ -62,7 +62,7 @@ def main() -> int:
     arguments = gateway_arguments(config, telemetry, ports, server.drain_seconds)
     warn_if_exposed(server.host, what="the OpenAI API", is_protected=bool(config.key_file), fix="set gateway.key_file")
     if telemetry.otlp_endpoint and not may_trace(telemetry):
-        _log.warning("the gateway does not trace: it sends traces to http:// only", key="telemetry.otlp_endpoint")
+        _log.warning("the gateway exports no traces: it supports only http:// endpoints", key="telemetry.otlp_endpoint")
     os.environ.update(ENVIRONMENT)
     threading.Thread(target=_announce, args=(ports, server.drain_seconds), daemon=True).start()
     from smg.launch_router import launch_router, parse_router_args

@@ -83,7 +83,9 @@ def _usable_gpus(wanted: Sequence[str], device: str, environ: Mapping[str, str])
     """
     if device not in ("auto", "cuda"):
         if wanted:
-            raise ConfigError(f"cluster.gpus {','.join(wanted)} does not go with model.device {device}: leave one out")
+            raise ConfigError(
+                f"cluster.gpus {','.join(wanted)} cannot be combined with model.device {device}: leave one out"
+            )
         return UNNAMED if device_type(device) == "cuda" else ()
     if not (wanted or device == "cuda" or has_gpu_driver()):
         return ()

@@ -98,7 +98,7 @@ def load_config(
     named = Imported(keys=translate(arguments, target=target))
     rivals = [given[key].source for key in DRAFTS if key in given]
     if rivals and any(key.entry.key.startswith(SPECULATIVE) for key in named.keys):
-        raise ConfigError(f"{SPECULATIVE} and {rivals[0]} each say who drafts: choose one")
+        raise ConfigError(f"{SPECULATIVE} and {rivals[0]} both choose the drafter: keep one")
     layer = known.take(_settings_of(named.keys, given), is_text=True)
     layer = known.take(_settings_of(keys, explicit | layer)) | layer
     values = below | explicit | layer
@@ -174,7 +174,7 @@ class _Known:
                 known = [*names, *OTHER_VARIABLES]
                 same_end = [each for each in names if each.endswith(name.removeprefix(ENVIRONMENT_PREFIX[:-1]))]
                 nearest = difflib.get_close_matches(name, same_end or known, n=1, cutoff=0.0)[0]
-                problem = f"environment variable {name} is no setting; the nearest is {names.get(nearest, nearest)}"
+                problem = f"environment variable {name} is not a setting; the nearest is {names.get(nearest, nearest)}"
                 if name.removeprefix(ENVIRONMENT_PREFIX).lower().startswith(SECTIONS):
                     raise ConfigError(problem)
                 yield problem

@@ -86,7 +86,7 @@ def client_credentials(tls: TlsConfig | None, token: str | None) -> grpc.Channel
     """
     if tls is None:
         if token is not None:
-            raise ConfigError("a token needs tls=TlsConfig(…): in plaintext everybody on the way could read it")
+            raise ConfigError("a token needs tls=TlsConfig(…): without TLS, anybody on the network could read it")
         return None
     credentials = read_tls(tls).channel_credentials()
     if token is None:

@@ -73,7 +73,7 @@ class ProfileDesk:
                 return await done, timed_out
         except TimeoutError as error:
             raise AbortedError(
-                f"{self._node_name()}: the step at hand takes too long", reason="STEP_TOO_LONG"
+                f"{self._node_name()}: the current step takes too long", reason="STEP_TOO_LONG"
             ) from error
 
 
@@ -106,7 +106,7 @@ async def fetch_profile(channel: grpc.aio.Channel, options: ProfileOptions, *, t
 def _explained(error: grpc.RpcError, target: str) -> OutriderError:
     found = from_rpc_error(error, target=target)
     if isinstance(found, NotSupportedError) and found.reason == NotSupportedError.reason:  # raised by gRPC itself
-        return NotSupportedError(f"{target} is no node that can be profiled: {found.message}", reason="NOT_A_NODE")
+        return NotSupportedError(f"{target} is not a node that can be profiled: {found.message}", reason="NOT_A_NODE")
     return found
 
 

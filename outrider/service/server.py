@@ -237,7 +237,7 @@ class ServiceProcess:
                 await service.stop()
                 await asyncio.to_thread(self.tracer.stop, TRACES_SECONDS)
         except TimeoutError:
-            _log.warning("stopping took too long; the process ends all the same")
+            _log.warning("the stop took too long; the process exits anyway")
         _log.info("stopped")
 
     def _on_signal(self, number: int) -> None:
@@ -344,7 +344,7 @@ def probe_port(host: str, port: int, advice: str) -> None:
             if error.errno == errno.EADDRINUSE:
                 raise ConfigError(f"port {port} on {host} is taken; {advice}") from error
             if error.errno == errno.EADDRNOTAVAIL:
-                raise ConfigError(f"{host} is no address of this machine; {_other_host(host)}") from error
+                raise ConfigError(f"{host} is not an address of this machine; {_other_host(host)}") from error
             raise ConfigError(f"port {port} on {host} cannot be bound: {error.strerror}; {advice}") from error
 
 

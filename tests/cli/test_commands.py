@@ -140,7 +140,7 @@ def test_commands_that_start_no_service_need_no_more_than_a_client(target, tmp_p
         done = without_extras(installed, *command)
         assert (done.returncode, done.stdout != "") == (0, True), done
     done = without_extras(installed, "replay", "some-id", target.replace("--target", "--against"))
-    assert "some-id is no file; to find its receipt, set router.receipts" in done.stderr
+    assert "some-id is not a file; to find its receipt, set router.receipts" in done.stderr
 
 
 @pytest.mark.parametrize(

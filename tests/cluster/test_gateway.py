@@ -290,7 +290,7 @@ def test_up_refuses_what_the_gateway_cannot_do(tmp_path, capsys, option, reason)
 def test_up_says_that_a_router_has_the_port(capsys, routers):
     port = 50050 + int(routers)
     assert main(["up", "--port", "50051", "--routers", routers, "--openai", str(port)]) != 0
-    assert f"openai_port {port} is a router's" in capsys.readouterr().err
+    assert f"openai_port {port} is the port of a router" in capsys.readouterr().err
 
 
 def test_up_says_that_the_port_is_taken(capsys):

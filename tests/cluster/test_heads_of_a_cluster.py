@@ -93,8 +93,8 @@ def test_a_home_folder_is_found(monkeypatch, tmp_path):
     [
         (("--head", "{0}", "--draft", "none"), "--draft none"),
         (("--head", "{0}", "--draft", "head:{0}"), "--draft head"),
-        (("--head", "{0}/nowhere"), "nowhere is no folder"),
-        (("--draft", "head:{0}/nowhere"), "nowhere is no folder"),
+        (("--head", "{0}/nowhere"), "nowhere is not a folder"),
+        (("--draft", "head:{0}/nowhere"), "nowhere is not a folder"),
     ],
 )
 def test_what_contradicts_or_is_not_there_is_refused_before_anything_starts(tmp_path, arguments, named):

@@ -179,4 +179,4 @@ def test_with_tls_and_tokens_too_and_certificates_that_are_renewed_meanwhile(tin
                     machine.roll(component)
                     load.wait_for_more()
         assert_nobody_noticed(machine, load)
-        assert not any("renewed TLS files are not taken" in pod.log() for pod in machine.pods)
+        assert not any("renewed TLS files were rejected" in pod.log() for pod in machine.pods)

@@ -226,7 +226,7 @@ def test_a_host_that_is_none_of_this_machines_is_named_and_not_the_port(host, ot
     assert status == 1
     (failure,) = (line for line in log if line["level"] == "error")
     assert failure["error"] == (
-        f"{host.strip('[]')} is no address of this machine; "
+        f"{host.strip('[]')} is not an address of this machine; "
         f"choose another with --set server.host=ADDRESS, such as {other}"
     )
 

@@ -152,7 +152,7 @@ def _unquoted(value: Any) -> Any:
     try:
         return yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise ValueError(f"{value!r} is no value") from error
+        raise ValueError(f"{value!r} is not a value") from error
 
 
 @cache
@@ -258,7 +258,7 @@ def _draft_settings(method: str, model: str, by: str, target: str, names: Mappin
         folder = Path(model).expanduser().absolute()
         if not folder.is_dir():
             raise ValueError(
-                f"{model} is no folder: download the head, and name its folder in {names['models'][by][0]}"
+                f"{model} is not a folder: download the head, and name its folder in {names['models'][by][0]}"
             )
         model = str(folder)
         settings |= {"model.head": model, "decode_node.local_head": True, "cluster.draft_nodes": 0}

@@ -269,7 +269,7 @@ def test_the_table_shows_no_secret(write, capsys):
         ("served-model-name: [a, b]\n", "a model is served under one name, not 2"),
         ("host: 0.0.0.0\n", "services bind loopback"),
         ("enforce-eager: sometimes\n", "'sometimes' is neither true nor false"),
-        ("max_seq_len: 1\nmax_seq_len: 2\n", ":2: max_seq_len stands in line 1 already"),
+        ("max_seq_len: 1\nmax_seq_len: 2\n", ":2: max_seq_len is already set in line 1"),
         ("- 1\n", ":1: settings are needed, each as NAME: VALUE"),
         (
             "hostname: h\ncontext_servers: {num_instances: 2}\n",
@@ -283,7 +283,7 @@ def test_the_table_shows_no_secret(write, capsys):
         ("a: [\n", "not YAML"),
         ("a: &a {b: *a}\n", "a.b contains itself"),
         ("speculative-config: '{'\n", ":1 speculative_config: neither a value nor JSON: '{'"),
-        ("max-num-seqs: 1\nmax_num_seqs: 2\n", ":2: max_num_seqs stands in line 1 already"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2\n", ":2: max_num_seqs is already set in line 1"),
     ],
 )
 def test_what_cannot_be_honoured_is_an_error_with_line_and_key(write, text, message):

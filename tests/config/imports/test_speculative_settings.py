@@ -72,7 +72,7 @@ def test_what_concerns_speed_only_is_a_warning():
         ({"method": "eagle3"}, "eagle3 needs model, the folder of a head"),
         ({"method": "mtp"}, "mtp needs model"),
         ({"method": "mtp", "model": None}, "mtp needs model"),
-        ({"method": "eagle3", "model": "some/where-on-a-hub"}, "is no folder: download the head"),
+        ({"method": "eagle3", "model": "some/where-on-a-hub"}, "is not a folder: download the head"),
         ({"method": "draft_model"}, "draft_model needs model, a model"),
         ({"method": "ngram", "num_speculativ_tokens": 3}, "the nearest is speculative_config.num_speculative_tokens"),
         ({"method": "ngram", "rejection_sample_method": "synthetic"}, "verification_method"),
