@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--receipts",
         metavar="DIR|valkey://URL",
-        help="where the receipt of an ID is: a directory, or a store; default: router.receipts",
+        help="directory or store that has the receipt of an ID; default: router.receipts",
     )
     add_settings_arguments(parser)
     add_connection_arguments(parser)

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=DEFAULT_INTERVAL_SECONDS,
         metavar="SECONDS",
-        help=f"between reports, {LEAST_INTERVAL_SECONDS:g} to {MOST_INTERVAL_SECONDS:g}; default %(default)g",
+        help=f"seconds between reports, {LEAST_INTERVAL_SECONDS:g} to {MOST_INTERVAL_SECONDS:g}; default %(default)g",
     )
     parser.add_argument("--once", action="store_true", help="print one report as text, for scripts and logs")
     add_target_argument(parser)

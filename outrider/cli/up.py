@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tls",
         metavar="DIR",
         type=Path,
-        help="mutual TLS on every connection; unless DIR has them, creates ca.pem, client.pem and client-key.pem, "
+        help="use mutual TLS on every connection; if DIR lacks them, create ca.pem, client.pem and client-key.pem, "
         "which clients need, and node.pem and node-key.pem there, valid for 30 days",
     )
     parser.add_argument(
@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="router.token_file",
         metavar="FILE",
         type=lambda text: Path(text).absolute(),  # never null or empty, which would disable authentication
-        help="ask clients for tokens; a line is NAME sha256:HEX [priority=N] [rate=N], HEX the SHA-256 of a token",
+        help="require tokens of clients; a line of the file is NAME sha256:HEX [priority=N] [rate=N], where HEX is the "
+        "SHA-256 of a token",
     )
     add_setting_flags(parser, {"openai": "cluster.openai_port"}, SECTIONS)
     add_vllm_flags(parser)

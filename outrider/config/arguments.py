@@ -44,7 +44,7 @@ def parse_role_arguments(
         action="append",
         default=[],
         dest="defaults",
-        help="as --set, but file, environment and --set override it; repeatable",
+        help="a setting that file, environment and --set override; repeatable",
     )
     arguments = parser.parse_args(argv)
     if role in ROLES:  # imported files are for this process, whose warnings then name what its role does not use
@@ -67,7 +67,7 @@ def add_settings_arguments(parser: argparse.ArgumentParser, environ: Mapping[str
         metavar="FILE",
         type=Path,
         default=Path(default) if default else None,
-        help=f"YAML file; default: ${CONFIG_FILE_VARIABLE}, else none",
+        help=f"YAML file with settings; default: ${CONFIG_FILE_VARIABLE}, else none",
     )
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="one setting; repeatable"
@@ -78,8 +78,8 @@ def add_settings_arguments(parser: argparse.ArgumentParser, environ: Mapping[str
         action="append",
         default=[],
         dest="imports",
-        help="YAML or JSON of TensorRT-LLM, Dynamo or vLLM, over --config, below environment and flags; with prefill=, "
-        "decode= or draft= for those nodes only; repeatable",
+        help="YAML or JSON file of TensorRT-LLM, Dynamo or vLLM; it overrides --config, and environment and flags "
+        "override it; with prefill=, decode= or draft=, for those nodes only; repeatable",
     )
 
 
