@@ -1,4 +1,4 @@
-"""Command lines that start nothing: what is wrong with them is one line."""
+"""Invalid command lines: they start nothing, and the error is one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider replay` against a router before fake nodes, whose tokens are scripted."""
+"""`outrider replay` against a router with fake nodes, whose tokens are scripted."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def wait_for_receipt(folder, request_id):
 
 @pytest.fixture
 def replay(router, capsys):
-    """(exit status, standard output, standard error) of the command."""
+    """Runs the command; returns (exit status, standard output, standard error)."""
 
     def run(*arguments):
         status = main(["replay", f"--against={router.cluster.address}", *map(str, arguments)])

@@ -70,7 +70,7 @@ def may_start() -> bool:
 
 
 def choose_refused(targets: Sequence[str]) -> str:
-    """The first target; of several, the second one where another router has refused the first."""
+    """Returns the first target, or the second one if another router has refused the first."""
     if len(targets) == 1:
         return targets[0]
     marker = Path(os.environ["START_WHEN"] + ".refused")

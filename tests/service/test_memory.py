@@ -1,4 +1,4 @@
-"""What a service's process does about memory."""
+"""How a service process limits its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles asked for over gRPC, of an engine that the test drives by hand."""
+"""Profiles requested over gRPC, of an engine that the test drives."""
 
 from __future__ import annotations
 

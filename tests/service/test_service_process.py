@@ -39,7 +39,7 @@ def served():
 
 @pytest.fixture(params=["grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection"])
 def reflect(request, served):
-    """Asks one question of the reflection service, with bytes on the wire as ghz and grpcurl send them."""
+    """Sends one request to the reflection service, with the same bytes as ghz and grpcurl."""
     with grpc.insecure_channel(served) as channel:
         method = channel.stream_stream(
             f"/{request.param}/ServerReflectionInfo",
