@@ -229,7 +229,7 @@ def test_names_are_texts_whatever_they_would_be_in_yaml():
         (["--quantization", "awq"], "flag quantization: quantized checkpoints are not read"),
         (["--speculative-config", "{"], "flag speculative_config: neither a value nor JSON"),
         (["--speculative-config", '{"method": "eagl"}'], "the nearest is eagle"),
-        (["--speculative-config", '{"method": "ngram"}', "--draft", "suffix"], "choose one"),
+        (["--speculative-config", '{"method": "ngram"}', "--draft", "suffix"], "both choose the drafter: keep one"),
         (["--max-model-len", "-1"], "model.max_model_len = -1 is out of range"),
     ],
 )

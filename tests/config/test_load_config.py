@@ -228,7 +228,7 @@ def test_a_mistake_names_its_source_and_the_way_out(override, message):
         ("decode_node:\n  name: a-${NAME:-b}\n", ":2: decode_node.name = a-${NAME:-b} must be filled in first"),
         (
             "decode_node:\n  name: '{{ .Values.name }}'\n",
-            ":2: decode_node.name = {{ .Values.name }} is to be filled in",
+            ":2: decode_node.name = {{ .Values.name }} must be filled in",
         ),
         ("decode_node:\n  name: $(NAME)\n", ":2: decode_node.name = $(NAME) must be filled in first"),
         ("decode_node:\n  name: $NAME/x\n", ":2: decode_node.name = $NAME/x must be filled in first"),
@@ -259,7 +259,7 @@ def test_a_mistake_in_the_environment_names_the_variable():
     with pytest.raises(ConfigError, match="environment variable OUTRIDER_DECOD_NODE__SHARE: unknown key decod_node"):
         load(OUTRIDER_DECOD_NODE__SHARE="7")
     with pytest.raises(
-        ConfigError, match=r"OUTRIDER_DECODE_NODE_SHARE is no .* nearest is OUTRIDER_DECODE_NODE__SHARE"
+        ConfigError, match=r"OUTRIDER_DECODE_NODE_SHARE is not .* nearest is OUTRIDER_DECODE_NODE__SHARE"
     ):
         load(OUTRIDER_DECODE_NODE_SHARE="7")
 
