@@ -49,7 +49,7 @@ class LossyStream(io.TextIOBase):
         self._changed = threading.Condition()  # reentrant: a finalizer may write while its thread holds the lock
         self._pending: deque[str] = deque()  # including the text being written
         self._num_pending = 0  # characters
-        self._num_untold = 0  # lost lines that are not reported
+        self._num_unreported = 0  # lost lines that are not reported
         self._thread: threading.Thread | None = None
 
     def isatty(self) -> bool:
@@ -106,16 +106,16 @@ class LossyStream(io.TextIOBase):
         except Exception:  # noqa: BLE001 a foreign stream may raise anything
             self._lose(text)
             return
-        if self._num_untold:
+        if self._num_unreported:
             with self._changed:
-                number, self._num_untold = self._num_untold, 0
+                number, self._num_unreported = self._num_unreported, 0
             self.on_lost(number)
 
     def _lose(self, text: str) -> None:
         num_lines = text.count("\n")
         with self._changed:
             self.num_lost_lines += num_lines
-            self._num_untold += num_lines
+            self._num_unreported += num_lines
 
 
 class _Descriptor:
@@ -123,18 +123,18 @@ class _Descriptor:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._is_torn = False  # whether the last line is incomplete
+        self._ends_within_line = False  # whether the last line is incomplete
 
     def write(self, text: str) -> None:
         """Writes the whole text. Raises: OSError."""
-        rest = memoryview((f"\n{text}" if self._is_torn else text).encode(errors="backslashreplace"))
+        rest = memoryview((f"\n{text}" if self._ends_within_line else text).encode(errors="backslashreplace"))
         while rest:
             try:
                 num_bytes = os.write(self._descriptor, rest)
             except BlockingIOError:
                 select.select((), (self._descriptor,), ())
                 continue
-            rest, self._is_torn = rest[num_bytes:], num_bytes < len(rest)
+            rest, self._ends_within_line = rest[num_bytes:], num_bytes < len(rest)
 
 
 def lossy(stream: TextIO | None) -> LossyStream:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from outrider.errors import InvalidRequestError
 
 DEFAULT_NUM_STEPS = 50
-MOST_STEPS = 1000
-MOST_TRACED_STEPS = 200  # a trace has thousands of events for each step
+MAX_STEPS = 1000
+MAX_TRACED_STEPS = 200  # a trace has thousands of events for each step
 DEFAULT_TIMEOUT_SECONDS = 30.0
-MOST_TIMEOUT_SECONDS = 600.0
+MAX_TIMEOUT_SECONDS = 600.0
 
 FORWARD_PREFIX = "forward."
 FORWARD_REST = "forward.rest"
@@ -73,9 +73,9 @@ class ProfileOptions:
 
     def __post_init__(self) -> None:
         for name, value, least, most in (
-            ("num_steps", self.num_steps, 1, MOST_STEPS),
-            ("num_traced_steps", self.num_traced_steps, 0, MOST_TRACED_STEPS),
-            ("timeout_seconds", self.timeout_seconds, 0.1, MOST_TIMEOUT_SECONDS),
+            ("num_steps", self.num_steps, 1, MAX_STEPS),
+            ("num_traced_steps", self.num_traced_steps, 0, MAX_TRACED_STEPS),
+            ("timeout_seconds", self.timeout_seconds, 0.1, MAX_TIMEOUT_SECONDS),
         ):
             if not least <= value <= most:
                 raise InvalidRequestError(f"{name} is {value:g}, must be {least:g} to {most:g}", field=name)

@@ -28,8 +28,8 @@ from outrider.node import NodeRole, NodeState
 from outrider.profile import (
     DEFAULT_NUM_STEPS,
     DEFAULT_TIMEOUT_SECONDS,
-    MOST_STEPS,
-    MOST_TRACED_STEPS,
+    MAX_STEPS,
+    MAX_TRACED_STEPS,
     Profile,
     ProfileOptions,
 )
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
         type=int,
-        default=MOST_STEPS,
+        default=MAX_STEPS,
         metavar="N",
         help="maximum number of steps per node; default %(default)s",
     )
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--traced-steps",
         type=int,
         metavar="N",
-        help=f"number of steps in the trace; default {DEFAULT_NUM_STEPS}, at most {MOST_TRACED_STEPS}",
+        help=f"number of steps in the trace; default {DEFAULT_NUM_STEPS}, at most {MAX_TRACED_STEPS}",
     )
     parser.add_argument(
         "--server-name", default="", metavar="NAME", help="name in the nodes' certificate, if it is not the address"

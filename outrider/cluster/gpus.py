@@ -14,7 +14,7 @@ from outrider.engine.memory import GPU_SHARE
 from outrider.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-UNNAMED = ("",)
+UNNAMED_GPUS = ("",)
 """Stands for one GPU whose name is unknown, or that the cluster cannot choose."""
 DEVICE_FILES = Path("/dev")
 GPU_WEIGHTS = {DECODE: 47, PREFILL: 45, DRAFT: 8}
@@ -50,7 +50,7 @@ def allot(
     placed, loads = {}, Counter[str]()
     for name, role in nodes.items():
         count = 1 if role == DRAFT else (by_role or {}).get(role, settings).sections["model"].tensor_parallel_size
-        if count > len(gpus) and gpus != UNNAMED:
+        if count > len(gpus) and gpus != UNNAMED_GPUS:
             raise ConfigError(f"model.tensor_parallel_size {count} needs as many GPUs: {len(gpus)} may be used")
         least = sorted(gpus, key=loads.__getitem__)[:count]
         placed[name] = sorted(least, key=gpus.index)
@@ -59,7 +59,7 @@ def allot(
     shares = _memory_shares(settings, [group for group in groups if len(group) > 1], default=GPU_SHARE)
     chosen = ("model.device=cuda",) if config.gpus else ()  # a node without its GPU must not fall back to the CPU
     return (
-        {name: {VISIBLE: ",".join(own)} for name, own in placed.items() if gpus != UNNAMED},
+        {name: {VISIBLE: ",".join(own)} for name, own in placed.items() if gpus != UNNAMED_GPUS},
         {name: (*chosen, *shares.get(name, ())) for name in nodes},
     )
 
@@ -77,7 +77,7 @@ def visible_gpus(environ: Mapping[str, str]) -> Sequence[str] | None:
 
 
 def _usable_gpus(wanted: Sequence[str], device: str, environ: Mapping[str, str]) -> Sequence[str]:
-    """Returns the GPUs of `cluster.gpus`, or all visible ones, or UNNAMED; none if the device is the CPU.
+    """Returns the GPUs of `cluster.gpus`, or all visible ones, or UNNAMED_GPUS; none if the device is the CPU.
 
     Raises: ConfigError for a wanted GPU that is missing, or excluded by another setting.
     """
@@ -86,12 +86,12 @@ def _usable_gpus(wanted: Sequence[str], device: str, environ: Mapping[str, str])
             raise ConfigError(
                 f"cluster.gpus {','.join(wanted)} cannot be combined with model.device {device}: leave one out"
             )
-        return UNNAMED if device_type(device) == "cuda" else ()
+        return UNNAMED_GPUS if device_type(device) == "cuda" else ()
     if not (wanted or device == "cuda" or has_gpu_driver()):
         return ()
     visible = visible_gpus(environ)
     if visible is None:
-        return wanted or UNNAMED
+        return wanted or UNNAMED_GPUS
     for name in wanted:
         if name not in visible and (name.isdigit() or VISIBLE in environ):
             source = f" ({VISIBLE})" if VISIBLE in environ else ""

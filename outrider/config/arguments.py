@@ -108,10 +108,10 @@ def _checked_text(info: SettingInfo, text: str) -> str:
 
 def given_settings(arguments: argparse.Namespace) -> list[str]:
     """Returns settings in the form of `--set`: flags that are settings, then `--set`."""
-    return [*(f"{entry.key}={entry.value}" for entry in _given_flags(arguments)), *arguments.overrides]
+    return [*(f"{entry.key}={entry.value}" for entry in _flag_entries(arguments)), *arguments.overrides]
 
 
-def _given_flags(arguments: argparse.Namespace) -> list[Entry]:
+def _flag_entries(arguments: argparse.Namespace) -> list[Entry]:
     """Returns the flags that were given. Errors name them as the user wrote them."""
     given = vars(arguments)
     names = {key: f"{flag} " for flag, key in given.items() if flag.startswith("--")}
@@ -137,7 +137,7 @@ def load_arguments(
         sections,
         file=arguments.config,
         environ=environ,
-        flags=_given_flags(arguments),
+        flags=_flag_entries(arguments),
         overrides=arguments.overrides,
         defaults=getattr(arguments, "defaults", ()),
         imports=arguments.imports,

@@ -34,9 +34,9 @@ OTHER_VARIABLES = frozenset(
     )
 )
 """Variables with the prefix that are not settings."""
-OF_SERVICES = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_\w+)=.*|\w+_PORT=\w+://.*")
+KUBERNETES_VARIABLE = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_\w+)=.*|\w+_PORT=\w+://.*")
 """Matches variables that Kubernetes sets in every pod for a service with a name such as outrider-router."""
-DRAFTS = ("cluster.draft", "model.head", "draft_node.proposer")
+DRAFTER_KEYS = ("cluster.draft", "model.head", "draft_node.proposer")
 """Settings that choose the drafter: if one of them overrides a speculative_config, all of that is ignored."""
 
 Layer = dict[str, Entry]
@@ -96,7 +96,7 @@ def load_config(
             if only_role:
                 warnings += [f"{key.origin}: nothing that a {role} has" for key in imported.keys if known.lacks(key)]
     named = Imported(keys=translate(arguments, target=target))
-    rivals = [given[key].source for key in DRAFTS if key in given]
+    rivals = [given[key].source for key in DRAFTER_KEYS if key in given]
     if rivals and any(key.entry.key.startswith(SPECULATIVE) for key in named.keys):
         raise ConfigError(f"{SPECULATIVE} and {rivals[0]} both choose the drafter: keep one")
     layer = known.take(_settings_of(named.keys, given), is_text=True)
@@ -144,7 +144,7 @@ def _settings_of(keys: Sequence[Translated], above: Layer) -> list[Entry]:
     """Returns imported settings that `above` does not set. The settings of a speculative_config are taken all together
     or not at all.
     """
-    has_draft = not above.keys().isdisjoint(DRAFTS)
+    has_draft = not above.keys().isdisjoint(DRAFTER_KEYS)
     return [
         Entry(key=name, value=value, source=key.origin, text=key.entry.text if value is key.entry.value else None)
         for key in keys
@@ -169,7 +169,7 @@ class _Known:
         """Yields a warning for each unknown variable with the prefix. Raises: ConfigError if it names a section."""
         names = {environment_name(key).replace("__", "_"): environment_name(key) for key in self.settings}
         for name in sorted(environ):
-            is_other = name in OTHER_VARIABLES or OF_SERVICES.fullmatch(f"{name}={environ[name]}")
+            is_other = name in OTHER_VARIABLES or KUBERNETES_VARIABLE.fullmatch(f"{name}={environ[name]}")
             if name.startswith(ENVIRONMENT_PREFIX) and "__" not in name and not is_other:
                 known = [*names, *OTHER_VARIABLES]
                 same_end = [each for each in names if each.endswith(name.removeprefix(ENVIRONMENT_PREFIX[:-1]))]
@@ -219,7 +219,7 @@ class _Known:
         try:
             return replace(section, **changes)
         except ValueError as error:  # raised by a check over several fields, in __post_init__
-            raise ConfigError(f"{_blamed(str(error), sources)}: {prefix}: {error}") from error
+            raise ConfigError(f"{_sources_named(str(error), sources)}: {prefix}: {error}") from error
 
 
 def _take_file(known: _Known, file: Path | None) -> Layer:
@@ -245,7 +245,7 @@ def _read(entry: Entry, kind: Any, *, is_text: bool) -> Entry:
     return entry
 
 
-def _blamed(message: str, sources: Mapping[str, str]) -> str:
+def _sources_named(message: str, sources: Mapping[str, str]) -> str:
     """Returns the sources of the fields that a message names; all sources if it names none of them."""
     named = [source for name, source in sources.items() if re.search(rf"\b{name}\b", message)]
     return ", ".join(dict.fromkeys(named or sources.values()))

@@ -52,7 +52,7 @@ def to_status(error: BaseException) -> status_pb2.Status:
     if not isinstance(error, errors.OutriderError) or code is grpc.StatusCode.INTERNAL:
         details = [_pack(error_details_pb2.ErrorInfo(reason=errors.InternalError.reason, domain=ERROR_DOMAIN))]
         return status_pb2.Status(code=code.value[0], message="internal error; see the server's log", details=details)
-    message = _cut(error.message)
+    message = _truncate(error.message)
     metadata: dict[str, str] = {}
     if isinstance(error, errors.PeerLostError) and error.node:
         metadata["node"] = error.node
@@ -95,7 +95,7 @@ def from_rpc_error(error: grpc.RpcError, *, target: str = "") -> errors.Outrider
     return kind(message, **arguments)
 
 
-def _cut(message: str) -> str:
+def _truncate(message: str) -> str:
     """Truncates a message: it may contain names and values from a client, of any length."""
     data = message.encode(errors="replace")
     return message if len(data) <= MAX_MESSAGE_BYTES else data[: MAX_MESSAGE_BYTES - 3].decode(errors="ignore") + "…"

@@ -19,7 +19,7 @@ from enum import IntEnum
 from outrider.node import NodeReport
 
 DEFAULT_GRACE_SECONDS = 2.0
-LEAST_GRACE_SECONDS = 1.0
+MIN_GRACE_SECONDS = 1.0
 STEP_TOLERANCE = 10.0
 """A step may take its expected time multiplied by this number, since other programs share the cores."""
 REPORT_TOLERANCE = 2.0
@@ -61,7 +61,7 @@ class ProgressDeadline:
     def __init__(
         self, *, grace_seconds: float = DEFAULT_GRACE_SECONDS, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._grace_seconds = max(grace_seconds, LEAST_GRACE_SECONDS)
+        self._grace_seconds = max(grace_seconds, MIN_GRACE_SECONDS)
         self._clock = clock
         self._report_deadline = self._step_deadline = clock() + self._grace_seconds
         self._late_report_at = self._late_step_at = self._report_deadline

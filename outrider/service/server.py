@@ -116,7 +116,7 @@ class ServiceProcess:
         An error on the command line ends the process with status 2 and one line on stderr. Raises: ConfigError if
         traces cannot be sent.
         """
-        _share_heaps()
+        _limit_heaps()
         guard_standard_streams()
         self.role = role
         self.sections = parse_role_arguments(role, sections, argv)
@@ -214,7 +214,7 @@ class ServiceProcess:
             return 1
         if isinstance(service, FrontService):
             service.follow_readiness(health.set_ready)
-        _settle_memory()
+        _release_memory()
         await health.set_serving(is_serving=True)
         described = {"version": __version__, **service.describe()}
         announce(serving=True, **{**described, **where})
@@ -247,7 +247,7 @@ class ServiceProcess:
         self._stopping.set()
 
 
-def _share_heaps() -> None:
+def _limit_heaps() -> None:
     """Limits glibc's heaps (arenas), one per thread, which keep freed memory: 40 MiB in a prefill node under load.
 
     To be called before threads are started. The environment (MALLOC_ARENA_MAX) takes precedence.
@@ -257,7 +257,7 @@ def _share_heaps() -> None:
         mallopt(M_ARENA_MAX, 2)
 
 
-def _settle_memory() -> None:
+def _release_memory() -> None:
     """Gives freed memory back to the system, and excludes the objects of the start from garbage collection.
 
     These are 350,000 objects, including a model's libraries; scanning them takes 0.2 s, during which all threads wait.

@@ -201,7 +201,7 @@ def _by_rule(entry: Entry) -> Translated:
     ):
         return Translated(entry=entry, kind=Kind.SAME)
     try:
-        settings = dict.fromkeys(rule.to, CONVERTERS[rule.by](value if rule.by in AS_WRITTEN else plain))
+        settings = dict.fromkeys(rule.to, CONVERTERS[rule.by](value if rule.by in UNPARSED else plain))
     except ValueError as error:
         return Translated(entry=entry, kind=Kind.ERROR, note=str(error))
     return Translated(entry=entry, kind=rule.kind, note=rule.note, settings=settings)
@@ -296,5 +296,5 @@ CONVERTERS = {
     "negated": _negated,
 }
 """Converters from another server's value to Outrider's, by name in the table. Each raises ValueError on failure."""
-AS_WRITTEN = ("same", "only_name")
+UNPARSED = ("same", "only_name")
 """These keep text unparsed, since its type is known only later. The others take the value in the quotes."""

@@ -36,7 +36,7 @@ class OtelTracer(Tracer):
 
     def start(self, instance: str) -> None:
         complaints = logging.getLogger("opentelemetry")
-        complaints.handlers[:] = [_Complaints()]
+        complaints.handlers[:] = [_LogThrottle()]
         complaints.propagate = False
         self._exporter = OTLPSpanExporter(endpoint=self._endpoint)
         named = Resource.create(
@@ -65,7 +65,7 @@ class OtelTracer(Tracer):
             self._exporter.shutdown()  # abandons exports in flight
 
 
-class _Complaints(logging.Handler):
+class _LogThrottle(logging.Handler):
     """Reduces OpenTelemetry's own log to one line per `QUIET_SECONDS`."""
 
     _quiet_until = 0.0
