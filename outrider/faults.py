@@ -61,10 +61,10 @@ FAULT_POINTS: Mapping[str, str] = {
 
 ACTIONS: Mapping[str, str] = {
     "kill": "SIGKILL to this process",
-    "stop": "SIGSTOP to this process; it goes on with SIGCONT",
+    "stop": "SIGSTOP to this process; SIGCONT continues it",
     "hang": "the thread blocks for good; the others go on",
     "hold": "the thread waits until the file of OUTRIDER_FAULTS_ONCE is empty or gone; the others go on",
-    "delay:MS": "the thread sleeps for so many milliseconds",
+    "delay:MS": "the thread sleeps for this many milliseconds",
 }
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _HOLD_POLL_SECONDS = 0.002

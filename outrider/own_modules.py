@@ -33,9 +33,9 @@ def tied(command: Sequence[str]) -> list[str]:
 
 
 def without_working_folder(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment for our processes and their children.
+    """Returns an environment for Outrider's processes and their children.
 
-    `PYTHONPATH` in it does not name the working folder either, e.g. as ".", unless our packages are there.
+    `PYTHONPATH` in it does not name the working folder either, e.g. as ".", unless Outrider's packages are there.
     """
     others = {name: value for name, value in environ.items() if name != SEARCH_PATH}
     entries = environ.get(SEARCH_PATH, "").split(os.pathsep)

@@ -124,7 +124,7 @@ class LogprobsRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """The form of the output besides tokens."""
+    """What the output contains in addition to tokens."""
 
     skip_special_tokens: bool = True
     echo: bool = False

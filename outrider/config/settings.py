@@ -118,11 +118,11 @@ def unknown_key(key: str, known: Collection[str]) -> str:
         return f"{key} is not a setting any more: {FORMER_KEYS[key]}"
     names, owner = key.split("."), ""
     for name in names:
-        beside = {other.removeprefix(owner).partition(".")[0] for other in known if other.startswith(owner)}
-        if name not in beside:
+        names_here = {other.removeprefix(owner).partition(".")[0] for other in known if other.startswith(owner)}
+        if name not in names_here:
             break
         owner += f"{name}."
-    nearest = difflib.get_close_matches(name, sorted(beside), n=1, cutoff=0.0)
+    nearest = difflib.get_close_matches(name, sorted(names_here), n=1, cutoff=0.0)
     hint = f"the nearest is {owner}{nearest[0]}" if nearest else f"{owner[:-1]} has no settings of its own"
     return f"unknown key {owner}{name}; {hint}"
 
