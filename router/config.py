@@ -30,8 +30,8 @@ class RouterConfig:
         256,
         at_least=0,
         at_most=1_000_000,
-        help="Maximum number of requests in the queue, and of 1,024 times as many prompt tokens; a request beyond "
-        "either limit ends with RESOURCE_EXHAUSTED.",
+        help="Maximum number of requests in the queue. They may have 1,024 prompt tokens each in the mean, or 262,144 "
+        "together if that is more. A request beyond either limit ends with RESOURCE_EXHAUSTED.",
     )
     answer_memory_bytes: int = setting(
         256 << 20,
@@ -87,7 +87,8 @@ class RouterConfig:
     )
     tls: TlsConfig = field(default_factory=TlsConfig)  # for clients, if they see another certificate
 
-    waiting_prompt_tokens: int = fixed(1024)  # for each of `max_waiting` requests, in the mean
+    min_waiting_tokens: int = fixed(256 << 10)  # prompt tokens that may wait even if `max_waiting` is small
+    tokens_per_waiting: int = fixed(1024)  # prompt tokens that may wait for each of `max_waiting` requests
     prefill_outstanding_tokens: int = fixed(1024)  # uncached, for a prefill node that does not report its chunk size
     open_timeout_seconds: float = fixed(10.0)  # for a decode node to grant or reject, which it does between steps
     kv_ready_timeout_seconds: float = fixed(10.0)  # from a prefill's end to complete KV; its last frames take less
@@ -95,6 +96,11 @@ class RouterConfig:
     store_lease_seconds: float = fixed(2.0)  # unrenewed requests then have no owner: about when a router's loss shows
     store_append_seconds: float = fixed(0.2)  # tokens that a lost router has not stored are recomputed
     tokenizer_threads: int = fixed(2)  # a prompt is encoded in milliseconds; more would take CPUs from nodes
+
+    @property
+    def max_waiting_tokens(self) -> int:
+        """Maximum number of prompt tokens in the queue."""
+        return max(self.min_waiting_tokens, self.max_waiting * self.tokens_per_waiting)
 
     def __post_init__(self) -> None:
         if self.store != MEMORY:

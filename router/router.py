@@ -121,7 +121,7 @@ class Router:
         queue = RequestQueue(
             placement,
             max_waiting=config.max_waiting,
-            max_waiting_tokens=config.max_waiting * config.waiting_prompt_tokens,
+            max_waiting_tokens=config.max_waiting_tokens,
             no_node_timeout_seconds=config.no_node_timeout_seconds,
         )
         placement.on_room = queue.pump

@@ -102,7 +102,7 @@ FORMER_KEYS = {
     "model.keep_packed": "packed weights are always kept",
     "prefill_node.turn_seconds": "it is always 0.12",
     "router.journal_bytes": "it is router.answer_memory_bytes now",
-    "router.max_waiting_tokens": "it is 1,024 times router.max_waiting",
+    "router.max_waiting_tokens": "it is 262,144, or 1,024 times router.max_waiting if that is more",
     "router.timelines": "it is always 256",
     "router.vllm_engine": "the engine service is served wherever smg-grpc-proto is installed",
     "security.operator_name": "it is always outrider-operator",

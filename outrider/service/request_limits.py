@@ -62,8 +62,8 @@ class RequestLimits(grpc.aio.ServerInterceptor):
     - RouterService and the engine service are for clients that `authenticate` accepts, NodeService is for services of
       the cluster and operators, and every other service is for the cluster; health and reflection are for everyone.
     - Calls beyond `max_calls` are rejected. Probes and calls that free resources are not counted: a process at its
-    limit must still look alive, and must accept calls that reduce its load. Probe streams have a separate limit of the
-    same size.
+      limit must still look alive, and must accept calls that reduce its load. Probe streams have a separate limit of
+      the same size.
     - Unary requests that are too large or do not parse end with INVALID_ARGUMENT: gRPC parses on the event loop, where
       16 MiB of empty submessages take seconds, and its parser's exceptions would become UNKNOWN. Servicers check the
       messages of request streams (`rpc_errors`), whose senders are nodes and routers.

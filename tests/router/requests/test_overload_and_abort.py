@@ -38,7 +38,7 @@ async def full(cluster):
 
 
 @pytest.mark.parametrize(
-    "limit", [{"max_waiting": 1}, {"max_waiting": 5, "waiting_prompt_tokens": 2}], ids=["requests", "tokens"]
+    "limit", [{"max_waiting": 1}, {"min_waiting_tokens": 10, "tokens_per_waiting": 0}], ids=["requests", "tokens"]
 )
 async def test_what_a_full_queue_cannot_take_is_refused_at_once_with_retry_info(full, limit):
     await full.serve(**limit)
