@@ -5,16 +5,16 @@
 #   docker build --secret id=pip_conf,src=$HOME/.config/pip/pip.conf …     # another package index, with its password
 #
 # Build arguments stay in the image's history: none of them takes an address, which could hold a password.
-# What changes seldom comes first: a change of our code rebuilds the wheel and one small layer.
+# Layers that change rarely come first: a change of Outrider's code rebuilds only the wheel and one small layer.
 
-# For a build that can be repeated, name the digest too: python:3.11-slim-bookworm@sha256:…
+# For a reproducible build, name the digest too: python:3.11-slim-bookworm@sha256:…
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS python
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 
 # ---------------------------------------------------------------- the requirements, as text
-# pyproject.toml changes more often than the requirements in it: the next stage sees only these.
+# pyproject.toml changes more often than the requirements in it, so the next stage copies only the requirements.
 FROM python AS requirements
 COPY pyproject.toml constraints.txt /
 RUN python - <<'PYTHON'
@@ -32,13 +32,13 @@ pathlib.Path("/torch.txt").write_text("\n".join(torch) + "\n")
 pathlib.Path("/requirements.txt").write_text("\n".join(sorted(wanted)) + "\n")
 PYTHON
 
-# ---------------------------------------------------------------- everything but ourselves
+# ---------------------------------------------------------------- everything except Outrider
 FROM python AS dependencies
 # cpu: torch without CUDA, from PyTorch's index or pip's own; cuda: as the package index has it.
 ARG TORCH_BUILD=cpu
 COPY --from=requirements /torch.txt /usr/local/share/outrider/
-# By itself and without its own requirements, so that nothing else can come from that index. Headers,
-# tests and build tools go at once; torch_shm_manager is looked for at import.
+# torch is installed alone and without its requirements, so that nothing else can come from that index. Headers,
+# tests and build tools are removed in the same layer; torch looks for torch_shm_manager at import.
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip_conf \
     case "$TORCH_BUILD" in cpu) index=https://download.pytorch.org/whl/cpu;; cuda) index=;; \
         *) echo "TORCH_BUILD is cpu or cuda, not $TORCH_BUILD"; exit 1;; esac \
@@ -48,7 +48,7 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip_conf \
     && torch="$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch" \
     && rm -rf "$torch/include" "$torch/test" "$torch/share" \
     && find "$torch/bin" -type f ! -name torch_shm_manager -delete
-# Compiled on all cores, which pip does not do; the files never change, so nobody need look at their times.
+# Bytecode is compiled on all cores, which pip does not do. The files never change, so Python never checks their times.
 COPY --from=requirements /requirements.txt /constraints.txt /usr/local/share/outrider/
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip_conf \
     PIP_CONFIG_FILE=/run/secrets/pip_conf python -m pip install --no-compile \
@@ -56,7 +56,7 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip_conf \
     && python -m compileall -q -j 0 -x '/tests/|/torch/testing/_internal/' --invalidation-mode unchecked-hash \
         "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
-# ---------------------------------------------------------------- our wheel, and the native kernels
+# ---------------------------------------------------------------- Outrider's wheel, and the native kernels
 FROM python AS wheel
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -65,7 +65,7 @@ RUN apt-get update \
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=secret,id=pip_conf \
     PIP_CONFIG_FILE=/run/secrets/pip_conf python -m pip install 'setuptools>=77'
 WORKDIR /source
-# The kernels first: they take the longest to compile, and stay as long as their sources do.
+# The kernels come first: they take the longest to compile, and their layer is reused until their sources change.
 COPY outrider/__init__.py outrider/cache_directory.py outrider/progress.py outrider/
 COPY outrider/engine/__init__.py outrider/engine/
 COPY outrider/engine/cpu_kernels outrider/engine/cpu_kernels
@@ -73,7 +73,7 @@ RUN OUTRIDER_KERNEL_LIBRARIES=/kernels python -P -m outrider.engine.cpu_kernels.
 COPY . .
 RUN python -m pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
 
-# ---------------------------------------------------------------- what runs
+# ---------------------------------------------------------------- the final image
 FROM dependencies AS runtime
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 # The commit that was built: --build-arg REVISION="$(git rev-parse HEAD)"
@@ -98,7 +98,7 @@ RUN groupadd --gid 10001 outrider \
     && install --directory --owner=outrider --group=outrider /var/lib/outrider
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     python -m pip install --no-cache-dir --no-deps --no-index /wheels/outrider-*.whl
-# Of every instruction path: the image runs on other processors than it was built on.
+# Kernels of every instruction path, because the image may run on other processors than it was built on.
 COPY --from=wheel /kernels /usr/local/share/outrider/kernels
 ENV PYTHONUNBUFFERED=1 \
     OUTRIDER_KERNEL_LIBRARIES=/usr/local/share/outrider/kernels \

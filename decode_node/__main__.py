@@ -35,7 +35,6 @@ def main(argv: list[str] | None = None) -> int:
         build=make_build(config, sections["model"], process.config, process.security),
         configured_name=process.config.name,
         session_timeout_seconds=config.session_timeout_seconds,
-        allows_profiles=process.telemetry.profiling,
         tracer=process.tracer,
     )
     return process.run(node)
@@ -77,7 +76,7 @@ def make_build(
             model_config,
             config.kv_cache,
             max_rows_per_step=config.max_rows_per_step,
-            graphs=GraphShapes(config.max_rows_per_step, has_trees=config.draft_trees == "auto"),
+            graphs=GraphShapes(config.max_rows_per_step, has_trees=config.draft_trees),
             main_memory_bytes=sum(proposer.info.memory_bytes for proposer in proposers),
             features=head_of_target.reduction,
             on_rank_lost=end_process,
@@ -88,7 +87,7 @@ def make_build(
         proposers += [head] if head else []
         info = replace(
             model.info,
-            proposer=head.info.name if head else config.local_fallback,
+            proposer=head.info.name if head else config.local_lookup,
             num_speculative_tokens=config.num_speculative_tokens,
         )
         pool = compute.make_pool(config.kv_cache)
@@ -123,7 +122,7 @@ def make_build(
                 verifies_all=config.draft_rows == "all",
             ),
             max_wait_seconds=config.draft_wait_seconds,
-            takes_trees=config.draft_trees == "auto",
+            takes_trees=config.draft_trees,
             features_of=features_of,
         )
         kv_host = config.kv_transfer.host or server.host
@@ -144,8 +143,8 @@ def make_build(
             security=security,
         )
         kept_answers = None
-        if config.keep_features:
-            kept_answers = KeptAnswers(config.keep_features, max_bytes=config.keep_features_bytes)
+        if config.keep_answers:
+            kept_answers = KeptAnswers(config.keep_answers, max_bytes=config.keep_answers_bytes)
         groups = SequenceGroupManager(
             engine=engine,
             drafts=drafts,

@@ -21,53 +21,58 @@ class DecodeNodeConfig:
 
     kv_cache: KVCacheConfig = fixed(KVCacheConfig())  # the section `kv_cache`
     kv_transfer: KvTransferConfig = fixed(KvTransferConfig())  # the section `kv_transfer`
-    transfer_timeout_seconds: float = setting(
-        30.0,
-        above=0,
-        help="Seconds without a new frame after which a KV transfer fails; if no other one is started within the same "
-        "time, its group fails and the reserved blocks are freed.",
-    )
     session_timeout_seconds: float = setting(
-        4.0, at_least=1.0, help="Seconds without a message after which a router's session ends and its requests stop."
+        4.0, at_least=1.0, help="Seconds without a message after which a router counts as dead and its work is freed."
     )
     draft_targets: tuple[str, ...] = setting(
-        (), help="host:port of the draft nodes; a name may resolve to several; empty: no remote drafts."
+        (),
+        help="Addresses (host:port) of draft nodes. A name that resolves to several addresses is several nodes. "
+        "Empty: no remote drafts.",
     )
     num_speculative_tokens: int = setting(
-        5, at_least=0, at_most=32, help="Maximum draft tokens verified for a sequence in one step; 0: no speculation."
-    )
-    draft_trees: str = setting(
-        "auto",
-        choices=("auto", "off"),
-        help="auto: drafts include the likeliest alternatives to their tokens, which are verified in the same step if "
-        "that gains more than a longer draft; off: drafts are single paths.",
+        5,
+        at_least=0,
+        at_most=32,
+        help="Maximum number of draft tokens that are verified for a sequence in one step. 0: no speculation.",
     )
     draft_rows: str = setting(
         "best",
         choices=("best", "all"),
-        help="best: the draft tokens that make the batch faster are verified; all: every draft token that there is "
-        "room for is verified, for comparisons.",
+        help="Which draft tokens are verified. best: those that are expected to make the batch faster. all: as many "
+        "as there is room for, to compare with a fixed number.",
     )
-    local_fallback: str = setting(
+    local_lookup: str = setting(
         "ngram",
         choices=(*LOOKUP_NAMES, NO_PROPOSER),
-        help="The lookup that proposes drafts in this process; it competes with draft nodes and the head.",
+        help="Lookup that proposes drafts in this process. It competes with draft nodes and the head: the draft "
+        "with the highest expected gain is verified.",
     )
     local_head: bool = setting(
-        True, help="Run model.head in this process; if off, draft nodes may run it with features from this node."
+        True,
+        help="Whether this process proposes with model.head. If false, draft nodes may do that, and this node sends "
+        "them the features.",
     )
     max_running_sequences: int | None = setting(
-        None, at_least=1, at_most=4096, help="Maximum sequences in the running batch; null: 64, on a GPU 256."
+        None,
+        at_least=1,
+        at_most=4096,
+        help="Maximum number of sequences in the running batch. null: 64, or 256 on a GPU.",
     )
     max_rows_per_step: int = setting(
-        512, at_least=16, at_most=65536, help="Maximum rows of one forward pass: decode rows, drafts and prompt chunks."
+        512,
+        at_least=16,
+        at_most=65536,
+        help="Maximum number of rows of one forward pass: decode rows, draft rows and rows of prompt chunks.",
     )
-    keep_features: str = setting(
+    keep_answers: str = setting(
         "",
-        help="A folder in which prompts and answers (users' texts, as token ids) are kept for train-head "
-        "--from-traffic. Its size is limited, the oldest are deleted first; empty: none are kept.",
+        help="Folder in which answers and their prompts are kept for train-head --from-traffic. It contains users' "
+        "texts as token ids. Its size is limited, and the oldest answers are deleted first. Empty: no answers "
+        "are kept.",
     )
-    keep_features_bytes: int = fixed(256 << 20)  # for all nodes that share the folder; about forty million tokens
+    keep_answers_bytes: int = fixed(256 << 20)  # for all nodes that share the folder; about forty million tokens
+    transfer_timeout_seconds: float = fixed(30.0)  # from one frame of a KV transfer to the next; then it has failed
+    draft_trees: bool = fixed(True)  # whether drafts may have alternatives, which are verified in the same step
     resolve_interval_seconds: float = fixed(2.0)  # finds new draft nodes soon, and a lookup is cheap
     draft_wait_seconds: float = fixed(0.002)  # maximum wait of a step for drafts; it is also at most 20 % of a step
     max_local_prefill_tokens: int = fixed(32)  # maximum missing tokens that are computed instead of transferred

@@ -32,7 +32,7 @@ class KeptAnswers:
         try:
             self._writer = AnswerWriter(Path(folder).expanduser(), max_bytes=max_bytes)
         except OSError as error:
-            raise ConfigError(f"decode_node.keep_features {folder} cannot be written to: {error}") from error
+            raise ConfigError(f"decode_node.keep_answers {folder} cannot be written to: {error}") from error
         self._thread = threading.Thread(target=self._write, name="kept-answers", daemon=True)
         self._thread.start()
 

@@ -55,14 +55,12 @@ class DecodeNode(TargetNode[DecodeParts]):
         build: Build,
         configured_name: str,
         session_timeout_seconds: float,
-        allows_profiles: bool = True,
         tracer: Tracer = NO_TRACER,
     ) -> None:
         super().__init__(
             NodeRole.DECODE,
             build=lambda: build(self._incarnation, self._name, self._emit),
             configured_name=configured_name,
-            allows_profiles=allows_profiles,
             tracer=tracer,
         )
         self._metrics: DecodeMetrics | None = None

@@ -20,24 +20,19 @@ class DraftNodeConfig:
     """The section `draft_node`."""
 
     proposer: str = setting("ngram", choices=PROPOSER_NAMES, help=f"What proposes drafts: {PROPOSER_SUMMARY}.")
-    model: str = setting("", help="The draft model, as a directory or a Hugging Face id, or a head's folder.")
+    model: str = setting("", help="Draft model: a directory or a Hugging Face id. For a head: its folder.")
     remembered_tokens: int = setting(
         0,
         at_least=0,
         at_most=1 << 24,
-        help="Tokens of past outputs, of all requests, from which `suffix` drafts; half a kilobyte each. "
-        "0: only from a request's own text.",
-    )
-    num_speculative_tokens: int = setting(
-        5,
-        at_least=1,
-        at_most=32,
-        help="Maximum draft tokens per request of a decode node; the answer has some spare ones.",
+        help="Number of tokens of past outputs, of all requests of this node, that `suffix` drafts from. Each takes "
+        "half a kilobyte. 0: drafts come only from a request's own text.",
     )
     look_ahead: str = setting(
         "auto",
-        help="Alternative paths of a sequence that a draft model follows while the target verifies: auto (as many as "
-        f"the time allows), 1 to {MAX_ALTERNATIVES}, or off (for processors shared with a target model).",
+        help="Number of alternative paths of a sequence that a draft model follows while the target verifies: auto "
+        f"(as many as there is time for), 1 to {MAX_ALTERNATIVES}, or off (for processors shared with a target "
+        "model).",
     )
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.recent_sum import RecentSum
 from outrider.speculation.draft_stream import (
     MAX_AHEAD_BRANCHES,
+    MAX_BRANCH_TOKENS,
     DraftHello,
     DraftStatus,
     SequenceProposals,
@@ -69,7 +70,6 @@ class DraftLoop:
         self,
         proposer: Proposer,
         *,
-        num_speculative_tokens: int,
         max_alternatives: int = 0,
         max_sequences: int = MAX_SEQUENCES,
         on_step: Callable[[DraftStepStats], None] = lambda _stats: None,
@@ -77,7 +77,6 @@ class DraftLoop:
     ) -> None:
         """`max_alternatives`: maximum paths of a sequence that look-ahead follows; 0: there is no look-ahead."""
         self._proposer = IsolatedProposer(proposer, on_failure=self._log_failure, clock=clock)
-        self._num_speculative_tokens = num_speculative_tokens
         self._max_alternatives = max_alternatives
         self._on_step = on_step
         self._clock = clock
@@ -242,7 +241,7 @@ class DraftLoop:
         """Returns the number of tokens to offer: without look-ahead some more than wanted, never past max_tokens."""
         if held.num_wanted <= 0:
             return 0
-        offered = wanted = min(held.num_wanted, self._num_speculative_tokens)
+        offered = wanted = min(held.num_wanted, MAX_BRANCH_TOKENS)
         if not looks_ahead:
             offered = min(wanted + self._proposer.info.num_extra_tokens, max_offered_tokens(wanted))
         num_left = held.start.prompt_length + held.start.options.sampling.max_tokens - len(held.tokens)

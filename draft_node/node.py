@@ -21,6 +21,7 @@ from outrider.node import ModelInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.service.node_service import NodeServicer
 from outrider.service.telemetry.metrics import EngineMetrics
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
+from outrider.speculation.draft_stream import MAX_BRANCH_TOKENS
 from outrider.speculation.proposers.base import Proposer
 from outrider.v1 import draft_pb2_grpc, node_pb2_grpc
 
@@ -85,7 +86,6 @@ class DraftNode(EngineNode[DraftLoop]):
         metrics = EngineMetrics(model_name=proposer.info.name, registry=self._registry)
         return DraftLoop(
             proposer,
-            num_speculative_tokens=self._config.num_speculative_tokens,
             max_alternatives=self._config.max_alternatives,
             on_step=partial(_count_step, metrics),
         )
@@ -96,7 +96,6 @@ class DraftNode(EngineNode[DraftLoop]):
         return {
             "proposer": info.name,
             "vocabulary_fingerprint": info.vocabulary_fingerprint,
-            "num_speculative_tokens": self._config.num_speculative_tokens,
             "look_ahead": self._config.max_alternatives if info.can_look_ahead else 0,
             # An upper bound that does not include model weights.
             "memory_bytes": max_held_bytes(has_head=info.features is not None) + info.memory_bytes,
@@ -137,7 +136,7 @@ class DraftNode(EngineNode[DraftLoop]):
             fingerprint="",
             vocabulary_fingerprint=proposer.vocabulary_fingerprint,
             proposer=proposer.name,
-            num_speculative_tokens=self._config.num_speculative_tokens,
+            num_speculative_tokens=MAX_BRANCH_TOKENS,
             features=proposer.features,
         )
 

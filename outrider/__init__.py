@@ -19,7 +19,9 @@ _OFFLINE = {
     "CompletionOutput": "outputs",
     "Logprob": "outputs",
 }
-"""The module in `outrider.llm` of each name; it is imported when the name is first used. See `__init__.pyi`."""
+"""Modules of `outrider.llm` by the names that they define. A module is imported when its name is first used. See
+`__init__.pyi`.
+"""
 
 
 def __getattr__(name: str) -> object:

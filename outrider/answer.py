@@ -1,4 +1,4 @@
-"""The events of one answer, as values, in the order and words of the public API.
+"""The events of one answer, as values with the names and the order of the public API.
 
 One Started comes first, then for each sample its Deltas and one Finished (samples interleaved), then one Summary. The
 router makes these and the client gets them. The proto mirror is `router.proto`; `outrider.wire.answer` converts.
@@ -26,10 +26,12 @@ class Started:
 
 
 class Delta(NamedTuple):
-    """One sample's news since the client's last Delta. There is one for nearly every token: a tuple is made fastest."""
+    """What one sample has generated since the client's last Delta. Nearly every token makes one, so it is a tuple,
+    which is created fastest.
+    """
 
     sample: int
-    start_position: int  # of token_ids[0], or of the next token if there is none
+    start_position: int  # position of token_ids[0], or of the next token if there is none
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()

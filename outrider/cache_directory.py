@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 CACHE_VARIABLE = "OUTRIDER_CACHE_DIR"
-"""The variable with a directory to use instead of the user's cache."""
+"""Environment variable with the directory that replaces the user's cache."""
 LOCK_POLL_SECONDS = 0.05
 REPORT_SECONDS = 1.0
 """Seconds between two calls of `while_waiting`."""
@@ -19,7 +19,9 @@ KEPT_SECONDS = 30 * 24 * 3600
 
 
 def user_cache_directory() -> Path:
-    """Returns the folder for what can be remade: $OUTRIDER_CACHE_DIR, or else `outrider` in the user's own cache."""
+    """Returns the folder for files that can be created again: $OUTRIDER_CACHE_DIR, or else `outrider` in the user's own
+    cache.
+    """
     if chosen := os.environ.get(CACHE_VARIABLE, ""):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
@@ -27,7 +29,7 @@ def user_cache_directory() -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path, *, while_waiting: Callable[[], object], seconds: float = float("inf")) -> Iterator[None]:
-    """Holds the lock of this file, and makes its folder if need be.
+    """Holds the lock of this file, and creates its folder if it is missing.
 
     `while_waiting` is called every `REPORT_SECONDS`. The system releases the lock of a process that dies in any way.
     Raises: TimeoutError after `seconds`, OSError if the file cannot be written.

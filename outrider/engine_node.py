@@ -72,7 +72,9 @@ class EngineNode(Generic[Built]):
         configured_name: str = "",
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """`build`, `run`, `on_failure`: see `EngineThread`. `configured_name`: by default role and address."""
+        """`build`, `run`, `on_failure`: see `EngineThread`. `configured_name`: if empty, the name is made of role and
+        address.
+        """
         self._role = role
         self._configured_name = configured_name
         self._tracer = tracer
@@ -84,7 +86,7 @@ class EngineNode(Generic[Built]):
         self._parts: Built | None = None
 
     async def _build(self, address: str) -> Built:
-        """Builds the parts in the engine's thread, which runs them when told to."""
+        """Builds the parts in the engine's thread, which runs them after the start."""
         self._name = default_node_name(self._role.name.lower(), address, configured=self._configured_name)
         self._tracer.start(self._name)
         self._event_loop = asyncio.get_running_loop()
@@ -107,7 +109,7 @@ class EngineNode(Generic[Built]):
 
 
 class EngineLoop(Protocol):
-    """The loop in the thread of a node with a target model."""
+    """The loop that the engine thread of a node with a target model runs."""
 
     progress: StepProgress
 
@@ -142,7 +144,6 @@ class TargetNode(EngineNode[Parts]):
         build: Callable[[], Parts],
         on_failure: Callable[[Exception], None] = end_process,
         configured_name: str,
-        allows_profiles: bool,
         tracer: Tracer,
     ) -> None:
         super().__init__(
@@ -153,7 +154,6 @@ class TargetNode(EngineNode[Parts]):
             self.report,
             lambda: self._parts.tokenizer_files if self._parts else None,
             ProfileDesk(
-                is_allowed=allows_profiles,
                 can_be_traced=lambda: self._parts is not None and self._parts.engine.runner.can_be_traced,
                 node_name=lambda: self._name,
                 submit=self._submit,

@@ -1,4 +1,4 @@
-"""All errors, and what a caller is told.
+"""All errors, with the gRPC status that a caller gets for each.
 
 OutriderError
 ├── InvalidRequestError      INVALID_ARGUMENT     names the field
@@ -15,7 +15,7 @@ OutriderError
 │   └── StoreError           UNAVAILABLE          the router's store
 ├── ConfigError              (none)               a setting; names it and the fix
 ├── ModelError               (none)               weights or architecture; names the file
-└── InternalError            INTERNAL             a bug of ours; logged with its trace
+└── InternalError            INTERNAL             a bug; logged with its traceback
 
 `outrider.rpc.status` maps this tree to gRPC statuses with rich details, and
 back in the client. Nothing else knows status codes.
@@ -27,7 +27,7 @@ MAX_DESCRIPTION = 500
 
 
 class OutriderError(Exception):
-    """Base of all our errors. `reason` is the ErrorInfo reason, UPPER_SNAKE_CASE."""
+    """Base class of all errors. `reason` is the ErrorInfo reason, UPPER_SNAKE_CASE."""
 
     reason = "UNKNOWN"
 
@@ -57,7 +57,7 @@ class InvalidRequestError(OutriderError):
 
 
 class NotFoundError(OutriderError):
-    """A model, file or request that is not here."""
+    """A model, file or request that does not exist here."""
 
     reason = "NOT_FOUND"
 
@@ -75,7 +75,7 @@ class AlreadyRunningError(OutriderError):
 
 
 class CapacityError(OutriderError):
-    """No room now: a queue, a pool or a budget is full."""
+    """A queue, pool or budget that is full at the moment."""
 
     reason = "OVERLOADED"
 
@@ -101,13 +101,13 @@ class UnauthenticatedError(OutriderError):
 
 
 class NotAllowedError(OutriderError):
-    """A known caller without permission for this."""
+    """A known caller that lacks the permission for a call."""
 
     reason = "NOT_ALLOWED"
 
 
 class MismatchError(OutriderError):
-    """Two sides that do not fit: fingerprints, vocabularies, protocol versions. Names both."""
+    """Two sides with different fingerprints, vocabularies or protocol versions. The message names both."""
 
     reason = "MISMATCH"
 
@@ -132,9 +132,9 @@ class PeerLostError(OutriderError):
 
 
 LOSES_NODES = "REQUEST_LOSES_NODES"
-"""Reason of the PeerLostError of a request that may itself cause the loss of nodes: it is not retried."""
+"""Reason of the PeerLostError for a request that may itself cause the loss of nodes and is therefore not retried."""
 RESUMED_ELSEWHERE = "RESUMED_ELSEWHERE"
-"""The reason of the AbortedError of a stream whose answer continues in another stream, or on another router."""
+"""Reason of the AbortedError that ends a stream if its answer continues in another stream or on another router."""
 
 
 class StoreError(PeerLostError):
@@ -156,6 +156,6 @@ class ModelError(OutriderError):
 
 
 class InternalError(OutriderError):
-    """A broken invariant, i.e. a bug of ours."""
+    """A broken invariant, i.e. a bug."""
 
     reason = "INTERNAL"

@@ -26,7 +26,7 @@ EXTRAS = {module: extra for extra, modules in _MODULES.items() for module in mod
 
 
 def explain_missing(error: ModuleNotFoundError, *, starts_nodes: bool) -> str:
-    """Returns what to install: all dependencies of nodes, if nodes are to be started.
+    """Returns what to install; for a command that starts nodes, all dependencies of nodes.
 
     Raises: the error itself, if no extra installs the module.
     """
@@ -39,7 +39,9 @@ def explain_missing(error: ModuleNotFoundError, *, starts_nodes: bool) -> str:
 
 
 def require(extra: str) -> None:
-    """Checks an extra. Raises: ModuleNotFoundError, for `explain_missing`, if one of its modules is not installed."""
+    """Checks that an extra is installed. Raises: ModuleNotFoundError, for `explain_missing`, if one of its modules is
+    missing.
+    """
     for module, its in EXTRAS.items():
         if its == extra and find_spec(module) is None:
             raise ModuleNotFoundError(f"No module named {module!r}", name=module)

@@ -4,10 +4,10 @@ Inert unless the variable OUTRIDER_FAULTS is set when the process starts:
 
     OUTRIDER_FAULTS="decode.granted=kill; prefill.before_commit:2=stop; decode.step:*=delay:50"
 
-The second time that the prefill node is about to commit, it stops. Without a number it is the first time, with `*`
-every time. A fault happens in the thread that reaches its point. With OUTRIDER_FAULTS_ONCE=PATH each fault happens
-once in all processes and restarts that share the path: the file PATH.POINT records that it has, and holds the
-process's id. A test that writes this file first disarms the point, and rearms it by removing the file. `hold` waits
+The prefill node stops when it is about to commit for the second time. Without a number a fault happens at the first
+time, with `*` every time. A fault happens in the thread that reaches its point. With OUTRIDER_FAULTS_ONCE=PATH each
+fault happens once in all processes and restarts that share the path: the file PATH.POINT records that it has, and holds
+the process's id. A test that writes this file first disarms the point, and rearms it by removing the file. `hold` waits
 until the file is emptied, which leaves the point disarmed, or removed, which leaves it armed.
 """
 
@@ -61,10 +61,10 @@ FAULT_POINTS: Mapping[str, str] = {
 
 ACTIONS: Mapping[str, str] = {
     "kill": "SIGKILL to this process",
-    "stop": "SIGSTOP to this process; it goes on with SIGCONT",
+    "stop": "SIGSTOP to this process; SIGCONT continues it",
     "hang": "the thread blocks for good; the others go on",
     "hold": "the thread waits until the file of OUTRIDER_FAULTS_ONCE is empty or gone; the others go on",
-    "delay:MS": "the thread sleeps for so many milliseconds",
+    "delay:MS": "the thread sleeps for this many milliseconds",
 }
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _HOLD_POLL_SECONDS = 0.002
@@ -132,7 +132,7 @@ def parse_faults(environ: Mapping[str, str]) -> dict[str, Fault]:
     for part in filter(None, (part.strip() for part in environ.get(FAULTS_VARIABLE, "").split(";"))):
         fault = _parse_fault(part, once=environ.get(ONCE_VARIABLE, ""))
         if fault.point in faults:
-            raise ConfigError(f"{FAULTS_VARIABLE}: {fault.point} is there twice")
+            raise ConfigError(f"{FAULTS_VARIABLE}: {fault.point} is given twice")
         faults[fault.point] = fault
     return faults
 
@@ -184,4 +184,4 @@ def _chosen(environ: Mapping[str, str]) -> Callable[[str], None]:
 
 
 fault_point: Callable[[str], None] = _chosen(os.environ)
-"""Marks a point of `FAULT_POINTS`; does nothing unless a fault is due there."""
+"""Marks a point of `FAULT_POINTS`; does nothing unless the point has a fault."""

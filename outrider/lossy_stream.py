@@ -1,7 +1,7 @@
 """Standard output and error that neither fail nor block, whatever happens to the disk, terminal or reader behind them.
 
-A full disk, a closed pipe or a stopped reader must not affect the code that writes a log line: neither the request it
-is about, nor the supervisor of other processes.
+A full disk, a closed pipe or a stopped reader must not affect the code that writes a log line, be it the request that
+the line describes or the supervisor of other processes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LossyStream(io.TextIOBase):
     ) -> None:
         """`write` writes all of a text or raises; it may block. `descriptor`: its file descriptor, if it has one."""
         self.on_lost: Callable[[int], object] = lambda number: self.write(f"{number} lines were lost\n")
-        """Called in the writer's thread, when writing works again, with the number of lost lines."""
+        """Callback with the number of lost lines; the writer's thread calls it when writing works again."""
         self.num_lost_lines = 0
         self._write = write
         self._is_terminal = is_terminal
@@ -49,7 +49,7 @@ class LossyStream(io.TextIOBase):
         self._changed = threading.Condition()  # reentrant: a finalizer may write while its thread holds the lock
         self._pending: deque[str] = deque()  # including the text being written
         self._num_pending = 0  # characters
-        self._num_untold = 0  # lost lines that are not reported
+        self._num_unreported = 0  # lost lines that are not reported
         self._thread: threading.Thread | None = None
 
     def isatty(self) -> bool:
@@ -106,16 +106,16 @@ class LossyStream(io.TextIOBase):
         except Exception:  # noqa: BLE001 a foreign stream may raise anything
             self._lose(text)
             return
-        if self._num_untold:
+        if self._num_unreported:
             with self._changed:
-                number, self._num_untold = self._num_untold, 0
+                number, self._num_unreported = self._num_unreported, 0
             self.on_lost(number)
 
     def _lose(self, text: str) -> None:
         num_lines = text.count("\n")
         with self._changed:
             self.num_lost_lines += num_lines
-            self._num_untold += num_lines
+            self._num_unreported += num_lines
 
 
 class _Descriptor:
@@ -123,22 +123,24 @@ class _Descriptor:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._is_torn = False  # whether the last line is incomplete
+        self._ends_within_line = False  # whether the last line is incomplete
 
     def write(self, text: str) -> None:
         """Writes the whole text. Raises: OSError."""
-        rest = memoryview((f"\n{text}" if self._is_torn else text).encode(errors="backslashreplace"))
+        rest = memoryview((f"\n{text}" if self._ends_within_line else text).encode(errors="backslashreplace"))
         while rest:
             try:
                 num_bytes = os.write(self._descriptor, rest)
             except BlockingIOError:
                 select.select((), (self._descriptor,), ())
                 continue
-            rest, self._is_torn = rest[num_bytes:], num_bytes < len(rest)
+            rest, self._ends_within_line = rest[num_bytes:], num_bytes < len(rest)
 
 
 def lossy(stream: TextIO | None) -> LossyStream:
-    """Returns a lossy stream to the same place; for None, which `sys.stderr` is if it was closed, one to nowhere."""
+    """Returns a lossy stream with the same destination. For None (`sys.stderr` if it was closed) the stream discards
+    everything.
+    """
     if stream is None or stream.closed:
         return LossyStream(len)
 

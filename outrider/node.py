@@ -88,7 +88,7 @@ class NodeLoad:
     mean_acceptance_length: float = 0.0
     num_outstanding_tokens: int = 0
     num_sequences_free: int = 0
-    max_rows_per_step: int = 0  # prompt tokens of one forward pass, at most; 0 except on prefill nodes
+    max_rows_per_step: int = 0  # maximum prompt tokens of one forward pass; 0 except on prefill nodes
     look_ahead_hit_rate: float = 0.0
     kv_bytes_per_second: float = 0.0
 
@@ -97,7 +97,7 @@ class NodeLoad:
 class NodeReport:
     state: NodeState
     incarnation: bytes
-    mark: int = 0  # of progress: stays the same only while the engine's thread is in one place
+    mark: int = 0  # progress mark: it stays the same only while the engine's thread makes no progress
     num_steps: int = 0  # forward passes since the start
     expected_step_seconds: float = 0.0
     step_age_seconds: float = 0.0

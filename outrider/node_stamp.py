@@ -1,4 +1,4 @@
-"""Nodes that worked on a request, as its receipt and its trailers name them."""
+"""The nodes that worked on a request, in the form for its receipt and trailers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 NODES_KEY = "outrider-nodes"
 """Key of the trailer with the value of `stamps_to_text`."""
 MAX_TEXT = 1024
-"""Characters of `stamps_to_text`: trailers share 8 KiB with a status's details."""
+"""Maximum characters of `stamps_to_text`: trailers share 8 KiB with a status's details."""
 _MAX_PART = 100
-"""Characters of a name, role, version or numerics in `stamps_to_text`; nodes choose them freely."""
+"""Maximum characters of a name, role, version or numerics in `stamps_to_text`; nodes choose them freely."""
 
 
 @dataclass(frozen=True, slots=True)

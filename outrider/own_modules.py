@@ -1,4 +1,5 @@
-"""Commands for our own processes, which run our modules, not those of the working folder, and end with this one.
+"""Commands for Outrider's own child processes: they import Outrider's modules, not those of the working folder, and end
+with this process.
 
 `python -m router` looks in the working folder first, and a web service may have a router.py of its own.
 """
@@ -13,7 +14,7 @@ from pathlib import Path
 import outrider
 
 ROOT = Path(outrider.__file__).resolve().parents[1]
-"""The folder of our packages."""
+"""The folder that contains Outrider's packages."""
 SEARCH_PATH = "PYTHONPATH"
 LAUNCHER = Path(__file__).with_name("launcher.py")
 
@@ -32,9 +33,9 @@ def tied(command: Sequence[str]) -> list[str]:
 
 
 def without_working_folder(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment for our processes and their children.
+    """Returns an environment for Outrider's processes and their children.
 
-    `PYTHONPATH` in it does not name the working folder either, e.g. as ".", unless our packages are there.
+    `PYTHONPATH` in it does not name the working folder either, e.g. as ".", unless Outrider's packages are there.
     """
     others = {name: value for name, value in environ.items() if name != SEARCH_PATH}
     entries = environ.get(SEARCH_PATH, "").split(os.pathsep)

@@ -8,8 +8,8 @@ from outrider.request import RequestOptions
 from outrider.session import Granted, OpenSequenceGroup
 
 MAX_SCORED_ROWS = 32
-"""Rows of a step with logits for prompt logprobs: the output layer over a whole chunk would take as long as the other
-layers, and other requests would wait for it.
+"""Maximum rows of a step with logits for prompt logprobs: the output layer over a whole chunk would take as long as the
+other layers, and other requests would wait for it.
 """
 
 
@@ -65,7 +65,7 @@ class PrefillCall:
 
 
 MAX_TIMED_PARTS = 128
-"""Number of chunks, and of groups of frames, whose times an answer lists singly."""
+"""Maximum number of chunks, and of groups of frames, whose times an answer lists individually."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class TimedPart:
     layers, from its first frame's beginning to its last acknowledgement.
     """
 
-    start_seconds: float  # since the call's arrival at the node, also the next
+    start_seconds: float  # since the call's arrival at the node; the next one too
     end_seconds: float
     amount: int  # tokens, or bytes
 
@@ -93,5 +93,5 @@ class PrefillFigures:
     exposed_seconds: float = 0.0
     prompt_logprobs: bytes = b""  # of scored_token_ids, packed (`outrider.wire.answer.pack_logprobs`)
     call_seconds: float = 0.0  # from the call's arrival at the node to its answer
-    chunks: tuple[TimedPart, ...] = ()  # in order; at most MAX_TIMED_PARTS, also the next
+    chunks: tuple[TimedPart, ...] = ()  # in order, at most MAX_TIMED_PARTS; the next one too
     pushed: tuple[TimedPart, ...] = ()

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from outrider.errors import InvalidRequestError
 
 DEFAULT_NUM_STEPS = 50
-MOST_STEPS = 1000
-MOST_TRACED_STEPS = 200  # a trace has thousands of events for each step
+MAX_STEPS = 1000
+MAX_TRACED_STEPS = 200  # a trace has thousands of events for each step
 DEFAULT_TIMEOUT_SECONDS = 30.0
-MOST_TIMEOUT_SECONDS = 600.0
+MAX_TIMEOUT_SECONDS = 600.0
 
 FORWARD_PREFIX = "forward."
 FORWARD_REST = "forward.rest"
@@ -54,7 +54,7 @@ class StepKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledStep:
-    """One step, from the end of the one before it to its own end."""
+    """One step, from the end of the previous step to its own end."""
 
     kind: StepKind
     num_rows: int
@@ -73,9 +73,9 @@ class ProfileOptions:
 
     def __post_init__(self) -> None:
         for name, value, least, most in (
-            ("num_steps", self.num_steps, 1, MOST_STEPS),
-            ("num_traced_steps", self.num_traced_steps, 0, MOST_TRACED_STEPS),
-            ("timeout_seconds", self.timeout_seconds, 0.1, MOST_TIMEOUT_SECONDS),
+            ("num_steps", self.num_steps, 1, MAX_STEPS),
+            ("num_traced_steps", self.num_traced_steps, 0, MAX_TRACED_STEPS),
+            ("timeout_seconds", self.timeout_seconds, 0.1, MAX_TIMEOUT_SECONDS),
         ):
             if not least <= value <= most:
                 raise InvalidRequestError(f"{name} is {value:g}, must be {least:g} to {most:g}", field=name)
@@ -83,7 +83,7 @@ class ProfileOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The captured profile, with fewer steps than requested if the time ran out."""
+    """A captured profile. It has fewer steps than requested if the time ran out."""
 
     node: str = ""
     steps: tuple[ProfiledStep, ...] = ()
@@ -96,7 +96,9 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The engine thread's result. `export_trace` returns gzipped Chrome trace JSON; it is slow, and for any thread."""
+    """The engine thread's result. `export_trace` returns gzipped Chrome trace JSON; it is slow, and any thread may call
+    it.
+    """
 
     profile: Profile  # without the event loop's part: node, seconds, timed_out
     export_trace: Callable[[], bytes] | None = None

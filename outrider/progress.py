@@ -1,4 +1,4 @@
-"""Progress reports of long work: one callback for all kinds."""
+"""The callback that reports the progress of long operations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Progress = Callable[[str, int, int], None]
 """progress(stage, done, total); total 0 is unknown.
 
 Stages: "download" (bytes), "convert" (steps), "wait" (bytes that another process has so far), "check" (bytes),
-"kernels" (compiled files), "weights" (tensors, or bytes of packed ones), "gpu" (waits for a turn on one).
+"kernels" (compiled files), "weights" (tensors, or bytes of packed ones), "gpu" (waits for a turn to load on a GPU).
 """
 
 

@@ -20,7 +20,7 @@ class ProtocolVersions:
 
     @classmethod
     def of_hello(cls, *, oldest: int, newest: int) -> ProtocolVersions:
-        """Returns the versions in a peer's hello. Processes of version 1 knew no range: their `oldest` is 0."""
+        """Returns the versions in a peer's hello. Processes of version 1 sent no range: their `oldest` is 0."""
         return cls(oldest=oldest or newest, newest=newest)
 
     def __str__(self) -> str:
@@ -28,7 +28,7 @@ class ProtocolVersions:
 
 
 SUPPORTED_VERSIONS = ProtocolVersions(oldest=3, newest=4)
-"""The versions of this build. 4: committed tokens come with features, for draft nodes that say that they need them."""
+"""The versions of this build. Version 4 added features to committed tokens, for draft nodes that ask for them."""
 
 
 def negotiate(ours: ProtocolVersions, theirs: ProtocolVersions, *, us: str, them: str) -> int:

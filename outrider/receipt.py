@@ -1,7 +1,8 @@
-"""A receipt: an answer, all that it was computed from, and the nodes that computed it (docs/replay.md).
+"""A receipt: an answer, everything it was computed from, and the nodes that computed it (docs/replay.md).
 
 It is one line of JSON, so that `jq` reads it. Routers with `router.receipts: DIR` write files of them for `outrider
-replay`. It has prompt and answer as token ids, which are users' texts to anybody with the model's tokenizer.
+replay`. It contains prompt and answer as token ids, from which anybody with the model's tokenizer can read the users'
+texts.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from outrider.node_stamp import NodeStamp
 FORMAT = 1
 """The field `receipt` of each line. Fields may be added to a format; readers ignore those that they do not know."""
 MAX_LINE_BYTES = 64 << 20
-"""Bytes of a receipt: seven million tokens."""
+"""Maximum bytes of a receipt: enough for seven million tokens."""
 PATTERN = "receipts-*.jsonl"
 WHOLE, ABORTED, FAILED = "whole", "aborted", "failed"
-"""How an answer ended."""
+"""Values of `Receipt.end`: how an answer ended."""
 _MAX_TOKEN_ID = (1 << 32) - 1
 
 
@@ -97,7 +98,7 @@ def _shallow(value: Any) -> dict[str, Any]:
 
 
 def _decode(value: Any, kind: Any, path: str) -> Any:
-    """Returns JSON as a dataclass, or as one of the types that those here use. Raises: ValueError."""
+    """Converts JSON to a dataclass, or to one of the types of the fields in this module. Raises: ValueError."""
     if is_dataclass(kind):
         if not isinstance(value, dict):
             raise ValueError(f"{path} is not an object")
@@ -143,7 +144,7 @@ def read_receipts(path: Path, request_id: str | None = None) -> Iterator[Receipt
             receipt = Receipt.from_line(line)
         except ValueError as error:
             if line.endswith(b"\n"):
-                raise ConfigError(f"{path}, line {number}: no receipt: {error}") from error
+                raise ConfigError(f"{path}, line {number}: not a receipt: {error}") from error
             continue
         if request_id in (None, receipt.request_id):
             yield receipt
@@ -167,7 +168,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 line = file.readline(min(left, MAX_LINE_BYTES + 1))
                 left -= len(line)
                 if len(line) > MAX_LINE_BYTES:
-                    raise ConfigError(f"{path}, line {number}: no receipt: it has more than {MAX_LINE_BYTES} bytes")
+                    raise ConfigError(f"{path}, line {number}: not a receipt: it has more than {MAX_LINE_BYTES} bytes")
                 if not line:
                     return
                 if line.strip():

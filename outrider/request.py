@@ -1,6 +1,6 @@
 """A request as router and engine share it: frozen, torch-free, validated by the router.
 
-Every default of the public API has been filled in, so nothing downstream asks "was it set?".
+All defaults of the public API have been filled in, so no later code has to check whether a field was set.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How a token is chosen; SamplingParams in the public API gives the order of the steps."""
+    """Parameters of sampling; SamplingParams in the public API gives the order of the steps."""
 
     seed: int  # uint64
     max_tokens: int  # >= 1, for each sample
@@ -124,7 +124,7 @@ class LogprobsRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """The form of the output besides tokens."""
+    """What the output contains in addition to tokens."""
 
     skip_special_tokens: bool = True
     echo: bool = False

@@ -1,8 +1,8 @@
-"""Lines in files of one folder, of bounded size: the answers that routers and decode nodes keep.
+"""Stores lines in files of one folder of bounded size, such as the answers that routers and decode nodes keep.
 
-Each writer begins its own files, and another one after an error. So a kill or a full disk leaves at most an
-incomplete last line, which readers ignore. All writers of a folder share its bound: the one that begins a file
-removes the oldest.
+Each writer has its own files, and starts a new one after an error, so that a kill or a full disk leaves at most an
+incomplete last line, which readers ignore. All writers of a folder share its limit: a writer that starts a file removes
+the oldest ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SEGMENTS_IN_BOUND = 16
 class SegmentWriter:
     """Appends lines to files ("segments") of one folder, of at most `max_bytes` in all. One owner thread at a time.
 
-    While several writers share the folder, each may exceed the bound by the rest of its open segment.
+    If several writers share the folder, each may exceed the limit by the rest of its open segment.
     """
 
     def __init__(self, folder: Path, *, pattern: str, next_name: Callable[[], str], max_bytes: int) -> None:

@@ -97,7 +97,9 @@ class RejectReason(enum.Enum):
 
 
 NO_ROOM_RETRY_SECONDS = 5.0
-"""Seconds after which a router that was refused for lack of room asks again in any case; then its claim ends."""
+"""Seconds after which a router that was rejected for lack of room asks again even if no report shows room; its claim
+then ends.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +111,9 @@ class Rejected:
 
         load.kv_blocks_free >= kv_blocks_needed and load.num_sequences_free >= num_sequences_needed
 
-    or after `NO_ROOM_RETRY_SECONDS`. The figures are those of the moment: while other sequences end, less is needed.
-    Until the router is admitted (or that time and a second have passed) the node counts it as waiting, and refuses
-    routers that hold more than their share.
+    or after `NO_ROOM_RETRY_SECONDS`. The figures describe the moment of the rejection: less is needed when other
+    sequences end. Until the router is admitted (or that time and a second have passed) the node counts it as waiting,
+    and refuses routers that hold more than their share.
     """
 
     sequence_group_id: bytes

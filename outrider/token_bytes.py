@@ -1,4 +1,4 @@
-"""The bytes that each token id adds to a text, by a tokenizer's decoder. Torch-free."""
+"""The bytes that each token id adds to a text, derived from a tokenizer's decoder. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class TokenBytes:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TokenBytes:
-        """Reads a tokenizer, in about 0.1 s. Raises: NotSupportedError that names a decoder with unknown bytes."""
+        """Reads the bytes from a tokenizer, in about 0.1 s. Raises: NotSupportedError that names a decoder with unknown
+        bytes.
+        """
         parts = [] if tokenizer.decoder is None else list(_parts(json.loads(tokenizer.decoder.__getstate__())))
         is_byte_level = [part["type"] for part in parts] == ["ByteLevel"]
         to_bytes = _byte_level if is_byte_level else _by_steps(parts)

@@ -35,7 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         build=make_build(config, sections["model"], process.security),
         configured_name=process.config.name,
         max_jobs=(config.max_running_sequences or max(MAX_RUNNING.values())) + config.max_waiting,
-        allows_profiles=process.telemetry.profiling,
         tracer=process.tracer,
     )
     return process.run(node)
@@ -84,7 +83,6 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             ),
             emit=emit,
             cpu_turns=cpu_turns,
-            turn_seconds=config.turn_seconds,
         )
         return PrefillParts(
             engine=engine,

@@ -21,14 +21,10 @@ class PrefillNodeConfig:
     kv_cache: KVCacheConfig = fixed(KVCacheConfig())  # the section `kv_cache`
     kv_transfer: KvTransferConfig = fixed(KvTransferConfig())  # the section `kv_transfer`
     max_running_sequences: int | None = setting(
-        None, at_least=1, at_most=1024, help="Maximum prompts computed at the same time; null: 16, on a GPU 64."
-    )
-    turn_seconds: float = setting(
-        0.12,
-        at_least=0,
-        at_most=60,
-        help="Seconds (and the rest of a layer) that decode nodes on the same processors wait for this one between "
-        "two steps. Shorter: running answers are faster, first tokens come later.",
+        None,
+        at_least=1,
+        at_most=1024,
+        help="Maximum number of prompts that are computed at the same time. null: 16, or 64 on a GPU.",
     )
     max_waiting: int = fixed(256)  # prompts; as many as a router queues, so that the router refuses first
 

@@ -56,7 +56,6 @@ class PrefillNode(TargetNode[PrefillParts]):
         build: Build,
         configured_name: str,
         max_jobs: int,
-        allows_profiles: bool = True,
         tracer: Tracer = NO_TRACER,
         exit_process: Callable[[int], None] = exit_now,
     ) -> None:
@@ -66,7 +65,6 @@ class PrefillNode(TargetNode[PrefillParts]):
             build=lambda: build(self._emit),
             on_failure=self._engine_failed,
             configured_name=configured_name,
-            allows_profiles=allows_profiles,
             tracer=tracer,
         )
         self._exit_process = exit_process

@@ -67,13 +67,9 @@ class PrefillLoop:
         profiler: StepProfiler,
         emit: Callable[[Sequence[JobEnded], StepStats | None], None],
         cpu_turns: CpuTurns | None = None,
-        turn_seconds: float = 0.0,
         max_pushes: int = MAX_PUSHES,
     ) -> None:
-        """`turn_seconds`: length of a turn if other nodes compute on the same processors (see `cpu_turns`).
-
-        `max_pushes`: maximum number of jobs that are computed or pushed. The others wait (`PushSlots`).
-        """
+        """`max_pushes`: limit of jobs that are computed or pushed; the others wait (`PushPlaces`)."""
         self.progress = StepProgress()
         self.prompt_tokens = PromptTokens()
         self._engine = engine
@@ -87,7 +83,6 @@ class PrefillLoop:
             cpu_turns or CpuTurns(),
             engine.clock,
             self.progress,
-            seconds=turn_seconds,
             num_layers=self._layers.num_layers,
         )
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()

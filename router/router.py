@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc.aio
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from outrider.errors import ConfigError, PeerLostError
-from outrider.extras import install_command
+from outrider.errors import PeerLostError
 from outrider.node import NodeRole
 from outrider.rpc.tls import PLAINTEXT, PeerSecurity
 from outrider.service.open_calls import OpenCalls
@@ -78,7 +77,7 @@ class Router:
         """
         self._config = config
         self._tracer = tracer
-        self._records = Records(config.timelines, keeps_tokens=shows_text, tracer=tracer)
+        self._records = Records(keeps_tokens=shows_text, tracer=tracer)
         self._registry = registry
         identity = RouterIdentity(name=name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES))
         self.nodes = NodeDirectory(config, identity, resolver=resolver, security=security, on_lost=self._on_lost)
@@ -86,7 +85,7 @@ class Router:
         self.requests = RequestRegistry(self.nodes, self._context_now, clients or Clients(), tracer)
         self.calls = OpenCalls(on_refused=lambda error: self.requests.count_failure(error.reason))
         self.servicer = RouterServicer(self.requests)
-        self._vllm_engine = _make_vllm_engine(config.vllm_engine, self.requests, reasoning_parser)
+        self._vllm_engine = _make_vllm_engine(self.requests, reasoning_parser)
         self.service_names: tuple[str, ...] = (
             (SERVICE_NAME,) if self._vllm_engine is None else (SERVICE_NAME, ENGINE_SERVICE)
         )
@@ -138,7 +137,7 @@ class Router:
             config=config,
             queue=queue,
             placement=placement,
-            answers=AnswerBudget(config.journal_bytes, clock=self._clock),
+            answers=AnswerBudget(config.answer_memory_bytes, clock=self._clock),
             metrics=metrics,
             records=self._records,
             router_address=address,
@@ -219,22 +218,13 @@ def _stopping() -> PeerLostError:
     return PeerLostError("the router is stopping", reason="DRAINING")
 
 
-def _make_vllm_engine(wanted: str, requests: RequestRegistry, reasoning_parser: str) -> VllmEngineServicer | None:
-    """Makes the engine service; returns None if it is "off", or if it is "auto" and cannot be imported.
-
-    Raises: ConfigError if it is "on" and cannot be imported.
-    """
-    if wanted == "off":
-        return None
+def _make_vllm_engine(requests: RequestRegistry, reasoning_parser: str) -> VllmEngineServicer | None:
+    """Makes the service by which gateways use the router as a vLLM engine; None: smg-grpc-proto is not installed."""
     try:
         from router.api.vllm_engine.servicer import VllmEngineServicer
-    except Exception as error:  # not installed, or incompatible with the installed protobuf and grpc
-        if wanted == "on":
-            raise ConfigError(
-                f"router.vllm_engine=on needs smg-grpc-proto, which cannot be imported ({error}); install it with "
-                f"{install_command('openai')}"
-            ) from error
-        if not isinstance(error, ImportError):
-            _log.warning("vLLM engine service is off: smg-grpc-proto cannot be imported", error=str(error))
+    except ImportError:
+        return None
+    except Exception as error:  # noqa: BLE001 it is incompatible with the installed protobuf and grpc
+        _log.warning("the engine service is not served: smg-grpc-proto cannot be imported", error=str(error))
         return None
     return VllmEngineServicer(requests, reasoning_parser)

@@ -77,7 +77,7 @@ def test_each_part_names_a_point_a_time_and_an_action():
         ("decode.granted=kill:3", "is not POINT"),
         ("decode.granted:0=kill", "neither a number from 1 nor"),
         ("decode.granted:often=kill", "neither a number from 1 nor"),
-        ("decode.granted=kill;decode.granted:2=stop", "there twice"),
+        ("decode.granted=kill;decode.granted:2=stop", "is given twice"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(text, message):

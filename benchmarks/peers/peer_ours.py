@@ -19,7 +19,7 @@ from outrider.client import AsyncClient
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = ("kv_cache.prefix_cache=false",)
-PLAIN = ("decode_node.local_fallback=none",)
+PLAIN = ("decode_node.local_lookup=none",)
 
 
 class Ours:

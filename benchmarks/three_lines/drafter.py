@@ -75,7 +75,7 @@ def warm_up(proposer: DraftModelProposer) -> None:
 def main(arguments: Sequence[str]) -> None:
     if arguments[0] == "simulated":
         simulation = Simulation(**json.loads(arguments[2]))
-        config = DraftNodeConfig(num_speculative_tokens=simulation.num_speculative_tokens)
+        config = DraftNodeConfig()
         proposer: Proposer = simulated_drafter(simulation, noises=json.loads(arguments[1]))
     else:
         settings = json.loads(arguments[1])

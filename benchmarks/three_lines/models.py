@@ -137,7 +137,6 @@ class ModelPair:
     def drafter_arguments(self, *, temperature: float) -> Sequence[str]:
         settings = {
             "proposer": self.proposer_name,
-            "num_speculative_tokens": self.num_speculative_tokens,
             "look_ahead": "auto" if self.draft_cpus else "off",
             "model": asdict(self.settings.model),
             "kv_cache": asdict(self.settings.kv_cache),

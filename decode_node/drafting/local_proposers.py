@@ -25,8 +25,8 @@ MAX_CATCH_UP_ROWS = 256
 
 
 def open_local_proposers(config: DecodeNodeConfig) -> list[IsolatedProposer]:
-    """Opens the proposers that need no features: the grammar's and the lookup, if one is set."""
-    name = config.local_fallback
+    """Opens proposers that need no features: the lookup of `decode_node.local_lookup`, if any, and the grammar's."""
+    name = config.local_lookup
     proposers = [*([] if name == NO_PROPOSER else [make_proposer(name)]), GrammarProposer()]
     return [IsolatedProposer(proposer, on_failure=log_failed_proposer) for proposer in proposers]
 

@@ -61,7 +61,7 @@ OnDone = Callable[[RequestRecord], None]
 
 
 class Asker(Protocol):
-    """Gets one answer. `benchmarks/peers` has askers for other servers."""
+    """Requests one answer from a server. `benchmarks/peers` has askers for other servers."""
 
     async def ask(self, prompt: BenchPrompt, *, index: int, speculation: bool) -> RequestRecord:
         """Returns the answer; a failed one is a record with `error`, never an exception."""

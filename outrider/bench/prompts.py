@@ -41,7 +41,7 @@ class BenchPrompt:
     content: Prompt
 
     def salted(self, salt: str) -> BenchPrompt:
-        """Returns the prompt with a short mark in front, so that no prefix cache has it."""
+        """Returns the prompt with a short prefix of its own, so that no prefix cache contains it."""
         if isinstance(self.content, str):
             return replace(self, content=f"{salt}\n{self.content}")
         first, *others = self.content

@@ -17,7 +17,7 @@ WARM_UP_PROMPTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
-    """What to run. A mode of True is with speculation, False is plain."""
+    """The passes of a benchmark. Mode True is with speculation, False without."""
 
     prompts: tuple[BenchPrompt, ...]
     levels: tuple[Level, ...]

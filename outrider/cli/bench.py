@@ -37,16 +37,16 @@ DEFAULT_CONCURRENCY = (1, 4, 8, 16)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(metavar="KIND", dest="kind", required=True)
-    load = kinds.add_parser("load", help="answers a second, times and acceptance of a running cluster")
-    load.add_argument("--no-speculation", action="store_true", help="without speculation")
+    load = kinds.add_parser("load", help="measure answers per second, latencies and acceptance of a running cluster")
+    load.add_argument("--no-speculation", action="store_true", help="disable speculation")
     add_target_argument(load)
     compare = kinds.add_parser(
         "compare",
-        help="with and without speculation, interleaved, on the same prompts: of a cluster that it starts, or of one "
-        "that runs",
+        help="compare speculation with plain decoding, interleaved, on the same prompts: in a cluster that it starts, "
+        "or in one that is running",
     )
     where = compare.add_argument_group("cluster", "without --target a cluster is started, with these flags")
-    where.add_argument("--target", type=targets, metavar="HOST:PORT", help="a running router")
+    where.add_argument("--target", type=targets, metavar="HOST:PORT", help="use the running router at this address")
     where.add_argument(
         "--same-prompts",
         action="store_true",
@@ -68,10 +68,14 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="JSONL file; default: the built-in prompts",
     )
-    load.add_argument("--limit", type=_count, metavar="N", help="only the first N prompts")
+    load.add_argument("--limit", type=_count, metavar="N", help="use only the first N prompts")
     load.add_argument("--concurrency", type=_counts, metavar="N,N", help="closed loop: numbers of clients")
-    load.add_argument("--rate", type=_rates, default=(), metavar="R,R", help="open loop: requests a second, Poisson")
-    load.add_argument("--rounds", type=_count, default=1, metavar="N", help="passes over all prompts; default 1")
+    load.add_argument(
+        "--rate", type=_rates, default=(), metavar="R,R", help="open loop: requests per second, with Poisson arrivals"
+    )
+    load.add_argument(
+        "--rounds", type=_count, default=1, metavar="N", help="number of passes over all prompts; default 1"
+    )
     load.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
     answers = parser.add_argument_group("answers", argument_default=argparse.SUPPRESS)
     answers.add_argument("--max-tokens", type=_count, metavar="N", help="default 128")
@@ -81,7 +85,11 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     answers.add_argument("--seed", type=int, metavar="S", help="prompt i uses seed S + i; default 0")
     answers.add_argument("--ignore-eos", action="store_true", help="generate --max-tokens tokens in every answer")
     answers.add_argument(
-        "--timeout", type=seconds, metavar="SECONDS", dest="timeout_seconds", help="limit for one answer; default 600"
+        "--timeout",
+        type=seconds,
+        metavar="SECONDS",
+        dest="timeout_seconds",
+        help="time limit of one answer; default 600",
     )
 
 
@@ -166,7 +174,7 @@ def describe_model(client: Client) -> dict[str, Any]:
 
 def _count(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
     return int(text)
 
 

@@ -38,13 +38,13 @@ def add_cluster_arguments(parser: argparse.ArgumentParser, **defaults: object) -
         dest=HEAD,
         metavar="DIR",
         type=lambda text: Path(text).expanduser().absolute(),
-        help="decode nodes draft with this drafter head, where it pays",
+        help="let decode nodes draft with this drafter head when that pays",
     )
     parser.add_argument(
         "--store",
         dest="router.store",
         metavar="URL",
-        help="what routers share: valkey://host:port; default: memory, each its own",
+        help="store that routers share: valkey://host:port; default: each router keeps answers in its own memory",
     )
     parser.set_defaults(**{CLUSTER_FLAGS[name]: value for name, value in defaults.items()})
     add_settings_arguments(parser)

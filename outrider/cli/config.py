@@ -26,16 +26,18 @@ SECRETS = ("api_key", "hf_token")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--role", choices=ROLES, help="only the settings of this service; default: all")
+    parser.add_argument("--role", choices=ROLES, help="print only the settings of this service; default: all")
     add_settings_arguments(parser)
     parser.set_defaults(show=_show)
     actions = parser.add_subparsers(metavar="ACTION", help="default: print the settings in force")
     schema = actions.add_parser("schema", help="print a JSON schema of the configuration file, for editors")
     schema.set_defaults(show=_print_schema)
-    imported = actions.add_parser("import", help="print what became of a file of TensorRT-LLM, Dynamo or vLLM")
+    imported = actions.add_parser(
+        "import", help="print how each key of a file of TensorRT-LLM, Dynamo or vLLM is translated"
+    )
     imported.add_argument("file", metavar="FILE", type=Path, help="YAML or JSON")
     imported.add_argument(
-        "--write", metavar="OUT", help="write our own configuration file; -: to stdout, without table"
+        "--write", metavar="OUT", help="write an Outrider configuration file; -: to standard output, without the table"
     )
     imported.set_defaults(show=_import)
 
@@ -60,7 +62,7 @@ def _print_schema(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    """Prints the table. Raises: ConfigError if a key has an error; nothing is written then."""
+    """Prints the table. If a key has an error, nothing is written. Raises: ConfigError for such a key."""
     sections = sections_of(arguments.role)
     arguments.imports = []
     explicit = load_arguments(arguments, sections, role=arguments.role)

@@ -31,7 +31,7 @@ def add_target_argument(parser: argparse.ArgumentParser, *, flag: str = "--targe
         type=targets,
         default=os.environ.get(TARGET_VARIABLE) or DEFAULT_TARGET,
         metavar="HOST:PORT",
-        help=f"the router, or several with commas between them; default ${TARGET_VARIABLE}, else {DEFAULT_TARGET}",
+        help=f"address of the router, or several with commas; default ${TARGET_VARIABLE}, else {DEFAULT_TARGET}",
     )
 
 
@@ -44,9 +44,11 @@ def add_connection_arguments(parser: argparse.ArgumentParser, *, with_token: boo
         help="the folder of `outrider up --tls DIR`, with ca.pem, client.pem and client-key.pem",
     )
     connection.add_argument(
-        "--authority", metavar="FILE", help="trust these authorities (PEM), or with `system` the system's"
+        "--authority", metavar="FILE", help="trust these authorities (PEM); `system`: those of the system"
     )
-    connection.add_argument("--certificate", type=Path, metavar="FILE", help="our certificate, for mutual TLS (PEM)")
+    connection.add_argument(
+        "--certificate", type=Path, metavar="FILE", help="this client's certificate, for mutual TLS (PEM)"
+    )
     connection.add_argument("--private-key", type=Path, metavar="FILE", help="the certificate's key (PEM)")
     if with_token:
         connection.add_argument(
@@ -90,7 +92,7 @@ def read_connection(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns a client's arguments. Raises: ConfigError as `read_tls` and `read_token`, or for a token without TLS."""
     tls, token = read_tls(arguments), read_token(arguments)
     if token is not None and tls is None:
-        raise ConfigError("--token-file needs --tls or --authority: in plaintext everybody on the way could read it")
+        raise ConfigError("--token-file needs --tls or --authority: without TLS, anybody on the network could read it")
     return {"tls": tls, "token": token}
 
 

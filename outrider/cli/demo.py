@@ -65,9 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
         announce_serving(cluster, printer)
         with Client(cluster.router_address) as client:
             pairs = [_answer_twice(client, prompt, arguments.max_tokens) for prompt in DEMO_PROMPTS]
-            survivor = _answer_through_a_loss(cluster, client, DEMO_PROMPTS[0], pairs[0][0])
+            survivor = _answer_with_killed_node(cluster, client, DEMO_PROMPTS[0], pairs[0][0])
             twins = [*zip(DEMO_PROMPTS, pairs, strict=True), (DEMO_PROMPTS[0], (survivor, pairs[0][0]))]
-            partings = [_describe_parting(client, prompt, *pair) for prompt, pair in twins]
+            partings = [_describe_difference(client, prompt, *pair) for prompt, pair in twins]
         stopped_at = time.monotonic()
         statuses = cluster.stop()
         stop_seconds = time.monotonic() - stopped_at
@@ -114,7 +114,9 @@ def _answer_twice(client: Client, prompt: DemoPrompt, max_tokens: int) -> tuple[
     )
 
 
-def _answer_through_a_loss(cluster: Cluster, client: Client, prompt: DemoPrompt, twin: RequestRecord) -> RequestRecord:
+def _answer_with_killed_node(
+    cluster: Cluster, client: Client, prompt: DemoPrompt, twin: RequestRecord
+) -> RequestRecord:
     """Repeats the twin's request, and kills the decode node that computes it after half of the answer."""
     is_alive = True
 
@@ -179,7 +181,7 @@ def _options(prompt: DemoPrompt, max_tokens: int, *, has_speculation: bool) -> G
     return {**prompt.options, "max_tokens": max_tokens, "speculation": has_speculation}
 
 
-def _describe_parting(client: Client, prompt: DemoPrompt, fast: RequestRecord, plain: RequestRecord) -> str:
+def _describe_difference(client: Client, prompt: DemoPrompt, fast: RequestRecord, plain: RequestRecord) -> str:
     """Describes where two answers first differ, and how close the two best tokens were; "" if they are identical."""
     index = first_difference(fast.token_ids, plain.token_ids)
     if index is None:

@@ -29,10 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="top_logprobs",
         type=int,
         metavar="K",
-        help="with --json: logprobs of each token and of the K most likely",
+        help="with --json: print logprobs of each token and of the K most likely ones",
     )
     parser.add_argument(
-        "--prompt-logprobs", type=int, metavar="K", help="with --json: the same for the prompt's tokens"
+        "--prompt-logprobs", type=int, metavar="K", help="with --json: print the same for the prompt's tokens"
     )
     parser.add_argument("--stats", action="store_true", help="print tokens, times and acceptance on standard error")
     add_target_argument(parser)

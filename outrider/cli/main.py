@@ -19,25 +19,25 @@ COMMANDS = {
     "up": "start a local cluster: router, prefill, decode and draft nodes; `up MODEL` is `up --model MODEL`",
     "generate": "stream the continuation of a prompt",
     "chat": "chat with the model",
-    "config": "print all settings in force with their sources, import other servers' files, print a JSON schema",
+    "config": "print the effective settings with their sources, import files of other servers, print a JSON schema",
     "demo": "stream three prompts with and without speculation, and one whose decode node is killed",
-    "top": "show the cluster's nodes, load and rates on the terminal, live",
+    "top": "show the cluster's nodes, load and rates live on the terminal",
     "bench": "run a load test",
-    "profile": "show where the wall clock goes in running nodes",
-    "replay": "compute a kept answer again and compare token by token; exit status 1 if it differs",
+    "profile": "show how running nodes spend their time",
+    "replay": "recompute a stored answer and compare it token by token; exit status 1 if it differs",
     "train-head": "train a drafter head for a model; needs no data",
     "fetch": "download and verify the models; also validates every setting",
-    "probe": "check a service's health; exit status 0 if it serves",
+    "probe": "check a service's health; exit status 0 if it is serving",
 }
-ELSEWHERE = {
+ALIASES = {
     **dict.fromkeys(("serve", "run", "start", "launch"), "up"),
     **dict.fromkeys(("pull", "download"), "fetch"),
     **dict.fromkeys(("complete", "completion", "prompt"), "generate"),
     **dict.fromkeys(("stats", "status", "ps"), "top"),
 }
-"""Commands, by the names that other servers use for them."""
-STARTERS = ("up", "demo", "train-head", "fetch", "bench")
-"""Commands for which a client install lacks the packages that start nodes."""
+"""Outrider's commands, by the names that other servers use for them."""
+NODE_STARTING_COMMANDS = ("up", "demo", "train-head", "fetch", "bench")
+"""Commands that start nodes; an install for clients lacks the packages for them."""
 WRONG_USE, INTERRUPTED = 2, 130
 
 
@@ -65,12 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except (OutriderError, ModuleNotFoundError, UnicodeError, OSError) as error:
         _drop_output()
-        _say(f"outrider {chosen}: {_explained(error, chosen)}")
+        _say(f"outrider {chosen}: {_describe_error(error, chosen)}")
         return 1
     return status
 
 
-def _explained(error: OutriderError | ModuleNotFoundError | UnicodeError | OSError, chosen: str) -> str:
+def _describe_error(error: OutriderError | ModuleNotFoundError | UnicodeError | OSError, chosen: str) -> str:
     """Describes the error in one line, with a remedy if there is one. Raises: the error itself if it is a bug."""
     match error:
         case UnauthenticatedError():
@@ -79,7 +79,7 @@ def _explained(error: OutriderError | ModuleNotFoundError | UnicodeError | OSErr
             is_away = error.reason == "UNREACHABLE"
             return f"{error}; `outrider up` starts a cluster, --target names one" if is_away else str(error)
         case ModuleNotFoundError():
-            return explain_missing(error, starts_nodes=chosen in STARTERS)
+            return explain_missing(error, starts_nodes=chosen in NODE_STARTING_COMMANDS)
         case UnicodeDecodeError():
             return f"the input is not text in {error.encoding}: byte {error.object[error.start]:#04x}"
         case UnicodeError():
@@ -116,7 +116,7 @@ def parse(argv: Sequence[str], chosen: str) -> argparse.Namespace:
     """Parses the command line. A wrong one ends the process with one line on stderr and status 2."""
     parser = make_parser(chosen)
     if chosen and chosen not in COMMANDS:
-        other = ELSEWHERE.get(chosen) or difflib.get_close_matches(chosen, COMMANDS, n=1, cutoff=0.0)[0]
+        other = ALIASES.get(chosen) or difflib.get_close_matches(chosen, COMMANDS, n=1, cutoff=0.0)[0]
         parser.error(f"there is no command {chosen}; `outrider {other}`: {COMMANDS[other]}")
     arguments, others = parser.parse_known_args(argv)
     if others and chosen == "up" and not others[0].startswith("-") and getattr(arguments, "model.id") is None:

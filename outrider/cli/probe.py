@@ -33,17 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--service",
         default="",
         metavar="NAME",
-        help="for example outrider.v1.RouterService; default: the whole process",
+        help="service to check, for example outrider.v1.RouterService; default: the whole process",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=DEFAULT_TIMEOUT_SECONDS,
         metavar="SECONDS",
-        help=f"default {DEFAULT_TIMEOUT_SECONDS:g}",
+        help=f"time limit of the check; default {DEFAULT_TIMEOUT_SECONDS:g}",
     )
     parser.add_argument(
-        "--server-name", default="", metavar="NAME", help="the name in its certificate, if not the address"
+        "--server-name", default="", metavar="NAME", help="name in the service's certificate, if it is not the address"
     )
     add_connection_arguments(parser, with_token=False)
 

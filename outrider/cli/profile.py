@@ -28,8 +28,8 @@ from outrider.node import NodeRole, NodeState
 from outrider.profile import (
     DEFAULT_NUM_STEPS,
     DEFAULT_TIMEOUT_SECONDS,
-    MOST_STEPS,
-    MOST_TRACED_STEPS,
+    MAX_STEPS,
+    MAX_TRACED_STEPS,
     Profile,
     ProfileOptions,
 )
@@ -43,37 +43,47 @@ DEFAULT_SECONDS = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--node", type=targets, metavar="HOST:PORT", help="only the node at this address")
+    where.add_argument("--node", type=targets, metavar="HOST:PORT", help="profile only the node at this address")
     where.add_argument(
-        "--role", choices=sorted(ROLES), help="only the nodes of this role; default: all that --target knows"
+        "--role",
+        choices=sorted(ROLES),
+        help="profile only the nodes of this role; default: all nodes that the router knows",
     )
     add_target_argument(parser)
     parser.add_argument(
         "--page",
         metavar="HOST:PORT",
-        help="the router's page, as `outrider up` prints it: also shows where the time of requests went",
+        help="the router's page, as `outrider up` prints it; the output then also shows how requests spent their time",
     )
     parser.add_argument(
-        "--seconds", type=float, default=DEFAULT_SECONDS, metavar="S", help="how long; default %(default)g"
+        "--seconds",
+        type=float,
+        default=DEFAULT_SECONDS,
+        metavar="S",
+        help="duration of the profile; default %(default)g",
     )
     parser.add_argument(
-        "--steps", type=int, default=MOST_STEPS, metavar="N", help="at most N steps of a node; default %(default)s"
+        "--steps",
+        type=int,
+        default=MAX_STEPS,
+        metavar="N",
+        help="maximum number of steps per node; default %(default)s",
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="then write torch's trace of more steps of one node to this file (Chrome trace, .json.gz); native kernels "
-        "have none",
+        help="also trace further steps of one node with torch, and write the trace to this file (Chrome "
+        "trace, .json.gz); native kernels have none",
     )
     parser.add_argument(
         "--traced-steps",
         type=int,
         metavar="N",
-        help=f"steps in the trace; default {DEFAULT_NUM_STEPS}, at most {MOST_TRACED_STEPS}",
+        help=f"number of steps in the trace; default {DEFAULT_NUM_STEPS}, at most {MAX_TRACED_STEPS}",
     )
     parser.add_argument(
-        "--server-name", default="", metavar="NAME", help="the name in the nodes' certificate, if not the address"
+        "--server-name", default="", metavar="NAME", help="name in the nodes' certificate, if it is not the address"
     )
     add_connection_arguments(parser)
 

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--receipts",
         metavar="DIR|valkey://URL",
-        help="where the receipt of an ID is: a directory, or a store; default: router.receipts",
+        help="directory or store that has the receipt of an ID; default: router.receipts",
     )
     add_settings_arguments(parser)
     add_connection_arguments(parser)
@@ -114,7 +114,7 @@ def _token_text(client: Client, token_id: int | None) -> str:
 
 
 def _node_lines(receipt: Receipt, nodes: tuple[NodeStamp, ...]) -> Iterator[str]:
-    """Yields how the nodes then and now differ."""
+    """Yields a line for each difference between the nodes of the receipt and the present ones."""
     if not nodes:
         yield "the router does not say which nodes computed it now"
         return
@@ -135,7 +135,7 @@ def _find(arguments: argparse.Namespace) -> Receipt:
         config = load_arguments(arguments, sections_of("router"), role="router").sections["router"]
         where = config.store if config.receipts == "store" else config.receipts
     if not where:
-        raise ConfigError(f"{request_id} is no file; to find its receipt, set router.receipts or --receipts")
+        raise ConfigError(f"{request_id} is not a file; to find its receipt, set router.receipts or --receipts")
     if "://" in where:
         receipt = asyncio.run(_find_in_store(where, request_id))
     else:

@@ -29,18 +29,22 @@ def json_object(value: str) -> Any:
         found = json.loads(text_or_file(value))
         if isinstance(found, dict):
             return found
-    raise argparse.ArgumentTypeError(f"a JSON object is needed, not {value}")
+    raise argparse.ArgumentTypeError(f"a JSON object is required, not {value}")
 
 
 def seconds(value: str) -> float:
     """Raises: argparse.ArgumentTypeError; ValueError if it is not a number."""
     if not 0 < (found := float(value)) < math.inf:
-        raise argparse.ArgumentTypeError(f"a number of seconds above 0 is needed, not {value}")
+        raise argparse.ArgumentTypeError(f"a number of seconds above 0 is required, not {value}")
     return found
 
 
 _VALUES: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "temperature": (float, "T", "0 takes the most likely token; default: the model's, else 1, in a chat 0.7"),
+    "temperature": (
+        float,
+        "T",
+        "0 takes the most likely token; default: that of the model, otherwise 1, or 0.7 in a chat",
+    ),
     "top_p": (float, "P", "nucleus sampling, (0, 1]"),
     "top_k": (int, "K", "0 keeps the whole vocabulary"),
     "min_p": (float, "P", "minimum probability relative to the most likely token"),
@@ -51,10 +55,10 @@ _VALUES: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "max_tokens": (int, "N", "default: the rest of the model's context window"),
     "min_tokens": (int, "N", "minimum number of tokens"),
     "num_speculative_tokens": (int, "K", "maximum draft tokens in one step"),
-    "priority": (int, "P", "higher goes first"),
-    "timeout_seconds": (seconds, "S", "give up after this long"),
+    "priority": (int, "P", "requests with higher priority go first"),
+    "timeout_seconds": (seconds, "S", "seconds after which the request is given up"),
     "json_schema": (text_or_file, "SCHEMA", "answer with JSON of this schema; @FILE reads it"),
-    "regex": (text_or_file, "PATTERN", "answer with a text that matches all of it; @FILE reads it"),
+    "regex": (text_or_file, "PATTERN", "answer with a text that the whole pattern matches; @FILE reads it"),
     "grammar": (text_or_file, "LARK", "answer with a text of this grammar; @FILE reads it"),
     "chat_template_kwargs": (json_object, "JSON", "variables of the model's chat template; @FILE reads them"),
 }

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from outrider.cli.top_view import ClusterView
 
 DEFAULT_INTERVAL_SECONDS = 1.0
-LEAST_INTERVAL_SECONDS, MOST_INTERVAL_SECONDS = 0.1, 60.0
+MIN_INTERVAL_SECONDS, MAX_INTERVAL_SECONDS = 0.1, 60.0
 PATIENCE_SECONDS = 5.0
 """Seconds that a report may be overdue before the next router is asked."""
 RETRY_SECONDS = 1.0
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=DEFAULT_INTERVAL_SECONDS,
         metavar="SECONDS",
-        help=f"between reports, {LEAST_INTERVAL_SECONDS:g} to {MOST_INTERVAL_SECONDS:g}; default %(default)g",
+        help=f"seconds between reports, {MIN_INTERVAL_SECONDS:g} to {MAX_INTERVAL_SECONDS:g}; default %(default)g",
     )
     parser.add_argument("--once", action="store_true", help="print one report as text, for scripts and logs")
     add_target_argument(parser)
@@ -61,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0, also after q, Esc and Ctrl-C, which is how it ends; 143 after SIGTERM. Raises: OutriderError."""
     interval = arguments.interval
-    if not LEAST_INTERVAL_SECONDS <= interval <= MOST_INTERVAL_SECONDS:
-        limits = f"{LEAST_INTERVAL_SECONDS:g} to {MOST_INTERVAL_SECONDS:g}"
+    if not MIN_INTERVAL_SECONDS <= interval <= MAX_INTERVAL_SECONDS:
+        limits = f"{MIN_INTERVAL_SECONDS:g} to {MAX_INTERVAL_SECONDS:g}"
         raise InvalidRequestError(f"--interval {interval:g} is not {limits}", field="interval")
     is_terminal = sys.stdout.isatty()
     if not is_terminal and not arguments.once:

@@ -18,9 +18,9 @@ from outrider.cli.top_history import History, NodeTrail
 from outrider.node import ClusterStatus, Model, NodeRole, NodeState, NodeStatus
 
 MAX_WORDS = 300
-"""Maximum characters shown of text from elsewhere."""
+"""Maximum characters that are shown of a text from another process."""
 MAX_PROBLEMS = 6
-LEAST_NAME, MOST_NAME = 12, 32
+MIN_NAME_WIDTH, MAX_NAME_WIDTH = 12, 32
 FULL_KV = 0.9
 SPARKS = "▁▂▃▄▅▆▇█"
 BAR_CELLS = 8
@@ -91,7 +91,7 @@ class ClusterView:
                 is_shown = node.state in _REPORTING  # zeros of a silent node would look like measurements
                 found = dict(zip(_COLUMNS, _cells(node, trail, peak), strict=True))
                 cells = [found[each] if is_shown or each.is_left else ("", "") for each in columns]
-                yield _row(escaped(node.name), name_width, columns, cells, _STYLES.get(_standing(node), ""))
+                yield _row(escaped(node.name), name_width, columns, cells, _STYLES.get(_state_word(node), ""))
 
     def _moves(self, status: ClusterStatus) -> Text:
         line = Text(f"{status.num_moves:,} moves since the router's start")
@@ -121,7 +121,7 @@ def _problems(nodes: Sequence[NodeStatus]) -> Iterator[Text]:
     """Yields a line for each unhealthy node, with the complete reason."""
     sick = [node for node in nodes if node.condition or node.state is NodeState.LOST]
     for node in sick[:MAX_PROBLEMS]:
-        standing = _standing(node)
+        standing = _state_word(node)
         reason = "" if node.condition in ("", standing) else node.condition.removeprefix(f"{standing}: ")
         line = f"! {escaped(node.name)} is {standing}{': ' if reason else ''}{escaped(reason)}"
         yield Text(line, style=_STYLES.get(standing, "bold red"))
@@ -132,7 +132,7 @@ def _problems(nodes: Sequence[NodeStatus]) -> Iterator[Text]:
 # ------------------------------------------------------------ the table
 
 _Cell = tuple[str, str]
-"""Text and style."""
+"""A text and its style."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ _COLUMNS = (
 
 def _cells(node: NodeStatus, trail: NodeTrail, peak: float) -> tuple[_Cell, ...]:
     """Returns the cells of all columns. `peak` is the role's highest rate of the last minute."""
-    load, standing, length = node.load, _standing(node), node.load.mean_acceptance_length
+    load, standing, length = node.load, _state_word(node), node.load.mean_acceptance_length
     used, step_rate = _kv_use(node), trail.steps.rise_per_second
     full = "bold yellow" if used is not None and used >= FULL_KV else ""
     return (
@@ -193,14 +193,14 @@ def _sparkline(trail: NodeTrail, peak: float) -> str:
 def _fitting(width: int, nodes: Sequence[NodeStatus]) -> tuple[int, list[_Column]]:
     """Returns the width of names, and the columns that fit."""
     longest = max((cell_len(escaped(node.name)) for node in nodes), default=0)
-    name_width = min(max(longest, LEAST_NAME), MOST_NAME)
-    room = width - LEAST_NAME
+    name_width = min(max(longest, MIN_NAME_WIDTH), MAX_NAME_WIDTH)
+    room = width - MIN_NAME_WIDTH
     chosen: set[str] = set()
     for column in sorted(_COLUMNS, key=lambda column: column.rank):
-        if column.width + 1 <= room - (name_width - LEAST_NAME if column.rank >= FIRST_EXTRA else 0):
+        if column.width + 1 <= room - (name_width - MIN_NAME_WIDTH if column.rank >= FIRST_EXTRA else 0):
             chosen.add(column.title)
             room -= column.width + 1
-    return min(name_width, LEAST_NAME + room), [column for column in _COLUMNS if column.title in chosen]
+    return min(name_width, MIN_NAME_WIDTH + room), [column for column in _COLUMNS if column.title in chosen]
 
 
 def _row(name: str, name_width: int, columns: Sequence[_Column], cells: Sequence[_Cell], style: str) -> Text:
@@ -230,7 +230,7 @@ def escaped(words: str) -> str:
     return line if len(line) <= MAX_WORDS else f"{line[: MAX_WORDS - 1]}…"
 
 
-def _standing(node: NodeStatus) -> str:
+def _state_word(node: NodeStatus) -> str:
     """Returns one word for the node's state: the router's view if it is worse than the node's own."""
     said = node.condition.partition(":")[0]
     if said in ("late", "refused") or (said == "unreachable" and node.state is not NodeState.LOST):

@@ -1,4 +1,4 @@
-"""`outrider train-head`: trains a drafter head for a model, from nothing but that model.
+"""`outrider train-head`: trains a drafter head for a model; needs nothing but that model.
 
 Ctrl-C or a kill loses little: the same command continues where the run stopped.
 """
@@ -24,17 +24,29 @@ PLAN_ARGUMENTS = {  # by the plan's field: flag, type, metavariable, help
     "form": ("--form", str, "FORM", "form of the head: eagle3 (default), medusa or mlp"),
     "minutes": ("--minutes", float, "N", "minutes that the whole run should take; default 60"),
     "prompts": ("--prompts", Path, "FILE", 'JSONL: {"text": …} or {"messages": […]}; default: the model writes them'),
-    "traffic": ("--from-traffic", Path, "DIR", "learn from answers that decode_node.keep_features kept there"),
+    "traffic": ("--from-traffic", Path, "DIR", "train on the answers that decode_node.keep_answers has stored there"),
     "init_from": ("--init-from", Path, "HEAD", "continue from this eagle3 head, and keep its feature layers"),
-    "draft_vocab_size": ("--draft-vocab", int, "N", "number of tokens that it drafts, the most frequent; default 4096"),
-    "num_steps": ("--steps", int, "N", "draft tokens that it is trained on, each by its own outputs before; default 4"),
-    "batch_size": ("--batch", int, "N", "texts in a training step; default 6"),
+    "draft_vocab_size": (
+        "--draft-vocab",
+        int,
+        "N",
+        "size of the head's vocabulary, the most frequent tokens; default 4096",
+    ),
+    "num_steps": (
+        "--steps",
+        int,
+        "N",
+        "draft tokens per training step, each computed from the head's own previous outputs; default 4",
+    ),
+    "batch_size": ("--batch", int, "N", "number of texts in a training step; default 6"),
     "learning_rate": ("--rate", float, "R", "learning rate; default 0.0012"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", required=True, metavar="DIR", type=Path, help="folder of the head, made if missing")
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", type=Path, help="folder of the head; it is created if it is missing"
+    )
     for name, (flag, kind, metavar, text) in PLAN_ARGUMENTS.items():
         parser.add_argument(flag, dest=name, metavar=metavar, type=kind, help=text)
     add_cluster_arguments(parser, port=0)
@@ -61,10 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         printer.say(train_head(plan, serve, say=printer.say, progress=partial(printer.progress, "train-head")))
     except KeyboardInterrupt:
-        printer.say(f"interrupted; the same command goes on with what {plan.work} keeps")
+        printer.say(f"interrupted; the same command continues with the data in {plan.work}")
         raise
     except BrokenPipeError:
         raise  # from the terminal, not from the run
     except OSError as error:  # a full disk
-        raise ConfigError(f"{error}; then the same command goes on with what {plan.work} keeps") from error
+        raise ConfigError(f"{error}; afterwards, the same command continues with the data in {plan.work}") from error
     return 0

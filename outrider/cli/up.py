@@ -1,4 +1,4 @@
-"""`outrider up`: a local cluster until Ctrl-C."""
+"""`outrider up`: runs a local cluster until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outrider.cluster.child import ChildState, ClusterEvent
 from outrider.cluster.cluster import SIGNAL_SECONDS, Cluster
 from outrider.cluster.config import DECODE, DRAFT, ClusterConfig
 from outrider.cluster.event_printer import EventPrinter
-from outrider.cluster.gateway import require_gateway
+from outrider.cluster.gateway import require_engine_protocol, require_gateway
 from outrider.cluster.gpus import VISIBLE, allot
 from outrider.cluster.plan import ROUTER, Launch
 from outrider.cluster.shares import has_shared_cpus
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tls",
         metavar="DIR",
         type=Path,
-        help="mutual TLS on every connection; unless DIR has them, creates ca.pem, client.pem and client-key.pem, "
+        help="use mutual TLS on every connection; if DIR lacks them, create ca.pem, client.pem and client-key.pem, "
         "which clients need, and node.pem and node-key.pem there, valid for 30 days",
     )
     parser.add_argument(
@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="router.token_file",
         metavar="FILE",
         type=lambda text: Path(text).absolute(),  # never null or empty, which would disable authentication
-        help="ask clients for tokens; a line is NAME sha256:HEX [priority=N] [rate=N], HEX the SHA-256 of a token",
+        help="require tokens of clients; a line of the file is NAME sha256:HEX [priority=N] [rate=N], where HEX is the "
+        "SHA-256 of a token",
     )
     add_setting_flags(parser, {"openai": "cluster.openai_port"}, SECTIONS)
     add_vllm_flags(parser)
@@ -115,22 +116,21 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
 
 
 def _check_heads(head: Path | None, draft: DraftChoice) -> None:
-    """Reports errors at once, instead of from each node. Raises: ConfigError."""
+    """Reports errors of heads before any node starts. Raises: ConfigError."""
     if head and draft.proposer in (NO_PROPOSER, "head"):
-        raise ConfigError(f"--head drafts in decode nodes, --draft {draft.proposer} keeps them from it: choose one")
+        raise ConfigError(f"--head makes decode nodes draft, and --draft {draft.proposer} prevents that: choose one")
     folder = str(head or (draft.model_id if draft.proposer == "head" else AUTO_HEAD))
     if folder != AUTO_HEAD and not Path(folder).expanduser().is_dir():
-        raise ConfigError(f"{folder} is no folder, so no head is there")
+        raise ConfigError(f"{folder} is not a folder, so it cannot contain a head")
 
 
 def _check_gateway(port: int, sections: Mapping[str, Any], *, has_tls: bool) -> None:
     """Raises: ConfigError if the OpenAI gateway could never reach a router."""
     require_gateway()
+    require_engine_protocol()
     router = sections["router"]
     if has_tls or sections["security"].tls.is_enabled or router.tls.is_enabled:
         raise ConfigError("--openai: the gateway reaches routers in plaintext only; start it without TLS")
-    if router.vllm_engine == "off":
-        raise ConfigError("--openai needs router.vllm_engine, which is off: leave it at auto")
     if router.token_file is not None:
         raise ConfigError(
             "--openai: the gateway shows routers no token, so router.token_file would refuse it; let a proxy before "

@@ -33,7 +33,9 @@ _MODULES = {
     "Cluster": "cluster",
     "Launch": "plan",
 }
-"""Modules by the names they define, imported when a name is first used: a client needs only the settings."""
+"""Modules by the names that they define. A module is imported when a name is first used, since a client needs only the
+settings.
+"""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""A throw-away certificate authority in a folder, which makes mutual TLS a single flag.
+"""A temporary certificate authority in a folder, so that one flag turns on mutual TLS.
 
 Its key is never written to disk, so no one can issue another certificate.
 """
@@ -15,7 +15,7 @@ import trustme
 from cryptography import x509
 
 from outrider.errors import ConfigError
-from outrider.rpc.tls import SecurityConfig, TlsConfig
+from outrider.rpc.tls import OPERATOR_NAME, SecurityConfig, TlsConfig
 from outrider.service.address import ip_of, own_host
 
 VALID_DAYS = 30
@@ -66,14 +66,16 @@ def prepare_tls_folder(folder: Path, config: SecurityConfig) -> TlsConfig:
     there = [name for name in FILES if (folder / name).exists()]
     try:
         if not there:
-            if wrong := [name for name in (config.peer_name, config.operator_name) if not _can_be_certified(name)]:
-                raise ConfigError(f"--tls: certificates are for DNS names in lower case, and {wrong[0]} is none")
+            if not _can_be_certified(config.peer_name):
+                raise ConfigError(
+                    f"security.peer_name {config.peer_name}: --tls issues certificates for DNS names in lower case only"
+                )
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             authority = Authority()
             machine = filter(_can_be_certified, (socket.gethostname().lower(), own_host().strip("[]").lower()))
             authority.write(folder)
             authority.issue(folder, NODE, *dict.fromkeys((config.peer_name, *HERE, *machine)))
-            authority.issue(folder, CLIENT, config.operator_name)
+            authority.issue(folder, CLIENT, OPERATOR_NAME)
         elif missing := [name for name in FILES if name not in there]:
             raise ConfigError(
                 f"--tls {folder}: it has {', '.join(there)} but not {', '.join(missing)}; remove or add them"
@@ -86,7 +88,9 @@ def prepare_tls_folder(folder: Path, config: SecurityConfig) -> TlsConfig:
 
 
 def _can_be_certified(name: str) -> bool:
-    """Whether it is an address, or a DNS name in normal form. A host name may be neither: DNS has no underscore."""
+    """Whether the name is an address, or a DNS name in normal form. A host name may be neither, since DNS names contain
+    no underscore.
+    """
     try:
         return ip_of(name) is not None or idna.encode(name, uts46=True).decode() == name
     except idna.IDNAError:

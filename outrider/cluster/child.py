@@ -194,7 +194,9 @@ class Child:
         return True
 
     def last_words(self) -> str:
-        """Returns the announced cause of failure, else the log's last line that is an error or not an event."""
+        """Returns the announced cause of failure, or else the log's last line that is an error or not a structured
+        event.
+        """
         if self._failure:
             return self._failure
         try:

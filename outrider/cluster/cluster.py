@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from outrider.cluster.child import Child, ChildState, ClusterEvent, EventKind, NodeProcess
 from outrider.cluster.config import DECODE, DRAFT, PREFILL, ClusterConfig, Supervision
-from outrider.cluster.folders import PREFIX, hold, memory_directory, remove_leftovers
+from outrider.cluster.folders import PREFIX, hold, remove_stale_folders, shared_memory_directory
 from outrider.cluster.plan import GATEWAY, ROUTER, Launch, child_command, plan_children
 from outrider.errors import ConfigError, InternalError, NotFoundError, PeerLostError
 from outrider.extras import require
@@ -29,7 +29,7 @@ START_SECONDS = 600.0
 SIGNAL_SECONDS = 0.5
 """Interval of joins in `stop`: a signal just before a join of the main thread is handled only after it."""
 NODE_TERM_SHARE = 0.4
-"""Share of the shutdown time of routers and gateway after which nodes get SIGTERM, if these have not ended before."""
+"""Nodes get SIGTERM when routers and gateway have ended, at the latest after this share of their shutdown time."""
 
 
 class Cluster:
@@ -51,7 +51,7 @@ class Cluster:
         self.launch = Launch() if launch is None else launch
         self._supervision = Supervision() if supervision is None else supervision
         self.on_event: Callable[[ClusterEvent], None] = lambda _: None
-        """Called on the supervisor's thread; must not block. Set it before `start`."""
+        """Callback for events, on the supervisor's thread; it must not block. Set it before `start`."""
         given = self.launch.log_directory
         name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         self.log_directory = Path(tempfile.gettempdir(), name) if given is None else given
@@ -73,11 +73,11 @@ class Cluster:
         """Starts the children; returns at once. Raises: ConfigError if there is no folder for logs."""
         assert self._thread is None, "a cluster starts once"
         is_chosen = self.launch.log_directory is not None  # by the user: it may exist already
-        remove_leftovers()
+        remove_stale_folders()
         try:
             self.log_directory.mkdir(mode=0o700, parents=True, exist_ok=is_chosen)
             prefix = f"{PREFIX}{os.getpid()}-turns-"
-            self._turns_directory = Path(tempfile.mkdtemp(prefix=prefix, dir=memory_directory()))
+            self._turns_directory = Path(tempfile.mkdtemp(prefix=prefix, dir=shared_memory_directory()))
             self._holds = [hold(self._turns_directory)]
             if not is_chosen:
                 self._holds.append(hold(self.log_directory))
@@ -224,7 +224,7 @@ class Cluster:
             elif said.get("serving"):
                 child.description = said
                 child.serving_since = time.monotonic()
-                self._become(child, ChildState.SERVING, EventKind.SERVING, f"on {child.address}")
+                self._change_state(child, ChildState.SERVING, EventKind.SERVING, f"on {child.address}")
             elif "refused" in said:
                 refused = next((other for other in self._children if other.address == said["address"]), child)
                 why = f"by {child.name}: {said['refused']}"
@@ -246,7 +246,7 @@ class Cluster:
             return
         self._listen(child)
         if child.is_one_shot and status == 0:
-            self._become(child, ChildState.ENDED, EventKind.ENDED, child.last_words())
+            self._change_state(child, ChildState.ENDED, EventKind.ENDED, child.last_words())
             return
         why, words = describe_status(status), child.last_words()
         if child.has_never_served:
@@ -263,7 +263,9 @@ class Cluster:
         child.num_failures += 1
         child.num_restarts += 1
         child.start_at = time.monotonic() + delay
-        self._become(child, ChildState.DOWN, EventKind.DIED, f"{why}; restarts {f'in {delay:g} s' if delay else 'now'}")
+        self._change_state(
+            child, ChildState.DOWN, EventKind.DIED, f"{why}; restarts {f'in {delay:g} s' if delay else 'now'}"
+        )
 
     def _is_due(self, child: Child) -> bool:
         if child.state is ChildState.DOWN:
@@ -306,7 +308,7 @@ class Cluster:
             else:
                 self._fail(child, f"{child.name} cannot be started: {error}")
             return
-        self._become(child, ChildState.STARTING, EventKind.STARTING, f"pid {child.pid}")
+        self._change_state(child, ChildState.STARTING, EventKind.STARTING, f"pid {child.pid}")
 
     def _stop_children(self) -> None:
         """Sends SIGTERM to routers and gateway, then to nodes, and SIGKILL to each at its deadline, even if frozen."""
@@ -326,7 +328,7 @@ class Cluster:
             self._reap_stopped(first, router_deadline)
             self._reap_stopped(rest, nodes_deadline)
         for child in self._children:
-            self._become(child, ChildState.ENDED)
+            self._change_state(child, ChildState.ENDED)
         for descriptor in self._holds:
             os.close(descriptor)
         if self._turns_directory is not None:
@@ -340,7 +342,7 @@ class Cluster:
 
     def _terminate(self, children: list[Child]) -> None:
         for child in children:
-            self._become(child, ChildState.STOPPING, EventKind.STOPPING)
+            self._change_state(child, ChildState.STOPPING, EventKind.STOPPING)
             with self._changed:
                 child.send_signal(signal.SIGTERM)
 
@@ -360,8 +362,8 @@ class Cluster:
             self._changed.notify_all()
         self._tell(child, EventKind.FAILED, message)
 
-    def _become(self, child: Child, state: ChildState, kind: EventKind | None = None, message: str = "") -> None:
-        """`kind` is that of the event to emit, if any."""
+    def _change_state(self, child: Child, state: ChildState, kind: EventKind | None = None, message: str = "") -> None:
+        """Changes the child's state. `kind`: the event to emit, if any."""
         with self._changed:
             child.state = state
             self._changed.notify_all()

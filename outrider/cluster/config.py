@@ -18,28 +18,28 @@ class ClusterConfig:
     """Section `cluster`: which processes `outrider up` starts."""
 
     prefill_nodes: int = setting(
-        1, at_least=0, at_most=64, help="Number of prefill nodes; 0: decode nodes compute prompts, beside answers."
+        1, at_least=0, at_most=64, help="Number of prefill nodes. 0: decode nodes compute prompts as well as answers."
     )
     decode_nodes: int = setting(1, at_least=1, at_most=64, help="Number of decode nodes.")
     draft_nodes: int = setting(1, at_least=0, at_most=64, help="Number of draft nodes.")
     routers: int = setting(
-        1, at_least=1, at_most=64, help="Number of routers, on consecutive ports; several share router.store."
+        1, at_least=1, at_most=64, help="Number of routers, on consecutive ports. Several routers share router.store."
     )
     gpus: tuple[str, ...] = setting(
         (),
-        help="GPUs for the nodes, as CUDA_VISIBLE_DEVICES names them, such as 0,1,2: one for each node while there are "
-        "enough; empty: all that are visible.",
+        help="GPUs for the nodes, in the form of CUDA_VISIBLE_DEVICES, for example 0,1,2. Each node gets a GPU of "
+        "its own if there are enough. Empty: all visible GPUs.",
     )
-    draft: str = setting("ngram", help=f"The proposer: {', '.join(DRAFT_CHOICES)} (no speculation).")
+    draft: str = setting("ngram", help=f"What proposes drafts: {', '.join(DRAFT_CHOICES)} (no speculation).")
     port: int = setting(
-        ROUTER_PORT, at_least=0, at_most=65535, help="The (first) router's port; 0: the system chooses."
+        ROUTER_PORT, at_least=0, at_most=65535, help="Port of the (first) router. 0: the system chooses."
     )
     openai_port: int | None = setting(
         None,
         at_least=0,
         at_most=65535,
-        help="OpenAI's API over HTTP on this port of 127.0.0.1, by the SMG gateway (extra openai); "
-        "0: the system chooses; null: off.",
+        help="Port on 127.0.0.1 for OpenAI's API over HTTP, served by the SMG gateway (extra openai). 0: the system "
+        "chooses. null: no gateway.",
     )
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class ClusterConfig:
         if len(set(self.gpus)) < len(self.gpus):
             raise ValueError(f"gpus {','.join(self.gpus)} names one twice")
         if self.port and self.openai_port and self.openai_port - self.port in range(self.routers):
-            raise ValueError(f"openai_port {self.openai_port} is a router's: choose another")
+            raise ValueError(f"openai_port {self.openai_port} is the port of a router: choose another")
 
     @property
     def draft_choice(self) -> DraftChoice:

@@ -12,9 +12,9 @@ from outrider.lossy_stream import LossyStream
 BAR_WIDTH = 24
 REDRAW_SECONDS = 0.1
 LINE_SECONDS = 2.0
-"""Seconds between two lines of progress in a stage if no terminal can be redrawn, as in a container's log."""
+"""Seconds between two progress lines of a stage if the output is not a terminal, for example a container's log."""
 STILL_SECONDS = 10.0
-"""The same if the stage's figures do not change."""
+"""Seconds between two such lines if the figures of the stage do not change."""
 
 
 class EventPrinter:

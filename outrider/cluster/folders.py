@@ -1,4 +1,4 @@
-"""Temporary folders of clusters: locked while their supervisor lives, and removed a day later if it left them."""
+"""Temporary folders of clusters. Their supervisor locks them; those that it leaves behind are removed a day later."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEPT_SECONDS = 86_400.0
 """Seconds that a temporary folder keeps the logs of a cluster that could not start or was killed."""
 
 
-def memory_directory() -> Path:
+def shared_memory_directory() -> Path:
     """Returns a directory in memory: on a disk, write-back of a mapped file would stall the processes that use it."""
     shared = Path("/dev/shm")  # noqa: S108 names in it are random
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
@@ -35,9 +35,9 @@ def hold(folder: Path, lock: int = fcntl.LOCK_SH) -> int:
     return descriptor
 
 
-def remove_leftovers() -> None:
+def remove_stale_folders() -> None:
     """Removes folders of this user's clusters whose supervisor was killed or could not start, after a day."""
-    for folder in {Path(tempfile.gettempdir()), memory_directory()}:
+    for folder in {Path(tempfile.gettempdir()), shared_memory_directory()}:
         for path in folder.glob(f"{PREFIX}*"):
             with contextlib.suppress(OSError):
                 if not OURS.fullmatch(path.name) or path.lstat().st_uid != os.getuid():

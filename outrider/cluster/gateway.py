@@ -7,6 +7,7 @@ thread announces when it can answer.
 from __future__ import annotations
 
 import http.client
+import importlib
 import importlib.util
 import json
 import math
@@ -34,7 +35,7 @@ MODULE = "outrider.cluster.gateway"
 TICK_SECONDS = 0.1
 PROBE_SECONDS = 2.0
 MAX_BODY_BYTES = 16 * 1024 * 1024
-"""Largest HTTP request in bytes. Routers take 2 MiB by default, in which token ids need less space than their text."""
+"""Largest HTTP request in bytes. A router takes 2 MiB, in which token ids need less space than their text."""
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
 """The gateway asks a model hub for a tokenizer that is not on its machine before it asks the router. This hub never
 answers, since nothing listens on the discard port.
@@ -61,7 +62,7 @@ def main() -> int:
     arguments = gateway_arguments(config, telemetry, ports, server.drain_seconds)
     warn_if_exposed(server.host, what="the OpenAI API", is_protected=bool(config.key_file), fix="set gateway.key_file")
     if telemetry.otlp_endpoint and not may_trace(telemetry):
-        _log.warning("the gateway does not trace: it sends traces to http:// only", key="telemetry.otlp_endpoint")
+        _log.warning("the gateway exports no traces: it supports only http:// endpoints", key="telemetry.otlp_endpoint")
     os.environ.update(ENVIRONMENT)
     threading.Thread(target=_announce, args=(ports, server.drain_seconds), daemon=True).start()
     from smg.launch_router import launch_router, parse_router_args
@@ -131,6 +132,16 @@ class GatewayPorts:
     metrics_port: int
 
 
+def require_engine_protocol() -> None:
+    """Raises: ConfigError if the protocol between the gateway and routers of this installation cannot be imported."""
+    try:
+        _ = importlib.import_module("smg_grpc_proto").vllm_engine_pb2_grpc  # imported on first use
+    except Exception as error:  # not installed, or incompatible with the installed protobuf and grpc
+        raise ConfigError(
+            f"smg-grpc-proto cannot be imported ({error}); {install_command('openai')} brings it"
+        ) from error
+
+
 def require_gateway() -> None:
     """Raises: ConfigError if smg is not installed."""
     if importlib.util.find_spec("smg") is None:
@@ -168,8 +179,6 @@ def gateway_arguments(
     flags += ["--reasoning-parser", config.reasoning_parser or NO_PARSER]  # smg would choose by model
     # A client's own id would become the request's, by whose form routers tell completions from chats.
     flags += ["--request-id-headers", "x-outrider-request-id"]
-    if config.cors_allowed_origins:
-        flags += ["--cors-allowed-origins", *config.cors_allowed_origins]
     for number, key in enumerate(_read_keys(config)):
         flags += ["--tenant-api-key", f"client-{number}:{key}"]  # --api-key would also open administration
     traces = telemetry.otlp_endpoint if may_trace(telemetry) else ""

@@ -14,14 +14,16 @@ from outrider.engine.memory import GPU_SHARE
 from outrider.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-UNNAMED = ("",)
-"""One GPU of which no more is known, or which the cluster cannot choose."""
+UNNAMED_GPUS = ("",)
+"""Stands for one GPU whose name is unknown, or that the cluster cannot choose."""
 DEVICE_FILES = Path("/dev")
 GPU_WEIGHTS = {DECODE: 47, PREFILL: 45, DRAFT: 8}
-"""Weights by which nodes divide a GPU: each target has all weights, a draft model is small. A node goes to the GPU with
-the least sum, so that a draft model is next to a prefill node rather than a decode node."""
+"""Shares by which nodes divide the memory of a GPU: a node with the target has all of its weights, and a draft model is
+small. A node gets the GPU with the smallest sum of shares, so that a draft model shares with a prefill node rather than
+a decode node.
+"""
 KV_WEIGHTS = {DECODE: 60, PREFILL: 25}
-"""Weights by which roles divide main memory for KV only: answers grow, prompts are transferred."""
+"""Shares by which roles divide main memory for KV: answers grow on decode nodes, and prompts leave prefill nodes."""
 
 
 def allot(
@@ -48,7 +50,7 @@ def allot(
     placed, loads = {}, Counter[str]()
     for name, role in nodes.items():
         count = 1 if role == DRAFT else (by_role or {}).get(role, settings).sections["model"].tensor_parallel_size
-        if count > len(gpus) and gpus != UNNAMED:
+        if count > len(gpus) and gpus != UNNAMED_GPUS:
             raise ConfigError(f"model.tensor_parallel_size {count} needs as many GPUs: {len(gpus)} may be used")
         least = sorted(gpus, key=loads.__getitem__)[:count]
         placed[name] = sorted(least, key=gpus.index)
@@ -57,7 +59,7 @@ def allot(
     shares = _memory_shares(settings, [group for group in groups if len(group) > 1], default=GPU_SHARE)
     chosen = ("model.device=cuda",) if config.gpus else ()  # a node without its GPU must not fall back to the CPU
     return (
-        {name: {VISIBLE: ",".join(own)} for name, own in placed.items() if gpus != UNNAMED},
+        {name: {VISIBLE: ",".join(own)} for name, own in placed.items() if gpus != UNNAMED_GPUS},
         {name: (*chosen, *shares.get(name, ())) for name in nodes},
     )
 
@@ -75,19 +77,21 @@ def visible_gpus(environ: Mapping[str, str]) -> Sequence[str] | None:
 
 
 def _usable_gpus(wanted: Sequence[str], device: str, environ: Mapping[str, str]) -> Sequence[str]:
-    """Returns the GPUs of `cluster.gpus`, or all visible ones, or UNNAMED; none if the device is the CPU.
+    """Returns the GPUs of `cluster.gpus`, or all visible ones, or UNNAMED_GPUS; none if the device is the CPU.
 
     Raises: ConfigError for a wanted GPU that is missing, or excluded by another setting.
     """
     if device not in ("auto", "cuda"):
         if wanted:
-            raise ConfigError(f"cluster.gpus {','.join(wanted)} does not go with model.device {device}: leave one out")
-        return UNNAMED if device_type(device) == "cuda" else ()
+            raise ConfigError(
+                f"cluster.gpus {','.join(wanted)} cannot be combined with model.device {device}: leave one out"
+            )
+        return UNNAMED_GPUS if device_type(device) == "cuda" else ()
     if not (wanted or device == "cuda" or has_gpu_driver()):
         return ()
     visible = visible_gpus(environ)
     if visible is None:
-        return wanted or UNNAMED
+        return wanted or UNNAMED_GPUS
     for name in wanted:
         if name not in visible and (name.isdigit() or VISIBLE in environ):
             source = f" ({VISIBLE})" if VISIBLE in environ else ""
@@ -99,7 +103,9 @@ def _usable_gpus(wanted: Sequence[str], device: str, environ: Mapping[str, str])
 def _memory_shares(
     settings: ResolvedConfig, groups: Sequence[Mapping[str, float]], *, default: float | None
 ) -> dict[str, tuple[str, ...]]:
-    """Returns settings by node name. `groups` are weights of nodes that share the part `default` of one memory."""
+    """Returns settings by node name. `groups`: shares of the nodes of each memory, of which they use the part `default`
+    together.
+    """
     memory, is_imported = settings.sections["kv_cache"], "kv_cache.memory" in settings.imported
     fraction = memory.size[1] if is_imported else default
     if fraction is None or (memory.memory and not is_imported):

@@ -1,6 +1,7 @@
 """`python -m outrider.cluster.locate_model`: downloads and converts the model once, with progress, before nodes start.
 
-It is a separate process so that the half gigabyte of memory that converting the default model takes ends with it.
+It is a separate process because the conversion of the default model takes half a gigabyte of memory, which the end of
+the process frees.
 """
 
 from __future__ import annotations

@@ -52,7 +52,9 @@ class ChildSpec:
 
 
 def plan_children(config: ClusterConfig, launch: Launch) -> list[ChildSpec]:
-    """Returns the processes in start order: the model's own first, routers and the OpenAI gateway last."""
+    """Returns the processes in start order: the one that locates the model first, routers and the OpenAI gateway
+    last.
+    """
     num_drafts = 0 if config.draft == NO_PROPOSER else config.draft_nodes
     counts = ((DRAFT, num_drafts), (PREFILL, config.prefill_nodes), (DECODE, config.decode_nodes))
     children = [ChildSpec(name="model", role=MODEL, is_one_shot=True)] if launch.locate_model else []
@@ -128,7 +130,6 @@ def _chosen(
         chosen["router.prefill_targets"] = targets.get(PREFILL, ())
         chosen["router.decode_targets"] = targets.get(DECODE, ())
         chosen["router.draft_targets"] = targets.get(DRAFT, ())
-        chosen["router.vllm_engine"] = "auto" if config.openai_port is None else "on"
     elif role == GATEWAY:
         chosen["gateway.router_targets"] = targets.get(ROUTER, ())
     elif role == DECODE:
@@ -136,7 +137,7 @@ def _chosen(
         if head:
             chosen["decode_node.local_head"] = "false"
         if config.draft == NO_PROPOSER:
-            chosen["decode_node.local_fallback"] = "none"
+            chosen["decode_node.local_lookup"] = "none"
             chosen["decode_node.num_speculative_tokens"] = 0
     elif role == DRAFT:
         chosen["draft_node.proposer"] = choice.proposer

@@ -9,7 +9,7 @@ from outrider.cluster.config import DECODE, DRAFT, PREFILL, ClusterConfig
 from outrider.engine.processor import usable_cpus, within_quota
 
 FEWEST_TO_DIVIDE = 6
-"""Processors below which all roles share them: an idle role's own processors would be wasted."""
+"""With fewer processors than this, all roles share them, because processors of an idle role would be wasted."""
 
 
 def divide_cpus(config: ClusterConfig, cpus: Sequence[int]) -> dict[str, tuple[int, ...]]:

@@ -44,7 +44,7 @@ def parse_role_arguments(
         action="append",
         default=[],
         dest="defaults",
-        help="as --set, but file, environment and --set override it; repeatable",
+        help="a setting that file, environment and --set override; repeatable",
     )
     arguments = parser.parse_args(argv)
     if role in ROLES:  # imported files are for this process, whose warnings then name what its role does not use
@@ -67,7 +67,7 @@ def add_settings_arguments(parser: argparse.ArgumentParser, environ: Mapping[str
         metavar="FILE",
         type=Path,
         default=Path(default) if default else None,
-        help=f"YAML file; default: ${CONFIG_FILE_VARIABLE}, else none",
+        help=f"YAML file with settings; default: ${CONFIG_FILE_VARIABLE}, else none",
     )
     parser.add_argument(
         "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help="one setting; repeatable"
@@ -78,8 +78,8 @@ def add_settings_arguments(parser: argparse.ArgumentParser, environ: Mapping[str
         action="append",
         default=[],
         dest="imports",
-        help="YAML or JSON of TensorRT-LLM, Dynamo or vLLM, over --config, below environment and flags; with prefill=, "
-        "decode= or draft= for those nodes only; repeatable",
+        help="YAML or JSON file of TensorRT-LLM, Dynamo or vLLM; it overrides --config, and environment and flags "
+        "override it; with prefill=, decode= or draft=, for those nodes only; repeatable",
     )
 
 
@@ -108,11 +108,11 @@ def _checked_text(info: SettingInfo, text: str) -> str:
 
 def given_settings(arguments: argparse.Namespace) -> list[str]:
     """Returns settings in the form of `--set`: flags that are settings, then `--set`."""
-    return [*(f"{entry.key}={entry.value}" for entry in _given_flags(arguments)), *arguments.overrides]
+    return [*(f"{entry.key}={entry.value}" for entry in _flag_entries(arguments)), *arguments.overrides]
 
 
-def _given_flags(arguments: argparse.Namespace) -> list[Entry]:
-    """Returns the given flags; errors name them as the user gave them."""
+def _flag_entries(arguments: argparse.Namespace) -> list[Entry]:
+    """Returns the flags that were given. Errors name them as the user wrote them."""
     given = vars(arguments)
     names = {key: f"{flag} " for flag, key in given.items() if flag.startswith("--")}
     return [
@@ -137,7 +137,7 @@ def load_arguments(
         sections,
         file=arguments.config,
         environ=environ,
-        flags=_given_flags(arguments),
+        flags=_flag_entries(arguments),
         overrides=arguments.overrides,
         defaults=getattr(arguments, "defaults", ()),
         imports=arguments.imports,
@@ -147,7 +147,7 @@ def load_arguments(
 
 
 def write_warnings(command: str, warnings: Sequence[str]) -> None:
-    """Writes to stderr what imported files set without effect."""
+    """Writes a warning to stderr for each imported key that has no effect."""
     for warning in dict.fromkeys(warnings):
         sys.stderr.write(f"{command}: warning: {warning}\n")
 

@@ -1,4 +1,4 @@
-"""The sources of settings. A later one of these overrides the earlier ones:
+"""Loads settings from their sources. Each of these sources overrides the ones before it:
 
 defaults < `--default` < YAML file < files of other servers < environment < arguments of vLLM < `--set`
 """
@@ -34,13 +34,13 @@ OTHER_VARIABLES = frozenset(
     )
 )
 """Variables with the prefix that are not settings."""
-OF_SERVICES = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_\w+)=.*|\w+_PORT=\w+://.*")
+KUBERNETES_VARIABLE = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_\w+)=.*|\w+_PORT=\w+://.*")
 """Matches variables that Kubernetes sets in every pod for a service with a name such as outrider-router."""
-DRAFTS = ("cluster.draft", "model.head", "draft_node.proposer")
+DRAFTER_KEYS = ("cluster.draft", "model.head", "draft_node.proposer")
 """Settings that choose the drafter: if one of them overrides a speculative_config, all of that is ignored."""
 
 Layer = dict[str, Entry]
-"""What one source sets, by key, including unconverted values of other roles' sections."""
+"""The settings of one source, by key. Values in sections of other roles are not converted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +96,9 @@ def load_config(
             if only_role:
                 warnings += [f"{key.origin}: nothing that a {role} has" for key in imported.keys if known.lacks(key)]
     named = Imported(keys=translate(arguments, target=target))
-    rivals = [given[key].source for key in DRAFTS if key in given]
+    rivals = [given[key].source for key in DRAFTER_KEYS if key in given]
     if rivals and any(key.entry.key.startswith(SPECULATIVE) for key in named.keys):
-        raise ConfigError(f"{SPECULATIVE} and {rivals[0]} each say who drafts: choose one")
+        raise ConfigError(f"{SPECULATIVE} and {rivals[0]} both choose the drafter: keep one")
     layer = known.take(_settings_of(named.keys, given), is_text=True)
     layer = known.take(_settings_of(keys, explicit | layer)) | layer
     values = below | explicit | layer
@@ -112,14 +112,14 @@ def load_config(
 
 
 def parse_reference(text: str) -> tuple[str | None, Path]:
-    """`prefill=FILE` → ("prefill_node", FILE); FILE alone is for all services."""
+    """Parses `prefill=FILE` to ("prefill_node", FILE), and FILE alone, which is for all services, to (None, FILE)."""
     name, equals, path = text.partition("=")
     role = next((role for role in ROLES if name in (role, role.removesuffix("_node"))), None)
     return (role, Path(path)) if equals and role else (None, Path(text))
 
 
 def environment_name(key: str) -> str:
-    """`decode_node.draft_targets` → `OUTRIDER_DECODE_NODE__DRAFT_TARGETS`."""
+    """Converts `decode_node.draft_targets` to `OUTRIDER_DECODE_NODE__DRAFT_TARGETS`."""
     return ENVIRONMENT_PREFIX + key.upper().replace(".", "__")
 
 
@@ -141,8 +141,10 @@ def _settings(texts: Sequence[str], flag: str) -> Iterator[Entry]:
 
 
 def _settings_of(keys: Sequence[Translated], above: Layer) -> list[Entry]:
-    """Returns imported settings that `above` does not set. A speculative_config counts wholly or not at all."""
-    has_draft = not above.keys().isdisjoint(DRAFTS)
+    """Returns imported settings that `above` does not set. The settings of a speculative_config are taken all together
+    or not at all.
+    """
+    has_draft = not above.keys().isdisjoint(DRAFTER_KEYS)
     return [
         Entry(key=name, value=value, source=key.origin, text=key.entry.text if value is key.entry.value else None)
         for key in keys
@@ -167,12 +169,12 @@ class _Known:
         """Yields a warning for each unknown variable with the prefix. Raises: ConfigError if it names a section."""
         names = {environment_name(key).replace("__", "_"): environment_name(key) for key in self.settings}
         for name in sorted(environ):
-            is_other = name in OTHER_VARIABLES or OF_SERVICES.fullmatch(f"{name}={environ[name]}")
+            is_other = name in OTHER_VARIABLES or KUBERNETES_VARIABLE.fullmatch(f"{name}={environ[name]}")
             if name.startswith(ENVIRONMENT_PREFIX) and "__" not in name and not is_other:
                 known = [*names, *OTHER_VARIABLES]
                 same_end = [each for each in names if each.endswith(name.removeprefix(ENVIRONMENT_PREFIX[:-1]))]
                 nearest = difflib.get_close_matches(name, same_end or known, n=1, cutoff=0.0)[0]
-                problem = f"environment variable {name} is no setting; the nearest is {names.get(nearest, nearest)}"
+                problem = f"environment variable {name} is not a setting; the nearest is {names.get(nearest, nearest)}"
                 if name.removeprefix(ENVIRONMENT_PREFIX).lower().startswith(SECTIONS):
                     raise ConfigError(problem)
                 yield problem
@@ -217,7 +219,7 @@ class _Known:
         try:
             return replace(section, **changes)
         except ValueError as error:  # raised by a check over several fields, in __post_init__
-            raise ConfigError(f"{_blamed(str(error), sources)}: {prefix}: {error}") from error
+            raise ConfigError(f"{_sources_named(str(error), sources)}: {prefix}: {error}") from error
 
 
 def _take_file(known: _Known, file: Path | None) -> Layer:
@@ -243,7 +245,7 @@ def _read(entry: Entry, kind: Any, *, is_text: bool) -> Entry:
     return entry
 
 
-def _blamed(message: str, sources: Mapping[str, str]) -> str:
+def _sources_named(message: str, sources: Mapping[str, str]) -> str:
     """Returns the sources of the fields that a message names; all sources if it names none of them."""
     named = [source for name, source in sources.items() if re.search(rf"\b{name}\b", message)]
     return ", ".join(dict.fromkeys(named or sources.values()))

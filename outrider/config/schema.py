@@ -12,7 +12,7 @@ from outrider.config.values import to_plain
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", Path: "string", type(None): "null"}
-KEYWORDS = {"at_least": "minimum", "above": "exclusiveMinimum", "at_most": "maximum"}
+KEYWORDS = {"at_least": "minimum", "at_most": "maximum"}
 
 
 def config_schema(sections: Mapping[str, type]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ class Limits:
 
     at_least: float | None = None
     at_most: float | None = None
-    above: float | None = None
     choices: tuple[Any, ...] | None = None
 
     def allow(self, value: Any) -> bool:
@@ -30,13 +29,12 @@ class Limits:
             math.isfinite(value)
             and (self.at_least is None or value >= self.at_least)
             and (self.at_most is None or value <= self.at_most)
-            and (self.above is None or value > self.above)
         )
 
     def __str__(self) -> str:
         if self.choices is not None:
             return "one of " + ", ".join(str(choice) for choice in self.choices)
-        bounds = [(self.at_least, "at least"), (self.above, "above"), (self.at_most, "at most")]
+        bounds = [(self.at_least, "at least"), (self.at_most, "at most")]
         return " and ".join(f"{word} {bound}" for bound, word in bounds if bound is not None)
 
 
@@ -45,14 +43,11 @@ def setting(
     *,
     at_least: float | None = None,
     at_most: float | None = None,
-    above: float | None = None,
     choices: Sequence[Any] | None = None,
     help: str = "",  # noqa: A002 the word that argparse users know
 ) -> Any:
     """Returns a dataclass field with its range and help text."""
-    limits = Limits(
-        at_least=at_least, at_most=at_most, above=above, choices=None if choices is None else tuple(choices)
-    )
+    limits = Limits(at_least=at_least, at_most=at_most, choices=None if choices is None else tuple(choices))
     return field(default=default, metadata={"limits": limits, "help": help})
 
 
@@ -97,15 +92,37 @@ def _described(prefix: str, section: Any) -> Iterator[SettingInfo]:
         yield SettingInfo(key=key, kind=hints[item.name], default=value, limits=limits, help=text)
 
 
+FORMER_KEYS = {
+    "decode_node.draft_trees": "drafts are always trees when that pays",
+    "decode_node.keep_features": "it is decode_node.keep_answers now",
+    "decode_node.local_fallback": "it is decode_node.local_lookup now",
+    "decode_node.transfer_timeout_seconds": "it is always 30",
+    "draft_node.num_speculative_tokens": "decode_node.num_speculative_tokens limits drafts",
+    "gateway.cors_allowed_origins": "gateway.extra_arguments takes --cors-allowed-origins",
+    "model.keep_packed": "packed weights are always kept",
+    "prefill_node.turn_seconds": "it is always 0.12",
+    "router.journal_bytes": "it is router.answer_memory_bytes now",
+    "router.max_waiting_tokens": "it is 262,144, or 1,024 times router.max_waiting if that is more",
+    "router.timelines": "it is always 256",
+    "router.vllm_engine": "the engine service is served wherever smg-grpc-proto is installed",
+    "security.operator_name": "it is always outrider-operator",
+    "server.max_request_bytes": "it is always 2 MiB",
+    "telemetry.profiling": "nodes can always be profiled; with TLS, only services and operators may do that",
+}
+"""Settings that were removed or renamed, and what replaces them."""
+
+
 def unknown_key(key: str, known: Collection[str]) -> str:
-    """Describes an unknown key: its known part, and the nearest name that could follow."""
+    """Describes an unknown key: what has replaced it, or its known part and the nearest name that could follow."""
+    if key in FORMER_KEYS:
+        return f"{key} is not a setting any more: {FORMER_KEYS[key]}"
     names, owner = key.split("."), ""
     for name in names:
-        beside = {other.removeprefix(owner).partition(".")[0] for other in known if other.startswith(owner)}
-        if name not in beside:
+        names_here = {other.removeprefix(owner).partition(".")[0] for other in known if other.startswith(owner)}
+        if name not in names_here:
             break
         owner += f"{name}."
-    nearest = difflib.get_close_matches(name, sorted(beside), n=1, cutoff=0.0)
+    nearest = difflib.get_close_matches(name, sorted(names_here), n=1, cutoff=0.0)
     hint = f"the nearest is {owner}{nearest[0]}" if nearest else f"{owner[:-1]} has no settings of its own"
     return f"unknown key {owner}{name}; {hint}"
 

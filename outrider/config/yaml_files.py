@@ -94,13 +94,13 @@ def _entries(
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):  # as for {{ .Values.name }}
-            raise ConfigError(f"{path}:{line}: a group or list is no name; render a template first")
+            raise ConfigError(f"{path}:{line}: a group or list cannot be a key; render a template first")
         key = prefix + key_node.value
         if not prefix and key.startswith(("x-", ".")):  # Compose and others keep fragments for aliases there
             continue
         source, same = f"{path}:{line}", key.replace("-", "_")  # other servers' files use dashes
         if same in lines:
-            raise ConfigError(f"{source}: {key} stands in line {lines[same]} already")
+            raise ConfigError(f"{source}: {key} is already set in line {lines[same]}")
         lines[same] = line
         if not isinstance(value_node, yaml.MappingNode) or not value_node.value:
             try:
@@ -109,7 +109,7 @@ def _entries(
                 raise ConfigError(f"{source}: {key} is not a value: {error}") from error
             for part in value if isinstance(value, list) else [value]:
                 if isinstance(part, str) and BLANK.search(part):
-                    raise ConfigError(f"{source}: {key} = {part} is to be filled in first, by envsubst for example")
+                    raise ConfigError(f"{source}: {key} = {part} must be filled in first, for example by envsubst")
             text = value_node.value if isinstance(value_node, yaml.ScalarNode) else None
             yield Entry(key=key, value=value, source=source, text=text)
             continue

@@ -21,18 +21,21 @@ class KvTransferConfig:
     connector: str = setting(
         "auto",
         choices=("auto", *CONNECTORS),
-        help="On a prefill node, the way to send: auto is CUDA IPC between GPUs of one machine, else shared memory if "
-        "the decode node can attach to it, else grpc. On a decode node, the ways to accept: auto is all of them.",
+        help="How a prefill node sends KV. auto: CUDA IPC between GPUs of one machine, otherwise shared memory if "
+        "the decode node can attach to it, otherwise grpc. On a decode node: the connectors that it accepts; "
+        "auto: all.",
     )
-    port: int = setting(0, at_least=0, at_most=65535, help="Port on which a decode node receives KV; 0: a free one.")
-    host: str = setting("", help="Interface on which a decode node receives KV; empty: the server's.")
-    arena_bytes: int = fixed(32 << 20)  # main or GPU memory shared with each decode node, allocated as needed
-    frame_bytes: int = fixed(2 << 20)  # largest payload of a frame, and size of an arena's slot: copying it is cheap
-    device_frame_bytes: int = fixed(4 << 20)  # same for CUDA IPC, where the cost per frame exceeds that of its bytes
-    window_bytes: int = fixed(16 << 20)  # unacknowledged payload to one decode node by grpc; enough for a busy link
-    connect_seconds: float = fixed(5.0)  # timeout for a decode node to attach, which takes one round trip
-    progress_seconds: float = fixed(PROGRESS_SECONDS)  # a decode node that acknowledges nothing for this long is lost
-    arena_directory: str = fixed(ARENA_DIRECTORY)  # where memory is shared with the decode node
+    port: int = setting(
+        0, at_least=0, at_most=65535, help="Port on which a decode node receives KV. 0: the system chooses."
+    )
+    host: str = setting("", help="Interface on which a decode node receives KV. Empty: the one of the server.")
+    arena_bytes: int = fixed(32 << 20)  # main or GPU memory shared with each decode node, as needed
+    frame_bytes: int = fixed(2 << 20)  # largest payload of a frame, and a slot of the arena: copies of it are cheap
+    device_frame_bytes: int = fixed(4 << 20)  # likewise by CUDA IPC, where a frame costs more than its bytes
+    window_bytes: int = fixed(16 << 20)  # unacknowledged payload by grpc to one decode node: it keeps a link busy
+    connect_seconds: float = fixed(5.0)  # for a decode node to attach; it serves, so this is a round trip
+    progress_seconds: float = fixed(PROGRESS_SECONDS)  # a decode node that acknowledges nothing for so long is lost
+    arena_directory: str = fixed(ARENA_DIRECTORY)  # where memory can be shared with the decode node
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "host", self.host.strip("[]"))  # written around an IPv6 address before a port

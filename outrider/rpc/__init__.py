@@ -1,1 +1,3 @@
-"""The part of RPC that both ends share: channels, credentials, errors as statuses. No server, logs or metrics."""
+"""The RPC code that clients and servers share: channels, credentials, and errors as statuses. No server, logs or
+metrics.
+"""

@@ -46,10 +46,8 @@ def server_options(
 def channel_options(
     *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, bulk: bool = False, is_replaceable: bool = False
 ) -> ChannelOptions:
-    """Returns the options of a channel.
-
-    `bulk`: uses a separate TCP connection, so that payload never delays a token stream.
-    `is_replaceable`: another server can do the same, so the connection is dropped if pings are
+    """Returns the options of a channel. `bulk`: the channel has its own TCP connection, so that payload never delays a
+    token stream. `is_replaceable`: another server offers the same service, so the connection is dropped if pings are
     unanswered for some seconds.
     """
     options: ChannelOptions = [
@@ -86,7 +84,8 @@ def open_channel(
     server_name: str = "",
     is_replaceable: bool = False,
 ) -> grpc.aio.Channel:
-    """Opens a channel to "host:port" (or any gRPC target), plaintext without credentials. Dials lazily, with no proxy.
+    """Opens a channel to "host:port" (or any gRPC target), plaintext without credentials. It connects on first use,
+    without a proxy.
 
     `server_name`: the name required in the other side's certificate, if not the address.
     """

@@ -1,4 +1,4 @@
-"""`outrider.errors` ⇄ gRPC statuses with rich details (google.rpc.Status). Status codes are used here only."""
+"""`outrider.errors` ⇄ gRPC statuses with rich details (google.rpc.Status). No other module uses status codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider import errors
 ERROR_DOMAIN = "outrider"
 DETAILS_KEY = "grpc-status-details-bin"
 UNREACHABLE = "UNREACHABLE"
-"""Reason of a PeerLostError made by gRPC itself: no answer, or a broken connection."""
+"""Reason of a PeerLostError for a status of gRPC itself: no answer, or a broken connection."""
 MAX_MESSAGE_BYTES = 1024
 """Maximum bytes of an error's message: it is twice in the trailers, for which clients have 8 KiB by default."""
 
@@ -52,7 +52,7 @@ def to_status(error: BaseException) -> status_pb2.Status:
     if not isinstance(error, errors.OutriderError) or code is grpc.StatusCode.INTERNAL:
         details = [_pack(error_details_pb2.ErrorInfo(reason=errors.InternalError.reason, domain=ERROR_DOMAIN))]
         return status_pb2.Status(code=code.value[0], message="internal error; see the server's log", details=details)
-    message = _cut(error.message)
+    message = _truncate(error.message)
     metadata: dict[str, str] = {}
     if isinstance(error, errors.PeerLostError) and error.node:
         metadata["node"] = error.node
@@ -95,7 +95,7 @@ def from_rpc_error(error: grpc.RpcError, *, target: str = "") -> errors.Outrider
     return kind(message, **arguments)
 
 
-def _cut(message: str) -> str:
+def _truncate(message: str) -> str:
     """Truncates a message: it may contain names and values from a client, of any length."""
     data = message.encode(errors="replace")
     return message if len(data) <= MAX_MESSAGE_BYTES else data[: MAX_MESSAGE_BYTES - 3].decode(errors="ignore") + "…"

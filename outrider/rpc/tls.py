@@ -19,15 +19,20 @@ from outrider.rpc.channels import open_channel, open_sync_channel
 AuthContext = Mapping[str, Any]
 """`ServicerContext.auth_context()`: lists of bytes by property (grpcio's stubs have another type)."""
 
+OPERATOR_NAME = "outrider-operator"
+"""DNS name in the certificates of operators, who may also call NodeService (`outrider profile`)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsConfig:
     """Files in PEM form. On a server, certificate and private key turn TLS on; on a client, any of them does."""
 
-    certificate: Path | None = setting(None, help="This side's certificate chain.")
-    private_key: Path | None = setting(None, help="This side's private key.")
+    certificate: Path | None = setting(None, help="Certificate chain of this side.")
+    private_key: Path | None = setting(None, help="Private key of this side.")
     authority: Path | None = setting(
-        None, help="Certificates that vouch for the other side. On a server: clients must show one (mutual TLS)."
+        None,
+        help="Certificates of the authorities that this side trusts. On a server, clients must then present a "
+        "certificate (mutual TLS).",
     )
 
     def __post_init__(self) -> None:
@@ -52,7 +57,7 @@ class TlsMaterial:
     authority: bytes | None
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Returns the credentials of a channel. Without an authority the system's are trusted."""
+        """Returns the credentials of a channel. Without an authority, the channel trusts the system's authorities."""
         return grpc.ssl_channel_credentials(
             root_certificates=self.authority, private_key=self.private_key, certificate_chain=self.certificate
         )
@@ -74,13 +79,14 @@ def read_tls(tls: TlsConfig) -> TlsMaterial:
 
 
 def client_credentials(tls: TlsConfig | None, token: str | None) -> grpc.ChannelCredentials | None:
-    """Returns None for plaintext. A `tls` without an authority trusts the system's.
+    """Returns the credentials of a client; None for plaintext. A `tls` without an authority trusts the system's
+    authorities.
 
     Raises: ConfigError if a file cannot be read, or if a token would be sent in plaintext.
     """
     if tls is None:
         if token is not None:
-            raise ConfigError("a token needs tls=TlsConfig(…): in plaintext everybody on the way could read it")
+            raise ConfigError("a token needs tls=TlsConfig(…): without TLS, anybody on the network could read it")
         return None
     credentials = read_tls(tls).channel_credentials()
     if token is None:
@@ -165,7 +171,7 @@ FileStamp = tuple[int, int, int]
 
 
 def file_stamp(path: Path) -> FileStamp:
-    """Returns a value that differs once a file was changed; zeros if it is missing."""
+    """Returns a value that changes with every change of the file; zeros if the file is missing."""
     try:
         found = path.stat()
     except OSError:
@@ -180,18 +186,15 @@ class SecurityConfig:
     tls: TlsConfig = field(default_factory=TlsConfig)
     peer_name: str = setting(
         "outrider-node",
-        help="DNS name in the certificate of every service of the cluster. Each side of a connection between services "
-        "asks the other for it, instead of for an address.",
-    )
-    operator_name: str = setting(
-        "outrider-operator", help="DNS name in certificates that may use NodeService besides (`outrider profile`)."
+        help="DNS name in the certificate of every service of the cluster. Services check each other for this name "
+        "instead of an address.",
     )
 
     def __post_init__(self) -> None:
         if any(self.tls.files) and not all(self.tls.files):
             raise ValueError("tls: certificate, private_key and authority go together: TLS between services is mutual")
-        if not self.peer_name or not self.operator_name:
-            raise ValueError("peer_name and operator_name must not be empty")
+        if not self.peer_name:
+            raise ValueError("peer_name must not be empty")
 
 
 class PeerSecurity:
@@ -250,7 +253,7 @@ class PeerSecurity:
 
     def is_operator(self, auth_context: AuthContext) -> bool:
         """Whether a caller may use NodeService."""
-        return not self.is_enabled or self._config.operator_name in names_of(auth_context)
+        return not self.is_enabled or OPERATOR_NAME in names_of(auth_context)
 
     def explain_refusal(self, auth_context: AuthContext) -> str:
         """Returns the error message for a caller that is no peer."""

@@ -7,14 +7,16 @@ import socket
 from functools import cache
 
 PROBES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Documentation addresses (RFC 5737, RFC 3849): the kernel picks the source address for them and sends nothing."""
+"""Documentation addresses (RFC 5737, RFC 3849): the kernel chooses a source address for them without sending
+anything.
+"""
 
 
 def reachable_address(advertised: str, bound: str) -> str:
-    """Returns the "host:port" that others dial: the advertised one, else the bound one.
+    """Returns the "host:port" that other processes connect to: the advertised one, or else the bound one.
 
-    `advertised` is "host", "host:port" or empty; `bound` is "host:port". A wildcard becomes
-    this machine's own address: in a container, the one that other containers reach.
+    `advertised` is "host", "host:port" or empty; `bound` is "host:port". A wildcard is replaced by this machine's own
+    address: in a container, the one at which other containers reach it.
     """
     bound_host, port = split_port(bound)
     host, advertised_port = split_port(advertised)
@@ -23,7 +25,7 @@ def reachable_address(advertised: str, bound: str) -> str:
 
 
 def host_port(host: str, port: object) -> str:
-    """Joins host and port for dialling: an IPv6 address gets brackets."""
+    """Joins host and port to an address; an IPv6 host gets brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -35,7 +35,9 @@ _failure_log = get_logger("service")
 
 
 def announce(**fields: Any) -> None:
-    """Writes one line if the parent listens. Fields must be JSON values. Thread-safe. A closed pipe is ignored."""
+    """Writes one line if there is a parent process that reads it. Fields must be JSON values. Thread-safe. A closed
+    pipe is ignored.
+    """
     if _descriptor is not None:
         line = (json.dumps(fields) + "\n").encode()
         with _lock, contextlib.suppress(OSError):
@@ -43,8 +45,8 @@ def announce(**fields: Any) -> None:
 
 
 class Progress:
-    """Reports the progress of a long start: to the parent process at most ten times a second, and to the log
-    every few seconds during a stage, and at its end if the stage had any line. For one thread.
+    """Reports the progress of a long start. The parent process gets at most ten reports a second. The log gets a line
+    every few seconds during a stage, and one at its end if the stage had any line. For one thread.
     """
 
     def __init__(self) -> None:
@@ -71,7 +73,7 @@ class Progress:
 
 
 announce_progress = Progress()
-"""For `open_model(config, progress=announce_progress)`."""
+"""The progress callback for `open_model(config, progress=announce_progress)`."""
 
 _STAGES = {
     "download": "downloading the model",

@@ -1,4 +1,4 @@
-"""Settings that every role has, and those of the OpenAI gateway, some of which routers read too."""
+"""Settings of all roles, and settings of the OpenAI gateway, some of which routers read too."""
 
 from __future__ import annotations
 
@@ -10,51 +10,52 @@ from outrider.rpc.tls import SecurityConfig
 
 ROUTER_PORT = 50051
 NO_PARSER = "passthrough"
-"""The gateway's parser that leaves thoughts in the text."""
+"""Name of the gateway's parser that leaves reasoning in the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Section `server`: the address of a process, its limits, and how long it drains."""
 
-    host: str = setting("127.0.0.1", help="Address to bind; 0.0.0.0 for every network card.")
+    host: str = setting("127.0.0.1", help="Address to bind. 0.0.0.0: all network interfaces.")
     port: int | None = setting(
         None,
         at_least=0,
         at_most=65535,
-        help="Port to bind; 0: the system chooses. By default 50051 for a router and 0 for a node.",
+        help="Port to bind. 0: the system chooses. Default: 50051 for a router, 0 for a node.",
     )
     advertise_address: str = setting(
-        "", help="host[:port] under which others reach this service; empty: what is bound, or this machine's address."
+        "",
+        help="Address (host[:port]) at which other processes reach this service. Empty: the bound address, or this "
+        "machine's address.",
     )
-    name: str = setting("", help="Unique in the cluster; empty: role and address for others.")
+    name: str = setting("", help="Name of the process, unique in the cluster. Empty: its role and address.")
     metrics_port: int | None = setting(
         None,
         at_least=0,
         at_most=65535,
-        help="Prometheus over HTTP on this port, and on a router its page; 0: the system chooses; null: off.",
+        help="HTTP port for Prometheus metrics and, on a router, the status page. 0: the system chooses. null: no "
+        "port.",
     )
     drain_seconds: float = setting(
-        6.0, at_least=0, at_most=86_400, help="How long running work may go on after SIGTERM; the end takes 3 s more."
-    )
-    max_request_bytes: int = setting(
-        2 * 1024 * 1024,
-        at_least=65_536,
-        at_most=1 << 30,
-        help="Largest request of a call with one request; parsing holds up every stream of the process.",
+        6.0,
+        at_least=0,
+        at_most=86_400,
+        help="Seconds that running requests may continue after SIGTERM. The shutdown takes 3 more seconds.",
     )
     max_concurrent_rpcs: int = setting(
         4096,
         at_least=16,
         at_most=1_000_000,
-        help="Calls at a time; beyond: RESOURCE_EXHAUSTED. Probes and Abort are not counted.",
+        help="Maximum number of concurrent calls. More calls get RESOURCE_EXHAUSTED. Health probes and Abort do not "
+        "count.",
     )
     max_connection_age_seconds: float | None = setting(
         None,
         at_least=1,
         at_most=86_400,
-        help="After so long a client is asked to connect again, so that clients spread over routers that were added; "
-        "running streams are not cut. null: never.",
+        help="Age in seconds at which clients are asked to reconnect, so that they also use routers that were added "
+        "later. Running streams are not interrupted. null: never.",
     )
 
     def __post_init__(self) -> None:
@@ -69,19 +70,23 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetryConfig:
-    """Section `telemetry`: what is logged, and how."""
+    """Section `telemetry`: logs and traces."""
 
-    log_level: str = setting("info", choices=("debug", "info", "warning", "error"), help="Least severity logged.")
+    log_level: str = setting(
+        "info", choices=("debug", "info", "warning", "error"), help="Minimum severity of the messages that are logged."
+    )
     log_format: str = setting(
         "auto",
         choices=("auto", "json", "text"),
-        help="One JSON object or one line of text per event; auto: text on a terminal.",
+        help="Format of log messages: one JSON object or one line of text per event. auto: text on a terminal, JSON "
+        "elsewhere.",
     )
-    log_text: bool = setting(False, help="Whether prompts and answers may be logged, and shown on the router's page.")
-    profiling: bool = setting(True, help="Whether a node may be profiled by RPC; it slows the steps that it watches.")
+    log_text: bool = setting(
+        False, help="Whether prompts and answers may appear in logs and on the router's status page."
+    )
     otlp_endpoint: str = setting(
         "",
-        help="Where traces go, by OTLP over gRPC: http://host:4317, or https:// for TLS; empty: off.",
+        help="Collector of traces, by OTLP over gRPC: http://host:4317, or https:// for TLS. Empty: no traces.",
     )
 
 
@@ -89,26 +94,26 @@ class TelemetryConfig:
 class GatewayConfig:
     """Section `gateway`: OpenAI's API over HTTP, served by the SMG gateway. `smg launch --help` lists its parsers."""
 
-    router_targets: tuple[str, ...] = setting((), help="Addresses of routers (host:port).")
+    router_targets: tuple[str, ...] = setting((), help="Addresses (host:port) of the routers.")
     tool_call_parser: str = setting(
         "json",
-        help="How tool calls are found in a model's text where it may choose to call one: `json`, `qwen`, `llama`, "
-        "`mistral` and others; empty: by the model's name.",
+        help="Format of tool calls in the model's text, if the model may choose to call a tool: `json`, `qwen`, "
+        "`llama`, `mistral` and others. Empty: the gateway chooses by the model's name.",
     )
     reasoning_parser: str = setting(
         "",
-        help="How thoughts are told from the answer: `qwen3`, `deepseek_r1` and others; empty: they stay in the text. "
-        "Routers read it too.",
+        help="Format that separates reasoning from the answer: `qwen3`, `deepseek_r1` and others. Empty: reasoning "
+        "stays in the text. Routers read this setting too.",
     )
     key_file: Path | None = setting(
         None,
-        help="A file of keys, one a line. Clients must show one (`Authorization: Bearer KEY`); null: nobody is asked.",
-    )
-    cors_allowed_origins: tuple[str, ...] = setting(
-        (), help="Origins whose web pages may ask, such as http://localhost:3000; `*`: all."
+        help="File of API keys, one per line. Clients must send one of them (`Authorization: Bearer KEY`). null: "
+        "clients need no key.",
     )
     extra_arguments: tuple[str, ...] = setting(
-        (), help="More arguments of `smg launch`, such as --model-alias=gpt-4=NAME; they come last."
+        (),
+        help="Further arguments of `smg launch`, for example --model-alias=gpt-4=NAME, or --cors-allowed-origins "
+        "and http://localhost:3000 for web pages. They are added last.",
     )
 
 

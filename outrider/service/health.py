@@ -14,7 +14,9 @@ from grpc_health.v1._async import HealthServicer
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 LIVENESS = "liveness"
-"""For probes that restart a process: the start, the drain and other nodes' states do not change it."""
+"""Health name for probes that restart a process: start, drain and the states of other nodes do not change its
+status.
+"""
 
 
 class Health:
@@ -37,7 +39,7 @@ class Health:
         await self._tell()
 
     def set_ready(self, is_ready: bool) -> None:  # noqa: FBT001 a listener of one value
-        """Sets whether the nodes that the service depends on are available (`outrider.service.server.FrontService`)."""
+        """Sets whether the nodes that the service needs are available (`outrider.service.server.FrontService`)."""
         if is_ready is not self._is_ready:
             self._is_ready = is_ready
             self._telling = asyncio.create_task(self._tell(), name="health")

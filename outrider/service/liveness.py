@@ -1,11 +1,10 @@
-"""Progress deadlines: they decide when a process that still holds its connection is late, silent or lost.
+"""Progress deadlines, which decide when a process with an open connection is late, silent or lost.
 
 A process stopped by SIGSTOP looks alive to TCP. Every report therefore carries a progress mark
 and the expected time of the current step. A process is late if its next report or the end of
-its step is overdue by `LATE_SECONDS`; this is a suspicion, withdrawn when it makes progress.
-It is silent if its reports are overdue by `SILENT_SECONDS`. It is lost if no report arrived
-for the grace period plus a few expected steps, or if reports arrive but one step takes far
-longer than expected.
+its step is overdue by `LATE_SECONDS`; this is a suspicion that is withdrawn when the process makes progress. It is
+silent if its reports are overdue by `SILENT_SECONDS`. It is lost if no report arrived for the grace period plus a few
+expected steps, or if reports arrive but one step takes far longer than expected.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from enum import IntEnum
 from outrider.node import NodeReport
 
 DEFAULT_GRACE_SECONDS = 2.0
-LEAST_GRACE_SECONDS = 1.0
+MIN_GRACE_SECONDS = 1.0
 STEP_TOLERANCE = 10.0
-"""Multiple of its expected time that a step may take: other programs share the cores."""
+"""A step may take its expected time multiplied by this number, since other programs share the cores."""
 REPORT_TOLERANCE = 2.0
-"""Expected steps, on top of the grace period, for which reports may be missing: native kernels release the GIL."""
+"""Reports may be missing for the grace period and this number of expected steps: native kernels release the GIL."""
 LATE_SECONDS = 0.5
 """Seconds that a report or a step may be overdue before the process is suspected."""
 SILENT_SECONDS = 1.0
@@ -32,7 +31,7 @@ SILENT_SECONDS = 1.0
 REPORT_SECONDS = 0.2
 """Maximum seconds between two reports."""
 LATE_STEP_TOLERANCE = 2.0
-"""Multiple of its expected time up to which a step is not late."""
+"""A step is late after its expected time multiplied by this number."""
 
 STALL_SECONDS = 0.1
 """Seconds of delay after which an event loop counts as stalled: it reads what has arrived before it judges a peer."""
@@ -62,7 +61,7 @@ class ProgressDeadline:
     def __init__(
         self, *, grace_seconds: float = DEFAULT_GRACE_SECONDS, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._grace_seconds = max(grace_seconds, LEAST_GRACE_SECONDS)
+        self._grace_seconds = max(grace_seconds, MIN_GRACE_SECONDS)
         self._clock = clock
         self._report_deadline = self._step_deadline = clock() + self._grace_seconds
         self._late_report_at = self._late_step_at = self._report_deadline

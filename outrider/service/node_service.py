@@ -1,4 +1,4 @@
-"""The NodeService of every role."""
+"""The NodeService, which every role has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SERVICE_NAME = "outrider.v1.NodeService"
 TOKENIZER_CHUNK_BYTES = 1 << 20
 TRACE_CHUNK_BYTES = 1 << 20
 DEFAULT_INTERVAL_SECONDS = 0.2
-LEAST_INTERVAL_SECONDS = 0.05
+MIN_INTERVAL_SECONDS = 0.05
 
 
 def default_node_name(role: str, address: str, *, configured: str = "") -> str:
@@ -26,7 +26,7 @@ def default_node_name(role: str, address: str, *, configured: str = "") -> str:
 
 
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):
-    """Answers from callables, which run on the event loop and must not block."""
+    """Answers calls with the results of callables, which run on the event loop and must not block."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         self, request: node_pb2.WatchNodeRequest, context: Context
     ) -> AsyncIterator[node_pb2.NodeReport]:
         interval = request.interval_milliseconds / 1000 or DEFAULT_INTERVAL_SECONDS
-        interval = max(interval, LEAST_INTERVAL_SECONDS)
+        interval = max(interval, MIN_INTERVAL_SECONDS)
         while True:
             yield REPORT.to_proto(self._report())
             await asyncio.sleep(interval)

@@ -1,4 +1,4 @@
-"""Tracks calls until their status has been sent, so that a process does not exit before."""
+"""Tracks calls until their status has been sent, so that a process does not exit earlier."""
 
 from __future__ import annotations
 

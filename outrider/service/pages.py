@@ -35,7 +35,9 @@ class Page(NamedTuple):
 
 
 FindPage = Callable[[str], Page]
-"""Returns the page at a path, or an error page. It is called concurrently, in the threads of HTTP connections."""
+"""A function that returns the page at a path, or an error page. It is called concurrently, in the threads of HTTP
+connections.
+"""
 
 
 class _Output(BufferedIOBase):

@@ -91,7 +91,7 @@ class PeerSet(Generic[AnyPeer]):
     async def _follow(self, target: str) -> None:
         while True:
             await self._look_up(target)
-            self._settle()
+            self._update_peers()
             await asyncio.sleep(self._interval_seconds)
 
     async def _look_up(self, target: str) -> None:
@@ -106,7 +106,7 @@ class PeerSet(Generic[AnyPeer]):
             _log.info("name is resolved again", target=target, addresses=addresses)
         self._answers[target] = addresses
 
-    def _settle(self) -> None:
+    def _update_peers(self) -> None:
         """Opens peers for new addresses; drops disconnected peers whose addresses DNS no longer returns."""
         wanted = {address: target for target, addresses in self._answers.items() for address in addresses}
         coming = sorted(wanted.keys() - self._peers.keys())
@@ -114,7 +114,7 @@ class PeerSet(Generic[AnyPeer]):
         for address in coming:
             peer = self._peers[address] = self._open_peer(wanted[address], address)
             self._running[address] = running = self._spawn(peer.run(), name=f"peer {address}")
-            running.add_done_callback(partial(self._forget_ended, address))
+            running.add_done_callback(partial(self._remove_ended, address))
         for address in going:
             self._running.pop(address).cancel()
             del self._peers[address]
@@ -128,7 +128,7 @@ class PeerSet(Generic[AnyPeer]):
         task.add_done_callback(self._take_end)
         return task
 
-    def _forget_ended(self, address: str, task: asyncio.Task[None]) -> None:
+    def _remove_ended(self, address: str, task: asyncio.Task[None]) -> None:
         """Forgets a peer that ended by itself (a bug), so that it is reopened after the next lookup."""
         if self._running.get(address) is task:
             del self._running[address], self._peers[address]

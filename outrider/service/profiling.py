@@ -1,4 +1,4 @@
-"""Profiling of a running node: access control, and the client's request."""
+"""Profiling of a running node: the server's side, and the client's request."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ EXPORT_SECONDS = 60.0
 
 
 class ProfileDesk:
-    """Runs one profile at a time, if `is_allowed`. Event loop only; `submit` sends commands to the engine thread."""
+    """Runs one profile at a time. Event loop only; `submit` sends commands to the engine thread."""
 
     def __init__(
         self,
         *,
-        is_allowed: bool,
         can_be_traced: Callable[[], bool],
         node_name: Callable[[], str],
         submit: Callable[[StartProfile | EndProfile], None],
     ) -> None:
         """`can_be_traced` returns whether torch's profiler would see the engine's forward passes."""
-        self._is_allowed = is_allowed
         self._can_be_traced = can_be_traced
         self._node_name = node_name
         self._submit = submit
@@ -44,9 +42,6 @@ class ProfileDesk:
 
         Raises: NotSupportedError; AlreadyRunningError; AbortedError if the engine does not return the profile.
         """
-        if not self._is_allowed:
-            message = "profiling is turned off on this node (telemetry.profiling)"
-            raise NotSupportedError(message, reason="PROFILING_OFF")
         if options.num_traced_steps and not self._can_be_traced():
             message = "native kernels compute on this node, and a trace is torch's: the table has the kernels' phases"
             raise NotSupportedError(message, reason="NOT_TRACED")
@@ -78,7 +73,7 @@ class ProfileDesk:
                 return await done, timed_out
         except TimeoutError as error:
             raise AbortedError(
-                f"{self._node_name()}: the step at hand takes too long", reason="STEP_TOO_LONG"
+                f"{self._node_name()}: the current step takes too long", reason="STEP_TOO_LONG"
             ) from error
 
 
@@ -111,7 +106,7 @@ async def fetch_profile(channel: grpc.aio.Channel, options: ProfileOptions, *, t
 def _explained(error: grpc.RpcError, target: str) -> OutriderError:
     found = from_rpc_error(error, target=target)
     if isinstance(found, NotSupportedError) and found.reason == NotSupportedError.reason:  # raised by gRPC itself
-        return NotSupportedError(f"{target} is no node that can be profiled: {found.message}", reason="NOT_A_NODE")
+        return NotSupportedError(f"{target} is not a node that can be profiled: {found.message}", reason="NOT_A_NODE")
     return found
 
 

@@ -38,6 +38,8 @@ UNCOUNTED_METHODS = frozenset(
     {f"/{ROUTER_SERVICE}/Abort", f"/{ENGINE_SERVICE}/Abort", f"/{ENGINE_SERVICE}/HealthCheck"}
 )
 """Methods of client services that do not count: those that free resources, and a gateway's probe."""
+MAX_REQUEST_BYTES = 2 * 1024 * 1024
+"""Size of the largest unary request. Parsing a larger one would hold up every stream of the process for too long."""
 RETRY_SECONDS = 1.0
 
 Handler = Any
@@ -60,7 +62,7 @@ class RequestLimits(grpc.aio.ServerInterceptor):
     - RouterService and the engine service are for clients that `authenticate` accepts, NodeService is for services of
       the cluster and operators, and every other service is for the cluster; health and reflection are for everyone.
     - Calls beyond `max_calls` are rejected. Probes and calls that free resources are not counted: a process at its
-      limit must still be seen to be alive, and must accept requests to do less. Probe streams have a separate limit of
+      limit must still look alive, and must accept calls that reduce its load. Probe streams have a separate limit of
       the same size.
     - Unary requests that are too large or do not parse end with INVALID_ARGUMENT: gRPC parses on the event loop, where
       16 MiB of empty submessages take seconds, and its parser's exceptions would become UNKNOWN. Servicers check the
@@ -72,7 +74,6 @@ class RequestLimits(grpc.aio.ServerInterceptor):
         *,
         calls: OpenCalls,
         max_calls: int,
-        max_request_bytes: int,
         security: PeerSecurity,
         authenticate: Authenticate | None,
     ) -> None:
@@ -80,7 +81,6 @@ class RequestLimits(grpc.aio.ServerInterceptor):
         self._calls = calls
         self._watches = OpenCalls()
         self._max_calls = max_calls
-        self._max_request_bytes = max_request_bytes
         self._security = security
         self._authenticate = authenticate
         self._guarded: dict[str, Handler] = {}  # by method
@@ -157,9 +157,9 @@ class RequestLimits(grpc.aio.ServerInterceptor):
         """Wraps `parse` so that it returns the error if a request cannot be read."""
 
         def read(data: bytes) -> Any:
-            if len(data) > self._max_request_bytes:
+            if len(data) > MAX_REQUEST_BYTES:
                 return InvalidRequestError(
-                    f"the request has {len(data)} bytes; at most {self._max_request_bytes} are allowed",
+                    f"the request has {len(data)} bytes; at most {MAX_REQUEST_BYTES} are allowed",
                     field="",
                     reason="REQUEST_TOO_LARGE",
                 )

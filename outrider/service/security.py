@@ -16,4 +16,4 @@ def warn_if_exposed(host: str, *, what: str, is_protected: bool, fix: str) -> No
 
 def log_refused_files(message: str) -> None:
     """Logs an error of `TlsFiles` or `PeerSecurity`."""
-    _log.error("renewed TLS files are not taken; the old ones stay in force", error=message)
+    _log.error("renewed TLS files were rejected; the previous ones stay in use", error=message)

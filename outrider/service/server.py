@@ -51,19 +51,21 @@ if TYPE_CHECKING:
 _log = get_logger("service")
 
 DRAIN_SLACK_SECONDS = 1.0
-"""Seconds that a drain may exceed its deadline before it is abandoned."""
+"""Seconds after the deadline of a drain at which the drain is abandoned."""
 TEXT_FORMAT = "text/plain; version=0.0.4"
 HANDOVER_SECONDS = 0.5
-"""Minimum seconds of a drain: peers learn of it from this process's reports, and call the process until then."""
+"""Minimum seconds of a drain: peers learn of the drain from this process's reports, and call the process until then."""
 SPARE_CALLS = 1024
-"""Calls that gRPC's own limit, which counts all calls alike, allows beyond twice the configured limit."""
+"""gRPC's own limit, which counts all calls, is twice the configured limit plus this number."""
 MAX_YOUNG_OBJECTS = 10_000
-"""Young objects that trigger a collection: a large step makes thousands, and the default is 700."""
+"""Number of young objects that triggers a garbage collection. A large step makes thousands of objects; Python's default
+is 700.
+"""
 M_ARENA_MAX = -8  # parameter of mallopt(3)
 TRACES_SECONDS = 0.5
-"""Seconds of a stop during which the last traces are exported."""
+"""Seconds for the export of the last traces during a stop."""
 STOP_SECONDS = 2.0
-"""Seconds that the service may take to stop; then the process ends, even if something still hangs."""
+"""Seconds after which a stopping process ends even if a part of the service still hangs."""
 
 
 class Service(Protocol):
@@ -89,7 +91,7 @@ class Service(Protocol):
 
 @runtime_checkable
 class FrontService(Service, Protocol):
-    """A service for clients: it shows pages, and is serving only while the nodes it needs are.
+    """A service for clients. It has pages, and it is serving only while the nodes that it needs are serving.
 
     `calls` holds the open calls, which the process counts; a drain waits until their statuses have been sent.
     """
@@ -100,7 +102,9 @@ class FrontService(Service, Protocol):
         """Returns the page finder. Called once, on the event loop, before the service starts."""
 
     def follow_readiness(self, tell: Callable[[bool], None]) -> None:
-        """Calls `tell` on the event loop, now and at every change, with whether requests can be served."""
+        """Calls `tell` on the event loop, immediately and at every change; its argument says whether requests can be
+        served.
+        """
 
 
 class ServiceProcess:
@@ -112,7 +116,7 @@ class ServiceProcess:
         An error on the command line ends the process with status 2 and one line on stderr. Raises: ConfigError if
         traces cannot be sent.
         """
-        _share_heaps()
+        _limit_heaps()
         guard_standard_streams()
         self.role = role
         self.sections = parse_role_arguments(role, sections, argv)
@@ -210,7 +214,7 @@ class ServiceProcess:
             return 1
         if isinstance(service, FrontService):
             service.follow_readiness(health.set_ready)
-        _settle_memory()
+        _release_memory()
         await health.set_serving(is_serving=True)
         described = {"version": __version__, **service.describe()}
         announce(serving=True, **{**described, **where})
@@ -233,7 +237,7 @@ class ServiceProcess:
                 await service.stop()
                 await asyncio.to_thread(self.tracer.stop, TRACES_SECONDS)
         except TimeoutError:
-            _log.warning("stopping took too long; the process ends all the same")
+            _log.warning("the stop took too long; the process exits anyway")
         _log.info("stopped")
 
     def _on_signal(self, number: int) -> None:
@@ -243,7 +247,7 @@ class ServiceProcess:
         self._stopping.set()
 
 
-def _share_heaps() -> None:
+def _limit_heaps() -> None:
     """Limits glibc's heaps (arenas), one per thread, which keep freed memory: 40 MiB in a prefill node under load.
 
     To be called before threads are started. The environment (MALLOC_ARENA_MAX) takes precedence.
@@ -253,7 +257,7 @@ def _share_heaps() -> None:
         mallopt(M_ARENA_MAX, 2)
 
 
-def _settle_memory() -> None:
+def _release_memory() -> None:
     """Gives freed memory back to the system, and excludes the objects of the start from garbage collection.
 
     These are 350,000 objects, including a model's libraries; scanning them takes 0.2 s, during which all threads wait.
@@ -276,7 +280,6 @@ def make_server(
     limits = RequestLimits(
         calls=OpenCalls() if calls is None else calls,
         max_calls=config.max_concurrent_rpcs,
-        max_request_bytes=config.max_request_bytes,
         security=security,
         authenticate=authenticate,
     )
@@ -341,7 +344,7 @@ def probe_port(host: str, port: int, advice: str) -> None:
             if error.errno == errno.EADDRINUSE:
                 raise ConfigError(f"port {port} on {host} is taken; {advice}") from error
             if error.errno == errno.EADDRNOTAVAIL:
-                raise ConfigError(f"{host} is no address of this machine; {_other_host(host)}") from error
+                raise ConfigError(f"{host} is not an address of this machine; {_other_host(host)}") from error
             raise ConfigError(f"port {port} on {host} cannot be bound: {error.strerror}; {advice}") from error
 
 

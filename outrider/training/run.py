@@ -65,7 +65,7 @@ def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress
     if plan.traffic is not None and next(read_answers(plan.traffic), None) is None:
         raise ConfigError(
             f"--from-traffic {plan.traffic} has no kept answers: let a decode node run with "
-            f"decode_node.keep_features={plan.traffic}"
+            f"decode_node.keep_answers={plan.traffic}"
         )
 
     def say_and_keep(line: str) -> None:

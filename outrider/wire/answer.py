@@ -51,7 +51,7 @@ def event_to_proto(event: AnswerEvent) -> router_pb2.GenerateResponse:
 
 
 def event_from_proto(proto: router_pb2.GenerateResponse) -> AnswerEvent | None:
-    """Returns None for an event that this version does not know."""
+    """Returns the event; None if this version does not know it."""
     match proto.WhichOneof("event"):
         case "delta":
             delta = proto.delta

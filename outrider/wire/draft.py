@@ -23,10 +23,12 @@ from outrider.wire.request import OPTIONS
 DRAFT_STATUSES = EnumTable(DraftStatus, draft_pb2.DraftStatus, "DRAFT_STATUS")
 
 TOO_MANY_TOKENS = 256
-"""More tokens than any branch may have; the decode node reads no further to detect that."""
+"""Limit of tokens that are read of a branch. It is above the allowed number, so that the decode node detects longer
+branches.
+"""
 
 MAX_GRADE = 16
-"""The highest grade: acceptance is tracked per grade, so a peer must not be able to create more."""
+"""The highest grade. Acceptance is tracked per grade, so a peer must not be able to create further ones."""
 
 MAX_STEP_MICROSECONDS = 10_000_000
 """Maximum microseconds of a step, and of a draft node's look-ahead."""

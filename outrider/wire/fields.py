@@ -30,10 +30,10 @@ class Conversion:
 
 
 MAX_TRACEPARENT_LENGTH = 64
-"""Maximum characters; the first version of W3C's format has 55."""
+"""Maximum characters of a traceparent; in the first version of W3C's format it has 55."""
 
 TRACEPARENT = Conversion(str, lambda value: value if len(value) <= MAX_TRACEPARENT_LENGTH else "")
-"""A traceparent, which is held as long as its request; one that is too long is dropped."""
+"""Converts a traceparent, which is held as long as its request; drops one that is too long."""
 
 _MICROSECONDS = Conversion(lambda seconds: round(seconds * 1e6), lambda microseconds: microseconds / 1e6)
 

@@ -111,7 +111,7 @@ class NodeDirectory:
         drafts = [link for link in self._links() if link.role is NodeRole.DRAFT and link.is_serving]
         decodes = self.decode_nodes
         names = [model.proposer for model in _models((*drafts, *decodes)) if model.proposer]
-        numbers = [model.num_speculative_tokens for model in _models((*decodes, *drafts))]
+        numbers = [model.num_speculative_tokens for model in _models(decodes)]
         return max(names, key=lambda name: ":" in name, default=""), next(iter(numbers), 0)
 
     @property

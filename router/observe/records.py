@@ -19,6 +19,8 @@ from outrider.service.telemetry.tracing import NO_TRACER, Tracer, fail, nanoseco
 from router.observe.record import AttemptRecord, RequestRecord
 from router.observe.spans import RequestState
 
+MAX_RECORDS = 256
+"""Requests whose records a router keeps for its page."""
 MAX_STEPS = 100_000
 """Maximum steps recorded of all requests together, about 20 MB."""
 
@@ -38,11 +40,16 @@ class Records:
     """
 
     def __init__(
-        self, max_records: int, *, keeps_tokens: bool = False, max_steps: int = MAX_STEPS, tracer: Tracer = NO_TRACER
+        self,
+        max_records: int = MAX_RECORDS,
+        *,
+        keeps_tokens: bool = False,
+        max_steps: int = MAX_STEPS,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
-        """`max_records`: 0 disables the history. `keeps_tokens`: whether token ids are recorded, which reveal text."""
+        """`keeps_tokens`: also record token ids, which reveal the answer's text."""
         self._max_records = max_records
-        self._num_free_steps = max_steps if max_records else 0
+        self._num_free_steps = max_steps
         self.keeps_tokens = keeps_tokens
         self._tracer = tracer
         self._serials = itertools.count(1)

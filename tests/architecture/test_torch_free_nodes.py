@@ -34,7 +34,7 @@ prefill.engine.runner.forward(build_input_batch([SequenceRows(PROMPT, 0, [3], 0)
 (plane,) = (plane for plane in prefill.engine.kv_cache.planes if plane.is_feature)
 assert prefill.engine.kv_cache.read(plane.name, range(1), np.arange(48, 48 + len(PROMPT))).any()
 
-node = TinyNode(model, head=head, draft_rows="all", draft_trees="auto")
+node = TinyNode(model, head=head, draft_rows="all")
 groups = [node.open(sampling=sampling) for sampling in ({"n": 2, "temperature": 1.0}, {})]
 node.run()
 print(json.dumps([node.parts.model.proposer, node.num_drafted, node.tokens(groups[1]), "torch" in sys.modules]))

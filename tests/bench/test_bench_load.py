@@ -73,7 +73,7 @@ def closed(num_clients):
 
 
 async def send(router, prompts, level, *, options=None, speculation=True):
-    """The records of one pass."""
+    """Returns the records of one pass."""
     async with serving(router) as client:
         load = LoadGenerator(RouterAsker(client, options or AnswerOptions()))
         return (await load.run(prompts, level, speculation=speculation)).records
@@ -87,7 +87,7 @@ async def bench(router, *, prompts=PROMPTS, num_clients=1, modes=(True,), progre
 
 
 def sent_most_often(router):
-    """How often the prompt was sent that was sent most often."""
+    """Returns how often the most frequent prompt was sent."""
     return max(Counter(request.text or request.chat.messages[0].content for request in router.requests).values())
 
 

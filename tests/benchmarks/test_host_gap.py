@@ -1,4 +1,4 @@
-"""The gap is within a step, and every sequence is in it."""
+"""The measured gap lies within a step and covers every sequence."""
 
 from __future__ import annotations
 

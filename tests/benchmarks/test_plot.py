@@ -1,4 +1,4 @@
-"""The chart of the README: drawn from committed figures, which the log has as well."""
+"""The README's chart is drawn from committed figures that the log also has."""
 
 from __future__ import annotations
 

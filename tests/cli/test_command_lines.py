@@ -1,4 +1,4 @@
-"""Command lines that start nothing: what is wrong with them is one line."""
+"""Invalid command lines: they start nothing, and the error is one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.cli.sampling_arguments import with_defaults_of
         (["up", "a", "b"], "unknown argument b"),
         (["up", "a", "--model", "b"], "unknown argument a"),
         (["bench", "load", "--concurency", "3"], "unknown argument --concurency; the nearest is --concurrency"),
-        (["bench", "load", "--concurrency", "x"], "--concurrency: x is no number of at least 1"),
+        (["bench", "load", "--concurrency", "x"], "--concurrency: x is not a number of at least 1"),
         (["bench", "load", "--rate", "1,x"], "--rate: 1,x: rates are numbers above 0"),
         (["generate", "hi", "--target", ","], "--target: a client needs at least one target"),
         (["probe", "--target", "https://h"], "--target: https://h: a target must be HOST:PORT"),

@@ -119,7 +119,7 @@ sys.exit(main(sys.argv[2:]))
 
 
 def without_extras(installed, *command):
-    """A command in a process that can import what this install has, and no more."""
+    """Runs a command in a process that can import only the packages of this install."""
     return run_python("-c", WITHOUT, installed, *command)
 
 
@@ -140,7 +140,7 @@ def test_commands_that_start_no_service_need_no_more_than_a_client(target, tmp_p
         done = without_extras(installed, *command)
         assert (done.returncode, done.stdout != "") == (0, True), done
     done = without_extras(installed, "replay", "some-id", target.replace("--target", "--against"))
-    assert "some-id is no file; to find its receipt, set router.receipts" in done.stderr
+    assert "some-id is not a file; to find its receipt, set router.receipts" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_up_restarts_a_node_and_ends_with_0_and_without_its_file(up):
 
 @pytest.fixture
 def full_pipe(tmp_path):
-    """Its reader is there and never reads."""
+    """Returns a pipe whose reader never reads."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
     descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)

@@ -108,7 +108,7 @@ def test_a_file_for_one_role_is_shown_with_that_role(file, capsys):
 
 
 def settings_of(cluster):
-    """What each process reads of its command line, by its name."""
+    """Returns the sections that each process reads from its command line, by its name."""
     found = {}
     for spec in plan_children(cluster.config, cluster.launch):
         if spec.role in ROLES:
@@ -130,7 +130,7 @@ def test_each_process_of_a_cluster_reads_the_file(file, capsys):
     assert f"{file}:3 print_iter_log" in capsys.readouterr().err
     found = settings_of(cluster)
     assert found["draft-0"]["draft_node"].proposer == "ngram"
-    assert found["draft-0"]["draft_node"].num_speculative_tokens == 3
+    assert found["decode-0"]["decode_node"].num_speculative_tokens == 3
     assert found["decode-0"]["decode_node"].max_running_sequences == 32
     assert found["prefill-0"]["prefill_node"].max_running_sequences == 32
     assert found["prefill-0"]["model"].head == found["decode-0"]["model"].head == ""
@@ -187,7 +187,7 @@ def test_a_file_for_decode_nodes_says_who_drafts(file):
 
 @pytest.mark.parametrize("method", ["NGram", f"Eagle3, speculative_model_dir: {DEFAULT_HEAD}"])
 def test_the_head_of_a_file_for_decode_nodes_is_that_of_prefill_nodes_too(file, method):
-    """Or their features would not fit."""
+    """Otherwise their features would not fit."""
     file.write_text(f"speculative_config: {{decoding_type: {method}}}\n")
     found = settings_of(cluster_of("--extra-engine-args", f"decode={file}"))
     assert found["prefill-0"]["model"].head == found["decode-0"]["model"].head != "auto"
@@ -229,7 +229,7 @@ def test_names_are_texts_whatever_they_would_be_in_yaml():
         (["--quantization", "awq"], "flag quantization: quantized checkpoints are not read"),
         (["--speculative-config", "{"], "flag speculative_config: neither a value nor JSON"),
         (["--speculative-config", '{"method": "eagl"}'], "the nearest is eagle"),
-        (["--speculative-config", '{"method": "ngram"}', "--draft", "suffix"], "choose one"),
+        (["--speculative-config", '{"method": "ngram"}', "--draft", "suffix"], "both choose the drafter: keep one"),
         (["--max-model-len", "-1"], "model.max_model_len = -1 is out of range"),
     ],
 )
@@ -277,6 +277,6 @@ def test_help_names_the_choices_of_a_flag(capsys):
 
 @pytest.mark.parametrize("name", ["", "null", "hashes"])
 def test_a_file_of_tokens_is_asked_for_whatever_its_name(name, monkeypatch, tmp_path):
-    """Or a variable that is not set would let everybody in."""
+    """Otherwise an unset variable would let everybody in."""
     monkeypatch.chdir(tmp_path)
     assert f"router.token_file={tmp_path / name}" in cluster_of("--token-hashes", name).launch.overrides

@@ -17,7 +17,7 @@ TOKEN = "s3cret"
 
 
 class GuardedRouter(router_pb2_grpc.RouterServiceServicer):
-    """Refuses everybody, and says whether they had the token."""
+    """Rejects every call; the error says whether the call had the token."""
 
     def refuse(self, request, context):
         known = dict(context.invocation_metadata()).get("authorization") == f"Bearer {TOKEN}"

@@ -13,7 +13,7 @@ LAST_LINE = re.compile(
 
 
 def answer(*, has_speculation: bool, seconds: float) -> RequestRecord:
-    """Eleven tokens in five deltas, which are all the same time apart."""
+    """Returns an answer of eleven tokens in five deltas at equal intervals."""
     speculation = SpeculationMetrics(num_spec_steps=4 * has_speculation, num_accepted_draft_tokens=6 * has_speculation)
     return RequestRecord(
         prompt_id="chat",

@@ -55,7 +55,7 @@ def test_a_port_that_nobody_listens_on(capsys):
 
 
 def test_a_process_that_is_stopped_does_not_hold_the_probe(capsys):
-    with socket.create_server(("127.0.0.1", 0)) as frozen:  # connects, and never says a word
+    with socket.create_server(("127.0.0.1", 0)) as frozen:  # accepts connections, and never answers
         target = f"127.0.0.1:{frozen.getsockname()[1]}"
         assert main(["probe", "--target", target, "--timeout", "0.2"]) == 1
     assert capsys.readouterr().err == f"outrider probe: {target} does not answer within 0.2 s\n"
@@ -75,7 +75,7 @@ def test_a_timeout_must_be_above_0(capsys, timeout):
 
 
 def test_a_probe_imports_little():
-    """It runs every few seconds beside the service that it asks."""
+    """It runs every few seconds next to the service that it checks."""
     script = """
 import sys
 from outrider.cli.main import main

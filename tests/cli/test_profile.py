@@ -94,7 +94,7 @@ REQUEST = {
 
 @contextmanager
 def serving(answer):
-    """host:port of a page; `answer` gets the path and returns bytes, or None for what is not there."""
+    """Serves a page and yields its host:port; `answer` gets the path and returns bytes, or None for a missing page."""
 
     class Pages(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -116,7 +116,7 @@ def serving(answer):
 
 @pytest.fixture
 def page():
-    """A router's page that knows one request, and others that are left out, each for another reason."""
+    """A router's page with one complete request, and others that are left out, each for another reason."""
     cut = [span("decode", 0.35, None, "decode"), *(each for each in REQUEST["spans"] if each["kind"] != "decode")]
     requests = {
         7: REQUEST,
@@ -234,7 +234,7 @@ def test_what_cannot_be_profiled_is_one_clear_line(capsys, arguments, message):
 
 @pytest.fixture
 def profiled(monkeypatch):
-    """Sets what a node answers, profile by profile: (profile, trace)."""
+    """Sets a node's answers, one (profile, trace) for each call."""
 
     def answer(*profiles):
         answers = iter(profiles)

@@ -1,4 +1,4 @@
-"""`outrider replay` against a router before fake nodes, whose tokens are scripted."""
+"""`outrider replay` against a router with fake nodes, whose tokens are scripted."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def wait_for_receipt(folder, request_id):
 
 @pytest.fixture
 def replay(router, capsys):
-    """(exit status, standard output, standard error) of the command."""
+    """Runs the command; returns (exit status, standard output, standard error)."""
 
     def run(*arguments):
         status = main(["replay", f"--against={router.cluster.address}", *map(str, arguments)])
@@ -284,7 +284,7 @@ def test_a_receipt_of_no_possible_answer_is_refused(replay, answered, change, me
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "has no receipt"), (b"{}\n", "line 1: no receipt"), (b"\xff\x00\n", "line 1: no receipt")],
+    [(b"", "has no receipt"), (b"{}\n", "line 1: not a receipt"), (b"\xff\x00\n", "line 1: not a receipt")],
     ids=["empty", "object", "binary"],
 )
 def test_a_file_that_has_no_receipts_is_one_clear_line(replay, tmp_path, content, message):

@@ -1,4 +1,4 @@
-"""`outrider top` before a stand-in for the router."""
+"""`outrider top` with a stand-in for the router."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NOBODY = "127.0.0.1:1"
 
 
 class WatchedRouter(router_pb2_grpc.RouterServiceServicer):
-    """One report, then one more for each `more.set()`; `status` refuses all calls."""
+    """Sends one report, then one more for each `more.set()`; with `status` it rejects all calls."""
 
     def __init__(self, name="decode-0") -> None:
         self.name = name
@@ -162,7 +162,7 @@ class Terminal:
         self.shown = ""
 
     def read_until(self, condition: Callable[[str], object]) -> None:
-        """Of what has been shown since the cursor was at the top."""
+        """Reads until the text appears in what has been shown since the cursor was at the top."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition(self.shown.rpartition("\x1b[H")[2]):
             ready, _, _ = select.select([self._master], [], [], max(deadline - time.monotonic(), 0.0))

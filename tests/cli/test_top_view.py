@@ -1,4 +1,4 @@
-"""What `outrider top` remembers and shows: values, without a terminal."""
+"""The history and the view of `outrider top`, as values without a terminal."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_moves_of_the_last_minute_are_those_that_were_seen_of_one_router():
 
 
 def test_steps_a_second_survive_no_loss_of_the_node():
-    """A lost node is listed with zero counts: its counter has not risen by all of its steps when it is back."""
+    """A lost node is listed with zero counts; when it is back, that is not a rise by all of its steps."""
     reports = [(NodeState.SERVING, 1000), (NodeState.LOST, 0), (NodeState.SERVING, 1000), (NodeState.SERVING, 1020)]
     found = History()
     rates = []

@@ -12,7 +12,7 @@ from outrider.cli.main import main
         (["--minutes", "-1"], "--minutes -1"),
         (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl cannot be read"),
         (["--prompts", "a", "--from-traffic", "b"], "give one of them"),
-        (["--from-traffic", "nowhere"], "decode_node.keep_features=nowhere"),
+        (["--from-traffic", "nowhere"], "decode_node.keep_answers=nowhere"),
         (["--init-from", "nowhere"], "nowhere has no config.json"),
     ],
 )
@@ -36,7 +36,7 @@ def test_a_full_disk_ends_the_run_in_one_line(tiny_model, tmp_path, capsys, monk
 
     monkeypatch.setattr("outrider.training.run.train_head", fill)
     assert main(["train-head", "--out", str(tmp_path / "head"), "--model", str(tiny_model)]) == 1
-    assert "No space left on device; then the same command goes on" in capsys.readouterr().err
+    assert "No space left on device; afterwards, the same command continues" in capsys.readouterr().err
 
 
 def test_a_folder_is_asked_for(capsys):

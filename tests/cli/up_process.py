@@ -34,9 +34,8 @@ SECTIONS = {{**NODE_SECTIONS, **SERVICE_SECTIONS, "{role}": Config}}
 
 
 class Up:
-    """`outrider up` as a person starts it, where `router` and the other roles are stand-ins.
-
-    It runs beside modules of somebody else's service, which have the names of ours and of the standard library's.
+    """`outrider up` as a person starts it, with stand-ins for the roles. The working folder has modules of another
+    service, named like Outrider's and the standard library's.
     """
 
     def __init__(self, directory: Path, *, shell: str = 'exec "$@"', **environ: str) -> None:

@@ -12,7 +12,7 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb
 
 CHUNK_BYTES = 64 * 1024
 STATUSES = {1000 + code.value[0]: code for code in grpc.StatusCode}
-"""A request with one of these seeds ends with the status."""
+"""Requests with one of these seeds end with the status."""
 
 
 class EchoEngine(vllm_engine_pb2_grpc.VllmEngineServicer):

@@ -28,12 +28,11 @@ from outrider.v1 import router_pb2, router_pb2_grpc
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleConfig:
     proposer: str = setting("ngram")
-    local_fallback: str = setting("ngram")
+    local_lookup: str = setting("ngram")
     num_speculative_tokens: int = setting(5, at_least=0)
     draft_targets: tuple[str, ...] = setting(())
     decode_targets: tuple[str, ...] = setting(())
     prefill_targets: tuple[str, ...] = setting(())
-    vllm_engine: str = setting("auto")
 
 
 class EchoRouter(router_pb2_grpc.RouterServiceServicer):
@@ -71,7 +70,7 @@ def may_start() -> bool:
 
 
 def choose_refused(targets: Sequence[str]) -> str:
-    """The first target; of several, the second one where another router has refused the first."""
+    """Returns the first target, or the second one if another router has refused the first."""
     if len(targets) == 1:
         return targets[0]
     marker = Path(os.environ["START_WHEN"] + ".refused")

@@ -46,15 +46,15 @@ def test_a_machine_whose_name_dns_cannot_have_is_left_out_and_a_service_with_suc
 ):
     monkeypatch.setattr(authority.socket, "gethostname", lambda: "my_host")
     authority.prepare_tls_folder(tmp_path / "made", CONFIG)
-    with pytest.raises(ConfigError, match="DNS names in lower case, and my_node is none"):
+    with pytest.raises(ConfigError, match=r"security\.peer_name my_node: .* DNS names in lower case"):
         authority.prepare_tls_folder(tmp_path / "refused", SecurityConfig(peer_name="my_node"))
     assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize("name", ["Outrider-Node", "bücher"])
 def test_a_service_whose_name_would_be_another_in_its_certificate_is_an_error(tmp_path, name):
-    """Peers would refuse it: they look for the name as it is configured."""
-    with pytest.raises(ConfigError, match=f"DNS names in lower case, and {name} is none"):
+    """Peers would reject it, because they look for the configured name."""
+    with pytest.raises(ConfigError, match=rf"security\.peer_name {name}: .* DNS names in lower case"):
         authority.prepare_tls_folder(tmp_path, SecurityConfig(peer_name=name))
 
 

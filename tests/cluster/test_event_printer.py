@@ -1,4 +1,4 @@
-"""How long work is told where nothing can be redrawn, as in a container's log."""
+"""The progress of long work in outputs that cannot be redrawn, such as a container's log."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def cluster(tokenizer_folder, tmp_path_factory):
 
 
 def ask(cluster, **fields):
-    """A chat as any HTTP client asks it, answer or error as JSON, with the status."""
+    """Sends a chat like any HTTP client; returns the status, and the answer or error as JSON."""
     body = json.dumps({"model": "echo", "messages": HELLO, **fields}).encode()
     url, headers = f"{cluster.openai_url}/chat/completions", {"Content-Type": "application/json"}
     try:
@@ -85,7 +85,7 @@ def ask(cluster, **fields):
 
 
 def wait_for_answer(cluster):
-    """Asks until there is an answer."""
+    """Repeats a request until it is answered."""
     deadline = time.monotonic() + WAIT_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
@@ -108,7 +108,7 @@ def test_the_gateway_answers_as_soon_as_the_cluster_serves(cluster):
 
 
 def test_an_error_in_place_of_the_models_is_waited_out():
-    """As of a gateway whose router is lost between two questions."""
+    """As from a gateway that loses its router between two requests."""
 
     class Gateway(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -221,7 +221,7 @@ def test_the_gateway_continues_its_clients_trace(tokenizer_folder, tmp_path):
     ],
 )
 def test_the_gateway_traces_where_it_can(endpoint, flags):
-    """With https:// it would not start, and below the level info it makes no spans."""
+    """It would not start with https://, and it makes no spans below the level info."""
     ports = GatewayPorts(host="127.0.0.1", port=1, metrics_host="127.0.0.1", metrics_port=2)
     telemetry = TelemetryConfig(otlp_endpoint=endpoint, log_format="text")
     arguments = gateway_arguments(GatewayConfig(router_targets=("r:1",)), telemetry, ports, 6.0)
@@ -267,11 +267,16 @@ def test_up_says_what_to_install(monkeypatch, capsys):
     assert "pip install 'outrider[openai]'" in capsys.readouterr().err
 
 
+def test_up_says_that_the_protocol_of_the_gateway_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "smg_grpc_proto", None)
+    assert main(["up", "--port", "0", "--openai", "0"]) != 0
+    assert "smg-grpc-proto cannot be imported" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("option", "reason"),
     [
         (["--tls", "{folder}"], "in plaintext only"),
-        (["--set", "router.vllm_engine=off"], "leave it at auto"),
         (["--token-hashes", "{folder}/tokens"], "shows routers no token"),
         (["--set", "router.token_file={folder}/tokens"], "shows routers no token"),
     ],
@@ -285,7 +290,7 @@ def test_up_refuses_what_the_gateway_cannot_do(tmp_path, capsys, option, reason)
 def test_up_says_that_a_router_has_the_port(capsys, routers):
     port = 50050 + int(routers)
     assert main(["up", "--port", "50051", "--routers", routers, "--openai", str(port)]) != 0
-    assert f"openai_port {port} is a router's" in capsys.readouterr().err
+    assert f"openai_port {port} is the port of a router" in capsys.readouterr().err
 
 
 def test_up_says_that_the_port_is_taken(capsys):

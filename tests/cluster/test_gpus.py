@@ -107,7 +107,7 @@ def test_gpus_may_be_chosen_and_are_then_insisted_on():
     with pytest.raises(ConfigError, match=r"cluster\.gpus 8: there is no 8, only 0,1,.*,7 \(CUDA_VISIBLE_DEVICES\)"):
         placed(ClusterConfig(gpus=("8",)))
     for device in ("cpu", "cuda:1"):
-        with pytest.raises(ConfigError, match=f"cluster.gpus 0 does not go with model.device {device}"):
+        with pytest.raises(ConfigError, match=f"cluster.gpus 0 cannot be combined with model.device {device}"):
             allot(ClusterConfig(gpus=("0",)), settings_of(device=device), environ={})
     with pytest.raises(ValueError, match="names one twice"):
         ClusterConfig(gpus=("0", "0"))

@@ -1,4 +1,4 @@
-"""Who gets a drafter head, by `--head` and by `--draft head:DIR`."""
+"""Which nodes get a drafter head by `--head` and by `--draft head:DIR`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECTIONS = {"model": ModelConfig, "decode_node": DecodeNodeConfig, "draft_node":
 
 
 def sections_of(config: ClusterConfig, *overrides: str) -> dict:
-    """What each process reads of its command line, by its name."""
+    """Returns the sections that each process reads from its command line, by its name."""
     launch = Launch(overrides=overrides, environ={})
     found = {}
     for spec in plan_children(config, launch):
@@ -93,8 +93,8 @@ def test_a_home_folder_is_found(monkeypatch, tmp_path):
     [
         (("--head", "{0}", "--draft", "none"), "--draft none"),
         (("--head", "{0}", "--draft", "head:{0}"), "--draft head"),
-        (("--head", "{0}/nowhere"), "nowhere is no folder"),
-        (("--draft", "head:{0}/nowhere"), "nowhere is no folder"),
+        (("--head", "{0}/nowhere"), "nowhere is not a folder"),
+        (("--draft", "head:{0}/nowhere"), "nowhere is not a folder"),
     ],
 )
 def test_what_contradicts_or_is_not_there_is_refused_before_anything_starts(tmp_path, arguments, named):

@@ -1,4 +1,4 @@
-"""The process that downloads the model before all others: only where there is something to download."""
+"""The process that downloads the model before the others start; it runs only if there is something to download."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.cluster.test_heads_of_a_cluster import cluster_of
 
 @pytest.fixture
 def names_of(tmp_path, monkeypatch):
-    """Of a cluster's processes, with an empty cache for models."""
+    """Returns the names of a cluster's processes, with an empty model cache."""
     monkeypatch.setenv("OUTRIDER_CACHE_DIR", str(tmp_path / "cache"))
 
     def names(*arguments):

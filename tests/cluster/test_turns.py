@@ -1,4 +1,4 @@
-"""Which processes of a cluster are told to take turns."""
+"""Which processes of a cluster take turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TURNS_FILE = Path("/run/turns")
 
 
 def settings_of(config, name, *overrides):
-    """By name, the setting of everyone whose command line has it."""
+    """Returns the setting of each process whose command line has it, by name."""
     launch = Launch(overrides=overrides, environ={})
     found = {}
     for spec in plan_children(config, launch):

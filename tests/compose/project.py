@@ -1,4 +1,4 @@
-"""One Compose project, driven as a person drives it: by `docker compose` on the files in the repository."""
+"""One Compose project, controlled as a person does it: by `docker compose` with the files in the repository."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def free_port() -> int:
 
 
 class Project:
-    """One Compose project with a port of its own. `with` takes it down and removes its volumes, whatever happened."""
+    """One Compose project with a port of its own. Its `with` block ends with `down`, which removes its volumes, also
+    after an error.
+    """
 
     def __init__(self, directory: Path, *, files=("compose.yaml",), override=None, profiles=()):
         self.name = f"outrider-test-{secrets.token_hex(3)}"
@@ -48,13 +50,13 @@ class Project:
             self.override(override)
 
     def override(self, changes) -> None:
-        """Adds a file over the others."""
+        """Adds a file that overrides the others."""
         path = self._directory / f"{self.name}-{len(self.files)}.yaml"
         path.write_text(yaml.safe_dump(changes))
         self.files.append(path)
 
     def run(self, *arguments, timeout=COMMAND_SECONDS, is_checked=True, **environ) -> subprocess.CompletedProcess:
-        """`docker compose ARGUMENTS`; standard error is part of what failed commands show."""
+        """Runs `docker compose ARGUMENTS`. The error of a failed command contains its standard error."""
         command = ["docker", "compose", "--progress", "plain", "--project-directory", str(ROOT), "-p", self.name]
         for file in self.files:
             command += ["-f", str(file)]
@@ -70,7 +72,7 @@ class Project:
         return done
 
     def up(self, *arguments, timeout=START_SECONDS, is_checked=True, **environ) -> subprocess.CompletedProcess:
-        """`up --wait`: back when every service is healthy."""
+        """Runs `up --wait`, which returns when every service is healthy."""
         wait = ("up", "--detach", "--wait", "--wait-timeout", str(int(timeout)))
         return self.run(*wait, *arguments, timeout=timeout + 60, is_checked=is_checked, **environ)
 
@@ -93,12 +95,12 @@ class Project:
             yield client
 
     def answer(self, prompt, *, max_tokens=16, **options):
-        """A whole greedy answer."""
+        """Returns a whole greedy answer."""
         with self.client() as client:
             return client.complete(prompt, max_tokens=max_tokens, temperature=0, timeout_seconds=120, **options)
 
     def logs(self, *services, is_json=False):
-        """All that the containers wrote; with `is_json` only the events, as dicts."""
+        """Returns the containers' output; with `is_json` only the events, as dicts."""
         text = self.run("logs", "--no-color", "--no-log-prefix", *services, is_checked=False).stdout
         text = text.replace(ERASE_LINE, "")  # Compose writes them to files, too
         if not is_json:
@@ -114,19 +116,19 @@ class Project:
         return json.loads(docker("inspect", *found)) if found else []
 
     def states(self) -> dict[str, dict]:
-        """`docker inspect`'s State by service, of services with one container each."""
+        """Returns `docker inspect`'s State by service, for services with one container each."""
         return {role: self.inspect(role, is_running=False)[0]["State"] for role in ROLES}
 
     def exec(self, service, *command, is_checked=True, timeout=COMMAND_SECONDS) -> subprocess.CompletedProcess:
         return self.run("exec", "-T", service, *command, is_checked=is_checked, timeout=timeout)
 
     def metrics(self, container: str) -> dict[str, float]:
-        """The samples of one container, by name with labels."""
+        """Returns the metric samples of one container, by name with labels."""
         lines = docker("exec", container, "python", "-c", METRICS).splitlines()
         return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[:1] != "#"}
 
     def serving(self, role: str) -> list[str]:
-        """Names of the nodes that serve, as the router sees them; none without a router that answers."""
+        """Returns the names of the nodes that serve according to the router; none if no router answers."""
         with self.client() as client, contextlib.closing(client.watch_cluster(interval_seconds=0.5)) as statuses:
             nodes = next(statuses).nodes
         return sorted(node.name for node in nodes if node.role.name == role and node.state.name == "SERVING")
@@ -150,7 +152,7 @@ def docker(*arguments, timeout=COMMAND_SECONDS, is_stderr=False) -> str:
 
 
 def wait_for(condition, *, timeout_seconds=60.0, what="the condition"):
-    """Looks twice a second until `condition()` is true; returns what it returned."""
+    """Calls `condition` twice a second until it is true, and returns its value."""
     deadline = time.monotonic() + timeout_seconds
     while not (found := condition()):
         if time.monotonic() > deadline:
@@ -160,5 +162,5 @@ def wait_for(condition, *, timeout_seconds=60.0, what="the condition"):
 
 
 def with_models(volume: str) -> dict:
-    """An override: the models come from a volume that outlives the project."""
+    """An override file: the models come from a volume that outlives the project."""
     return {"volumes": {"models": {"external": True, "name": volume}}}

@@ -1,4 +1,4 @@
-"""A long answer in the background: what a fault in the middle of it does is seen in how it ends."""
+"""A long answer in the background, whose end shows the effect of a fault in its middle."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from outrider.client import Client
 from outrider.errors import OutriderError
 
 TOLD_SECONDS = 40.0
-"""A request whose node died or froze has ended by then, one way or the other."""
+"""Seconds within which a request ends in any way after its node died or froze."""
 WHOLE_SECONDS = 300.0
-"""For a whole long answer on a busy machine."""
+"""Seconds for a whole long answer on a busy machine."""
 PROMPT = (  # more than a decode node computes by itself
     "Once upon a time, in a village by the sea, there lived an old fisherman who had seen every storm of the last"
     " sixty years, and who told the children of the village about each of them when the nets were mended and dry"
@@ -20,12 +20,12 @@ PROMPT = (  # more than a decode node computes by itself
 
 
 def unseen(prompt: str = PROMPT) -> str:
-    """A prompt that no node has in its cache."""
+    """Returns a prompt that no node has in its cache."""
     return f"{secrets.token_hex(8)} {prompt}"
 
 
 class Story(threading.Thread):
-    """`begun` is set by its first token, `outcome` is how it ended: a finish reason, or the error."""
+    """A running answer. Its first token sets `begun`; `outcome` is the finish reason or the error."""
 
     def __init__(self, target: str | Sequence[str], prompt: str | None = None, *, max_tokens: int = 4000) -> None:
         super().__init__(daemon=True)

@@ -1,4 +1,4 @@
-"""What can be wrong before a cluster serves: a clear line in the log, and an end that is not 0."""
+"""Errors before a cluster serves give a clear line in the log, and an exit status that is not 0."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_router_alone_says_what_it_waits_for_and_does_not_serve(project):
 
 
 def end_of(project, service):
-    """`docker inspect`'s State of a container that has ended by itself."""
+    """Returns `docker inspect`'s State of a container that has ended by itself."""
 
     def ended():
         (container,) = project.inspect(service, is_running=False)
@@ -111,6 +111,6 @@ def test_the_gpu_files_ask_for_devices_and_the_cuda_build(project):
 
 
 def test_the_image_needs_no_compose(image):
-    """`docker run` with one role: the same settings by variables."""
+    """Runs one role by `docker run`, with the same settings as variables."""
     said = docker("run", "--rm", image, "outrider", "--version")
     assert said.startswith("outrider ")

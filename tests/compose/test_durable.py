@@ -1,4 +1,4 @@
-"""Two routers with a common store: the answers of a killed one go on at the other."""
+"""Two routers with a common store: one continues the answers of the other, which is killed."""
 
 from __future__ import annotations
 

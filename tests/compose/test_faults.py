@@ -31,7 +31,7 @@ def cluster(models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster):
-    """Tokens of the answer that the tests disturb."""
+    """Returns the tokens of the answer that the tests disturb."""
     return tuple(cluster.answer(PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True).completions[0].token_ids)
 
 
@@ -42,7 +42,9 @@ def whole(cluster):
 
 
 def bring_back(project):
-    """Starts what was killed. Not `--wait`, which gives up at once on a router that says it has no nodes."""
+    """Starts the killed containers. It does not use `--wait`, which fails immediately if a router says that it has no
+    nodes.
+    """
     project.run("up", "--detach", timeout=START_SECONDS)
     project.wait_until_whole(timeout_seconds=START_SECONDS)
 
@@ -67,7 +69,7 @@ def test_an_answer_waits_for_the_decode_node_that_up_brings_back(whole, undistur
 
 
 def test_an_answer_waits_for_the_decode_node_that_docker_restarts(whole, undisturbed):
-    """Its process is killed; `restart: unless-stopped` starts the container again."""
+    """The node's process is killed, and `restart: unless-stopped` starts the container again."""
     role = "decode_node"
     story = begun_story(whole.target, PROMPT, max_tokens=NUM_TOKENS)
     (container,) = whole.inspect(role)

@@ -20,7 +20,7 @@ STAND_IN = "outrider-prometheus-stand-in"
 DASHBOARD = json.loads((ROOT / "deploy/grafana/dashboards/outrider.json").read_text(encoding="utf-8"))
 TARGETS = [(panel["title"], target) for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
 QUIET = {"Preemptions", "Failed requests", "Nodes lost", "Refused"}
-"""Panels that are empty as long as nothing goes wrong."""
+"""Panels that stay empty unless there are errors."""
 COUNTERS = (
     'vllm:generation_tokens_total{service="router"}',
     "vllm:request_success_total",
@@ -30,7 +30,7 @@ COUNTERS = (
 
 
 def has_image(name: str) -> bool:
-    """Whether it is here, or a registry has it."""
+    """Whether the image is on this machine or in a registry."""
     for command in (["docker", "image", "inspect", name], ["docker", "pull", "--quiet", name]):
         if subprocess.run(command, capture_output=True, timeout=BUILD_SECONDS, check=False).returncode == 0:
             return True
@@ -68,7 +68,7 @@ def ask(observed):
 
 @pytest.fixture(scope="module")
 def loaded(observed, ask):
-    """Requests go on until two scrapes have seen each kind of work grow."""
+    """Sends requests until two scrapes have seen each kind of work grow."""
     words = "one two three four " * 12  # more than a decode node computes by itself, and easy to guess
     with Client(observed.target) as client:
 

@@ -1,4 +1,4 @@
-"""Two of each node: found by their name's addresses, used, and let go; KV through shared memory."""
+"""Two nodes of each kind are found by the addresses of their name, used and removed; KV goes through shared memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def scaled(models, tmp_path_factory):
 
 
 def ask(target, *, max_tokens=MAX_TOKENS, on_first=lambda: None):
-    """(finish reason, nodes) of one answer whose prompt nobody has seen."""
+    """Returns (finish reason, nodes) of one answer to a new prompt."""
     prompt = f"{secrets.token_hex(8)} {TEXT}"
     with (
         Client(target) as client,
@@ -69,7 +69,7 @@ def known_nodes(project):
 
 
 def once(action):
-    """Only the first call does something."""
+    """Returns a function of which only the first call has an effect."""
     left = [action]
     return lambda: left.pop()() if left else None
 

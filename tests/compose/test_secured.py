@@ -20,7 +20,7 @@ CONTAINER_USER = 10001
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
-    """As `outrider up --tls` makes them, readable by the containers' user."""
+    """The certificates of `outrider up --tls`, readable by the containers' user."""
     if os.geteuid() != 0:
         pytest.skip("only root can give the certificates to the user of the containers")
     folder = tmp_path_factory.mktemp("certificates")

@@ -18,7 +18,7 @@ from outrider.service.config import ServerConfig, TelemetryConfig
 class DecodeConfig:
     server: ServerConfig = field(default_factory=lambda: ServerConfig(port=50052))
     max_running: int = setting(64, at_least=1, at_most=4096, help="Sequences in the running batch.")
-    share: float = setting(0.2, above=0, at_most=0.95)
+    share: float = setting(0.2, at_least=0, at_most=0.95)
     targets: tuple[str, ...] = setting(())
     cpus: tuple[int, ...] = setting(())
     memory_bytes: int | None = setting(None, at_least=1)
@@ -158,7 +158,7 @@ decode_node:
 """
     config = load(file=write(text))
     assert (config.max_running, config.name, config.low, config.server.port, config.verbose) == (4, "a", 0, 7, False)
-    with pytest.raises(ConfigError, match=r":4: decode_node.low stands in line 3 already"):
+    with pytest.raises(ConfigError, match=r":4: decode_node.low is already set in line 3"):
         load(file=write("decode_node:\n  <<: {name: a}\n  low: 0\n  low: 1\n"))
 
 
@@ -173,7 +173,7 @@ decode_node:
             "decode_node.max_running=0",
             "decode_node.max_running = 0 is out of range: must be at least 1 and at most 4096",
         ),
-        ("decode_node.share=1", "must be above 0 and at most 0.95"),
+        ("decode_node.share=1", "must be at least 0 and at most 0.95"),
         ("decode_node.share=.nan", "out of range"),
         ("decode_node.max_running=many", "is not of type int"),
         ("decode_node.max_running=true", "is not of type int"),
@@ -200,15 +200,19 @@ def test_a_mistake_names_its_source_and_the_way_out(override, message):
             "decode_node:\n  max_runing: 3\n",
             ":2: unknown key decode_node.max_runing; the nearest is decode_node.max_running",
         ),
+        (
+            "decode_node: {keep_features: /x}\n",
+            "keep_features is not a setting any more: it is decode_node.keep_answers",
+        ),
         ("decode_node:\n\n  share: 2\n", ":3: decode_node.share = 2 is out of range"),
         ("decode_node: 3\n", ":1: decode_node is a group of settings, not 3"),
         ("- 1\n", ":1: settings are needed, each as NAME: VALUE"),
         ("a: [\n", "not YAML"),
         ("\x01", "not YAML"),
-        ("decode_node:\n  share: 0.5\n  share: 0.6\n", ":3: decode_node.share stands in line 2 already"),
+        ("decode_node:\n  share: 0.5\n  share: 0.6\n", ":3: decode_node.share is already set in line 2"),
         ("decode_node:\n  share: 2026-03-32\n", ":2: decode_node.share is not a value: day is out of range for month"),
-        ("decode_node: {}\ndecode_node: {}\n", ":2: decode_node stands in line 1 already"),
-        ("decode_node.share: 0.5\ndecode_node:\n  share: 0.6\n", ":3: decode_node.share stands in line 1 already"),
+        ("decode_node: {}\ndecode_node: {}\n", ":2: decode_node is already set in line 1"),
+        ("decode_node.share: 0.5\ndecode_node:\n  share: 0.6\n", ":3: decode_node.share is already set in line 1"),
         ("nonsense:\n  a: 1\n", ":1: unknown key nonsense"),
         ("decode_node: {}\n---\ntelemetry: {}\n", ":3: a second document begins: keep one"),
         ("decode_node:\n\tshare: 0.5\n", ":2: not YAML: found character '\\t' that cannot start any token; use spaces"),
@@ -216,21 +220,21 @@ def test_a_mistake_names_its_source_and_the_way_out(override, message):
         ("decode_node:\n  targets: [[::1]:7002]\n", '; put an IPv6 address in quotes: "[::1]:50051"'),
         ("decode_node:\n  name:\ta\n", "; use spaces, not tabs"),
         ("yes: 1\n", ":1: unknown key yes"),
-        ("? [a]\n: 1\n", ":1: a group or list is no name"),
-        ("decode_node:\n  name: {{ .Values.name }}\n", ":2: a group or list is no name; render a template first"),
+        ("? [a]\n: 1\n", ":1: a group or list cannot be a key"),
+        ("decode_node:\n  name: {{ .Values.name }}\n", ":2: a group or list cannot be a key; render a template first"),
         ("{{- if .Values.name }}\ndecode_node: {}\n", "; render a template first"),
         ("decode_node: {name: {{ tpl .Values.x . }}}\n", "; render a template first"),
         ("max-num-seqs: 3\n", "; give a file of another server to --extra-engine-args"),
-        ("decode_node:\n  name: a-${NAME:-b}\n", ":2: decode_node.name = a-${NAME:-b} is to be filled in first"),
+        ("decode_node:\n  name: a-${NAME:-b}\n", ":2: decode_node.name = a-${NAME:-b} must be filled in first"),
         (
             "decode_node:\n  name: '{{ .Values.name }}'\n",
-            ":2: decode_node.name = {{ .Values.name }} is to be filled in",
+            ":2: decode_node.name = {{ .Values.name }} must be filled in",
         ),
-        ("decode_node:\n  name: $(NAME)\n", ":2: decode_node.name = $(NAME) is to be filled in first"),
-        ("decode_node:\n  name: $NAME/x\n", ":2: decode_node.name = $NAME/x is to be filled in first"),
+        ("decode_node:\n  name: $(NAME)\n", ":2: decode_node.name = $(NAME) must be filled in first"),
+        ("decode_node:\n  name: $NAME/x\n", ":2: decode_node.name = $NAME/x must be filled in first"),
         (
             "decode_node:\n  targets: [a:1, '${HOST}:1']\n",
-            ":2: decode_node.targets = ${HOST}:1 is to be filled in first",
+            ":2: decode_node.targets = ${HOST}:1 must be filled in first",
         ),
         ("modelArtifacts: {uri: x}\n", "this is a file of values of a Helm chart"),
         ("services:\n  router: {}\n", ":2: services: this is a Compose file: give the server's own file"),
@@ -255,7 +259,7 @@ def test_a_mistake_in_the_environment_names_the_variable():
     with pytest.raises(ConfigError, match="environment variable OUTRIDER_DECOD_NODE__SHARE: unknown key decod_node"):
         load(OUTRIDER_DECOD_NODE__SHARE="7")
     with pytest.raises(
-        ConfigError, match=r"OUTRIDER_DECODE_NODE_SHARE is no .* nearest is OUTRIDER_DECODE_NODE__SHARE"
+        ConfigError, match=r"OUTRIDER_DECODE_NODE_SHARE is not .* nearest is OUTRIDER_DECODE_NODE__SHARE"
     ):
         load(OUTRIDER_DECODE_NODE_SHARE="7")
 
@@ -282,7 +286,7 @@ def test_a_variable_that_is_no_setting_is_warned_of_with_the_nearest(name, neare
         file=None,
         environ={name: "x", "OUTRIDER_TARGET": "h:1", "OUTRIDER_ROUTER_PORT": "1", "OUTRIDERS": "y"},
     )
-    assert resolved.warnings == [f"environment variable {name} is no setting; the nearest is {nearest}"]
+    assert resolved.warnings == [f"environment variable {name} is not a setting; the nearest is {nearest}"]
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path):

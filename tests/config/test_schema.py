@@ -21,7 +21,7 @@ VALIDATOR = jsonschema.Draft202012Validator(config_schema(SECTIONS))
 
 
 def examples():
-    """Our own configuration files: deploy/, and what the documents show."""
+    """Outrider's own configuration files, and those that the documents show."""
     yield "deploy/outrider.yaml", (ROOT / "deploy" / "outrider.yaml").read_text()
     for page in sorted((ROOT / "docs").glob("**/*.md")):
         for number, text in enumerate(FENCE.findall(page.read_text())):
@@ -62,7 +62,6 @@ def test_the_settings_in_force_conform(role, capsys, monkeypatch):
         "decode_nodes: {}",
         "decode_node: {max_running_sequences: 0}",
         "decode_node: {max_running_sequences: true}",
-        "decode_node: {transfer_timeout_seconds: 0}",
         "model: {dtype: int8}",
         "model: {cpus: [0, one]}",
         "router: {tls: {certificat: x}}",

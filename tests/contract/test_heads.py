@@ -112,7 +112,7 @@ def test_siblings_go_along_and_leave_tokens_as_they_are(form, sampling, make_nod
     monkeypatch.setattr(
         RequestVerifier, "queue", lambda self, logits, drafts: verified.extend(drafts) or queue(self, logits, drafts)
     )
-    node = make_node(form, draft_trees="auto")
+    node = make_node(form)
     assert generate(node, sampling=sampling) == expected
     assert any(draft.parents for draft in verified)
 

@@ -62,7 +62,7 @@ def test_tokens_do_not_depend_on_the_drafter(make_node, sampling):
 
 def test_tokens_do_not_depend_on_the_batch_around(make_node):
     alone = generate(make_node(), sampling={"temperature": 1.0})
-    node = make_node(local_fallback="ngram")
+    node = make_node(local_lookup="ngram")
     others = [node.open(prompt=PROMPT[i:], sampling={"temperature": 1.0, "seed": i}) for i in range(8)]
     mine = node.open(sampling={"temperature": 1.0})
     node.run()
@@ -73,13 +73,13 @@ def test_tokens_do_not_depend_on_the_batch_around(make_node):
 
 @pytest.mark.parametrize("sampling", PARAMETERS)
 def test_samples_cut_at_different_lengths_go_on_on_another_node(make_node, sampling):
-    """As after the loss of a node, each unfinished sample is opened with the tokens that it has."""
-    undisturbed = make_node(local_fallback="ngram")
+    """As after the loss of a node: each unfinished sample is opened with the tokens that it has."""
+    undisturbed = make_node(local_lookup="ngram")
     group_id = undisturbed.open(sampling={**sampling, "n": 4}, logprobs=LogprobsRequest(num_top=1))
     undisturbed.run()
     whole = [undisturbed.tokens(group_id, sample) for sample in range(4)]
     cuts = {0: 33, 2: 7, 3: 0}
-    for config in ({}, {"local_fallback": "ngram", "max_rows_per_step": 16}):
+    for config in ({}, {"local_lookup": "ngram", "max_rows_per_step": 16}):
         other = make_node(**config)
         samples = tuple(SampleStart(sample, tuple(whole[sample][:cut])) for sample, cut in cuts.items())
         again = other.open(sampling={**sampling, "n": 4}, samples=samples, logprobs=LogprobsRequest(num_top=1))
@@ -97,7 +97,7 @@ def test_logprobs_come_with_each_token_whatever_is_drafted(make_node):
     plain = make_node()
     plain_id = plain.open(logprobs=LogprobsRequest(num_top=2))
     plain.run()
-    drafted = make_node(local_fallback="ngram")
+    drafted = make_node(local_lookup="ngram")
     drafted_id = drafted.open(logprobs=LogprobsRequest(num_top=2))
     drafted.run()
 
@@ -109,6 +109,35 @@ def test_logprobs_come_with_each_token_whatever_is_drafted(make_node):
     assert [value.logprob for value in found] == pytest.approx([value.logprob for value in expected], abs=1e-3)
     assert all(len(value.top) == 2 for value in found)
     assert [value.rank for value in found] == [value.rank for value in expected]
+
+
+def test_preempted_sequences_give_the_same_tokens(make_node):
+    roomy = make_node()
+    prompts = [tuple((7 * i + j) % 250 + 10 for j in range(20)) for i in range(4)]
+    sampling = {"temperature": 1.0, "max_tokens": 120}
+    expected = [generate(roomy, prompt=prompt, sampling=sampling) for prompt in prompts]
+    tight = make_node(local_lookup="ngram")
+    pool = tight.parts.engine.pool
+    groups = [tight.open(prompt=prompt, sampling=sampling) for prompt in prompts]
+    tight.iterate()
+    held = pool.allocate(pool.num_free_blocks - 12)  # four sequences of 140 tokens want 36
+    tight.run()
+    assert tight.num_preempted > 0
+    assert [tight.tokens(group) for group in groups] == expected
+    tight.parts.engine.pool.release(held)
+    tight.assert_nothing_is_held()
+
+
+def test_a_long_prompt_is_granted_a_transfer_and_cancelling_frees_it(make_node):
+    node = make_node()
+    group_id = node.open(prompt=tuple(range(10, 110)))
+    node.iterate()
+    (granted,) = node.find(Granted, group_id)
+    assert granted.kv_address.startswith("127.0.0.1:")
+    assert node.engine.pool.num_free_blocks < node.engine.pool.num_blocks
+    node.cancel(group_id)
+    node.run()
+    node.assert_nothing_is_held()
 
 
 def test_a_prompt_of_another_tenant_is_not_found_in_the_prefix_cache(make_node):

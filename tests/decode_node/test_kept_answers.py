@@ -1,4 +1,4 @@
-"""`decode_node.keep_features`: a thread that keeps a node's answers."""
+"""`decode_node.keep_answers`: what a node has answered, kept by a thread of its own."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_disk_that_is_full_is_counted_and_tried_again(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"decode_node\.keep_features"):
+    with pytest.raises(ConfigError, match=r"decode_node\.keep_answers"):
         KeptAnswers(tmp_path / "file" / "kept", max_bytes=1 << 20)
 
 

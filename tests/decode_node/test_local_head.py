@@ -46,8 +46,8 @@ def make_head_node(echo_path, parrot, monkeypatch):
     with tiny_nodes() as make_tiny:
 
         def make(*, head=parrot, **config):
-            node = make_tiny(echo_path, head=head, **{"draft_trees": "off", **config})
-            node.loop._drafts._clock = lambda: 0.0  # a head takes no time
+            node = make_tiny(echo_path, head=head, **{"draft_trees": False, **config})
+            node.loop._drafts._clock = lambda: 0.0  # nor does a head take time
             return node
 
         yield make
@@ -102,10 +102,10 @@ def test_a_long_prompt_is_caught_up_with_while_its_sequence_decodes(make_head_no
     assert_fed_rightly([*prompt, *expected])
 
 
-def test_siblings_are_verified_where_trees_are_on(make_head_node, monkeypatch):
+def test_siblings_are_verified_if_trees_are_on(make_head_node, monkeypatch):
     monkeypatch.setattr(EchoHead, "is_confused", True)
     expected = generate(make_head_node(head=""))
-    node = make_head_node(draft_trees="auto")
+    node = make_head_node(draft_trees=True)
     assert generate(node) == expected
     assert node.num_accepted > 5, "the head's second choice, which is right"
     assert_fed_rightly([*PROMPT, *expected])
@@ -113,14 +113,14 @@ def test_siblings_are_verified_where_trees_are_on(make_head_node, monkeypatch):
 
 def test_look_up_and_head_draft_side_by_side(make_head_node):
     expected = generate(make_head_node(head=""), sampling=HOT)
-    node = make_head_node(local_fallback="ngram", kv_cache=KVCacheConfig(num_blocks=256, prefix_cache=False))
+    node = make_head_node(local_lookup="ngram", kv_cache=KVCacheConfig(num_blocks=256, prefix_cache=False))
     assert generate(node, sampling=HOT) == expected
     assert node.num_accepted > 20
 
 
 def test_the_node_names_its_head_unless_draft_nodes_propose_with_it(make_head_node):
     assert make_head_node().parts.model.proposer == "echo:parrot"
-    other = make_head_node(local_head=False, local_fallback="ngram")
+    other = make_head_node(local_head=False, local_lookup="ngram")
     assert other.parts.model.proposer == "ngram"
     assert other.parts.model.features is not None
 
@@ -144,7 +144,7 @@ def test_a_head_of_no_known_form_ends_the_start(make_head_node, tmp_path):
 def test_an_eagle3_head_changes_no_token(model_path, tmp_path, sampling, monkeypatch):
     monkeypatch.setattr(StepCostModel, "seconds", lambda *_, num_more=0: [1.0] * (num_more + 1))
     head, _ = make_random_eagle3(tmp_path, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
-    plain, node = TinyNode(model_path), TinyNode(model_path, head=str(head), draft_trees="auto")
+    plain, node = TinyNode(model_path), TinyNode(model_path, head=str(head))
     node.loop._drafts._clock = lambda: 0.0
     for each in (plain, node):
         group = each.open(sampling=sampling)

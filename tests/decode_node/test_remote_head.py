@@ -39,7 +39,7 @@ class Cluster:
         for _ in range(num_draft_nodes):
             self.loop_thread.run(self._add_draft_node())
         self.node = TinyNode(
-            model_path, head=str(folder), local_head=False, draft_targets=tuple(self.servers), draft_trees="off"
+            model_path, head=str(folder), local_head=False, draft_targets=tuple(self.servers), draft_trees=False
         )
         self.client = self.node.parts.drafts
         self.loop_thread.run(self.client.start())

@@ -154,7 +154,7 @@ def test_a_real_models_answers_are_the_same(early, make_node, sampling):
     """Tokens are committed after the next forward pass has begun, whatever their batches and penalties."""
 
     def answers(*, is_asynchronous):
-        node = make_node(local_fallback="none", num_speculative_tokens=0)
+        node = make_node(local_lookup="none", num_speculative_tokens=0)
         node.engine.runner.is_asynchronous = is_asynchronous
         groups = [node.open(prompt=PROMPT[index:], sampling={**sampling, "seed": index}) for index in range(4)]
         node.run()

@@ -22,7 +22,7 @@ class TinyNode(DrivenNode):
 
     def __init__(self, model_path, *, drafts=None, head="", **config):
         super().__init__()
-        config = DecodeNodeConfig(**{"kv_cache": KVCacheConfig(num_blocks=256), "local_fallback": "none", **config})
+        config = DecodeNodeConfig(**{"kv_cache": KVCacheConfig(num_blocks=256), "local_lookup": "none", **config})
         model = ModelConfig(id=str(model_path), head=head, num_threads=1)
         build = make_build(config, model, ServerConfig(), PLAINTEXT)
         self.parts = build(bytes(16), "decode", self._emit)

@@ -16,7 +16,7 @@ Object = dict[str, Any]
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice: what others make of it is theirs to choose."""
+    """Rejects a mapping with a duplicate key, which parsers treat differently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -25,14 +25,14 @@ class _Loader(yaml.SafeLoader):
 
 
 def value_sets() -> dict[str, dict[str, Any]]:
-    """By name: those that the chart is tried with."""
+    """The sets of values that the chart is tested with, by name."""
     return {
         path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted((CHART / "ci").glob("*.yaml"))
     }
 
 
 def render_text(values: Mapping[str, Any], *, release: str = RELEASE, namespace: str = NAMESPACE) -> str:
-    """Every object, in the order of files. Raises: helm_python.HelmError for values that the chart refuses."""
+    """Returns every object, in the order of files. Raises: helm_python.HelmError for values that the chart rejects."""
     with helm_python.Chart.load(CHART) as chart:
         files = chart.render(dict(values), name=release, namespace=namespace)
     texts = {name: text.strip() for name, text in files.items() if name.endswith(".yaml")}
@@ -41,7 +41,7 @@ def render_text(values: Mapping[str, Any], *, release: str = RELEASE, namespace:
 
 
 class Manifests:
-    """What an install would send to Kubernetes."""
+    """The objects that an install would send to Kubernetes."""
 
     def __init__(self, values: Mapping[str, Any], *, release: str = RELEASE, namespace: str = NAMESPACE) -> None:
         text = render_text(values, release=release, namespace=namespace)

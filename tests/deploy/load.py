@@ -1,4 +1,4 @@
-"""Clients that ask while pods are replaced, each again and again the same, and compare every answer with the first."""
+"""Clients that repeat one request each while pods are replaced, and compare every answer with the first."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from outrider.errors import OutriderError
 ANSWER_SECONDS = 240.0
 
 Ask = Callable[[], Any]
-"""One request. Returns its answer, and raises where it has none."""
+"""A function that sends one request and returns the answer, or raises if there is none."""
 
 
 class Load:
-    """Each question is asked by a thread of its own. `num_answers` and `faults` count what came of it."""
+    """Repeats each request in its own thread. `num_answers` and `faults` hold the results."""
 
     def __init__(self, questions: dict[Hashable, Ask]) -> None:
-        """Asks each once, for the answer that all later ones must be."""
+        """Sends each request once, for the answer that all later ones must equal."""
         self._questions = questions
         self._expected = {name: ask() for name, ask in questions.items()}
         self._is_over = threading.Event()
@@ -48,7 +48,7 @@ class Load:
         assert not any(thread.is_alive() for thread in threads), "an answer has not come"
 
     def wait_for_more(self) -> None:
-        """Until every question has been answered once more, or something was wrong."""
+        """Waits until every request has been answered once more, or until a fault."""
         before = self.num_answers.copy()
         with self._changed:
             self._changed.wait_for(
@@ -74,7 +74,9 @@ class Load:
 
 
 def ask_chat(address: str, model: str, *, seed: int, max_tokens: int) -> str:
-    """One chat by the OpenAI gateway at this address, on a connection of its own, as a Service spreads them."""
+    """Sends one chat to the OpenAI gateway at this address, on a new connection, since a Service distributes
+    connections.
+    """
     fields = {
         "seed": seed,
         "max_tokens": max_tokens,

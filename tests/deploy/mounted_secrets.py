@@ -12,7 +12,7 @@ from outrider.rpc.tls import TlsConfig
 
 
 class MountedSecret:
-    """The folder of a volume."""
+    """The folder of a mounted Secret."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -31,7 +31,7 @@ class MountedSecret:
 
 
 class Certificates:
-    """What cert-manager keeps in the chart's Secret, issued again at each `renew`, by one authority."""
+    """The files that cert-manager keeps in the chart's Secret; `renew` issues them again, by the same authority."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         """`names`: besides outrider-node, the addresses of pods: clients dial these here."""
@@ -50,11 +50,11 @@ class Certificates:
 
     @property
     def client_tls(self) -> TlsConfig:
-        """Of a client that has the same Secret."""
+        """The TLS settings of a client with the same Secret."""
         folder = self.secret.folder
         return TlsConfig(certificate=folder / "tls.crt", private_key=folder / "tls.key", authority=folder / "ca.crt")
 
 
 def token_line(name: str, token: str) -> bytes:
-    """Of `router.token_file`."""
+    """Returns a line of `router.token_file`."""
     return f"{name} sha256:{hashlib.sha256(token.encode()).hexdigest()}\n".encode()

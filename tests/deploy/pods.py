@@ -36,7 +36,7 @@ PROGRAMS = {"python": sys.executable, "outrider": str(Path(sys.executable).with_
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a pod has ended."""
+    """The end of a pod."""
 
     status: int
     was_killed: bool  # its grace period had passed
@@ -68,12 +68,12 @@ class Pod:
         return os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0).decode()
 
     def wait_ready(self) -> None:
-        """Ready for minReadySeconds: what an update waits for."""
+        """Waits until the pod has been ready for minReadySeconds, as an update does."""
         self._machine.wait(lambda: self.is_ready or self.process.poll() is not None, f"{self.name} ready")
         assert self.process.poll() is None, f"{self.name} ended:\n{self.log()}"
 
     def end(self) -> End:
-        """As when Kubernetes deletes a pod: preStop, SIGTERM, SIGKILL when the grace period has passed."""
+        """Ends the pod as Kubernetes does: preStop, SIGTERM, and SIGKILL after the grace period."""
         grace_seconds = self._spec["terminationGracePeriodSeconds"] + self._machine.spare_seconds
         deadline = time.monotonic() + grace_seconds
         self.is_ending = True
@@ -139,7 +139,7 @@ class Pod:
         self._set_ready(is_ready=False)
 
     def _pause(self, probe: Object) -> bool:
-        """Until the probe's next time. True: the process has ended."""
+        """Waits until the probe's next time. Returns True if the process has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(probe["periodSeconds"] * self._machine.pace)
         return self.process.poll() is not None
@@ -232,13 +232,13 @@ class Machine:
             pod.kill()
 
     def mounted(self, text: str) -> str:
-        """With the paths of this machine."""
+        """Returns the text with the paths of this machine."""
         for path, folder in self.mounts.items():
             text = text.replace(path, str(folder))
         return text
 
     def start(self, component: str) -> list[Pod]:
-        """As many pods as replicas; they need not be ready."""
+        """Starts as many pods as replicas, without waiting until they are ready."""
         workload = self.manifests.workloads()[component]
         return [self.start_pod(component, number) for number in range(workload["spec"]["replicas"])]
 
@@ -261,7 +261,7 @@ class Machine:
         return [pod for pod in self.pods if pod.component == component]
 
     def ready_addresses(self, component: str) -> list[str]:
-        """Where a Service with one address sends new connections."""
+        """Returns the addresses to which a Service would send new connections."""
         return [pod.address for pod in self.of(component) if pod.is_ready and not pod.is_ending]
 
     def roll(self, component: str) -> None:

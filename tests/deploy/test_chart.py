@@ -1,4 +1,4 @@
-"""What the Helm chart's objects must agree on, with each other and the services; checks/chart.py has their form."""
+"""Agreement of the Helm chart's objects with each other and with the services; checks/chart.py checks their form."""
 
 from __future__ import annotations
 

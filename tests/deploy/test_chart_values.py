@@ -1,4 +1,6 @@
-"""Unusual values, names of releases and namespaces: objects that Kubernetes takes, or an error that says why."""
+"""Unusual values and names of releases and namespaces give objects that Kubernetes accepts, or an error with the
+reason.
+"""
 
 from __future__ import annotations
 

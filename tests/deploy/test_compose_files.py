@@ -1,4 +1,4 @@
-"""What the files for Docker Compose must agree on; `make compose-test` runs them."""
+"""Agreement of the files for Docker Compose; `make compose-test` runs them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_role_runs_as_little_as_it_can(compose, role):
 
 
 def test_nodes_that_share_a_gpu_share_its_memory():
-    """With a draft model too. Each keeps to its own: shares that add up fit in any order."""
+    """With a draft model too. Each node uses only its own share, so shares that add up fit in any order."""
     gpu = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text(encoding="utf-8"))["services"]
     shares = []
     for role in ("prefill_node", "decode_node", "draft_node"):
@@ -84,7 +84,7 @@ def test_nodes_that_share_a_gpu_share_its_memory():
 
 @pytest.mark.parametrize("role", ["prefill_node", "decode_node", "draft_node"])
 def test_nodes_share_what_they_compile_and_the_locks_of_gpus(compose, role):
-    """Both are below the folder of the volume `models`."""
+    """Both are in the volume `models`."""
     environ = dict(re.findall(r"(\w+_DIR)=(\S+)", (ROOT / "Dockerfile").read_text(encoding="utf-8")))
     volumes = compose["services"][role].get("volumes", compose["x-outrider"]["volumes"])
     (folder,) = [volume.split(":")[1] for volume in volumes if volume.startswith("models:")]
@@ -93,7 +93,7 @@ def test_nodes_share_what_they_compile_and_the_locks_of_gpus(compose, role):
 
 
 def test_an_image_for_gpus_has_the_compiler_that_triton_calls():
-    """Its C code is compiled on the machine that runs it."""
+    """Triton compiles C code on the machine where it runs."""
     runtime = (ROOT / "Dockerfile").read_text(encoding="utf-8").partition("FROM dependencies AS runtime")[2]
     condition, _, install = runtime.partition('if [ "$TORCH_BUILD" = cuda ]')
     assert "ARG TORCH_BUILD" in condition  # each stage declares its own

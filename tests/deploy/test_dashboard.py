@@ -1,4 +1,4 @@
-"""Grafana's dashboard reads only what we export."""
+"""Grafana's dashboard reads only metrics that Outrider exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rolling updates of the Helm chart's pods, as processes of this machine, while clients ask: nobody notices."""
+"""Rolling updates of the Helm chart's pods, as processes of this machine, which clients do not notice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.store_server import StoreServer
 REQUESTS = (("greedy", 0), ("drafts", 1), ("n = 3", 2))
 PACE = 0.2
 PATIENCE = 120
-"""Seconds: however busy the machine is, no process takes another one for lost."""
+"""Seconds within which no process declares another one lost, however busy the machine is."""
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def one_thread_each(monkeypatch):
 
 
 def start(machine):
-    """Nodes and routers, which are ready; the routers' addresses."""
+    """Starts nodes and routers, waits until they are ready, and returns the routers' addresses."""
     for component in ("prefill-node", "decode-node", "draft-node"):
         machine.start(component)
     routers = machine.start("router")
@@ -179,4 +179,4 @@ def test_with_tls_and_tokens_too_and_certificates_that_are_renewed_meanwhile(tin
                     machine.roll(component)
                     load.wait_for_more()
         assert_nobody_noticed(machine, load)
-        assert not any("renewed TLS files are not taken" in pod.log() for pod in machine.pods)
+        assert not any("renewed TLS files were rejected" in pod.log() for pod in machine.pods)

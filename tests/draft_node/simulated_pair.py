@@ -198,7 +198,6 @@ class SimulatedPair:
         self.proposer = DraftModelProposer(self.forward, ProposerInfo(name="draft_model:scripted"), clock=self.clock)
         self.loop = DraftLoop(
             self.proposer,
-            num_speculative_tokens=16,
             max_sequences=1000,
             max_alternatives=max_alternatives,
             clock=self.clock,

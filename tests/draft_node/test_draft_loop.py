@@ -17,7 +17,7 @@ TEXT = tuple(range(1, 60))
 
 
 def loop_of(proposer, *, max_sequences=100, **options) -> DraftLoop:
-    return DraftLoop(proposer, num_speculative_tokens=16, max_sequences=max_sequences, **options)
+    return DraftLoop(proposer, max_sequences=max_sequences, **options)
 
 
 def connect(loop: DraftLoop, **changes):
@@ -45,7 +45,7 @@ def test_only_the_newest_of_several_states_is_proposed_for():
 def test_more_than_was_wanted_is_offered_so_that_the_rest_can_be_rebased():
     loop = loop_of(ScriptedProposer([TEXT], num_extra_tokens=100))
     peer = connect(loop)
-    for num_wanted, num_offered in ((3, 11), (10, 16), (20, 16)):
+    for num_wanted, num_offered in ((3, 11), (10, 16), (40, 32)):
         (answer,) = answers_to(loop, peer, update_of(TEXT[:10], num_wanted=num_wanted))
         assert len(answer.branches[0].token_ids) == num_offered
 

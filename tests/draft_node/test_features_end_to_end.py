@@ -32,7 +32,7 @@ class DraftSide:
 
     def __init__(self):
         self.head = FakeHead(TEXTS)
-        self.loop = DraftLoop(self.head, num_speculative_tokens=8)
+        self.loop = DraftLoop(self.head)
         self.peer = self.loop.connect(hello_of(vocab_size=VOCAB_SIZE, features=FEATURES), lambda: None)
 
     def exchange(self, message: bytes) -> list[SequenceProposals]:

@@ -96,7 +96,7 @@ def test_what_has_no_engine_cannot_be_profiled(running, capsys):
     draft = next(node for node in running.cluster.nodes if node.role == "draft_node")
     for address, message in (
         (draft.address, "no engine whose steps could be profiled"),
-        (running.router_address, "is no node that can be profiled"),
+        (running.router_address, "is not a node that can be profiled"),
     ):
         assert main(["profile", "--node", address]) == 1
         assert message in capsys.readouterr().err

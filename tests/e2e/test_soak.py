@@ -22,7 +22,6 @@ def test_random_requests_to_a_tiny_model(start_cluster, tmp_path_factory, drafte
     settings = (
         f"model.id={model}",
         "model.num_threads=2",
-        "decode_node.draft_trees=auto",
     )
     with start_cluster(ClusterConfig(port=0, draft=draft), *settings) as started:
         started.wait_serving(START_SECONDS)

@@ -87,9 +87,7 @@ class ThreadedServices(WatchedLoop):
         self.jobs = PendingJobs(submit=self._answer, max_jobs=8)
         prefill = PrefillServicer()
         prefill.serve(self.jobs, ServedModel(node_name="prefill", info=MODEL, max_tokens=MAX_PROMPT_TOKENS))
-        profiles = ProfileDesk(
-            is_allowed=True, can_be_traced=lambda: True, node_name=lambda: "node", submit=self._profile
-        )
+        profiles = ProfileDesk(can_be_traced=lambda: True, node_name=lambda: "node", submit=self._profile)
         server = make_server(ServerConfig())
         session_pb2_grpc.add_DecodeServiceServicer_to_server(self.sessions, server)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server)

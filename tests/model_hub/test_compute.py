@@ -108,7 +108,7 @@ def test_a_window_that_memory_does_not_hold_is_shortened_unless_it_is_wanted(tmp
 
 
 def test_a_decode_nodes_cache_leaves_room_for_its_proposer(model):
-    nodes = [TinyNode(model.id, kv_cache=HALF, local_fallback=fallback) for fallback in ("none", "ngram")]
+    nodes = [TinyNode(model.id, kv_cache=HALF, local_lookup=fallback) for fallback in ("none", "ngram")]
     without, beside = (node.parts.description["kv_blocks"] for node in nodes)
     assert beside / without == pytest.approx(1 - MAX_INDEX_BYTES / FREE_BYTES, rel=0.01)
 

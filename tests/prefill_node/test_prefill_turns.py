@@ -136,7 +136,7 @@ def test_a_node_that_fails_keeps_nobody_waiting(make_rig):
 
 
 class Waited(ScriptedTurns):
-    """Turns for which others wait: `turn_seconds` never pass, but any shorter time has."""
+    """Turns for which others wait: over after any time but `TURN_SECONDS`, which never pass here."""
 
     def __init__(self):
         super().__init__()
@@ -157,7 +157,7 @@ class Waited(ScriptedTurns):
 def test_a_turn_outlasts_a_prompts_end_until_a_decode_node_has_its_kv(make_rig):
     """There are two prompts of one chunk each. The first one's KV arrives during the second one's first layer."""
     turns = Waited()
-    rig = make_rig(cpu_turns=turns, turn_seconds=1.0)
+    rig = make_rig(cpu_turns=turns)
     arrived = threading.Event()
     push_ended = rig.loop._push_ended
     rig.loop._push_ended = lambda *outcome: (push_ended(*outcome), arrived.set())
@@ -181,7 +181,7 @@ def test_a_turn_outlasts_a_prompts_end_until_a_decode_node_has_its_kv(make_rig):
 
 def test_a_turn_ends_with_a_chunk_that_ends_no_prompt_and_with_the_last_prompt(make_rig):
     turns = Waited()
-    rig = make_rig(cpu_turns=turns, turn_seconds=1.0)
+    rig = make_rig(cpu_turns=turns)
     rig.before_layer = lambda _layer: setattr(turns, "num_layers", turns.num_layers + 1)
     rig.start()
     rig.prefill(PROMPT)  # three chunks
@@ -192,7 +192,7 @@ def test_a_turn_ends_with_a_chunk_that_ends_no_prompt_and_with_the_last_prompt(m
 @pytest.mark.parametrize("place", ["_finish", "_report_chunk", "_take_commands", "_answer", "_plan"])
 def test_a_failure_beside_the_forward_keeps_nobody_waiting(make_rig, place):
     turns = Waited()
-    rig = make_rig(cpu_turns=turns, turn_seconds=1.0)
+    rig = make_rig(cpu_turns=turns)
     rig.submit(PROMPT[:8])
     rig.submit(PROMPT[8:16])
     whole = getattr(rig.loop, place)
@@ -212,7 +212,7 @@ def test_a_failure_beside_the_forward_keeps_nobody_waiting(make_rig, place):
 
 def test_a_stop_does_not_wait_for_pushes_in_its_turn(make_rig, monkeypatch):
     turns = Waited()
-    rig = make_rig(cpu_turns=turns, turn_seconds=1.0)
+    rig = make_rig(cpu_turns=turns)
     held, join = [], KvPush.join
     monkeypatch.setattr(KvPush, "join", lambda push, seconds: (held.append(turns.is_held), join(push, seconds)))
     stop = itertools.chain([lambda: rig.loop.submit(Stop())], itertools.repeat(lambda: None))
@@ -226,7 +226,7 @@ def test_a_stop_does_not_wait_for_pushes_in_its_turn(make_rig, monkeypatch):
 
 def test_jobs_that_wait_for_blocks_leave_the_turn_to_others(make_rig):
     turns = Waited()
-    rig = make_rig(cpu_turns=turns, turn_seconds=1.0, num_blocks=4)  # those of one prompt, which its push pins
+    rig = make_rig(cpu_turns=turns, num_blocks=4)  # one prompt's: its push pins them
     rig.decode.gate.clear()
     held, wait, has_waited = [], rig.loop._wait_for_command, threading.Event()
 
@@ -250,9 +250,9 @@ def test_jobs_that_wait_for_blocks_leave_the_turn_to_others(make_rig):
 
 
 def test_a_turn_that_has_lasted_ends_with_its_chunk(make_rig):
-    """Others have waited for `turn_seconds`, so they do not wait for a prompt's KV, too."""
+    """Others have waited for `TURN_SECONDS`: they do not wait for a prompt's KV as well."""
     turns = ScriptedTurns(is_over=True)
-    rig = make_rig(cpu_turns=turns, turn_seconds=1.0)
+    rig = make_rig(cpu_turns=turns)
     jobs = [rig.submit(PROMPT[:8])[0], rig.submit(PROMPT[8:16])[0]]
     rig.start()
     for job in jobs:

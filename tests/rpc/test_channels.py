@@ -18,7 +18,7 @@ WAIT_SECONDS = 60.0
 
 
 class TellPeer(grpc.aio.ServerInterceptor):
-    """Each answer's initial metadata say over which connection the call came."""
+    """A service that names the connection of each call in its initial metadata."""
 
     async def intercept_service(self, continuation, details):
         handler = await continuation(details)
@@ -95,7 +95,7 @@ SETTINGS, PING = 4, 6
 
 
 def frame(kind: int, payload: bytes = b"") -> bytes:
-    """Of HTTP/2, for the whole connection, without flags."""
+    """Returns an HTTP/2 frame for the whole connection, without flags."""
     return len(payload).to_bytes(3, "big") + bytes((kind, 0)) + bytes(4) + payload
 
 

@@ -1,4 +1,4 @@
-"""A node that says who it is, for tests of what is around it."""
+"""A node that answers GetNode, for tests of the code around it."""
 
 from __future__ import annotations
 

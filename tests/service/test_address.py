@@ -1,4 +1,4 @@
-"""Under which address others reach a process."""
+"""The address at which other processes reach a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Health is SERVING while the service runs and what it depends on is there."""
+"""Health is SERVING while the service runs and the nodes that it needs are available."""
 
 from __future__ import annotations
 

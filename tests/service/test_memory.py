@@ -1,4 +1,4 @@
-"""What a service's process does about memory."""
+"""How a service process limits its memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from tests.support.processes import run_python
 
 COUNT_HEAPS = """
 import ctypes, threading
-from outrider.service.server import _share_heaps
+from outrider.service.server import _limit_heaps
 
 if {shares}:
-    _share_heaps()
+    _limit_heaps()
 libc = ctypes.CDLL(None)
 if not hasattr(libc, "malloc_info"):
     raise SystemExit(77)

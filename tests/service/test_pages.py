@@ -1,4 +1,4 @@
-"""Pages beside the metrics: methods, headers, and that the metrics stay what they are."""
+"""Pages next to the metrics: methods, headers, and metrics that do not change."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ NAME = "decode.test:1"
 
 
 class Node:
-    """A peer that is connected when the test says so."""
+    """A peer whose connection the test controls."""
 
     def __init__(self, target: str, address: str) -> None:
         self.target = target
@@ -47,7 +47,7 @@ async def peers_of(resolver, *targets: str, **options):
 
 
 async def lookups(resolver: FakeResolver, num: int = 3) -> None:
-    """So many more have ended."""
+    """Waits until this many further lookups have ended."""
     wanted = resolver.num_lookups + num + 1
     await until(lambda: resolver.num_lookups >= wanted)
 

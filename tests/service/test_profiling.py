@@ -1,4 +1,4 @@
-"""Profiles asked for over gRPC, of an engine that the test drives by hand."""
+"""Profiles requested over gRPC, of an engine that the test drives."""
 
 from __future__ import annotations
 
@@ -67,9 +67,8 @@ class Served:
         self.server = grpc.aio.server()
         self.channel = None
 
-    async def start(self, *, is_allowed=True, can_be_traced=True):
+    async def start(self, *, can_be_traced=True):
         desk = ProfileDesk(
-            is_allowed=is_allowed,
             can_be_traced=lambda: can_be_traced,
             node_name=lambda: "decode@x",
             submit=self.engine.commands.put_nowait,
@@ -130,14 +129,6 @@ async def test_one_profile_at_a_time_and_one_that_nobody_waits_for_is_over(serve
     second = served.fetch()
     await served.engine.profile(step())
     assert len((await second)[0].steps) == 1
-
-
-async def test_a_node_may_be_told_not_to_be_profiled(served):
-    await served.start(is_allowed=False)
-    with pytest.raises(NotSupportedError, match=r"telemetry\.profiling") as caught:
-        await served.fetch()
-    assert caught.value.reason == "PROFILING_OFF"
-    assert served.engine.commands.empty()
 
 
 async def test_a_node_without_torch_says_that_it_has_no_trace(served):

@@ -1,4 +1,4 @@
-"""Services of one cluster know each other; whoever else the authority vouches for is no service. Calls are counted."""
+"""Services accept only each other, not other holders of the authority's certificates; and calls are limited."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def tls_of(folder, name):
 
 @pytest.fixture
 async def address(security):
-    """Of a node with all services, which asks for certificates."""
+    """The address of a node with all services, which requires certificates."""
     server = make_server(ServerConfig(), security)
     node_pb2_grpc.add_NodeServiceServicer_to_server(NodeServicer(lambda: INFO, lambda: REPORT), server)
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(Prefill(), server)
@@ -105,7 +105,7 @@ CALLS = (health, get_node, watch, prefill, session)
 
 
 async def outcome(call, channel):
-    """None: it was answered."""
+    """Returns the status code of a call; None if it was answered."""
     try:
         await call(channel)
     except grpc.aio.AioRpcError as error:
@@ -155,7 +155,7 @@ async def test_without_a_certificate_of_the_authority_nothing_is_answered(addres
 
 
 class Endless(router_pb2_grpc.RouterServiceServicer):
-    """Streams end with their clients."""
+    """A service whose streams end only with their clients."""
 
     async def Generate(self, request, context):
         await context.write(router_pb2.GenerateResponse())
@@ -225,7 +225,7 @@ async def test_streams_that_watch_a_process_do_not_keep_its_probes_out():
 
 
 def dial(address, tls):
-    """As a client of ours dials: by the address."""
+    """Opens a channel like Outrider's clients, by the address."""
     return open_channel(address, credentials=client_credentials(tls, None))
 
 

@@ -1,4 +1,4 @@
-"""Targets to addresses."""
+"""The lookup of a target's addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Renewed certificates on real connections, and the warning where nobody is asked who they are."""
+"""Renewed certificates on real connections, and the warning about a port without authentication."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Authority = pytest.importorskip("outrider.cluster.authority", reason="needs cryp
 
 
 def issue(folder):
-    """A new authority and its certificate, in the place of those that are there."""
+    """Replaces the files by a new authority and its certificate."""
     for old in folder.glob("*.pem"):
         old.unlink()
     authority = Authority()

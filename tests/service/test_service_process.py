@@ -39,7 +39,7 @@ def served():
 
 @pytest.fixture(params=["grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection"])
 def reflect(request, served):
-    """Asks one question of the reflection service, with bytes on the wire as ghz and grpcurl send them."""
+    """Sends one request to the reflection service, with the same bytes as ghz and grpcurl."""
     with grpc.insecure_channel(served) as channel:
         method = channel.stream_stream(
             f"/{request.param}/ServerReflectionInfo",
@@ -226,7 +226,7 @@ def test_a_host_that_is_none_of_this_machines_is_named_and_not_the_port(host, ot
     assert status == 1
     (failure,) = (line for line in log if line["level"] == "error")
     assert failure["error"] == (
-        f"{host.strip('[]')} is no address of this machine; "
+        f"{host.strip('[]')} is not an address of this machine; "
         f"choose another with --set server.host=ADDRESS, such as {other}"
     )
 

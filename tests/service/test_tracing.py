@@ -1,4 +1,4 @@
-"""Traces: what callers may say, what is sent to a collector, and what a collector that is dead costs."""
+"""Traces: the headers of callers, the spans that a collector gets, and the cost of a dead collector."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def collector():
 
 @pytest.fixture
 def trace(monkeypatch):
-    """trace(endpoint) → a tracer that has started; stopped at the end. The environment says nothing about traces."""
+    """Yields trace(endpoint), which returns a started tracer and stops it at the end. No environment variable
+    configures traces.
+    """
     for name in ("OTEL_TRACES_SAMPLER", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_SERVICE_NAME"):
         monkeypatch.delenv(name, raising=False)
     tracers, context = [], attach(Context())
@@ -56,7 +58,9 @@ def trace(monkeypatch):
 
 
 def place_of(context):
-    """(trace id, span id, whether it is sampled, tracestate) of the caller in a context; None: there is none."""
+    """Returns (trace id, span id, whether it is sampled, tracestate) of the caller in a context; None if there is no
+    caller.
+    """
     found = get_current_span(context).get_span_context()
     if not found.is_valid:
         return None
@@ -101,7 +105,7 @@ def test_a_callers_tracestate_is_not_logged_by_a_service_without_traces(log_to):
 
 
 def test_off_is_free():
-    """Nothing of OpenTelemetry's SDK is imported, in no role; no span is recorded, and none is told to others."""
+    """No role imports OpenTelemetry's SDK, records a span, or sends one to others."""
     assert make_tracer(TelemetryConfig(), role="router") is NO_TRACER
     NO_TRACER.enter([("traceparent", TRACEPARENT)])
     for span in (NO_TRACER.begin("generate"), NO_TRACER.join("decode", caller_of(TRACEPARENT))):
@@ -219,7 +223,7 @@ def test_without_a_caller_a_request_is_the_root_of_a_trace(trace, collector):
 
 
 def record_many(tracer, num_spans=5000):
-    """More than are kept for sending; returns the seconds that the slowest took."""
+    """Records more spans than the export queue holds; returns the seconds of the slowest call."""
     slowest = 0.0
     for _ in range(num_spans):
         started = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a router answers is what its client gets."""
+"""A client gets the values that its router sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prefill node tells of a call survives the wire, within bounds."""
+"""The figures of a prefill call survive the wire, within limits."""
 
 from __future__ import annotations
 

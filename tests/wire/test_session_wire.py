@@ -1,4 +1,4 @@
-"""Everything that router and decode node say survives the wire."""
+"""All messages between router and decode node survive the wire."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_report_survives_the_wire():
 
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), float("-inf")])
 def test_a_rate_that_is_no_number_is_zero(rate):
-    """What a node says is shown, and written as JSON."""
+    """A node's values are displayed, and written as JSON."""
     rates = ("tokens_per_second", "mean_acceptance_length", "look_ahead_hit_rate", "kv_bytes_per_second")
     load = node_pb2.NodeLoad(num_running=2, **dict.fromkeys(rates, rate))
     proto = node_pb2.NodeReport(state=router_pb2.NODE_STATE_SERVING, incarnation=ID, load=load)

@@ -152,7 +152,7 @@ def _unquoted(value: Any) -> Any:
     try:
         return yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise ValueError(f"{value!r} is no value") from error
+        raise ValueError(f"{value!r} is not a value") from error
 
 
 @cache
@@ -201,7 +201,7 @@ def _by_rule(entry: Entry) -> Translated:
     ):
         return Translated(entry=entry, kind=Kind.SAME)
     try:
-        settings = dict.fromkeys(rule.to, CONVERTERS[rule.by](value if rule.by in AS_WRITTEN else plain))
+        settings = dict.fromkeys(rule.to, CONVERTERS[rule.by](value if rule.by in UNPARSED else plain))
     except ValueError as error:
         return Translated(entry=entry, kind=Kind.ERROR, note=str(error))
     return Translated(entry=entry, kind=rule.kind, note=rule.note, settings=settings)
@@ -247,7 +247,7 @@ def _draft_settings(method: str, model: str, by: str, target: str, names: Mappin
         raise ValueError(f"{method} is none of {', '.join(proposers)}; the nearest is {nearest}")
     settings: dict[str, Any] = {"cluster.draft": proposer, "draft_node.proposer": proposer, "model.head": ""}
     if proposer not in ("draft_model", "head"):
-        return {**settings, "decode_node.local_fallback": proposer}
+        return {**settings, "decode_node.local_lookup": proposer}
     may_be_target = method.lower() in names["of_target"]
     model = model or (target if may_be_target else "")
     if not model:
@@ -258,7 +258,7 @@ def _draft_settings(method: str, model: str, by: str, target: str, names: Mappin
         folder = Path(model).expanduser().absolute()
         if not folder.is_dir():
             raise ValueError(
-                f"{model} is no folder: download the head, and name its folder in {names['models'][by][0]}"
+                f"{model} is not a folder: download the head, and name its folder in {names['models'][by][0]}"
             )
         model = str(folder)
         settings |= {"model.head": model, "decode_node.local_head": True, "cluster.draft_nodes": 0}
@@ -266,7 +266,7 @@ def _draft_settings(method: str, model: str, by: str, target: str, names: Mappin
         **settings,
         "cluster.draft": f"{proposer}:{model}",
         "draft_node.model": model,
-        "decode_node.local_fallback": "none",
+        "decode_node.local_lookup": "none",
     }
 
 
@@ -296,5 +296,5 @@ CONVERTERS = {
     "negated": _negated,
 }
 """Converters from another server's value to Outrider's, by name in the table. Each raises ValueError on failure."""
-AS_WRITTEN = ("same", "only_name")
+UNPARSED = ("same", "only_name")
 """These keep text unparsed, since its type is known only later. The others take the value in the quotes."""

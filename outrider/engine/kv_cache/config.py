@@ -17,13 +17,13 @@ class KVCacheConfig:
 
     memory: str = setting(
         "",
-        help="Size of the KV pool, such as 4GiB, or its share of memory, such as 30%. On a CPU, the share is of the "
-        "memory that is free at start, by default 20%, but at least two full windows if that much is free. On a GPU, "
-        "the share is of all memory and includes weights and steps; the default is 92%, which `outrider up` divides "
-        "among the nodes of a GPU.",
+        help="Size of the KV pool, for example 4GiB, or a share of the memory. On a CPU the share is of the memory "
+        "that is free at the start: by default 20 %, but at least two full context windows if that much is "
+        "free. On a GPU it is of the whole memory, and covers weights and steps too: by default 92 %, which "
+        "`outrider up` divides among the nodes of a GPU.",
     )
     prefix_cache: bool = setting(
-        True, help="Keep full blocks of finished sequences, so that prompts with the same beginning reuse them."
+        True, help="Whether full blocks of finished sequences are kept for prompts with the same beginning."
     )
     num_blocks: int | None = fixed(None)  # overrides `memory`
     block_size: int = fixed(16)  # tokens; small blocks waste little at a sequence's end and share short prefixes

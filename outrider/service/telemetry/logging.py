@@ -81,6 +81,6 @@ def configure_logging(config: TelemetryConfig, *, role: str, stream: TextIO | No
 
 
 def _order(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> dict[str, Any]:
-    """Puts the fields that every line has first, for readers."""
+    """Moves the fields that every line has to the front, which makes lines easier to read."""
     first = ("timestamp", "level", "role", "component", "event")
     return {key: event[key] for key in first if key in event} | dict(event)

@@ -87,7 +87,7 @@ class _Family:
         return lambda value, number: counter.labels(self._model_name, value).inc(number)
 
     def labelled_gauge(self, name: str, help_text: str, label: str) -> Callable[[Mapping[str, float]], None]:
-        """Returns a function that shows exactly the given series of the label. To be called from one thread."""
+        """Returns a function that replaces all series of the label by the given ones. Only one thread may call it."""
         gauge = Gauge(name, help_text, ("model_name", label), registry=self._registry)
         shown: set[str] = set()
 
@@ -103,10 +103,8 @@ class _Family:
 
 
 class TokenTimes(Collector):
-    """Tokens sent, and the times between them.
-
-    It adds once per token of every stream, and therefore takes no lock: one thread adds, and a
-    scrape in another thread may see a token before its time.
+    """Counts tokens sent, and the times between them. `add` is called for every token of every stream and therefore
+    takes no lock: only one thread adds, and a scrape in another thread may see a token before its time.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -293,7 +291,7 @@ class PrefillMetrics(EngineMetrics):
 
 
 class RouterMetrics:
-    """What clients of the router see. One instance per process and registry."""
+    """Metrics of what clients of the router see. One instance per process and registry."""
 
     def __init__(self, *, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         self._token_times = TokenTimes(model_name)

@@ -1,6 +1,6 @@
 """Spans by OpenTelemetry's SDK: it samples, batches and exports them in its own thread and drops undeliverable ones.
 
-The SDK reads OpenTelemetry's standard environment variables; this module makes only the other settings.
+The SDK reads OpenTelemetry's standard environment variables; this module sets only what they do not cover.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class OtelTracer(Tracer):
 
     def start(self, instance: str) -> None:
         complaints = logging.getLogger("opentelemetry")
-        complaints.handlers[:] = [_Complaints()]
+        complaints.handlers[:] = [_LogThrottle()]
         complaints.propagate = False
         self._exporter = OTLPSpanExporter(endpoint=self._endpoint)
         named = Resource.create(
@@ -65,7 +65,7 @@ class OtelTracer(Tracer):
             self._exporter.shutdown()  # abandons exports in flight
 
 
-class _Complaints(logging.Handler):
+class _LogThrottle(logging.Handler):
     """Reduces OpenTelemetry's own log to one line per `QUIET_SECONDS`."""
 
     _quiet_until = 0.0

@@ -122,7 +122,7 @@ def test_a_file_of_vllm_is_settings(write, as_json):
     assert sections["decode_node"].max_rows_per_step == 2048
     assert sections["kv_cache"].memory == "50%"
     assert sections["cluster"].draft == "ngram"
-    assert sections["draft_node"].num_speculative_tokens == 3
+    assert sections["decode_node"].num_speculative_tokens == 3
 
 
 def test_of_two_keys_for_one_setting_the_last_counts_and_the_first_is_warned_of(write):
@@ -169,7 +169,7 @@ def test_who_drafts_by_flag_replaces_a_files_whole_speculation(write, explicit):
     path = write(DECODE)
     resolved = load(path, overrides=[explicit])
     assert not {key for key in resolved.imported if "draft" in key or "specul" in key}
-    assert load(path, role="decode_node", overrides=[explicit]).sections["decode_node"].local_fallback == "ngram"
+    assert load(path, role="decode_node", overrides=[explicit]).sections["decode_node"].local_lookup == "ngram"
 
 
 def test_a_file_may_be_for_one_role(write):
@@ -201,7 +201,7 @@ def test_mtp_takes_the_head_of_the_served_model(write, tmp_path):
 
 
 def test_values_in_quotes_are_what_they_are_without_them(write):
-    """vLLM makes flags of its file, and Helm and envsubst write quotes."""
+    """vLLM turns its file into flags, and Helm and envsubst write quotes."""
     resolved = load(
         write(
             "max-model-len: '2048'\nmax-num-seqs: '1k'\nmax_num_batched_tokens: 25.6k\n"
@@ -269,7 +269,7 @@ def test_the_table_shows_no_secret(write, capsys):
         ("served-model-name: [a, b]\n", "a model is served under one name, not 2"),
         ("host: 0.0.0.0\n", "services bind loopback"),
         ("enforce-eager: sometimes\n", "'sometimes' is neither true nor false"),
-        ("max_seq_len: 1\nmax_seq_len: 2\n", ":2: max_seq_len stands in line 1 already"),
+        ("max_seq_len: 1\nmax_seq_len: 2\n", ":2: max_seq_len is already set in line 1"),
         ("- 1\n", ":1: settings are needed, each as NAME: VALUE"),
         (
             "hostname: h\ncontext_servers: {num_instances: 2}\n",
@@ -283,7 +283,7 @@ def test_the_table_shows_no_secret(write, capsys):
         ("a: [\n", "not YAML"),
         ("a: &a {b: *a}\n", "a.b contains itself"),
         ("speculative-config: '{'\n", ":1 speculative_config: neither a value nor JSON: '{'"),
-        ("max-num-seqs: 1\nmax_num_seqs: 2\n", ":2: max_num_seqs stands in line 1 already"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2\n", ":2: max_num_seqs is already set in line 1"),
     ],
 )
 def test_what_cannot_be_honoured_is_an_error_with_line_and_key(write, text, message):

@@ -24,16 +24,16 @@ def sections(config, **context):
 def test_a_lookup_drafts_alone(method):
     found = sections({"method": method, "num_speculative_tokens": 3})
     assert found["cluster"].draft_choice.proposer == found["draft_node"].proposer == method
-    assert found["decode_node"].local_fallback == method
+    assert found["decode_node"].local_lookup == method
     assert found["model"].head == ""
-    assert found["decode_node"].num_speculative_tokens == found["draft_node"].num_speculative_tokens == 3
+    assert found["decode_node"].num_speculative_tokens == 3
 
 
 def test_a_draft_model_runs_in_draft_nodes():
     found = sections({"method": "draft_model", "model": "small/one", "num_speculative_tokens": 4})
     assert found["cluster"].draft == "draft_model:small/one"
     assert (found["draft_node"].proposer, found["draft_node"].model) == ("draft_model", "small/one")
-    assert (found["decode_node"].local_fallback, found["model"].head) == ("none", "")
+    assert (found["decode_node"].local_lookup, found["model"].head) == ("none", "")
 
 
 @pytest.mark.parametrize("method", ["eagle3", "medusa", "EAGLE"])
@@ -43,7 +43,7 @@ def test_a_head_drafts_in_decode_nodes(method):
     assert found["cluster"].draft_nodes == 0
     assert found["model"].head == str(DEFAULT_HEAD)
     assert found["decode_node"].local_head
-    assert found["decode_node"].local_fallback == "none"
+    assert found["decode_node"].local_lookup == "none"
 
 
 def test_an_mtp_head_comes_with_the_served_model(tmp_path):
@@ -72,7 +72,7 @@ def test_what_concerns_speed_only_is_a_warning():
         ({"method": "eagle3"}, "eagle3 needs model, the folder of a head"),
         ({"method": "mtp"}, "mtp needs model"),
         ({"method": "mtp", "model": None}, "mtp needs model"),
-        ({"method": "eagle3", "model": "some/where-on-a-hub"}, "is no folder: download the head"),
+        ({"method": "eagle3", "model": "some/where-on-a-hub"}, "is not a folder: download the head"),
         ({"method": "draft_model"}, "draft_model needs model, a model"),
         ({"method": "ngram", "num_speculativ_tokens": 3}, "the nearest is speculative_config.num_speculative_tokens"),
         ({"method": "ngram", "rejection_sample_method": "synthetic"}, "verification_method"),

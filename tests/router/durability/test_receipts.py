@@ -322,7 +322,7 @@ def test_a_torn_last_line_is_passed_over_and_any_other_that_is_damaged_is_named(
     assert len(list(read_receipts(path))) == 1
     assert find_receipt(tmp_path, "r-1") is not None
     path.write_bytes(line + line[:-9] + b"\n" + line)
-    with pytest.raises(ConfigError, match=r"000000\.jsonl, line 2: no receipt"):
+    with pytest.raises(ConfigError, match=r"000000\.jsonl, line 2: not a receipt"):
         list(read_receipts(path))
     with pytest.raises(ConfigError, match="line 2"):
         find_receipt(tmp_path, "r-1")

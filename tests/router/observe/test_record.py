@@ -169,13 +169,12 @@ def test_tokens_that_are_kept_take_room(metrics):
     assert (len(second.steps), second.num_dropped_steps) == (4, 2)
 
 
-def test_none_are_kept_where_the_setting_is_0(metrics):
-    records = Records(0)
-    record = records.begin("r", metrics)
-    add_steps(record, 2)
-    records.end(record, None)
-    assert list(records) == []
-    assert record.steps == []
+@pytest.mark.parametrize(("keeps_tokens", "expected"), [(False, ()), (True, (7, 8))])
+def test_token_ids_are_kept_only_where_text_may_be_shown(metrics, keeps_tokens, expected):
+    record = Records(1, keeps_tokens=keeps_tokens).begin("r", metrics)
+    add_steps(record, 1)
+    assert record.steps[0].token_ids == expected
+    assert record.steps[0].num_tokens == 2
 
 
 def test_a_step_says_what_became_of_its_draft(metrics):

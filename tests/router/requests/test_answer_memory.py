@@ -228,7 +228,7 @@ async def wide(cluster):
 
 async def test_long_windows_reserve_nothing_for_tokens_that_may_never_come(wide):
     wide.decode.step_seconds = 0.005
-    await wide.serve(journal_bytes=8 << 20)
+    await wide.serve(answer_memory_bytes=8 << 20)
     calls = [wide.stub.Generate(wide.request(sampling=router_pb2.SamplingParams(seed=1))) for _ in range(30)]
     for call in calls:
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -242,7 +242,7 @@ async def test_a_client_that_never_reads_locks_nobody_out(cluster, monkeypatch):
     """gRPC buffers megabytes for a client that does not read; this writer takes nothing."""
     monkeypatch.setattr(answer_budget, "STALLED_SECONDS", 0.05)
     monkeypatch.setattr(answer_budget, "TICK_SECONDS", 0.01)
-    await cluster.serve(journal_bytes=65_536)
+    await cluster.serve(answer_memory_bytes=65_536)
     unread = await cluster.service.requests.begin(cluster.request(max_tokens=400), Caller())
 
     async def never_taken(_event):
@@ -257,6 +257,40 @@ async def test_a_client_that_never_reads_locks_nobody_out(cluster, monkeypatch):
             await writing
     assert told.value.reason == "NOT_READING"
     await cluster.is_empty()
+
+
+async def test_while_everybody_reads_a_full_journal_refuses(cluster):
+    cluster.decode.step_seconds = 0.002
+    await cluster.serve(answer_memory_bytes=65_536)
+    call = cluster.stub.Generate(cluster.request(max_tokens=400))
+    reading = asyncio.ensure_future(end_of(cluster, call))
+    await cluster.eventually(lambda: cluster.context.answers.reserved_bytes > 200 * TOKEN)
+    cluster.decode.step_seconds = 0.1  # it is not at its end before the other one is refused
+    failure = await cluster.fail(text="p" * 500, max_tokens=2, n=2)
+    assert (failure.code, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "JOURNAL_FULL")
+    assert failure.retry_seconds > 0
+    cluster.decode.step_seconds = 0.0
+    assert await reading is None
+    await cluster.is_empty()
+
+
+async def test_an_answer_that_fills_the_journal_alone_is_not_told_to_come_again(cluster):
+    await cluster.serve(answer_memory_bytes=65_536)
+    call = cluster.stub.Generate(cluster.request(n=8, max_tokens=400))
+    assert await end_of(cluster, call) == (grpc.StatusCode.INVALID_ARGUMENT, "ANSWER_TOO_LARGE")
+    assert (await cluster.generate(max_tokens=8)).token_ids()
+    await cluster.is_empty()
+
+
+async def end_of(cluster, call):
+    """(status, reason) with which a call ends; None: whole."""
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError as error:
+        failure = cluster.failure_of(error)
+        return failure.code, failure.reason
+    return None
 
 
 async def test_an_answer_that_is_kept_takes_no_more_memory_than_it_is_charged(cluster):

@@ -37,7 +37,9 @@ async def full(cluster):
     return cluster
 
 
-@pytest.mark.parametrize("limit", [{"max_waiting": 1}, {"max_waiting_tokens": 10}], ids=["requests", "tokens"])
+@pytest.mark.parametrize(
+    "limit", [{"max_waiting": 1}, {"min_waiting_tokens": 10, "tokens_per_waiting": 0}], ids=["requests", "tokens"]
+)
 async def test_what_a_full_queue_cannot_take_is_refused_at_once_with_retry_info(full, limit):
     await full.serve(**limit)
     running = await start_long(full)
@@ -61,7 +63,7 @@ async def test_every_request_that_fails_or_is_refused_is_counted_once_and_so_is_
         raise AlreadyRunningError("on another router", reason="DUPLICATE_REQUEST_ID")
 
     memory = MemoryAnswerStore(owner=b"router", lease_seconds=1.0)
-    await full.serve(max_waiting=0, journal_bytes=1 << 17, store=memory)
+    await full.serve(max_waiting=0, answer_memory_bytes=1 << 17, store=memory)
     running = await start_long(full)
     expected = Counter()
 

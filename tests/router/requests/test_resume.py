@@ -130,7 +130,7 @@ async def test_the_name_is_taken_while_the_answer_is_resumable_and_its_memory_is
 
 
 async def test_answers_that_were_read_give_way_to_new_ones(cluster):
-    await cluster.serve(journal_bytes=65_536)
+    await cluster.serve(answer_memory_bytes=65_536)
     for index in range(20):
         answer = await cluster.generate(cluster.resumable(request_id=f"r{index}", max_tokens=20))
         assert len(answer.token_ids()) == 20
@@ -138,7 +138,7 @@ async def test_answers_that_were_read_give_way_to_new_ones(cluster):
 
 
 async def test_answers_that_nobody_reads_stay_within_their_budget(cluster):
-    await cluster.serve(journal_bytes=65_536)
+    await cluster.serve(answer_memory_bytes=65_536)
 
     async def start_a_hundred():
         for index in range(100):

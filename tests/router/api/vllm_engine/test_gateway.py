@@ -170,10 +170,8 @@ def test_a_client_shows_a_key_and_a_page_comes_from_a_named_origin(router, tmp_p
     keys = tmp_path / "keys"
     keys.write_text("first\nsecond\n")
     origin = "http://localhost:3000"
-    more = (f"--model-alias=gpt-4={MODEL}",)
-    with gateway_before(
-        router, key_file=keys, cors_allowed_origins=(origin, "http://b"), extra_arguments=more
-    ) as client:
+    more = (f"--model-alias=gpt-4={MODEL}", "--cors-allowed-origins", origin, "http://b")
+    with gateway_before(router, key_file=keys, extra_arguments=more) as client:
         with pytest.raises(openai.AuthenticationError):
             chat(client)
         for key in ("first", "second"):

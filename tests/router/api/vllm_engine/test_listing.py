@@ -6,12 +6,10 @@ import sys
 
 import grpc
 import grpc.aio
-import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2 as engine_pb2
 from smg_grpc_proto import vllm_engine_pb2_grpc as engine_pb2_grpc
 
-from outrider.errors import ConfigError
 from outrider.service.reflection import add_reflection
 from router.config import RouterConfig
 from router.router import Router
@@ -32,18 +30,15 @@ async def reflected(router):
     return {service.name for service in answer.list_services_response.service}, code
 
 
-@pytest.mark.parametrize("wanted", ["auto", "on", "off"])
-async def test_it_is_listed_where_it_is_served(wanted):
-    names, _ = await reflected(Router(RouterConfig(decode_targets=("127.0.0.1:1",), vllm_engine=wanted)))
-    assert ("vllm.grpc.engine.VllmEngine" in names) == (wanted != "off")
+async def test_reflection_lists_it():
+    names, _ = await reflected(Router(RouterConfig(decode_targets=("127.0.0.1:1",))))
+    assert "vllm.grpc.engine.VllmEngine" in names
 
 
-async def test_without_its_stubs_it_is_not_served_and_an_error_where_it_must_be(monkeypatch):
+async def test_it_is_not_served_without_its_stubs(monkeypatch):
     monkeypatch.setitem(sys.modules, "smg_grpc_proto", None)
     for module in ("servicer", "answer"):
         monkeypatch.delitem(sys.modules, f"router.api.vllm_engine.{module}", raising=False)
     names, code = await reflected(Router(RouterConfig(decode_targets=("127.0.0.1:1",))))
     assert "vllm.grpc.engine.VllmEngine" not in names
     assert code is grpc.StatusCode.UNIMPLEMENTED
-    with pytest.raises(ConfigError, match=r"pip install 'outrider\[openai\]'"):
-        Router(RouterConfig(decode_targets=("127.0.0.1:1",), vllm_engine="on"))
