@@ -69,7 +69,7 @@ class PrefillLoop:
         cpu_turns: CpuTurns | None = None,
         max_pushes: int = MAX_PUSHES,
     ) -> None:
-        """`max_pushes`: limit of jobs that are computed or pushed; the others wait (`PushPlaces`)."""
+        """`max_pushes`: limit of jobs that are computed or pushed; the others wait (`PushSlots`)."""
         self.progress = StepProgress()
         self.prompt_tokens = PromptTokens()
         self._engine = engine

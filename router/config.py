@@ -61,7 +61,6 @@ class RouterConfig:
     store_timeout_seconds: float = setting(
         0.5, at_least=0.01, at_most=60.0, help="Seconds that the store may take to respond."
     )
-    store_timeout_seconds: float = setting(0.5, at_least=0.01, at_most=60.0, help="Seconds to wait for the store.")
     receipts: str = setting(
         "",
         help="Where receipts of answers are kept for `outrider replay`: a directory, or `store` (the one of "

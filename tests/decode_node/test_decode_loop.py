@@ -111,35 +111,6 @@ def test_logprobs_come_with_each_token_whatever_is_drafted(make_node):
     assert [value.rank for value in found] == [value.rank for value in expected]
 
 
-def test_preempted_sequences_give_the_same_tokens(make_node):
-    roomy = make_node()
-    prompts = [tuple((7 * i + j) % 250 + 10 for j in range(20)) for i in range(4)]
-    sampling = {"temperature": 1.0, "max_tokens": 120}
-    expected = [generate(roomy, prompt=prompt, sampling=sampling) for prompt in prompts]
-    tight = make_node(local_lookup="ngram")
-    pool = tight.parts.engine.pool
-    groups = [tight.open(prompt=prompt, sampling=sampling) for prompt in prompts]
-    tight.iterate()
-    held = pool.allocate(pool.num_free_blocks - 12)  # four sequences of 140 tokens want 36
-    tight.run()
-    assert tight.num_preempted > 0
-    assert [tight.tokens(group) for group in groups] == expected
-    tight.parts.engine.pool.release(held)
-    tight.assert_nothing_is_held()
-
-
-def test_a_long_prompt_is_granted_a_transfer_and_cancelling_frees_it(make_node):
-    node = make_node()
-    group_id = node.open(prompt=tuple(range(10, 110)))
-    node.iterate()
-    (granted,) = node.find(Granted, group_id)
-    assert granted.kv_address.startswith("127.0.0.1:")
-    assert node.engine.pool.num_free_blocks < node.engine.pool.num_blocks
-    node.cancel(group_id)
-    node.run()
-    node.assert_nothing_is_held()
-
-
 def test_a_prompt_of_another_tenant_is_not_found_in_the_prefix_cache(make_node):
     node = make_node()
     prompt = tuple(range(20, 53))

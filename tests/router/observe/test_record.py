@@ -169,14 +169,6 @@ def test_tokens_that_are_kept_take_room(metrics):
     assert (len(second.steps), second.num_dropped_steps) == (4, 2)
 
 
-@pytest.mark.parametrize(("keeps_tokens", "expected"), [(False, ()), (True, (7, 8))])
-def test_token_ids_are_kept_only_where_text_may_be_shown(metrics, keeps_tokens, expected):
-    record = Records(1, keeps_tokens=keeps_tokens).begin("r", metrics)
-    add_steps(record, 1)
-    assert record.steps[0].token_ids == expected
-    assert record.steps[0].num_tokens == 2
-
-
 def test_a_step_says_what_became_of_its_draft(metrics):
     record = Records(1).begin("r", metrics)
     counts = SpeculationCounts(num_spec_steps=1, num_draft_tokens=4, num_accepted_draft_tokens=2, num_wanting_steps=1)

@@ -259,40 +259,6 @@ async def test_a_client_that_never_reads_locks_nobody_out(cluster, monkeypatch):
     await cluster.is_empty()
 
 
-async def test_while_everybody_reads_a_full_journal_refuses(cluster):
-    cluster.decode.step_seconds = 0.002
-    await cluster.serve(answer_memory_bytes=65_536)
-    call = cluster.stub.Generate(cluster.request(max_tokens=400))
-    reading = asyncio.ensure_future(end_of(cluster, call))
-    await cluster.eventually(lambda: cluster.context.answers.reserved_bytes > 200 * TOKEN)
-    cluster.decode.step_seconds = 0.1  # it is not at its end before the other one is refused
-    failure = await cluster.fail(text="p" * 500, max_tokens=2, n=2)
-    assert (failure.code, failure.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "JOURNAL_FULL")
-    assert failure.retry_seconds > 0
-    cluster.decode.step_seconds = 0.0
-    assert await reading is None
-    await cluster.is_empty()
-
-
-async def test_an_answer_that_fills_the_journal_alone_is_not_told_to_come_again(cluster):
-    await cluster.serve(answer_memory_bytes=65_536)
-    call = cluster.stub.Generate(cluster.request(n=8, max_tokens=400))
-    assert await end_of(cluster, call) == (grpc.StatusCode.INVALID_ARGUMENT, "ANSWER_TOO_LARGE")
-    assert (await cluster.generate(max_tokens=8)).token_ids()
-    await cluster.is_empty()
-
-
-async def end_of(cluster, call):
-    """(status, reason) with which a call ends; None: whole."""
-    try:
-        async for _ in call:
-            pass
-    except grpc.aio.AioRpcError as error:
-        failure = cluster.failure_of(error)
-        return failure.code, failure.reason
-    return None
-
-
 async def test_an_answer_that_is_kept_takes_no_more_memory_than_it_is_charged(cluster):
     """Compares the median of five rounds, because a table of the interpreter may grow in one of them.
 
