@@ -1,4 +1,4 @@
-"""Our Triton kernels on a CPU, by triton's interpreter, which conftest.py chooses where there is no GPU."""
+"""Our Triton kernels on a CPU, in triton's interpreter, which conftest.py selects if there is no GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def skip_unread_work():
 
 
 def multiply_in_one_order(monkeypatch):
-    """The interpreter's are the BLAS's: by some of its kernels a row's bits depend on its place in a tile."""
+    """Makes the bits of a product's row independent of its place in a tile.
+
+    The interpreter multiplies by BLAS, which does not have this property on every machine.
+    """
     interpreter = importlib.import_module("triton.runtime.interpreter")
 
     def dot(_builder, a, b, sums, *_precision):
@@ -48,7 +51,7 @@ def multiply_in_one_order(monkeypatch):
 
 
 def interpreted_attention(*, num_programs=3, **options):
-    """Of a GPU that runs few programs at a time, so that they go through lists."""
+    """Returns the attention of a GPU that runs few programs at a time, each of which therefore has a list of tiles."""
     from outrider.engine.attention.triton_paged import TritonAttention
 
     return TritonAttention("cpu", num_programs=num_programs, **options)

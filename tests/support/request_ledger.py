@@ -1,6 +1,6 @@
-"""Performs what a request's machine wants done, as the driver would, on paper: no node, no task, no clock.
+"""Records the instructions of a request's machine in place of the driver: no node, no task, no clock.
 
-`Ledger.step` feeds an event, writes the instructions down, and checks that nothing is held twice, lost or forgotten.
+`Ledger.step` feeds an event, records the instructions, and checks that nothing is held twice, lost or forgotten.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from router.scheduling.placement import Demand
 
 
 class Ledger:
-    """What one request holds. Attempts have numbers, in the order in which they were opened."""
+    """The resources that one request holds. Attempts are numbered in the order in which they were opened."""
 
     def __init__(self, machine: Request, answer: Answer) -> None:
         self.machine = machine
@@ -43,7 +43,7 @@ class Ledger:
         self._num_delivered = self._num_settled = self._num_freed = 0
 
     def step(self, event: on.Event) -> Iterator[str]:
-        """What the machine answers, in words. A bug ends the request, as it does in the driver."""
+        """Yields the machine's instructions as text. A bug ends the request, as it does in the driver."""
         number = self._numbers.get(getattr(event, "sequence_group_id", b""))
         was_over = number is not None and number not in self.open and number not in self.prefills
         had_ended = self.answer.has_ended
@@ -59,13 +59,13 @@ class Ledger:
         yield from self._perform_all(instructions, had_ended=had_ended)
 
     def crash(self) -> Iterator[str]:
-        """An instruction could not be performed."""
+        """Tells the machine that an instruction could not be performed."""
         yield from self._perform_all(
             self.machine.crash(InternalError("a bug"), self.now), had_ended=self.answer.has_ended
         )
 
     def end(self) -> None:
-        """Drops the request, whatever it does: everything must come back."""
+        """Drops the request and checks that it returns everything."""
         for _line in self.step(on.Dropped()):
             pass
         held = (self.places, self.open, self.prefills, self.timers, self.is_in_queue)
@@ -189,7 +189,7 @@ class Ledger:
     # ------------------------------------------------------------ invariants
 
     def _check(self) -> None:
-        """Nothing is held twice, lost or forgotten, after every event."""
+        """Checks that nothing is held twice, lost or forgotten."""
         machine, state = self.machine, self.machine.state
         live = {self._numbers[attempt.group_id] for attempt in machine.attempts}
         assert live == self.open, "attempts that run have a group each, and no other has one"
@@ -222,7 +222,7 @@ class Ledger:
         assert self._num_freed == (state is State.CLOSED), "the name is free when the request is closed"
 
     def _check_wait(self, attempt: Any) -> None:
-        """Whatever an attempt waits for, something ends the wait. While tokens come, liveness does."""
+        """Checks that something ends whatever the attempt waits for. While tokens come, liveness does."""
         number, group = self._numbers[attempt.group_id], attempt.group_id
         is_granting = (on.Timer.GRANT, group) in self.timers
         is_receiving = (on.Timer.KV, group) in self.timers

@@ -74,7 +74,7 @@ OPEN_SECONDS, KV_SECONDS = 10.0, 10.0
 
 
 class ScriptedCluster:
-    """Answers of a cluster, as a scenario sets them."""
+    """The answers of a cluster to the machine's questions. A scenario sets them."""
 
     is_full = False  # no serving node could ever take the request
     may_know_more = False
@@ -88,7 +88,7 @@ class ScriptedCluster:
 
 
 class _Tokenizer:
-    """Each token is a letter."""
+    """A tokenizer whose tokens are letters."""
 
     def detokenizer(self, **_options: object) -> ByteDetokenizer:
         return ByteDetokenizer([b"", *(bytes([97 + token % 26]) for token in range(1, 200))])
@@ -106,7 +106,7 @@ class Scenario:
         self._node_of: dict[str, on.Node] = {}
 
     def play(self) -> str:
-        """The story with the machine's answers."""
+        """Returns the story with the machine's answers."""
         told: list[str] = []
         for line in self._lines:
             told.append(line)
@@ -116,7 +116,7 @@ class Scenario:
         return "\n".join(told) + "\n"
 
     def tell(self, line: str) -> list[str]:
-        """What the machine answers to one event."""
+        """Returns the machine's answers to one event."""
         word, *words = line.split()
         return list(self._tell(word, words))
 
@@ -252,7 +252,7 @@ class Scenario:
         return on.Placed(place, self._node(names[0], options), prefill, b"", is_hedge="hedge" in flags)
 
     def _not_placed(self, words: list[str]) -> on.NotPlaced:
-        """The queue refuses with a reason; a search for a hedge has none."""
+        """Returns the event that the queue refuses, with a reason unless the search was for a hedge."""
         if words:
             assert self.ledger.is_in_queue, "the queue refuses who waits"
             self.ledger.is_in_queue = False
@@ -277,7 +277,7 @@ class Scenario:
         return on.ReaderLeft()
 
     def _read(self) -> Iterator[str]:
-        """What the streams that are attached, or have just been superseded, would be sent."""
+        """Yields what the attached streams, and those just superseded, would be sent."""
         for index, reader in enumerate(self._readers):
             of = f"reader {index + 1}" if len(self._readers) > 1 else "reader"
             told = [_show_message(message) for message in _next(reader)]
@@ -296,7 +296,7 @@ class Scenario:
 
 
 def _next(reader: AnswerReader[Any]) -> Iterator[object]:
-    """Everything that a reader has not been told, without an event loop to wait in."""
+    """Yields everything that the reader has not been told, without an event loop."""
     while True:
         try:
             reader.next().send(None)
