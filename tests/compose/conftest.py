@@ -1,4 +1,4 @@
-"""What every test in containers needs: an engine, the image, a volume with the model.
+"""Fixtures of tests in containers: an engine, the image, a volume with the model.
 
 Only `make compose-test` runs these tests: they build the image and start whole clusters.
 """
@@ -20,7 +20,7 @@ MARK = "compose"
 
 @functools.cache
 def reason_not_to_run() -> str:
-    """Empty where a Docker engine with Compose answers."""
+    """Returns why tests in containers cannot run, or "" if a Docker engine with Compose answers."""
     if shutil.which("docker") is None:
         return "no docker command here"
     for command in (["docker", "version"], ["docker", "compose", "version"]):
@@ -31,7 +31,7 @@ def reason_not_to_run() -> str:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Not asked for by `-m compose`, they would surprise whoever runs the whole suite beside a Docker engine."""
+    """Skips these tests without `-m compose`, since they build images and start containers."""
     mine = [item for item in items if item.get_closest_marker(MARK)]
     if not mine:
         return
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def image():
-    """Built from this tree; what has not changed comes from the engine's build cache."""
+    """The image, built from this tree. Unchanged layers come from the engine's build cache."""
     command = ["docker", "compose", "--progress", "plain", "build"]
     built = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False,
@@ -56,7 +56,7 @@ def image():
 
 @pytest.fixture(scope="session")
 def models(image):
-    """A volume with the default model, for projects that are not about getting it."""
+    """A volume with the default model, for projects that do not test its download."""
     name = f"outrider-test-models-{secrets.token_hex(3)}"
     docker("volume", "create", name)
     try:

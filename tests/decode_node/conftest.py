@@ -30,12 +30,12 @@ from tests.support.in_memory_connector import InMemoryConnector
 from tests.support.tiny_model import make_tiny_model
 
 INCARNATION = bytes(16)
-SHORT_PROMPT = (1, 2, 3)  # computed here
+SHORT_PROMPT = (1, 2, 3)  # short enough that the decode node computes it
 PATIENCE_SECONDS = 30.0
 
 
 class ScriptedIngest:
-    """An Ingest without sockets; writes can be held back by a gate."""
+    """An Ingest without sockets. A gate can hold writes back."""
 
     def __init__(self, cache, loop_of, clock):
         self.cache = cache
@@ -80,7 +80,7 @@ class GatedSink:
 
 
 class Node(DrivenNode):
-    """Over a model that is a hash."""
+    """A decode node whose model is a hash of the context."""
 
     prompt = SHORT_PROMPT
     max_tokens = 5
@@ -137,11 +137,11 @@ class Node(DrivenNode):
 
     def iterate(self):
         if not self.engine.scheduler.has_work and self.loop._inbox.is_empty:
-            self.loop.submit(SessionEnded(0))  # so that an idle turn need not wait for one
+            self.loop.submit(SessionEnded(0))  # so that an idle turn does not wait for a command
         self.loop.iterate()
 
     def push(self, group_id, prompt, *, transfer_id=None, until=None):
-        """What a prefill node does; one that is lost sends the tokens before `until` and no commit."""
+        """Pushes KV like a prefill node. A lost one sends the tokens before `until` and no commit."""
         spec = self.ingest.specs[transfer_id or group_id[::-1]]
         sender = InMemoryConnector({"decode:1": self.ingest.inbox}).connect("decode:1", spec)
         source = ScriptedEngine.create(num_blocks=64).kv_cache
@@ -159,7 +159,7 @@ class Node(DrivenNode):
 
     @contextlib.contextmanager
     def writing(self, put, *frame, **options):
-        """A thread that `put`s a frame is in the middle of its write until the block ends."""
+        """Keeps a thread in the middle of a frame's write until the block ends."""
         self.ingest.gate.clear()
         self.ingest.writing.clear()
         thread = threading.Thread(target=put, args=frame, kwargs=options)
@@ -175,7 +175,7 @@ class Node(DrivenNode):
 
 @pytest.fixture(params=[False, True], ids=["in_the_step", "beside_the_host"])
 def make_scripted_node(request):
-    """A factory of `Node`s, driven by hand. Their model computes in the step, or as a device does."""
+    """A factory of `Node`s that tests drive step by step. Their model computes within the step or like a device."""
     return partial(Node, is_asynchronous=request.param)
 
 

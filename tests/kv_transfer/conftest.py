@@ -21,7 +21,7 @@ CELL_BYTES = 16
 
 
 class RecordingSink:
-    """Keeps the bytes of every cell; `gate` holds writes up."""
+    """Keeps the bytes of every cell. `gate` holds writes back."""
 
     def __init__(self):
         self.cells = {}
@@ -31,7 +31,7 @@ class RecordingSink:
         self.is_writing = threading.Event()
 
     def read(self, region):
-        """What was held before the transfer: as a sender would have sent it."""
+        """Stores what the receiver held before the transfer, as a sender would have sent it."""
         return memoryview(Peers.payload(region))
 
     def write(self, region, payload):
@@ -47,7 +47,7 @@ class RecordingSink:
 
 
 class Peers:
-    """What a sender would send, piece by piece, and what the receiving side has said."""
+    """The messages of a sender, one at a time, and the answers of the receiving side."""
 
     incarnation = INCARNATION
 
@@ -96,7 +96,7 @@ class Peers:
         )
 
     def frame(self, spec, region, *, salt=0, **changes):
-        """(header, payload) of a frame; `changes` are lies in the header."""
+        """Returns (header, payload) of a frame. `changes` are wrong fields of the header."""
         payload = self.payload(region, salt=salt)
         fields = {
             "transfer_id": spec.transfer_id,
@@ -120,16 +120,16 @@ class Peers:
 
     @staticmethod
     def sent(frames):
-        """The checksums of these by region."""
+        """Returns the checksums by region."""
         return {header.region: header.checksum for header, _ in frames}
 
     @staticmethod
     def hello(spec, **offer):
-        """What a sender says first; `offer`: an arena."""
+        """Sends a sender's first message. `offer` is an arena."""
         return encode_hello(spec.transfer_id, spec.incarnation, **offer)
 
     def finish(self, spec, stream):
-        """The transfer still completes after whatever went wrong."""
+        """Checks that the transfer still completes."""
         frames = self.frames(spec)
         for sequence, frame in enumerate(frames, start=1000):
             stream.ask(encode_frame(sequence, *frame))
@@ -143,7 +143,7 @@ class Peers:
 
 
 class RawStream:
-    """A sender that says whatever a test wants."""
+    """A sender whose messages the test chooses."""
 
     def __init__(self, port):
         self.channel = grpc.insecure_channel(

@@ -11,7 +11,7 @@ from tests.llm.scripted_router import ScriptedRouter
 
 
 class FakeCluster:
-    """The one router that is there, and what the LLM asked for."""
+    """The only cluster, and the arguments with which the LLM started it."""
 
     address = ""
 
@@ -56,7 +56,7 @@ def router():
 
 @pytest.fixture
 def clusters(monkeypatch):
-    """Those that LLMs have made."""
+    """The clusters that LLMs have started."""
     made = []
 
     def make(config, launch):

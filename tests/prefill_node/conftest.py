@@ -36,13 +36,13 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def patient_stop(monkeypatch):
-    """A loop that stops waits for pushes as long as a busy machine takes."""
+    """Makes a stopping loop wait long enough for pushes on a busy machine."""
     monkeypatch.setattr("prefill_node.prefill_loop.STOP_SECONDS", PATIENCE_SECONDS / 2)
 
 
 @dataclass
 class DecodeSide:
-    """A decode node's ingest: one scripted cache, blocks given out in order."""
+    """A decode node's ingest with one scripted cache, which hands out blocks in order."""
 
     address: str
     incarnation: bytes = field(default_factory=lambda: os.urandom(16))
@@ -66,7 +66,7 @@ class DecodeSide:
         self.regions = []
 
     def expect(self, token_ids, *, held=0):
-        """Opens a transfer; its id and block table, which has the first `held` tokens' KV."""
+        """Opens a transfer, and returns its id and its block table, which has the KV of the first `held` tokens."""
         blocks = [next(self._next_block) for _ in range(-(-len(token_ids) // BLOCK_SIZE))]
         spec = TransferSpec(
             transfer_id=os.urandom(16),
@@ -102,7 +102,7 @@ class BlockSink:
 
 
 def job_of(job_id, token_ids, *, transfer_id, address, incarnation, held=0, may_read_held=False, **options):
-    """`options`: of the request."""
+    """Returns a prefill job. `options` are those of the request."""
     call = PrefillCall(
         sequence_group_id=bytes(16),
         fingerprint="",
@@ -119,7 +119,7 @@ def job_of(job_id, token_ids, *, transfer_id, address, incarnation, held=0, may_
 
 
 class Rig:
-    """A prefill loop on a scripted engine, in its thread, and the decode sides that it pushes to."""
+    """A prefill loop on a scripted engine, in its thread, and the decode nodes that it pushes to."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Rig:
         on_device=False,
         **turns,
     ):
-        """`on_device`: whose passes are computed when the test says (`device.compute`)."""
+        """With `on_device`, passes are computed when the test calls `device.compute`."""
         engine = ScriptedEngine.create(num_blocks=num_blocks, block_size=BLOCK_SIZE, features=features)
         scheduler = Scheduler(
             engine.pool, max_running=max_running, max_rows_per_step=max_rows_per_step, reserve_blocks_per_running=0
@@ -165,7 +165,7 @@ class Rig:
         self.thread = threading.Thread(target=self.loop.run)
 
     def forward(self, rows, *, on_layer_done):
-        """In the place of the engine's runner."""
+        """Computes a forward in place of the engine's runner."""
         self.computed += [row.token_ids[0] for row in rows]
         self.chunks.append([(row.start_position, len(row.token_ids)) for row in rows])
 

@@ -1,4 +1,4 @@
-"""A cluster of fake nodes, a router before it, and a client, all in this process, over the wire."""
+"""A cluster of fake nodes, its router and a client. All are in this process and talk over the wire."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.support.memory_store import FlakyStore, MemoryRecords
 from tests.support.router_fakes import FakeDecodeNode, FakeNode, FakePrefillNode
 
 PATIENCE_SECONDS = 30.0
-"""What is waited for comes in milliseconds; a busy machine may take its time."""
+"""Seconds that tests wait for an event that takes milliseconds on an idle machine."""
 
 
 async def eventually(condition: Callable[[], bool], *, seconds: float = PATIENCE_SECONDS, what: str = "") -> None:
-    """Returns once the condition holds; fails when it does not in time."""
+    """Returns once the condition holds, and fails if that takes too long."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not in {seconds} s: {what or condition}"
@@ -40,7 +40,7 @@ async def eventually(condition: Callable[[], bool], *, seconds: float = PATIENCE
 
 
 class Answer:
-    """A whole stream, folded by sample."""
+    """A whole stream, by sample."""
 
     def __init__(self, messages: list[router_pb2.GenerateResponse]) -> None:
         self.messages = messages
@@ -75,7 +75,7 @@ class Answer:
 
 @dataclasses.dataclass
 class Failure:
-    """A status with its details unpacked."""
+    """A gRPC status with its details unpacked."""
 
     code: grpc.StatusCode
     message: str
@@ -107,7 +107,7 @@ def failure_of(error: grpc.aio.AioRpcError) -> Failure:
 
 
 async def read_on(call: Any) -> list[Any]:
-    """What a stream still says, to its end."""
+    """Reads a stream to its end, and returns the rest of the answer."""
     messages = []
     async with asyncio.timeout(2 * PATIENCE_SECONDS):
         while (message := await call.read()) is not grpc.aio.EOF:
@@ -116,14 +116,14 @@ async def read_on(call: Any) -> list[Any]:
 
 
 async def refused(call: Any) -> Failure:
-    """The status with which a call ends, streamed or not."""
+    """Returns the status with which a call ends, streamed or not."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await (read_on(call) if hasattr(call, "read") else call)
     return failure_of(caught.value)
 
 
 def make_request(text: str | None = "a prompt", **fields: Any) -> router_pb2.GenerateRequest:
-    """Fields of the request, and of its sampling parameters."""
+    """Returns a request from fields of its own and of its sampling parameters."""
     names = router_pb2.SamplingParams.DESCRIPTOR.fields_by_name
     if sampling := {name: fields.pop(name) for name in tuple(fields) if name in names}:
         fields["sampling"] = router_pb2.SamplingParams(**{"seed": 0, "max_tokens": 8} | sampling)
@@ -133,7 +133,7 @@ def make_request(text: str | None = "a prompt", **fields: Any) -> router_pb2.Gen
 
 
 class Cluster:
-    """`await cluster.start(...)`; attributes of the fake nodes may be changed before and after."""
+    """Started by `await cluster.start(...)`. Attributes of the fake nodes may be changed before and after."""
 
     def __init__(self) -> None:
         self.decode = FakeDecodeNode()
@@ -200,7 +200,7 @@ class Cluster:
 
     @staticmethod
     def says(text: str | bytes) -> Callable[[Any, int], list[int]]:
-        """A script that writes this, byte by byte, then ends."""
+        """Returns a script of fake decode nodes that answers with this text, byte by byte."""
         data = text.encode() if isinstance(text, str) else text
         return lambda _opened, _sample: [*data, 256]
 
@@ -213,12 +213,12 @@ class Cluster:
         return Answer(await read_on(self.stub.Generate(request if request is not None else make_request(**fields))))
 
     async def fail(self, request: Any = None, **fields: Any) -> Failure:
-        """The status with which a request ends."""
+        """Returns the status with which a request ends."""
         request = request if request is not None else make_request(**fields)
         return await refused(self.stub.Generate(request, timeout=PATIENCE_SECONDS))
 
     def resumable(self, *, seconds: float = 30.0, **fields: Any) -> router_pb2.GenerateRequest:
-        """A request "r" with a resume window."""
+        """Starts a request "r" with a resume window."""
         window = duration_pb2.Duration()
         window.FromMilliseconds(round(seconds * 1000))
         return make_request(**{"request_id": "r", "resume_window": window} | fields)
@@ -228,12 +228,12 @@ class Cluster:
         return self.stub.Resume(request, timeout=PATIENCE_SECONDS)
 
     async def is_empty(self, *, seconds: float = PATIENCE_SECONDS) -> None:
-        """Nothing is left in the router and on the nodes."""
+        """Checks that nothing is left in the router and on the nodes."""
         await eventually(lambda: len(self.service.requests) == 0, seconds=seconds, what="running requests")
         await eventually(lambda: self.decode.num_blocks_used == 0, seconds=seconds, what="blocks on decode nodes")
         await eventually(lambda: self.prefill.num_active == 0, seconds=seconds, what="prefills")
         context = self.context
-        # The name of a request is free again before its tasks have taken their cancellation.
+        # A request's id is free again before its cancelled tasks have ended.
         await eventually(lambda: context.queue.num_waiting == 0, seconds=seconds, what="queue")
         await eventually(lambda: context.placement.num_placed == 0, seconds=seconds, what="places")
         assert context.queue.num_waiting_tokens == 0
@@ -272,7 +272,7 @@ class NodePair(Cluster):
             node.step_seconds = step_seconds
 
     def link_of(self, node: FakeNode) -> Any:
-        """The router's view of a node that serves."""
+        """Returns the router's view of a node that serves."""
         nodes = self.service.nodes
         return next(link for link in (*nodes.decode_nodes, *nodes.prefill_nodes) if link.name == node.name)
 
@@ -290,13 +290,13 @@ class NodePair(Cluster):
     async def begin(
         self, num_tokens: int, **fields: Any
     ) -> tuple[asyncio.Task[Answer], FakeDecodeNode, FakeDecodeNode]:
-        """(the task of a long answer, the node that computes it, the other node)."""
+        """Returns (the task of a long answer, the node that computes it, the other node)."""
         task = asyncio.ensure_future(self.generate(max_tokens=num_tokens, **fields))
         await self.until_streaming()
         return task, *self.busy_and_free()
 
     async def finish(self, task: asyncio.Task[Answer]) -> Answer:
-        """The answer, once all nodes go on at their full speed."""
+        """Lets all nodes go on at their full speed, and returns the answer."""
         self.pace(0.0)
         for node in self.decodes:
             node.thaw()
@@ -333,13 +333,13 @@ class RouterPair:
         return self.first.resumable(**{"max_tokens": self.num_tokens} | fields)
 
     async def begin(self, num_deltas: int = 5, **fields: Any) -> tuple[Any, router_pb2.Started, list[router_pb2.Delta]]:
-        """(the call, Started, the first deltas) on the first router."""
+        """Starts a request on the first router, and returns (the call, Started, the first deltas)."""
         call = self.first.stub.Generate(self.request(**fields))
         started = (await call.read()).started
         return call, started, [(await call.read()).delta for _ in range(num_deltas)]
 
     async def kill_first(self) -> None:
-        """As far as one process can: its server and its sessions end at once, nothing is written any more."""
+        """Imitates a kill within this process: ends the router's server and sessions at once, and its writes."""
         keeper = self.first.service.requests.keeper
         keeper._work.cancel()
         await self.first.server.stop(None)
@@ -351,7 +351,7 @@ class RouterPair:
 
 
 def told(messages: list[router_pb2.GenerateResponse], sample: int = 0) -> list[int]:
-    """The token ids of one sample's deltas."""
+    """Returns the token ids of one sample's deltas."""
     deltas = [m.delta for m in messages if m.HasField("delta") and m.delta.sample == sample]
     return [token_id for delta in deltas for token_id in delta.token_ids]
 
@@ -378,7 +378,7 @@ async def cluster() -> AsyncIterator[Cluster]:
 
 @pytest.fixture
 async def node_pair() -> AsyncIterator[NodePair]:
-    """Not serving yet."""
+    """A pair that does not serve yet."""
     pair = NodePair()
     async with closing(pair):
         yield pair
@@ -386,7 +386,7 @@ async def node_pair() -> AsyncIterator[NodePair]:
 
 @pytest.fixture
 async def router_pair() -> AsyncIterator[RouterPair]:
-    """Not serving yet."""
+    """A pair that does not serve yet."""
     pair = RouterPair()
     async with closing(pair.second, pair.first):
         yield pair

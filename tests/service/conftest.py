@@ -1,4 +1,4 @@
-"""A node that says who it is, for tests of what is around it."""
+"""A node with only an identity, for tests of the service around it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from outrider.training.plan import TrainingPlan
 
 @pytest.fixture(scope="session")
 def kept(tmp_path_factory):
-    """A folder of forty kept answers of two kinds; every token but the first few of a text follows from the last."""
+    """A folder of forty kept answers of two kinds. All but the first tokens are a function of the token before."""
     folder = tmp_path_factory.mktemp("kept")
     writer, rng = AnswerWriter(folder, max_bytes=1 << 20), random.Random(0)
     for number in range(40):

@@ -1,4 +1,4 @@
-"""The kernels under test: every path that this machine can run, and libraries that are built for the tests alone."""
+"""The kernels under test: every instruction path of this machine, and libraries that only tests use."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.engine.cpu_kernels.libraries import BREAKS_THE_RULE, MADE_FOR_TESTS, 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread_of_torchs():
-    """So that references take no core from the teams under test."""
+    """Makes torch use one thread, so that references take no core from the teams under test."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", params=PATHS)
 def library(request, made_libraries):
-    """A library for each way of computing; those of this machine's paths are what nodes load."""
+    """The library of each instruction path. Nodes load those of this machine's paths."""
     path = request.param
     if path in MADE_FOR_TESTS:
         return made_libraries(path)
@@ -43,19 +43,19 @@ def portable_library():
 
 @pytest.fixture(scope="session")
 def rule_breaking_library(made_libraries):
-    """The negative control of every check of batch invariance."""
+    """A library without batch invariance, the negative control of every check of it."""
     return made_libraries(BREAKS_THE_RULE)
 
 
 @pytest.fixture(scope="session")
 def made_libraries() -> Callable[[str], KernelLibrary]:
-    """made_libraries(name); compiled on first use."""
+    """made_libraries(name) → a library, compiled on first use."""
     return functools.cache(made_library)
 
 
 @pytest.fixture(scope="session")
 def teams():
-    """teams(library, num_threads) → CpuKernels, each started once."""
+    """teams(library, num_threads) → CpuKernels. Each team is started once."""
     started: dict[tuple[Path, int], CpuKernels] = {}
 
     def kernels(library, num_threads):
@@ -69,13 +69,13 @@ def teams():
 
 @pytest.fixture
 def kernels(library, teams):
-    """One thread."""
+    """Kernels with one thread."""
     return teams(library, 1)
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Where compiled libraries are kept: a folder that is not there yet."""
+    """The cache folder of compiled libraries, which does not exist yet."""
     folder = tmp_path / "kernels"
     monkeypatch.setenv(LIBRARIES_VARIABLE, str(folder))
     return folder
@@ -83,7 +83,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def source(tmp_path, monkeypatch, cache):
-    """Two functions instead of all kernels, one path instead of three."""
+    """Sources of two functions instead of all kernels, for one path instead of three."""
     source = tmp_path / "source"
     source.mkdir()
     (source / "exports.map").write_bytes((compiler.SOURCE / "exports.map").read_bytes())

@@ -15,7 +15,7 @@ from tests.support.sampler_kinds import NUMPY, TORCH, SamplerKind, SamplerOfKind
 
 @pytest.fixture
 def make_sampler(sampler_kind: SamplerKind) -> Callable[..., Sampler]:
-    """Builds a sampler of each kind; every id is known unless said otherwise."""
+    """Builds a sampler of each kind. Every id is known by default."""
 
     def make(vocab_size: int, known: npt.NDArray[np.bool_] | None = None) -> Sampler:
         mask = np.ones(vocab_size, dtype=np.bool_) if known is None else known

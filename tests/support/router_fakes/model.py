@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 
 
 def fake_tokenizer_files() -> dict[str, bytes]:
-    """Returns a byte-level tokenizer: id = byte; 256 end of text, 257 <|start|>, 258 <|end|>, 259 an added plain word."""
+    """Returns a byte-level tokenizer: id = byte; 256 end of text, 257 <|start|>, 258 <|end|>, 259 an added word."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     by_byte = {_character_of(byte): byte for byte in range(256)}
     assert sorted(by_byte) == alphabet, "the alphabet is GPT-2's"
