@@ -43,6 +43,9 @@ REAL_CLUSTER = (
 """Files that share another cluster, which serves the default model."""
 
 
+# Collections during the imports and the search for tests would take a quarter of their time and free little.
+gc.disable()  # until pytest_collection_finish
+
 # No deadline: on a busy machine, an example may take long.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
@@ -103,6 +106,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     If tests run GPU kernels in triton's interpreter, the interpreter is made quicker.
     """
     gc.freeze()
+    gc.enable()
     if os.environ.get("TRITON_INTERPRET") == "1" and any(item.get_closest_marker("triton") for item in session.items):
         with contextlib.suppress(ModuleNotFoundError):  # without triton these tests are skipped
             skip_unread_work()
