@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from outrider.engine.sampler import Sampler, SampleRows
-from outrider.engine.sampler.edits import LogitEditor, apply_by_kernel
 from outrider.engine.sampler.filters import limits_of
 from outrider.engine.sampler.order import order_keys
 from outrider.request import SamplingParams
@@ -17,6 +16,7 @@ pytest.importorskip("triton")
 kernels = pytest.importorskip("outrider.engine.sampler.triton_decider")
 filters = pytest.importorskip("outrider.engine.gpu_kernels.filters")
 race = pytest.importorskip("outrider.engine.gpu_kernels.race")
+by_kernels = pytest.importorskip("tests.support.rolling").by_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
@@ -31,13 +31,6 @@ def _small_programs(monkeypatch):
     monkeypatch.setattr(filters, "SLICES", 4)
     monkeypatch.setattr(filters, "MOST_LISTED", 100)
     monkeypatch.setattr(race, "BLOCKS_PER_PROGRAM", 2)
-
-
-def by_kernels(sampler):
-    """The sampler, deciding as on a GPU."""
-    editor = LogitEditor(sampler._editor.vocabulary, apply_by_kernel)
-    sampler._editor, sampler.decider = editor, kernels.TritonDecider(editor)
-    return sampler
 
 
 def test_golden_arrivals_decide_a_flat_row(monkeypatch):
