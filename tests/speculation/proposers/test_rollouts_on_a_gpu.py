@@ -98,16 +98,15 @@ def paths_of(forward, *numbers):
     ]
 
 
-@pytest.fixture
-def rolling(forward):
+def test_a_rollout_is_one_graph_of_the_rehearsed_forwards_and_the_host_reads_once(forward, reads, monkeypatch):
+    """One test, since capturing takes seconds. The rehearsal reserves memory for as many forwards."""
+    captured = record_captured_forwards(monkeypatch)
     with OneDevice():
-        return replace(forward, rollouts=open_rollouts(forward, str(GPU)))
+        rolling = replace(forward, rollouts=open_rollouts(forward, str(GPU)))
+    assert len(captured) == GraphShapes(has_rollouts=True).num_forwards - GraphShapes().num_forwards == 132
+    assert reads == [], "capturing does not wait"
 
-
-def test_neither_the_capture_nor_a_rollout_waits_and_the_host_reads_once(rolling, reads):
-    """Of a prompt, too, and where one path wants no more than a token."""
-    assert reads == []
-    with OneDevice():
+    with OneDevice():  # a prompt is among the rows, and one path wants no more than a token
         decided = rolling.decide(paths_of(rolling, (40, 5), (3, 1), (2, 4)), [(0, 23)])
     rounds, confidences = 3 + 2 + 1, 3 if rolling.head is not None else 0
     assert reads == [rounds + confidences + 4 * (4 + 1) * 2]
@@ -116,8 +115,6 @@ def test_neither_the_capture_nor_a_rollout_waits_and_the_host_reads_once(rolling
     if rolling.head is not None:
         assert {tuple(each.state.shape) for each in (decided[0], *decided[0].following)} == {(WIDTH,)}
 
-
-def test_a_rollout_queues_copies_and_one_graph(rolling):
     rows = paths_of(rolling, (1, 5), (3, 2))
     winners = torch.zeros(2, dtype=torch.int64, device=GPU)
     states = None if rolling.head is None else torch.zeros((2, WIDTH), device=GPU)
@@ -129,6 +126,23 @@ def test_a_rollout_queues_copies_and_one_graph(rolling):
     assert operations.names - views <= copies | (of_head if rolling.head else set())
 
 
+def record_captured_forwards(monkeypatch):
+    """Returns a list that gets the arguments of each forward that is captured."""
+    from outrider.engine import rollouts  # imports triton
+
+    captured, make = [], rollouts.Rollouts.__init__
+
+    def recording(self, rolling, *others, **options):
+        def recorded(*arguments):
+            captured.append(arguments)
+            return rolling.forward(*arguments)
+
+        make(self, rolling._replace(forward=recorded), *others, **options)
+
+    monkeypatch.setattr(rollouts.Rollouts, "__init__", recording)
+    return captured
+
+
 def test_a_step_of_a_head_is_a_replay(head_sampler, node):
     node.head_sampler = head_sampler
     forward = head_forward(node)
@@ -137,24 +151,6 @@ def test_a_step_of_a_head_is_a_replay(head_sampler, node):
         hidden, logits = forward.steps.forward(batch, torch.zeros((2, WIDTH), device=GPU), [0, 0], batch)
     assert not {name for name in operations.names if "mm" in name or "embedding" in name or "index" in name}
     assert (hidden.shape, logits.shape) == ((1, WIDTH), (1, HEAD_VOCAB_SIZE))
-
-
-def test_as_many_forwards_are_captured_as_a_rehearsal_counts(forward, monkeypatch):
-    """It reserves memory for them."""
-    from outrider.engine import rollouts  # imports triton
-
-    captured, make = [], rollouts.Rollouts.__init__
-
-    def counting(self, rolling, *others, **options):
-        def counted(*arguments):
-            captured.append(arguments)
-            return rolling.forward(*arguments)
-
-        make(self, rolling._replace(forward=counted), *others, **options)
-
-    monkeypatch.setattr(rollouts.Rollouts, "__init__", counting)
-    open_rollouts(forward, str(GPU))
-    assert len(captured) == GraphShapes(has_rollouts=True).num_forwards - GraphShapes().num_forwards == 132
 
 
 def test_what_cannot_be_captured_is_told_once_and_drafts_token_by_token(forward, monkeypatch, caplog):
