@@ -185,7 +185,7 @@ check-style: $(INSTALLED)
 check-types: $(INSTALLED)
 	$(BIN)/mypy
 
-# It compiles them, too, which otherwise each of several workers of `make test` would do for itself.
+# This compiles the tests, too. If it has not run, each worker of `make test` compiles all of them.
 check-tests: $(COMPILED)
 	found=$$($(BIN)/python -m pytest --collect-only -qq) || { echo "$$found"; exit 1; }
 

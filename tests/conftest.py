@@ -1,4 +1,4 @@
-"""Fixtures that several folders share: real processes, and what a sampler decides with."""
+"""Fixtures that several folders share: clusters of real processes, and kinds of samplers."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 STEP = "decode.step"
 START_SECONDS = 300.0
 SUPERVISION = Supervision(end_seconds=60.0, restart_seconds=0.1, stable_seconds=0.1)
-"""Processes end by themselves, on a busy machine too; those that die are there again at once."""
+"""Processes have time to end by themselves on a busy machine. Those that die are restarted at once."""
 
 
 def pytest_configure():
-    """Shells start what runs in the background with Ctrl-C ignored, and children inherit that; tests send it."""
+    """Restores Ctrl-C, which tests send. Shells ignore it in background jobs, and children inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def is_full(request):
-    """Whether whole matrices and long soaks are asked for: `make test-all`."""
+    """Whether whole matrices and long soaks run, as in `make test-all`."""
     return request.config.getoption("--full")
 
 
 class RunningCluster:
-    """A cluster, a client of it, and what tests ask of both."""
+    """A cluster and a client of it, with helpers of tests."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class RunningCluster:
     ) -> None:
         self.cluster = cluster
         self.points = points
-        self.collector = collector  # of traces, which only callers begin
-        self.receipts = receipts  # where its router keeps them
+        self.collector = collector  # the collector of traces, which only callers begin
+        self.receipts = receipts  # the folder of the router's receipts
         self.router_address = cluster.router_address
         self.client = Client(self.router_address)
 
@@ -81,12 +81,12 @@ class RunningCluster:
         )
 
     def wait_until_nothing_is_held(self, *, timeout_seconds=60.0):
-        """Every pool whole again: no request, no sequence, every block free or only cached."""
+        """Waits until there is no request and no sequence, and every block is free or only cached."""
         return self.wait_for(is_idle, timeout_seconds=timeout_seconds, what="an idle cluster with whole pools")
 
     @contextlib.contextmanager
     def held_steps(self):
-        """Decode steps wait until the block is left, except those that `step_until` lets pass."""
+        """Holds decode steps until the block ends, except those that `step_until` lets pass."""
         self.points.arm(STEP)
         try:
             yield
@@ -94,7 +94,7 @@ class RunningCluster:
             self.points.release(STEP)
 
     def step_until(self, is_done, *, timeout_seconds=60.0):
-        """Lets held steps pass, one at a time, until `is_done()`."""
+        """Lets held steps pass, one at a time, until `is_done()` is true."""
         ends = time.monotonic() + timeout_seconds
         while not is_done():
             assert time.monotonic() < ends, f"held steps brought nothing about in {timeout_seconds} s"
@@ -102,7 +102,7 @@ class RunningCluster:
             time.sleep(0.005)
 
     def generate(self, prompt, **options):
-        """(token ids, summary) of a whole stream of one sample."""
+        """Returns (token ids, summary) of a whole stream of one sample."""
         with self.client.generate(prompt, **options) as stream:
             for _ in stream:
                 pass
@@ -129,7 +129,7 @@ def is_idle(status):
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """A checkpoint with random weights: real architecture, real tokenizer, milliseconds a step."""
+    """A checkpoint with random weights, a real architecture and a real tokenizer. A step takes milliseconds."""
     tiny = pytest.importorskip("tests.support.tiny_model", reason="needs torch")
     path = tmp_path_factory.mktemp("tiny-model")
     tiny.make_tiny_model(path)
@@ -138,7 +138,7 @@ def tiny_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def start_cluster(tiny_model, tmp_path_factory):
-    """start(config, *overrides) → RunningCluster; stopped by the caller's scope through `with`."""
+    """start(config, *overrides) → Cluster, a context manager that stops it."""
     from outrider.cluster.cluster import Cluster  # needs the extra `node`
 
     numbers = itertools.count()
@@ -147,7 +147,7 @@ def start_cluster(tiny_model, tmp_path_factory):
         launch = Launch(
             overrides=(
                 f"model.id={model or tiny_model}",
-                # A tiny model's steps are so short that drafts pay only now and then.
+                # The steps of a tiny model are so short that drafts rarely pay.
                 *(() if model else ("model.num_threads=1", "decode_node.draft_rows=all", "kv_cache.memory=24MiB")),
                 *overrides,
             ),
@@ -161,9 +161,10 @@ def start_cluster(tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def running(start_cluster, tmp_path_factory):
-    """One cluster of four processes with the tiny model, for every test that leaves it as it was.
+    """One cluster of four processes with the tiny model, for all tests that leave it unchanged.
 
-    However busy the machine is, none of them takes another one for lost. Requests of callers who trace are traced.
+    The liveness timeouts are long, so that no process is declared lost on a busy machine. Requests are traced if their
+    caller traces.
     """
     from tests.support.traces import Collector
 
@@ -185,7 +186,7 @@ def cluster(running):
 
 @pytest.fixture(scope="session")
 def real(start_cluster, tmp_path_factory):
-    """Four processes with the default model, and the OpenAI gateway before them. The router keeps receipts."""
+    """Four processes with the default model and the OpenAI gateway. The router keeps receipts."""
     receipts = tmp_path_factory.mktemp("receipts")
     kept = f"router.receipts={receipts}"
     with start_cluster(ClusterConfig(port=0, openai_port=0), kept, model=DEFAULT_MODEL_ID) as cluster:
@@ -203,7 +204,7 @@ def store_server(tmp_path):
 
 @pytest.fixture(scope="session")
 def tls_folder(tmp_path_factory):
-    """The files of `outrider up --tls`."""
+    """The folder with the files of `outrider up --tls`."""
     authority = pytest.importorskip("outrider.cluster.authority", reason="needs cryptography")
     folder = tmp_path_factory.mktemp("tls")
     authority.prepare_tls_folder(folder, SecurityConfig())
@@ -212,13 +213,13 @@ def tls_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def certificate(tls_folder):
-    """A TlsConfig of a server on 127.0.0.1 that asks for no certificate; its clients need `tls_folder / "ca.pem"`."""
+    """The TlsConfig of a server on 127.0.0.1 that requires no certificate; its clients need `tls_folder / "ca.pem"`."""
     return TlsConfig(certificate=tls_folder / "node.pem", private_key=tls_folder / "node-key.pem")
 
 
 @pytest.fixture
 def steps_take_a_set_time(monkeypatch):
-    """Who drafts and what is verified follows from times: here it does not depend on how busy the machine is."""
+    """Gives steps and draft calls fixed times, on which drafting and verification depend."""
     from outrider.speculation.ask_cost import AskCost
     from outrider.speculation.step_cost import StepCostModel
 
@@ -230,7 +231,7 @@ def steps_take_a_set_time(monkeypatch):
 
 @pytest.fixture(scope="session", params=["torch", "native"])
 def sampler_kernels(request):
-    """What a Sampler decides with: None for torch. Both must pass the same tests."""
+    """The kernels of a Sampler, or None for torch. Both must pass the same tests."""
     if request.param == "torch":
         return None
     from outrider.engine.cpu_kernels.paths import choose_kernels
@@ -241,7 +242,7 @@ def sampler_kernels(request):
 
 @pytest.fixture(scope="session", params=["torch", "numpy", "native"])
 def sampler_kind(request):
-    """What a Sampler decides with, and arrays of which library it is given. All must pass the same tests."""
+    """The kind of a Sampler: its kernels, and the library of its arrays. All must pass the same tests."""
     from outrider.engine.cpu_kernels.paths import choose_kernels
     from tests.support.native_kernels import native_kernels
     from tests.support.sampler_kinds import NUMPY, TORCH
@@ -253,7 +254,7 @@ def sampler_kind(request):
 
 @pytest.fixture
 def one_thread():
-    """Torch computes in one thread."""
+    """Makes torch compute in one thread."""
     import torch
 
     before = torch.get_num_threads()
@@ -264,6 +265,6 @@ def one_thread():
 
 @pytest.fixture
 def light_training(one_thread, monkeypatch):
-    """`train-head` in one thread; steps are priced without reading 128 MiB before each call to empty the caches."""
+    """Makes `train-head` use one thread, and time steps without reading 128 MiB first to empty the caches."""
     monkeypatch.setattr("outrider.training.run.usable_cpus", lambda: (0,))
     monkeypatch.setattr("outrider.training.hidden_states.FLUSHED_BYTES", 1024)

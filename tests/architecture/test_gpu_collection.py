@@ -1,6 +1,6 @@
-"""The GPU tests are found on a machine that has little of what `make setup` installs, and no package index.
+"""The GPU tests are found on a machine with few of the packages of `make setup` and no package index.
 
-Such a machine can be had for minutes. What its Python lacks is hidden here, whatever is installed.
+GPU machines are lent for minutes. Packages that their Python lacks are hidden here, even if they are installed.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from tests.support.processes import run_python
 
 HEAVY = {"torch", "transformers"}
 OF_A_SERVER = {"outrider.service", "outrider.v1.session_pb2", "outrider.v1.node_pb2", "router"}
-"""What a client does without."""
+"""Modules that a client does not import."""
 SUPERVISOR = ("outrider.cli.main", "outrider.cli.up", "outrider.cli.demo", "outrider.cli.config", "outrider.cluster")
 CONFIGURATION_AND_IDENTITY = (
     *(f"outrider.model_hub.{name}" for name in ("config", "checkpoint_text", "fingerprint", "default_model")),
@@ -21,7 +21,7 @@ CONFIGURATION_AND_IDENTITY = (
 )
 PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
 OF_GRPC = {"grpcio-health-checking", "grpcio-reflection", "grpcio-tools", "typing-extensions"}
-"""What grpcio imports where it is there."""
+"""Packages that grpcio imports if they are installed."""
 
 EVERY_MODULE = """
 import importlib, pkgutil, sys
@@ -35,7 +35,7 @@ print(*sys.modules)
 
 @functools.cache
 def imported_with(*packages: str) -> set[str]:
-    """What is in sys.modules after every module of these was imported in a fresh process: what they reach."""
+    """Returns sys.modules after a fresh process has imported every module of these packages."""
     shown = run_python("-c", EVERY_MODULE.format(packages=packages))
     assert shown.returncode == 0, shown.stderr
     return set(shown.stdout.split())
@@ -54,14 +54,14 @@ def imported_with(*packages: str) -> set[str]:
     ids=["router", "supervisor", "configuration", "scheduler", "client", "rpc"],
 )
 def test_what_computes_nothing_imports_without_torch_and_a_client_without_a_server(packages, heavy):
-    """A client has none of them, and `outrider --help` must answer at once."""
+    """A client does not have these packages, and `outrider --help` must answer at once."""
     reached = imported_with(*packages)
     assert set(packages) <= reached
     assert heavy & reached == set()
 
 
 def installed_with(*extras: str) -> set[str]:
-    """Distributions that an install with these extras asks for by name."""
+    """Returns the distributions that an install with these extras names."""
     wanted = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
     return {re.match(r"[\w-]+", line)[0].lower() for line in wanted}
 
@@ -71,15 +71,15 @@ def installed_with(*extras: str) -> set[str]:
     [("outrider.client", ()), ("outrider.rpc", ()), ("outrider.cli.generate", ()), ("router", ("router",))],
 )
 def test_an_install_has_what_its_part_imports_and_nothing_more(package, extras):
-    """Of the packages that we name in pyproject.toml: what these import in turn is theirs."""
+    """Counts only the distributions that pyproject.toml names, since what these import is their own affair."""
     ours = installed_with(*PROJECT["optional-dependencies"]) - OF_GRPC - {"outrider"}
     owners = packages_distributions()
     modules = imported_with(package)
     reached = {name.partition(".")[0] for name in modules} - {"google", "opentelemetry"}
     needed = {owner.lower() for name in reached for owner in owners.get(name, ())} & ours
     if any(name.startswith("opentelemetry.") for name in modules):
-        needed.add("opentelemetry-api")  # several distributions share the name
+        needed.add("opentelemetry-api")  # several distributions share this top-level name
     assert not any(name.startswith(("opentelemetry.exporter", "opentelemetry.sdk")) for name in modules)
-    elsewhere = {"valkey", "smg-grpc-proto"}  # of [store] and [openai]
-    elsewhere |= {"cryptography", "rich"}  # what structlog and others import where it is there
+    elsewhere = {"valkey", "smg-grpc-proto"}  # packages of [store] and [openai]
+    elsewhere |= {"cryptography", "rich"}  # structlog and others import these if they are installed
     assert needed - elsewhere <= installed_with(*extras)

@@ -1,4 +1,4 @@
-"""Which Python `make` takes, and into which environment it installs. Its commands are printed, not run."""
+"""The Python and the environment that `make` chooses. Its commands are printed, not run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 
 
 def put_python(path, version, *, runs=True):
-    """A command that says that it is this version, or is one of pyenv's that are of no version that is chosen."""
+    """Writes a command that claims to be this version of Python, or fails like a shim of pyenv without a version."""
     path.parent.mkdir(parents=True, exist_ok=True)
     says = f'if [ "$1" = -V ]; then echo Python {version}.1; else echo {version}; fi'
     path.write_text(f"#!/bin/sh\n{says if runs else 'exit 127'}\n")
@@ -23,7 +23,7 @@ def put_python(path, version, *, runs=True):
 
 @pytest.fixture
 def make(tmp_path):
-    """make(*arguments) → (exit status, output), in a folder with little but the Makefile and no Python at first."""
+    """make(*arguments) → (exit status, output), in a folder that has the Makefile and at first no Python."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "requirements.lock", "requirements-node.lock"):
         shutil.copy(ROOT / name, tmp_path)
     tools = tmp_path / "bin"
@@ -42,7 +42,7 @@ def make(tmp_path):
 
 
 def environment_of(output):
-    """(the command that makes it, its folder)"""
+    """Returns (the command that makes the environment, its folder)."""
     (line,) = [line for line in output.splitlines() if " -m venv " in line]
     return line.split()[-4], line.split()[-1]
 

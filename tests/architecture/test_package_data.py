@@ -1,4 +1,4 @@
-"""What an installation has beside Python."""
+"""The files of an installation that are not Python."""
 
 from __future__ import annotations
 

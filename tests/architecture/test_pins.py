@@ -1,4 +1,4 @@
-"""constraints.txt names versions, requirements.lock the hashes of the same packages, requirements-node.lock of some."""
+"""constraints.txt has versions, requirements.lock the hashes of the same packages, requirements-node.lock of some."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_HASHES = {"torch", "triton"}
-"""Each index has another build of torch: without CUDA, or with one of several. triton comes with the latter only."""
+"""Packages whose builds differ by index: torch without CUDA or with a version of it, and triton for the latter."""
 
 
 def name_of(pin):
-    """As package indexes compare names."""
+    """Returns the name as package indexes compare it."""
     name, _, version = pin.partition("==")
     return re.sub(r"[-_.]+", "-", name).lower(), version
 
 
 def read_lock(name):
-    """(version by package, number of hashes by package)"""
+    """Returns (version by package, number of hashes by package)."""
     locked, hashes = {}, {}
     for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
         if "==" in line:

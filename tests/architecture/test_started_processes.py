@@ -1,4 +1,4 @@
-"""Every process that the product starts leaves the working folder out of its path: `-P`, or `-I`, which implies it."""
+"""Every Python process that the product starts has `-P`, or `-I`, so that the working folder is not in its path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill and decode nodes with a drafter head import no torch, where kernels compute it, not even to pack."""
+"""Prefill and decode nodes whose drafter head kernels compute never import torch, not even to pack weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ print(json.dumps([node.parts.model.proposer, node.num_drafted, node.tokens(group
 
 @pytest.fixture(scope="module")
 def run_nodes(tmp_path_factory):
-    """`run_nodes()` opens both nodes, drafts and verifies in a process of its own: all share a cache."""
+    """`run_nodes()` opens both nodes, drafts and verifies in a new process. All processes share a cache."""
     choice = choose_kernels()
     if choice.library is None:
         pytest.skip(str(choice))
@@ -105,7 +105,7 @@ print(model.weights_from, "|", packed is not None, "torch" in sys.modules)
 
 @pytest.fixture
 def open_alone(tmp_path):
-    """`open_alone(before)` opens a model and its head in a process of its own, which has run `before`."""
+    """`open_alone(before)` opens a model and its head in a new process, after running `before` in it."""
     if choose_kernels().library is None:
         pytest.skip("there are no kernels to pack for")
     model = make_tiny_model(tmp_path / "model", dtype="bfloat16")
@@ -133,7 +133,7 @@ def test_a_head_that_comes_later_and_damaged_weights_are_packed_without_torch(op
 
 
 def test_a_node_packs_by_itself_what_no_other_process_has_packed(open_alone):
-    """The packer prints and ends with status 0."""
+    """The packer prints text and ends with status 0 without packing."""
     assert open_alone("packed_weights.PACKER = 'this'") == "packed weights, mapped | True True"
 
 

@@ -1,4 +1,4 @@
-"""A step whose logits native kernels compute is decided and verified without torch, which a node need not import."""
+"""A step whose logits native kernels compute is decided and verified without torch."""
 
 from __future__ import annotations
 

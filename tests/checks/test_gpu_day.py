@@ -1,4 +1,4 @@
-"""The driver of a GPU day, and the arithmetic of its floor. What the stages themselves do, `make gpu-dry` shows."""
+"""The driver of a GPU day, and the arithmetic of its floor. `make gpu-dry` tests the stages themselves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lines_of(out):
 
 
 def run(commands, tmp_path, *, seconds=60.0, **options):
-    """Each in an equal part of the time."""
+    """Runs stages, each with an equal part of the time."""
     return gpu_day.run_day(
         commands, dict.fromkeys(commands, 1), out=tmp_path, seconds=seconds, environ=os.environ, **options
     )
@@ -124,7 +124,7 @@ def test_the_ends_of_nodes_logs_are_kept_with_a_failed_stage(tmp_path):
 
 @pytest.fixture
 def stage(monkeypatch):
-    """Makes `run` of a stage this function."""
+    """Replaces the `run` of a stage by this function."""
 
     def set_stage(run):
         module = type(sys)("checks.gpu_stages.made_up")
@@ -181,7 +181,7 @@ def test_stages_have_modules_and_fit_into_the_day():
     assert sum(gpu_day.STAGES.values()) == gpu_day.SECONDS
     for name in gpu_day.STAGES:
         assert (gpu_day.ROOT / "checks" / "gpu_stages" / f"{name}.py").is_file()
-    # A machine gives eight files back: a file for each stage, and the results.
+    # At most eight files come back from a machine: one for each stage, and the results.
     assert len(gpu_day.STAGES) + 1 <= 8
 
 
@@ -228,7 +228,7 @@ def test_kernels_that_run_at_the_same_time_count_once():
 
 
 def test_the_weights_of_llama_8b():
-    """8.03 B parameters in all, of which a step reads all but the embedding's 0.53 B and norms."""
+    """A step reads all of the 8.03 B parameters except the embedding's 0.53 B and the norms."""
     assert gpu_floor.LLAMA_8B.weight_bytes == 2 * 7_504_658_432
     assert gpu_floor.LLAMA_8B.kv_bytes_per_token == 131_072
 
@@ -240,7 +240,7 @@ def test_the_floor_is_bytes_over_bandwidth():
 
 
 def test_sizes_with_heads_of_their_own_size():
-    """Gemma 3 1B: 4 heads of 256 over 1152."""
+    """Gemma 3 1B has 4 heads of 256 over a hidden size of 1152."""
     sizes = gpu_floor.Sizes(
         hidden_size=1152,
         intermediate_size=6912,
@@ -274,7 +274,7 @@ def test_the_table_has_a_line_for_each_batch(capsys):
 
 
 def test_the_stage_handoff_pushes_kv_between_two_processes_by_each_connector(tmp_path):
-    """It uses the parts of nodes as they are now: what they no longer take would cost a GPU day its figures."""
+    """The stage uses parts of nodes. A call that no longer fits them would cost a GPU day its figures."""
     command = [sys.executable, "-m", "checks.gpu_day", "--stage", "handoff", "--device", "cpu"]
     subprocess.run([*command, "--out", tmp_path, "--scratch", tmp_path / "scratch"], cwd=gpu_day.ROOT, check=True)
     pushed = {(line["connector"], line["at_once"]) for line in lines_of(tmp_path) if "gb_s" in line}

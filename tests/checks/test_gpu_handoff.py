@@ -1,4 +1,4 @@
-"""KV between two processes, as the stage `handoff` of a GPU day measures it, on a CPU."""
+"""The transfer of KV between two processes that the stage `handoff` of a GPU day measures, on a CPU."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def reason_not_to_run() -> str:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Not asked for by `-m compose`, they would surprise whoever runs the whole suite beside a Docker engine."""
+    """Skips these tests without `-m compose`, since they build images and start containers."""
     mine = [item for item in items if item.get_closest_marker(MARK)]
     if not mine:
         return

@@ -1,7 +1,7 @@
 """flash_attn_varlen_func as flash-attn 2.8 publishes it, and torch's varlen_attn, computed by torch on any device.
 
-Checks what the real kernels refuse, and reads only what they may: rows and keys by the lengths that they are given. It
-stands in for them where there is no GPU; speed and rounding are not its business.
+It refuses what the real kernels refuse, and reads only what they may: the rows and keys within the given lengths. It
+replaces them if there is no GPU; its speed and rounding differ.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def flash_attn_varlen_func(
         scores = torch.einsum("qhd,khd->hqk", q[rows].float(), keys) * scale
         if softcap > 0.0:
             scores = softcap * torch.tanh(scores / softcap)
-        # Row i stands at key i + num_keys - num_rows: masks are aligned to the bottom right corner.
+        # Masks are aligned to the bottom right corner, so that row i is at key i + num_keys - num_rows.
         behind = torch.arange(num_keys - num_rows, num_keys)[:, None] - torch.arange(num_keys)[None]
         left, right = window_size[0], 0 if causal else window_size[1]
         is_hidden = torch.zeros_like(behind, dtype=torch.bool)
@@ -77,7 +77,7 @@ def varlen_attn_of_2_11(
     scale=None,
     window_size=(-1, -1),
 ):
-    """As of torch 2.11: heads are shared without a word."""
+    """The function of torch 2.11, which shares heads without an argument for it."""
     refuse(query.shape[2] % 8 != 0, "head_size should be a multiple of 8")
     refuse(return_aux is not None, "not stood in for")
     lengths = cu_seq_q, cu_seq_k, max_q, max_k
@@ -101,7 +101,7 @@ def varlen_attn(
     block_table=None,
     num_splits=None,
 ):
-    """As of torch 2.13."""
+    """The function of torch 2.13."""
     refuse(
         not enable_gqa and query.size(1) != key.size(1), "Expect query and key/value to have the same number of heads"
     )

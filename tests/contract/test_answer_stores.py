@@ -1,4 +1,4 @@
-"""What every store of answers promises to the routers that share it."""
+"""The promises of every answer store to the routers that share it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.memory_store import MemoryAnswerStore, MemoryRecords
 LEASE_SECONDS = 300.0
 WINDOW_SECONDS = 500.0
 MARGIN_SECONDS = 100.0
-"""On a server real time passes too: a test takes less."""
+"""Seconds that tests leave for the real time that passes on a server."""
 PATIENCE_SECONDS = 60.0
 STORED = StoredRequest(
     request_id="alice·r 1}",
@@ -42,15 +42,15 @@ class MemoryStores:
         self.now += seconds
 
     async def evict(self, request_id):
-        """Without its tokens, where these are kept apart."""
+        """Drops a record, but not its tokens if they are stored separately."""
         self.records.remove(request_id)
 
     async def close(self):
-        """Nothing to close."""
+        """Does nothing."""
 
 
 class ValkeyStores:
-    """Stores on a server. Its time is in the expiries of its keys: these come nearer when time passes."""
+    """Stores on a server. Advancing the time shortens the expiries of the server's keys."""
 
     ADVANCE = """
         for _, key in ipairs(redis.call('KEYS', '*')) do
@@ -100,7 +100,7 @@ def second(stores):
 
 
 def spans(*positions, sample=0, request_id=STORED.request_id):
-    """One span whose token at each position is 1000 × sample + position."""
+    """Returns one span whose token at each position is 1000 × sample + position."""
     return [TokenSpan(request_id, sample, positions[0], [1000 * sample + position for position in positions])]
 
 
@@ -109,7 +109,7 @@ async def claim(store, request_id=STORED.request_id, **options):
 
 
 async def is_missing(store):
-    """Nobody has it; told to a router that does not have it, which changes nothing."""
+    """Returns whether the record is missing. A renewal by a router that does not own it changes nothing."""
     renewal = await store.renew([STORED.request_id])
     assert renewal.taken | renewal.missing == {STORED.request_id}
     return bool(renewal.missing)
@@ -202,7 +202,7 @@ async def test_one_append_is_of_many_requests_and_passes_over_those_that_are_unk
 
 
 async def test_many_spans_of_one_request(first):
-    """One Lua call takes a few thousand values; a store that was gone for a while gets everything at once."""
+    """A Lua call takes a few thousand values, and a store that was lost for a while gets everything at once."""
     await first.create(STORED)
     await first.append([TokenSpan(STORED.request_id, 0, 10 + index, [index]) for index in range(5000)])
     assert (await claim(first)).token_ids == {0: tuple(range(5000))}

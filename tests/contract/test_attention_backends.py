@@ -39,7 +39,7 @@ INTERPRETED = pytest.mark.skipif(not HAS_TRITON or HAS_CUDA, reason="needs trito
 
 @functools.cache
 def kernels():
-    """Of this processor. Not at import: the first process compiles them, for half a minute."""
+    """Returns the kernels of this processor. They are not opened at import, since compiling takes half a minute."""
     return choose_kernels()
 
 
@@ -93,7 +93,7 @@ def backend(request):
 
 
 def make_backend(name, device, dtype, **heads):
-    if name == "native":  # comes with the kernels that a model was loaded with
+    if name == "native":  # belongs to the kernels of a loaded model
         return NativeAttention(start_kernels(kernels(), ModelConfig(num_threads=2)))
     if name == "interpreted":
         return interpreted_attention(**heads)
@@ -103,7 +103,7 @@ def make_backend(name, device, dtype, **heads):
 
 
 def flash_attention_by(compute):
-    """FlashAttention as it is where `compute` is what is installed, and leaves nothing that it could compute."""
+    """Returns FlashAttention with `compute` in place of the installed function."""
     with pytest.MonkeyPatch.context() as patch:
         if "q" in inspect.signature(compute).parameters:
             patch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=compute))
@@ -118,9 +118,10 @@ def flash_attention_has_short_prompts_too(monkeypatch):
 
 
 def run(backend, sequences, options, *, block_size=8, num_heads=6, num_kv_heads=2, head_dim=16):
-    """(the backend's output, the reference's, and if slots were positions), [num_rows, num_heads, head_dim] float64.
+    """Returns outputs of the backend, of the reference, and of the reference if slots were positions.
 
-    Of each sequence: known rows, tokens before them, and parents of the drafts behind them, if there are some.
+    Each is [num_rows, num_heads, head_dim] float64. A sequence is (known rows, tokens before them) and, if it has
+    drafts, their parents.
     """
     name, device, dtype = backend
     attention = make_backend(name, device, dtype, num_heads=num_heads, num_kv_heads=num_kv_heads)
@@ -133,7 +134,7 @@ def run(backend, sequences, options, *, block_size=8, num_heads=6, num_kv_heads=
     num_blocks = [-(-length // block_size) for length in lengths]
     shuffled = torch.randperm(sum(num_blocks) + 5, generator=generator).tolist()
     shape = (len(shuffled), block_size, num_kv_heads, head_dim)
-    keys, values = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))  # what nobody wrote never counts
+    keys, values = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))  # unwritten slots have no effect
     parts, queries, expected, as_chains = [], [], [], []
     for (known, before, *drafts), length, count in zip(sequences, lengths, num_blocks, strict=True):
         parents = drafts[0] if drafts else ()
@@ -141,7 +142,7 @@ def run(backend, sequences, options, *, block_size=8, num_heads=6, num_kv_heads=
         by_slot = []
         for cache in (keys, values):
             tokens = random(count * block_size, num_kv_heads, head_dim)
-            tokens[length:] = float("nan")  # whatever the block's earlier owner left
+            tokens[length:] = float("nan")  # remains of the block's earlier owner
             cache[table] = tokens.unflatten(0, (count, block_size))
             by_slot.append(tokens[:length].double())
         query = random(known + len(parents), num_heads, head_dim)
@@ -173,7 +174,7 @@ def run(backend, sequences, options, *, block_size=8, num_heads=6, num_kv_heads=
 
 
 def reference(query, keys, values, before, options):
-    """Row by row and head by head: [rows, num_heads, head_dim]."""
+    """Computes the reference row by row and head by head: [rows, num_heads, head_dim]."""
     output = torch.empty_like(query)
     heads_per_kv = query.shape[1] // keys.shape[1]
     for row, head in itertools.product(range(query.shape[0]), range(query.shape[1])):
@@ -212,7 +213,7 @@ def test_rows_see_the_tokens_before_them_that_their_layer_wants(backend, sequenc
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (4, 1), (9, 3), (64, 1), (142, 2)])
 def test_query_heads_share_key_value_heads_in_order(backend, num_heads, num_kv_heads):
-    """Also more of them than a tile of our kernel has lines."""
+    """There are also more rows than lines in a tile of our kernel."""
     outputs = run(
         backend,
         [(5, 100), (1, 20)] if num_heads > 9 else BATCHES["row_counts_mixed"],
@@ -226,7 +227,7 @@ def test_query_heads_share_key_value_heads_in_order(backend, num_heads, num_kv_h
 
 
 def test_a_wrong_mask_would_be_noticed(backend):
-    """The negative control: one key too many is far outside the tolerance."""
+    """Negative control: one key too many is far outside the tolerance."""
     output, *_ = run(backend, [(5, 37)], AttentionOptions(0.25, sliding_window=9))
     _, expected, _ = run(backend, [(5, 37)], AttentionOptions(0.25, sliding_window=10))
     assert float((output - expected).abs().max()) > 10 * TOLERANCES[backend[2]]
@@ -257,7 +258,7 @@ def test_a_row_of_a_tree_sees_its_own_path(backend, sequences, options):
 
 
 def test_a_tree_taken_for_a_chain_would_be_noticed(backend):
-    """The negative control of the paths."""
+    """Negative control of the paths."""
     output, _, as_chain = run(backend, TREES["at_the_beginning"], PLAIN)
     assert float((output - as_chain).abs().max()) > 10 * TOLERANCES[backend[2]]
 
@@ -300,7 +301,7 @@ def test_flash_attention_has_prompts_and_leaves_steps_trees_and_what_it_cannot_c
 
 
 def test_the_stand_in_is_called_as_torch_s_own_is():
-    from torch.nn.attention import varlen  # two seconds of imports, for each worker that finds tests here
+    from torch.nn.attention import varlen  # imports for two seconds
 
     own = inspect.signature(varlen.varlen_attn).parameters
     stand_in = STAND_INS["varlen_attn" if "enable_gqa" in own else "varlen_attn-2.11"]
@@ -312,7 +313,7 @@ def test_the_stand_in_is_called_as_torch_s_own_is():
 
 @pytest.fixture
 def installed(monkeypatch):
-    """flash-attn and triton, as far as the choice of a backend can tell."""
+    """Makes flash-attn and triton look installed to the choice of a backend."""
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
     monkeypatch.setitem(sys.modules, "flash_attn", stand_in_flash_attn)

@@ -1,4 +1,4 @@
-"""What every connector promises, from attach to drain."""
+"""The promises of every connector, from attach to drain."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Link:
     receiver: Any
     address: str
     connector: Any
-    gpu: Any = None  # of both
+    gpu: Any = None  # the fake GPU of both
 
     def open(self, *, start=0, end=40, sink=None):
         spec, sink = self.peers.spec(start=start, end=end), sink or RecordingSink()
@@ -45,7 +45,7 @@ class Link:
         return sender
 
     def begin(self, **bounds):
-        """(spec, sink, sender) of a transfer."""
+        """Opens a transfer, and returns its (spec, sink, sender)."""
         spec, sink = self.open(**bounds)
         return spec, sink, self.connect(spec)
 
@@ -79,7 +79,7 @@ def frames_of(spec):
 
 
 def put_all(sender, frames):
-    """Puts what the receiver takes."""
+    """Puts frames until the transfer ends."""
     try:
         for region, payload in frames:
             sender.put(region, payload)
@@ -211,7 +211,7 @@ def test_a_refused_frame_ends_the_sender_at_once(link):
     (region, payload), *others = frames_of(spec)
     sender.put(region, payload)
     assert not ended.is_set()
-    put_all(sender, [(region, payload[::-1])])  # other bytes for cells that were written
+    put_all(sender, [(region, payload[::-1])])  # other bytes for cells that are written already
     assert ended.wait(WAIT_SECONDS)
     for attempt in (lambda: sender.put(*others[0]), sender.keep_alive, sender.commit):
         with pytest.raises(AbortedError, match="refused a frame: CONFLICTING"):

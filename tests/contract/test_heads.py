@@ -1,7 +1,7 @@
-"""What a head of every form promises, on the same suite for all: tokens are those without drafts, some are accepted.
+"""The promises of heads of every form: tokens are those without drafts, and some drafts are accepted.
 
-Whole decode loops on a tiny random target: its forward makes features, they lie in the paged plane, a random head
-drafts from them, the target verifies. Such a head is right by chance only; but at a high temperature the shared race
+Whole decode loops run on a tiny random target. Its forward writes features to the paged plane, a random head drafts
+from them, and the target verifies. Such a head is right only by chance, but at a high temperature the shared race
 decides more than the logits do.
 """
 
@@ -36,13 +36,13 @@ def target_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def head_of(target_path, tmp_path_factory):
-    """head_of(form) → its folder, written once: each folder is packed anew, and leaves what was packed in the cache."""
+    """head_of(form) → its folder, written once, because each new folder is packed and fills the cache."""
     return functools.cache(lambda form: make_head(form, tmp_path_factory.mktemp("heads") / form, target_path))
 
 
 @pytest.fixture
 def make_node(target_path, head_of, monkeypatch):
-    """Decode loops in which rows and drafts are free, so that every draft is verified."""
+    """Decode loops in which rows and drafts cost nothing, so that every draft is verified."""
     monkeypatch.setattr(StepCostModel, "seconds", lambda *_, num_more=0: [1.0] * (num_more + 1))
     with tiny_nodes() as make_tiny:
 
@@ -58,7 +58,7 @@ def make_node(target_path, head_of, monkeypatch):
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    """Tokens without drafts, by what is asked: computed once for all heads."""
+    """Tokens without drafts, by sampling parameters. They are computed once for all heads."""
     return {}
 
 
@@ -96,7 +96,7 @@ def test_at_temperature_0_every_method_commits_the_best_tokens(form, method, mak
 @pytest.mark.parametrize("form", HEADS)
 @pytest.mark.parametrize("method", [VerificationMethod.REJECTION, VerificationMethod.TYPICAL])
 def test_other_methods_take_its_drafts_and_give_the_same_again(form, method, make_node):
-    """Of what distribution these tokens are: tests/statistical/test_heads.py."""
+    """tests/statistical/test_heads.py tests the distribution of these tokens."""
     nodes = [make_node(form) for _ in range(2)]
     first, second = (generate(node, sampling=HOT, verification_method=method) for node in nodes)
     assert first == second
@@ -118,7 +118,7 @@ def test_siblings_go_along_and_leave_tokens_as_they_are(form, sampling, make_nod
 
 
 def tokens_of_a_batch(node):
-    """Of different requests, of which the last has two samples."""
+    """The samples belong to different requests, the last of which has two."""
     groups = [
         node.open(prompt=(11 + place, *range(20, 24 + 5 * place)), sampling=each)
         for place, each in enumerate((GREEDY, HOT, FILTERED, {**HOT, "n": 2}))
@@ -138,7 +138,7 @@ def test_a_batch_of_different_requests_gives_each_its_own_tokens(form, make_node
 
 
 def test_the_targets_own_checkpoint_may_have_the_head(target_path, tmp_path, make_node, without_drafts):
-    """As DeepSeek's and GLM's do: one more layer behind the last one, which the target's own forward leaves out."""
+    """As in DeepSeek's and GLM's models, the head is a layer after the last one, which the target's forward skips."""
     folder = shutil.copytree(target_path, tmp_path / "whole")
     names = {"input_proj": "eh_proj", "token_layernorm": "enorm", "hidden_layernorm": "hnorm"}
     names |= {"final_layernorm": "shared_head.norm"}
@@ -162,7 +162,7 @@ def test_the_targets_own_checkpoint_may_have_the_head(target_path, tmp_path, mak
 
 @pytest.mark.parametrize("form", HEADS)
 def test_tokens_would_differ_if_drafts_were_committed_unverified(form, make_node, without_drafts, monkeypatch):
-    """Mistake: what was drafted is taken for decided."""
+    """Mistake: drafted tokens count as decided."""
     expected = without_drafts(HOT)
     # The verifier reads the row of each draft token as if the target had been sure of it.
     queue = RequestVerifier.queue

@@ -1,4 +1,4 @@
-"""What every proposer promises, on the same suite for all."""
+"""The promises of every proposer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tiny_model(tmp_path_factory):
 
 
 class FedProposer:
-    """A head's proposer that is given features with each request, as a target would: here they follow from the id."""
+    """A head's proposer that gets features with each request, as from a target. Here they are functions of the ids."""
 
     def __init__(self, proposer):
         self._proposer = proposer
@@ -78,7 +78,7 @@ def proposer(request, one_thread, tmp_path):
 
 
 def propose_until_done(proposer, *requests):
-    """Asks again as the draft loop does; returns each sequence's proposal."""
+    """Calls the proposer until it is done, as the draft loop does, and returns each sequence's proposal."""
     found = {}
     for _ in range(100):
         asked = [request for request in requests if request.sequence_id not in found]

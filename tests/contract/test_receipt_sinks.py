@@ -1,4 +1,4 @@
-"""What a directory and a store of receipts both promise to the router that writes and to whoever replays."""
+"""The promises of directories and stores of receipts to the router that writes and to `outrider replay`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trees of drafts under coupled sampling: what is committed is what decoding token by token commits."""
+"""Draft trees under coupled sampling: the committed tokens are those of decoding token by token."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def state_of(sampler, params, logprobs=None):
 
 
 def logits_of(tree, seed):
-    """Of the row after the prefix and of each draft token's: now and then one of what follows is likely."""
+    """Returns logits of the row after the prefix and of each draft token. In some, a draft that follows is likely."""
     random = np.random.default_rng(seed)
     logits = random.standard_normal((len(tree) + 1, VOCAB_SIZE)).astype(np.float32) * 2
     for parent, token_id in zip(parents_of(tree), tree.token_ids, strict=True):
         if random.random() < 0.6:
             logits[parent + 1, token_id] += 8.0
-    logits[:, STOP] += 6.0  # what min_tokens forbids at first
+    logits[:, STOP] += 6.0  # min_tokens forbids it at first
     return torch.from_numpy(logits)
 
 
 def plain(sampler, state, tree, logits):
-    """(committed tokens, drafts among them): each decided alone, with what was committed before it as generated."""
+    """Returns (committed tokens, drafts among them), deciding each token alone after those committed before."""
     committed, path, row = [], [], ROOT
     while True:
         rows = SampleRows(state, 20 + len(committed), assumed_token_ids=tuple(committed))

@@ -1,4 +1,4 @@
-"""What every verification method promises, on the same suite for all."""
+"""The promises of every verification method."""
 
 from __future__ import annotations
 

@@ -30,12 +30,12 @@ from tests.support.in_memory_connector import InMemoryConnector
 from tests.support.tiny_model import make_tiny_model
 
 INCARNATION = bytes(16)
-SHORT_PROMPT = (1, 2, 3)  # computed here
+SHORT_PROMPT = (1, 2, 3)  # short enough that the decode node computes it
 PATIENCE_SECONDS = 30.0
 
 
 class ScriptedIngest:
-    """An Ingest without sockets; writes can be held back by a gate."""
+    """An Ingest without sockets. A gate can hold writes back."""
 
     def __init__(self, cache, loop_of, clock):
         self.cache = cache
@@ -137,7 +137,7 @@ class Node(DrivenNode):
 
     def iterate(self):
         if not self.engine.scheduler.has_work and self.loop._inbox.is_empty:
-            self.loop.submit(SessionEnded(0))  # so that an idle turn need not wait for one
+            self.loop.submit(SessionEnded(0))  # so that an idle turn does not wait for a command
         self.loop.iterate()
 
     def push(self, group_id, prompt, *, transfer_id=None, until=None):
@@ -175,7 +175,7 @@ class Node(DrivenNode):
 
 @pytest.fixture(params=[False, True], ids=["in_the_step", "beside_the_host"])
 def make_scripted_node(request):
-    """A factory of `Node`s, driven by hand. Their model computes in the step, or as a device does."""
+    """A factory of `Node`s that tests drive step by step. Their model computes within the step or like a device."""
     return partial(Node, is_asynchronous=request.param)
 
 

@@ -1,4 +1,4 @@
-"""Links between the project's documents: the file is there, and so is the heading."""
+"""Links between the project's documents lead to files and headings that exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench
 
 
 def anchors(text: str) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Returns the anchors that GitHub makes of headings."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

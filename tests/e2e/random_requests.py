@@ -1,4 +1,4 @@
-"""Random requests, each with drafts and without: where arithmetic is exact, not one token or ending may differ."""
+"""Random requests, each with drafts and without. With exact arithmetic, every token and every end must be equal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHANCE_OF_A_KNOWN_START = 0.5
 
 
 def sampling_of(choice):
-    """Random options of one request; a seed always, for two runs to be comparable."""
+    """Returns random options of one request, always with a seed, so that two runs are comparable."""
     options = {
         "temperature": choice.choice((0.0, 0.0, 0.7, 1.0, 1.4)),
         "seed": choice.randrange(1 << 32),
@@ -42,20 +42,20 @@ def sampling_of(choice):
 
 
 def prompt_of(choice, texts):
-    """A piece of some text; half of them begin as others do, so that prefixes are found in the caches."""
+    """Returns a piece of some text. Half of the pieces share their beginning, so that there are prefix hits."""
     text = choice.choice(texts)
     start = 0 if choice.random() < CHANCE_OF_A_KNOWN_START else choice.randrange(len(text) // 2)
     return text[start : start + choice.randrange(20, 900)]
 
 
 def both_answers(cluster, seed, texts):
-    """(with drafts, without, verified draft tokens) of the request that `seed` makes."""
+    """Returns (answer with drafts, answer without, verified draft tokens) of the request that `seed` determines."""
     choice = random.Random(seed)
     prompt, options = prompt_of(choice, texts), sampling_of(choice)
     most_drafts = choice.choice((1, 2, 4, 8))
     ways = [{"num_speculative_tokens": most_drafts}, {"speculation": False}]
     results = {}
-    for way in choice.sample(ways, 2):  # which one finds the other's prefix in the cache is left to chance
+    for way in choice.sample(ways, 2):  # which one hits the other's prefix is random
         result = cluster.client.complete(prompt, timeout_seconds=REQUEST_SECONDS, **options, **way)
         results["speculation" not in way] = result
     verified = results[True].summary.metrics.speculation.num_draft_tokens
@@ -67,7 +67,7 @@ def what_counts(result):
 
 
 def soak(cluster, num_requests, texts):
-    """Verified draft tokens. AssertionError with the request's seed at the first difference."""
+    """Returns the number of verified draft tokens. A difference raises AssertionError with the request's seed."""
     total = 0
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         answers = pool.map(lambda seed: (seed, *both_answers(cluster, seed, texts)), range(num_requests))
@@ -84,7 +84,7 @@ def bench_texts():
 
 
 def assert_exact(cluster):
-    """The claim is made for native kernels; where there are none, this test has nothing to check."""
+    """Skips the test unless numerics are exact, as those of native kernels are."""
     descriptions = (dict(node.description) for node in cluster.cluster.nodes)
     numerics = {described["numerics"] for described in descriptions if "numerics" in described}
     assert numerics, "no node has said what its arithmetic promises"

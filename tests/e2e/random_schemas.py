@@ -1,4 +1,4 @@
-"""Random JSON schemas of which every answer is of bounded length."""
+"""Random JSON schemas whose answers have bounded lengths."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ PATTERNS = ("^[a-z]{1,8}$", "^(red|green|blue)-[0-9]{2}$", r"^[A-Z][a-z]{1,9}\.$
 
 
 def random_schema(choice, depth=2):
-    """`choice`: a random.Random."""
+    """Returns a schema that `choice`, a random.Random, determines."""
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern"]
     if depth:
         kinds += ["object", "object", "object", "array", "anyOf", "$ref"]
@@ -40,7 +40,7 @@ def random_schema(choice, depth=2):
         case "$ref":
             inner = random_schema(choice, depth - 1)
             item = {"$ref": "#/$defs/part"}
-            if "$ref" in str(inner):  # a reference is of the root
+            if "$ref" in str(inner):  # references are resolved from the root
                 return inner
             return {"type": "array", "items": item, "maxItems": 2, "$defs": {"part": inner}} if depth == 2 else inner
         case kind:

@@ -1,4 +1,4 @@
-"""However a client leaves its request, the decode node frees the blocks; tests/client has the rest of its promises."""
+"""The decode node frees the blocks however a client leaves its request. tests/client tests the rest of the client."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def holds_blocks(status):
 
 @pytest.fixture
 def seen(running):
-    """seen() waits until the decode node works, and is held in a step: no answer ends before the test does.
+    """seen() waits until the decode node runs a request. Steps are held, so that no answer ends before the test.
 
-    It holds nothing at first and at the end.
+    The node holds nothing at the beginning and at the end.
     """
     running.wait_until_nothing_is_held()
     with running.held_steps():

@@ -1,4 +1,4 @@
-"""The configs in benchmarks/ghz against four processes, where there is ghz."""
+"""The configs in benchmarks/ghz against four processes, if ghz is installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ needs_ghz = pytest.mark.skipif(shutil.which("ghz") is None, reason="ghz is not o
 
 
 def run(command):
-    """In the repository's root: ghz takes a config's paths from there."""
+    """Runs ghz in the repository's root, from which it resolves the paths of a config."""
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout

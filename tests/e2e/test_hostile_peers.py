@@ -1,4 +1,4 @@
-"""Routers and senders of KV that flood, lie, stall and never read, beside eight honest streams of real processes."""
+"""Eight honest streams of real processes, while routers and senders of KV flood, lie, stall and never read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROMPT = [20 + (i * 7) % 200 for i in range(40)]
 
 
 def honest_streams(running, *, max_tokens=150):
-    """(token ids, attempts) of each."""
+    """Returns (token ids, attempts) of each stream."""
     with concurrent.futures.ThreadPoolExecutor(NUM_STREAMS) as pool:
         answers = list(
             pool.map(

@@ -129,7 +129,7 @@ def test_a_tool_is_called(chat, choice):
 
 
 async def test_many_streams_at_once_are_those_of_grpc(real, model):
-    """Each with its own seed; both doors are asked at the same time."""
+    """Each stream has its own seed. Both APIs are called at the same time."""
 
     async def theirs(sdk, seed):
         stream = await sdk.chat.completions.create(

@@ -1,4 +1,4 @@
-"""The router's page of a real cluster, in Chromium."""
+"""The router's page for a real cluster, in Chromium."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider profile` on nodes that serve meanwhile."""
+"""`outrider profile` on nodes that serve requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from outrider.engine.cpu_kernels.paths import choose_kernels
 
 TIMEOUT_SECONDS = 240
 PROFILE_SECONDS = 60.0
-"""At most: a profile ends with the last of its steps."""
+"""Longest time of a profile, which ends with the last of its steps."""
 PROMPT = " ".join(f"word {index}" for index in range(20))
 
 
 @contextmanager
 def requests_on(running):
-    """One request after the other, until left. No prompt is like another: none is found in a cache."""
+    """Sends one request after the other until the block ends. All prompts differ, so that there is no prefix hit."""
     left = threading.Event()
 
     def ask():
@@ -48,7 +48,7 @@ def test_a_node_that_serves_tells_where_its_time_goes(running, capsys, role):
     shown = capsys.readouterr().out
     assert f"{role.removesuffix('_node')}@127.0.0.1:" in shown
     assert ": 4 steps, " in shown
-    for part in ("schedule ", "batch ", "forward", "emit "):  # phases of the forward: those that its kernels tell
+    for part in ("schedule ", "batch ", "forward", "emit "):  # the phases of the forward depend on the kernels
         assert f"\n  {part}" in shown, shown
 
 

@@ -1,4 +1,4 @@
-"""Logprobs of prompts through the public API, of real processes."""
+"""Logprobs of prompts through the public API of real processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_they_are_those_that_the_same_tokens_had_when_they_were_generated(runnin
         PROMPT, temperature=0.0, max_tokens=NUM_GENERATED, ignore_eos=True, top_logprobs=3
     ).completions[0]
     prompt = [*PROMPT, *generated.token_ids]
-    for _ in range(2):  # the second time the prompt is cached
+    for _ in range(2):  # the prompt is cached the second time
         result = running.client.complete(prompt, temperature=0.0, max_tokens=2, prompt_logprobs=3)
         first, *others = result.started.prompt_logprobs
         assert first.token_id == PROMPT[0]

@@ -1,7 +1,7 @@
 """Four processes with the default model: real text, real drafts, the same tokens.
 
-`OUTRIDER_SOAK_REQUESTS` sets how many random requests it gets (a thousand take most of an
-hour on two cores).
+`OUTRIDER_SOAK_REQUESTS` sets the number of random requests. A thousand take most of an
+hour on two cores.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tests.e2e.random_requests import assert_exact, bench_texts, soak
 pytestmark = pytest.mark.real_model
 
 TIE = 1e-3
-"""Two candidates closer than this in log-probability may change places by rounding, about once in 10^5 tokens."""
+"""Distance of two logprobs below which rounding may swap candidates, about once in 10^5 tokens."""
 
 
 @pytest.fixture(scope="module")
 def prompts():
-    """The first prompt of each kind."""
+    """Returns the first prompt of each kind."""
     by_kind = {}
     for line in PROMPTS.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
@@ -36,7 +36,7 @@ def prompts():
 
 
 def assert_same_tokens(real, prompt, found, expected):
-    """Equal, or parted at a tie: then that is reported, and what follows cannot be compared."""
+    """Checks that the answers are equal up to a tie, which it reports. After a tie they cannot be compared."""
     if found == expected:
         return
     index = next(i for i, (one, other) in enumerate(zip(found, expected, strict=False)) if one != other)
@@ -51,9 +51,7 @@ def assert_same_tokens(real, prompt, found, expected):
 
 def test_greedy_answers_are_the_same_with_and_without_drafts(real, prompts):
     accepted = 0
-    for _ in range(
-        10
-    ):  # on a busy machine the node may have learnt that rows cost much, and draft nothing in one answer
+    for _ in range(10):  # on a busy machine the node may measure slow rows, and draft nothing in one answer
         for prompt in prompts:
             drafted, summary = real.generate(prompt, temperature=0.0, max_tokens=24)
             plain, _ = real.generate(prompt, temperature=0.0, max_tokens=24, speculation=False)

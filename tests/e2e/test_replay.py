@@ -1,4 +1,4 @@
-"""Receipts of real answers, made with drafts: computed again without, they have the same tokens."""
+"""Receipts of real answers with drafts. Replayed without drafts, they have the same tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = "One two three four one two three four one two three"
 
 @pytest.fixture(scope="module")
 def receipts(real):
-    """By request id, as JSON."""
+    """Returns receipts as JSON, by request id."""
     assert_exact(real)
     options = {
         "greedy": {"temperature": 0.0},
@@ -43,7 +43,7 @@ def receipts(real):
 
 @pytest.fixture
 def replay(real, receipts, tmp_path, capsys):
-    """(exit status, what is shown) of a file with these receipts."""
+    """Replays a file with these receipts, and returns (exit status, output)."""
 
     def run(*chosen):
         path = tmp_path / "receipts.jsonl"

@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def token_file(tmp_path_factory):
-    """Of the router: Alice may make 100 calls a minute, Bob may do what everybody may."""
+    """The file of the router's clients: Alice may make 100 calls a minute, Bob has the common limits."""
     path = tmp_path_factory.mktemp("tokens") / "tokens"
     lines = (("alice", ALICE, "rate=100"), ("bob", BOB, ""))
     path.write_text(
@@ -93,7 +93,7 @@ def test_no_port_answers_without_a_certificate(cluster, folder):
 
 
 def test_a_client_opens_no_work_on_nodes(cluster, tls):
-    """Its certificate is of the same authority, and passes the handshake."""
+    """The peer's certificate is of the same authority, so that the handshake succeeds."""
     methods = {
         "decode-0": "/outrider.v1.DecodeService/Session",
         "prefill-0": "/outrider.v1.PrefillService/Prefill",
@@ -128,7 +128,7 @@ def test_operators_probe_and_profile_nodes(cluster, folder, tls, capsys):
     flags = [f"--authority={tls.authority}", f"--certificate={tls.certificate}", f"--private-key={tls.private_key}"]
     for node in cluster.nodes:
         assert main(["probe", f"--target={node.address}", *flags]) == 0
-    # An idle node has no steps, which is status 1; what counts is that it was asked.
+    # An idle node has no steps, which gives status 1. The test checks that the node was reached.
     decode = f"--node={cluster.node('decode-0').address}"
     assert main(["profile", decode, "--seconds=0.1", "--server-name=outrider-node", *flags]) == 1
     assert ": 0 steps, " in capsys.readouterr().out

@@ -17,7 +17,7 @@ from outrider.request import FinishReason
 
 WAIT_SECONDS = 60.0
 LONG_PROMPT = [(i * 7) % 250 + 20 for i in range(120)]
-# Three ids are all that can be drawn: the text repeats itself, so that n-gram drafts hit.
+# Only three ids can be drawn, so that the text repeats itself and n-gram drafts are accepted.
 REPETITIVE = {"logit_bias": {30: 60.0, 31: 60.0, 32: 60.0}, "ignore_eos": True}
 
 # A step for each token: the number of steps tells whether an answer was stopped, on a machine of any speed. Eight
@@ -60,10 +60,10 @@ def test_other_verification_methods_are_served(running, method):
 
 
 def test_drafts_are_accepted_where_the_text_repeats(running):
-    """How many are tried depends on what rows cost at the moment: a node that has just started knows little of that."""
+    """The number of drafts depends on the measured cost of rows, which a new node hardly knows."""
     answers = []
     num_steps = num_accepted = 0
-    while num_accepted <= 3 * 20 and len(answers) < 10:  # beside busy tests it may learn that rows cost much
+    while num_accepted <= 3 * 20 and len(answers) < 10:  # beside busy tests it may measure slow rows
         _, summary = running.generate(LONG_PROMPT, max_tokens=200, temperature=0.0, **REPETITIVE)
         answers.append(summary.metrics.speculation)
         num_steps += answers[-1].num_spec_steps
@@ -171,7 +171,7 @@ def test_a_client_that_leaves_frees_everything_before_its_answer_would_have_ende
 
 
 def num_decode_steps(running):
-    """How often the decode node has computed since it started: a step is numbered as it begins and again with rows."""
+    """Returns the number of steps that the decode node has computed since its start."""
     (number,) = (node.step for node in running.status().nodes if node.role is NodeRole.DECODE)
     return number // 2
 

@@ -1,4 +1,4 @@
-"""One trace of a request through four real processes, as a collector gets it."""
+"""The trace of a request through four real processes, as a collector receives it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_TOKENS = 40
 
 
 def generate(running, traceparent, *, first_id=20, **fields):
-    """The last message of an answer to a long prompt, another one for another `first_id`."""
+    """Returns the last message of an answer to a long prompt, which `first_id` determines."""
     sampling = router_pb2.SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, **fields)
     prompt = router_pb2.TokenIds(ids=[(place * 7) % 250 + first_id for place in range(120)])
     stop = router_pb2.StopConditions(ignore_eos=True)
@@ -27,12 +27,12 @@ def generate(running, traceparent, *, first_id=20, **fields):
 
 
 def has_all(spans):
-    """Each span's parent is there."""
+    """Returns whether each span's parent has arrived."""
     return {span.parent_id for span in spans} <= {span.span_id for span in spans} | {CALLER_ID}
 
 
 def test_a_request_is_one_tree_over_all_four_services(running):
-    for traceparent in (NOT_SAMPLED, HOSTILE[2], HOSTILE[-1]):  # of which there is no span
+    for traceparent in (NOT_SAMPLED, HOSTILE[2], HOSTILE[-1]):  # these have no span
         assert generate(running, traceparent).summary.usage.num_generated_tokens == NUM_TOKENS
     assert generate(running, TRACEPARENT, first_id=21, n=2).summary.usage.num_generated_tokens == 2 * NUM_TOKENS
     names = {"attempt", "decode", "draft", "encode", "generate", "kv_push", "prefill", "queue"}
@@ -44,7 +44,7 @@ def test_a_request_is_one_tree_over_all_four_services(running):
     assert {span.service["service.name"] for span in spans} == roles
 
     def way(span):
-        """Its name and those above it, each with its service."""
+        """Returns the span's name and those of its ancestors, each with its service."""
         named = f"{span.service['service.name'].removeprefix('outrider-')}:{span.name}"
         if span.parent_id == CALLER_ID:
             return [named]

@@ -1,4 +1,4 @@
-"""A cluster of real processes with two nodes of a kind, every connection through proxies, every fault point armable."""
+"""A cluster of real processes whose connections go through proxies and whose fault points tests can arm."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.support.random_eagle3 import make_random_eagle3
 from tests.support.store_server import STORE_PATIENCE
 
 HOST = "127.0.0.1"
-KV_HOST = "127.0.0.2"  # where prefill nodes find proxies at the ports of the decode nodes' ingest
+KV_HOST = "127.0.0.2"  # here proxies listen on the ports of the decode nodes' KV ingest
 POLL_SECONDS = 0.002
 SHARED_MEMORY = Path("/dev/shm")
-KV_MEMORY = "2560KiB"  # features take a quarter of it
+KV_MEMORY = "2560KiB"  # a quarter of it is for features
 
 
 class TooLateError(AssertionError):
-    """What was to be disturbed had ended before anybody came to the point."""
+    """The request ended before any process reached the fault point."""
 
 
 class FaultyCluster(RunningCluster):
@@ -43,13 +43,13 @@ class FaultyCluster(RunningCluster):
 
     There is a drafter head: its features are in each hand-off, and it proposes beside the draft node.
     With the URL of a `store` there are two routers that share it. `client` reaches routers through
-    proxies. Killed processes are started again at once.
+    proxies. Killed processes are restarted at once.
     """
 
     def __init__(
         self, model: Path, directory: Path, *, settings: tuple[str, ...] = (), store: str = "", **launch: Any
     ) -> None:
-        """`launch`: more of `Launch`."""
+        """`launch` are further fields of `Launch`."""
         self.network = Network()
         self.points = FaultPoints(directory, FAULT_POINTS)
         names = [f"{role}-{index}" for role in ("prefill", "decode") for index in range(2)] + ["draft-0"]
@@ -89,7 +89,7 @@ class FaultyCluster(RunningCluster):
             decode_nodes=2,
         )
         self.cluster = Cluster(config, launched, supervision=Supervision(restart_seconds=0.1, stable_seconds=0.1))
-        self._arenas: set[Path] = set()  # files in shared memory
+        self._arenas: set[Path] = set()  # files in shared memory before the first fault
 
     def __enter__(self) -> Self:
         self.cluster.start()
@@ -113,9 +113,9 @@ class FaultyCluster(RunningCluster):
     # ------------------------------------------------------------ faults
 
     def wait_reached(self, point: str, *, until: Callable[[], bool], timeout_seconds: float) -> str:
-        """The name of the process that waits at the point. AssertionError: none has come there by then.
+        """Waits until a process waits at the point, and returns the name of the process.
 
-        TooLateError: `until()`, so that none will come.
+        Raises: AssertionError if none comes in time; TooLateError if `until()`, so that none will come.
         """
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline and not until():
@@ -136,11 +136,11 @@ class FaultyCluster(RunningCluster):
 
     def thaw(self) -> None:
         for node in self.cluster.nodes:
-            with contextlib.suppress(NotFoundError):  # it does not run: nothing is frozen
+            with contextlib.suppress(NotFoundError):  # the process does not run
                 self.cluster.kill(node.name, signal.SIGCONT)
 
     def inflict(self, action: str, name: str, *, slow_seconds: float) -> None:
-        """kill, stop, close, slow or partition, until `undo`; `slow_seconds`: of slow."""
+        """Applies kill, stop, close, slow or partition, until `undo`. `slow_seconds` is the delay of slow."""
         match action:
             case "kill":
                 self.kill(name)
@@ -154,19 +154,19 @@ class FaultyCluster(RunningCluster):
                 self.network.partition(name)
 
     def undo(self) -> None:
-        """Nothing is held, frozen, slow or cut off any more."""
+        """Undoes every fault: releases, thaws and reconnects all processes."""
         self.points.disarm_all()
         self.network.heal()
         self.thaw()
 
-    # ------------------------------------------------------------ what holds after one
+    # ------------------------------------------------------------ checks after a fault
 
     def statuses(self):
-        """The cluster as each router sees it."""
+        """Yields the cluster's status from each router."""
         return [first_status(watcher) for watcher in self._watchers]
 
     def wait_until_whole(self, *, timeout_seconds: float = 60.0) -> None:
-        """Every process serves, nothing is held anywhere, and no file is left in shared memory."""
+        """Waits until every process serves, nothing is held anywhere, and no file is left in shared memory."""
         deadline = time.monotonic() + timeout_seconds
         while not self._is_whole() or not _arenas() <= self._arenas:
             assert time.monotonic() < deadline, (
@@ -181,7 +181,7 @@ class FaultyCluster(RunningCluster):
             return False
         try:
             self._last_status = statuses = self.statuses()
-        except PeerLostError as error:  # a connection to a router that was killed
+        except PeerLostError as error:  # the router of this connection was killed
             self._last_status = error
             return False
         return all(
@@ -203,7 +203,7 @@ class FaultyCluster(RunningCluster):
         return self.network.listen(name, upstream, source=source or self._process_at, address=HOST)
 
     def _process_at(self, port: int) -> str:
-        """The name of the process with this port at its end of a connection; empty when it is gone."""
+        """Returns the name of the process that has this port at its end of a connection, or "" if it is gone."""
         for node in self.cluster.nodes:
             with contextlib.suppress(psutil.Error):
                 connections = psutil.Process(node.pid).net_connections("tcp") if node.pid else []
@@ -217,11 +217,11 @@ def _targets(ports: dict[str, int], role: str) -> str:
 
 
 def _make_head(directory: Path) -> Path:
-    """Writes a head that kernels compute: a node that is started again need not import torch first."""
+    """Writes a head that kernels compute, so that restarted nodes need not import torch."""
     head, _ = make_random_eagle3(directory, max_model_len=2048, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
     return head
 
 
 def _arenas() -> set[Path]:
-    """Files for KV that still have a name: for as long as a handshake lasts."""
+    """Returns the files for KV that still have a name, which they lose after the handshake."""
     return set(SHARED_MEMORY.glob(f"{NAME_PREFIX}*"))

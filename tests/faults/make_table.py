@@ -28,7 +28,7 @@ BEGIN, END = "<!-- made by `make faults` -->\n", "<!-- end -->\n"
 
 
 def run(cases: Sequence[Case], directory: Path) -> dict[str, dict[str, Any]]:
-    """The figures of each case by its name, or what was wrong."""
+    """Returns the figures of each case by its name, or the error."""
     model = make_tiny_model(directory / "model")
     found: dict[str, dict[str, Any]] = {}
     for needs_store, group in groupby(sorted(cases, key=_needs_store), key=_needs_store):
@@ -50,7 +50,7 @@ def _run(matrix: Matrix, cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
         started = time.monotonic()
         try:
             result = asdict(matrix.run(case))
-        except Exception as error:  # noqa: BLE001 the other cases are run all the same
+        except Exception as error:  # noqa: BLE001 the other cases still run
             result = {"failure": f"{type(error).__name__}: {error}"}
         found[str(case)] = result
         print(f"{case!s:50}{time.monotonic() - started:7.1f} s  {result}", flush=True)

@@ -1,4 +1,4 @@
-"""What happens where, and that nobody can tell: every kind of fault at every point of the protocol."""
+"""Every kind of fault at every point of the protocol, and the check that clients notice nothing."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ ACTIONS: Mapping[str, str] = {
 }
 AFTER_TOKENS = 5
 MID_ANSWER = frozenset(("decode.step", "decode.before_emit", "decode.done", "router.token", "router.before_finish"))
-"""Points that are armed when the client has that many tokens; the others before the request is sent."""
+"""Points that are armed once the client has enough tokens. The others are armed before the request is sent."""
 SLOW_SECONDS = 0.05
 ROUTER_STOP_SECONDS = 5.0  # longer than the nodes' patience
 ROUTER_PARTITION_SECONDS = 3.0
 BOTH_STOP_SECONDS = 4.0
 REACH_SECONDS = 20.0
-RESUME_SECONDS = 30.0  # without a window a client's connection is its request
+RESUME_SECONDS = 30.0  # without a resume window, a request ends with its connection
 ANSWER_SECONDS = 40.0
-"""Bound of every answer, on a machine that is busy with other things."""
+"""Seconds within which every answer must end, on a busy machine too."""
 MAX_TRIES = 6
 NUM_IN_CROWD = 12
 NUM_SHORT = 80
@@ -44,12 +44,12 @@ class Case:
     number: int
     point: str
     action: str
-    kind: str  # of its request
-    then: str = ""  # the point at which the process that takes over gets the same, if it comes there
+    kind: str  # the kind of the request
+    then: str = ""  # the point at which the successor gets the same fault, if it comes there
 
     @property
     def needs_store(self) -> bool:
-        """Whether another router has to go on with the answer."""
+        """Whether another router must take over the answer."""
         return self.point.startswith("router.") and self.action == "kill"
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of a case in which nothing was wrong."""
+    """The figures of a case that passed."""
 
     gap_seconds: float  # the longest time between two deltas
     attempts: int
@@ -73,9 +73,9 @@ def make_cases() -> tuple[Case, ...]:
         for then in ("decode.granted", "decode.before_first_token", "decode.step"):
             yield "decode.step", "kill", then
         yield "prefill.frame", "kill", "prefill.before_commit"
-        yield "decode.kv_ready", "stop", "decode.before_grant"  # no decode node is left until they go on
+        yield "decode.kv_ready", "stop", "decode.before_grant"  # no decode node is left until the stopped ones go on
         for point in FAULT_POINTS:
-            if point.startswith("router."):  # a thread of it that hangs is a router that is stopped
+            if point.startswith("router."):  # a hanging thread of a router is a stopped router
                 yield point, "kill", ""
 
     kinds = list(KINDS)
@@ -96,7 +96,7 @@ class Matrix:
         self._undisturbed: dict[tuple[str, int], dict[str, Any]] = {}
 
     def prepare(self, cases: Sequence[Case]) -> None:
-        """Gets every answer once without a fault, then has the nodes forget the prompts: each case has a hand-off."""
+        """Gets every answer once without a fault, then clears the prefix caches, so that each case has a hand-off."""
         self.cluster.wait_until_whole()
         asked = [request for case in cases for request in _asked(case)]
         with ThreadPoolExecutor(4) as pool:
@@ -106,9 +106,9 @@ class Matrix:
             self.cluster.client.complete([3 + number] * PROMPT_TO_FORGET_TOKENS, max_tokens=1)
 
     def run(self, case: Case) -> Result:
-        """AssertionError: something was different, missing, twice, left behind or late."""
+        """Runs a case. Raises AssertionError if anything differs, is missing, doubled, left behind or late."""
         for _ in range(MAX_TRIES - 1 if case.point in MID_ANSWER else 0):
-            with contextlib.suppress(TooLateError):  # on a busy machine an answer may end before the point is armed
+            with contextlib.suppress(TooLateError):  # on a busy machine the answer may end before the point is armed
                 return self._run(case)
         return self._run(case)
 
@@ -124,7 +124,7 @@ class Matrix:
                 for request in requests:
                     request.wait_for_tokens(AFTER_TOKENS, timeout_seconds=ANSWER_SECONDS)
             cluster.points.arm(case.point)
-            if case.point == "draft.hello":  # connections come back after a pause: longer than an answer
+            if case.point == "draft.hello":  # reconnecting takes longer than an answer
                 cluster.network.close_connections("draft-0")
                 self._strike(case.point, case.action, requests, killed)
                 requests = self._send(case)
@@ -147,7 +147,7 @@ class Matrix:
         return Result(max(request.longest_gap_seconds for request in requests), max(r.attempts for r in requests))
 
     def _send(self, case: Case) -> list[Request]:
-        if case.point == "decode.preempted":  # short answers make nodes expect little of long ones
+        if case.point == "decode.preempted":  # after short answers, nodes expect long ones to be short too
             with ThreadPoolExecutor(4) as pool:
                 list(pool.map(lambda _: self.cluster.client.complete("short", max_tokens=1), range(NUM_SHORT)))
         more = {"resume_window_seconds": RESUME_SECONDS} if case.point.startswith("router.") else {}
@@ -157,7 +157,7 @@ class Matrix:
         return Request(self.cluster.client, kind, number).join(timeout_seconds=ANSWER_SECONDS)
 
     def _strike(self, point: str, action: str, requests: Sequence[Request], killed: list[str]) -> None:
-        """Does it to the process that comes to the point; whoever was held there goes on, unless it hangs."""
+        """Applies the fault to the process that comes to the point, then lets that process go on unless it hangs."""
         cluster = self.cluster
         name = cluster.wait_reached(
             point,
@@ -178,7 +178,7 @@ class Matrix:
 
 
 def _asked(case: Case) -> list[tuple[str, int]]:
-    """(kind, number) of the case's requests: one, or so many that they do not fit."""
+    """Returns (kind, number) of the case's requests: one, or more than fit at once."""
     if case.point == "decode.preempted":
         return [("drafts", 10_000 * (1 + index) + case.number) for index in range(NUM_IN_CROWD)]
     return [(case.kind, case.number)]

@@ -1,4 +1,4 @@
-"""A network between real processes that tests can break: one TCP proxy for each address that others dial."""
+"""A network between real processes that tests can break, with a TCP proxy for each address."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ CHUNK_BYTES = 65_536
 
 
 class Connection:
-    """Two sockets and what is between them. Event loop only."""
+    """A proxied connection. Only the event loop's thread uses it."""
 
     def __init__(self, ends: set[str], inner: asyncio.StreamWriter) -> None:
-        self.ends = ends  # names of the processes at both
+        self.ends = ends  # names of the processes at both ends
         self._writers = [inner]
 
     def add(self, writer: asyncio.StreamWriter) -> None:
         self._writers.append(writer)
 
     def abort(self) -> None:
-        """Both ends get a reset."""
+        """Resets both ends."""
         for writer in self._writers:
             with contextlib.suppress(OSError):
                 linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"  # struct linger: on, 0 seconds
@@ -32,7 +32,7 @@ class Connection:
 
 
 class Network:
-    """Runs its proxies in a thread. `heal` undoes `partition` and `slow`; what was held back then arrives."""
+    """Runs its proxies in a thread. `heal` undoes `partition` and `slow`, and delivers what they held back."""
 
     def __init__(self) -> None:
         self._loop = LoopThread()
@@ -52,7 +52,7 @@ class Network:
         address: str,
         port: int = 0,
     ) -> int:
-        """The port that leads to process `to`; `source` names the process behind a client's port."""
+        """Returns the port that leads to process `to`. `source` names the process behind a client's port."""
 
         async def start() -> int:
             async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -67,7 +67,7 @@ class Network:
         return self._loop.run(start())
 
     def close_connections(self, name: str) -> None:
-        """Resets every connection that this process has now."""
+        """Resets every present connection of this process."""
 
         async def close() -> None:
             for connection in tuple(self._connections):
@@ -77,7 +77,7 @@ class Network:
         self._loop.run(close())
 
     def partition(self, name: str) -> None:
-        """Nothing reaches this process, and nothing that it sends arrives, until the network is healed."""
+        """Holds back everything to and from this process until the network is healed."""
 
         async def cut() -> None:
             self._cut_off.add(name)
@@ -86,7 +86,7 @@ class Network:
         self._loop.run(cut())
 
     def slow(self, name: str, seconds: float) -> None:
-        """Whatever goes to or from this process takes so much longer."""
+        """Delays everything to and from this process."""
         self._delays[name] = seconds
 
     def heal(self) -> None:
@@ -133,7 +133,7 @@ class Network:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
         except OSError:
-            pass  # nobody listens there now: the client's connection breaks too
+            pass  # nobody listens there now, so the client's connection breaks too
         finally:
             connection.abort()
             self._connections.discard(connection)

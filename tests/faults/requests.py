@@ -1,4 +1,4 @@
-"""Requests of every kind, and everything that their client is told."""
+"""Requests of every kind, and everything that their client receives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.client import Client
 from outrider.errors import OutriderError
 
 MAX_TOKENS = 800
-REPETITIVE = {30: 60.0, 31: 60.0, 32: 60.0}  # what prompt lookup finds again
+REPETITIVE = {30: 60.0, 31: 60.0, 32: 60.0}  # makes text that prompt lookup finds again
 
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -26,10 +26,10 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Request:
-    """One stream, read in a thread. `join` returns everything that was told, however it was cut into deltas."""
+    """One stream, read in a thread. `join` returns the answer independently of its division into deltas."""
 
     def __init__(self, client: Client, kind: str, number: int, *, num_prompt_tokens: int = 150, **more: Any) -> None:
-        """Equal kinds and numbers are equal requests; `more` are options that change no token."""
+        """Starts a request. Equal kinds and numbers give equal requests; `more` are options that change no token."""
         self.num_tokens = 0
         self.longest_gap_seconds = 0.0
         self.attempts = 0
@@ -48,16 +48,16 @@ class Request:
         return self._is_done
 
     def wait_for_tokens(self, num_tokens: int, *, timeout_seconds: float) -> None:
-        """Or for its end."""
+        """Waits until so many tokens have come. Raises AssertionError if the answer ends before."""
         self._wait(lambda: self.num_tokens >= num_tokens, timeout_seconds)
         assert self.num_tokens >= num_tokens, f"it ended after {self.num_tokens} tokens: {self.error}"
 
     def wait_for_end(self, *, timeout_seconds: float) -> None:
-        """Whatever that is."""
+        """Waits until the answer ends, with or without an error."""
         self._wait(lambda: False, timeout_seconds)
 
     def join(self, *, timeout_seconds: float) -> dict[str, Any]:
-        """AssertionError: it has not ended in time, or with an error."""
+        """Returns the answer. Raises AssertionError if it has not ended in time or ended with an error."""
         self.wait_for_end(timeout_seconds=timeout_seconds)
         assert self.error is None, f"the client was told: {self.error!r}"
         return self._told

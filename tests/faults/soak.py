@@ -1,4 +1,4 @@
-"""Mixed load on a cluster that suffers a random fault every five seconds: no wrong token, memory flat. `make soak`."""
+"""Mixed load on a cluster with a random fault every five seconds: `make soak`. Tokens and memory are checked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAULTS = ("kill", "stop", "close", "slow", "partition")
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1", "draft-0")
 WARM_SECONDS = 60.0
 GROWTH_BYTES = 32 << 20
-"""Bound of a process's growth: from the median of the first third of its samples, once it is warm, to the last's."""
+"""Bytes that a warm process may grow, from the median of the first third of its samples to that of the last third."""
 
 
 class Soak:
@@ -108,7 +108,7 @@ class Soak:
                 self.memory[node.name, node.pid].append((time.monotonic(), psutil.Process(node.pid).memory_info().rss))
 
     def growths(self) -> dict[str, int]:
-        """Bytes by process, of those that lived long enough to tell."""
+        """Returns the growth in bytes of each process that lived long enough."""
         found = {}
         for (name, pid), samples in self.memory.items():
             warm = [num_bytes for at, num_bytes in samples if at >= samples[0][0] + WARM_SECONDS]

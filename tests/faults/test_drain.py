@@ -1,4 +1,4 @@
-"""SIGTERM, node by node, on a tiny model: what runs ends or is told, and the process ends with status 0 in time."""
+"""SIGTERM, node by node: running requests end or get an error, and the process ends with status 0 in time."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tests.support.processes import NOT_SERVING, SERVING, WAIT_SECONDS, RoleProc
 
 STEP = "decode.step"
 LONG_DRAIN = "server.drain_seconds=600"
-"""Who waits to the end of it misses every timeout here."""
+"""A drain that outlasts every timeout here."""
 ANSWER_SECONDS = 300.0
-"""For a long answer on a machine that is busy with other things."""
+"""Seconds that a long answer may take on a busy machine."""
 
 pytestmark = pytest.mark.timeout(480)
 
 
 class Roles:
-    """One process of each role, without a supervisor that would start it again."""
+    """One process of each role, without a supervisor that would restart it."""
 
     def __init__(self, stack: contextlib.ExitStack, model, *settings: str, decode_environ: dict[str, str]) -> None:
         def start(role: str, *more: str, **environ: str) -> RoleProcess:
@@ -57,7 +57,7 @@ def start_roles(tiny_model):
 
 
 def begun(client: Client, *, max_tokens: int) -> Request:
-    """A request whose first token has come."""
+    """Starts a request, and waits for its first token."""
     request = Request(client, "greedy", 3, max_tokens=max_tokens)
     request.wait_for_tokens(1, timeout_seconds=WAIT_SECONDS)
     return request
@@ -69,7 +69,7 @@ def test_a_draft_node_ends_at_once_and_a_decode_node_when_what_it_runs_has_ended
         "server.drain_seconds=240", "router.liveness_timeout_seconds=240", decode_environ=points.environ
     )
     request = begun(roles.client, max_tokens=400)
-    points.arm(STEP)  # it is not done before the nodes have their signals
+    points.arm(STEP)  # the request runs until the nodes have their signals
     status, _ = roles.draft.end()
     assert status == 0
     with grpc.insecure_channel(roles.decode.log()[0]["address"]) as channel:

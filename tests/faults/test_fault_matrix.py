@@ -1,6 +1,6 @@
-"""Every kind of fault at every point of the protocol (`--full`), or a handful: the client is told the same.
+"""Every kind of fault at every point of the protocol (`--full`), or a handful: the client gets the same answer.
 
-The handful is run while no process can write its log.
+The handful runs while no process can write its log.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)  # the first case starts six processes
 
 
 def pytest_generate_tests(metafunc):
-    """`cluster_of` is (whether there is a store, whether logs are lost)."""
+    """Chooses the cases and the cluster of each: (whether there is a store, whether logs are lost)."""
     if "case" not in metafunc.fixturenames:
         return
     lost = [(case, (False, True)) for case in CASES if str(case) in HANDFUL]
@@ -38,7 +38,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="module")
 def matrix_of(request, tiny_model, tmp_path_factory):
-    """matrix_of(cluster_of): on a cluster that is started for its first case."""
+    """matrix_of(cluster_of) → the matrix on this cluster, which is started for its first case."""
     items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
     params = [item.callspec.params for item in items]
     found = {}
@@ -62,7 +62,7 @@ def matrix_of(request, tiny_model, tmp_path_factory):
 
 @contextlib.contextmanager
 def lost_logs(pipe):
-    """A `Launch.command` of processes none of which can write its log; `pipe` is made and its reader never reads."""
+    """Returns a `Launch.command` whose processes cannot write their logs. The reader of `pipe` never reads."""
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):

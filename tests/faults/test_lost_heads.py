@@ -1,4 +1,4 @@
-"""A drafter head in a draft node that is killed or frozen in mid-answer: clients are told the same."""
+"""A draft node with a drafter head is killed or frozen during an answer, and the answer stays the same."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.support.tiny_head import make_tiny_head
 
 PROMPT = [(i * 13) % 250 + 20 for i in range(150)]
 OPTIONS = {"max_tokens": 500, "seed": 3, "temperature": 0.9, "ignore_eos": True}
-OPTIONS |= {"logit_bias": {30: 60.0, 31: 60.0, 32: 60.0}}  # a head of random weights guesses one of three
+OPTIONS |= {"logit_bias": {30: 60.0, 31: 60.0, 32: 60.0}}  # a random head guesses one of three tokens
 
-# tests/decode_node/test_remote_head.py loses draft nodes with heads in every run, in one process.
+# tests/decode_node/test_remote_head.py loses draft nodes with heads in every run, within one process.
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
@@ -46,7 +46,7 @@ def test_losing_a_head_in_mid_answer_changes_no_token(running, without_speculati
                     is_lost = True
             assert is_lost
     finally:
-        with contextlib.suppress(NotFoundError):  # it was killed
+        with contextlib.suppress(NotFoundError):  # the process was killed
             running.cluster.kill("draft-0", signal.SIGCONT)
     assert stream.token_ids() == without_speculation
     assert stream.summary.metrics.speculation.num_accepted_draft_tokens > 0, "the head has drafted until then"

@@ -1,4 +1,4 @@
-"""Killed and frozen processes, on a tiny model: what clients see, and that nothing is left behind."""
+"""Killed and frozen processes: clients get their answers, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tests.support.cluster_nodes import wait_for_node
 PROMPT = [(i * 13) % 250 + 20 for i in range(150)]
 REPETITIVE = {"logit_bias": {30: 60.0, 31: 60.0, 32: 60.0}, "ignore_eos": True}
 LONG = {"max_tokens": 700, "seed": 3, "temperature": 0.9, **REPETITIVE}
-LOST_SECONDS = 20.0  # less than what a frozen process costs that nobody takes for lost, by any other timeout
+LOST_SECONDS = 20.0  # shorter than every timeout other than liveness
 
 
 @pytest.fixture(scope="module")
 def faulty(start_cluster, tmp_path_factory):
-    """A cluster of its own: its nodes are killed. They come back on the same ports.
+    """A cluster whose nodes tests kill, and which come back on the same ports.
 
-    Its nodes take turns on the processors, so that one that is lost may have had its turn.
+    Its nodes take turns on the processors, so that a lost node may have held the turn.
     """
     turns_file = tmp_path_factory.mktemp("turns") / "turns"
     settings = [f"model.turns_file={turns_file}"]
@@ -50,7 +50,7 @@ def whole_again(faulty):
     faulty.wait_until_all_serve()
     yield
     for node in faulty.cluster.nodes:
-        with contextlib.suppress(NotFoundError):  # it does not run: nothing is frozen
+        with contextlib.suppress(NotFoundError):  # the process does not run
             faulty.cluster.kill(node.name, signal.SIGCONT)
     faulty.wait_until_all_serve()
     faulty.wait_until_nothing_is_held()
@@ -65,7 +65,7 @@ def undisturbed(faulty):
 
 
 def stream_with_a_fault(faulty, after_tokens, fault, **options):
-    """Token ids of a stream during which `fault()` happens once that many tokens have come."""
+    """Returns the token ids of a stream during which `fault()` is called after so many tokens."""
     with faulty.client.generate(PROMPT, **{**LONG, **options}) as stream:
         is_done = False
         for _ in stream:
@@ -96,7 +96,7 @@ def test_an_answer_waits_until_the_only_decode_node_is_back(faulty, undisturbed,
 
 
 def test_a_constrained_answer_goes_on_in_its_grammar_on_the_node_that_is_back(faulty):
-    """Its place there is a function of the tokens."""
+    """The place of an answer in its grammar is a function of the tokens, so that any node can find it."""
     options = {"regex": "([a-f]{1,9}[0-9 ]){30,60}end", "max_tokens": 500, "logit_bias": {}, "ignore_eos": False}
     whole, _ = faulty.generate(PROMPT, **{**LONG, **options})
     assert len(whole) > 60
@@ -107,7 +107,7 @@ def test_a_constrained_answer_goes_on_in_its_grammar_on_the_node_that_is_back(fa
 
 
 def lose_for_a_while(faulty, name, number):
-    """A killed node is started again by the supervisor, a frozen one goes on when the router has given it up."""
+    """The supervisor restarts a killed node. A frozen one goes on once the router has declared it lost."""
     faulty.cluster.kill(name, number)
     if number is signal.SIGSTOP:
         faulty.wait_for(lambda status: any(node.state.name == "LOST" for node in status.nodes))
@@ -115,7 +115,7 @@ def lose_for_a_while(faulty, name, number):
 
 
 def test_nodes_go_on_beside_one_that_keeps_the_processors_for_ever(faulty, undisturbed):
-    """Turns on shared processors: this process takes one and shows no life in it, as a frozen node would."""
+    """This process takes a turn on the shared processors and shows no sign of life, as a frozen node would."""
     library = choose_kernels().library
     if library is None:
         pytest.skip("turns need native kernels")
@@ -125,7 +125,7 @@ def test_nodes_go_on_beside_one_that_keeps_the_processors_for_ever(faulty, undis
     assert turns.take(10.0)
     assert turns.keep(0.5)
     assert faulty.generate(PROMPT, **LONG)[0] == undisturbed
-    assert not turns.keep(0.5)  # it was taken away
+    assert not turns.keep(0.5)  # the turn was taken away
     assert logs_of(faulty).count(TAKEN_FROM_ANOTHER) > num_taken
 
 
@@ -136,7 +136,7 @@ def logs_of(faulty):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_nodes_free_the_work_of_a_lost_router(faulty, number):
     decode, router = faulty.cluster.node("decode-0").address, faulty.cluster.node("router")
-    # So much that it is not done by the time the node has noticed.
+    # The work lasts until the node has noticed the loss.
     stream = faulty.client.generate(PROMPT, max_tokens=1800, seed=3, ignore_eos=True, speculation=False, n=16)
     deltas = iter(stream)
     next(deltas)
@@ -150,7 +150,7 @@ def test_nodes_free_the_work_of_a_lost_router(faulty, number):
         with pytest.raises(OutriderError):
             for _ in deltas:
                 pass
-    # The supervisor may not have seen yet that it was killed: serving alone says nothing.
+    # The supervisor may not have seen the kill yet, so the state SERVING is not enough.
     restarts = router.num_restarts + (number is signal.SIGKILL)
     wait_for_node(
         faulty.cluster,

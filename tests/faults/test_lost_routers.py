@@ -1,6 +1,6 @@
-"""A router process is killed in the middle of a stream, or the store: the client goes on.
+"""A router process or the store is killed during a stream, and the client goes on.
 
-tests/router/test_router_process.py freezes routers, before fake nodes.
+tests/router/test_router_process.py freezes routers in front of fake nodes.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def test_a_killed_router_of_a_store_costs_a_moment(sharing, n):
     wait_for_node(
         sharing.cluster, "router-0", lambda node: node.num_restarts > num_restarts and node.state is ChildState.SERVING
     )
-    sharing.client = Client(sharing.router_address)  # the old one may have a connection to the router that was killed
+    sharing.client = Client(sharing.router_address)  # the old client may be connected to the killed router
     sharing.wait_until_nothing_is_held()
 
 
 def test_a_lost_store_holds_up_nothing_that_runs(sharing):
-    """Last: the store is gone afterwards."""
+    """This test is the last one, because it kills the store."""
     sharing.wait_until_all_serve()
     with Client(sharing.router_address) as client, client.generate(PROMPT, **SAMPLING) as undisturbed:
         assert sum(1 for _ in undisturbed) > 20

@@ -1,4 +1,4 @@
-"""A prefill node that is lost in the middle of a long prompt: what has arrived is not computed again."""
+"""A prefill node is lost during a long prompt. The KV that has arrived is not computed again."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support.waiting import wait_for
 
 PROMPT = [(i * 17) % 250 + 20 for i in range(1500)]  # six chunks
 OPTIONS = {"max_tokens": 8, "seed": 1}
-LOST_SECONDS = 20.0  # less than what a frozen process costs that nobody takes for lost, by any other timeout
+LOST_SECONDS = 20.0  # shorter than every timeout other than liveness
 FAULTS = ("prefill.chunk:5=hold", "decode.between_frames:5=delay:1")
 """The prefill node waits before its fifth chunk; six frames, of two chunks and more, have come to the decode node."""
 
 
 def reached(directory):
-    """The prefill node that waits: as a file that lets it go on when it is emptied."""
+    """Returns the waiting prefill node, as the file that releases it when it is emptied."""
     files = [directory / f"once.{fault.partition(':')[0]}" for fault in FAULTS]
     wait_for(lambda: all(file.exists() for file in files))
     return files[0]
@@ -39,7 +39,7 @@ def reached(directory):
     ],
 )
 def test_only_the_missing_tokens_are_computed(start_cluster, tmp_path, number, num_prefill_nodes):
-    """By the next prefill node, or by the decode node where there is no other."""
+    """The next prefill node computes them, or the decode node if there is no other."""
     environ = {FAULTS_VARIABLE: ";".join(FAULTS), ONCE_VARIABLE: str(tmp_path / "once")}
     config = ClusterConfig(port=0, prefill_nodes=num_prefill_nodes)
     with (

@@ -1,4 +1,4 @@
-"""Every process of a cluster is stopped and started again under load, one after the other: no request notices."""
+"""Every process of a cluster is restarted under load, one after the other, and no request fails or changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages as nobody would send them: any field, values at the borders, and bytes that were altered on the way."""
+"""Random messages: any fields, extreme values, and bytes that were altered."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 NUM_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "0"))
-"""Of each test, in `make fuzz`; 0: a short run, the same every time."""
+"""Examples of each test in `make fuzz`. 0 means a short run with fixed seeds."""
 
 
 def fuzzed(num_short: int) -> settings:
-    """`num_short`: examples in the test suite."""
+    """Returns the settings of a test. `num_short` is the number of its examples in the test suite."""
     return settings(
         max_examples=NUM_EXAMPLES or num_short,
         deadline=None,
@@ -64,7 +64,7 @@ def _values(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Any]:
 
 @functools.cache
 def _fields(descriptor: Descriptor, depth: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Values by field name; most fields are left out, of a oneof all but the last count for nothing."""
+    """Draws values by field name. Most fields are left out; in a oneof, only the last one counts."""
     choices = {
         field.name: st.none() | _values(field, depth)
         for field in descriptor.fields
@@ -76,7 +76,7 @@ def _fields(descriptor: Descriptor, depth: int) -> st.SearchStrategy[dict[str, A
 
 
 def messages(kind: type[Message], **given: Any) -> st.SearchStrategy[Message]:
-    """Of this kind, with what is given in place of what was drawn."""
+    """Draws a message of this kind, with the given fields in place of drawn ones."""
 
     def make(values: dict[str, Any]) -> Message:
         return kind(**{**values, **given})
@@ -86,7 +86,7 @@ def messages(kind: type[Message], **given: Any) -> st.SearchStrategy[Message]:
 
 @st.composite
 def wire_bytes(draw: st.DrawFn, kind: type[Message], **given: Any) -> bytes:
-    """A message of this kind, whole or altered."""
+    """Draws the bytes of a message of this kind, unchanged or altered."""
     data = bytearray(draw(messages(kind, **given)).SerializeToString())
     match draw(st.sampled_from(["whole", "whole", "flip", "cut", "insert"])):
         case "flip" if data:

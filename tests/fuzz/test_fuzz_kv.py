@@ -1,4 +1,4 @@
-"""Any messages to KV ingest: answered or counted, and no byte is written that the transfer does not have."""
+"""Any messages to KV ingest are answered or counted, and write no byte outside of the transfer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES = st.integers(0, 2**16) | st.sampled_from([0, 4096, 2**40, 2**63])
 
 @st.composite
 def sender_messages(draw, spec, frames):
-    """Of one stream: mostly what a sender says, with lies in it."""
+    """Draws the messages of one stream: mostly those of a sender, with wrong fields."""
     number = draw(st.integers(0, 2**32 - 1))
     header, payload = draw(st.sampled_from(frames))
     match draw(
@@ -76,7 +76,7 @@ def sender_messages(draw, spec, frames):
 
 
 def begun(peers, spec, *connectors):
-    """(the inbox that expects the transfer, its sink, the stream of a sender)"""
+    """Returns (the inbox that expects the transfer, its sink, the stream of a sender)."""
     inbox, sink = peers.new_inbox(), peers.sink()
     inbox.open(spec, sink)
     readers = {"grpc": None, "shared_memory": ArenaReader("/nonexistent")}
@@ -116,7 +116,7 @@ def test_any_bytes_are_a_message_or_malformed(data):
 @fuzzed(12)
 @given(st.data())
 def test_after_any_lies_the_same_transfer_still_completes(data):
-    """Unless it was cancelled: what is refused disturbs nothing."""
+    """Checks that the transfer still completes unless it was cancelled."""
     peers = Peers()
     spec = peers.spec(start=0, end=6)
     _, sink, stream = begun(peers, spec, "grpc")

@@ -1,6 +1,6 @@
-"""Any message to a node's engine: a refusal or an event, never an exception in its thread, and nothing is left.
+"""Any message to a node's engine gives a refusal or an event, no exception in its thread, and leaves nothing behind.
 
-Bytes that are no message, and calls of prefill nodes: test_fuzz_services.py.
+test_fuzz_services.py has bytes that are no message, and calls of prefill nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GROUPS = st.sampled_from([bytes(16), b"\1" * 16, b"\2" * 16])
 
 
 def command_of(session_id, proto):
-    """What sessions would submit; None where they would end."""
+    """Returns the commands that sessions would submit, or None if the session would end."""
     try:
         command = command_from_proto(proto)
     except OutriderError:
@@ -38,7 +38,7 @@ def command_of(session_id, proto):
 
 @st.composite
 def likely_opens(draw):
-    """Near to what a router sends, so that much of it is granted."""
+    """Draws messages similar to a router's, so that many are granted."""
     opened = draw(messages(S.OpenSequenceGroup, sequence_group_id=draw(GROUPS), transfer_id=draw(GROUPS)))
     if draw(st.booleans()):
         opened.prompt_token_ids[:] = draw(st.lists(st.integers(0, 70), max_size=40))

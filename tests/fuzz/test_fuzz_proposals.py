@@ -1,4 +1,4 @@
-"""What a draft node may answer: a decode node believes what can be true, drops the rest, and never fails."""
+"""Any answers of a draft node: a decode node uses the possible ones, drops the others, and never fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ distributions = st.builds(
 
 @st.composite
 def drawn_branches(draw):
-    """As an honest node sends them, but for the probabilities."""
+    """Draws proposals as an honest node sends them, except for the probabilities."""
     token_ids = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=3))
     drawn_from = [draft_pb2.TokenDistribution(token_ids=[each], probabilities=[draw(ANY_FLOAT)]) for each in token_ids]
     return draft_pb2.Branch(

@@ -1,4 +1,4 @@
-"""Any bytes to any method of the router: a status that means something, and nobody else waits."""
+"""Any bytes to any method of the router give a meaningful status, and no other client waits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REFUSALS = {
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.ABORTED,
 }
-"""What a client's own mistakes may end with: not UNKNOWN, INTERNAL, or UNAVAILABLE for everybody."""
+"""Statuses of a client's own mistakes: not UNKNOWN or INTERNAL, and not UNAVAILABLE for every client."""
 MAX_STALL_SECONDS = 1.0
 
 

@@ -1,4 +1,4 @@
-"""Any bytes to any service of a node, over the wire: a status that means something, and no other peer waits."""
+"""Any bytes to any service of a node give a meaningful status, and no other peer waits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ REFUSALS = {
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.ABORTED,
 }
-"""What a peer's own mistakes may end with: not UNKNOWN or INTERNAL."""
+"""Statuses of a peer's own mistakes: not UNKNOWN or INTERNAL."""
 MAX_STALL_SECONDS = 1.0
 NEWEST = SUPPORTED_VERSIONS.newest
 SESSION_HELLO = session_pb2.SessionCommand(
@@ -73,7 +73,7 @@ def services():
 
 @st.composite
 def conversations(draw, hello, kind, likely):
-    """Of one stream: mostly after a hello that fits, mostly near to what a peer sends."""
+    """Draws the messages of one stream: mostly after a valid hello, and mostly similar to a peer's."""
     any_bytes = wire_bytes(kind)
     first = [hello] if draw(st.integers(0, 4)) else [draw(any_bytes)]
     return first + draw(st.lists(any_bytes | likely.map(lambda message: message.SerializeToString()), max_size=5))
@@ -81,7 +81,7 @@ def conversations(draw, hello, kind, likely):
 
 @st.composite
 def likely_updates(draw):
-    """States as a decode node reports them, some of them with one field that lies."""
+    """Draws states as a decode node reports them, some with one wrong field."""
     token_ids = draw(st.lists(st.integers(0, 99), min_size=1, max_size=12))
     update = draft_pb2.SequenceUpdate(
         sequence_id=draw(st.integers(0, 3)),

@@ -1,4 +1,4 @@
-"""Services of nodes on an event loop in a thread, as strangers find them, and the longest stall of that loop."""
+"""Services of nodes on an event loop in a thread, and the longest stall of that loop."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ MAX_PROMPT_TOKENS = 150
 
 
 class ThreadedServices(WatchedLoop):
-    """A decode node's and a prefill node's services before engines that answer at once, and a real draft node."""
+    """Services of a decode node and a prefill node whose engines answer at once, and a real draft node."""
 
     def __init__(self):
         super().__init__()
         self._servers = []
-        self.failures = []  # of the draft loop
+        self.failures = []  # failures of the draft loop
         self.run(self._start())
-        self.longest_stall_seconds = 0.0  # their start does not count
+        self.longest_stall_seconds = 0.0  # the start of the services does not count
 
     def stop(self):
         self.channel.close()
@@ -60,7 +60,7 @@ class ThreadedServices(WatchedLoop):
         super().stop()
 
     def call(self, method, messages, *, timeout=CALL_SECONDS, num_answers=None):
-        """(status, answers) of these messages as bytes; `num_answers`: after so many the call is given up."""
+        """Sends these bytes, cancels the call after `num_answers` answers, and returns (status, answers)."""
         channel = self.draft_channel if "DraftService" in method else self.channel
         call = channel.stream_stream(method)(iter(messages), timeout=timeout)
         answers = []
@@ -137,7 +137,7 @@ class ThreadedServices(WatchedLoop):
 
 
 def _make_proposer():
-    """One that is said to need features, which may be any bytes, and takes whatever tokens come."""
+    """A proposer that needs features, of any bytes, and accepts any tokens."""
     proposer = NgramProposer()
     proposer.info = replace(proposer.info, features=FakeHead([]).info.features)
     return proposer

@@ -42,7 +42,7 @@ def patient_stop(monkeypatch):
 
 @dataclass
 class DecodeSide:
-    """A decode node's ingest: one scripted cache, blocks given out in order."""
+    """A decode node's ingest with one scripted cache, which hands out blocks in order."""
 
     address: str
     incarnation: bytes = field(default_factory=lambda: os.urandom(16))
@@ -119,7 +119,7 @@ def job_of(job_id, token_ids, *, transfer_id, address, incarnation, held=0, may_
 
 
 class Rig:
-    """A prefill loop on a scripted engine, in its thread, and the decode sides that it pushes to."""
+    """A prefill loop on a scripted engine, in its thread, and the decode nodes that it pushes to."""
 
     def __init__(
         self,

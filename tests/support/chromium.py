@@ -10,9 +10,9 @@ from pathlib import Path
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 MISSING = f"no Chromium: none of {', '.join(NAMES)} is in PATH; `make browser` installs one on Debian and Ubuntu"
 END_SECONDS = 60.0
-"""A view takes about a second on an idle machine."""
+"""Seconds that Chromium may take. A view takes about one on an idle machine."""
 NUM_STARTS = 2
-"""In about one of a hundred starts on a busy machine, Chromium does not end: then one more is tried."""
+"""Attempts to start Chromium, which does not end after about one of a hundred starts on a busy machine."""
 
 
 def find_chromium() -> str | None:
@@ -20,7 +20,7 @@ def find_chromium() -> str | None:
 
 
 def dump_dom(url: str, profile: Path, *, view_seconds: float = 3.0, size: tuple[int, int] = (1280, 800)) -> str:
-    """The page's HTML after its scripts have run for `view_seconds` of the page's own clock, which skips idle time."""
+    """Returns the page's HTML once its scripts have run for `view_seconds` of its own clock, which skips idle time."""
     return _run(url, profile, view_seconds, size, "--dump-dom")
 
 
@@ -32,20 +32,20 @@ def screenshot(
     view_seconds: float = 3.0,
     size: tuple[int, int] = (1280, 800),
 ) -> None:
-    """The window as a PNG, in light colours."""
+    """Writes a picture of the window as a PNG, in light colours."""
     light = "--blink-settings=preferredColorScheme=1"
     _run(url, profile, view_seconds, size, f"--screenshot={file}", "--hide-scrollbars", light)
 
 
 def _run(url: str, profile: Path, view_seconds: float, size: tuple[int, int], *flags: str) -> str:
-    """Raises: RuntimeError where there is no Chromium; CalledProcessError, TimeoutExpired."""
+    """Raises: RuntimeError if there is no Chromium; CalledProcessError; TimeoutExpired."""
     program = find_chromium()
     if program is None:
         raise RuntimeError(MISSING)
     command = [
         program,
         "--headless",
-        "--no-sandbox",  # it runs as root in containers, and sees this project's pages only
+        "--no-sandbox",  # it runs as root in containers, and opens only pages of this project
         "--disable-gpu",
         "--disable-dev-shm-usage",
         "--no-proxy-server",

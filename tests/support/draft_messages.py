@@ -1,4 +1,4 @@
-"""What decode nodes say to draft nodes."""
+"""Messages of decode nodes to draft nodes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def start_of(
 
 
 def update_of(text: Sequence[int], *, since: int = 0, max_tokens: int = 1000, **changes: Any) -> SequenceUpdate:
-    """Of a text whose first two tokens are the prompt; from its start unless `since`."""
+    """Returns the update of a text from token `since` on. The first two tokens are the prompt."""
     update = SequenceUpdate(
         sequence_id=1,
         start=None if since else start_of(2, max_tokens=max_tokens),

@@ -1,4 +1,4 @@
-"""A target whose next token depends on the newest one alone, and a head that knows it: every draft is right."""
+"""A target whose next token depends only on the newest one, and a head whose drafts are therefore always right."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.tiny_model import make_tiny_model
 
 
 def make_echo_model(folder: Path) -> Path:
-    """A tiny model whose layers add nothing to the embedding of the newest token."""
+    """Writes a tiny model whose layers add nothing to the embedding of the newest token."""
     make_tiny_model(folder)
     path = folder / "model.safetensors"
     added = ("o_proj.weight", "down_proj.weight")
@@ -38,7 +38,7 @@ def make_echo_folder(folder: Path) -> Path:
 
 
 class EchoHead(HeadModel):
-    """Computes what the target does, from the token alone; and notes with which feature it was fed."""
+    """Computes the target's logits from the newest token alone, and records the features that it was fed."""
 
     form = "echo"
 
@@ -55,7 +55,9 @@ class EchoHead(HeadModel):
             each.float()
             for each in (target.embedding(), target.checkpoint.mapped("model.norm.weight"), target.output_layer())
         )
-        self.fed: list[tuple[int, int, int]] = []  # of rows with true features: position, the feature's token, the next
+        self.fed: list[
+            tuple[int, int, int]
+        ] = []  # rows with true features: (position, the feature's token, the next token)
         EchoHead.opened.append(self)
         self.spec = HeadSpec(
             form="echo",
@@ -71,14 +73,14 @@ class EchoHead(HeadModel):
         )
 
     opened: list[EchoHead] = []  # noqa: RUF012 a test empties it
-    is_confused = False  # takes the second best token for the best
+    is_confused = False  # whether it drafts the second best token instead of the best
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
         one = torch.ones((len(rows.token_ids), 1, 16))
         attended = attend(0, one, one, one * (rows.positions + 1.0)[:, None, None], 1.0)[:, 0, 0]
         assert torch.allclose(attended, rows.positions / 2.0 + 1.0), "each row sees those before it, once each"
         for token_id, feature, depth, position in zip(*vars_of(rows), strict=True):
-            if depth == 0 and feature.any():  # no zeros, by which it is warmed up
+            if depth == 0 and feature.any():  # warm-up feeds zeros
                 nearest = (self.embedding - feature).abs().amax(1)
                 assert nearest.min() < 1e-5, "the target's hidden state, which is its embedding"
                 self.fed.append((int(position), int(nearest.argmin()), int(token_id)))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 
 class FakeClock:
-    """A monotonic clock in seconds that moves only when told to. Called like time.monotonic."""
+    """A monotonic clock in seconds that moves only when a test moves it. It is called like time.monotonic."""
 
     def __init__(self, now: float = 0.0) -> None:
         self._now = now

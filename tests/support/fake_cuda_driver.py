@@ -1,9 +1,9 @@
-"""A fake of CUDA's driver: POSIX shared memory in place of a GPU's, for processes that share none.
+"""A fake of CUDA's driver, with POSIX shared memory in place of a GPU's memory.
 
-It has what `outrider.kv_transfer.cuda_ipc` calls of `cuda.bindings.driver` (held against the real one, where that is
-installed, by tests/kv_transfer/test_cuda_ipc.py). "Device memory" is a file, a pointer its address in this process, and
-a copy is made at once. Memory outlives its owner as long as another process has it mapped; on a GPU this is for
-tests/gpu to find out. Unlike the real one, a process may map its own memory.
+It has the functions of `cuda.bindings.driver` that `outrider.kv_transfer.cuda_ipc` calls. If the real driver is
+installed, tests/kv_transfer/test_cuda_ipc.py compares the two. "Device memory" is a file, a pointer is its address in
+this process, and copies are immediate. Memory outlives its owner as long as another process has it mapped; whether that
+holds on a GPU is tested in tests/gpu. Unlike with the real driver, a process may map its own memory.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class CUipcMemHandle:
 
 
 class FakeCudaDriver:
-    """Of one process. `fails`: names of functions that return an error."""
+    """The driver as one process sees it. `fails` has the names of the functions that return an error."""
 
     CUresult = CUresult
     CUipcMemHandle = CUipcMemHandle
 
     def __init__(self, directory: Path) -> None:
-        """`directory`: of the files, the same for all processes."""
+        """`directory` holds the files and is the same for all processes."""
         self._directory = directory
         self.fails: set[str] = set()
         self.num_allocated = 0
@@ -122,7 +122,7 @@ class FakeCudaDriver:
 
 
 def fake_shared_gpu(monkeypatch, directory):
-    """(a SharedGpu whose memory is the host's, its driver); the streams of torch do nothing."""
+    """Returns (a SharedGpu whose memory is the host's, its driver). Torch's streams do nothing from now on."""
     fake_streams(monkeypatch)
     monkeypatch.setattr(torch.cuda.Stream, "cuda_stream", HOST_STREAM, raising=False)
     monkeypatch.setattr(tensor_planes, "empty_page_locked", lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
@@ -131,7 +131,7 @@ def fake_shared_gpu(monkeypatch, directory):
 
 
 def put_caches_on(gpu, monkeypatch):
-    """Caches that torch lays out have their planes on that GPU from now on."""
+    """Puts the planes of all caches that torch lays out from now on into the memory of this GPU."""
 
     def init(memory, _device):
         memory._device, memory.copies = gpu.copies.device, gpu.copies
@@ -140,5 +140,5 @@ def put_caches_on(gpu, monkeypatch):
 
 
 def fake_bytes(gpu, payload):
-    """What a cache on the GPU would give."""
+    """Returns the payload as a cache on the GPU would return it."""
     return DeviceBytes(torch.frombuffer(bytearray(payload), dtype=torch.uint8), gpu.copies)

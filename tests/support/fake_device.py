@@ -1,6 +1,4 @@
-"""Devices that compute beside their host: forward passes are queued, and done when a result is read, or when a test
-says so. Torch-free.
-"""
+"""Devices that queue forward passes and compute them when a result is read or a test asks for it. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,10 +12,10 @@ from tests.support.waiting import PATIENCE_SECONDS
 
 
 class ScriptedDevice:
-    """In place of a ScriptedModelRunner. `on_launch` and `on_wait` are called in the host's thread.
+    """Replaces a ScriptedModelRunner. `on_launch` and `on_wait` are called in the host's thread.
 
-    A pass reads and writes the cache as late as it may: when the host waits for its results. So whatever the host
-    does to the blocks of a running step in between is found by the cache's own checks.
+    A pass reads and writes the cache as late as possible, when the host waits for its results. If the host changes the
+    blocks of a running step in between, the cache's own checks therefore find it.
     """
 
     is_asynchronous = True
@@ -25,8 +23,8 @@ class ScriptedDevice:
     def __init__(self, runner: ScriptedModelRunner) -> None:
         self._runner = runner
         self._queued: list[tuple[Sequence[ScriptedRows], LaterLogits]] = []
-        self.on_launch: Callable[[], None] = lambda: None  # a pass is queued
-        self.on_wait: Callable[[], None] = lambda: None  # its results are asked for; returns when the device is done
+        self.on_launch: Callable[[], None] = lambda: None  # called when a pass is queued
+        self.on_wait: Callable[[], None] = lambda: None  # called when results are read; returns when the device is done
 
     @property
     def model(self) -> ScriptedModel:
@@ -41,17 +39,17 @@ class ScriptedDevice:
         return bool(self._queued)
 
     def forward(self, rows: Sequence[ScriptedRows]) -> LaterLogits:
-        """Returns at once. ScriptedRows are read now, as the input of a real pass is laid out before it is queued."""
+        """Returns at once. It reads the rows now, as the input of a real pass is laid out before the pass is queued."""
         snapshot = snapshot_of(rows)
         logits = LaterLogits(self, sum(row.num_logits for row in snapshot))
         self._queued.append((snapshot, logits))
         self.on_launch()
         if not len(logits):
-            self.finish()  # nobody will ask
+            self.finish()  # nobody will read the results
         return logits
 
     def finish(self) -> None:
-        """Computes what is queued, in order."""
+        """Computes the queued passes in order."""
         while self._queued:
             rows, logits = self._queued.pop(0)
             logits.values = self._runner.forward(rows)
@@ -65,9 +63,9 @@ def snapshot_of(rows: Sequence[ScriptedRows]) -> list[ScriptedRows]:
 
 
 class SteppedDevice:
-    """In place of a ScriptedModelRunner: computes the next pass when a test calls `compute`.
+    """Replaces a ScriptedModelRunner, and computes the next pass when a test calls `compute`.
 
-    Layers are reported as they are queued, before anything is in the cache; `cache` has fences, for which reads wait.
+    It reports layers when they are queued, before anything is in the cache. Reads wait for the fences of `cache`.
     """
 
     is_asynchronous = True
@@ -83,7 +81,7 @@ class SteppedDevice:
     def forward(
         self, rows: Sequence[ScriptedRows], *, on_layer_done: Callable[[int], None] | None = None
     ) -> Sequence[Sequence[float]]:
-        """Returns at once, unless logits are wanted."""
+        """Returns at once, unless the rows need logits."""
         with self._changed:
             self._queued.append(snapshot_of(rows))
             self.num_launched += 1
@@ -97,7 +95,7 @@ class SteppedDevice:
         return self.logits
 
     def compute(self) -> None:
-        """The next pass, once it is queued."""
+        """Waits until a pass is queued, and computes it."""
         self.wait_for_launches(self.num_computed + 1)
         self.logits = self._runner.forward(self._queued.pop(0))
         with self._changed:
@@ -117,7 +115,7 @@ class SteppedDevice:
 
 
 class DeviceFence:
-    """Behind the passes that were launched before it."""
+    """A fence that is done when the passes launched before it are."""
 
     def __init__(self, device: SteppedDevice, num_passes: int) -> None:
         self._device = device
@@ -128,7 +126,7 @@ class DeviceFence:
 
 
 class DeviceKVCache:
-    """A ScriptedKVCache whose reads wait for what its device has still to write."""
+    """A ScriptedKVCache whose reads wait for the queued writes of its device."""
 
     def __init__(self, cache: ScriptedKVCache, device: SteppedDevice) -> None:
         self._cache = cache
@@ -146,7 +144,7 @@ class DeviceKVCache:
 
 
 class LaterLogits(Sequence[Sequence[float]]):
-    """Pseudo logits that are there once the device has computed.  # [num_logits][vocab_size]"""
+    """Pseudo logits that can be read once the device has computed them.  # [num_logits][vocab_size]"""
 
     def __init__(self, device: ScriptedDevice, num_logits: int) -> None:
         self._device = device

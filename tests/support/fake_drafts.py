@@ -8,7 +8,7 @@ from outrider.speculation.draft_tree import DraftTree
 
 
 class NoDrafts:
-    """What a draft client is asked for, and nothing behind it."""
+    """A draft client that never drafts."""
 
     needs_features = False
 
@@ -29,9 +29,9 @@ class NoDrafts:
 
 
 class TextDrafts(NoDrafts):
-    """Proposes what `propose(token_ids, num_wanted)` says: token ids, a DraftTree, or None for no draft.
+    """Proposes what `propose(token_ids, num_wanted)` returns: token ids, a DraftTree, or None for no draft.
 
-    `announced` has (sample, known tokens) of every open sequence.
+    `announced` holds (sample, known tokens) of every open sequence.
     """
 
     def __init__(self, propose=lambda _token_ids, _num_wanted: ()):

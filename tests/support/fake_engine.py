@@ -1,4 +1,4 @@
-"""An engine without torch, on which loops and protocols are tested in milliseconds.
+"""An engine without torch, which tests loops and protocols in milliseconds.
 
 `ScriptedEngine` has the surface of `outrider.engine.engine.Engine`. Its model is a hash:
 the next token is a function of the tokens before it, *as read back from the KV cache
@@ -48,11 +48,11 @@ class ScriptedModel:
         return [_mix(state + token_id) / 2.0**61 for token_id in range(self.vocab_size)]
 
     def next_token_id(self, context: Sequence[int]) -> int:
-        """The greedy choice; ties go to the lowest id."""
+        """Returns the greedy choice. Ties go to the lowest id."""
         return greedy(self.logits(context))
 
     def generate(self, prompt_token_ids: Sequence[int], num_tokens: int) -> list[int]:
-        """What a correct engine answers: `num_tokens` greedy tokens after the prompt."""
+        """Returns the answer of a correct engine: `num_tokens` greedy tokens after the prompt."""
         context = list(prompt_token_ids)
         for _ in range(num_tokens):
             context.append(self.next_token_id(context))
@@ -61,7 +61,7 @@ class ScriptedModel:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedRows:
-    """What `outrider.engine.input_batch.SequenceRows` has, which imports torch: either will do here."""
+    """The fields of `outrider.engine.input_batch.SequenceRows`, without its import of torch. Tests may use either."""
 
     token_ids: Sequence[int]
     start_position: int
@@ -79,12 +79,12 @@ class ScriptedModelRunner:
         self.model = model
         self.kv_cache = kv_cache
         self.num_forwards = 0
-        self.num_rows: list[int] = []  # of each forward
+        self.num_rows: list[int] = []  # rows of each forward
 
     def forward(
         self, rows: Sequence[ScriptedRows], *, on_layer_done: Callable[[int], None] | None = None
     ) -> list[list[float]]:
-        """Pseudo logits of the rows that need them, in order.  # [num_logits][vocab_size]"""
+        """Returns pseudo logits of the rows that need them, in order.  # [num_logits][vocab_size]"""
         cache = self.kv_cache
         for layer in range(cache.num_layers):
             for row in rows:
@@ -112,21 +112,21 @@ class ScriptedModelRunner:
         return logits
 
     def _slot(self, row: ScriptedRows, place: int) -> int:
-        """Where the tokens of a sequence lie in the order of its rows."""
+        """Returns the slot at this place of a row's block table."""
         size = self.kv_cache.block_size
         return row.block_ids[place // size] * size + place % size
 
     def target_token_ids(self, rows: Sequence[ScriptedRows]) -> list[int]:
-        """The greedy choice of every row that needs logits, in order."""
+        """Returns the greedy choice of every row that needs logits, in order."""
         return [greedy(row) for row in self.forward(rows)]
 
     def warm_up(self) -> None:
-        """Nothing to warm."""
+        """Does nothing."""
 
 
 @dataclass(slots=True, eq=False)
 class ScriptedSampling:
-    """State of one sample: what it was started with and what was committed since."""
+    """The state of one sample: its start, and the tokens committed since."""
 
     params: SamplingParams
     sample: int
@@ -139,14 +139,14 @@ class ScriptedSampling:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedSampledRows:
-    """See SampledRows."""
+    """The fields of SampledRows that tests read."""
 
     token_ids: list[int]  # [num_rows]
     logprobs: list[None]  # [num_rows]
 
 
 class NoConstraints:
-    """As a GrammarCompiler, for a tokenizer whose tokens are not known as bytes."""
+    """A GrammarCompiler for a tokenizer whose tokens are not known as bytes."""
 
     def prepare(self, constraint: Constraint) -> Future[Any]:
         refusal: Future[Any] = Future()
@@ -155,9 +155,9 @@ class NoConstraints:
 
 
 class ScriptedSampler:
-    """Always greedy; min_tokens masks stop token ids, counting the drafts before a row, as the contract says.
+    """A greedy sampler. min_tokens masks stop token ids and counts the drafts before a row, as the contract says.
 
-    `fails_at`: samples whose constraint does not allow their token at this place of the generated ones.
+    `fails_at` maps samples to the generated token, by index, that their constraint does not allow.
     """
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class ScriptedSampler:
         return ScriptedSampling(params, sample, tuple(stop_token_ids), list(generated_token_ids), logprobs, constraint)
 
     def prepare_masks(self, rows: Sequence[Any]) -> None:
-        """There are none."""
+        """Does nothing, since there are no masks."""
 
     def commit(self, state: ScriptedSampling, token_ids: Sequence[int]) -> None:
         state.generated_token_ids.extend(token_ids)
@@ -186,11 +186,11 @@ class ScriptedSampler:
             state.failure = "the constraint takes too much work"
 
     def queue(self, logits: Sequence[Sequence[float]], rows: Sequence[Any]) -> Pending[ScriptedSampledRows]:
-        """As `sample`; on no device."""
+        """Returns rows that are sampled when they are read."""
         return Pending((), lambda _: self.sample(logits, rows))
 
     def sample(self, logits: Sequence[Sequence[float]], rows: Sequence[Any]) -> ScriptedSampledRows:
-        """`rows` are SampleRows (or alike) over states of this sampler."""
+        """Samples the rows: SampleRows, or objects with their fields, over states of this sampler."""
         token_ids: list[int] = []
         for row in rows:
             state: ScriptedSampling = row.state
@@ -207,7 +207,7 @@ class ScriptedSampler:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedEngine:
-    """Stands in for Engine: same fields, same `forward`."""
+    """A replacement for Engine with the same fields and the same `forward`."""
 
     pool: BlockPool
     scheduler: Scheduler
@@ -227,7 +227,7 @@ class ScriptedEngine:
         max_rows_per_step: int = 512,
         features: PlaneSpec | None = FEATURES,
     ) -> ScriptedEngine:
-        """A whole engine of the given size."""
+        """Returns a whole engine of the given size."""
         pool = BlockPool(num_blocks=num_blocks, block_size=block_size, hash_seed=b"scripted")
         kv_cache = ScriptedKVCache(num_blocks=num_blocks, block_size=block_size, features=features)
         return cls(
@@ -263,7 +263,7 @@ class ScriptedEngine:
 
 
 def _path(parents: Sequence[int], draft: int) -> list[int]:
-    """The drafts of a tree from the root to this one."""
+    """Returns the drafts of a tree from the root to this one."""
     path = [draft]
     while parents[path[0]] >= 0:
         path.insert(0, parents[path[0]])
@@ -271,18 +271,18 @@ def _path(parents: Sequence[int], draft: int) -> list[int]:
 
 
 def _depth(row: ScriptedRows, place: int) -> int:
-    """How many tokens of a sequence's rows come before this one in the text."""
+    """Returns the number of tokens among a sequence's rows that precede this one in the text."""
     num_known = len(row.token_ids) - len(row.parents)
     return place if place < num_known else num_known + len(_path(row.parents, place - num_known)) - 1
 
 
 def greedy(logits: Sequence[float]) -> int:
-    """The largest logit's id, the lowest of equals."""
+    """Returns the id of the largest logit, or the lowest such id."""
     return max(range(len(logits)), key=lambda token_id: (logits[token_id], -token_id))
 
 
 def _mix(value: int) -> int:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Applies the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,7 +1,7 @@
 """A GPU that computes nothing: torch's FakeTensorMode knows devices and shapes, but no values.
 
-What a real GPU would only be slow at is an error here: an operation whose tensors are on two devices, and
-whatever makes the host wait for the device.
+Two things are errors here that would only be slow on a real GPU: an operation whose tensors are on two devices, and
+an operation that makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 @contextlib.contextmanager
 def fake_gpu(monkeypatch):
-    """Tensors made inside are fake. Enter OneDevice for the part that is held to its rules."""
-    pinned = []  # alive until the end, so that no id is used twice
+    """Makes all tensors fake that are made inside. Enter OneDevice for the part that its rules apply to."""
+    pinned = []  # keeps tensors alive, so that no id is used twice
 
     def pin(tensor):
-        tensor.constant = None  # a fake tensor of one number knows it, and would compute with it on the real device
+        tensor.constant = None  # else a fake tensor of one number would compute with it on the real device
         pinned.append(tensor)
         return tensor
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)  # FakeTensorMode has none
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: any(tensor is each for each in pinned))
-    # Their Python bindings, and only theirs, ask a torch without CUDA for the real device.
+    # Only the Python bindings of these ask a torch without CUDA for the real device.
     monkeypatch.setattr(torch.Tensor, "copy_", _copy)
     monkeypatch.setattr(torch.Tensor, "__getitem__", _get_item)
     monkeypatch.setattr(torch.Tensor, "__setitem__", _set_item)
@@ -46,7 +46,7 @@ def fake_gpu(monkeypatch):
 
 
 def fake_streams(monkeypatch):
-    """Streams and events that do nothing; returns what they are asked for, in order."""
+    """Replaces streams and events by ones that do nothing, and returns the list of their calls, in order."""
     log = []
 
     class Stream:
@@ -86,7 +86,7 @@ _own_numpy = torch.Tensor.numpy
 
 
 def _numpy(tensor):
-    with unset_fake_temporarily():  # else a fake view of a real tensor, with any memory
+    with unset_fake_temporarily():  # else it is a fake view of a real tensor, with arbitrary memory
         return _own_numpy(tensor)
 
 
@@ -94,7 +94,7 @@ _own_get_item = torch.Tensor.__getitem__
 
 
 def _get_item(tensor, key):
-    """tensor[key] by operations, for numbers, slices, None, an ellipsis and ids."""
+    """Computes tensor[key] by operations, for numbers, slices, None, an ellipsis and ids."""
     if tensor.device.type != "cuda":
         return _own_get_item(tensor, key)
     keys = list(key) if isinstance(key, tuple) else [key]
@@ -121,7 +121,7 @@ _own_set_item = torch.Tensor.__setitem__
 
 
 def _set_item(tensor, key, value):
-    """tensor[key] = value by operations, for all of it and for ids of each dimension from the first on."""
+    """Performs tensor[key] = value by operations, for a whole tensor and for ids of its first dimensions."""
     if tensor.device.type != "cuda":
         _own_set_item(tensor, key, value)
     elif isinstance(key, slice) and key == slice(None):
@@ -135,10 +135,10 @@ def _set_item(tensor, key, value):
 
 
 class OneDevice(TorchDispatchMode):
-    """Refuses what makes the host wait for the GPU, and operations of mixed devices, which torch allows for numbers.
+    """Refuses operations that make the host wait for the GPU, or mix devices, which torch allows for numbers.
 
-    A copy to the GPU waits for all work before it, unless it comes from page-locked memory and is told not to wait.
-    With `takes_frames`, copies to page-locked memory are allowed too, whose reader waits for an event.
+    A copy to the GPU waits for all earlier work, unless it comes from page-locked memory and is non-blocking.
+    With `takes_frames`, copies to page-locked memory are allowed too, since their reader waits for an event.
     """
 
     def __init__(self, *, takes_frames=False):
@@ -166,16 +166,16 @@ def devices_of(tensors):
 
 
 def are_aligned(tensors):
-    """Whether each begins at a multiple of 16 bytes, as memory from torch's allocator does.
+    """Returns whether each tensor begins at a multiple of 16 bytes, as memory from torch's allocator does.
 
-    A Triton kernel is compiled for each alignment of its arguments that it meets: seconds, within a step.
+    Triton compiles a kernel for each new alignment of its arguments, which takes seconds within a step.
     """
     each_tensor = (each for each in tree_leaves(tensors) if isinstance(each, torch.Tensor))
     return all(each.storage_offset() * each.itemsize % 16 == 0 for each in each_tensor)
 
 
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **_options):
-    """flash-attn, which FakeTensorMode knows nothing of: lengths are numbers, everything else is on the GPU."""
+    """Replaces flash-attn, which FakeTensorMode does not know. Lengths are numbers, all else is on the GPU."""
     assert isinstance(max_seqlen_q, int)
     assert isinstance(max_seqlen_k, int)
     assert {each.device for each in (q, k, v, cu_seqlens_q, cu_seqlens_k)} == {GPU}
@@ -184,7 +184,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
 
 
 class Kernel:
-    """A Triton kernel, of which FakeTensorMode knows nothing: all of its tensors are on the GPU."""
+    """Replaces a Triton kernel, which FakeTensorMode does not know. All of its tensors are on the GPU."""
 
     compiled: ClassVar = set()
     """Each kernel with the constants of its launches."""
@@ -204,7 +204,7 @@ class Kernel:
 
 
 class Operations(TorchDispatchMode):
-    """Those that have a result on the GPU."""
+    """Records the operations that have a result on the GPU."""
 
     def __init__(self):
         super().__init__()

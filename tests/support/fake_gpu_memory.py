@@ -1,4 +1,4 @@
-"""Memory of a GPU that several processes share, each of which is a thread here: what torch says of it."""
+"""The memory of a GPU that several processes share, as torch reports it. Each process is a thread here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class FakeGpuMemory:
-    """In place of torch.cuda's functions. `take` and `free` are what torch's allocator would do in a process."""
+    """Replaces torch.cuda's functions. `take` and `free` do what torch's allocator would do in a process."""
 
     def __init__(self, total_bytes, *, context_bytes=500 << 20):
         self.total_bytes = total_bytes
@@ -27,12 +27,12 @@ class FakeGpuMemory:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: Properties)
 
     def begin(self):
-        """A process that uses the GPU."""
+        """Starts a process that uses the GPU."""
         with self._lock:
             self._contexts.add(threading.current_thread())
 
     def take(self, num_bytes):
-        """Out of what is cached, then anew. Raises: torch.OutOfMemoryError."""
+        """Allocates cached bytes first, then new ones. Raises: torch.OutOfMemoryError."""
         own = threading.current_thread()
         with self._lock:
             self._contexts.add(own)
@@ -45,7 +45,7 @@ class FakeGpuMemory:
             self.least_free = min(self.least_free, self._free())
 
     def free(self, num_bytes):
-        """Stays reserved until `empty_cache`."""
+        """Frees bytes, which stay reserved until `empty_cache`."""
         with self._lock:
             self._cached[threading.current_thread()] += num_bytes
 

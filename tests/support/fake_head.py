@@ -1,4 +1,4 @@
-"""A proposer with a head's needs, and features that say of which token of which text they are."""
+"""A proposer that needs features as a head does, and features that identify their token and its text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FEATURES = FeatureFormat(fingerprint="fe" * 32, width=4, dtype="float32", taps=(
 
 
 def features_of(token_ids: Sequence[int]) -> torch.Tensor:
-    """[num_tokens, 4]: id, place, and what depends on all tokens before. Other bits for other texts."""
+    """Returns features [num_tokens, 4]: id, position, and two numbers that depend on all earlier tokens."""
     ids = torch.tensor(token_ids, dtype=torch.float64)
     places = torch.arange(len(ids), dtype=torch.float64)
     behind = torch.cumsum(ids * (places + 1.0), 0)
@@ -24,12 +24,12 @@ def features_of(token_ids: Sequence[int]) -> torch.Tensor:
 
 
 def feature_bytes(token_ids: Sequence[int], start: int, end: int) -> bytes:
-    """Of tokens [start, end) of this text."""
+    """Returns the features of tokens [start, end) of this text as bytes."""
     return features_of(token_ids)[start:end].numpy().tobytes()
 
 
 class FakeHead(ScriptedProposer):
-    """Drafts where it has the features of all tokens but the newest, and notes wrong ones."""
+    """Drafts if it has the features of all tokens but the newest, and records wrong features."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         super().__init__(texts)

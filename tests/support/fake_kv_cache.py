@@ -29,7 +29,7 @@ class ScriptedKVCache:
         self._features = features
         keys_and_values = (PlaneSpec(name, num_layers, 1, 1, "float32") for name in ("k", "v"))
         self.planes = (*keys_and_values, *(() if features is None else (features,)))
-        # Each [num_layers, num_slots] int32: four bytes a token and layer, as the planes say.
+        # Each is [num_layers, num_slots] int32: four bytes per token and layer, as the planes specify.
         self._slots = {
             plane.name: np.full((plane.num_layers, num_blocks * block_size), _UNWRITTEN, dtype=np.int32)
             for plane in self.planes
@@ -43,7 +43,7 @@ class ScriptedKVCache:
             blocks[:, [destination for _, destination in pairs]] = blocks[:, [source for source, _ in pairs]]
 
     def fence(self) -> None:
-        """Everything is written at once."""
+        """Does nothing, since writes are immediate."""
 
     def head_ranges(self, plane: str) -> tuple[range, ...]:
         return (range(1),)
@@ -51,7 +51,7 @@ class ScriptedKVCache:
     def read(
         self, plane: str, layers: range, slots: Any, after: Any = None, *, heads: range | None = None
     ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """KV of `slots` ([num_tokens] integers: list, array or CPU tensor), layer by layer, as uint8."""
+        """Returns the KV of `slots` ([num_tokens] integers: list, array or CPU tensor), layer by layer, as uint8."""
         taken = self._slots[plane][layers.start : layers.stop][:, np.asarray(slots)]
         return np.ascontiguousarray(taken).view(np.uint8).reshape(-1)
 
@@ -65,7 +65,7 @@ class ScriptedKVCache:
         *,
         heads: range | None = None,
     ) -> None:
-        """Writes what `read` gave. Raises InternalError when it does not fit."""
+        """Writes what `read` returned. Raises InternalError if its size does not fit."""
         where = np.asarray(slots)
         values = np.frombuffer(payload, dtype=np.int32)
         stored = self._slots.get(plane)
@@ -78,12 +78,12 @@ class ScriptedKVCache:
         self._slots["v"][layer, slot] = position
 
     def write_feature(self, slot: int, *, token_id: int, position: int) -> None:
-        """What the end of a forward does, after all layers."""
+        """Writes a token's feature, as a forward does after all layers."""
         if self._features is not None:
             self._slots[self._features.name][0, slot] = token_id + position
 
     def write_whole_token(self, slot: int, *, token_id: int, position: int) -> None:
-        """In all layers of all planes."""
+        """Writes a token in all layers of all planes."""
         for layer in range(self.num_layers):
             self.write_token(layer, slot, token_id=token_id, position=position)
         self.write_feature(slot, token_id=token_id, position=position)
@@ -95,9 +95,9 @@ class ScriptedKVCache:
             stored[:, [destination for _, destination in pairs]] = stored[:, [source for source, _ in pairs]]
 
     def context(self, block_ids: Sequence[int], num_tokens: int, path: Sequence[int] = ()) -> list[int]:
-        """The first `num_tokens` tokens of a block table, then those of other slots.
+        """Returns the first `num_tokens` tokens of a block table, then those of the slots `path`.
 
-        Raises InternalError where a slot holds something else than the KV, or the feature, of its position.
+        Raises InternalError if a slot does not hold the KV and the feature of its position.
         """
         in_table = np.arange(num_tokens)
         blocks = np.asarray(block_ids, dtype=np.int64)[in_table // self.block_size]

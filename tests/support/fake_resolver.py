@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 
 
 class FakeResolver:
-    """Answers what it was told last; other names are unknown."""
+    """Answers with the addresses that were set last. Other names are unknown."""
 
     def __init__(self, answers: Mapping[str, Iterable[str]]) -> None:
         self._answers = {target: list(addresses) for target, addresses in answers.items()}
         self.num_lookups = 0
 
     def set(self, target: str, *addresses: str) -> None:
-        """From the next lookup on. Without addresses: the lookup fails."""
+        """Sets the addresses from the next lookup on. Without addresses the lookup fails."""
         self._answers[target] = list(addresses)
 
     async def __call__(self, target: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Fault points of processes under test, each armed and let go by a file."""
+"""Fault points of processes under test. A file arms and releases each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.faults import FAULTS_VARIABLE, ONCE_VARIABLE
 
 
 class FaultPoints:
-    """Disarmed at first. Processes started with `environ` wait at a point once it is armed, one at a time."""
+    """Points that are disarmed at first. Processes started with `environ` wait at an armed point, one at a time."""
 
     def __init__(self, directory: Path, points: Iterable[str]) -> None:
         self._prefix = directory / "point"
@@ -21,22 +21,22 @@ class FaultPoints:
         self.disarm_all()
 
     def arm(self, point: str) -> None:
-        """The next process to reach the point waits there."""
+        """Arms the point: the next process that reaches it waits there."""
         self._file(point).unlink()
 
     def waiting_pid(self, point: str) -> int | None:
-        """The process that waits at the point."""
+        """Returns the id of the process that waits at the point."""
         try:
             return int(self._file(point).read_text())
         except (FileNotFoundError, ValueError):
             return None
 
     def release(self, point: str) -> None:
-        """Who waits there goes on; the point is disarmed."""
+        """Disarms the point, and lets the process that waits there go on."""
         self._file(point).write_text("")
 
     def let_pass(self, point: str) -> None:
-        """Who waits there, if anybody does, goes on; the point stays armed."""
+        """Lets the process that waits there go on, if there is one. The point stays armed."""
         if self.waiting_pid(point) is not None:
             self._file(point).unlink()
 

@@ -12,14 +12,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 NUM_DRAFTED_IDS = 120
-"""Of forms that may draft a part of the vocabulary."""
+"""Size of the draft vocabulary of forms that may draft a part of the vocabulary."""
 
 
 class Maker:
-    """Tensors by name; equal seeds give equal ones."""
+    """Makes tensors by name. Equal seeds give equal tensors."""
 
     def __init__(self, seed: int, *, deviation: float = 0.1) -> None:
-        """`deviation`: the standard deviation of vectors."""
+        """`deviation` is the standard deviation of vectors."""
         self.tensors: dict[str, Tensor] = {}
         self._random = torch.Generator().manual_seed(seed)
         self._deviation = deviation
@@ -28,15 +28,15 @@ class Maker:
         self.tensors[f"{name}.weight"] = torch.randn(shape, generator=self._random) * gain / shape[-1] ** 0.5
 
     def vector(self, name: str, size: int, *, mean: float = 1.0) -> None:
-        """`name`: with its ending."""
+        """Adds a vector under its full name."""
         self.tensors[name] = mean + self._deviation * torch.randn(size, generator=self._random)
 
     def ids(self, vocab_size: int, number: int = NUM_DRAFTED_IDS) -> Tensor:
-        """[number] int64, rising."""
+        """Returns [number] int64, in ascending order."""
         return torch.randperm(vocab_size, generator=self._random)[:number].sort().values
 
     def layer(self, prefix: str, target: Mapping[str, Any], *, width: int = 0, is_normed: bool = True) -> None:
-        """A decoder layer of the target's shape. `width`: of attention's input."""
+        """Adds a decoder layer of the target's shape. `width` is that of attention's input."""
         hidden, inner = target["hidden_size"], target["intermediate_size"]
         head_dim = target.get("head_dim") or hidden // target["num_attention_heads"]
         if is_normed:
@@ -63,7 +63,7 @@ def _eagle(make: Maker, target: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _eagle3(make: Maker, target: Mapping[str, Any]) -> dict[str, Any]:
-    """With a vocabulary of its own."""
+    """Makes a head with a draft vocabulary of its own."""
     hidden = target["hidden_size"]
     make.matrix("fc", hidden, 3 * hidden)
     make.layer("midlayer.", target, width=2 * hidden)
@@ -76,14 +76,14 @@ def _eagle3(make: Maker, target: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _peagle(make: Maker, target: Mapping[str, Any]) -> dict[str, Any]:
-    """With a vocabulary of its own; eight tokens by one forward."""
+    """Makes a head with a draft vocabulary of its own that drafts eight tokens by one forward."""
     config = _eagle3(make, target)
     make.tensors["mask_hidden"] = make.tensors["fc.weight"][:1, None].clone()
     return config | {"architectures": ["PEagleDraftModel"], "mask_token_id": 3}
 
 
 def _dflash(make: Maker, target: Mapping[str, Any]) -> dict[str, Any]:
-    """Four tokens by one forward."""
+    """Makes a head that drafts four tokens by one forward."""
     hidden = target["hidden_size"]
     make.matrix("fc", hidden, 2 * hidden)
     make.layer("layers.0.", target)
@@ -94,7 +94,7 @@ def _dflash(make: Maker, target: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _medusa(make: Maker, target: Mapping[str, Any]) -> dict[str, Any]:
-    """With a vocabulary of its own."""
+    """Makes a head with a draft vocabulary of its own."""
     hidden = target["hidden_size"]
     for head in range(4):
         make.matrix(f"{head}.0.linear", hidden, hidden)
@@ -135,7 +135,7 @@ HEADS: Mapping[str, Callable[[Maker, Mapping[str, Any]], dict[str, Any]]] = {
     "mlp_speculator": _mlp_speculator,
     "mtp": _mtp,
 }
-"""By the name of the form."""
+"""The functions that make heads, by the form's name."""
 
 WITH_OWN_IDS = ("eagle3", "peagle", "medusa")
 

@@ -22,7 +22,7 @@ PROMPT = list(range(20, 60))
 LONG_PROMPT = [20 + (i * 7) % 200 for i in range(200)]
 PATIENCE_SECONDS = 20.0
 NUM_PEERS = 4
-"""Sessions, senders or threads of a client at a time."""
+"""Number of concurrent sessions, senders or client threads."""
 NUM_UNREAD = 12
 
 
@@ -53,7 +53,7 @@ def heartbeat():
 
 
 def floods(stopping):
-    """Groups that are opened and given up, as fast as the stream takes them."""
+    """Opens and aborts groups as fast as the stream takes them."""
     while not stopping.is_set():
         opened = opening()
         yield opened
@@ -81,14 +81,14 @@ def lies(stopping):
                 opening(options=nan),
                 opening(options=too_much),
                 opening([20] * 100_000),
-                *([opening(transfer_id=b"short"), hello()] if chance.random() < 0.01 else []),  # end the session
+                *([opening(transfer_id=b"short"), hello()] if chance.random() < 0.01 else []),  # these end the session
             ]
         )
         stopping.wait(0.001)
 
 
 def stalls(stopping):
-    """Takes room, then falls silent."""
+    """Takes room, then stays silent."""
     yield opening(LONG_PROMPT)
     yield opening(max_tokens=400)
     stopping.wait()
@@ -102,7 +102,7 @@ def never_reads(stopping):
 
 
 class Peers:
-    """Threads that are hostile until `stop`. `num_acts` says that they came to it."""
+    """Threads that are hostile until `stop`. `num_acts` counts their hostile acts."""
 
     def __init__(self, act):
         self.num_acts = 0
@@ -124,7 +124,7 @@ class Peers:
 
 
 def routers(decode_address, behave, *, reads=True):
-    """Sessions with a decode node, again and again."""
+    """Opens sessions with a decode node, again and again."""
 
     def act(stopping, peers):
         def commands():
@@ -148,7 +148,7 @@ def routers(decode_address, behave, *, reads=True):
 
 
 def kv_address(decode_address):
-    """Of the node's ingest: a router is told it with a grant."""
+    """Returns the address of the node's KV ingest, which a router learns with a grant."""
     with grpc.insecure_channel(decode_address) as channel:
         call = session_pb2_grpc.DecodeServiceStub(channel).Session(
             itertools.chain([hello(), opening(LONG_PROMPT)], waiting()), timeout=PATIENCE_SECONDS
@@ -168,7 +168,7 @@ def waiting():
 
 
 def senders(decode_address, messages, *, reads=True):
-    """Streams to KV ingest: these messages each, and nothing after them."""
+    """Opens streams to KV ingest that send these messages and nothing after them."""
     address = kv_address(decode_address)
 
     def act(stopping, peers):
@@ -197,7 +197,7 @@ def garbage():
 
 
 def strangers():
-    """Hellos of transfers that nobody expects."""
+    """Yields hellos of transfers that nobody expects."""
     return [encode_hello(os.urandom(16), os.urandom(16)) for _ in range(50)]
 
 
@@ -210,7 +210,7 @@ KINDS = {
     "sender is a stranger": lambda decode: senders(decode, strangers),
     "sender says nothing": lambda decode: senders(decode, list, reads=False),
 }
-"""By what is hostile: starts it against a decode node's address."""
+"""Functions that start a hostile peer against a decode node's address, by what is hostile."""
 
 
 def wire_chat(num_messages):
@@ -238,11 +238,11 @@ CLIENTS = {
     ),
     "client: garbage": ("Complete", lambda: b"\xff" * 100_000),
 }
-"""(method, request) by what is hostile in it."""
+"""(method, request) by what is hostile in the request."""
 
 
 def clients(address, method, data):
-    """Calls again and again: streams are left unread, a dozen of each thread at a time."""
+    """Calls the method again and again. Each thread leaves a dozen streams unread at a time."""
     is_unread = method in ("WatchCluster", "Generate")
 
     def act(stopping, peers):

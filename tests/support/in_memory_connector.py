@@ -1,4 +1,4 @@
-"""A connector without processes or sockets: protocol tests and nodes under test run in milliseconds."""
+"""A connector without processes or sockets, with which protocol tests take milliseconds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class InMemoryConnector:
         return InMemorySender(spec, inbox, max_frame_bytes=self._max_frame_bytes)
 
     def close(self) -> None:
-        """Owns nothing."""
+        """Does nothing."""
 
 
 class InMemorySender:

@@ -1,4 +1,4 @@
-"""What a sender of KV and its receiver say to each other, one message at a time."""
+"""The messages of a sender of KV and its receiver, encoded and decoded one at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.v1.kv_pb2 import KvCommit, KvHello, KvReceiverMessage, KvSenderMes
 
 
 def encode_hello(transfer_id, incarnation, **others):
-    """`others`: an arena on offer, another version."""
+    """Returns a hello. `others` are further fields: an arena that is offered, another version."""
     fields = {"version": WIRE_VERSION, "transfer_id": transfer_id, "incarnation": incarnation, **others}
     return KvSenderMessage(hello=KvHello(**fields)).SerializeToString()
 
@@ -21,7 +21,7 @@ def encode_slot_frame(sequence, header, offset):
 
 
 def encode_commit(frames):
-    """`frames`: checksums by region."""
+    """Returns a commit. `frames` are checksums by region."""
     return KvSenderMessage(commit=KvCommit(digest=frames_digest(frames))).SerializeToString()
 
 
@@ -34,12 +34,12 @@ def encode_welcome(state):
 
 
 def decode_sender_message(message):
-    """A frame, or what else it is: its kind, and what it says."""
+    """Returns a frame, or the kind and the content of another message."""
     return _unwrap(decode_message(message, KvSenderMessage))
 
 
 def decode_receiver_message(message):
-    """The same, but a welcome, an acknowledgement or a commit's answer in this project's enums."""
+    """Returns a receiver's message. Welcomes, acknowledgements and answers to commits have this project's enums."""
     found = _unwrap(decode_message(message, KvReceiverMessage))
     match found:
         case ("welcome", welcome):

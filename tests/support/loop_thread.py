@@ -1,4 +1,4 @@
-"""An event loop in a thread, so that what strangers cost it can be told from what they do themselves."""
+"""An event loop in a thread, whose own processor time can be told from that of its peers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CALL_SECONDS = 60.0
 
 
 class LoopThread:
-    """Runs coroutines for other threads."""
+    """Runs an event loop and coroutines that other threads pass to it."""
 
     def __init__(self):
         self.loop = asyncio.new_event_loop()
@@ -27,9 +27,9 @@ class LoopThread:
 
 
 class Stalls:
-    """The loop's thread's own time between two turns of a task: another peer would have waited for it."""
+    """Measures the processor time of the loop's thread between two turns of a task: every other task waits for it."""
 
-    longest_stall_seconds = 0.0  # of processor time, to which a busy machine adds nothing
+    longest_stall_seconds = 0.0  # processor time, which does not grow on a busy machine
 
     async def watch(self):
         while True:

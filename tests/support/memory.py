@@ -1,4 +1,4 @@
-"""How much memory Python objects take."""
+"""Measures the memory of Python objects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def traced() -> Iterator[Callable[[], int]]:
-    """Gives a function: bytes that were allocated since and are still held."""
+    """Yields a function that returns the bytes allocated since and not freed."""
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     try:

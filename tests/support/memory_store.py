@@ -29,7 +29,7 @@ class _Record:
 
 
 class MemoryRecords:
-    """What a server would hold, by request id. Times are monotonic seconds."""
+    """The records that a server would hold, by request id. Times are monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -137,14 +137,14 @@ class MemoryAnswerStore:
         return True
 
     async def close(self) -> None:
-        """Nothing to disconnect."""
+        """Does nothing."""
 
     def _ours(self, request_id: str) -> _Record | None:
         record = self._records.get(request_id)
         return record if record is not None and record.owner == self._owner else None
 
     def _hold(self, record: _Record) -> None:
-        """The record outlives its owner's last renewal by the lease and the resume window."""
+        """Keeps the record for the lease and the resume window after its owner's last renewal."""
         record.expires_at = self._records.clock() + self._lease_seconds + record.stored.resume_window_seconds
 
 

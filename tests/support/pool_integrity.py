@@ -1,4 +1,4 @@
-"""Whether every block of a pool is in exactly one state, and held by those who say so."""
+"""Checks that every block of a pool is in exactly one state and held by the tables that name it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_proposer(proposer: DraftModelProposer) -> None:
 
 
 def check_pool(pool: BlockPool, tables: Iterable[Sequence[int]] | None = None) -> None:
-    """Checks every invariant; with `tables`, all block tables that exist, also for leaks and double owners.
+    """Checks every invariant. With `tables`, all existing block tables, it also checks for leaks and double owners.
 
     Raises InternalError naming the first wrong block.
     """

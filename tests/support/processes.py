@@ -1,4 +1,4 @@
-"""A service process of its own, seen from outside: what it announces, what it logs, how it ends."""
+"""A service process, seen from outside: its announcements, its log and its exit status."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_python(*arguments: object, **options: Any) -> subprocess.CompletedProces
 
 
 class RoleProcess:
-    """`python -m ROLE --set …`, or another command. As a context manager: killed after the block if it still runs."""
+    """A process of `python -m ROLE --set …` or another command. Its context kills it at the end if it still runs."""
 
     def __init__(self, role: str, *settings: str, command: list[str] | None = None, **environ: str) -> None:
         self._reader, writer = os.pipe()
@@ -54,23 +54,23 @@ class RoleProcess:
         self.process.wait(WAIT_SECONDS)
 
     def announcement(self, key: str) -> dict[str, Any]:
-        """The next one that has this key."""
+        """Returns the next announcement that has this key."""
         for said in self._lines:
             if key in said:
                 return said
         raise AssertionError(f"ended without announcing {key!r}:\n{self.stderr()}")
 
     def serving(self) -> str:
-        """Waits until it serves; its address."""
+        """Waits until the process serves, and returns its address."""
         return self.announcement("serving")["address"]
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, list[dict[str, Any]]]:
-        """The exit status and the log."""
+        """Sends the signal, and returns the exit status and the log."""
         self.process.send_signal(number)
         return self.wait()
 
     def wait(self, timeout_seconds: float = WAIT_SECONDS) -> tuple[int, list[dict[str, Any]]]:
-        """The exit status and the log, once it has ended by itself."""
+        """Waits until the process ends by itself, and returns the exit status and the log."""
         status = self.process.wait(timeout_seconds)
         os.close(self._reader)
         return status, self.log()
@@ -83,7 +83,7 @@ class RoleProcess:
         return [json.loads(line) for line in self.stderr().splitlines() if line.startswith("{") and line.endswith("}")]
 
     def wait_for_log(self, event: str, condition: Callable[[dict[str, Any]], bool] = lambda _line: True) -> dict:
-        """The first line of this event that fulfils the condition."""
+        """Waits for the first log line of this event that fulfils the condition, and returns it."""
         deadline = time.monotonic() + WAIT_SECONDS
         while time.monotonic() < deadline:
             for line in self.log():
@@ -113,7 +113,7 @@ def check_health(channel: grpc.Channel, service: str = "") -> int:
 
 
 def watch_health(channel: grpc.Channel, service: str = "") -> Iterator[int]:
-    """Each state as it comes about, the present one first."""
+    """Yields the present state, then each state that follows."""
     stub = health_pb2_grpc.HealthStub(channel)
     for response in stub.Watch(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_SECONDS):
         yield response.status

@@ -1,4 +1,4 @@
-"""A random EAGLE-3 head of any shape, and what it needs of its target, written as checkpoints."""
+"""A random EAGLE-3 head of any shape, and the part of its target that it needs, written as checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make_random_eagle3(
     has_biases: bool = False,
     **flags: Any,
 ) -> tuple[Path, Path]:
-    """Writes `path`/head and `path`/target and returns both. `flags`: of speculators' configuration."""
+    """Writes `path`/head and `path`/target and returns both. `flags` go into speculators' configuration."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,4 +1,4 @@
-"""As a GrammarCompiler, whose constraints allow tokens at random: by what they say and what was generated."""
+"""A GrammarCompiler whose constraints allow random tokens, which depend on the constraint and the generated tokens."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class RandomMasks:
         self.vocab_size = vocab_size
 
     def warm_up(self):
-        """Nothing to read."""
+        """Does nothing."""
 
     def prepare(self, constraint):
-        """Nothing to compile."""
+        """Does nothing."""
         compiled = Future()
         compiled.set_result(None)
         return compiled

@@ -1,4 +1,4 @@
-"""Drafters with rollouts on a CPU: Triton's interpreter computes, and a graph is the same call again."""
+"""Drafters with rollouts on a CPU. Triton's interpreter computes, and a graph repeats its call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BLOCK_SIZE = 16
 
 
 class Graphs:
-    """Runs what was captured when it is replayed, and counts that."""
+    """Graphs that run the captured call again when they are replayed. Captures and replays are counted."""
 
     def __init__(self) -> None:
         self.num_captured = self.num_replays = 0
@@ -46,32 +46,32 @@ class Graphs:
 
 
 def by_kernels(sampler: Sampler) -> Sampler:
-    """Deciding as on a GPU."""
+    """Makes the sampler decide by kernels, as on a GPU."""
     editor = LogitEditor(sampler._editor.vocabulary, apply_by_kernel)
     sampler._editor, sampler.decider = editor, TritonDecider(editor)
     return sampler
 
 
 def by_arrays(sampler: Sampler) -> Sampler:
-    """Deciding as torch does, to the same ids: that is quick."""
+    """Makes the sampler decide by torch, which gives the same ids and is quick."""
     editor = LogitEditor(sampler._editor.vocabulary, apply_to_array)
     sampler._editor, sampler.decider = editor, ArrayDecider(editor)
     return sampler
 
 
 def model_forward(model: LoadedModel, *, num_blocks: int = 64) -> ModelForward:
-    """Of a model that torch computes, as on a GPU."""
+    """Returns the forward of a model that torch computes, as on a GPU."""
     cache = PagedKVCache(model.spec.planes, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_scratch_blocks=1)
     attention = interpreted_attention(num_heads=model.spec.num_heads, num_kv_heads=model.spec.num_kv_heads)
     runner = make_runner(model, cache, attention)
-    runner._graphs = SimpleNamespace(run=lambda _batch: None)  # none holds a batch
+    runner._graphs = SimpleNamespace(run=lambda _batch: None)  # no graph holds a batch
     pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, hash_seed=b"", enable_prefix_cache=True)
     sampler, spec = by_kernels(model.open_sampler()), model.spec
     return ModelForward(pool, cache, runner, sampler, spec.max_model_len, spec.vocab_size)
 
 
 def toy_head_forward(head: ToyHead, monkeypatch, *, num_cached_tokens: int = 1024) -> HeadForward:
-    """Likewise."""
+    """Returns the forward of a head, as on a GPU."""
 
     def cache_of(planes, **options):
         return PagedKVCache(planes, **options | {"num_scratch_blocks": 1})
@@ -89,7 +89,7 @@ def toy_head_forward(head: ToyHead, monkeypatch, *, num_cached_tokens: int = 102
 
 
 def with_rollouts(forward: ModelForward | HeadForward, graphs: Graphs, monkeypatch):
-    """The same with rollouts, which are such graphs, as are the steps of a head."""
+    """Adds rollouts to the forward. They are graphs of `graphs`, and so are the steps of a head."""
     for module in (step_graphs, head_steps):
         monkeypatch.setattr(module, "cuda_graphs", lambda _device: graphs.capture)
     if isinstance(forward, HeadForward):
@@ -98,7 +98,7 @@ def with_rollouts(forward: ModelForward | HeadForward, graphs: Graphs, monkeypat
 
 
 def small(monkeypatch) -> None:
-    """Fewer graphs, of fewer rows, and smaller programs: the interpreter is slow."""
+    """Limits graphs, their rows and the size of programs, since the interpreter is slow."""
     monkeypatch.setattr(Rollouts, "max_sequences", 4)
     monkeypatch.setattr(filters, "CHUNK", 512)
     monkeypatch.setattr(race, "BLOCKS_PER_PROGRAM", 4)

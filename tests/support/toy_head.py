@@ -1,4 +1,4 @@
-"""A tiny random drafter head, what its target's features would be, and what it drafts, computed from scratch."""
+"""A tiny random drafter head, features for it, and its drafts computed without a cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH = 32
 
 
 class ToyHead(HeadModel):
-    """One layer of attention, where it has any; what it decides depends on tokens, features, depths and positions."""
+    """A head with at most one attention layer. Its logits depend on tokens, features, depths and positions."""
 
     def __init__(self, *, num_layers: int = 1, has_own_vocabulary: bool = False, **spec: object) -> None:
         random = torch.Generator().manual_seed(3)
@@ -67,7 +67,7 @@ class ToyHead(HeadModel):
 
 
 class ToyFeatures:
-    """Of one text: each depends on all tokens up to its own."""
+    """Features of one text, each of which depends on all tokens up to its own."""
 
     def __init__(self, token_ids, *, num_known: int | None = None) -> None:
         table = torch.randn((VOCAB_SIZE, WIDTH), generator=torch.Generator().manual_seed(4))
@@ -83,8 +83,10 @@ class ToyFeatures:
 
 
 def drafted(head: ToyHead, token_ids, params, num_tokens: int, *, prompt_length: int, num_true: int = 0) -> list[int]:
-    """What the head drafts after this text, without a cache. The last tokens from `num_true` on are fed with its own
-    states, as if they were not committed; 0: none are.
+    """Returns the head's drafts after this text, computed without a cache.
+
+    The tokens from `num_true` on are fed with the head's own states, as if they were not committed. With 0, all tokens
+    count as committed.
     """
     sampler = Sampler(vocab_size=VOCAB_SIZE, known_token_ids=torch.ones(VOCAB_SIZE, dtype=torch.bool))
     text = list(token_ids)

@@ -1,6 +1,6 @@
-"""Where spans go in tests: a tracer that keeps them, and a collector that takes them by OTLP.
+"""Receivers of spans in tests: a tracer that keeps them, and a collector that takes them by OTLP.
 
-OpenTelemetry's SDK and protocol are imported when one is made: tests are collected where neither is installed.
+OpenTelemetry's SDK and protocol are imported when one is made, since tests are collected without them too.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ HOSTILE = (
     "0" * 100_000,
     "01" + TRACEPARENT[2:] + "-" + "x" * 600,
 )
-"""Values of traceparent that name no place."""
+"""Invalid values of traceparent."""
 
 
 @dataclass(frozen=True)
 class KeptContext:
-    """Of a span; ids in hexadecimal."""
+    """The context of a span, with ids in hexadecimal."""
 
     trace_id: str
     span_id: str
-    parent_id: str  # empty: it has none
+    parent_id: str  # empty if there is none
     tracestate: str
 
     @property
@@ -63,7 +63,7 @@ class KeptSpan:
     name: str
     context: KeptContext
     kind: str
-    started_at: int  # nanoseconds since 1970, as the next
+    started_at: int  # nanoseconds since 1970, as in the next field
     ended_at: int
     attributes: dict[str, object]  # without the error's
     events: list[KeptEvent]
@@ -71,13 +71,13 @@ class KeptSpan:
 
 
 class KeptSpans(Tracer):
-    """Samples what comes sampled, and begins no trace by itself."""
+    """A tracer that keeps the spans of sampled requests and begins no trace by itself."""
 
     def __init__(self) -> None:
         from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
         from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
 
-        self.spans: list[KeptSpan] = []  # that have ended
+        self.spans: list[KeptSpan] = []  # spans that have ended
         processor = SpanProcessor()
         processor.on_end = self._keep
         provider = TracerProvider(sampler=ParentBased(ALWAYS_OFF), shutdown_on_exit=False)
@@ -116,7 +116,7 @@ class KeptSpans(Tracer):
 
 @dataclass(frozen=True)
 class ReceivedSpan:
-    """As the collector got it; ids in hexadecimal."""
+    """A span as the collector received it, with ids in hexadecimal."""
 
     service: dict[str, str]  # attributes of the process
     name: str
@@ -129,13 +129,13 @@ class ReceivedSpan:
 
 
 class Collector:
-    """A collector on a port of loopback. `answers`: cleared, it takes what comes and never answers."""
+    """A collector on a loopback port. While `answers` is cleared, it receives calls and never answers them."""
 
     def __init__(self) -> None:
         from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
         self.spans: list[ReceivedSpan] = []
-        self.metadata: dict[str, str] = {}  # of the last call
+        self.metadata: dict[str, str] = {}  # metadata of the last call
         self.num_calls = 0
         self.answers = threading.Event()
         self.answers.set()
@@ -168,7 +168,7 @@ class Collector:
         return self._answer
 
     def wait_for(self, condition, *, timeout_seconds=60.0):
-        """Until `condition(spans)`; the spans."""
+        """Waits until `condition(spans)` holds, and returns the spans."""
         with self._changed:
             assert self._changed.wait_for(lambda: condition(self.spans), timeout_seconds), [
                 (span.service["service.name"], span.name, span.parent_id) for span in self.spans

@@ -1,4 +1,4 @@
-"""What verification methods commit, as soon as it is asked for."""
+"""Verification whose result is returned at once."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from tests.support.sampler_kinds import as_taken_by
 
 
 def verify_now(verifier: RequestVerifier, logits: Array, drafts: Sequence[DraftRows]) -> list[Verified]:
-    """As `queue`, and waits for the outcomes. Logits of either library."""
+    """Verifies logits of either library, and returns the outcomes."""
     (verified,) = read(verifier.queue(as_taken_by(verifier._sampler, logits), drafts))
     return list(verified)

@@ -1,4 +1,4 @@
-"""Waiting for what another thread or task is about to do."""
+"""Waiting for other threads and tasks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 PATIENCE_SECONDS = 60.0
-"""What is waited for comes in milliseconds; a busy machine may take its time."""
+"""Seconds that tests wait for an event that takes milliseconds on an idle machine."""
 
 Result = TypeVar("Result")
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    """Returns once the condition holds; fails when it does not in time. For what another thread does."""
+    """Returns once another thread has made the condition true, and fails if that takes too long."""
     pause, deadline = threading.Event(), time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < deadline, f"not in {PATIENCE_SECONDS:g} s: {condition}"
@@ -23,12 +23,12 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Returns once the condition holds; fails when it does not in time. For what another task does."""
+    """Returns once another task has made the condition true, and fails if that takes too long."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():
             await asyncio.sleep(0.002)
 
 
 async def within(awaitable: Awaitable[Result]) -> Result:
-    """What it returns; fails when it does not in time."""
+    """Returns the awaitable's result, and fails if that takes too long."""
     return await asyncio.wait_for(awaitable, PATIENCE_SECONDS)

@@ -43,7 +43,7 @@ def portable_library():
 
 @pytest.fixture(scope="session")
 def rule_breaking_library(made_libraries):
-    """The negative control of every check of batch invariance."""
+    """A library without batch invariance, the negative control of every check of it."""
     return made_libraries(BREAKS_THE_RULE)
 
 
@@ -55,7 +55,7 @@ def made_libraries() -> Callable[[str], KernelLibrary]:
 
 @pytest.fixture(scope="session")
 def teams():
-    """teams(library, num_threads) → CpuKernels, each started once."""
+    """teams(library, num_threads) → CpuKernels. Each team is started once."""
     started: dict[tuple[Path, int], CpuKernels] = {}
 
     def kernels(library, num_threads):

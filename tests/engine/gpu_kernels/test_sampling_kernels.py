@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from outrider.engine.sampler import Sampler, SampleRows
-from outrider.engine.sampler.edits import LogitEditor, apply_by_kernel
 from outrider.engine.sampler.filters import limits_of
 from outrider.engine.sampler.order import order_keys
 from outrider.request import SamplingParams
@@ -17,6 +16,7 @@ pytest.importorskip("triton")
 kernels = pytest.importorskip("outrider.engine.sampler.triton_decider")
 filters = pytest.importorskip("outrider.engine.gpu_kernels.filters")
 race = pytest.importorskip("outrider.engine.gpu_kernels.race")
+by_kernels = pytest.importorskip("tests.support.rolling").by_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 

@@ -98,10 +98,13 @@ def paths_of(forward, *numbers):
     ]
 
 
-@pytest.fixture
-def rolling(forward):
+def test_a_rollout_is_one_graph_of_the_rehearsed_forwards_and_the_host_reads_once(forward, reads, monkeypatch):
+    """One test, since capturing takes seconds. The rehearsal reserves memory for as many forwards."""
+    captured = record_captured_forwards(monkeypatch)
     with OneDevice():
-        return replace(forward, rollouts=open_rollouts(forward, str(GPU)))
+        rolling = replace(forward, rollouts=open_rollouts(forward, str(GPU)))
+    assert len(captured) == GraphShapes(has_rollouts=True).num_forwards - GraphShapes().num_forwards == 132
+    assert reads == [], "capturing does not wait"
 
 
 def test_neither_the_capture_nor_a_rollout_waits_and_the_host_reads_once(rolling, reads):
@@ -116,8 +119,6 @@ def test_neither_the_capture_nor_a_rollout_waits_and_the_host_reads_once(rolling
     if rolling.head is not None:
         assert {tuple(each.state.shape) for each in (decided[0], *decided[0].following)} == {(WIDTH,)}
 
-
-def test_a_rollout_queues_copies_and_one_graph(rolling):
     rows = paths_of(rolling, (1, 5), (3, 2))
     winners = torch.zeros(2, dtype=torch.int64, device=GPU)
     states = None if rolling.head is None else torch.zeros((2, WIDTH), device=GPU)
@@ -127,6 +128,23 @@ def test_a_rollout_queues_copies_and_one_graph(rolling):
     views = {f"aten.{name}" for name in ("slice.Tensor", "select.int", "unbind.int", "narrow.default", "view.dtype")}
     copies = {"aten.copy_.default", "aten._to_copy.default", "aten.index_select.default"}
     assert operations.names - views <= copies | (of_head if rolling.head else set())
+
+
+def record_captured_forwards(monkeypatch):
+    """Returns a list that gets the arguments of each forward that is captured."""
+    from outrider.engine import rollouts  # imports triton
+
+    captured, make = [], rollouts.Rollouts.__init__
+
+    def recording(self, rolling, *others, **options):
+        def recorded(*arguments):
+            captured.append(arguments)
+            return rolling.forward(*arguments)
+
+        make(self, rolling._replace(forward=recorded), *others, **options)
+
+    monkeypatch.setattr(rollouts.Rollouts, "__init__", recording)
+    return captured
 
 
 def test_a_step_of_a_head_is_a_replay(head_sampler, node):

@@ -1,4 +1,4 @@
-"""A decode node whose target model is a script."""
+"""A decode node whose target model is a scripted answer."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ FAKE_TRANSFER_SECONDS = 0.001
 UNAVAILABLE = 14
 
 Script = Callable[[OpenSequenceGroup, int], Sequence[int]]
-"""The target: a sample's whole answer, what was generated before this attempt included."""
+"""Returns the whole answer of a sample, including the tokens of earlier attempts."""
 
 
 def letters(opened: OpenSequenceGroup, sample: int) -> Sequence[int]:
-    """The default script: lower-case letters that depend on seed, sample and place."""
+    """Returns the default answer: lower-case letters that depend on seed, sample and position."""
     start = opened.options.sampling.seed % 26 + sample
     return [97 + (start + 7 * place) % 26 for place in range(opened.options.sampling.max_tokens)]
 
 
 def fake_logprobs(token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
-    """A function of each token."""
+    """Returns logprobs that are a function of each token."""
     top = tuple((place, -1.0 - place) for place in range(num_top))
     return tuple(TokenLogprobs(token_id, -token_id / 8, 1 + token_id, top) for token_id in token_ids)
 
@@ -58,9 +58,9 @@ class FakeGroup:
     """One sequence group on a fake decode node."""
 
     opened: OpenSequenceGroup
-    transfer_id: bytes  # awaited; empty: none
+    transfer_id: bytes  # the awaited transfer; empty if there is none
     num_blocks: int
-    tokens: dict[int, Sequence[int]]  # by running sample: its script
+    tokens: dict[int, Sequence[int]]  # by running sample: its whole answer
     num_sent: dict[int, int]  # by running sample
     is_ready: bool = False
 
@@ -76,7 +76,7 @@ class _FakeSession:
         self.wake.set()
 
 
-_started: dict[str, FakeDecodeNode] = {}  # by address: the last one there
+_started: dict[str, FakeDecodeNode] = {}  # the newest node of each address
 
 
 def find_decode_node(address: str) -> FakeDecodeNode | None:
@@ -84,7 +84,7 @@ def find_decode_node(address: str) -> FakeDecodeNode | None:
 
 
 class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
-    """Attributes may be changed while it runs; they apply to what comes next."""
+    """A fake decode node. Attributes that change while it runs apply from the next message or step on."""
 
     def __init__(self, *, name: str = "decode-0", model: ModelInfo | None = None, script: Script = letters) -> None:
         super().__init__(NodeRole.DECODE, name=name, model=model)
@@ -93,12 +93,12 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
         self.step_seconds = 0.0
         self.num_blocks = 1024
         self.max_running = 64
-        self.max_local_prefill_tokens = 0  # beyond the last prompt token
+        self.max_local_prefill_tokens = 0  # in addition to the last prompt token
         self.held_prefix_length = 0
         self.answers_opens = True
-        self.gives_up_opens = False  # takes each group and gives it up at once
+        self.gives_up_opens = False  # accepts each group and aborts it at once
         self.rejected_draft_token_ids: tuple[int, ...] = ()  # of each step
-        self.accepted_drafts_per_step: int | None = None  # None: nothing is drafted
+        self.accepted_drafts_per_step: int | None = None  # None if nothing is drafted
         self.opened: list[OpenSequenceGroup] = []  # every Open, in order
         self.retargeted: list[RetargetSequenceGroup] = []
         self.cancelled: list[CancelSequenceGroup] = []
@@ -110,7 +110,7 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
 
     @property
     def most_sent(self) -> int:
-        """Tokens of the sample that has most, of those that run."""
+        """The largest number of tokens that a running sample was sent."""
         return max((num for group in self.groups for num in group.num_sent.values()), default=0)
 
     @property
@@ -138,13 +138,13 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
         )
 
     def complete_transfer(self, transfer_id: bytes, num_tokens: int) -> bool:
-        """The prefill node's push has been committed. False: nobody waits for it."""
+        """Handles a committed push of the prefill node. Returns False if no group waits for it."""
         return self._end_transfer(
             transfer_id, lambda session, group: self._make_ready(session, group, num_tokens * KV_BYTES_PER_TOKEN)
         )
 
     def fail_transfer(self, transfer_id: bytes, message: str = "scripted failure") -> bool:
-        """The transfer has failed; its group waits for another. False: nobody waits for it."""
+        """Handles a failed transfer, whose group waits for another. Returns False if no group waits for it."""
 
         def fail(session: _FakeSession, group: FakeGroup) -> None:
             group.transfer_id = b""
@@ -163,7 +163,7 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
         return False
 
     def fail_groups(self, *, code: int = UNAVAILABLE) -> None:
-        """Gives every group up."""
+        """Aborts every group."""
         for session in self._sessions:
             for group_id in list(session.groups):
                 self._give_up(session, group_id, code)
@@ -173,7 +173,7 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
         session.say(SequenceGroupFailed(sequence_group_id=group_id, code=code, message="scripted failure"))
 
     async def break_sessions(self) -> None:
-        """Every session ends, as when the network breaks; the node lives on."""
+        """Ends every session, as a broken network would. The node lives on."""
         for session in self._sessions:
             session.groups.clear()
             session.wake.set()
@@ -319,7 +319,7 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
             del session.groups[command.sequence_group_id]
 
     def _step(self, session: _FakeSession) -> None:
-        """One engine iteration: the next tokens of every running sample."""
+        """Performs one step: sends the next tokens of every running sample."""
         ready = [group for group in session.groups.values() if group.is_ready]
         self.step += bool(ready)
         for group in ready:
@@ -362,7 +362,7 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
             session.say(done)
 
     def prompt_logprobs(self, opened: OpenSequenceGroup) -> list[bytes]:
-        """In pieces of two tokens."""
+        """Returns the prompt's logprobs in pieces of two tokens."""
         token_ids, num_top = opened.prompt_token_ids[1:], opened.options.prompt_logprobs or 0
         return [
             pack_logprobs(fake_logprobs(token_ids[place : place + 2], num_top)) for place in range(0, len(token_ids), 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -30,7 +31,12 @@ CHAT_TEMPLATE = (
 
 
 def fake_tokenizer_files() -> dict[str, bytes]:
-    """Byte-level: token id = byte; 256 end of text, 257 <|start|>, 258 <|end|> special, 259 an added plain word."""
+    """Returns a byte-level tokenizer: id = byte; 256 end of text, 257 <|start|>, 258 <|end|>, 259 an added word."""
+    return dict(_tokenizer_files())
+
+
+@functools.cache  # every fake node has them
+def _tokenizer_files() -> dict[str, bytes]:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     by_byte = {_character_of(byte): byte for byte in range(256)}
     assert sorted(by_byte) == alphabet, "the alphabet is GPT-2's"

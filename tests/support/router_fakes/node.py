@@ -1,4 +1,4 @@
-"""What every fake node has: a server, an identity, reports."""
+"""The base of fake nodes: a server, an identity, reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class FakeNode:
-    """A node's server and identity. `freeze` is SIGSTOP: connections stay, nothing moves."""
+    """A node's server and identity. `freeze` acts like SIGSTOP: connections stay, and nothing moves."""
 
     def __init__(self, role: NodeRole, *, name: str, model: ModelInfo | None = None) -> None:
         self.role = role
@@ -30,13 +30,13 @@ class FakeNode:
         self.incarnation = os.urandom(16)
         self.step = 0
         self.address = ""
-        self.sends_tokenizer = True  # False: says nothing when it is asked for it
+        self.sends_tokenizer = True  # False if it never answers a request for its tokenizer
         self._server: grpc.aio.Server | None = None
         self._moves = asyncio.Event()
         self._moves.set()
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
-        """At its last address again, if it had one."""
+        """Starts the server, at its last address if it had one, and returns the address."""
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         node_pb2_grpc.add_NodeServiceServicer_to_server(_FakeNodeServicer(self), self._server)
         self.add_to(self._server)
@@ -45,7 +45,7 @@ class FakeNode:
         return self.address
 
     async def stop(self) -> None:
-        """As kill -9: every stream breaks."""
+        """Stops the server like kill -9, so that every stream breaks."""
         if self._server is not None:
             await self._server.stop(None)
 
@@ -56,11 +56,11 @@ class FakeNode:
         self._moves.set()
 
     async def moves(self) -> None:
-        """Returns unless the node is frozen."""
+        """Waits while the node is frozen."""
         await self._moves.wait()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds what the role has besides NodeService."""
+        """Adds the services of the role other than NodeService."""
 
     def info(self) -> NodeInfo:
         return NodeInfo(

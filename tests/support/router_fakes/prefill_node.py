@@ -1,4 +1,4 @@
-"""A prefill node that computes nothing and "pushes KV" by saying so."""
+"""A prefill node that computes nothing and only claims to have pushed KV."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
         super().__init__(NodeRole.PREFILL, name=name, model=model)
         self.prefill_seconds = 0.0
         self.num_cached_tokens = 0
-        self.most_logprobs: int | None = None  # None: of all tokens that were asked for
-        self.repeats_logprobs = 1  # so often they are sent
-        self.answer_gate: asyncio.Event | None = None  # what was pushed is answered when it is set
-        self.times = prefill_pb2.PrefillResponse()  # what it says of when the parts of a call were in work
+        self.most_logprobs: int | None = None  # None for all tokens that were requested
+        self.repeats_logprobs = 1  # how often they are sent
+        self.answer_gate: asyncio.Event | None = None  # pushes are answered once it is set
+        self.times = prefill_pb2.PrefillResponse()  # the times that it reports for the parts of a call
         self.fails_with: grpc.StatusCode | None = None
-        self.pushes = True  # False: answers without having pushed anything
+        self.pushes = True  # False if it answers without pushing anything
         self.requests: list[prefill_pb2.PrefillRequest] = []
-        self.traceparents: list[str] = []  # of the calls that have one
+        self.traceparents: list[str] = []  # those of calls that have one
         self.num_active = 0
         self.num_outstanding_tokens = 0
-        self.max_rows_per_step = 0  # 0: it does not say
+        self.max_rows_per_step = 0  # 0 if it does not report it
         self.most_outstanding_tokens = 0
 
     def add_to(self, server: grpc.aio.Server) -> None:
