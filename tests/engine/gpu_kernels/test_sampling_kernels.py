@@ -33,13 +33,6 @@ def _small_programs(monkeypatch):
     monkeypatch.setattr(race, "BLOCKS_PER_PROGRAM", 2)
 
 
-def by_kernels(sampler):
-    """Returns the sampler, changed to decide as on a GPU."""
-    editor = LogitEditor(sampler._editor.vocabulary, apply_by_kernel)
-    sampler._editor, sampler.decider = editor, kernels.TritonDecider(editor)
-    return sampler
-
-
 def test_golden_arrivals_decide_a_flat_row(monkeypatch):
     monkeypatch.setattr(race, "BLOCKS_PER_PROGRAM", 64)
     sampler = by_kernels(Sampler(vocab_size=49152, known_token_ids=torch.ones(49152, dtype=torch.bool)))
