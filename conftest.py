@@ -34,7 +34,7 @@ WAITING_FOLDERS = ("client", "cluster", "kv_transfer", "router", "service")
 """Folders whose tests wait more than they compute."""
 SHARED_CLUSTER = ("tests/e2e/", "tests/training/test_run.py")
 """Tests that share one cluster, which is started once. Under xdist, one worker runs them all."""
-OWN_CLUSTERS = ("tests/e2e/test_secured_cluster.py", "tests/e2e/test_soak.py")
+OWN_CLUSTER_FILES = ("tests/e2e/test_secured_cluster.py", "tests/e2e/test_soak.py")
 """Exceptions to SHARED_CLUSTER: these files start their own clusters."""
 REAL_CLUSTER = (
     *("tests/e2e/test_constraints.py", "tests/e2e/test_openai.py", "tests/e2e/test_real_model.py"),
@@ -79,7 +79,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
             path = nodeid.partition("::")[0]
             if path in REAL_CLUSTER:
                 return REAL_CLUSTER[0]
-            return SHARED_CLUSTER[0] if path.startswith(SHARED_CLUSTER) and path not in OWN_CLUSTERS else path
+            return SHARED_CLUSTER[0] if path.startswith(SHARED_CLUSTER) and path not in OWN_CLUSTER_FILES else path
 
     config.option.loadscopereorder = False
     return FileScheduling(config, log)

@@ -237,8 +237,8 @@ def draw(charts: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> str:
     parts = []
     for index, (title, points) in enumerate(charts):
         left, bottom = index * (width + 2 * margin) + margin, margin + height
-        most_x, most_y = max(x for x, _ in points), max(y for _, y in points)
-        places = [(left + width * x / most_x, bottom - height * y / most_y, y) for x, y in points]
+        max_x, max_y = max(x for x, _ in points), max(y for _, y in points)
+        places = [(left + width * x / max_x, bottom - height * y / max_y, y) for x, y in points]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
         parts += [
             f'<path d="M{left} {margin}V{bottom}H{left + width}" fill="none" stroke="#888"/>',
@@ -248,7 +248,7 @@ def draw(charts: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> str:
         ]
         for (x, y, ms), (size, _) in zip(places, points, strict=True):
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#06c"/>')
-            if size >= most_x / 8:
+            if size >= max_x / 8:
                 parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{size}</text>')
                 parts.append(f'<text x="{x - 6:.1f}" y="{y - 8:.1f}" text-anchor="end">{ms:.1f}</text>')
     size = f'width="{len(charts) * (width + 2 * margin)}" height="{height + 2 * margin}"'

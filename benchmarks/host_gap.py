@@ -79,7 +79,7 @@ class Device:
             plan=lambda batch: batch.with_plan(lists.plan(batch)),
         )
         self._graphs.capture_all(lambda batch: torch.empty((batch.num_logits, 1)))
-        self.lay_out = self._graphs.padded
+        self.prepare_ahead = self._graphs.padded
 
     def forward(self, batch: InputBatch, *, on_layer_done: object = None) -> Any:
         logits = self._graphs.run(batch)

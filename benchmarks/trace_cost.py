@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from prometheus_client import CollectorRegistry
 
-from outrider.node_stamp import NodeStamp
+from outrider.node_stamp import NodeVersion
 from outrider.prefill import PrefillFigures
 from outrider.request import Request, RequestOptions, SamplingParams
 from outrider.service.telemetry.metrics import RouterMetrics
@@ -42,8 +42,8 @@ REQUEST = Request(
     options=RequestOptions(sampling=SamplingParams(seed=1, max_tokens=64)),
 )
 METRICS = RouterMetrics(model_name="m", registry=CollectorRegistry())
-DECODE_NODE = SimpleNamespace(name="decode-0", stamp=NodeStamp("decode-0", "decode", "1", "exact"))
-PREFILL_NODE = SimpleNamespace(name="prefill-0", stamp=NodeStamp("prefill-0", "prefill", "1", "exact"))
+DECODE_NODE = SimpleNamespace(name="decode-0", stamp=NodeVersion("decode-0", "decode", "1", "exact"))
+PREFILL_NODE = SimpleNamespace(name="prefill-0", stamp=NodeVersion("prefill-0", "prefill", "1", "exact"))
 PREFILLED = PrefillFigures(num_computed_tokens=240)
 REQUESTS = 400
 """Requests per round. The exporter takes them in two batches, so that no span is dropped."""

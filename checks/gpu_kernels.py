@@ -35,9 +35,9 @@ class Case:
     kernel: Any
     types: Mapping[str, str]  # of arguments other than constants
     constants: Mapping[str, Any]
-    most_shared: int  # bytes; at 48 KiB, three programs fit on each multiprocessor of an A100
-    most_spilled: int  # bytes stored per thread
-    most_registers: int = 255  # per thread, the hardware's maximum: `most_spilled` is the bound then
+    max_shared: int  # bytes; at 48 KiB, three programs fit on each multiprocessor of an A100
+    max_spilled: int  # bytes stored per thread
+    max_registers: int = 255  # per thread, the hardware's maximum: `max_spilled` is the bound then
     num_warps: int = 4
     num_stages: int = 2
     multiples_of_16: tuple[str, ...] = ()  # numbers that the launch would specialise as such
@@ -72,14 +72,14 @@ def cases() -> Iterator[Case]:
             attention.attend,
             types,
             sizes | flags,
-            most_shared=48 << 10,
-            most_spilled=256 if has_paths else 8,  # only on 8.0
+            max_shared=48 << 10,
+            max_spilled=256 if has_paths else 8,  # only on 8.0
             num_warps=TILE.num_warps,
             num_stages=TILE.num_stages,
         )
     flags = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_PATHS": False}
     large = sizes | {"HEADS_PER_KV": 2, "HEADS_PER_TILE": 2, "HEAD": 256, "HEAD_DIM": 256, "KEYS": 32}
-    yield Case("attend, heads of 256", attention.attend, types, large | flags, most_shared=64 << 10, most_spilled=128)
+    yield Case("attend, heads of 256", attention.attend, types, large | flags, max_shared=64 << 10, max_spilled=128)
     merged = {"NUM_HEADS": 32, "HEAD": 128, "HEAD_DIM": 128, "SPLIT_KEYS": TILE.split_keys, "HAS_WINDOW": False}
     merged |= {"SPLITS_PER_SIZE": TILE.splits_per_size}
     yield Case(
@@ -87,9 +87,9 @@ def cases() -> Iterator[Case]:
         attention.merge_splits,
         types,
         merged,
-        most_shared=1 << 10,
-        most_spilled=0,
-        most_registers=96,
+        max_shared=1 << 10,
+        max_spilled=0,
+        max_registers=96,
         num_warps=1,
     )
 
@@ -103,12 +103,12 @@ def cases() -> Iterator[Case]:
             race.best_scores,
             types,
             sizes,
-            most_shared=16 << 10,
-            most_spilled=0,
-            most_registers=96,
+            max_shared=16 << 10,
+            max_spilled=0,
+            max_registers=96,
             multiples_of_16=("row_stride", "num_ids"),
         )
-    yield Case("pick", race.pick, types, {"CHUNKS": 256}, most_shared=1 << 10, most_spilled=0, most_registers=32)
+    yield Case("pick", race.pick, types, {"CHUNKS": 256}, max_shared=1 << 10, max_spilled=0, max_registers=32)
     yield from _filters()
     types = {"logits": "*fp32", "packed": "*i64", "num_changed": "i32", "num_entries": "i32"}
     yield Case(
@@ -116,9 +116,9 @@ def cases() -> Iterator[Case]:
         edits.edit_rows,
         types,
         {"ENTRIES": edits.ENTRIES},
-        most_shared=1 << 10,
-        most_spilled=0,
-        most_registers=48,
+        max_shared=1 << 10,
+        max_spilled=0,
+        max_registers=48,
     )
     types = dict.fromkeys(("rows", "weight", "bias", "output"), "*bf16") | {"parts": "*fp32"}
     types |= dict.fromkeys(("num_rows", "num_outputs", "num_features", "num_splits"), "i32")
@@ -131,16 +131,16 @@ def cases() -> Iterator[Case]:
             layers.multiply,
             types,
             sizes | {"IS_SPLIT": is_split},
-            most_shared=48 << 10,
-            most_spilled=0,
-            most_registers=96,
+            max_shared=48 << 10,
+            max_spilled=0,
+            max_registers=96,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             multiples_of_16=("num_features", "num_outputs"),
         )
     sizes = {"BLOCK": 256, "HAS_BIAS": True}
     yield Case(
-        "merge_products", layers.merge_products, types, sizes, most_shared=1 << 10, most_spilled=0, most_registers=40
+        "merge_products", layers.merge_products, types, sizes, max_shared=1 << 10, max_spilled=0, max_registers=40
     )
     yield from _decoder_kernels()
 
@@ -156,9 +156,9 @@ def _decoder_kernels() -> Iterator[Case]:
                 decoder.normalise,
                 types | {"epsilon": "fp32"},
                 {"WIDTH": width, "PADDED": width} | flags,
-                most_shared=1 << 10,
-                most_spilled=0,
-                most_registers=72,
+                max_shared=1 << 10,
+                max_spilled=0,
+                max_registers=72,
                 num_warps=decoder.norm_warps(width),
             )
     types = dict.fromkeys(("projected", "query", "key_cache", "value_cache"), "*bf16")
@@ -172,9 +172,9 @@ def _decoder_kernels() -> Iterator[Case]:
             decoder.rotate,
             types,
             sizes,
-            most_shared=1 << 10,
-            most_spilled=0,
-            most_registers=40,
+            max_shared=1 << 10,
+            max_spilled=0,
+            max_registers=40,
             num_warps=decoder.rotation_warps(padded),
         )
     for is_gelu in (False, True):
@@ -183,26 +183,26 @@ def _decoder_kernels() -> Iterator[Case]:
             decoder.multiply_gates,
             {"gate_up": "*bf16", "output": "*bf16"},
             {"WIDTH": 14336, "BLOCK": decoder.ACTIVATION_BLOCK, "IS_GELU": is_gelu},
-            most_shared=0,
-            most_spilled=0,
-            most_registers=40,
+            max_shared=0,
+            max_spilled=0,
+            max_registers=40,
         )
 
 
 def _filters() -> Iterator[Case]:
     types = {"values": "*fp32", "num_rows": "i32"} | dict.fromkeys(("row_stride", "num_ids"), "i32")
     types |= dict.fromkeys(("table", "scratch", "listed", "limits"), "*i64")
-    sizes = {"LANES": filters.LANES, "SLICES": filters.SLICES, "ROOM": filters.MOST_LISTED, "CHUNK": filters.CHUNK}
+    sizes = {"LANES": filters.LANES, "SLICES": filters.SLICES, "ROOM": filters.MAX_LISTED, "CHUNK": filters.CHUNK}
     sizes |= {"ID_BITS": 17}
-    for kernel, most_registers in ((filters.raise_lanes, 48), (filters.list_tokens, 144), (filters.filter_limits, 192)):
+    for kernel, max_registers in ((filters.raise_lanes, 48), (filters.list_tokens, 144), (filters.filter_limits, 192)):
         yield Case(
             kernel.__name__,
             kernel,
             types,
             {name: value for name, value in sizes.items() if name in kernel.arg_names},
-            most_shared=16 << 10,
-            most_spilled=0,
-            most_registers=most_registers,
+            max_shared=16 << 10,
+            max_spilled=0,
+            max_registers=max_registers,
             num_warps=filters.NUM_WARPS,
             multiples_of_16=("row_stride", "num_ids"),
         )
@@ -264,9 +264,9 @@ def main() -> int:
         for capability in CAPABILITIES:
             use = compile_case(case, capability)
             excess = [
-                *[f"more than {case.most_registers} registers"] * (use.registers > case.most_registers),
-                *[f"more than {case.most_shared} shared bytes"] * (use.shared > case.most_shared),
-                *[f"more than {case.most_spilled} spilled bytes"] * (use.spilled > case.most_spilled),
+                *[f"more than {case.max_registers} registers"] * (use.registers > case.max_registers),
+                *[f"more than {case.max_shared} shared bytes"] * (use.shared > case.max_shared),
+                *[f"more than {case.max_spilled} spilled bytes"] * (use.spilled > case.max_spilled),
             ]
             problems = [*excess, *[f"{use.fused} fused instructions"] * (use.fused > 0)]
             has_failed |= use.fused > 0 or (has_bounds and bool(excess))

@@ -6,12 +6,12 @@ import json
 import sys
 
 from outrider.engine.cpu_kernels.compiler import CompileError, path_flags
-from outrider.engine.cpu_kernels.library_cache import CACHED_ENTRY, compiled_libraries
+from outrider.engine.cpu_kernels.library_cache import CACHED_ENTRY, compile_libraries
 
 
 def main() -> int:
     try:
-        libraries, left_out = compiled_libraries(path_flags())
+        libraries, left_out = compile_libraries(path_flags())
     except CompileError as error:
         print(error)
         return 1

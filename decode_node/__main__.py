@@ -61,18 +61,18 @@ def make_build(
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
         from outrider.engine_node import end_process, event_loop_clock, open_logged_turns
-        from outrider.heads.of_target import HeadOfTarget
+        from outrider.heads.of_target import TargetHead
         from outrider.kv_transfer.cuda_ipc import open_shared_gpu
         from outrider.kv_transfer.receiver import KvReceiver
-        from outrider.model_hub.compute import open_compute
+        from outrider.model_hub.compute import open_model_runtime
         from outrider.service.announce import announce_progress
         from outrider.speculation.draft_controller import DraftController
         from outrider.speculation.draft_stream import DraftHello
         from outrider.speculation.step_cost import StepCostModel
         from outrider.speculation.verify.by_request import RequestVerifier
 
-        proposers, head_of_target = open_local_proposers(config), HeadOfTarget(model_config)
-        compute = open_compute(
+        proposers, head_of_target = open_local_proposers(config), TargetHead(model_config)
+        compute = open_model_runtime(
             model_config,
             config.kv_cache,
             max_rows_per_step=config.max_rows_per_step,

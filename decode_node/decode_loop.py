@@ -45,7 +45,7 @@ from decode_node.step_ahead import launch_next, lay_out_next
 from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.engine import Engine
 from outrider.engine.pending import read
-from outrider.engine.sampler.logprobs import take_scored_rows
+from outrider.engine.sampler.logprobs import split_scored_rows
 from outrider.engine.scheduler import StepPlan
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
@@ -106,7 +106,7 @@ class DecodeLoop:
                 constraints = self._engine.sampler.constraints
                 assert constraints is not None
                 compiled = constraints.prepare(options.sampling.constraint)
-                self._inbox.put_when_done(replace(command, compiled=compiled), compiled)
+                self._inbox.put_when_compiled(replace(command, compiled=compiled), compiled)
             case _:
                 self._inbox.put(command)
 
@@ -158,7 +158,7 @@ class DecodeLoop:
         that their order is kept.
         """
         self._report()
-        self._delayed += self._inbox.take_some()
+        self._delayed += self._inbox.take_batch()
         while self._delayed and is_safe_during_step(self._delayed[0]):
             self._handle(self._delayed.popleft())
         if not self._delayed:  # a delayed retarget must be handled before its group can time out
@@ -217,7 +217,7 @@ class DecodeLoop:
             return
         plan = step.plan
         verifying = [item for item in step.planned if item.scheduled.reaches_end]
-        logits, scored = take_scored_rows(plan, step.logits)
+        logits, scored = split_scored_rows(plan, step.logits)
         for item in plan.scheduled:
             if not item.reaches_end and item.sequence.kv is not None:
                 item.sequence.kv.advance(item.sequence.num_computed + item.num_rows)
@@ -231,7 +231,7 @@ class DecodeLoop:
                 self._time.mark(Part.BATCH)
         verified, *scores = read(pending, *scored)  # the only place that waits for the device
         self._time.mark(Part.SAMPLING)
-        if batch is not None and self._may_go_on():
+        if batch is not None and self._may_launch_next():
             self._launched = launch_next(batch, step, verified, self._engine, self.progress.clock)
         self._cpu_turns.give()  # the rest of the step needs one thread
         self._groups.report_scores(scores)
@@ -267,16 +267,16 @@ class DecodeLoop:
             self._wait_for_a_command()  # nothing fits until a transfer ends, which arrives as a command
             return None
         self.progress.expect(plan.num_rows)
-        self._cpu_turns.keep(self.progress.at_hand.expected_seconds)
+        self._cpu_turns.keep(self.progress.current_step.expected_seconds)
         constrained = [each for each in planned if each.scheduled.reaches_end and each.sample.sampling.constraint]
         self._verifier.prepare([each.draft_rows() for each in constrained])
         launched_at = self.progress.clock()
         logits = self._engine.forward(plan.block_copies, [item.rows() for item in planned])
         return LaunchedStep(plan, planned, logits, launched_at, drafts, preempted)
 
-    def _may_go_on(self) -> bool:
+    def _may_launch_next(self) -> bool:
         """Returns whether the next step may begin before queued commands. Groups they open join a later step."""
-        self._delayed += self._inbox.take_some()
+        self._delayed += self._inbox.take_batch()
         return not self._stopping.is_set() and all(map(is_safe_during_step, self._delayed))
 
     def _gather(self) -> StepDrafts:
@@ -291,10 +291,10 @@ class DecodeLoop:
         """Decides which sequences run in the step, and which draft tokens get rows."""
         scheduler, samples_of = self._engine.scheduler, self._groups.samples_of
         # The number of prompts that these processors will compute once the turn is given back.
-        num_waiting = max(1, self._groups.num_prompts_awaited) if self._cpu_turns.is_over(0.0) else 0
+        num_waiting = max(1, self._groups.num_groups_awaiting_kv) if self._cpu_turns.is_over(0.0) else 0
         room = scheduler.reserve(reclaim=self._groups.reclaim_reservation)
         chosen = self._drafts.choose(drafts, room, samples_of(room.sequences), num_waiting=num_waiting)
-        plan = scheduler.hand_out(room, chosen)
+        plan = scheduler.assign_rows(room, chosen)
         samples = samples_of([item.sequence for item in plan.scheduled])
         return plan, [
             PlannedSequence.of(item, sample, drafts.ranked.get(item.sequence.key))
@@ -311,7 +311,7 @@ class DecodeLoop:
             self._handle(self._delayed.popleft())
         if wait:
             self._wait_for_a_command()
-        for command in self._inbox.take_some():
+        for command in self._inbox.take_batch():
             self._handle(command)
 
     def _handle(self, command: Command) -> None:

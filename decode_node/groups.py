@@ -95,7 +95,7 @@ class SequenceGroup:
     @property
     def unstarted_samples(self) -> list[SampleStart]:
         """The samples that start when the KV is available."""
-        return self.wanted_samples if self.is_waiting_for_kv else self.followers
+        return self.samples_to_start if self.is_waiting_for_kv else self.followers
 
     def tables(self) -> Iterator[SequenceKV]:
         """Yields the group's block tables: the reservation's or its samples'."""
@@ -106,7 +106,7 @@ class SequenceGroup:
                 yield sample.sequence.kv
 
     @property
-    def wanted_samples(self) -> list[SampleStart]:
+    def samples_to_start(self) -> list[SampleStart]:
         """The samples to start, by ascending index."""
         return [start for start in self.opened.samples if start.sample not in self.cancelled_samples]
 

@@ -66,7 +66,7 @@ class Inbox:
         self._changed = threading.Condition()
         self._own: deque[Command] = deque()
         self._queues: dict[int, _RouterQueue] = {}  # by session; the first has the next turn, and none is empty
-        self._awaited: dict[tuple[int, bytes], list[RouterCommand]] = {}  # see `put_when_done`; by session and group
+        self._awaited: dict[tuple[int, bytes], list[RouterCommand]] = {}  # see `put_when_compiled`
 
     @property
     def is_empty(self) -> bool:
@@ -96,7 +96,7 @@ class Inbox:
                 self._awaited[key].append(command)
             self._changed.notify()
 
-    def put_when_done(self, opened: RouterCommand, compiled: Future[Any]) -> None:
+    def put_when_compiled(self, opened: RouterCommand, compiled: Future[Any]) -> None:
         """Queues an open when its constraint is compiled, unless it is cancelled before.
 
         Later commands of the same group wait behind it; those of other groups do not.
@@ -117,7 +117,7 @@ class Inbox:
                 self.put(first)
                 for command in others:  # a cancel from another thread comes after these
                     if command.compiled is not None:
-                        self.put_when_done(command, command.compiled)
+                        self.put_when_compiled(command, command.compiled)
                     else:
                         self.put(command)
             commands.clear()  # the future keeps its callbacks, which would otherwise keep these commands alive
@@ -128,7 +128,7 @@ class Inbox:
             if self.is_empty:
                 self._changed.wait(timeout_seconds)
 
-    def take_some(self) -> list[Command]:
+    def take_batch(self) -> list[Command]:
         """Returns the commands for one iteration: all of this node's own, and at most MAX_WORK of the routers'."""
         with self._changed:
             commands = list(self._own)

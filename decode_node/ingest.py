@@ -10,7 +10,7 @@ from outrider.kv_transfer.receiver import KvReceiver
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.rpc.tls import PeerSecurity
 from outrider.service.address import is_local, is_wildcard, own_host, split_port
-from outrider.service.security import warn_if_exposed
+from outrider.service.security import warn_if_unauthenticated
 
 if TYPE_CHECKING:
     from outrider.engine.ranks.sharded_cache import KVCache
@@ -35,7 +35,7 @@ class Ingest:
 
     def start(self) -> None:
         """Starts the receiver. Raises: ConfigError."""
-        warn_if_exposed(
+        warn_if_unauthenticated(
             self._host,
             what="this node's KV ingest",
             is_protected=self._security.is_enabled,

@@ -65,7 +65,7 @@ class Reservations:
     def is_known(self, transfer_id: bytes) -> bool:
         """Returns whether the id is in use, or was recently."""
         is_next = any(filling.next_id == transfer_id for filling in self._fillings.values())
-        return is_next or transfer_id in self._by_transfer or self._ingest.inbox.has_seen(transfer_id)
+        return is_next or transfer_id in self._by_transfer or self._ingest.inbox.is_used_id(transfer_id)
 
     def add(self, group: SequenceGroup, transfer_id: bytes) -> None:
         """Makes a group with reserved blocks wait for this transfer."""
@@ -84,7 +84,7 @@ class Reservations:
         filling.next_id = transfer_id
         filling.keeps_received = keeps_received
         filling.drain_deadline = self._clock() + WRITE_SECONDS
-        return self._go_on(group, filling)
+        return self._advance(group, filling)
 
     def complete(self, transfer_id: bytes, stats: TransferStats) -> SequenceGroup | None:
         """Returns the group whose KV is now complete, or None if no group waits for this transfer (any more)."""
@@ -151,7 +151,7 @@ class Reservations:
         starting, overdue = [], []
         for group, filling in tuple(self._fillings.items()):
             if filling.next_id is not None:
-                if self._go_on(group, filling):
+                if self._advance(group, filling):
                     starting.append(group)
             elif now >= filling.deadline:
                 if not filling.transfer_id:
@@ -198,7 +198,7 @@ class Reservations:
         self._ingest.open(transfer_id, kv.block_ids, start_token=kv.num_tokens, end_token=end_token)
         self.grant(group, transfer_id, kv_address=self._ingest.address(group.kv_host))
 
-    def _go_on(self, group: SequenceGroup, filling: _Filling) -> bool:
+    def _advance(self, group: SequenceGroup, filling: _Filling) -> bool:
         """Opens the next transfer once the blocks are safe to write. Returns True if the samples can start."""
         is_undrained = filling.undrained_id and not self._close_if_drained(filling, filling.undrained_id)
         waits = filling.keeps_received and self._clock() < filling.drain_deadline

@@ -84,7 +84,7 @@ class SequenceGroupManager:
         return len(self._reservations) + self._engine.scheduler.num_waiting
 
     @property
-    def num_prompts_awaited(self) -> int:
+    def num_groups_awaiting_kv(self) -> int:
         """Number of groups whose KV is in transfer."""
         return len(self._reservations)
 
@@ -246,7 +246,7 @@ class SequenceGroupManager:
         """
         kv, group.kv = group.kv, None
         assert kv is not None
-        first, *others = group.wanted_samples
+        first, *others = group.samples_to_start
         if len(group.shared_token_ids) > kv.num_tokens and others:
             group.followers, others = others, []
             self._with_followers[group] = None
@@ -321,7 +321,7 @@ class SequenceGroupManager:
         if group.is_waiting_for_kv:
             group.cancelled_samples.update(cancel.samples)
             self._close_drafts(group, cancel.samples)
-            if not group.wanted_samples:
+            if not group.samples_to_start:
                 self._free(group)
             return
         for index in cancel.samples:

@@ -25,7 +25,7 @@ def lay_out_next(step: LaunchedStep, engine: Engine) -> InputBatch | None:
     """
     scheduler, planned = engine.scheduler, step.planned
     all_run = scheduler.num_running == len(planned) and not scheduler.num_waiting
-    if not all_run or engine.pool.num_free_blocks < len(planned) or not all(map(_decodes_and_may_go_on, planned)):
+    if not all_run or engine.pool.num_free_blocks < len(planned) or not all(map(_may_continue, planned)):
         return None
     rows: list[SequenceRows] = []
     for item in planned:
@@ -35,7 +35,7 @@ def lay_out_next(step: LaunchedStep, engine: Engine) -> InputBatch | None:
             return None
         kv.reserve(position + 1)
         rows.append(SequenceRows((UNKNOWN_TOKEN_ID,), position, kv.block_table(), 1))
-    return engine.lay_out(rows)
+    return engine.prepare_ahead(rows)
 
 
 def launch_next(
@@ -55,7 +55,7 @@ def launch_next(
     return LaunchedStep(StepPlan(step.plan.scheduled), step.planned, logits, launched_at)
 
 
-def _decodes_and_may_go_on(item: PlannedSequence) -> bool:
+def _may_continue(item: PlannedSequence) -> bool:
     """Returns whether the step decides exactly one token of the sequence, and another one may follow."""
     scheduled, sample = item.scheduled, item.sample
     has_one_row = scheduled.num_rows == 1 and scheduled.reaches_end and not scheduled.scored_token_ids

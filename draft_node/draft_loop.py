@@ -84,7 +84,7 @@ class DraftLoop:
             max_sequences=max_sequences,
             features=proposer.info.features,
             on_forgotten=self._forget,
-            on_displaced=self._refuse_pending,
+            on_evicted=self._refuse_pending,
         )
         self._refused: Answers = []  # refusals of this step's updates
         self._pending: dict[int, HeldSequence] = {}  # sequences whose last update is not answered yet, by key
@@ -120,7 +120,7 @@ class DraftLoop:
 
     def submit(self, peer: DraftPeer, updates: Sequence[SequenceUpdate], *, step_seconds: float = 0.0) -> None:
         """Queues newest states. `step_seconds`: the duration of a step of their target; 0 if unknown."""
-        peer.submit(updates, verified_by=self._clock() + step_seconds)
+        peer.submit(updates, look_ahead_deadline=self._clock() + step_seconds)
         with self._changed:
             self._wake()
 
@@ -186,7 +186,7 @@ class DraftLoop:
         return updates
 
     def _apply(self, updates: Sequence[tuple[DraftPeer, ReceivedUpdate]]) -> None:
-        for peer, (update, verified_by) in updates:
+        for peer, (update, look_ahead_deadline) in updates:
             if update.closed:
                 self._held.close(peer, update.sequence_id)
                 peer.drop_answers(update.sequence_id)
@@ -195,7 +195,7 @@ class DraftLoop:
             if isinstance(outcome, DraftStatus):
                 self._refused.append((peer, SequenceProposals(update.sequence_id, outcome)))
             else:
-                outcome.verified_by = verified_by
+                outcome.look_ahead_deadline = look_ahead_deadline
                 outcome.num_branches_left = MAX_AHEAD_BRANCHES
                 self._ahead.pop(outcome.key, None)
                 self._pending[outcome.key] = outcome
@@ -235,7 +235,7 @@ class DraftLoop:
     def _may_look_ahead(self, held: HeldSequence, now: float) -> bool:
         """Returns whether look-ahead that begins now is expected to end before the target's step does."""
         is_able = self._max_alternatives > 0 and self._proposer.info.can_look_ahead
-        return is_able and held.num_wanted > 0 and now + self._ahead_seconds < held.verified_by
+        return is_able and held.num_wanted > 0 and now + self._ahead_seconds < held.look_ahead_deadline
 
     def _num_offered(self, held: HeldSequence, *, looks_ahead: bool) -> int:
         """Returns the number of tokens to offer: without look-ahead some more than wanted, never past max_tokens."""

@@ -36,7 +36,7 @@ class ReceivedUpdate(NamedTuple):
     """The newest state of a sequence, and the time (clock seconds) at which its target should have verified."""
 
     update: SequenceUpdate
-    verified_by: float
+    look_ahead_deadline: float
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class DraftPeer:
         """Whether another message of this peer may be read."""
         return self._num_tokens < MAX_WAITING_TOKENS and self._num_feature_bytes < MAX_WAITING_FEATURE_BYTES
 
-    def submit(self, updates: Sequence[SequenceUpdate], *, verified_by: float) -> None:
+    def submit(self, updates: Sequence[SequenceUpdate], *, look_ahead_deadline: float) -> None:
         """Adds updates, which replace older ones of the same sequences.
 
         Raises: CapacityError for a peer that sends and does not read.
@@ -99,7 +99,7 @@ class DraftPeer:
                 raise CapacityError(f"{self.hello.name} does not read the answers to its updates")
             for update in updates:
                 replaced = self._updates.get(update.sequence_id)
-                self._updates[update.sequence_id] = ReceivedUpdate(update, verified_by)
+                self._updates[update.sequence_id] = ReceivedUpdate(update, look_ahead_deadline)
                 self._count(update, 1)
                 if replaced is not None:
                     self._count(replaced.update, -1)

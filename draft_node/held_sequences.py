@@ -72,7 +72,7 @@ class HeldSequence:
     features: HeldFeatures | None = None  # None: the node needs none
     num_wanted: int = 0
     min_reach: float = 0.0  # see ProposalRequest
-    verified_by: float = 0.0  # time (clock seconds) at which its target should have verified the last answer
+    look_ahead_deadline: float = 0.0  # time (clock seconds) at which its target should have verified the last answer
     num_branches_left: int = 0  # look-ahead branches that may still be sent before the next update
 
     @property
@@ -105,18 +105,18 @@ class HeldSequences:
         self,
         *,
         on_forgotten: Callable[[HeldSequence], None],
-        on_displaced: Callable[[HeldSequence], None] = lambda _held: None,
+        on_evicted: Callable[[HeldSequence], None] = lambda _held: None,
         max_sequences: int = MAX_SEQUENCES,
         max_tokens: int = MAX_TOKENS,
         features: FeatureFormat | None = None,
         max_feature_bytes: int = MAX_FEATURE_BYTES,
     ) -> None:
-        """`on_displaced` is called before `on_forgotten` for a sequence that is evicted for another decode node.
+        """`on_evicted` is called before `on_forgotten` for a sequence that is evicted for another decode node.
 
         `features`: the format that the node's head needs; None: features are not kept.
         """
         self._on_forgotten = on_forgotten
-        self._on_displaced = on_displaced
+        self._on_displaced = on_evicted
         self._features = features
         max_features = max_tokens if features is None else max_feature_bytes // features.bytes_per_token
         self._limits = (max_sequences, max_tokens, max_features)

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from outrider import __version__
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, CpuTurns, open_turns
+from outrider.engine.cpu_turns import TURN_TAKEN_OVER, CpuTurns, open_turns
 from outrider.engine.engine import PromptEngine
 from outrider.engine.engine_thread import EngineThread
 from outrider.engine.processor import usable_cpus
@@ -56,7 +56,7 @@ def event_loop_clock() -> Callable[[], int]:
 def open_logged_turns(path: str, kernels: CpuKernels | None) -> CpuTurns:
     """Calls `open_turns` for this process's processors, and logs each turn that is taken from another node."""
     log = get_logger("cpu_turns")
-    return open_turns(path, kernels, cpus=usable_cpus(), on_taken_from_another=lambda: log.warning(TAKEN_FROM_ANOTHER))
+    return open_turns(path, kernels, cpus=usable_cpus(), on_turn_taken_over=lambda: log.warning(TURN_TAKEN_OVER))
 
 
 class EngineNode(Generic[Built]):
@@ -179,14 +179,14 @@ class TargetNode(EngineNode[Parts]):
         if self._parts is None:
             return NodeReport(state=self._state, incarnation=self._incarnation)
         progress = self._parts.loop.progress
-        at_hand = progress.at_hand
+        current_step = progress.current_step
         return NodeReport(
             state=self._state,
             incarnation=self._incarnation,
-            mark=at_hand.mark,
+            mark=current_step.mark,
             num_steps=progress.num_steps,
-            expected_step_seconds=at_hand.expected_seconds,
-            step_age_seconds=progress.age_seconds(at_hand),
+            expected_step_seconds=current_step.expected_seconds,
+            step_age_seconds=progress.age_seconds(current_step),
             load=self._load(),
         )
 

@@ -131,7 +131,7 @@ class PeerLostError(OutriderError):
         self.retry_after_seconds = retry_after_seconds
 
 
-LOSES_NODES = "REQUEST_LOSES_NODES"
+POISON_REQUEST = "REQUEST_LOSES_NODES"
 """Reason of the PeerLostError for a request that may itself cause the loss of nodes and is therefore not retried."""
 RESUMED_ELSEWHERE = "RESUMED_ELSEWHERE"
 """Reason of the AbortedError that ends a stream if its answer continues in another stream or on another router."""

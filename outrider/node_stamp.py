@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 NODES_KEY = "outrider-nodes"
-"""Key of the trailer with the value of `stamps_to_text`."""
+"""Key of the trailer with the value of `format_node_versions`."""
 MAX_TEXT = 1024
-"""Maximum characters of `stamps_to_text`: trailers share 8 KiB with a status's details."""
+"""Maximum characters of `format_node_versions`: trailers share 8 KiB with a status's details."""
 _MAX_PART = 100
-"""Maximum characters of a name, role, version or numerics in `stamps_to_text`; nodes choose them freely."""
+"""Maximum characters of a name, role, version or numerics in `format_node_versions`; nodes choose them freely."""
 
 
 @dataclass(frozen=True, slots=True)
-class NodeStamp:
+class NodeVersion:
     """A node as it was when it worked on a request. What another one must equal to compute the same tokens."""
 
     name: str
@@ -31,7 +31,7 @@ class NodeStamp:
         return f"{name} {role} {version} {re.sub(r'[^ -:<-~]', '_', self.numerics)[:_MAX_PART] or '-'}"
 
 
-def stamps_to_text(stamps: Iterable[NodeStamp]) -> str:
+def format_node_versions(stamps: Iterable[NodeVersion]) -> str:
     """Returns at most `MAX_TEXT` characters of printable ASCII, without the nodes that do not fit."""
     text = ""
     for stamp in stamps:
@@ -42,7 +42,7 @@ def stamps_to_text(stamps: Iterable[NodeStamp]) -> str:
     return text
 
 
-def stamps_from_text(text: str) -> tuple[NodeStamp, ...]:
-    """Parses the text of `stamps_to_text`; ignores invalid parts."""
+def parse_node_versions(text: str) -> tuple[NodeVersion, ...]:
+    """Parses the text of `format_node_versions`; ignores invalid parts."""
     found = (part.split(" ", 3) for part in text.split("; "))
-    return tuple(NodeStamp(*parts) for parts in found if len(parts) == 4)
+    return tuple(NodeVersion(*parts) for parts in found if len(parts) == 4)

@@ -24,7 +24,7 @@ def module_command(module: str) -> list[str]:
     return [sys.executable, "-P", "-m", module]
 
 
-def tied(command: Sequence[str]) -> list[str]:
+def kill_with_parent(command: Sequence[str]) -> list[str]:
     """Returns the command for a process that gets SIGKILL when the thread that starts it ends in any way.
 
     A watcher of a pipe would not be enough: it does not run in a child that is stopped by SIGSTOP.

@@ -31,7 +31,7 @@ class PrefillCall:
     traceparent: str = ""  # the call's span, sent in its metadata; empty: not traced
 
     @property
-    def most_outstanding_tokens(self) -> int:
+    def max_outstanding_tokens(self) -> int:
         """The tokens for which others wait. If the call is scored, they do so for one step's rows only."""
         return MAX_SCORED_ROWS if self.scored_token_ids else len(self.token_ids)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ConfigError
-from outrider.node_stamp import NodeStamp
+from outrider.node_stamp import NodeVersion
 
 FORMAT = 1
 """The field `receipt` of each line. Fields may be added to a format; readers ignore those that they do not know."""
@@ -65,7 +65,7 @@ class Receipt:
     num_moves: int  # migrations from a prefill or decode node
     router: ReceiptRouter
     model: ReceiptModel
-    nodes: tuple[NodeStamp, ...]  # nodes that worked on it, in the order of first use
+    nodes: tuple[NodeVersion, ...]  # nodes that worked on it, in the order of first use
     request: Mapping[str, Any]  # a GenerateRequest in proto JSON: prompt as token ids, seed, max_tokens and method set
     samples: tuple[ReceiptSample, ...]
 

@@ -92,7 +92,7 @@ class SamplingParams:
         return self.temperature < GREEDY_TEMPERATURE
 
     @property
-    def field_to_blame(self) -> str:
+    def field_at_fault(self) -> str:
         """The API's field of a request that a node cannot serve: its constraint, or else its prompt."""
         return "prompt" if self.constraint is None else f"sampling.{self.constraint.kind}"
 

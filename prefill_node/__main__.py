@@ -48,18 +48,18 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
         from outrider.engine_node import end_process, event_loop_clock, open_logged_turns
-        from outrider.heads.of_target import HeadOfTarget
+        from outrider.heads.of_target import TargetHead
         from outrider.kv_transfer.connectors import Connector
         from outrider.kv_transfer.cuda_ipc import open_shared_gpu
-        from outrider.model_hub.compute import open_compute
+        from outrider.model_hub.compute import open_model_runtime
         from outrider.service.announce import announce_progress
         from prefill_node.node import PrefillParts
         from prefill_node.prefill_loop import PrefillLoop
 
-        compute = open_compute(
+        compute = open_model_runtime(
             model_config,
             config.kv_cache,
-            features=HeadOfTarget(model_config).reduction,
+            features=TargetHead(model_config).reduction,
             on_rank_lost=end_process,
             progress=announce_progress,
         )

@@ -39,7 +39,7 @@ class PushOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldRead:
+class HeldPrefixRead:
     """A push thread's message to the engine thread: the held prefix has been read, or could not be."""
 
     job_id: int
@@ -59,7 +59,7 @@ class Stop:
     """The command to drop all jobs and end the engine thread."""
 
 
-Command = PrefillJob | CancelJob | HeldRead | PushEnded | StartProfile | EndProfile | Stop
+Command = PrefillJob | CancelJob | HeldPrefixRead | PushEnded | StartProfile | EndProfile | Stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class PrefillNode(TargetNode[PrefillParts]):
             self._jobs.start_draining()
             _log.warning("drain deadline passed", num_jobs=self._jobs.num_jobs)
             self._jobs.fail_all(PeerLostError(f"prefill node {self._name} is draining", reason="DRAINING"))
-        if num_calls := await self._servicer.calls.wait_for_present(LAST_ANSWERS_SECONDS):
+        if num_calls := await self._servicer.calls.wait_for_open(LAST_ANSWERS_SECONDS):
             _log.warning("routers have not read their answers", num_calls=num_calls)
 
     async def stop(self) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.engine import PromptEngine
 from outrider.engine.pending import read
-from outrider.engine.sampler.logprobs import take_scored_rows
+from outrider.engine.sampler.logprobs import split_scored_rows
 from outrider.engine.scheduler import Scheduled, StepPlan
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
@@ -34,7 +34,7 @@ from outrider.wire.answer import pack_logprobs
 from prefill_node.jobs import (
     CancelJob,
     Command,
-    HeldRead,
+    HeldPrefixRead,
     JobEnded,
     PrefillJob,
     PushEnded,
@@ -96,7 +96,7 @@ class PrefillLoop:
     def submit(self, command: Command) -> None:
         """Queues a command, from any thread."""
         if isinstance(command, PrefillJob):
-            self.prompt_tokens.set_outstanding(command.job_id, command.call.most_outstanding_tokens)
+            self.prompt_tokens.set_outstanding(command.job_id, command.call.max_outstanding_tokens)
         if isinstance(command, Stop):
             self._turn.is_stopping = True
         self._inbox.put(command)
@@ -179,8 +179,8 @@ class PrefillLoop:
                 self._add(command)
             case CancelJob():
                 self._cancel(command.job_id)
-            case HeldRead():
-                self._held_read(command)
+            case HeldPrefixRead():
+                self._held_prefix_read(command)
             case PushEnded():
                 self._end(command.job_id, command.outcome)
             case StartProfile():
@@ -199,11 +199,11 @@ class PrefillLoop:
         """Starts the jobs that get a slot."""
         for task in self._slots.take():
             if task.reserve_to_read(self._engine.pool):
-                self._start_push(task)  # HeldRead follows
+                self._start_push(task)  # HeldPrefixRead follows
             else:
                 self._scheduler.add(task.sequence)
 
-    def _held_read(self, command: HeldRead) -> None:
+    def _held_prefix_read(self, command: HeldPrefixRead) -> None:
         """Begins to compute the rest of a prompt, or all of it, at once, since others may wait for its blocks."""
         if (task := self._tasks.get(command.job_id)) is not None and not task.is_cancelled:
             task.end_reading(has_read=command.has_read)
@@ -270,7 +270,7 @@ class PrefillLoop:
             block_ids=kv.block_ids,
             on_ended=lambda outcome: self._push_ended(job_id, outcome),
             read_from=kv.num_tokens if task.is_reading else None,
-            on_read=lambda has_read: self._inbox.put(HeldRead(job_id, has_read)),
+            on_read=lambda has_read: self._inbox.put(HeldPrefixRead(job_id, has_read)),
         )
         task.push.start()
         return task.push
@@ -296,7 +296,7 @@ class PrefillLoop:
                 plan.block_copies, rows, on_layer_done=lambda layer: self._layer_done(plan, layer)
             )
             self._offer(plan.scheduled, None)
-            for sequence, logprobs in read(*take_scored_rows(plan, logits)[1]):
+            for sequence, logprobs in read(*split_scored_rows(plan, logits)[1]):
                 self._tasks[sequence.key].prompt_logprobs.append(pack_logprobs(logprobs))
             self._time.mark(Part.SAMPLING)
             num_ended = sum(item.reaches_end for item in plan.scheduled)
@@ -319,7 +319,7 @@ class PrefillLoop:
             if (layers := self._layers.ending_at(layer, num_tokens=item.num_rows)) is not None:
                 self._offer((item,), layers)
         if layer < self._layers.num_layers - 1:
-            self._turn.give_way()
+            self._turn.yield_turn()
 
     def _offer(self, scheduled: Iterable[Scheduled], layers: range | None) -> None:
         """Offers the chunk's KV of these layers to the pushes; None stands for the features."""

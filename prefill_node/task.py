@@ -55,7 +55,7 @@ class PrefillTask:
     def num_outstanding_tokens(self) -> int:
         """Number of tokens that are not computed, at most those for which other requests wait."""
         num_known = self.num_cached_tokens + self.num_read_tokens + self._num_computed_tokens
-        return min(len(self.sequence.token_ids) - num_known, self.job.call.most_outstanding_tokens)
+        return min(len(self.sequence.token_ids) - num_known, self.job.call.max_outstanding_tokens)
 
     @property
     def _num_computed_tokens(self) -> int:

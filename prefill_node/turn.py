@@ -46,9 +46,9 @@ class PrefillTurn:
 
     def keep(self) -> bool:
         """Extends the turn by the expected time of a layer of this chunk. Returns False if the turn was lost."""
-        return self._turns.keep(self._progress.at_hand.expected_seconds / self._num_layers)
+        return self._turns.keep(self._progress.current_step.expected_seconds / self._num_layers)
 
-    def give_way(self) -> None:
+    def yield_turn(self) -> None:
         """Lets others compute between two layers if the turn is over, and waits for the next one."""
         if not self.keep() or self._is_over():
             self._clock.mark(Part.FORWARD)

@@ -26,7 +26,7 @@ from router.api.pages import RouterPages
 from router.api.registry import RequestRegistry
 from router.api.servicer import SERVICE_NAME, RouterServicer
 from router.config import RouterConfig
-from router.durability.keeper import AnswerKeeper
+from router.durability.keeper import AnswerReplicator
 from router.durability.receipts.keeper import ReceiptKeeper, make_sink
 from router.durability.store.base import AnswerStore
 from router.nodes.directory import NodeDirectory
@@ -77,7 +77,7 @@ class Router:
         """
         self._config = config
         self._tracer = tracer
-        self._records = Records(keeps_tokens=shows_text, tracer=tracer)
+        self._records = Records(records_tokens=shows_text, tracer=tracer)
         self._registry = registry
         identity = RouterIdentity(name=name or f"router-{os.getpid()}", incarnation=os.urandom(_INCARNATION_BYTES))
         self.nodes = NodeDirectory(config, identity, resolver=resolver, security=security, on_lost=self._on_lost)
@@ -145,7 +145,7 @@ class Router:
         )
         self.nodes.on_report(queue.pump)
         if self._store is not None:
-            self.requests.keeper = AnswerKeeper(
+            self.requests.keeper = AnswerReplicator(
                 self._store,
                 restore=self.requests.restore,
                 may_serve_without=config.store_lost == "serve",
@@ -164,7 +164,7 @@ class Router:
     async def drain(self, deadline_seconds: float) -> None:
         """Refuses new requests after the handover period; at the deadline fails all that are left, also queued ones."""
         deadline = asyncio.get_running_loop().time() + deadline_seconds
-        self.requests.is_leaving = True
+        self.requests.is_handing_over = True
         has_gateway = self._vllm_engine is not None and self._vllm_engine.is_watched
         handover_seconds = GATEWAY_HANDOVER_SECONDS if has_gateway else HANDOVER_SECONDS
         await asyncio.sleep(min(handover_seconds, deadline_seconds / 2))
@@ -176,7 +176,7 @@ class Router:
             _log.warning("drain deadline passed", num_requests=len(self.requests))
             self.requests.fail_all(_stopping())
         self.servicer.end_watches()
-        if num_calls := await self.calls.wait_for_present(FINAL_STATUS_SECONDS):
+        if num_calls := await self.calls.wait_for_open(FINAL_STATUS_SECONDS):
             _log.warning("clients have not read the end of their answers", num_calls=num_calls)
 
     async def stop(self) -> None:

@@ -86,14 +86,14 @@ class RunningCluster:
 
     @contextlib.contextmanager
     def held_steps(self):
-        """Holds decode steps until the block ends, except those that `step_until` lets pass."""
+        """Holds decode steps until the block ends, except those that `release_steps_until` lets pass."""
         self.points.arm(STEP)
         try:
             yield
         finally:
             self.points.release(STEP)
 
-    def step_until(self, is_done, *, timeout_seconds=60.0):
+    def release_steps_until(self, is_done, *, timeout_seconds=60.0):
         """Lets held steps pass, one at a time, until `is_done()` is true."""
         ends = time.monotonic() + timeout_seconds
         while not is_done():
@@ -218,15 +218,15 @@ def certificate(tls_folder):
 
 
 @pytest.fixture
-def steps_take_a_set_time(monkeypatch):
+def fixed_step_times(monkeypatch):
     """Gives steps and draft calls fixed times, on which drafting and verification depend."""
-    from outrider.speculation.ask_cost import AskCost
+    from outrider.speculation.ask_cost import CallCost
     from outrider.speculation.step_cost import StepCostModel
 
     observe = StepCostModel.observe
     monkeypatch.setattr(StepCostModel, "observe", lambda cost, **step: observe(cost, **{**step, "step_seconds": 0.01}))
-    ask = AskCost.observe
-    monkeypatch.setattr(AskCost, "observe", lambda cost, _seconds, **asked: ask(cost, 1e-5, **asked))
+    ask = CallCost.observe
+    monkeypatch.setattr(CallCost, "observe", lambda cost, _seconds, **asked: ask(cost, 1e-5, **asked))
 
 
 @pytest.fixture(scope="session", params=["torch", "native"])

@@ -18,7 +18,7 @@ from process import PeerError, ServerProcess
 from outrider.bench.load import RequestRecord
 from outrider.bench.prompts import BenchPrompt
 
-MOST_CLIENTS = 64
+MAX_CLIENTS = 64
 
 Stream = Callable[[Sequence[int]], Iterator[list[int]]]
 """Takes a prompt's token ids and yields new token ids as they arrive. Blocking; raises PeerError or OSError."""
@@ -30,7 +30,7 @@ class StreamAsker:
     def __init__(self, stream: Stream, *, max_tokens: int) -> None:
         self._stream = stream
         self._max_tokens = max_tokens
-        self._threads = ThreadPoolExecutor(MOST_CLIENTS)
+        self._threads = ThreadPoolExecutor(MAX_CLIENTS)
 
     async def ask(self, prompt: BenchPrompt, *, index: int, speculation: bool) -> RequestRecord:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._ask, prompt)

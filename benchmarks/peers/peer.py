@@ -10,7 +10,7 @@ from typing import Protocol
 
 from process import ServerProcess
 
-from outrider.bench.load import Asker
+from outrider.bench.load import AnswerSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class Setup:
     dtype: str  # "auto", "float32", "bfloat16", "int8"
     speculation: bool
     max_tokens: int  # per answer
-    most_prompt_tokens: int  # per prompt
+    max_prompt_tokens: int  # per prompt
     num_threads: int
     log: Path
     start_seconds: float  # timeout of a start
@@ -33,7 +33,7 @@ class Server:
     """A running peer."""
 
     process: ServerProcess
-    asker: Asker
+    asker: AnswerSource
 
 
 class Peer(Protocol):
@@ -41,7 +41,7 @@ class Peer(Protocol):
 
     name: str
     has_lookup: bool  # prompt lookup
-    most_clients: int  # concurrently; 0: any number
+    max_clients: int  # concurrently; 0: any number
 
     def dtypes(self, cpu_flags: frozenset[str]) -> tuple[str, ...]:
         """Returns the dtypes to measure by default: all that could be the peer's fastest on this processor."""

@@ -19,7 +19,7 @@ OPTIONS = (
     *("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_TESTS=OFF"),
     *("-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"),
 )
-MOST_CLIENTS = 16  # slots
+MAX_CLIENTS = 16  # slots
 TOKENS_PER_CLIENT = 1024
 LOOKUP = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3", "--spec-ngram-simple-size-m", "6")
 GGUF_TYPES = {"bfloat16": "bf16", "float32": "f32", "float16": "f16", "int8": "q8_0"}
@@ -28,7 +28,7 @@ GGUF_TYPES = {"bfloat16": "bf16", "float32": "f32", "float16": "f16", "int8": "q
 class LlamaCpp:
     name = "llama_cpp"
     has_lookup = True
-    most_clients = MOST_CLIENTS
+    max_clients = MAX_CLIENTS
 
     def __init__(self) -> None:
         self._environment = Environment("llama_cpp")
@@ -58,8 +58,8 @@ class LlamaCpp:
         port = free_port()
         command = [str(self._server), "-m", str(self._gguf(setup.model, GGUF_TYPES[setup.dtype]))]
         command += ["--host", "127.0.0.1", "--port", str(port), "-t", str(setup.num_threads)]
-        tokens = max(TOKENS_PER_CLIENT, setup.most_prompt_tokens + setup.max_tokens)
-        command += ["-np", str(MOST_CLIENTS), "-c", str(MOST_CLIENTS * tokens), "--cache-ram", "0"]
+        tokens = max(TOKENS_PER_CLIENT, setup.max_prompt_tokens + setup.max_tokens)
+        command += ["-np", str(MAX_CLIENTS), "-c", str(MAX_CLIENTS * tokens), "--cache-ram", "0"]
         if setup.speculation:
             command += LOOKUP
         with ServerProcess(command, environment={}, log=setup.log) as process:

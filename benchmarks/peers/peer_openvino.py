@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).resolve().parent / "serve_openvino.py"
 class OpenVino:
     name = "openvino"
     has_lookup = True
-    most_clients = 0
+    max_clients = 0
 
     def __init__(self) -> None:
         self._environment = Environment("openvino")

@@ -13,7 +13,7 @@ from typing import Any
 from peer import Server, Setup, Started
 from process import ServerProcess
 
-from outrider.bench.load import RequestRecord, RouterAsker
+from outrider.bench.load import RequestRecord, RouterAnswerSource
 from outrider.bench.prompts import AnswerOptions, BenchPrompt
 from outrider.client import AsyncClient
 
@@ -25,7 +25,7 @@ PLAIN = ("decode_node.local_lookup=none",)
 class Ours:
     name = "ours"
     has_lookup = True
-    most_clients = 0
+    max_clients = 0
 
     def dtypes(self, cpu_flags: frozenset[str]) -> tuple[str, ...]:
         return ("auto",)
@@ -64,7 +64,7 @@ def _router(status: Path) -> str:
 
 
 class _LazyAsker:
-    """Makes a RouterAsker on each event loop that asks, since a gRPC channel belongs to one loop."""
+    """Makes a RouterAnswerSource on each event loop that asks, since a gRPC channel belongs to one loop."""
 
     def __init__(self, router: str, setup: Setup) -> None:
         self._router = router
@@ -72,10 +72,10 @@ class _LazyAsker:
             max_tokens=setup.max_tokens, ignore_eos=True, timeout_seconds=setup.answer_seconds
         )
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._asker: RouterAsker | None = None
+        self._asker: RouterAnswerSource | None = None
 
     async def ask(self, prompt: BenchPrompt, *, index: int, speculation: bool) -> RequestRecord:
         loop = asyncio.get_running_loop()
         if self._asker is None or loop is not self._loop:
-            self._loop, self._asker = loop, RouterAsker(AsyncClient(self._router), self._options)
+            self._loop, self._asker = loop, RouterAnswerSource(AsyncClient(self._router), self._options)
         return await self._asker.ask(prompt, index=index, speculation=speculation)

@@ -20,7 +20,7 @@ class Transformers:
     def __init__(self, name: str, *, batching: bool) -> None:
         self.name = name
         self.has_lookup = not batching
-        self.most_clients = 0 if batching else 1
+        self.max_clients = 0 if batching else 1
         self._way = "batching" if batching else "generate"
 
     def dtypes(self, cpu_flags: frozenset[str]) -> tuple[str, ...]:

@@ -23,13 +23,13 @@ LOOKUP = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2
 TCMALLOC = "libtcmalloc_minimal.so.4"
 TCMALLOC_PACKAGE = "libtcmalloc-minimal4"
 KV_CACHE_GIB = 2
-LEAST_MODEL_LEN = 2048
+MIN_MODEL_LEN = 2048
 
 
 class Vllm:
     name = "vllm"
     has_lookup = True
-    most_clients = 0
+    max_clients = 0
 
     def __init__(self) -> None:
         self._environment = Environment("vllm")
@@ -50,7 +50,7 @@ class Vllm:
         port = free_port()
         command = [str(self._environment.python), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(setup.model), "--served-model-name", "model", "--dtype", setup.dtype]
-        max_model_len = max(LEAST_MODEL_LEN, setup.most_prompt_tokens + setup.max_tokens)
+        max_model_len = max(MIN_MODEL_LEN, setup.max_prompt_tokens + setup.max_tokens)
         command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(max_model_len)]
         command += ["--no-enable-prefix-caching", "--generation-config", "vllm"]
         if setup.speculation:

@@ -13,7 +13,7 @@ from typing import Self
 
 import psutil
 
-from outrider.own_modules import tied
+from outrider.own_modules import kill_with_parent
 
 END_SECONDS = 15.0
 POLL_SECONDS = 0.2
@@ -34,7 +34,7 @@ class ServerProcess:
         self._output = log.open("ab")
         self.popen = subprocess.Popen(
             # The kernel kills it when the thread that started it ends, so start peers in the main thread.
-            tied(command),
+            kill_with_parent(command),
             env={**os.environ, **environment},
             stdin=subprocess.PIPE if speaks_lines else subprocess.DEVNULL,
             stdout=subprocess.PIPE if speaks_lines else self._output,

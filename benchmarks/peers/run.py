@@ -98,7 +98,7 @@ def run_round(
                 dtype=contestant.dtype,
                 speculation=speculation,
                 max_tokens=arguments.max_tokens,
-                most_prompt_tokens=max(len(prompt.content) for prompt in prompts),
+                max_prompt_tokens=max(len(prompt.content) for prompt in prompts),
                 num_threads=arguments.threads,
                 log=logs / f"{peer.name}-{contestant.dtype}-{mode}-{number}.log",
                 start_seconds=arguments.start_timeout,

@@ -20,8 +20,8 @@ from reference import batching_config, greedy, load
 from outrider.model_hub.config import ModelConfig
 
 LOOKUP = {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 3}
-MOST_RUNNING = 16
-MOST_TOKENS = 1024  # of a prompt and its answer
+MAX_RUNNING = 16
+MAX_TOKENS = 1024  # of a prompt and its answer
 POLL_SECONDS = 0.5
 
 
@@ -83,7 +83,7 @@ def serve_generate(model: Any, lookup: dict[str, int], *, max_tokens: int) -> No
 
 
 def serve_batched(model: Any, *, max_tokens: int) -> None:
-    config = batching_config(longest_tokens=MOST_TOKENS, max_requests_per_batch=MOST_RUNNING)
+    config = batching_config(longest_tokens=MAX_TOKENS, max_requests_per_batch=MAX_RUNNING)
     manager = model.init_continuous_batching(
         generation_config=greedy(max_tokens, model), continuous_batching_config=config
     )

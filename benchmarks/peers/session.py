@@ -74,7 +74,7 @@ def run_session(
     try:
         with peer.start(setup) as server:
             result = replace(result, start_seconds=time.monotonic() - started_at)
-            fitting = [level for level in levels if not peer.most_clients or level <= peer.most_clients]
+            fitting = [level for level in levels if not peer.max_clients or level <= peer.max_clients]
             measured = asyncio.run(_bounded(_measure(server, setup, prompts, fitting), session_seconds))
             return replace(result, resident_mib=server.process.resident_bytes() / 2**20, **measured)
     except TimeoutError:

@@ -49,7 +49,7 @@ class NoIngest:
     def inbox(self) -> NoIngest:
         return self
 
-    def has_seen(self, transfer_id: bytes) -> bool:
+    def is_used_id(self, transfer_id: bytes) -> bool:
         return False
 
 

@@ -17,7 +17,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.scheduler import Scheduler
-from outrider.heads.of_target import HeadOfTarget
+from outrider.heads.of_target import TargetHead
 from outrider.model_hub.checkpoint_text import read_text
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.open import open_model
@@ -68,7 +68,7 @@ class ModelPair:
         if choice.model_id and not is_head:
             own = replace(own, id=choice.model_id)
         model = open_model(config)
-        reduction = HeadOfTarget(config).reduction(model)
+        reduction = TargetHead(config).reduction(model)
         return cls(
             model=model.with_features(reduction),
             reduction=reduction,
@@ -130,7 +130,7 @@ class ModelPair:
         if self.reduction is None:
             return make_proposer(self.proposer_name, self.settings), None
         config = DecodeNodeConfig(num_speculative_tokens=self.num_speculative_tokens)
-        head, features_of = open_local_head(config, HeadOfTarget(self.settings.model), self.model, engine.kv_cache)
+        head, features_of = open_local_head(config, TargetHead(self.settings.model), self.model, engine.kv_cache)
         assert head is not None, "model.head names one"
         return head, features_of
 

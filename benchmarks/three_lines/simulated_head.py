@@ -14,7 +14,7 @@ from outrider.engine.sampler import Sampler
 from outrider.engine.scheduler import EngineSequence
 from outrider.node import FeatureFormat
 from outrider.speculation.features import HeadRules
-from outrider.speculation.path_tree import Decided
+from outrider.speculation.path_tree import DraftedToken
 from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
 
 FORMAT = FeatureFormat(fingerprint="simulated", width=576, dtype="bfloat16")
@@ -56,7 +56,7 @@ class SimulatedHeadForward(DraftForward):
     def vocab_size(self) -> int:
         return self.models[0].vocab_size
 
-    def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
+    def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[DraftedToken]:
         with self.time.forward(sum(len(row.token_ids) for row in rows)):
             if block_copies:
                 self.kv_cache.copy_blocks(block_copies)
@@ -64,7 +64,7 @@ class SimulatedHeadForward(DraftForward):
                 self.kv_cache.slots[self._slots(row, row.start_position - 1, self._end(row))] = row.token_ids
             found = [self._logits(row) for row in rows if row.num_decisions]
             if not found:
-                return [Decided(()) for _ in rows]
+                return [DraftedToken(()) for _ in rows]
             decided = self._decide(np.stack(found), rows)
             return [replace(each, state=self._depth(row)) for row, each in zip(rows, decided, strict=True)]
 

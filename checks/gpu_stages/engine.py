@@ -15,7 +15,7 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.open_runner import open_runner
 from outrider.engine.runner_base import ModelRunner
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.kernels import attention_of
+from outrider.model_hub.kernels import choose_attention
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.open import open_model
 
@@ -65,7 +65,7 @@ def open_engine(
     loaded = open_model(config) if loaded is None else loaded
     cache, runner, _ = open_runner(
         loaded,
-        attention_of(config, loaded.device),
+        choose_attention(config, loaded.device),
         KVCacheConfig(num_blocks=num_blocks),
         num_rows=num_rows,
         graphs=GraphShapes() if graphs else None,

@@ -62,7 +62,7 @@ class UnackedFeatures:
         return (MAX_UNACKED_BYTES - len(self._data)) // self._size
 
     def add(self, start: int, payload: bytes) -> bool:
-        """Adds copies from the plane. Returns False, and adds none, if `start` is not `end`, as after `begin_again`."""
+        """Adds copies from the plane. Returns False, and adds none, if `start` is not `end`, as after `reset`."""
         if start != self.end:
             return False
         self._data += payload
@@ -80,7 +80,7 @@ class UnackedFeatures:
             del self._data[: (num_tokens - self.num_acked) * self._size]
             self.num_acked = num_tokens
 
-    def begin_again(self) -> None:
+    def reset(self) -> None:
         """Records that the node has lost all features, so that they are copied from the plane again."""
         self._data.clear()
         self.num_acked = 0
@@ -259,7 +259,7 @@ class Assignment:
         self.resent_at = now
         self.acked_length = 0
         if self.features is not None:
-            self.features.begin_again()
+            self.features.reset()
         self.pending = None
         self.is_catching_up = False
         self.sequence.is_dirty = True

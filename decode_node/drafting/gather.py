@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from decode_node.drafting.book import StepDrafts
 from decode_node.drafting.client import DraftClient
 from decode_node.groups import Sample
-from outrider.engine.scheduler import EngineSequence, StepRoom
+from outrider.engine.scheduler import EngineSequence, StepReservation
 from outrider.request import RequestOptions
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import OpenSequenceGroup, SampleStart
@@ -54,7 +54,7 @@ class LocalProposer:
         self._num_read.pop(sequence_id, None)
         self._proposer.forget(sequence_id)
 
-    def num_missed(self, sequence: EngineSequence) -> int:
+    def num_unread(self, sequence: EngineSequence) -> int:
         """Returns the number of tokens of the sequence that are not read."""
         return len(sequence.token_ids) - self._num_read.get(sequence.key, 0)
 
@@ -202,15 +202,15 @@ class DraftGatherer:
             if not samples:
                 return
         is_cheap = controller.is_cheap(source)
-        asked = controller.choose_asked(
+        asked = controller.choose_calls(
             source,
             {sample.sequence.key: sample.max_draft_tokens for sample in samples},
             best,
-            {} if is_cheap else {sample.sequence.key: local.num_missed(sample.sequence) for sample in samples},
+            {} if is_cheap else {sample.sequence.key: local.num_unread(sample.sequence) for sample in samples},
         )
         min_reach = controller.min_reach(source, len(asked))
         samples = [sample for sample in samples if sample.sequence.key in asked]
-        num_missed = sum([local.num_missed(sample.sequence) for sample in samples])
+        num_unread = sum([local.num_unread(sample.sequence) for sample in samples])
         started = self._clock()
         requests = [
             local.request(each, self._starts[each.sequence.key], asked[each.sequence.key], min_reach=min_reach)
@@ -218,9 +218,9 @@ class DraftGatherer:
         ]
         proposals, has_read_ahead = local.propose(requests, reads_ahead=is_cheap)
         seconds = self._clock() - started
-        num_read = num_missed - sum([local.num_missed(sample.sequence) for sample in samples])
+        num_read = num_unread - sum([local.num_unread(sample.sequence) for sample in samples])
         found = {key: controller.rank(key, each.tree) for key, each in proposals.items() if each.tree}
-        controller.observe_asked(
+        controller.observe_calls(
             source,
             {key: number for key, number in asked.items() if proposals[key].progress is Progress.DONE},
             found,
@@ -233,7 +233,7 @@ class DraftGatherer:
             self._drafts.setdefault(sequence_id, []).append(draft)
 
     def choose(
-        self, drafts: StepDrafts, room: StepRoom, samples: Sequence[Sample], *, num_waiting: int
+        self, drafts: StepDrafts, room: StepReservation, samples: Sequence[Sample], *, num_waiting: int
     ) -> dict[int, int]:
         """Returns how many of each draft's first tokens the step verifies, by sequence id.
 
@@ -245,7 +245,7 @@ class DraftGatherer:
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
         """Records the accepted tokens of a verified draft: their indices, from the root on."""
         self._controller.observe_verdict(sequence_id, draft, accepted)
-        self._warn_if_misread(draft.source)
+        self._warn_if_misloaded(draft.source)
         others = [each for each in self._drafts.get(sequence_id, ()) if each.tree.source != draft.source]
         self._drafts[sequence_id] = others
 
@@ -269,7 +269,7 @@ class DraftGatherer:
             if unverified and _is_coupled(self._starts[sequence_id].options):
                 for draft, _ in unverified:
                     self._controller.observe_committed(sequence_id, draft, token_ids)
-                    self._warn_if_misread(draft.source)
+                    self._warn_if_misloaded(draft.source)
         if self._client is None:
             return
         drafting = [(sample, token_ids) for sample, token_ids in committed if sample.may_draft]
@@ -286,17 +286,17 @@ class DraftGatherer:
             min_reach=self._controller.min_reach(DRAFT_NODE, len(drafting)),
         )
 
-    def _warn_if_misread(self, source: str) -> None:
+    def _warn_if_misloaded(self, source: str) -> None:
         """Warns once if almost no drafts of a head or draft model (whose name has a colon) are accepted."""
         known = self._controller.source(source)
-        if known.is_misread and (source == DRAFT_NODE or ":" in source):
+        if known.is_probably_misloaded and (source == DRAFT_NODE or ":" in source):
             _log.warning(
                 "almost none of these draft tokens are accepted: the head or draft model was probably loaded wrongly, "
                 "or was made for another target; check that it names this target, its layer ids (counted from the "
                 "input of a layer or from its output), the flags of its norms, and its d2t",
                 proposer=source,
-                num_drafts=known.num_judged,
-                num_first_tokens_accepted=known.num_begun,
+                num_drafts=known.num_checked,
+                num_first_tokens_accepted=known.num_first_accepted,
             )
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from decode_node.config import DecodeNodeConfig
 from decode_node.drafting.gather import FeaturesOf, log_failed_proposer
-from outrider.engine.arrays import Array, ids_beside
+from outrider.engine.arrays import Array, ids_like
 from outrider.engine.ranks.sharded_cache import KVCache
 from outrider.engine.scheduler import EngineSequence
 from outrider.errors import ConfigError
-from outrider.heads.of_target import HeadOfTarget
+from outrider.heads.of_target import TargetHead
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.speculation.proposers.factory import NO_PROPOSER, make_proposer
 from outrider.speculation.proposers.grammar import GrammarProposer
@@ -49,11 +49,11 @@ class PlaneFeatures:
             # A slice keeps the interpreter's lock. A copy would release it to the event loop, and then wait while
             # that sends the tokens of the last step. The head's kernels, which come next, run in parallel with it.
             return self.rows[slots[0] : slots[-1] + 1]
-        return self.rows[ids_beside(slots, self.rows)]
+        return self.rows[ids_like(slots, self.rows)]
 
 
 def open_local_head(
-    config: DecodeNodeConfig, head: HeadOfTarget, model: LoadedModel, kv_cache: KVCache
+    config: DecodeNodeConfig, head: TargetHead, model: LoadedModel, kv_cache: KVCache
 ) -> tuple[IsolatedProposer | None, FeaturesOf | None]:
     """Opens the head's proposer. Returns (None, None) if there is no head or this process does not run it.
 

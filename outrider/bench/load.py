@@ -60,7 +60,7 @@ _NO_SUMMARY = Summary(request_id="", usage=Usage(), metrics=RequestMetrics())
 OnDone = Callable[[RequestRecord], None]
 
 
-class Asker(Protocol):
+class AnswerSource(Protocol):
     """Requests one answer from a server. `benchmarks/peers` has askers for other servers."""
 
     async def ask(self, prompt: BenchPrompt, *, index: int, speculation: bool) -> RequestRecord:
@@ -70,7 +70,7 @@ class Asker(Protocol):
 class LoadGenerator:
     """Sends load to one server through one asker. Not thread-safe: it belongs to one event loop."""
 
-    def __init__(self, asker: Asker, *, seed: int = 0) -> None:
+    def __init__(self, asker: AnswerSource, *, seed: int = 0) -> None:
         """`seed` is for open-loop arrivals."""
         self._asker = asker
         self._seed = seed
@@ -124,7 +124,7 @@ class LoadGenerator:
         return [task.result() for task in tasks]
 
 
-class RouterAsker:
+class RouterAnswerSource:
     """Asks a router. It belongs to one event loop."""
 
     def __init__(self, client: AsyncClient, options: AnswerOptions) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from outrider.engine.processor import about_processor, usable_cpus, within_quota
+from outrider.engine.processor import processor_fields, usable_cpus, within_quota
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class MachineInfo:
 
 def describe_machine() -> MachineInfo:
     return MachineInfo(
-        processor=about_processor().get("model name") or platform.processor() or platform.machine(),
+        processor=processor_fields().get("model name") or platform.processor() or platform.machine(),
         num_cores=len(within_quota(usable_cpus())),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         system=f"{platform.system()} {platform.release()}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from outrider.bench.load import Level, LoadGenerator, Pass, RouterAsker
+from outrider.bench.load import Level, LoadGenerator, Pass, RouterAnswerSource
 from outrider.bench.machine import CpuMeter, CpuReading
 from outrider.bench.measure import BenchResult, Comparison, LevelFigures, compare, figures_of
 from outrider.bench.prompts import AnswerOptions, BenchPrompt
@@ -40,7 +40,7 @@ async def run_bench(
 ) -> BenchResult:
     """Runs the plan. Passes of one level alternate between the modes, as does the mode that goes first."""
     await _warm_up(client, plan, options, progress=progress)
-    load = LoadGenerator(RouterAsker(client, options), seed=options.seed)
+    load = LoadGenerator(RouterAnswerSource(client, options), seed=options.seed)
     figures: list[LevelFigures] = []
     comparisons: list[Comparison] = []
     for level in plan.levels:
@@ -77,7 +77,7 @@ def prompt_groups(plan: BenchPlan, level: Level) -> list[tuple[BenchPrompt, ...]
 async def _warm_up(client: AsyncClient, plan: BenchPlan, options: AnswerOptions, *, progress: LineProgress) -> None:
     """Runs a few short answers together in every mode, not counted."""
     short = replace(options, max_tokens=min(WARM_UP_TOKENS, options.max_tokens))
-    load = LoadGenerator(RouterAsker(client, short), seed=options.seed)
+    load = LoadGenerator(RouterAnswerSource(client, short), seed=options.seed)
     level = Level(is_open_loop=False, value=WARM_UP_PROMPTS)
     for mode in plan.modes:
         prompts = [prompt.salted(f"[{plan.run_mark}warm-up {int(mode)}]") for prompt in plan.prompts[:WARM_UP_PROMPTS]]

@@ -13,7 +13,7 @@ from outrider.cli.config import sections_of
 from outrider.cluster.event_printer import EventPrinter
 from outrider.config.arguments import add_setting_flags, add_settings_arguments, load_arguments
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.default_model import check_whole_files
+from outrider.model_hub.default_model import check_file_contents
 from outrider.model_hub.locate import locate_model
 
 
@@ -36,5 +36,5 @@ def run(arguments: argparse.Namespace) -> int:
 def _fetch(config: ModelConfig, name: str, printer: EventPrinter) -> None:
     progress = partial(printer.progress, name)
     location = locate_model(config, progress=progress)
-    check_whole_files(location.directory, progress=progress)
+    check_file_contents(location.directory, progress=progress)
     printer.say(f"{name:<10} {location.name} is in {location.directory}")

@@ -14,11 +14,11 @@ from outrider.cli.config import sections_of
 from outrider.cli.connection import add_connection_arguments, add_target_argument, read_connection
 from outrider.cli.printable import printable
 from outrider.client import Client
-from outrider.client.replay import Comparison, check_model, describe_gap, replay, why_not_replayable
+from outrider.client.replay import Comparison, check_model, describe_gap, replay, replay_obstacle
 from outrider.config.arguments import add_settings_arguments, load_arguments
 from outrider.config.values import without_passwords
 from outrider.errors import ConfigError, InvalidRequestError, MismatchError, NotFoundError, OutriderError
-from outrider.node_stamp import NodeStamp
+from outrider.node_stamp import NodeVersion
 from outrider.receipt import ABORTED, FAILED, Receipt, find_receipt, read_receipts
 
 STORE_SECONDS = 10.0
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _replay(client: Client, receipt: Receipt) -> int:
     """Returns the exit status. Raises: OutriderErrors."""
     name = receipt.request_id
-    if reason := why_not_replayable(receipt):
+    if reason := replay_obstacle(receipt):
         _say(f"{name}: cannot be replayed: {reason}")
         return NOT_REPLAYABLE
     check_model(receipt, client.model())
@@ -113,7 +113,7 @@ def _token_text(client: Client, token_id: int | None) -> str:
         return str(token_id)
 
 
-def _node_lines(receipt: Receipt, nodes: tuple[NodeStamp, ...]) -> Iterator[str]:
+def _node_lines(receipt: Receipt, nodes: tuple[NodeVersion, ...]) -> Iterator[str]:
     """Yields a line for each difference between the nodes of the receipt and the present ones."""
     if not nodes:
         yield "the router does not say which nodes computed it now"

@@ -21,7 +21,7 @@ from outrider.cluster.cluster import SIGNAL_SECONDS, Cluster
 from outrider.cluster.config import DECODE, DRAFT, ClusterConfig
 from outrider.cluster.event_printer import EventPrinter
 from outrider.cluster.gateway import require_engine_protocol, require_gateway
-from outrider.cluster.gpus import VISIBLE, allot
+from outrider.cluster.gpus import VISIBLE, assign_gpus
 from outrider.cluster.plan import ROUTER, Launch
 from outrider.cluster.shares import has_shared_cpus
 from outrider.config.arguments import (
@@ -35,7 +35,7 @@ from outrider.config.resolve import ResolvedConfig, parse_reference
 from outrider.errors import ConfigError, PeerLostError
 from outrider.heads.locate import AUTO_HEAD
 from outrider.lossy_stream import drain_standard_streams, guard_standard_streams
-from outrider.model_hub.locate import is_at_hand
+from outrider.model_hub.locate import is_available_locally
 from outrider.service.address import loopback
 from outrider.service.server import probe_port
 from outrider.speculation.proposers.factory import NO_PROPOSER, DraftChoice
@@ -99,7 +99,7 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
             probe_port(sections["server"].host, config.port + index, "choose another with --port")
     if config.openai_port is not None:
         _check_gateway(config.openai_port, sections, has_tls=tls is not None)
-    node_environ, node_overrides = allot(config, common, by_role)
+    node_environ, node_overrides = assign_gpus(config, common, by_role)
     launch = Launch(
         config_file=arguments.config,
         overrides=tuple(overrides),
@@ -110,7 +110,7 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
             for role, settings in by_role.items()
         },
         log_directory=arguments.log_dir,
-        locate_model=not is_at_hand(sections["model"]),
+        locate_model=not is_available_locally(sections["model"]),
     )
     return Cluster(config, launch)
 

@@ -84,7 +84,7 @@ class AsyncGenerateStream(BaseStream):
         was_cancelled = self._cancelled.is_set()
         self._cancelled.set()
         self._call.cancel()
-        if not was_cancelled and self._continuation.leaves_work:
+        if not was_cancelled and self._continuation.needs_abort:
             self._aborting = asyncio.create_task(self._abort(self.request_id))
 
     async def wait_stopped(self) -> None:

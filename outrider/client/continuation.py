@@ -17,7 +17,7 @@ from outrider.client.record import StreamRecord, StreamRequest
 from outrider.client.retry import Attempts
 from outrider.client.targets import Targets
 from outrider.errors import (
-    LOSES_NODES,
+    POISON_REQUEST,
     AbortedError,
     AlreadyRunningError,
     CapacityError,
@@ -71,7 +71,7 @@ class Continuation:
         self.step = Step(targets.current, self._resume() if wanted.request is None else wanted.request)
 
     @property
-    def leaves_work(self) -> bool:
+    def needs_abort(self) -> bool:
         """Whether a router would go on computing the answer although nobody reads it."""
         return self._window_seconds is not None and not self._record.is_complete and not self._is_over
 
@@ -97,7 +97,7 @@ class Continuation:
 
     def _resume_after(self, error: OutriderError) -> Step:
         assert self._window_seconds is not None
-        if error.reason == LOSES_NODES:
+        if error.reason == POISON_REQUEST:
             raise error
         step, is_first = self.step, self._lost_at is None
         if is_first and isinstance(error, CapacityError) and not self._record.has_started:
@@ -178,7 +178,7 @@ class Continuation:
             self._num_failures += 1
             target = self._targets.after(self.step.target)
             if self._num_failures % len(self._targets):  # another target is untried
-                record.forget_start()
+                record.discard_started()
                 return Step(target, request)
             return self._next_attempt(error, target)
         return self._next_attempt(error, self.step.target)
@@ -188,5 +188,5 @@ class Continuation:
         seconds = self._attempts.next_after(error)
         if seconds is None:
             raise error
-        self._record.forget_start()  # the next attempt starts from scratch
+        self._record.discard_started()  # the next attempt starts from scratch
         return Step(target, self._resume() if self._request is None else self._request, seconds)

@@ -101,7 +101,7 @@ class StreamRecord:
             return {0: first, **self._next_positions}
         return dict(self._next_positions)
 
-    def forget_start(self) -> None:
+    def discard_started(self) -> None:
         """Forgets the Started event, since a new attempt may draw another seed."""
         self._started = None
 

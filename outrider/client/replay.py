@@ -8,7 +8,7 @@ from outrider.answer import Delta
 from outrider.client.sync import Client
 from outrider.errors import AbortedError, InvalidRequestError, MismatchError
 from outrider.node import Model
-from outrider.node_stamp import NODES_KEY, NodeStamp, stamps_from_text
+from outrider.node_stamp import NODES_KEY, NodeVersion, parse_node_versions
 from outrider.receipt import Receipt, ReceiptSample
 from outrider.request import VerificationMethod
 from outrider.v1 import router_pb2
@@ -53,9 +53,9 @@ class Comparison:
         self.is_different |= not self.has_ended and self.expected is not None
 
 
-def why_not_replayable(receipt: Receipt) -> str:
+def replay_obstacle(receipt: Receipt) -> str:
     """Returns why a receipt cannot be replayed, or "" if it can. Raises: InvalidRequestError if it is damaged."""
-    method = VERIFICATION_METHODS.or_else(None).from_proto(_request_of(receipt).speculation.method)
+    method = VERIFICATION_METHODS.from_proto_or(None).from_proto(_request_of(receipt).speculation.method)
     if method is VerificationMethod.COUPLED:
         return "" if any(sample.token_ids for sample in receipt.samples) else "it has no tokens to compare"
     label = "a method that this version does not know" if method is None else method.label
@@ -72,7 +72,7 @@ def check_model(receipt: Receipt, served: Model) -> None:
         )
 
 
-def replay(client: Client, receipt: Receipt) -> tuple[list[Comparison], tuple[NodeStamp, ...]]:
+def replay(client: Client, receipt: Receipt) -> tuple[list[Comparison], tuple[NodeVersion, ...]]:
     """Repeats a receipt's request, and compares the tokens. Aborts the request when nothing is left to compare.
 
     Returns a comparison for each sample, and the nodes that computed the answer if the router reports them.
@@ -101,7 +101,7 @@ def replay(client: Client, receipt: Receipt) -> tuple[list[Comparison], tuple[No
         if not sample.has_ended and (finished is None or finished.reason.value == "aborted"):
             raise AbortedError(f"the replay of request {receipt.request_id!r} was aborted")
         sample.end()
-    return samples, stamps_from_text(trailers.get(NODES_KEY, ""))
+    return samples, parse_node_versions(trailers.get(NODES_KEY, ""))
 
 
 def describe_gap(gap: float | None) -> str:

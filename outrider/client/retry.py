@@ -7,7 +7,7 @@ import random
 import time
 from dataclasses import dataclass
 
-from outrider.errors import LOSES_NODES, AlreadyRunningError, CapacityError, OutriderError, PeerLostError
+from outrider.errors import POISON_REQUEST, AlreadyRunningError, CapacityError, OutriderError, PeerLostError
 
 _BACKOFF_FACTOR = 2.0
 _JITTER = 0.25
@@ -50,7 +50,7 @@ def _may_work_later(error: OutriderError, num_attempts: int) -> bool:
     if isinstance(error, AlreadyRunningError):
         # Another attempt of this client's may still run: its connection broke, and the router has not noticed yet.
         return num_attempts > 1
-    return isinstance(error, (CapacityError, PeerLostError)) and error.reason != LOSES_NODES
+    return isinstance(error, (CapacityError, PeerLostError)) and error.reason != POISON_REQUEST
 
 
 class Attempts:

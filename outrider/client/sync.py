@@ -77,7 +77,7 @@ class GenerateStream(BaseStream):
         was_cancelled = self._cancelled.is_set()
         self._cancelled.set()
         self._call.cancel()
-        if not was_cancelled and self._continuation.leaves_work:
+        if not was_cancelled and self._continuation.needs_abort:
             self._abort(self.request_id)
 
     def __enter__(self) -> Self:

@@ -25,7 +25,7 @@ class Targets:
             targets = [targets] if targets.startswith(_MULTI_ADDRESS_SCHEMES) else targets.split(",")
         if not isinstance(targets, Sequence) or not all(isinstance(target, str) for target in targets):
             raise ValueError(f"a target must be HOST:PORT, not {targets!r}")
-        self.all = tuple(dict.fromkeys(dialled(target.strip()) for target in targets if target.strip()))
+        self.all = tuple(dict.fromkeys(normalize_target(target.strip()) for target in targets if target.strip()))
         if not self.all:
             raise ValueError("a client needs at least one target")
         self.current = self.all[0]
@@ -42,7 +42,7 @@ class Targets:
         return (*self.all[first:], *self.all[:first])
 
 
-def dialled(target: str) -> str:
+def normalize_target(target: str) -> str:
     """Returns a target for gRPC: adds the default port, and removes http://. Raises: ValueError."""
     scheme, is_url, rest = target.partition("://")
     if is_url and scheme.lower() in ("https", "grpcs"):

@@ -15,7 +15,7 @@ from typing import Any
 
 from outrider.cluster.plan import ChildSpec
 from outrider.errors import MAX_DESCRIPTION
-from outrider.own_modules import tied, without_working_folder
+from outrider.own_modules import kill_with_parent, without_working_folder
 from outrider.service.announce import ANNOUNCE_VARIABLE
 
 TAIL_BYTES = 16_384
@@ -118,7 +118,7 @@ class Child:
         reader, writer = os.pipe2(os.O_CLOEXEC)
         try:
             self._process = subprocess.Popen(  # noqa: S603 the cluster's own command
-                tied(command),
+                kill_with_parent(command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -193,7 +193,7 @@ class Child:
         self._process.send_signal(number)
         return True
 
-    def last_words(self) -> str:
+    def failure_reason(self) -> str:
         """Returns the announced cause of failure, or else the log's last line that is an error or not a structured
         event.
         """

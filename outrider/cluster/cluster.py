@@ -246,9 +246,9 @@ class Cluster:
             return
         self._listen(child)
         if child.is_one_shot and status == 0:
-            self._change_state(child, ChildState.ENDED, EventKind.ENDED, child.last_words())
+            self._change_state(child, ChildState.ENDED, EventKind.ENDED, child.failure_reason())
             return
-        why, words = describe_status(status), child.last_words()
+        why, words = describe_status(status), child.failure_reason()
         if child.has_never_served:
             early = "" if status > 0 else " before it served"
             self._fail(child, f"{child.name} ended {why}{early}{f': {words}' if words else ''}")

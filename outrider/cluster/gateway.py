@@ -27,7 +27,7 @@ from outrider.lossy_stream import guard_standard_streams
 from outrider.service.address import host_port, is_wildcard, loopback
 from outrider.service.announce import announce, announce_uncaught_errors
 from outrider.service.config import NO_PARSER, GatewayConfig, ServerConfig, TelemetryConfig
-from outrider.service.security import warn_if_exposed
+from outrider.service.security import warn_if_unauthenticated
 from outrider.service.server import probe_port
 from outrider.service.telemetry.logging import configure_logging, get_logger
 
@@ -60,7 +60,9 @@ def main() -> int:
         raise ConfigError("gateway.router_targets is empty: name the routers, host:port")
     ports = choose_ports(server)
     arguments = gateway_arguments(config, telemetry, ports, server.drain_seconds)
-    warn_if_exposed(server.host, what="the OpenAI API", is_protected=bool(config.key_file), fix="set gateway.key_file")
+    warn_if_unauthenticated(
+        server.host, what="the OpenAI API", is_protected=bool(config.key_file), fix="set gateway.key_file"
+    )
     if telemetry.otlp_endpoint and not may_trace(telemetry):
         _log.warning("the gateway exports no traces: it supports only http:// endpoints", key="telemetry.otlp_endpoint")
     os.environ.update(ENVIRONMENT)

@@ -26,7 +26,7 @@ KV_WEIGHTS = {DECODE: 60, PREFILL: 25}
 """Shares by which roles divide main memory for KV: answers grow on decode nodes, and prompts leave prefill nodes."""
 
 
-def allot(
+def assign_gpus(
     config: ClusterConfig,
     settings: ResolvedConfig,
     by_role: Mapping[str, ResolvedConfig] | None = None,

@@ -18,7 +18,7 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from outrider.constraints.grammar import DATA, NAMED_SCHEMAS, compile_grammar, open_tokenizer
+from outrider.constraints.grammar import DATA_KEYWORDS, NAMED_SCHEMA_KEYWORDS, compile_grammar, open_tokenizer
 from outrider.errors import InvalidRequestError, NotSupportedError
 from outrider.request import Constraint, ConstraintKind
 
@@ -66,7 +66,7 @@ def why_invalid(tokenizer: LLTokenizer, constraint: Constraint) -> str | None:
             return True
         return _error(tokenizer, Constraint(ConstraintKind.JSON_SCHEMA, json.dumps(part))) is None
 
-    place = "/".join(map(str, ("", *faulty_part(schema, compiles)))) if isinstance(schema, dict) else ""
+    place = "/".join(map(str, ("", *find_faulty_part(schema, compiles)))) if isinstance(schema, dict) else ""
     return f"{message} (at {place})" if place else message
 
 
@@ -81,7 +81,7 @@ def _error(tokenizer: LLTokenizer, constraint: Constraint) -> str | None:
     return None
 
 
-def faulty_part(schema: Schema, compiles: Callable[[Schema], bool]) -> Path:
+def find_faulty_part(schema: Schema, compiles: Callable[[Schema], bool]) -> Path:
     """Returns the path to the innermost part of an invalid schema that does not compile by itself."""
     definitions: Schema = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     path: Path = ()
@@ -96,11 +96,11 @@ def faulty_part(schema: Schema, compiles: Callable[[Schema], bool]) -> Path:
 
 def _parts_of(schema: Schema) -> Iterator[tuple[Path, Any]]:
     for keyword, value in schema.items():
-        if keyword in DATA:
+        if keyword in DATA_KEYWORDS:
             continue
         if isinstance(value, list):
             yield from (((keyword, index), part) for index, part in enumerate(value))
-        elif keyword in NAMED_SCHEMAS and isinstance(value, dict):
+        elif keyword in NAMED_SCHEMA_KEYWORDS and isinstance(value, dict):
             yield from (((keyword, name), part) for name, part in value.items())
         else:
             yield (keyword,), value

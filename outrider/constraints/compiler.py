@@ -43,7 +43,7 @@ MAX_OWN_DEBT_SECONDS = 0.02
 """Debt up to which a grammar may always continue, whatever the debt of the others."""
 FORGIVEN_SHARE = 0.02
 """Fraction of wall-clock time by which debts shrink, so that a grammar that was too slow is served again later."""
-NOT_ALLOWED = "a generated token does not follow the constraint"
+CONSTRAINT_VIOLATED = "a generated token does not follow the constraint"
 """Beginning of the failure after a forbidden token that a client sent, or that was drawn when none was allowed."""
 _LEXER = "lexer error"
 """Part of the lexer's errors. All samples of a grammar share its states, so another sample may have caused one."""
@@ -193,7 +193,7 @@ class GrammarState:
             if error:
                 self._fail(error)
             elif not is_allowed:
-                self.failure = f"{NOT_ALLOWED}: {token_id}, after {len(self._token_ids)} others"
+                self.failure = f"{CONSTRAINT_VIOLATED}: {token_id}, after {len(self._token_ids)} others"
 
     def masks(self, assumed_token_ids: tuple[int, ...], draft_token_ids: tuple[int, ...]) -> Masks:
         """Returns the masks after the assumed tokens and each draft after them: [len(draft_token_ids) + 1, num_words].

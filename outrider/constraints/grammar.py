@@ -52,9 +52,9 @@ _UNLIMITED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ({},)),
 }
 """Values of keywords unknown to llguidance that limit nothing, as generators of schemas write them."""
-NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+NAMED_SCHEMA_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values map the user's own names to schemas."""
-DATA = ("const", "enum", "default", "examples", "example", "x-guidance")
+DATA_KEYWORDS = ("const", "enum", "default", "examples", "example", "x-guidance")
 """Keywords whose values are data, not schemas."""
 
 
@@ -98,8 +98,8 @@ def _without_annotations(schema: Any, *, is_named: bool = False) -> Any:
                 continue  # a dialect that llguidance would fetch
             case "$dynamicAnchor" | "$recursiveAnchor":
                 continue  # names for references
-        is_data = keyword in DATA
-        part = value if is_data else _without_annotations(value, is_named=keyword in NAMED_SCHEMAS)
+        is_data = keyword in DATA_KEYWORDS
+        part = value if is_data else _without_annotations(value, is_named=keyword in NAMED_SCHEMA_KEYWORDS)
         if part not in _UNLIMITED.get(keyword, ()):
             found[keyword] = part
     longest = _FORMAT_LENGTHS.get(found.get("format", ""))

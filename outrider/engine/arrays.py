@@ -17,7 +17,7 @@ Array: TypeAlias = Any
 """A numpy array or a torch tensor. A function's array arguments must be of one kind and on one device."""
 Arrays: TypeAlias = "list[npt.NDArray[Any]]"
 
-PIECE_VALUES = 1 << 17
+CHUNK_VALUES = 1 << 17
 """Number of values that a CPU processes at a time, so that intermediate results fit its cache."""
 
 without_warnings = np.errstate(all="ignore")
@@ -45,7 +45,7 @@ def namespace(array: Array) -> Any:
     return torch
 
 
-def beside(values: npt.NDArray[Any], array: Array) -> Array:
+def to_array_like(values: npt.NDArray[Any], array: Array) -> Array:
     """Returns the values as an array of the same kind and on the same device as `array`. Does not wait for a device."""
     if isinstance(array, np.ndarray):
         return values
@@ -54,12 +54,12 @@ def beside(values: npt.NDArray[Any], array: Array) -> Array:
     return upload(values, array.device)
 
 
-def ids_beside(values: Sequence[int], array: Array) -> Array:
+def ids_like(values: Sequence[int], array: Array) -> Array:
     """Returns the ids as int64 [len(values)], of the same kind and on the same device as `array`."""
-    return beside(np.asarray(values, dtype=np.int64), array)
+    return to_array_like(np.asarray(values, dtype=np.int64), array)
 
 
-def largest_of(keys: Array, number: int) -> Array:
+def largest_keys(keys: Array, number: int) -> Array:
     """Returns the largest keys of each row in descending order: [num_rows, n] int64 -> [num_rows, number <= n]."""
     if not isinstance(keys, np.ndarray):
         return keys.topk(number, dim=1).values
@@ -69,7 +69,7 @@ def largest_of(keys: Array, number: int) -> Array:
     return np.flip(np.sort(keys[:, start:], axis=1), axis=1)
 
 
-def in_pieces(function: Callable[..., Array], values: Array, *others: Any) -> Array:
+def map_row_chunks(function: Callable[..., Array], values: Array, *others: Any) -> Array:
     """Returns function(values, *others), computed for a few rows at a time on a CPU, and for all rows on other devices.
 
     Args:
@@ -78,7 +78,7 @@ def in_pieces(function: Callable[..., Array], values: Array, *others: Any) -> Ar
         others: further arguments with one entry per row, each of length num_rows.
     """
     num_rows = len(values)
-    chunk = max(1, PIECE_VALUES // values.shape[1]) if str(values.device) == "cpu" else num_rows
+    chunk = max(1, CHUNK_VALUES // values.shape[1]) if str(values.device) == "cpu" else num_rows
     if num_rows <= chunk:
         return function(values, *others)
     chunks = [slice(start, start + chunk) for start in range(0, num_rows, chunk)]

@@ -23,8 +23,8 @@ MIN_LEASE_SECONDS = 0.5
 LEASE_FACTOR = 3.0
 """Ratio of a lease to the expected duration of a step: other programs on the processors may delay the holder."""
 
-TAKEN_FROM_ANOTHER = "the turn of a node on the same processors expired; this node took it over"
-"""Log message for `on_taken_from_another`."""
+TURN_TAKEN_OVER = "the turn of a node on the same processors expired; this node took it over"
+"""Log message for `on_turn_taken_over`."""
 
 _NOT_TAKEN, _TAKEN, _TAKEN_FROM_ANOTHER = range(3)
 
@@ -63,17 +63,17 @@ class SharedTurns(CpuTurns):
         path: Path,
         *,
         min_lease_seconds: float = MIN_LEASE_SECONDS,
-        on_taken_from_another: Callable[[], None] = lambda: None,
+        on_turn_taken_over: Callable[[], None] = lambda: None,
     ) -> None:
         """Claims a slot. Slots of exited processes are reclaimed.
 
-        `on_taken_from_another` is called when this node takes over an expired turn: its holder has died, hangs, or was
+        `on_turn_taken_over` is called when this node takes over an expired turn: its holder has died, hangs, or was
         much slower than expected.
 
         Raises: ConfigError if the file cannot be opened or is not a turns file, or no slot is free.
         """
         super().__init__(str(path))
-        self._on_taken_from_another = on_taken_from_another
+        self._on_taken_from_another = on_turn_taken_over
         self._min_lease_seconds = min_lease_seconds
         self._calls = library.functions
         self._short_calls = library.functions_holding_lock
@@ -118,7 +118,7 @@ def open_turns(
     kernels: CpuKernels | None,
     *,
     cpus: Sequence[int],
-    on_taken_from_another: Callable[[], None] = lambda: None,
+    on_turn_taken_over: Callable[[], None] = lambda: None,
 ) -> CpuTurns:
     """Opens the turns shared by nodes with the same path and the same `cpus`.
 
@@ -134,7 +134,7 @@ def open_turns(
     if kernels.num_threads < len(cpus):
         return CpuTurns("none: fewer threads than processors")
     file = Path(f"{path}-{_ranges(cpus)}")
-    return SharedTurns(kernels.library, file, on_taken_from_another=on_taken_from_another)
+    return SharedTurns(kernels.library, file, on_turn_taken_over=on_turn_taken_over)
 
 
 def _ranges(cpus: Sequence[int]) -> str:

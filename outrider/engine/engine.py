@@ -52,12 +52,12 @@ class PromptEngine:
         self.clock.mark(Part.FORWARD)
         return logits
 
-    def lay_out(self, rows: Sequence[SequenceRows]) -> InputBatch:
+    def prepare_ahead(self, rows: Sequence[SequenceRows]) -> InputBatch:
         """Prepares the batch of a future forward pass, one row per sequence, before its token ids are known."""
-        return self.runner.lay_out(build_input_batch(rows, self.pool.block_size))
+        return self.runner.prepare_ahead(build_input_batch(rows, self.pool.block_size))
 
     def run(self, batch: InputBatch, token_ids: Sequence[int]) -> Array:
-        """Runs a batch from `lay_out` with these token ids, one per row. Returns the same as `forward`."""
+        """Runs a batch from `prepare_ahead` with these token ids, one per row. Returns the same as `forward`."""
         batch.arrays.token_ids[: len(token_ids)] = array("q", token_ids)
         self.clock.mark(Part.BATCH)
         logits = self.runner.forward(batch)[: len(token_ids)]

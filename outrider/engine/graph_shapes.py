@@ -36,7 +36,7 @@ class GraphShapes:
     max_rows: int = MAX_BUCKET_ROWS
     has_trees: bool = False
     has_rollouts: bool = False  # whether a draft model's rollouts are captured too, in graphs of their own
-    is_rehearsal: bool = False  # whether only the largest of each kind are captured; they take as much memory as all
+    is_profile_run: bool = False  # whether only the largest of each kind are captured; they take as much memory as all
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ class GraphShapes:
         tree_rows = [num_rows for num_rows in falling if self.has_trees and num_rows >= MIN_TREE_ROWS]
         trees = [Bucket(num_rows, has_trees=True) for num_rows in tree_rows]
         plain = [Bucket(num_rows) for num_rows in falling]
-        return (*trees[:1], *plain[:1]) if self.is_rehearsal else (*trees, *plain)
+        return (*trees[:1], *plain[:1]) if self.is_profile_run else (*trees, *plain)
 
     @property
     def num_forwards(self) -> int:

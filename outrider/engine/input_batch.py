@@ -125,10 +125,10 @@ class InputBatch:
 
                 from outrider.engine.transfer import upload
 
-                self.place_in(upload(self.packed(), torch.device(device)), device)
+                self.use_buffer(upload(self.packed(), torch.device(device)), device)
         return self._tensors[name]
 
-    def place_in(self, buffer: Tensor, device: torch.device | str) -> None:
+    def use_buffer(self, buffer: Tensor, device: torch.device | str) -> None:
         """Makes `on(device)` return views of `buffer`: [bytes] uint8 on `device`, laid out as by `packed`.
 
         If the buffer is longer, block tables extend to its end.

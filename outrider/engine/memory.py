@@ -30,7 +30,7 @@ different memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KVRoom:
+class KVMemory:
     """The part of a device's memory that KV may take."""
 
     free_bytes: int  # memory that nobody uses and this process's steps do not need
@@ -40,7 +40,7 @@ class KVRoom:
     num_windows: int = DEFAULT_WINDOWS  # that KV may hold beyond its share; 0 if other processes rely on theirs
 
     @classmethod
-    def of(cls, device: str, reserved_bytes: int = 0) -> KVRoom:
+    def of(cls, device: str, reserved_bytes: int = 0) -> KVMemory:
         """Returns the memory as it is now. `reserved_bytes`: memory that this process will need for other uses than KV.
 
         On a GPU, the share depends only on this process's own memory, not on what other processes take or free.
@@ -65,7 +65,7 @@ class KVRoom:
         return max(min(part, self.free_bytes), 0)
 
 
-def pool_size(spec: ModelSpec, config: KVCacheConfig, room: KVRoom, *, may_shorten: bool = False) -> tuple[int, int]:
+def pool_size(spec: ModelSpec, config: KVCacheConfig, room: KVMemory, *, may_shorten: bool = False) -> tuple[int, int]:
     """Returns the number of blocks in a pool of `config`, and the tokens of the longest sequence in it.
 
     The longest sequence is normally the model's window, of which the pool must hold at least one, so that the longest

@@ -76,8 +76,8 @@ class ModuleSteps(ModelRunner):
         logits = self._compute(batch, on_layer_done)
         return logits.numpy() if self._is_native else logits
 
-    def lay_out(self, batch: InputBatch) -> InputBatch:
-        """Implements ModelRunner.lay_out."""
+    def prepare_ahead(self, batch: InputBatch) -> InputBatch:
+        """Implements ModelRunner.prepare_ahead."""
         padded = None if self._graphs is None else self._graphs.padded(batch)
         return self._attention.plan(batch) if padded is None else padded
 

@@ -15,7 +15,7 @@ LAYERS_REVISION = 2
 """Revision of the arithmetic of the native layers that replace single layers of a transformers model."""
 
 
-class Promise(StrEnum):
+class BatchInvariance(StrEnum):
     """How far an answer's tokens are independent of the batch and of drafts."""
 
     EXACT = "exact"
@@ -34,16 +34,20 @@ class Numerics:
     equal and say "exact".
     """
 
-    promise: Promise
+    batch_invariance: BatchInvariance
     kernels: str  # "amx", "torch bfloat16"
 
     def __str__(self) -> str:
         """Includes the version of the grammar code, which decides the tokens that a constraint allows."""
-        return f"{self.promise} ({self.kernels}, {grammar.NUMERICS})"
+        return f"{self.batch_invariance} ({self.kernels}, {grammar.NUMERICS})"
 
 
 def native_numerics(
-    path: str, *, by_layers: bool = False, has_int8_weights: bool = False, promise: Promise = Promise.EXACT
+    path: str,
+    *,
+    by_layers: bool = False,
+    has_int8_weights: bool = False,
+    batch_invariance: BatchInvariance = BatchInvariance.EXACT,
 ) -> Numerics:
     """Returns the numerics of native kernels, which keep the order of every sum fixed.
 
@@ -53,16 +57,16 @@ def native_numerics(
             decoder.
         has_int8_weights: whether weights, and the rows they multiply, are rounded to int8. That does not depend on the
             batch.
-        promise: not EXACT if torch computes a part that depends on the batch.
+        batch_invariance: not EXACT if torch computes a part that depends on the batch.
     """
     of_int8 = ["lossy int8 weights and activations"] * has_int8_weights
     notes = [f"{path} {KERNELS_REVISION}", *[f"by layers {LAYERS_REVISION}"] * by_layers, *of_int8]
-    return Numerics(promise, ", ".join(notes))
+    return Numerics(batch_invariance, ", ".join(notes))
 
 
-def promise_of_torch(dtype: str) -> Promise:
+def torch_batch_invariance(dtype: str) -> BatchInvariance:
     """Returns the guarantee of torch's own kernels; `dtype` is "float32" or "bfloat16"."""
-    return Promise.UP_TO_TIES if dtype == "float32" else Promise.BATCH_DEPENDENT
+    return BatchInvariance.UP_TO_TIES if dtype == "float32" else BatchInvariance.BATCH_DEPENDENT
 
 
 def torch_numerics(dtype: str, device_type: str, *, num_ranks: int = 1) -> Numerics:
@@ -72,7 +76,7 @@ def torch_numerics(dtype: str, device_type: str, *, num_ranks: int = 1) -> Numer
     on the number.
     """
     kernels = f"torch {dtype}" if device_type == "cpu" else f"{device_type} {dtype}"
-    return Numerics(promise_of_torch(dtype), kernels if num_ranks == 1 else f"{kernels}, {num_ranks} ranks")
+    return Numerics(torch_batch_invariance(dtype), kernels if num_ranks == 1 else f"{kernels}, {num_ranks} ranks")
 
 
 def allowed_difference(dtype: str, *, is_lossy: bool) -> float:

@@ -12,7 +12,7 @@ from outrider.engine.graph_shapes import MAX_BUCKET_ROWS, GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.memory import KVRoom, pool_size
+from outrider.engine.memory import KVMemory, pool_size
 from outrider.engine.model_runner import make_runner, warm_up
 from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.runner_base import ModelRunner
@@ -58,7 +58,7 @@ def open_runner(
     if model.model is not None:
         heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
         backend = make_attention_backend(attention, model.device, model.spec.dtype, **heads)
-    reserved_bytes = rehearse(
+    reserved_bytes = profile_run(
         model,
         backend,
         num_rows=num_rows,
@@ -69,7 +69,7 @@ def open_runner(
     )
     if device_type(model.device) == "cpu":
         reserved_bytes += main_memory_bytes
-    room = KVRoom.of(model.device, reserved_bytes)
+    room = KVMemory.of(model.device, reserved_bytes)
     num_blocks, window = pool_size(model.spec, kv_cache, room, may_shorten=may_shorten)
     cache = model.make_cache(num_blocks, kv_cache.block_size)
     runner = make_runner(model, cache, backend, graphs=graphs, features=features)
@@ -77,7 +77,7 @@ def open_runner(
     return cache, runner, window
 
 
-def rehearse(
+def profile_run(
     model: RunnableModel,
     attention: AttentionBackend | None,
     *,
@@ -105,7 +105,7 @@ def rehearse(
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    largest = None if graphs is None else replace(graphs, is_rehearsal=True)
+    largest = None if graphs is None else replace(graphs, is_profile_run=True)
     runner = make_runner(model, cache, attention, graphs=largest, features=features)
     rows = [SequenceRows([0] * size, 0, table, num_logits=min(num_logits, size)) for table in tables]
     runner.forward(build_input_batch(rows, block_size))

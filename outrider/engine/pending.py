@@ -25,8 +25,8 @@ def read(*pending: Pending[Any]) -> list[Any]:
     """Returns the results, in order. A GPU's values come in one transfer, for which the host waits."""
     arrays = [array for each in pending for array in each.arrays]
     if not all(isinstance(array, np.ndarray) for array in arrays):
-        from outrider.engine.transfer import numbers_of
+        from outrider.engine.transfer import download_all
 
-        arrays = numbers_of(arrays)
+        arrays = download_all(arrays)
     numbers = iter(arrays)
     return [each.finish([next(numbers) for _ in each.arrays]) for each in pending]

@@ -33,7 +33,7 @@ def within_quota(cpus: Sequence[int]) -> list[int]:
     return list(cpus[: cpu_quota()])
 
 
-def about_processor() -> dict[str, str]:
+def processor_fields() -> dict[str, str]:
     """Returns the fields of the first processor in /proc/cpuinfo by name, or nothing on other systems than Linux."""
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]

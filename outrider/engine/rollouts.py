@@ -44,7 +44,7 @@ class RolloutForward(NamedTuple):
     dtype: torch.dtype = torch.float32  # the states' dtype
 
 
-class RolledSequence(NamedTuple):
+class RolloutSequence(NamedTuple):
     """One sequence's request to a rollout."""
 
     decision: Decision  # the last one, made before the rollout
@@ -107,7 +107,7 @@ class Rollouts:
         batch = self._padded((), num_seqs)
         tables = np.zeros(num_seqs * -(-max_model_len // self._block_size), dtype=np.int32)
         buffer = upload(np.concatenate([batch.packed(), tables.view(np.uint8)]), self._device)
-        batch.place_in(buffer, self._device)
+        batch.use_buffer(buffer, self._device)
         return _Shape(
             batch,
             buffer,
@@ -119,7 +119,7 @@ class Rollouts:
 
     @torch.inference_mode()
     def queue(
-        self, sequences: Sequence[RolledSequence], winners: Tensor, states: Tensor | None = None
+        self, sequences: Sequence[RolloutSequence], winners: Tensor, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queues one rollout; the host does not wait. Read its results before queueing the next.
 

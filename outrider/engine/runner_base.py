@@ -36,7 +36,7 @@ class ModelRunner(Protocol):
         otherwise a tensor on the model's device. Callers must not modify it.
         """
 
-    def lay_out(self, batch: InputBatch) -> InputBatch:
+    def prepare_ahead(self, batch: InputBatch) -> InputBatch:
         """Does the host's preparation of a batch for `forward`: returns it padded and planned, but not uploaded.
 
         Its token ids may still be set. Its logits may have more rows, which follow those of the batch.

@@ -79,7 +79,7 @@ class Scheduled(NamedTuple):
 
 
 @dataclass(slots=True)
-class StepRoom:
+class StepReservation:
     """The result of `reserve`: the sequences of the step, which have blocks for all known tokens, and the number of
     rows left for drafts.
     """
@@ -118,7 +118,7 @@ class Scheduler:
 
     Running sequences get their blocks first; then waiting ones are admitted while blocks last. Rows are assigned in
     this order: one for each sequence that has only its newest token to feed (`reserve`), then drafts, as the caller
-    chooses, then prompt chunks (`hand_out`). Drafts leave at least half of the remaining rows to chunks, so neither
+    chooses, then prompt chunks (`assign_rows`). Drafts leave at least half of the remaining rows to chunks, so neither
     starves.
 
     If blocks are short, they are taken in this order: from drafts and blocks reserved ahead, from what the caller can
@@ -184,15 +184,15 @@ class Scheduler:
 
     def plan(self) -> StepPlan:
         """Plans a step without drafts."""
-        return self.hand_out(self.reserve(), {})
+        return self.assign_rows(self.reserve(), {})
 
-    def reserve(self, *, reclaim: Callable[[EngineSequence], bool] = lambda _sequence: False) -> StepRoom:
+    def reserve(self, *, reclaim: Callable[[EngineSequence], bool] = lambda _sequence: False) -> StepReservation:
         """Plans the first half of a step: reserves blocks for known tokens, preempts and admits, and assigns rows.
 
         `reclaim(sequence)` frees blocks of work outside the scheduler that ranks below the sequence; it returns False
         if there are none. The result is empty if no sequence runs, or if the blocks needed are held only by such work.
         """
-        room = StepRoom()
+        room = StepReservation()
         for sequence in tuple(self._running):
             kv = sequence.kv
             if kv is not None and not kv.has_reserved(len(sequence.token_ids)):  # None: just preempted
@@ -202,7 +202,7 @@ class Scheduler:
         self._divide_rows(room)
         return room
 
-    def hand_out(self, room: StepRoom, num_drafts: Mapping[int, int]) -> StepPlan:
+    def assign_rows(self, room: StepReservation, num_drafts: Mapping[int, int]) -> StepPlan:
         """Plans the second half. `num_drafts`: draft tokens by sequence key, at most `room.max_draft_rows` in all.
 
         A sequence that lacks blocks for its drafts verifies fewer. Do not use `room` again.
@@ -245,7 +245,7 @@ class Scheduler:
     # --- blocks ---------------------------------------------------------------------------
 
     def _reserve_known(
-        self, sequence: EngineSequence, room: StepRoom, reclaim: Callable[[EngineSequence], bool]
+        self, sequence: EngineSequence, room: StepReservation, reclaim: Callable[[EngineSequence], bool]
     ) -> None:
         """Reserves blocks for all known tokens of a running sequence, or else preempts it or skips it in this step."""
         assert sequence.kv is not None
@@ -285,7 +285,7 @@ class Scheduler:
         oldest = min(self._running, key=lambda sequence: (sequence.arrival, sequence.key))
         return next((sequence for sequence in reversed(self._running) if sequence is not oldest), None)
 
-    def _preempt(self, sequence: EngineSequence, room: StepRoom) -> None:
+    def _preempt(self, sequence: EngineSequence, room: StepReservation) -> None:
         assert sequence.kv is not None
         sequence.kv.publish(sequence.token_ids)  # so that blocks that are not evicted need not be recomputed
         sequence.kv.free()
@@ -297,7 +297,7 @@ class Scheduler:
         room.stalled.discard(sequence)
         room.preempted.append(sequence)
 
-    def _admit(self, room: StepRoom) -> None:
+    def _admit(self, room: StepReservation) -> None:
         """Admits waiting sequences in order, each with blocks for all its known tokens. None overtakes the first one.
 
         A prompt that would get no rows in this step keeps waiting, so that it can reuse blocks published meanwhile.
@@ -343,7 +343,7 @@ class Scheduler:
 
     # --- rows -----------------------------------------------------------------------------
 
-    def _divide_rows(self, room: StepRoom) -> None:
+    def _divide_rows(self, room: StepReservation) -> None:
         """Assigns a row to each sequence that needs only one, and divides the rest between drafts and prompts."""
         singles: list[EngineSequence] = []
         prompts: list[EngineSequence] = []

@@ -100,7 +100,7 @@ class StepGraphs:
                 num_bytes = len(packed) + MAX_TABLE_BLOCKS * padded.arrays.block_tables.itemsize
                 self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             self._upload(packed)
-            padded.place_in(self._buffer, self._device)
+            padded.use_buffer(self._buffer, self._device)
             if self._logits is None:
                 self._logits = torch.empty_like(forward(padded))
             logits = self._logits.narrow(0, 0, bucket.num_rows)

@@ -13,7 +13,7 @@ OUTLIER_FACTOR = 3.0  # a duration counts as at most this many expected ones: th
 
 
 @dataclass(frozen=True, slots=True)
-class StepAtHand:
+class StepSnapshot:
     """A snapshot of the current step that any thread may read."""
 
     mark: int = 0  # changes whenever the thread begins or resumes work
@@ -37,45 +37,47 @@ class StepProgress:
         self._seconds_by_bucket: dict[int, float] = {}
         self._bucket = 0
         self._has_rows = False
-        self.at_hand = StepAtHand()
+        self.current_step = StepSnapshot()
         self.num_steps = 0  # steps with a forward pass, since the start
 
     def begin(self) -> None:
         """Begins a step. Until its rows are known, it is expected to take as long as the last one."""
         self._has_rows = False
-        self.at_hand = StepAtHand(self.at_hand.mark + 1, self._expected_seconds(), self.clock())
+        self.current_step = StepSnapshot(self.current_step.mark + 1, self._expected_seconds(), self.clock())
 
     def expect(self, num_rows: int) -> None:
         """Sets the number of rows of the current step's forward pass: it gets a new mark and expected duration."""
         self.num_steps += 1
         self._has_rows = True
         self._bucket = num_rows.bit_length()
-        self.at_hand = StepAtHand(self.at_hand.mark + 1, self._expected_seconds(), self.at_hand.started)
+        self.current_step = StepSnapshot(
+            self.current_step.mark + 1, self._expected_seconds(), self.current_step.started
+        )
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Makes the thread idle within the context. The step then resumes with a new mark and its previous age."""
         age = self.age_seconds()
-        self.at_hand = StepAtHand(self.at_hand.mark)
+        self.current_step = StepSnapshot(self.current_step.mark)
         try:
             yield
         finally:
-            self.at_hand = StepAtHand(self.at_hand.mark + 1, self._expected_seconds(), self.clock() - age)
+            self.current_step = StepSnapshot(self.current_step.mark + 1, self._expected_seconds(), self.clock() - age)
 
     def end(self) -> None:
         """Ends the step; the thread is then idle. The duration of a step with rows updates its bucket's average."""
-        at_hand = self.at_hand
-        assert at_hand.started is not None, "begin comes first"
+        current_step = self.current_step
+        assert current_step.started is not None, "begin comes first"
         if self._has_rows:
-            seconds = self.clock() - at_hand.started
+            seconds = self.clock() - current_step.started
             known = self._seconds_by_bucket.get(self._bucket, seconds)
             newest = min(seconds, OUTLIER_FACTOR * known)
             self._seconds_by_bucket[self._bucket] = known + NEWEST_WEIGHT * (newest - known)
-        self.at_hand = StepAtHand(at_hand.mark)
+        self.current_step = StepSnapshot(current_step.mark)
 
-    def age_seconds(self, at_hand: StepAtHand | None = None) -> float:
+    def age_seconds(self, current_step: StepSnapshot | None = None) -> float:
         """Returns the age of a snapshot, without pauses; by default that of the current one. Report both together."""
-        started = (at_hand or self.at_hand).started
+        started = (current_step or self.current_step).started
         return 0.0 if started is None else max(0.0, self.clock() - started)
 
     def _expected_seconds(self) -> float:

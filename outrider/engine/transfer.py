@@ -34,7 +34,7 @@ def empty_page_locked(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
-def numbers_of(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
+def download_all(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
     """Returns the values of tensors on one device, in one transfer; on a GPU they must be int64 or float64."""
     if tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]

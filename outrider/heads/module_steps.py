@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.engine.arrays import Array, ids_beside
+from outrider.engine.arrays import Array, ids_like
 from outrider.engine.attention import AttentionOptions, make_attention_backend
 from outrider.engine.attention.base import AttentionBackend
 from outrider.engine.attention.native import NativeAttention
@@ -97,7 +97,7 @@ class ModuleHeadSteps:
         Returns own hidden states [num_logits, width], and logits of the target's vocabulary [num_logits, vocab_size]
         float32, -inf for ids that the head does not draft. Results of a captured forward are valid until the next one.
         """
-        at_depths = ids_beside(depths, features)
+        at_depths = ids_like(depths, features)
         if self._graphs is not None and batch.num_rows <= MAX_GRAPH_ROWS:
             self._states[: batch.num_rows].copy_(features)
             self._depths[: batch.num_rows].copy_(at_depths)

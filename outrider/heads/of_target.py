@@ -24,7 +24,7 @@ from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.packed_weights import Packed, open_packed
 
 
-class HeadOfTarget:
+class TargetHead:
     """The head that `model.head` names. A packed head is opened once, for both its reduction and its drafts."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -77,7 +77,7 @@ def open_packed_head(folder: Path, model: LoadedModel) -> PackedHead | None:
             return None
         return head.as_packed()
 
-    key = model.packed_key.of_addition(str(folder.absolute()), content)
+    key = model.packed_key.derive_key(str(folder.absolute()), content)
     # It is read in parts, because a prefill node reads only its reduction.
     packed, _ = open_packed(key, pack, is_read_in_parts=True)
     return None if packed is None else PackedHead.of_packed(packed)

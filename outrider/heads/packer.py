@@ -21,14 +21,14 @@ def main() -> int:
     config: ModelConfig = pickle.load(sys.stdin.buffer)  # noqa: S301 from the process that started this one
     steps = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of libraries must not be read as progress
-    from outrider.heads.of_target import HeadOfTarget
+    from outrider.heads.of_target import TargetHead
     from outrider.model_hub.open import open_model
 
-    packed_weights.packs_here = True
+    packed_weights.is_packer = True
 
     try:
         model = open_model(config, progress=lambda *step: print("step", *step, file=steps))
-        HeadOfTarget(config).packed(model)
+        TargetHead(config).packed(model)
     except OutriderError:
         return 1
     return 0

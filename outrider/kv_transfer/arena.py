@@ -57,7 +57,7 @@ def sweep(directory: str) -> int:
     """Removes files left by killed senders of this user. Returns their number."""
     num_removed = 0
     for path in Path(directory).glob(f"{NAME_PREFIX}*"):
-        with contextlib.suppress(OSError), own_file(path) as (descriptor, status):  # an error if its sender lives
+        with contextlib.suppress(OSError), open_own_file(path) as (descriptor, status):  # an error if its sender lives
             if time.time() - status.st_mtime >= MIN_SWEPT_SECONDS:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
@@ -66,7 +66,7 @@ def sweep(directory: str) -> int:
 
 
 @contextlib.contextmanager
-def own_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+def open_own_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
     """Opens the file for reading: (descriptor, status). Raises: OSError if it is gone or belongs to another user."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -131,7 +131,7 @@ class Arena:
             self._taken.update({offset: None for offset, of in self._taken.items() if of is owner})
 
     @property
-    def is_worn(self) -> bool:
+    def should_be_replaced(self) -> bool:
         """Whether new transfers should use another arena, because at least a quarter of the slots is quarantined."""
         with self._lock:
             return 4 * list(self._taken.values()).count(None) >= self.num_slots
@@ -232,7 +232,7 @@ class ArenaReader:
             return None
         try:
             # A user who can truncate the file could kill this process with a SIGBUS.
-            with own_file(arena_path(self._directory, arena_id)) as (descriptor, status):
+            with open_own_file(arena_path(self._directory, arena_id)) as (descriptor, status):
                 return self._open(descriptor, arena_id, num_bytes) if status.st_size == num_bytes else None
         except OSError:
             return None  # the sender is on another host or in another container, or the file was unlinked

@@ -43,7 +43,7 @@ class SharedGpu:
         self._driver = driver
         self._context: Any = None
         self._context = self.call("cuDevicePrimaryCtxRetain", self.call("cuDeviceGet", copies.device.index or 0))
-        self.left: list[LeftMemory] = []  # memory of dropped arenas, for later ones
+        self.left: list[ReusableMemory] = []  # memory of dropped arenas, for later ones
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Calls a function of the driver in torch's context and returns its result."""
@@ -61,7 +61,7 @@ class SharedGpu:
         may have mapped. All arenas of a process have the same size.
         """
         for memory in [*self.left]:
-            if memory.is_unread():
+            if memory.is_reusable():
                 self.left.remove(memory)
                 os.close(memory.file)
                 return memory.pointer, memory.handle
@@ -83,7 +83,7 @@ class SharedGpu:
         self.call("cuMemcpyDtoDAsync", destination, source, num_bytes, self.copies.stream.cuda_stream)
 
 
-class LeftMemory(NamedTuple):
+class ReusableMemory(NamedTuple):
     """The memory of a dropped arena."""
 
     pointer: int
@@ -91,7 +91,7 @@ class LeftMemory(NamedTuple):
     file: int  # descriptor of the arena's file
     taken: dict[int, object]  # the slots that were not acknowledged, as in the arena
 
-    def is_unread(self) -> bool:
+    def is_reusable(self) -> bool:
         """Returns whether no process reads it: all slots are acknowledged, or the receiver unmapped it or ended."""
         try:
             if self.taken:
@@ -115,7 +115,7 @@ class DeviceArena(Arena):
             self.unlink()
             raise
         self._map[: DESCRIPTION.size] = DESCRIPTION.pack(handle, self.nonce)
-        left = LeftMemory(self._pointer, handle, os.dup(self._fd), self._taken)
+        left = ReusableMemory(self._pointer, handle, os.dup(self._fd), self._taken)
         weakref.finalize(self, gpu.left.append, left).atexit = False
 
     def write(self, offset: int, payload: Any) -> None:

@@ -170,7 +170,7 @@ class TransferInbox:
                 return None
             return 0 if transfer.has_failed_write else transfer.coverage.complete_until()
 
-    def has_seen(self, transfer_id: bytes) -> bool:
+    def is_used_id(self, transfer_id: bytes) -> bool:
         """Returns whether this id cannot be opened: its transfer is not drained yet, or was committed recently."""
         return self._find(transfer_id) is not None or self.was_committed(transfer_id)
 

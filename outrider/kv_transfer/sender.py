@@ -117,8 +117,8 @@ class Sender:
             self._take_held(region, blocks)
 
     def _take_held(self, region: Region, blocks: ReservedBlocks) -> None:
-        held = self._stream.next_held()
-        check_held(held, self._spec, region)
+        held = self._stream.next_fetched()
+        check_fetched(held, self._spec, region)
         blocks.write(region, held.payload)
 
     @property
@@ -170,7 +170,7 @@ class Sender:
             self._arena.quarantine(self)
 
 
-def check_held(held: Frame, spec: TransferSpec, region: Region) -> None:
+def check_fetched(held: Frame, spec: TransferSpec, region: Region) -> None:
     """Checks that a fetched frame has the requested region and is unaltered. Raises: AbortedError."""
     header, plane = held.header, spec.plane(region.plane)
     assert plane is not None, "a region of the transfer's planes"

@@ -138,12 +138,12 @@ class SenderStream:
         self._outgoing.put(encode_frame(sequence, header, payload, offset=offset))
 
     def ask(self, region: Region) -> None:
-        """Requests KV that the receiver holds. `next_held` returns the answers in order."""
+        """Requests KV that the receiver holds. `next_fetched` returns the answers in order."""
         with self._changed:
             self._num_asked += 1
         self._say(KvSenderMessage(read=region.pack()))
 
-    def next_held(self) -> Frame:
+    def next_fetched(self) -> Frame:
         """Waits for the next answer to `ask`. Raises: AbortedError if the receiver lacks the KV, PeerLostError."""
         self._wait(lambda: bool(self._held), self._progress_seconds, "did not send requested KV")
         held = self._held.popleft()

@@ -62,7 +62,7 @@ class ArenaSource:
         if offered is not None and arena is None:
             return None
         try:
-            if arena is None or arena.is_worn or not self._attach(stream, spec, arena):
+            if arena is None or arena.should_be_replaced or not self._attach(stream, spec, arena):
                 arena = self._attach_new(stream, spec)
         except PeerLostError:
             with self._lock:

@@ -19,7 +19,7 @@ from outrider.cluster.child import ClusterEvent, EventKind
 from outrider.cluster.cluster import Cluster
 from outrider.cluster.config import DECODE, ClusterConfig
 from outrider.cluster.event_printer import EventPrinter
-from outrider.cluster.gpus import allot
+from outrider.cluster.gpus import assign_gpus
 from outrider.cluster.plan import Launch
 from outrider.config.imports import vllm_entries
 from outrider.config.resolve import CONFIG_FILE_VARIABLE, ResolvedConfig, load_config
@@ -28,11 +28,11 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
 from outrider.llm.batch import Batch, MakeBar
 from outrider.llm.outputs import RequestOutput
-from outrider.llm.prompts import PromptType, Request, Source, for_each, read_conversations, read_prompts
+from outrider.llm.prompts import PromptType, Request, Source, convert_each, read_conversations, read_prompts
 from outrider.llm.sampling_params import SamplingParams
 from outrider.lossy_stream import LossyStream, lossy
 from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
-from outrider.model_hub.locate import is_at_hand, locate_model
+from outrider.model_hub.locate import is_available_locally, locate_model
 
 SEED_BITS = 53
 """Bits of a seed that the LLM draws, as many as the router's have."""
@@ -94,7 +94,7 @@ class LLM:
         overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
         try:
             resolved = _load(engine_args, overrides)
-            node_environ, node_overrides = allot(resolved.sections["cluster"], resolved)
+            node_environ, node_overrides = assign_gpus(resolved.sections["cluster"], resolved)
         except ConfigError as error:
             raise ValueError(str(error)) from error
         for warning in resolved.warnings:
@@ -105,7 +105,7 @@ class LLM:
             node_overrides=node_overrides,
             node_environ=node_environ,
             log_directory=None if log_dir is None else Path(log_dir),
-            locate_model=not is_at_hand(self._model),
+            locate_model=not is_available_locally(self._model),
         )
         cluster = Cluster(config, launch)
         cluster.on_event = partial(_show, EventPrinter(lossy(sys.stderr)))
@@ -204,7 +204,7 @@ class LLM:
         each = [params or SamplingParams()] * len(sources) if isinstance(params, SamplingParams | None) else params
         if len(each) != len(sources):
             raise ValueError(f"there are {len(sources)} {name}, but {len(each)} sampling_params")
-        options = for_each("sampling_params", SamplingParams.to_options, each)
+        options = convert_each("sampling_params", SamplingParams.to_options, each)
         requests = [
             Request(
                 name=f"{name}[{index}]",

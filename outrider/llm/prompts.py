@@ -38,16 +38,16 @@ class Request:
 def read_prompts(prompts: PromptType | Sequence[PromptType]) -> list[Source]:
     """Reads one or more prompts. Raises: ValueError that names an invalid one."""
     is_single = isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], Integral))
-    return for_each("prompts", _read_prompt, [prompts] if is_single else prompts)
+    return convert_each("prompts", _read_prompt, [prompts] if is_single else prompts)
 
 
 def read_conversations(messages: Sequence[Any]) -> list[Source]:
     """Reads one or more conversations in OpenAI's form. Raises: ValueError that names an invalid one."""
     is_single = len(messages) > 0 and isinstance(messages[0], Mapping)
-    return for_each("messages", _read_messages, [messages] if is_single else messages)
+    return convert_each("messages", _read_messages, [messages] if is_single else messages)
 
 
-def for_each(name: str, read: Callable[[Any], Any], items: Any) -> list[Any]:
+def convert_each(name: str, read: Callable[[Any], Any], items: Any) -> list[Any]:
     """Returns `read` of each item. Raises: ValueError that names the item, for example "prompts[3]"."""
     results = []
     for index, item in enumerate(items):

@@ -18,7 +18,7 @@ from outrider.engine.processor import usable_cpus
 from outrider.engine.ranks.channel import RankLostError
 from outrider.engine.runner_base import ModelRunner
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.kernels import attention_of, resolve_device
+from outrider.model_hub.kernels import choose_attention, resolve_device
 from outrider.model_hub.loaded_model import LoadedModel, ReductionOf
 from outrider.model_hub.open import open_model
 from outrider.prefill import MAX_SCORED_ROWS
@@ -33,7 +33,7 @@ on its processors would wait longer. A GPU needs thousands of rows to be fully u
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class ModelRuntime:
     """A warmed-up model. Enter `ranks` while the node computes: it watches other ranks' processes and ends them."""
 
     model: LoadedModel
@@ -65,7 +65,7 @@ class Compute:
             "cpus": ",".join(map(str, usable_cpus())),
             "numerics": info.numerics,
             "kernels": str(model.kernels),
-            "weights": model.weights_from,
+            "weights": model.weights_source,
             "features": str(info.features or "none"),
             "cpu_turns": cpu_turns.description,
             "kv_blocks": self.kv_cache.num_blocks,
@@ -74,7 +74,7 @@ class Compute:
         }
 
 
-def open_compute(
+def open_model_runtime(
     config: ModelConfig,
     kv_cache: KVCacheConfig,
     *,
@@ -84,7 +84,7 @@ def open_compute(
     features: ReductionOf | None = None,
     on_rank_lost: Callable[[RankLostError], None],
     progress: Progress = no_progress,
-) -> Compute:
+) -> ModelRuntime:
     """Loads the model and makes its cache, in this process or in `model.tensor_parallel_size` ones, of which this is
     rank 0.
 
@@ -114,14 +114,14 @@ def open_compute(
             on_rank_lost=on_rank_lost,
             progress=progress,
         )
-        return Compute(*parts, num_rows)
+        return ModelRuntime(*parts, num_rows)
     with loading_turn([resolve_device(config.device)], progress):
         model = open_model(config, progress=progress)
         reduction = None if features is None else features(model)
         model = model.with_features(reduction)
         cache, runner, window = open_runner(
             model,
-            attention_of(config, model.device),
+            choose_attention(config, model.device),
             kv_cache,
             num_rows=num_rows,
             num_logits=max_rows_per_step or MAX_SCORED_ROWS,
@@ -130,4 +130,4 @@ def open_compute(
             features=reduction,
             may_shorten=not config.max_model_len,
         )
-    return Compute(model.with_window(window), cache, runner, nullcontext(), num_rows)
+    return ModelRuntime(model.with_window(window), cache, runner, nullcontext(), num_rows)

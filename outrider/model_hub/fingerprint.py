@@ -22,7 +22,7 @@ from outrider.model_hub.checkpoint_text import TOKENIZER_FILE, read_json
 LENGTH_BYTES = 8
 FORMATS = ("model.safetensors", "pytorch_model.bin")
 """Weight files in transformers' order of preference: one file of this name, or those in the index next to it."""
-RACY_SECONDS = 2.0
+MIN_CACHED_AGE_SECONDS = 2.0
 """Minimum age of a file's last change for caching its hash: a later change may get the same time stamp otherwise."""
 VOLATILE_KEYS = frozenset({"_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 """Keys of config.json about how it was saved, not about the model."""
@@ -31,7 +31,7 @@ VOLATILE_KEYS = frozenset({"_name_or_path", "_model_name_or_path", "transformers
 def model_fingerprint(directory: Path, *, dtype: str, cache: Path) -> str:
     """Returns the SHA-256 in hexadecimal over configuration, tokenizer, dtype, quantization and all weights.
 
-    The weights' own hashes are stored in `cache`, so that a large model is read once (`known_sha256`). Quantization is
+    The weights' own hashes are stored in `cache`, so that a large model is read once (`cached_sha256`). Quantization is
     part of the configuration (`quantization_config`). Raises: ModelError if a file is missing.
     """
     config = read_json(directory / "config.json")
@@ -40,7 +40,7 @@ def model_fingerprint(directory: Path, *, dtype: str, cache: Path) -> str:
     tokenizer = directory / TOKENIZER_FILE
     files = weight_files(directory)
     with ThreadPoolExecutor() as threads:
-        hashes = list(threads.map(lambda path: known_sha256(path, cache), files))
+        hashes = list(threads.map(lambda path: cached_sha256(path, cache), files))
     digest = hashlib.sha256()
     parts: Iterable[tuple[str, bytes]] = (
         ("config", canonical_json(config)),
@@ -134,7 +134,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def known_sha256(path: Path, cache: Path) -> str:
+def cached_sha256(path: Path, cache: Path) -> str:
     """Returns a file's SHA-256, cached in `cache` while the file's size, inode, and both change times stay the same.
 
     An edit in place changes the ctime even if it restores the modification time. If the cache cannot be written, the
@@ -148,7 +148,7 @@ def known_sha256(path: Path, cache: Path) -> str:
             return digest
     digest = file_sha256(path)
     changed = path.stat()
-    if max(changed.st_mtime, changed.st_ctime) < time.time() - RACY_SECONDS and _state(path) == state:
+    if max(changed.st_mtime, changed.st_ctime) < time.time() - MIN_CACHED_AGE_SECONDS and _state(path) == state:
         with suppress(OSError):
             _remember(entry, f"{state}\n{digest}\n")
     return digest

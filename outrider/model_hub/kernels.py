@@ -18,18 +18,18 @@ TRITON = "triton"
 def choose_model_kernels(config: ModelConfig, device: str, *, progress: Progress = no_progress) -> KernelChoice:
     """Returns the choice for `model.kernels`; FUSED is not for all architectures. May compile. Raises: ConfigError."""
     if config.tensor_parallel_size > 1:
-        return torch_instead(config, f"model.tensor_parallel_size is {config.tensor_parallel_size}")
+        return fall_back_to_torch(config, f"model.tensor_parallel_size is {config.tensor_parallel_size}")
     if device_type(device) != "cpu":
         if config.kernels != AUTO:
-            return torch_instead(config, f"the device is {device_type(device)}")
+            return fall_back_to_torch(config, f"the device is {device_type(device)}")
         reason = why_no_triton(device)
-        return torch_instead(config, reason) if reason else KernelChoice(path=FUSED, library=None)
+        return fall_back_to_torch(config, reason) if reason else KernelChoice(path=FUSED, library=None)
     if config.attention != AUTO:
-        return torch_instead(config, f"model.attention is {config.attention}")
+        return fall_back_to_torch(config, f"model.attention is {config.attention}")
     return choose_kernels(config.kernels, progress=progress)
 
 
-def attention_of(config: ModelConfig, device: str) -> str:
+def choose_attention(config: ModelConfig, device: str) -> str:
     """Returns the attention backend to use. Raises: ConfigError if it contradicts `model.deterministic`."""
     if not config.deterministic:
         return config.attention
@@ -47,12 +47,12 @@ def check_deterministic(config: ModelConfig, device: str, kernels: KernelChoice)
     if device_type(device) == "cpu" and kernels.library is None:
         raise ConfigError(f"model.deterministic needs native kernels on a CPU: {kernels}")
     if device_type(device) != "cpu":
-        attention_of(config, device)
+        choose_attention(config, device)
         if reason := why_no_triton(device):
             raise ConfigError(f"model.deterministic {reason}")
 
 
-def torch_instead(config: ModelConfig, reason: str) -> KernelChoice:
+def fall_back_to_torch(config: ModelConfig, reason: str) -> KernelChoice:
     """Returns the choice of torch's kernels for `reason`. Raises: ConfigError with it if a native path is set."""
     if config.kernels not in (AUTO, TORCH):
         raise ConfigError(f"model.kernels {config.kernels} is not available: {reason}; use auto or torch")

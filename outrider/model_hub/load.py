@@ -28,32 +28,32 @@ from outrider.engine.device import device_type
 from outrider.engine.gpu_kernels import why_not_fused
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.engine.model_spec import ModelSpec
-from outrider.engine.numerics import Numerics, Promise, native_numerics, promise_of_torch, torch_numerics
+from outrider.engine.numerics import BatchInvariance, Numerics, native_numerics, torch_batch_invariance, torch_numerics
 from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import check_weight_files
 from outrider.model_hub.kernels import (
-    attention_of,
     check_deterministic,
+    choose_attention,
     choose_model_kernels,
+    fall_back_to_torch,
     resolve_device,
     start_kernels,
-    torch_instead,
 )
 from outrider.model_hub.loaded_model import INT8, LoadedModel, describe_model
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.support import (
     SPLIT_CONTEXT,
     architecture_name,
+    check_config,
     check_paged_forward,
     depends_on_batch,
     describe_decoder,
     float32_logits,
-    own_logits,
-    refuse_by_config,
+    reference_logits,
 )
-from outrider.model_hub.tensor_parallel import check_split, own_rank, rank_device
+from outrider.model_hub.tensor_parallel import check_split, device_of_rank, own_rank
 from outrider.model_hub.window import fix_rotations, resolve_window
 from outrider.progress import Progress, no_progress
 
@@ -72,9 +72,9 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     num_ranks = config.tensor_parallel_size
     device = resolve_device(config.device)
     if num_ranks > 1:
-        device = rank_device(config, own_rank(config))
+        device = device_of_rank(config, own_rank(config))
     hf_config = read_config(location.directory)
-    refuse_by_config(hf_config, device)
+    check_config(hf_config, device)
     text_config = hf_config.get_text_config(decoder=True)
     window = resolve_window(text_config, config.max_model_len)
     if window.is_extended:
@@ -82,7 +82,7 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     state = check_weight_files(location.directory)
     kernels = choose_model_kernels(config, device, progress=progress)
     if kernels.path == FUSED and (reason := why_not_fused(hf_config)):
-        kernels = torch_instead(config, reason)
+        kernels = fall_back_to_torch(config, reason)
     dtype = resolve_dtype(config.dtype, device, hf_config, is_native=kernels.library is not None)
     model = _load_weights(
         location.directory,
@@ -98,14 +98,14 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         check_split(spec, hf_config, num_ranks)
     if kernels.library is not None and spec.head_dim % HEAD_DIM_STEP:
         reason = f"its heads have {spec.head_dim} dimensions, not a multiple of {HEAD_DIM_STEP}"
-        kernels = torch_instead(config, reason)
+        kernels = fall_back_to_torch(config, reason)
         dtype = resolve_dtype(config.dtype, device, hf_config, is_native=False)
         nn.Module.to(model, TORCH_DTYPES[dtype])  # in place
         spec = replace(spec, dtype=dtype)
     if config.weights == INT8 and kernels.library is None:
         raise ConfigError(f"model.weights int8 needs native kernels: {kernels}; set model.weights to auto")
     check_deterministic(config, device, kernels)
-    expected = own_logits(model, spec.vocab_size)
+    expected = reference_logits(model, spec.vocab_size)
     runnable = _make_runnable(config, kernels, model, device, spec, layers)
 
     def exact() -> Tensor:
@@ -119,11 +119,11 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     except ModelError as error:
         if runnable.fused is None:
             raise
-        kernels = torch_instead(config, str(error))
+        kernels = fall_back_to_torch(config, str(error))
         runnable = _make_runnable(config, kernels, model, device, spec, layers)
         check_paged_forward(runnable, expected, exact=exact)
     numerics = _numerics(config, kernels, runnable)
-    loaded = describe_model(config, location, kernels, runnable, numerics=numerics, weights_from="checkpoint")
+    loaded = describe_model(config, location, kernels, runnable, numerics=numerics, weights_source="checkpoint")
     if check_weight_files(location.directory) != state:  # the fingerprint may belong to other weights
         raise ModelError(f"{location.directory} changed while it was loaded: start again")
     return loaded
@@ -135,20 +135,25 @@ def _numerics(config: ModelConfig, kernels: KernelChoice, model: RunnableModel) 
     if model.native is not None:
         by_layers = isinstance(model.native, NativeLayers)
         # torch computes experts, Conv1D and everything else that is not a linear layer.
-        promise = promise_of_torch(dtype) if by_layers and depends_on_batch(model) else Promise.EXACT
+        batch_invariance = (
+            torch_batch_invariance(dtype) if by_layers and depends_on_batch(model) else BatchInvariance.EXACT
+        )
         has_int8_weights = config.weights == INT8
         return native_numerics(
-            kernels.arithmetic, by_layers=by_layers, has_int8_weights=has_int8_weights, promise=promise
+            kernels.arithmetic,
+            by_layers=by_layers,
+            has_int8_weights=has_int8_weights,
+            batch_invariance=batch_invariance,
         )
     if not config.deterministic:
         return torch_numerics(dtype, device_type(model.device), num_ranks=config.tensor_parallel_size)
     from outrider.engine.deterministic_layers import deterministic_kernels
 
-    attention = attention_of(config, model.device)
+    attention = choose_attention(config, model.device)
     capability = "sm_{}{}".format(*torch.cuda.get_device_capability(model.device))
     depends = depends_on_batch(model, attention, num_tokens=SPLIT_CONTEXT)
     arithmetic = deterministic_kernels(dtype, capability) + ", fused" * (model.fused is not None)
-    return Numerics(promise_of_torch(dtype) if depends else Promise.EXACT, arithmetic)
+    return Numerics(torch_batch_invariance(dtype) if depends else BatchInvariance.EXACT, arithmetic)
 
 
 def _make_runnable(

@@ -38,7 +38,7 @@ class LoadedModel(RunnableModel):
     known_token_ids: npt.NDArray[np.bool_]  # [vocab_size]: ids that the tokenizer has
     constraints: GrammarCompiler  # for its vocabulary
     directory: Path
-    weights_from: str  # for users: "checkpoint", or "packed weights, mapped"
+    weights_source: str  # for users: "checkpoint", or "packed weights, mapped"
     packed_key: PackedKey | None = None  # key of its packed weights, if they are cached; its head's are cached with it
 
     def with_features(self, features: FeatureSpec | None) -> LoadedModel:
@@ -93,7 +93,7 @@ def describe_model(
     model: RunnableModel,
     *,
     numerics: Numerics,
-    weights_from: str,
+    weights_source: str,
     packed_key: PackedKey | None = None,
 ) -> LoadedModel:
     """Adds the information in the tokenizer and other files. Raises: ModelError if one is damaged."""
@@ -124,7 +124,7 @@ def describe_model(
         known_token_ids=known_token_ids(text.vocabulary, spec.vocab_size),
         constraints=grammar_compiler(text, spec.vocab_size),
         directory=directory,
-        weights_from=weights_from,
+        weights_source=weights_source,
         packed_key=packed_key,
     )
 

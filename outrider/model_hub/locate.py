@@ -9,7 +9,7 @@ from pathlib import Path
 from outrider.cache_directory import user_cache_directory
 from outrider.errors import ModelError, NotFoundError
 from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
-from outrider.model_hub.default_model import DEFAULT_MODEL_REVISION, default_directory, ensure_default_model
+from outrider.model_hub.default_model import DEFAULT_MODEL_REVISION, default_directory, fetch_default_model
 from outrider.model_hub.fingerprint import indexed_files, weight_names
 from outrider.progress import Progress, no_progress
 
@@ -32,7 +32,7 @@ def cache_directory(config: ModelConfig) -> Path:
     return Path(config.cache_dir).expanduser() if config.cache_dir else user_cache_directory()
 
 
-def is_at_hand(config: ModelConfig) -> bool:
+def is_available_locally(config: ModelConfig) -> bool:
     """Returns whether the model is on this machine, with nothing to download or to convert."""
     if config.id == DEFAULT_MODEL_ID:
         return default_directory(cache_directory(config)).is_dir()
@@ -46,7 +46,7 @@ def locate_model(config: ModelConfig, *, progress: Progress = no_progress) -> Mo
     download or the cache fails.
     """
     if config.id == DEFAULT_MODEL_ID:
-        directory = ensure_default_model(cache_directory(config), progress=progress)
+        directory = fetch_default_model(cache_directory(config), progress=progress)
         return ModelLocation(directory=directory, name=config.name or config.id, revision=DEFAULT_MODEL_REVISION)
     directory = Path(config.id).expanduser()
     if directory.is_dir():

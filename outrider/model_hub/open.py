@@ -32,8 +32,8 @@ from outrider.progress import Progress, no_progress
 def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> LoadedModel:
     """Returns the model of `config`, ready to run. Raises: what outrider.model_hub.load.load_model raises.
 
-    Any number of processes may call it concurrently, see `open_packed`. `LoadedModel.weights_from` gives the reason if
-    packed weights could be used but are not.
+    Any number of processes may call it concurrently, see `open_packed`. If packed weights could be used but are not,
+    `LoadedModel.weights_source` gives the reason.
     """
     location = locate_model(config, progress=progress)
     device = resolve_device(config.device)
@@ -75,7 +75,7 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         kernels,
         RunnableModel(model=None, native=native, device=device, spec=ModelSpec(**packed.about["spec"])),
         numerics=native_numerics(kernels.arithmetic, has_int8_weights=config.weights == INT8),
-        weights_from=f"checkpoint; packed weights are not kept: {problem}" if problem else "packed weights, mapped",
+        weights_source=f"checkpoint; packed weights are not kept: {problem}" if problem else "packed weights, mapped",
         packed_key=key,
     )
 

@@ -36,11 +36,11 @@ from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import file_sha256, model_fingerprint
 from outrider.model_hub.locate import cache_directory
-from outrider.own_modules import module_command, tied
+from outrider.own_modules import kill_with_parent, module_command
 from outrider.progress import Progress, no_progress
 
 HEADER, WEIGHTS = "header.json", "weights"
-MADE_BY = (
+PACKING_MODULES = (
     *("engine/cpu_kernels", "engine/feature_spec.py", "engine/features.py", "engine/model_runner.py"),
     *("engine/numerics.py", "engine/rotation.py", "heads", "heads/forms", "model_hub"),
 )
@@ -48,13 +48,13 @@ MADE_BY = (
 
 PACKER = "outrider.heads.packer"
 """The process that packs a model and its head. This package does not import its code, since nodes run without torch."""
-packs_here = False
+is_packer = False
 """Whether this process is the packer, which sets it."""
 
 WAIT_SECONDS = 1800.0
 """Seconds to wait for another process that packs the same weights. A killed one does not delay the others."""
 
-KEPT_FOR_A_MODEL = 2
+MAX_OLD_VERSIONS = 2
 """Number of older versions of a model or head, the most recently used ones, that are kept beside the new one."""
 
 _PAGE, _LINE = 4096, 64
@@ -83,7 +83,7 @@ class PackedKey:
         code = (file_sha256(kernels.library), _source_hash(), _version("torch"), _version("transformers"))
         return cls(config, cache_directory(config) / "packed", _digest(model), _digest(code))
 
-    def of_addition(self, name: str, content: str) -> PackedKey:
+    def derive_key(self, name: str, content: str) -> PackedKey:
         """Makes the key of data that the same code makes for this model from `content`. Older versions share `name`."""
         return replace(self, model=_digest((self.model, name)), code=_digest((self.code, content)))
 
@@ -168,11 +168,11 @@ def _pack_apart(config: ModelConfig, progress: Progress) -> None:
     A process that has imported torch packs by itself, and so does the caller if the other process fails; it then
     reports the error.
     """
-    if packs_here or "torch" in sys.modules:
+    if is_packer or "torch" in sys.modules:
         return
     try:
         with subprocess.Popen(  # noqa: S603 our own interpreter
-            tied(module_command(PACKER)),
+            kill_with_parent(module_command(PACKER)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         ) as packer:
@@ -280,14 +280,14 @@ def _remove_old(key: PackedKey) -> None:
             path.unlink()
     remove_unused(path for path in key.cache.iterdir() if path.suffix != ".lock")
     same = [path for path in key.cache.glob(f"{key.model}-*") if path.is_dir() and path != key.folder]
-    for path in sorted(same, key=lambda path: path.stat().st_mtime, reverse=True)[KEPT_FOR_A_MODEL:]:
+    for path in sorted(same, key=lambda path: path.stat().st_mtime, reverse=True)[MAX_OLD_VERSIONS:]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _source_hash() -> str:
     digest = hashlib.sha256()
     root = Path(outrider.__file__).parent
-    for part in MADE_BY:
+    for part in PACKING_MODULES:
         path = root / part
         for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
             digest.update(f"{file.name}:".encode() + file.read_bytes())

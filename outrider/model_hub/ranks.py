@@ -19,7 +19,7 @@ from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.gpu_turns import loading_turn
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.memory import KVRoom, pool_size
+from outrider.engine.memory import KVMemory, pool_size
 from outrider.engine.model_runner import warm_up
 from outrider.engine.module_steps import ModuleSteps
 from outrider.engine.ranks.channel import Channel, RankLostError
@@ -31,8 +31,8 @@ from outrider.model_hub.load import read_config
 from outrider.model_hub.loaded_model import LoadedModel, ReductionOf
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.shard import START_SECONDS, Shard, Start, open_shard
-from outrider.model_hub.tensor_parallel import check_tensor_parallel, rank_device
-from outrider.own_modules import module_command, tied
+from outrider.model_hub.tensor_parallel import check_tensor_parallel, device_of_rank
+from outrider.own_modules import kill_with_parent, module_command
 from outrider.progress import Progress, no_progress
 
 TIMEOUT_SECONDS = 60.0
@@ -70,10 +70,10 @@ def open_ranks(
     progress: Progress = no_progress,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> tuple[LoadedModel, ShardedKVCache, LeadingRunner, RankGroup]:
-    """Opens rank 0's part of `open_compute`'s result, for two or more ranks. One group at a time in a process.
+    """Opens rank 0's part of `open_model_runtime`'s result, for two or more ranks. One group at a time in a process.
 
     Rank 0 alone makes `features`, since each rank has whole hidden states; the others have no plane for them. The other
-    ranks end with the calling thread (see `outrider.own_modules.tied`).
+    ranks end with the calling thread (see `outrider.own_modules.kill_with_parent`).
     """
     check_tensor_parallel(config, read_config(locate_model(config, progress=progress).directory))
     release = ExitStack()
@@ -94,7 +94,7 @@ def open_ranks(
     )
     # A KV request may first wait for a step on the other side.
     ranks = RankGroup(answer_seconds=2 * timeout_seconds, on_lost=rank_lost, release=release.close)
-    devices = [rank_device(config, rank) for rank in range(config.tensor_parallel_size)]
+    devices = [device_of_rank(config, rank) for rank in range(config.tensor_parallel_size)]
     turn = ExitStack()
     try:
         turn.enter_context(loading_turn(devices, progress))
@@ -128,7 +128,7 @@ def open_ranks(
 
 
 def _pool_size(
-    model: LoadedModel, kv_cache: KVCacheConfig, rooms: Sequence[KVRoom], *, may_shorten: bool
+    model: LoadedModel, kv_cache: KVCacheConfig, rooms: Sequence[KVMemory], *, may_shorten: bool
 ) -> tuple[int, int]:
     """Returns `pool_size` of each rank's cache. A size in bytes is for the whole model's cache.
 
@@ -152,7 +152,7 @@ def _spawn(rank: int, *, timeout_seconds: float) -> Member:
     ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
     descriptors = [end.fileno() for end in theirs]
     process = subprocess.Popen(  # noqa: S603 this interpreter, and our own module
-        tied([*module_command("outrider.model_hub.rank_process"), *map(str, descriptors)]),
+        kill_with_parent([*module_command("outrider.model_hub.rank_process"), *map(str, descriptors)]),
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.engine.memory import KVRoom
+from outrider.engine.memory import KVMemory
 from outrider.model_hub.config import ModelConfig
 from outrider.progress import Progress, no_progress
 
@@ -39,21 +39,21 @@ class Shard:
 
     model: LoadedModel
     attention: AttentionBackend
-    room: KVRoom  # on its GPU
+    room: KVMemory  # on its GPU
 
 
 def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:
     """Joins the other ranks and loads this rank's shard. Raises: what `load_model` raises."""
     from outrider.engine.attention import make_attention_backend
-    from outrider.engine.open_runner import rehearse
+    from outrider.engine.open_runner import profile_run
     from outrider.model_hub.load import load_model
-    from outrider.model_hub.tensor_parallel import bound_collectives, join
+    from outrider.model_hub.tensor_parallel import join, set_collective_timeout
 
     join(start.config, start.rank, start.store, timeout_seconds=start.timeout_seconds)
     model = load_model(start.config, progress=progress)
     heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
     attention = make_attention_backend(start.config.attention, model.device, model.spec.dtype, **heads)
-    reserved = rehearse(model, attention, num_rows=start.max_rows_per_step, block_size=start.block_size)
+    reserved = profile_run(model, attention, num_rows=start.max_rows_per_step, block_size=start.block_size)
     assert model.model is not None
-    bound_collectives(model.model, timeout_seconds=start.timeout_seconds)
-    return Shard(model, attention, KVRoom.of(model.device, reserved))
+    set_collective_timeout(model.model, timeout_seconds=start.timeout_seconds)
+    return Shard(model, attention, KVMemory.of(model.device, reserved))

@@ -27,7 +27,7 @@ from outrider.errors import ModelError
 from outrider.model_hub.default_packing import PROBE_BLOCKS, probe_logits
 from outrider.model_hub.window import Window
 
-SERVABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _MEAN_TOLERANCE = 0.3
 """Bound on the mean difference of all rows, as a fraction of the bound on one row. It detects faults that affect every
 row, but each by less than its bound."""
@@ -47,7 +47,7 @@ _COMPARED_CHUNK = 200
 """Rows per chunk: fewer than the number from which on our GPU kernels no longer split."""
 
 
-def refuse_by_config(config: PretrainedConfig, device: str) -> None:
+def check_config(config: PretrainedConfig, device: str) -> None:
     """Refuses models that are unsuitable by their configuration. Raises: ModelError that names the architecture.
 
     Quantized weights are left to transformers' quantizers, whose kernels are for GPUs. On a CPU all are refused: some
@@ -63,7 +63,7 @@ def refuse_by_config(config: PretrainedConfig, device: str) -> None:
     if config.is_encoder_decoder:
         raise ModelError(f"{name} is an encoder-decoder: only decoders that continue a text can be served")
     text_config = config.get_text_config(decoder=True)
-    unknown = set(getattr(text_config, "layer_types", None) or ()) - SERVABLE_LAYER_TYPES
+    unknown = set(getattr(text_config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
     if unknown:
         raise ModelError(f"{name} has layers of type {', '.join(sorted(unknown))}, which keep no plain K and V")
     if getattr(text_config, "num_kv_shared_layers", 0):
@@ -140,7 +140,7 @@ def _why_not_paged(model: PreTrainedModel, token_ids: Tensor) -> str:
 def check_paged_forward(
     model: RunnableModel, expected: Tensor, *, exact: Callable[[], Tensor], is_lossy: bool = False
 ) -> None:
-    """Compares our forward with `expected`, which `own_logits` returned before anything in the model was replaced.
+    """Compares our forward with `expected`, which `reference_logits` returned before parts of the model were replaced.
 
     The allowed difference is larger if the weights were rounded (`is_lossy`). If the logits differ by more than usual,
     the model may amplify rounding, for example by its choice of experts. Then `exact` is called, which returns logits
@@ -269,7 +269,7 @@ def _probe_token_ids(vocab_size: int) -> Tensor:
     return torch.randint(0, vocab_size, (2, _PROBE_TOKENS), generator=generator)
 
 
-def own_logits(model: PreTrainedModel, vocab_size: int) -> Tensor:
+def reference_logits(model: PreTrainedModel, vocab_size: int) -> Tensor:
     """Runs the model's own forward, with transformers' eager attention, on the probe's tokens.
 
     Returns [2, _PROBE_TOKENS, vocab_size] float32.
@@ -278,7 +278,7 @@ def own_logits(model: PreTrainedModel, vocab_size: int) -> Tensor:
 
 
 def float32_logits(model: PreTrainedModel) -> Tensor:
-    """Computes `own_logits` in float32 arithmetic, with a CPU model that is not used afterwards.
+    """Computes `reference_logits` in float32 arithmetic, with a CPU model that is not used afterwards.
 
     A layer is float32 only while it computes, so that only one is in memory in both types.
     """
@@ -298,7 +298,7 @@ def float32_logits(model: PreTrainedModel) -> Tensor:
     for layer in layers:
         layer.register_forward_pre_hook(widen)
         layer.register_forward_hook(narrow)
-    return own_logits(model, model.get_output_embeddings().weight.shape[0])
+    return reference_logits(model, model.get_output_embeddings().weight.shape[0])
 
 
 def _own_forward(model: PreTrainedModel, token_ids: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from outrider.engine.model_spec import ModelSpec
 from outrider.engine.processor import usable_cpus, within_quota
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.kernels import resolve_device, torch_instead
+from outrider.model_hub.kernels import fall_back_to_torch, resolve_device
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -29,7 +29,7 @@ def check_tensor_parallel(config: ModelConfig, model: PretrainedConfig) -> None:
     """Raises ConfigError if `tensor_parallel_size` does not fit the other settings, the model or the machine."""
     num_ranks = config.tensor_parallel_size
     name = f"model.tensor_parallel_size {num_ranks}"
-    torch_instead(config, f"{name} computes with torch's kernels")
+    fall_back_to_torch(config, f"{name} computes with torch's kernels")
     if config.weights != "auto":
         raise ConfigError(f"{name} does not go with model.weights {config.weights}, which needs native kernels")
     if config.deterministic:
@@ -62,7 +62,7 @@ def join(config: ModelConfig, rank: int, store: Path, *, timeout_seconds: float)
         os.environ.setdefault(name, value)
     os.environ["LOCAL_RANK"] = str(rank)  # transformers derives its device from it
     torch.set_num_threads(config.num_threads or max(len(within_quota(usable_cpus())) // num_ranks, 1))
-    device = rank_device(config, rank)
+    device = device_of_rank(config, rank)
     is_cuda = device_type(device) == "cuda"
     if is_cuda:
         torch.cuda.set_device(device)
@@ -86,13 +86,13 @@ def own_rank(config: ModelConfig) -> int:
     return dist.get_rank()
 
 
-def rank_device(config: ModelConfig, rank: int) -> str:
+def device_of_rank(config: ModelConfig, rank: int) -> str:
     """Returns a rank's device. Each rank has its own GPU; on a CPU all share it."""
     device = resolve_device(config.device)
     return f"cuda:{rank}" if device_type(device) == "cuda" else device
 
 
-def bound_collectives(model: PreTrainedModel, *, timeout_seconds: float) -> None:
+def set_collective_timeout(model: PreTrainedModel, *, timeout_seconds: float) -> None:
     """Sets the timeout of collectives, so that a hanging rank becomes an error. torch's default is half an hour."""
     mesh: Any = model._device_mesh  # noqa: SLF001 available nowhere else in transformers
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), mesh.get_group("tp"))  # noqa: SLF001

@@ -61,7 +61,7 @@ def to_status(error: BaseException) -> status_pb2.Status:
     if field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=message)
         details.append(_pack(error_details_pb2.BadRequest(field_violations=[violation])))
-    if isinstance(error, (errors.CapacityError, errors.PeerLostError)) and error.reason != errors.LOSES_NODES:
+    if isinstance(error, (errors.CapacityError, errors.PeerLostError)) and error.reason != errors.POISON_REQUEST:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(round(error.retry_after_seconds * 1e9))
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))

@@ -39,7 +39,7 @@ MAX_STALLS = 5
 """Consecutive stalls after which the loop is overloaded but has had time to read: the deadline then holds."""
 
 
-class Standing(IntEnum):
+class Liveness(IntEnum):
     """A peer's liveness, as its progress reports show it."""
 
     TIMELY = 0
@@ -67,7 +67,7 @@ class ProgressDeadline:
         self._late_report_at = self._late_step_at = self._report_deadline
         self._least_silent_at = 0.0
         self._mark: int | None = None  # None: the peer was idle at the last report
-        self.standing = Standing.TIMELY
+        self.standing = Liveness.TIMELY
         self.watched_until = math.inf  # when the watcher checks next
         self.on_earlier: Callable[[], None] = lambda: None  # called if the watcher must check sooner
 
@@ -85,9 +85,9 @@ class ProgressDeadline:
             self._late_step_at = now + max(patience - report.step_age_seconds, 0.0)
         if is_idle:
             self._late_step_at = self._late_report_at  # an idle process has no step, only reports
-        self.standing = Standing.LATE if self.is_late() else Standing.TIMELY
+        self.standing = Liveness.LATE if self.is_late() else Liveness.TIMELY
         self._least_silent_at = 0.0
-        if self.standing is Standing.LATE or min(self._late_at, self._lost_at) < self.watched_until:
+        if self.standing is Liveness.LATE or min(self._late_at, self._lost_at) < self.watched_until:
             self.on_earlier()
 
     def is_late(self) -> bool:
@@ -104,16 +104,16 @@ class ProgressDeadline:
     def _lost_at(self) -> float:
         return min(self._report_deadline, self._step_deadline)
 
-    def next_change(self) -> tuple[Standing, float]:
+    def next_change(self) -> tuple[Liveness, float]:
         """Returns the next liveness state and the seconds until it (at least 0), if no progress is reported before."""
         lost_at = self._lost_at
         silent_at = max(self._late_report_at + SILENT_SECONDS - LATE_SECONDS, self._least_silent_at)
-        if self.standing is Standing.TIMELY and self._late_at < lost_at:
-            standing, at = Standing.LATE, self._late_at
-        elif self.standing is Standing.LATE and silent_at < lost_at:
-            standing, at = Standing.SILENT, silent_at
+        if self.standing is Liveness.TIMELY and self._late_at < lost_at:
+            standing, at = Liveness.LATE, self._late_at
+        elif self.standing is Liveness.LATE and silent_at < lost_at:
+            standing, at = Liveness.SILENT, silent_at
         else:
-            standing, at = Standing.LOST, lost_at
+            standing, at = Liveness.LOST, lost_at
         return standing, max(at - self._clock(), 0.0)
 
     def watch(self) -> float:
@@ -155,6 +155,6 @@ async def watch_progress(progress: ProgressDeadline, on_change: Callable[[], Non
             num_stalls += 1
             await asyncio.sleep(STALL_SECONDS)
         elif progress.advance():
-            if progress.standing is Standing.LOST:
+            if progress.standing is Liveness.LOST:
                 return
             on_change()

@@ -32,7 +32,7 @@ class OpenCalls:
 
         context.add_done_callback(leave)  # type: ignore[arg-type] # it takes any callable, unlike its stub
 
-    async def wait_for_present(self, timeout_seconds: float) -> int:
+    async def wait_for_open(self, timeout_seconds: float) -> int:
         """Waits until the calls open now have ended, ignoring new ones; returns how many have not after the timeout."""
         if not self._open:
             return 0

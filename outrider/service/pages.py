@@ -57,7 +57,7 @@ class _Output(BufferedIOBase):
         return memoryview(data).nbytes
 
 
-class PatientRequest(WSGIRequestHandler):
+class BoundedRequestHandler(WSGIRequestHandler):
     """Handles one HTTP request in its own thread; the timeout bounds how long a slow client can hold it."""
 
     timeout = 30.0

@@ -8,7 +8,7 @@ from outrider.service.telemetry.logging import get_logger
 _log = get_logger("security")
 
 
-def warn_if_exposed(host: str, *, what: str, is_protected: bool, fix: str) -> None:
+def warn_if_unauthenticated(host: str, *, what: str, is_protected: bool, fix: str) -> None:
     """Warns if a port can be reached from other machines without authentication."""
     if not is_protected and not is_loopback(host):
         _log.warning(f"ANYBODY who reaches this machine can use {what}; {fix}", host=host)

@@ -38,10 +38,10 @@ from outrider.service.announce import announce, announce_failure, announce_uncau
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.health import HEALTH_SERVICE, Health
 from outrider.service.open_calls import OpenCalls
-from outrider.service.pages import FindPage, PatientRequest, bound_connections, with_pages
+from outrider.service.pages import BoundedRequestHandler, FindPage, bound_connections, with_pages
 from outrider.service.reflection import add_reflection
 from outrider.service.request_limits import Authenticate, RequestLimits
-from outrider.service.security import log_refused_files, warn_if_exposed
+from outrider.service.security import log_refused_files, warn_if_unauthenticated
 from outrider.service.telemetry.logging import configure_logging, get_logger
 from outrider.service.telemetry.tracer_factory import make_tracer
 
@@ -191,7 +191,7 @@ class ServiceProcess:
     def _warn_if_exposed(self, tls: TlsConfig, *, has_tokens: bool) -> None:
         asks_for_certificates = tls.authority is not None if tls.is_enabled else self.security.is_enabled
         asks_for_tokens = has_tokens and tls.is_enabled  # plaintext exposes tokens to everyone
-        warn_if_exposed(
+        warn_if_unauthenticated(
             self.config.host,
             what=f"this {self.role}",
             is_protected=asks_for_certificates or asks_for_tokens,
@@ -372,7 +372,7 @@ def serve_metrics(
             f"metrics port {config.metrics_port} on {config.host} cannot be bound: {error.strerror}; "
             f"choose another with --set server.metrics_port=N"
         ) from error
-    server.RequestHandlerClass = PatientRequest
+    server.RequestHandlerClass = BoundedRequestHandler
     bound_connections(server)
     app: Any = server.get_app()
 

@@ -26,7 +26,7 @@ CATCH_UP_STEPS = 32
 """Number of steps over which the cost of reading missed tokens is spread, because they are read only once."""
 
 
-class AskCost:
+class CallCost:
     """T(depth, tokens, missed) = price of a call + depth forwards + draft tokens of all sequences + missed tokens.
 
     A head drafts one token of every sequence in a forward; a parallel head drafts all tokens in one, so the price
@@ -49,16 +49,16 @@ class AskCost:
         """
         return self._num_calls < FIRST_CALLS or self.call_seconds <= CHEAP_SHARE * step_seconds
 
-    def observe(self, seconds: float, *, depth: int, num_tokens: int, num_missed: int) -> None:
+    def observe(self, seconds: float, *, depth: int, num_tokens: int, num_unread: int) -> None:
         """Learns from the total duration of all calls that made a step's drafts.
 
-        `depth`: length of the longest draft; `num_tokens`: draft tokens of all sequences; `num_missed`: committed
+        `depth`: length of the longest draft; `num_tokens`: draft tokens of all sequences; `num_unread`: committed
         tokens that the proposer read.
         """
         if seconds <= 0.0:  # the clock did not advance
             return
         self._num_calls += 1
-        asked = (1.0, depth, TOKEN_SHARE * num_tokens, MISSED_SHARE * num_missed)
+        asked = (1.0, depth, TOKEN_SHARE * num_tokens, MISSED_SHARE * num_unread)
         if self._num_calls <= FIRST_CALLS:
             forward_seconds = seconds / sum(asked[1:])
             if self._num_calls == 1 or forward_seconds < self._scaled[1]:
@@ -74,10 +74,10 @@ class AskCost:
         step = LEARNING_RATE * error / sum(map(mul, asked, asked))
         self._scaled = [max(each + step * one, 0.0) for each, one in zip(self._scaled, asked, strict=True)]
 
-    def seconds(self, depth: int, num_tokens: int, num_missed: float) -> float:
-        """Returns the expected seconds to read `num_missed` tokens and draft `num_tokens`, at most `depth` deep."""
+    def seconds(self, depth: int, num_tokens: int, num_unread: float) -> float:
+        """Returns the expected seconds to read `num_unread` tokens and draft `num_tokens`, at most `depth` deep."""
         call, forward, token, missed = self._scaled
-        return call + depth * forward + TOKEN_SHARE * num_tokens * token + MISSED_SHARE * num_missed * missed
+        return call + depth * forward + TOKEN_SHARE * num_tokens * token + MISSED_SHARE * num_unread * missed
 
 
 class Candidate(NamedTuple):
@@ -86,7 +86,7 @@ class Candidate(NamedTuple):
     sequence_id: int
     chain: Sequence[float]  # probability that its draft is accepted up to each position
     current_gain: float  # expected gain of the best draft found so far
-    num_missed: int  # tokens that the proposer has not read
+    num_unread: int  # tokens that the proposer has not read
     tree_bonus: float = 0.0  # expected gain of the proposer's drafts beyond such a chain
 
 
@@ -95,8 +95,8 @@ def expected_gain(probabilities: Sequence[float], row_price: float) -> float:
     return sum([each - row_price for each in probabilities if each > row_price])
 
 
-def choose_asked(
-    candidates: Sequence[Candidate], cost: AskCost, *, token_rate: float, row_price: float
+def choose_calls(
+    candidates: Sequence[Candidate], cost: CallCost, *, token_rate: float, row_price: float
 ) -> dict[int, int]:
     """Returns how many tokens to ask for, by sequence id; other sequences are absent.
 
@@ -116,7 +116,7 @@ def choose_asked(
     numbers: dict[int, list[int]] = {}  # by sequence, for each length of the longest draft
     for candidate in candidates:
         chain = candidate.chain
-        gain = candidate.tree_bonus - candidate.current_gain - missed_price * candidate.num_missed
+        gain = candidate.tree_bonus - candidate.current_gain - missed_price * candidate.num_unread
         best_gain, best_number = 0.0, 0
         found: list[int] = []
         for place in range(longest):

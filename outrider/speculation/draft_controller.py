@@ -5,8 +5,8 @@ how likely each draft token is (`AcceptanceRecord`, by sequence, proposer, grade
 (`StepCostModel`), and gives rows to the tokens that gain most (`StepOffer.choose`), or to none. Now and then a
 sequence without rows is tried again with a single token, for a small share of the time.
 
-A call to a proposer in this process takes time as well (`AskCost`). It is made for those sequences whose expected gain
-exceeds their share of that time (`choose_asked`), and now and then for a trial.
+A call to a proposer in this process takes time as well (`CallCost`). It is made for those sequences whose expected gain
+exceeds their share of that time (`choose_calls`), and now and then for a trial.
 
 A draft that was drawn for the ratio test of rejection sampling is valued by the expectation before the draw: the test
 is exact only if no drawn token decides whether it, or another draft, is verified.
@@ -18,9 +18,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from outrider.engine.scheduler import StepRoom
+from outrider.engine.scheduler import StepReservation
 from outrider.speculation.acceptance_record import AcceptanceRecord
-from outrider.speculation.ask_cost import Candidate, choose_asked, expected_gain
+from outrider.speculation.ask_cost import Candidate, choose_calls, expected_gain
 from outrider.speculation.draft_source import DraftSource, SourceRecord
 from outrider.speculation.draft_tree import DraftTree, RankedDraft
 from outrider.speculation.row_choice import RowChoice, StepOffer
@@ -56,7 +56,7 @@ MIN_SHARE_TO_ASK = 0.5
 class DraftController:
     """Decides which draft tokens are asked for and which are verified. Engine thread only.
 
-    Order of calls in a step: `rank` for each draft as it comes, `choose_asked` and `observe_asked` for each proposer of
+    Order of calls in a step: `rank` for each draft as it comes, `choose_calls` and `observe_calls` for each proposer of
     this process, the cheapest first, `observe_marginal_gain` for draft nodes, `choose` for the best drafts, the
     forward, `observe_verdict` for each sequence with a verified draft, `observe_committed` for other drafts,
     `observe_step` once. `num_wanted` is the number of tokens to ask draft nodes for.
@@ -114,8 +114,8 @@ class DraftController:
         tree, probabilities = record.rank(draft)
         return RankedDraft(tree, probabilities[: self.num_speculative_tokens])
 
-    def choose_asked(
-        self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, RankedDraft], num_missed: Mapping[int, int]
+    def choose_calls(
+        self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, RankedDraft], num_unread: Mapping[int, int]
     ) -> dict[int, int]:
         """Decides for which sequences to ask a proposer of this process now, and for how many tokens.
 
@@ -123,7 +123,7 @@ class DraftController:
             source: the proposer's name.
             wanted: the maximum of draft tokens that may be verified, for each sequence of the batch.
             drafts: the best draft found so far, by sequence.
-            num_missed: how many tokens of a sequence the proposer has not read; absent: none.
+            num_unread: how many tokens of a sequence the proposer has not read; absent: none.
 
         Returns:
             Numbers of tokens by sequence id; other sequences are absent.
@@ -132,7 +132,7 @@ class DraftController:
         if self.is_cheap(source):
             asked = self._ask_cheap(source, wanted)
         else:
-            asked = self._choose_asked(source, wanted, drafts, num_missed)
+            asked = self._choose_asked(source, wanted, drafts, num_unread)
         for sequence_id in asked:
             known.records[sequence_id].last_call = self._step
         return asked
@@ -148,7 +148,7 @@ class DraftController:
         seconds = known.cost.seconds(1, num_asked, 0) - known.cost.seconds(0, 0, 0)
         return (self.row_price + self._token_rate * seconds / num_asked) / known.overall.mean
 
-    def observe_asked(
+    def observe_calls(
         self,
         source: str,
         asked: Mapping[int, int],
@@ -176,7 +176,7 @@ class DraftController:
         if num_read is None or not (asked or num_read):
             return
         depths = [found[key].tree.depth if key in found else number for key, number in asked.items()]
-        known.cost.observe(seconds, depth=max(depths, default=1), num_tokens=sum(depths), num_missed=num_read)
+        known.cost.observe(seconds, depth=max(depths, default=1), num_tokens=sum(depths), num_unread=num_read)
         if self.is_cheap(source):
             return
         known.charge_trial(asked, num_read=num_read)
@@ -209,7 +209,12 @@ class DraftController:
         return max(one, other, key=value)
 
     def choose(
-        self, drafts: Mapping[int, RankedDraft], limits: Mapping[int, int], room: StepRoom, *, num_waiting: int = 0
+        self,
+        drafts: Mapping[int, RankedDraft],
+        limits: Mapping[int, int],
+        room: StepReservation,
+        *,
+        num_waiting: int = 0,
     ) -> dict[int, int]:
         """Decides how many of each draft's first tokens are verified.
 
@@ -297,7 +302,7 @@ class DraftController:
         return asked
 
     def _choose_asked(
-        self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, RankedDraft], num_missed: Mapping[int, int]
+        self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, RankedDraft], num_unread: Mapping[int, int]
     ) -> dict[int, int]:
         """Compares expected gain with expected duration, for a proposer whose calls are not cheap."""
         known = self._sources[source]
@@ -312,16 +317,16 @@ class DraftController:
                 draft = drafts.get(sequence_id)
                 at_hand = () if draft is None else draft.probabilities[:limit]
                 chain = self._record(sequence_id, source).overall.chain[:limit]
-                missed = num_missed.get(sequence_id, 0)
+                missed = num_unread.get(sequence_id, 0)
                 gain = expected_gain(at_hand, row_price)
                 candidates.append(Candidate(sequence_id, chain, gain, missed, known.tree_bonus))
-        asked = choose_asked(candidates, known.cost, token_rate=self._token_rate, row_price=row_price)
+        asked = choose_calls(candidates, known.cost, token_rate=self._token_rate, row_price=row_price)
         known.add_trial(
-            asked, {each.sequence_id: each.num_missed for each in candidates}, before=self._step - PROBE_STEPS
+            asked, {each.sequence_id: each.num_unread for each in candidates}, before=self._step - PROBE_STEPS
         )
         return asked
 
-    def _max_explored_rows(self, room: StepRoom) -> int:
+    def _max_explored_rows(self, room: StepReservation) -> int:
         """Returns the maximum number of draft rows with which the step stays within known step durations."""
         max_rows = None if room.prompts or self.verifies_all else self.cost.max_explored_rows()
         return room.max_draft_rows if max_rows is None else max(0, max_rows - room.num_rows)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from outrider.speculation.acceptance_record import Acceptance, AcceptanceRecord
-from outrider.speculation.ask_cost import AskCost
+from outrider.speculation.ask_cost import CallCost
 from outrider.speculation.draft_tree import DraftTree
 
 MIN_MARGINAL_GAIN = 0.05
@@ -25,7 +25,7 @@ DEBT_GROWTH = 0.001
 plus the fraction `DEBT_GROWTH` of the debt. So a trial comes in bounded time even if it must read a long text.
 """
 
-NUM_JUDGED = 64
+NUM_CHECKED_DRAFTS = 64
 """Number of verified drafts after which a proposer is judged, once."""
 
 MIN_FIRST_ACCEPTED = 0.05
@@ -41,7 +41,7 @@ class DraftSource:
         """Acceptance by grade."""
         self.overall = Acceptance()
         """Acceptance of drafts of all grades."""
-        self.cost = AskCost()
+        self.cost = CallCost()
         self.tree_bonus = 0.0
         """Running mean of a finished draft's expected gain minus that expected of a chain before the call, in tokens.
         The difference comes from branches, and from the grade, which tells which tokens are worth their rows.
@@ -50,15 +50,17 @@ class DraftSource:
         self._credit = 0.0  # seconds for trials; negative after a trial that took longer
         self._max_debt = 0.0  # limit of the debt that the next trial may leave, in seconds
         self._trial: int | None = None  # the sequence under trial; reading its text may take several calls
-        self.num_judged = 0  # drafts
-        self.num_begun = 0  # drafts whose first token was accepted
+        self.num_checked = 0  # drafts
+        self.num_first_accepted = 0  # drafts whose first token was accepted
         self.records: dict[int, SourceRecord] = {}
         """Records by sequence."""
 
     @property
-    def is_misread(self) -> bool:
-        """Whether the first `NUM_JUDGED` drafts were almost never accepted. True only right after the last one."""
-        return self.num_judged == NUM_JUDGED and self.num_begun < MIN_FIRST_ACCEPTED * NUM_JUDGED
+    def is_probably_misloaded(self) -> bool:
+        """Whether the first `NUM_CHECKED_DRAFTS` drafts were almost never accepted. True only right after the last."""
+        return (
+            self.num_checked == NUM_CHECKED_DRAFTS and self.num_first_accepted < MIN_FIRST_ACCEPTED * NUM_CHECKED_DRAFTS
+        )
 
     def add_credit(self, seconds: float, *, max_credit: float) -> None:
         """Adds time to the credit for trials, up to `max_credit`; then raises the limit of a trial's debt."""
@@ -75,7 +77,7 @@ class DraftSource:
         self._num_found += 1
         self.tree_bonus += max(TREE_BONUS_RATE, 1 / self._num_found) * (found - expected - self.tree_bonus)
 
-    def add_trial(self, asked: dict[int, int], num_missed: Mapping[int, int], *, before: int) -> None:
+    def add_trial(self, asked: dict[int, int], num_unread: Mapping[int, int], *, before: int) -> None:
         """Adds one token of one sequence to `asked` as a trial, if credit allows.
 
         Only sequences that were not asked for since step `before` are tried. Among those that the credit pays for, the
@@ -83,10 +85,10 @@ class DraftSource:
         its debt is within the limit. So a trial comes eventually, however much must be read, and the next one when the
         debt is repaid. A trial continues until its text is read.
 
-        `num_missed`: number of unread tokens, for each sequence that may be tried.
+        `num_unread`: number of unread tokens, for each sequence that may be tried.
         """
-        if self._trial not in num_missed or self._trial in asked:
-            self._trial = self._next_trial(asked, num_missed, before=before)
+        if self._trial not in num_unread or self._trial in asked:
+            self._trial = self._next_trial(asked, num_unread, before=before)
         if self._trial is not None:
             asked[self._trial] = 1
 
@@ -101,11 +103,11 @@ class DraftSource:
         if self._trial in asked:
             self._trial = None
 
-    def _next_trial(self, asked: Mapping[int, int], num_missed: Mapping[int, int], *, before: int) -> int | None:
+    def _next_trial(self, asked: Mapping[int, int], num_unread: Mapping[int, int], *, before: int) -> int | None:
         records = self.records
         seconds = {
-            key: self.cost.seconds(0 if asked else 1, 1, num_missed[key])
-            for key in num_missed.keys() - asked.keys()
+            key: self.cost.seconds(0 if asked else 1, 1, num_unread[key])
+            for key in num_unread.keys() - asked.keys()
             if records[key].last_call <= before
         }
         paid = [key for key, each in seconds.items() if each <= self._credit]
@@ -148,8 +150,8 @@ class SourceRecord:
 
         `reset_after`: number of steps without a verdict after which an accepted draft means that the text has changed.
         """
-        self._source.num_judged += 1
-        self._source.num_begun += bool(accepted)
+        self._source.num_checked += 1
+        self._source.num_first_accepted += bool(accepted)
         for record in (self.of(draft.grade), self.overall):
             if accepted and step - record.last_step >= reset_after:
                 record.reset()

@@ -27,13 +27,13 @@ NUM_GRADES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class DraftedToken:
     """A forward's decision at the position after one path."""
 
     token_ids: tuple[int, ...]  # the winner of the race, then its runners-up; empty: nothing was decided
     distribution: TokenDistribution | None = None  # the winner's, if requested
     state: object = None  # a head's hidden state after the path: its input in the winner's row
-    following: tuple[Decided, ...] = ()  # decisions at later positions, by a parallel head or a rollout
+    following: tuple[DraftedToken, ...] = ()  # decisions at later positions, by a parallel head or a rollout
     confidence: float = 1.0  # a head's probability of the likeliest token
 
 
@@ -42,7 +42,7 @@ class DraftPath:
     """Tokens after the committed ones: first assumed tokens, then those that the draft model has decided."""
 
     kv: SequenceKV  # KV of committed and path tokens, as far as computed
-    decided: list[Decided] = field(default_factory=list)  # one for each token
+    decided: list[DraftedToken] = field(default_factory=list)  # one for each token
     num_assumed: int = 0  # 0: the main path
     rank: int = 0  # rank of the runner-up that an alternative assumes
     num_sent: int = 0  # tokens sent to the decode node
@@ -164,7 +164,7 @@ class PathTree:
         if not following:
             num, path = max(num_agreeing, key=lambda each: min(each[0], each[1].kv.num_tokens - len(self) + size))
             path.kv.truncate(min(path.kv.num_tokens, len(self) - size + num))
-            path.decided = [Decided((token_id,)) for token_id in new]
+            path.decided = [DraftedToken((token_id,)) for token_id in new]
             following = [path]
         for path in self.paths:
             if path not in following:
@@ -281,7 +281,7 @@ class PathTree:
         assumed = [*main.token_ids[:index], main.decided[index].token_ids[1 + opening.rank]]
         # The state of the runner-up is its winner's.
         decided = [
-            Decided((token_id,), state=each.state) for token_id, each in zip(assumed, main.decided, strict=False)
+            DraftedToken((token_id,), state=each.state) for token_id, each in zip(assumed, main.decided, strict=False)
         ]
         path = DraftPath(kv, decided, num_assumed=len(assumed), rank=opening.rank)
         self.alternatives.append(path)

@@ -16,7 +16,7 @@ from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import InternalError
-from outrider.model_hub.compute import PROMPT_ROWS, Compute, open_compute
+from outrider.model_hub.compute import PROMPT_ROWS, ModelRuntime, open_model_runtime
 from outrider.model_hub.config import ModelConfig
 from outrider.training.dataset import Dataset
 from outrider.training.plan import PhaseClock, Progress
@@ -31,20 +31,20 @@ FLUSHED_BYTES = 128 << 20
 MIN_TIMED_CALLS = 5
 
 
-def open_target(config: ModelConfig, taps: Sequence[int], hidden_size: int, *, max_length: int) -> Compute:
-    """Opens the target with a KV cache that also keeps the hidden states of these taps. Raises: as `open_compute`."""
+def open_target(config: ModelConfig, taps: Sequence[int], hidden_size: int, *, max_length: int) -> ModelRuntime:
+    """Opens the target with a KV cache that also keeps hidden states of `taps`. Raises like `open_model_runtime`."""
 
     def on_rank_lost(error: RankLostError) -> None:
         raise InternalError(f"a rank of the target was lost: {error}; run the same command again") from error
 
     identity = FeatureReduction(taps=tuple(taps), hidden_size=hidden_size, takes_final_norm=True)
-    return open_compute(
+    return open_model_runtime(
         config, KVCacheConfig(), max_rows_per_step=max_length, features=lambda _: identity, on_rank_lost=on_rank_lost
     )
 
 
 def write_hidden_states(
-    target: Compute, dataset: Dataset, clock: PhaseClock, *, seconds: float, progress: Progress
+    target: ModelRuntime, dataset: Dataset, clock: PhaseClock, *, seconds: float, progress: Progress
 ) -> None:
     """Appends to hidden.bin until it has all texts, or enough of them and the phase has taken `seconds`."""
     cache, count = target.kv_cache, len(dataset.texts)
@@ -74,7 +74,7 @@ def write_hidden_states(
             progress("features, tokens", dataset.starts[start], dataset.starts[-1])
 
 
-def measure_rows(target: Compute, *, limit_seconds: float) -> list[list[float]]:
+def measure_rows(target: ModelRuntime, *, limit_seconds: float) -> list[list[float]]:
     """Returns seconds of a step's forward, by number of CLIENTS, then by number of rows (1, 2, …) per client.
 
     One row is plain decoding; each further row is a draft token. The processor's caches are flushed before each

@@ -137,7 +137,7 @@ def num_packed_logprobs(packed: bytes) -> int:
         raise InternalError("logprobs of a prompt cannot be read") from error
 
 
-def most_logprobs_bytes(num_tokens: int, num_top: int) -> int:
+def max_logprobs_bytes(num_tokens: int, num_top: int) -> int:
     """Returns the maximum packed bytes of the logprobs of `num_tokens` with `num_top` alternatives each."""
     return num_tokens * (_MOST_LOGPROBS_BYTES + num_top * _MOST_LOGPROB_BYTES)
 
@@ -226,7 +226,7 @@ STARTED = Fields(
     elsewhere=("request_id",),
     prompt_logprobs=Conversion(token_logprobs_to_proto, _token_logprobs_from_proto),
 )
-FINISHED = Fields(Finished, router_pb2.Finished, reason=FINISH_REASONS.or_else(FinishReason.ABORTED))
+FINISHED = Fields(Finished, router_pb2.Finished, reason=FINISH_REASONS.from_proto_or(FinishReason.ABORTED))
 SUMMARY = Fields(
     Summary,
     router_pb2.Summary,

@@ -22,8 +22,8 @@ _STATUS = Fields(
     NodeStatus,
     router_pb2.NodeStatus,
     elsewhere=("load", *LOAD_FIGURES),
-    role=NODE_ROLES.or_else(None),
-    state=NODE_STATES.or_else(None),
+    role=NODE_ROLES.from_proto_or(None),
+    state=NODE_STATES.from_proto_or(None),
 )
 
 
@@ -38,7 +38,7 @@ def _status_from_proto(proto: router_pb2.NodeStatus) -> NodeStatus:
 MODEL = Fields(
     Model,
     router_pb2.GetModelResponse,
-    verification_method=VERIFICATION_METHODS.or_else(None),
+    verification_method=VERIFICATION_METHODS.from_proto_or(None),
     default_sampling=Conversion(
         lambda values: router_pb2.SamplingParams(**values),
         lambda proto: {field.name: type(value)(f"{value:.7g}") for field, value in proto.ListFields()},  # float32

@@ -32,7 +32,7 @@ class EnumTable(Generic[Member]):
             raise ValueError(f"{number} is not a known {self.members.__name__}")
         return member
 
-    def or_else(self, unknown: Member | None) -> Conversion:
+    def from_proto_or(self, unknown: Member | None) -> Conversion:
         """Returns a conversion that gives `unknown` for UNSPECIFIED and for numbers that this version does not know."""
         return Conversion(self.to_proto, lambda number: self._by_number.get(number, unknown))
 

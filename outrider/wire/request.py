@@ -42,7 +42,7 @@ def request_from_proto(
 ) -> Request:
     """Returns the complete request. `seed` and `max_tokens` are the effective ones; `prompt_text` is for echo."""
     sampling = _sampling_from_proto(proto.sampling, seed=seed, max_tokens=max_tokens)
-    method = VERIFICATION_METHODS.or_else(default_method).from_proto(proto.speculation.method)
+    method = VERIFICATION_METHODS.from_proto_or(default_method).from_proto(proto.speculation.method)
     eos_token_ids = () if proto.stop.ignore_eos else eos_token_ids
     options = RequestOptions(
         sampling=sampling,
@@ -123,7 +123,7 @@ _OPTIONS = Fields(
     node_pb2.RequestOptions,
     elsewhere=("logprobs", "top_logprobs", "logprobs_mode"),
     sampling=Conversion(_sampling_to_proto, _sampling_from_proto),
-    verification_method=VERIFICATION_METHODS.or_else(VerificationMethod.COUPLED),
+    verification_method=VERIFICATION_METHODS.from_proto_or(VerificationMethod.COUPLED),
 )
 OPTIONS = Conversion(options_to_proto, options_from_proto)
 
@@ -136,7 +136,7 @@ def logprobs_request_from_proto(proto: router_pb2.OutputOptions | node_pb2.Reque
     """Returns None if no logprobs are wanted. An unspecified mode is MODEL, the contract's default."""
     if not proto.HasField("top_logprobs"):
         return None
-    mode = LOGPROBS_MODES.or_else(LogprobsMode.MODEL).from_proto(proto.logprobs_mode)
+    mode = LOGPROBS_MODES.from_proto_or(LogprobsMode.MODEL).from_proto(proto.logprobs_mode)
     return LogprobsRequest(num_top=proto.top_logprobs, mode=mode)
 
 

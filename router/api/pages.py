@@ -148,7 +148,7 @@ class RouterPages:
 
     def _token_text(self) -> TokenText | None:
         served = self._nodes.served
-        return served.tokenizer.token_text if self._records.keeps_tokens and served is not None else None
+        return served.tokenizer.token_text if self._records.records_tokens and served is not None else None
 
     def _cluster(self) -> dict[str, Any]:
         cluster, served = self._registry.cluster_status(), self._nodes.served

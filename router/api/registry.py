@@ -30,7 +30,7 @@ from outrider.v1 import router_pb2
 from outrider.wire.request import complete_proto
 from router.api.clients import Caller, Clients, Metadata, split_key
 from router.api.request_parsing import check_request, check_request_id, read_request, resume_window_seconds
-from router.durability.keeper import AnswerKeeper, take_known_tokens
+from router.durability.keeper import AnswerReplicator, add_stored_tokens
 from router.durability.store.base import StoredAnswer, StoredRequest
 from router.nodes.directory import NodeDirectory, ServedModel
 from router.observe.record import CLIENT_LEFT, RequestRecord
@@ -70,8 +70,8 @@ class RequestRegistry:
         self._tracer = tracer
         self._by_key: dict[str, LiveRequest] = {}
         self._batcher = DeliveryBatcher()
-        self.keeper: AnswerKeeper | None = None  # None: no shared store, so answers are lost with this router
-        self.is_leaving = False  # whether health checks of gateways fail, although requests are still accepted
+        self.keeper: AnswerReplicator | None = None  # None: no shared store, so answers are lost with this router
+        self.is_handing_over = False  # whether health checks of gateways fail, although requests are still accepted
         self.is_draining = False
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class RequestRegistry:
 
         Raises: OutriderError.
         """
-        with self.refusals_counted():
+        with self.counting_refusals():
             self._clients.charge(caller)
             self._check_serving()
             info = self._nodes.model().info
@@ -146,7 +146,7 @@ class RequestRegistry:
                 request=complete_proto(proto, live.answer.request).SerializeToString(),
                 numerics=self._nodes.exact_numerics() if live.answer.request.options.is_reproducible else "",
             )
-            live.is_kept = await self.keeper.keep(live, stored)
+            live.is_durable = await self.keeper.keep(live, stored)
         except BaseException as error:
             live.close(error if isinstance(error, OutriderError) else None)
             raise
@@ -235,14 +235,14 @@ class RequestRegistry:
         """Continues another router's request after its stored tokens. Raises: OutriderError."""
         proto = router_pb2.GenerateRequest.FromString(stored.request.request)
         name, request_id = split_key(stored.request.request_id)
-        with self.refusals_counted():
+        with self.counting_refusals():
             live = await self._begin(request_id, proto, self._clients.named(name), stored=stored)
         if stored.is_aborted:
             live.abort()
         return live
 
     @contextmanager
-    def refusals_counted(self) -> Iterator[None]:
+    def counting_refusals(self) -> Iterator[None]:
         """Counts an error in the block as a failed request. Requests that have started are counted when they end.
 
         A router counts nothing before its first node serves.
@@ -369,13 +369,13 @@ class RequestRegistry:
         )
         answer = Answer(request, started, tokenizer=served.tokenizer, batcher=self._batcher)
         if stored is not None:
-            take_known_tokens(answer, stored)
-            answer.may_be_behind = self._is_exact(stored)
+            add_stored_tokens(answer, stored)
+            answer.may_lag_client = self._is_exact(stored)
         record.take_request(request, model=served.info.name, num_generated_tokens=answer.num_generated_tokens)
         return EncodedRequest(
             answer=answer,
             record=record,
-            account=context.answers.open(request, num_made_tokens=answer.num_generated_tokens),
+            account=context.answers.open(request, num_known_tokens=answer.num_generated_tokens),
             proto=proto,
             model=served.info,
             client=caller.share,

@@ -17,7 +17,7 @@ from outrider.node import ModelInfo
 from outrider.request import GREEDY_TEMPERATURE, MAX_TOP_LOGPROBS, Request, VerificationMethod
 from outrider.rpc.channels import DEFAULT_MAX_MESSAGE_BYTES
 from outrider.v1 import router_pb2
-from outrider.wire.answer import most_logprobs_bytes
+from outrider.wire.answer import max_logprobs_bytes
 from outrider.wire.request import (
     chat_from_proto,
     constraint_from_proto,
@@ -162,7 +162,7 @@ def check_prompt(proto: router_pb2.GenerateRequest, token_ids: Sequence[int], mo
         field="sampling.min_tokens",
     )
     if proto.output.HasField("prompt_logprobs"):
-        num_bytes = most_logprobs_bytes(num_prompt_tokens, proto.output.prompt_logprobs)
+        num_bytes = max_logprobs_bytes(num_prompt_tokens, proto.output.prompt_logprobs)
         _require(
             num_bytes <= DEFAULT_MAX_MESSAGE_BYTES,
             f"logprobs of {num_prompt_tokens} prompt tokens with {proto.output.prompt_logprobs} alternatives may take "

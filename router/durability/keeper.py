@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from outrider.errors import (
-    LOSES_NODES,
+    POISON_REQUEST,
     RESUMED_ELSEWHERE,
     AbortedError,
     AlreadyRunningError,
@@ -71,11 +71,13 @@ class _Kept:
         """Whether it failed here for lack of nodes or room, so that the store keeps it for other routers."""
         answer = self.running.answer
         was_begun = self.was_claimed or answer.started is not None
-        is_curable = isinstance(answer.failure, (PeerLostError, CapacityError)) and answer.failure.reason != LOSES_NODES
+        is_curable = (
+            isinstance(answer.failure, (PeerLostError, CapacityError)) and answer.failure.reason != POISON_REQUEST
+        )
         return was_begun and is_curable
 
 
-class AnswerKeeper:
+class AnswerReplicator:
     """Replicates resumable requests to a store. Owned by the event loop.
 
     It writes for all requests together, off the token path. While the store does not answer, running requests
@@ -310,7 +312,7 @@ def _begin_window(claim: asyncio.Task[LiveRequest]) -> None:
         claim.result().leave()
 
 
-def take_known_tokens(answer: Answer, stored: StoredAnswer) -> None:
+def add_stored_tokens(answer: Answer, stored: StoredAnswer) -> None:
     """Adds the tokens that another router has stored to the answer, unless it has logprobs, which are not stored."""
     if answer.request.options.logprobs is not None:
         return

@@ -69,7 +69,7 @@ class NodeDirectory:
                 open_peer=partial(self._open_link, role),
                 resolver=resolver,
                 interval_seconds=config.resolve_interval_seconds,
-                on_change=self.link_changed,
+                on_change=self.on_link_change,
             )
             for role, targets in (
                 (NodeRole.PREFILL, config.prefill_targets),
@@ -115,7 +115,7 @@ class NodeDirectory:
         return max(names, key=lambda name: ":" in name, default=""), next(iter(numbers), 0)
 
     @property
-    def misses_decode_node(self) -> bool:
+    def has_unready_decode_target(self) -> bool:
         """Whether a decode target has no address, or has a node that does not serve and was not refused."""
         nodes = self._nodes[NodeRole.DECODE]
         return bool(nodes.unresolved) or any(
@@ -220,7 +220,7 @@ class NodeDirectory:
             liveness_timeout_seconds=self._config.liveness_timeout_seconds,
         )
 
-    def link_changed(self) -> None:
+    def on_link_change(self) -> None:
         """Implements `LinkOwner`, as do the next two."""
         serving = [link for link in self._links() if link.is_serving]
         self.prefill_nodes = [link for link in serving if isinstance(link, PrefillLink)]
@@ -231,11 +231,11 @@ class NodeDirectory:
         for listener in self._on_change:
             listener()
 
-    def link_reported(self) -> None:
+    def on_link_report(self) -> None:
         for listener in self._on_report:
             listener()
 
-    def link_lost(self, link: NodeLink) -> None:
+    def on_link_loss(self, link: NodeLink) -> None:
         self._on_lost(link.role)
 
     def _follow_windows(self) -> None:

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, Protocol
 
 from outrider.errors import MismatchError, ModelError, OutriderError, PeerLostError
 from outrider.node import NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
-from outrider.node_stamp import NodeStamp
+from outrider.node_stamp import NodeVersion
 from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.protocol_versions import SUPPORTED_VERSIONS, negotiate
 from outrider.rpc.status import UNREACHABLE
 from outrider.service.announce import announce
-from outrider.service.liveness import ProgressDeadline, Standing, watch_progress
+from outrider.service.liveness import Liveness, ProgressDeadline, watch_progress
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected
 from router.nodes.breaker import Breaker
@@ -50,12 +50,12 @@ class LinkOwner(Protocol):
     async def approve(self, link: NodeLink, info: NodeInfo) -> str:
         """Returns the fingerprint served. Raises: MismatchError if the node does not fit; OutriderError."""
 
-    def link_changed(self) -> None: ...
+    def on_link_change(self) -> None: ...
 
-    def link_reported(self) -> None:
+    def on_link_report(self) -> None:
         """Called when only the load has changed: many times a second."""
 
-    def link_lost(self, link: NodeLink) -> None: ...
+    def on_link_loss(self, link: NodeLink) -> None: ...
 
 
 class NodeLink:
@@ -79,7 +79,7 @@ class NodeLink:
         self.role = role
         self.address = address
         self.info: NodeInfo | None = None
-        self.stamp = NodeStamp("", "", "", "")  # for the records of requests, once it is identified
+        self.stamp = NodeVersion("", "", "", "")  # for the records of requests, once it is identified
         self.report: NodeReport | None = None
         self.state = NodeState.STARTING
         self.refusal = ""  # why the node must not be used; empty if it may be
@@ -88,7 +88,7 @@ class NodeLink:
         self.is_alias = False  # another link leads to the same process
         self.num_hedges = 0  # requests also opened elsewhere because this node is late
         self.breaker = Breaker()
-        self.chosen_at = 0  # value of placement's counter when it last chose this node
+        self.last_choice = 0  # value of placement's counter when it last chose this node
         self.transport = transport
         self._identity = identity
         self._owner = owner
@@ -129,12 +129,12 @@ class NodeLink:
     @property
     def is_late(self) -> bool:
         """Whether the node's progress is overdue."""
-        return self._progress.standing >= Standing.LATE
+        return self._progress.standing >= Liveness.LATE
 
     @property
     def is_silent(self) -> bool:
         """Whether the node is late and has sent no report for even longer."""
-        return self._progress.standing >= Standing.SILENT
+        return self._progress.standing >= Liveness.SILENT
 
     @property
     def condition(self) -> str:
@@ -180,7 +180,7 @@ class NodeLink:
             )
         negotiate(SUPPORTED_VERSIONS, info.protocol_versions, us="this router", them=info.name)
         self.info = info
-        self.stamp = NodeStamp(self.name, self.role.name.lower(), info.version, self.numerics)
+        self.stamp = NodeVersion(self.name, self.role.name.lower(), info.version, self.numerics)
         self.last_error = ""
         if info.state is not NodeState.SERVING:
             if self.state is not NodeState.LOST:
@@ -221,14 +221,14 @@ class NodeLink:
         if has_changed or self.is_late:
             self._notify_change()
         else:
-            self._owner.link_reported()
+            self._owner.on_link_report()
 
     def _on_overdue(self) -> None:
         _log.info(f"node is {self._progress.standing.name.lower()}", node=self.name, address=self.address)
         self._notify_change()
 
     def _notify_change(self) -> None:
-        self._owner.link_changed()
+        self._owner.on_link_change()
         for listener in tuple(self._listeners):
             listener()
 
@@ -253,7 +253,7 @@ class NodeLink:
         elif was_up:
             _log.warning("node lost", node=self.name, address=self.address, error=error.message)
             self.breaker.fail()
-            self._owner.link_lost(self)
+            self._owner.on_link_loss(self)
 
 
 class PrefillLink(NodeLink):
@@ -360,7 +360,7 @@ class DecodeLink(NodeLink):
         finally:
             self.session = None
             try:
-                self._owner.link_changed()  # placement must not use the node any more
+                self._owner.on_link_change()  # placement must not use the node any more
             finally:
                 session.close(error)
 

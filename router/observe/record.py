@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from opentelemetry import trace
 
 from outrider.errors import InternalError, InvalidRequestError, OutriderError
-from outrider.node_stamp import NodeStamp
+from outrider.node_stamp import NodeVersion
 from outrider.prefill import PrefillFigures
 from outrider.request import Request, VerificationMethod
 from outrider.service.telemetry.logging import get_logger
@@ -28,14 +28,14 @@ from router.observe.spans import (
     MAX_REQUEST_SPANS,
     MAX_REQUEST_STEPS,
     MAX_TRACED,
-    TOKENS_OF_A_STEP,
+    TOKENS_PER_EXTRA_STEP,
     Move,
     RequestState,
     Span,
     SpanKind,
     SpeculationTotals,
     Step,
-    parts_of_prefill,
+    prefill_spans,
     request_attributes,
 )
 
@@ -108,7 +108,7 @@ class AttemptRecord:
         self.prefill = result
         span.num_tokens, span.num_bytes = result.num_computed_tokens, result.kv_bytes
         span.close(f"{result.num_cached_tokens} tokens cached, {result.num_read_tokens} read")
-        for part in parts_of_prefill(span, result):
+        for part in prefill_spans(span, result):
             self.request.add_span(part)
 
     def take_ready(self, ready: KvReady) -> None:
@@ -135,10 +135,10 @@ class AttemptRecord:
         token_ids: tuple[int, ...] = ()
         rejected_token_ids: tuple[int, ...] = ()
         size = 1
-        if request.keeps_tokens:
+        if request.records_tokens:
             token_ids, rejected_token_ids = tokens.token_ids, tokens.rejected_draft_token_ids[:MAX_REJECTED]
-            size += (len(token_ids) + len(rejected_token_ids)) // TOKENS_OF_A_STEP
-        if len(request.steps) >= MAX_REQUEST_STEPS or not request.take_room(size):
+            size += (len(token_ids) + len(rejected_token_ids)) // TOKENS_PER_EXTRA_STEP
+        if len(request.steps) >= MAX_REQUEST_STEPS or not request.reserve_steps(size):
             request.num_dropped_steps += 1
             return
         request.size += size
@@ -189,8 +189,8 @@ class RequestRecord:
     serial: int  # unique in this router, unlike the id, which clients may reuse
     request_id: str
     metrics: RouterMetrics
-    take_room: Callable[[int], bool]  # reserves room for this many steps; returns False if there is none
-    keeps_tokens: bool  # whether token ids are recorded, which reveal the answer's text
+    reserve_steps: Callable[[int], bool]  # reserves room for this many steps; returns False if there is none
+    records_tokens: bool  # whether token ids are recorded, which reveal the answer's text
     tracer: Tracer
     traced: trace.Span  # the span of the whole request, in the trace of its client
     arrived_at: float = field(default_factory=time.monotonic)
@@ -213,7 +213,7 @@ class RequestRecord:
     finish_reasons: list[str] = field(default_factory=list)  # of samples, in the order in which they ended
     has_moved: bool = False  # whether work has moved since the last token
     num_moves: int = 0  # migrations of work from a prefill or decode node
-    stamps: list[NodeStamp] = field(default_factory=list)  # of nodes that worked on it, in the order of their first use
+    stamps: list[NodeVersion] = field(default_factory=list)  # of nodes that worked on it, by first use
     speculation: SpeculationTotals = field(default_factory=SpeculationTotals)
     spans: list[Span] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -290,7 +290,7 @@ class RequestRecord:
             queue_seconds=round(queue_seconds, 4),
         )
 
-    def add_node(self, stamp: NodeStamp) -> None:
+    def add_node(self, stamp: NodeVersion) -> None:
         """Records that this node works on the request."""
         if stamp not in self.stamps:
             self.stamps.append(stamp)
@@ -303,7 +303,7 @@ class RequestRecord:
             self.first_token_at = now
             metrics.observe_first_token(now - self.arrived_at)
         elif self.has_moved and last_token_at:
-            metrics.observe_move_gap(now - max(last_token_at.values()))
+            metrics.observe_migration_gap(now - max(last_token_at.values()))
         self.has_moved = False
         last = last_token_at.get(sample)
         metrics.observe_tokens(num_tokens, None if last is None else now - last)
@@ -350,7 +350,7 @@ class RequestRecord:
         self.mark_end()
         if error is not None:
             self.outcome, self.error = RequestState.FAILED, error.message[:MAX_DETAIL_CHARS]
-            if not self.keeps_tokens:  # messages of these errors may quote the request
+            if not self.records_tokens:  # messages of these errors may quote the request
                 if isinstance(error, InvalidRequestError):
                     self.error = f"{error.reason}: {error.field}"
                 elif isinstance(error, InternalError):

@@ -10,7 +10,7 @@ from opentelemetry.trace import INVALID_SPAN
 
 from outrider.answer import Finished, KvTransferMetrics, RequestMetrics, Summary, Usage
 from outrider.errors import OutriderError
-from outrider.node_stamp import NODES_KEY, stamps_to_text
+from outrider.node_stamp import NODES_KEY, format_node_versions
 from outrider.prefill import PrefillFigures
 from outrider.request import FinishReason, VerificationMethod
 from outrider.service.telemetry.logging import get_logger
@@ -43,14 +43,14 @@ class Records:
         self,
         max_records: int = MAX_RECORDS,
         *,
-        keeps_tokens: bool = False,
+        records_tokens: bool = False,
         max_steps: int = MAX_STEPS,
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """`keeps_tokens`: also record token ids, which reveal the answer's text."""
+        """`records_tokens`: also record token ids, which reveal the answer's text."""
         self._max_records = max_records
         self._num_free_steps = max_steps
-        self.keeps_tokens = keeps_tokens
+        self.records_tokens = records_tokens
         self._tracer = tracer
         self._serials = itertools.count(1)
         self._running: dict[int, RequestRecord] = {}  # by serial, oldest first
@@ -70,7 +70,7 @@ class Records:
             request_id,
             metrics,
             self._take_room,
-            keeps_tokens=self.keeps_tokens,
+            records_tokens=self.records_tokens,
             tracer=self._tracer,
             traced=self._tracer.begin("generate"),
         )
@@ -113,7 +113,7 @@ class Records:
     def _forget(self, records: dict[int, RequestRecord]) -> None:
         """Evicts the oldest of these records and frees its steps, even while a caller still holds the record."""
         record = records.pop(next(iter(records)))
-        record.take_room = lambda _size: False
+        record.reserve_steps = lambda _size: False
         self._num_free_steps += record.size
         record.steps, record.size = [], 0
 
@@ -178,10 +178,10 @@ def _kv_transfer(attempts: Iterable[AttemptRecord]) -> KvTransferMetrics:
     )
 
 
-def trailers_of(record: RequestRecord, *, is_kept: bool) -> Trailers:
+def make_trailers(record: RequestRecord, *, is_durable: bool) -> Trailers:
     """Returns a call's trailers. A value that was not measured is left out.
 
-    `is_kept`: False if the request is resumable, but the store does not have it.
+    `is_durable`: False if the request is resumable, but the store does not have it.
     """
     trailers = [("outrider-tokens", str(record.num_generated_tokens))]
     if record.first_token_at is not None:
@@ -191,8 +191,8 @@ def trailers_of(record: RequestRecord, *, is_kept: bool) -> Trailers:
     if record.verification_method is not VerificationMethod.COUPLED:
         trailers.append(("outrider-verification", record.verification_method.label))
     if record.stamps:
-        trailers.append((NODES_KEY, stamps_to_text(record.stamps)))
-    if not is_kept:
+        trailers.append((NODES_KEY, format_node_versions(record.stamps)))
+    if not is_durable:
         trailers.append(("outrider-store", "lost"))
     return tuple(trailers)
 

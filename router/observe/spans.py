@@ -18,7 +18,7 @@ from outrider.prefill import PrefillFigures, TimedPart
 from outrider.request import Request
 from outrider.session import SpeculationCounts
 
-TOKENS_OF_A_STEP = 6
+TOKENS_PER_EXTRA_STEP = 6
 """Token ids that count as one more step against the limits on steps."""
 MAX_REQUEST_STEPS = 5_000
 """Maximum steps recorded of one request. Later ones are only counted."""
@@ -145,7 +145,7 @@ class SpeculationTotals:
         )
 
 
-def parts_of_prefill(call: Span, figures: PrefillFigures) -> list[Span]:
+def prefill_spans(call: Span, figures: PrefillFigures) -> list[Span]:
     """Returns spans of a prefill node's work in a call that has ended. `figures` count time from the call's arrival."""
     assert call.end is not None
     ended_at = call.end

@@ -55,7 +55,7 @@ class Answer:
         self.started: Started | None = None
         self.summary: Summary | None = None
         self.failure: OutriderError | None = None
-        self.may_be_behind = False  # taken over from another router, which may have delivered more tokens
+        self.may_lag_client = False  # taken over from another router, which may have delivered more tokens
         logprobs = request.options.logprobs
         self.entries_per_token = 1 if logprobs is None else 2 + logprobs.num_top  # the token and its logprobs
         self._reader: AnswerReader[Any] | None = None
@@ -152,7 +152,7 @@ class Answer:
             if index >= len(self.samples):
                 raise OutOfRangeError(f"there is no sample {index}: the answer has {len(self.samples)} samples")
             sample = self.samples[index]
-            last = sample.last_position if self.may_be_behind and not sample.is_whole else sample.next_position
+            last = sample.last_position if self.may_lag_client and not sample.is_whole else sample.next_position
             if not sample.start_position <= position <= last:
                 raise OutOfRangeError(
                     f"sample {index} has no position {position}, only {sample.start_position} to {last}"

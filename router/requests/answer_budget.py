@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from outrider.errors import CapacityError, InvalidRequestError, OutriderError
 from outrider.request import Request
-from outrider.wire.answer import most_logprobs_bytes
+from outrider.wire.answer import max_logprobs_bytes
 
 BYTES_PER_ANSWER = 10_240
 BYTES_PER_SAMPLE = 2_048
@@ -67,10 +67,10 @@ class AnswerBudget:
         self._num_expected_bytes = 0  # expected growth of all answers
         self.reserved_bytes = 0  # held by all answers
 
-    def open(self, request: Request, *, num_made_tokens: int = 0) -> AnswerAccount:
+    def open(self, request: Request, *, num_known_tokens: int = 0) -> AnswerAccount:
         """Opens an account for the answer's objects, the prompt, its logprobs, and each sample's first token.
 
-        `num_made_tokens`: tokens that another router has already generated, in all samples.
+        `num_known_tokens`: tokens that another router has already generated, in all samples.
 
         Raises: CapacityError if there is no room now; InvalidRequestError if there never is.
         """
@@ -79,10 +79,10 @@ class AnswerBudget:
         num_given = len(request.generated_token_ids)
         num_bytes = BYTES_PER_ANSWER + _BYTES_PER_TOKEN * (len(request.prompt_token_ids) + num_given)
         if request.options.prompt_logprobs is not None:
-            num_bytes += most_logprobs_bytes(len(request.prompt_token_ids), request.options.prompt_logprobs)
+            num_bytes += max_logprobs_bytes(len(request.prompt_token_ids), request.options.prompt_logprobs)
         num_bytes += (BYTES_PER_SAMPLE + account.bytes_per_token) * sampling.n
-        num_bytes += account.bytes_per_token * num_made_tokens
-        num_left = sampling.max_tokens - num_given - num_made_tokens // sampling.n
+        num_bytes += account.bytes_per_token * num_known_tokens
+        num_left = sampling.max_tokens - num_given - num_known_tokens // sampling.n
         num_tokens = max(min(num_left, round(self._num_expected_tokens)) - 1, 0)
         self._check_alone(num_bytes)
         max_expected = min(self._limit_bytes // MAX_EXPECTED_SHARE, self._limit_bytes - num_bytes)

@@ -32,9 +32,9 @@ from outrider.session import (
 from router.nodes.directory import EXACT_NUMERICS
 from router.requests import events as on
 from router.requests import instructions as do
-from router.requests.prompt_logprobs import LogprobsHold
+from router.requests.prompt_logprobs import PromptLogprobsHold
 from router.requests.sample_answer import TokenMismatchError
-from router.requests.states import NODE_CAUSES, AttemptState, InvalidTransitionError, Shared
+from router.requests.states import NODE_FAULT_CAUSES, AttemptState, InvalidTransitionError, Shared
 
 Handlers = Mapping[type, Callable[["Attempt", Any], on.Outcome | None]]
 _NODE_EVENTS = get_args(SequenceGroupEvent)
@@ -48,7 +48,7 @@ class Attempt:
     decode: on.Node
     prefill: on.Node | None  # of the current or last transfer; None: there is none
     opened: OpenSequenceGroup
-    hold: LogprobsHold | None  # None: no logprobs of the prompt are missing
+    hold: PromptLogprobsHold | None  # None: no logprobs of the prompt are missing
     is_hedge: bool
     state: AttemptState = AttemptState.OPENING
     was_granted: bool = False
@@ -127,7 +127,7 @@ class Attempt:
 
     def blame(self, role: NodeRole, incarnation: bytes, cause: str) -> None:
         """Blames a node that failed the attempt. A request that fails on two nodes is itself at fault."""
-        suspects, may_be_request = self.shared.failures.suspects, cause not in NODE_CAUSES
+        suspects, may_be_request = self.shared.failures.suspects, cause not in NODE_FAULT_CAUSES
         self._do(do.Blame(self.group_id, role, incarnation, may_be_request))
         if may_be_request:
             suspects.add(incarnation)
@@ -224,7 +224,7 @@ class Attempt:
         error = why if isinstance(why, PeerLostError) else PeerLostError(why, node=prefill.name)
         self._stop_prefill()
         self._stop_timer()
-        failures.look_at(self.shared.answer.num_generated_tokens)
+        failures.reset_on_progress(self.shared.answer.num_generated_tokens)
         failures.add_transfer(prefill.incarnation)
         if error.reason == UNREACHABLE:
             failures.add_node(prefill.incarnation)
@@ -306,8 +306,8 @@ class Attempt:
     def _take_failure(self, event: SequenceGroupFailed) -> on.Outcome:
         self.running.clear()
         if event.code == code_pb2.INVALID_ARGUMENT:
-            field_to_blame = self.shared.answer.request.options.sampling.field_to_blame
-            return on.Fatal(InvalidRequestError(event.message, field=field_to_blame))
+            field_at_fault = self.shared.answer.request.options.sampling.field_at_fault
+            return on.Fatal(InvalidRequestError(event.message, field=field_at_fault))
         return on.Lost(self._error(event.message), "group_failed")
 
     def _take_session_loss(self, event: on.SessionLost) -> on.Outcome:

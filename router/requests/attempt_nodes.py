@@ -44,16 +44,16 @@ class AttemptNodes:
         feed: Callable[[on.Event], None],
         *,
         fingerprint: str,
-        may_replace: Callable[[PrefillLink], bool],
+        may_take_over: Callable[[PrefillLink], bool],
     ) -> None:
-        """`fingerprint`: the model's. `may_replace`: whether another prefill node may take over from a late one."""
+        """`fingerprint`: the model's. `may_take_over`: whether another prefill node may take over from a late one."""
         self.place = place
         self.record = record
         self.is_closed = False
         self._command = command
         self._feed = feed
         self._fingerprint = fingerprint
-        self._may_replace = may_replace
+        self._may_replace = may_take_over
         self._decode_incarnation = place.decode.incarnation
         self._session: DecodeSession | None = None  # None: not opened, or left
         self._prefill: asyncio.Task[PrefillFigures] | None = None  # None: no call runs whose result is wanted
@@ -178,7 +178,7 @@ class AttemptNodes:
             if instruction.must_cancel:
                 session.cancel(self.id)
         if instruction.frees_hedge:
-            self.place.forget_hedge()
+            self.place.uncount_hedge()
         self.place.release(instruction.rejected)
 
     def _record_grant(self, instruction: do.RecordGrant) -> None:

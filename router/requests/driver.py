@@ -226,7 +226,7 @@ class Driver:
 
     def _hedge(self, wanted: do.Hedge) -> None:
         placement, late = self._context.placement, self._attempts[wanted.late_group_id].place.decode
-        place = placement.place(wanted.demand, must_be_timely=True) if placement.may_hedge(late) else None
+        place = placement.place(wanted.demand, must_be_on_time=True) if placement.may_hedge(late) else None
         if place is None:
             self.feed(on.NotPlaced())
             return
@@ -237,7 +237,7 @@ class Driver:
 
     def _return_place(self, unwanted: do.ReturnPlace) -> None:
         place: Place = unwanted.place
-        place.forget_hedge()
+        place.uncount_hedge()
         place.release()
 
     # ------------------------------------------------------------ instructions: nodes
@@ -254,7 +254,7 @@ class Driver:
             record,
             self.feed,
             fingerprint=self.encoded.model.fingerprint,
-            may_replace=self._context.placement.replaces,
+            may_take_over=self._context.placement.may_take_over,
         )
         self._attempts[nodes.id] = nodes
         nodes.open()

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from outrider.answer import AnswerEvent
 from outrider.errors import OutriderError
-from router.observe.records import Trailers, trailers_of
+from router.observe.records import Trailers, make_trailers
 from router.requests import events as on
 from router.requests.answer import Answer
 from router.requests.answer_budget import Unread
@@ -39,7 +39,7 @@ class LiveRequest:
         """
         self.key = key
         self.window_seconds = window_seconds
-        self.is_kept = True  # False: it should be resumable on any router, but the store did not answer
+        self.is_durable = True  # False: it should be resumable on any router, but the store did not answer
         self._driver = Driver(key, context, window_seconds=window_seconds, on_free=lambda: on_change(self))
         self._feed = self._driver.feed
         self._request = self._driver.request
@@ -73,7 +73,7 @@ class LiveRequest:
 
     def trailers(self) -> Trailers:
         """Returns the trailers of a call, for the answer so far."""
-        return trailers_of(self._driver.encoded.record, is_kept=self.is_kept)
+        return make_trailers(self._driver.encoded.record, is_durable=self.is_durable)
 
     def abort(self) -> bool:
         """Ends the unfinished samples. Returns whether there were any to stop."""

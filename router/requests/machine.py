@@ -23,7 +23,7 @@ from router.requests import events as on
 from router.requests import instructions as do
 from router.requests.answer import Answer
 from router.requests.attempt import Attempt
-from router.requests.prompt_logprobs import LogprobsHold
+from router.requests.prompt_logprobs import PromptLogprobsHold
 from router.requests.states import Cluster, InvalidTransitionError, Limits, Seeking, Shared, State
 from router.scheduling.placement import Demand
 
@@ -120,7 +120,7 @@ class Request:
             self.shared.excluded |= {attempt.decode.incarnation}
             if self.attempts or self._cluster.is_usable(self.shared.demand()):
                 return
-            if not self._cluster.may_know_more:
+            if not self._cluster.awaits_decode_nodes:
                 self._end(on.Failed(InvalidRequestError(rejected.message, field="prompt", reason="TOO_LARGE")))
             elif not self.shared.was_admitted:  # else it waits for a node as large as its first
                 message = f"too large for the decode nodes that serve now: {rejected.message}"
@@ -129,7 +129,7 @@ class Request:
     def _take_loss(self, attempt: Attempt, lost: on.Lost) -> None:
         """Continues from the answer's tokens, unless too many nodes were lost."""
         failures, is_second = self.shared.failures, attempt is not self.attempts[0]
-        failures.look_at(self.answer.num_generated_tokens)
+        failures.reset_on_progress(self.answer.num_generated_tokens)
         if lost.is_counted:
             attempt.blame(NodeRole.DECODE, attempt.decode.incarnation, lost.cause)
             failures.add_node(attempt.decode.incarnation)
@@ -187,8 +187,8 @@ class Request:
         if self._seeking is not None:
             return
         failures, demand = self.shared.failures, self.shared.demand(alongside=first.decode)
-        failures.look_at(self.answer.num_generated_tokens)
-        if not (failures.may_open_second and self._cluster.has_timely_decode_node(demand)):
+        failures.reset_on_progress(self.answer.num_generated_tokens)
+        if not (failures.may_open_second and self._cluster.has_decode_node_on_time(demand)):
             self._set_timer(on.Timer.RETRY, RETRY_SECONDS)
         elif first.is_draining:
             self._bypasses_limits = True
@@ -221,7 +221,7 @@ class Request:
         self._seeking = None
         self._is_undisplaceable = True
         answer, request = self.answer, self.answer.request
-        hold = LogprobsHold(len(request.prompt_token_ids) - 1) if answer.needs_prompt_logprobs else None
+        hold = PromptLogprobsHold(len(request.prompt_token_ids) - 1) if answer.needs_prompt_logprobs else None
         command = OpenSequenceGroup(
             sequence_group_id=self.shared.limits.new_id(),
             transfer_id=b"" if event.prefill is None else self.shared.limits.new_id(),

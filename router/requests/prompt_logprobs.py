@@ -7,7 +7,7 @@ from outrider.session import SampleDone, SampleTokens
 from outrider.wire.answer import num_packed_logprobs
 
 
-class LogprobsHold:
+class PromptLogprobsHold:
     """Holds back an attempt's tokens until it has the prompt's logprobs, which clients get first, in Started.
 
     They come from the node that computes the prompt: in the prefill node's response, which tokens may overtake, or in

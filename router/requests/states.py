@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from outrider.errors import LOSES_NODES, InternalError, PeerLostError
+from outrider.errors import POISON_REQUEST, InternalError, PeerLostError
 from outrider.rpc.status import UNREACHABLE
 from router.requests import instructions as do
 from router.requests.answer import Answer
@@ -18,7 +18,7 @@ MAX_LOST_NODES = 3
 """Nodes of either role that may fail a request without a new token, over all attempts, before it fails."""
 MAX_FAILED_TRANSFERS = 3
 """KV transfers that may fail without a new token before the decode node computes the prompt itself."""
-NODE_CAUSES = frozenset({"decode_lost", "decode_silent", "token_mismatch", "protocol", UNREACHABLE})
+NODE_FAULT_CAUSES = frozenset({"decode_lost", "decode_silent", "token_mismatch", "protocol", UNREACHABLE})
 """Causes of losses that are the node's fault. Other losses may be the request's own fault."""
 
 
@@ -73,10 +73,10 @@ class Cluster(Protocol):
         """Whether a serving decode node could take the request once it has room."""
 
     @property
-    def may_know_more(self) -> bool:
+    def awaits_decode_nodes(self) -> bool:
         """Whether a decode node that is not serving now might accept a request that no serving node can."""
 
-    def has_timely_decode_node(self, demand: Demand) -> bool:
+    def has_decode_node_on_time(self, demand: Demand) -> bool:
         """Whether a decode node that is not late could take the request."""
 
 
@@ -100,7 +100,7 @@ class FailureBudget:
     suspects: set[bytes] = field(default_factory=set)  # incarnations of nodes that the request itself may have failed
     _num_tokens: int = 0  # generated tokens of the answer at the last reset
 
-    def look_at(self, num_generated_tokens: int) -> None:
+    def reset_on_progress(self, num_generated_tokens: int) -> None:
         """Resets the counts if there are new tokens."""
         if num_generated_tokens > self._num_tokens:
             self._num_tokens = num_generated_tokens
@@ -131,7 +131,7 @@ class FailureBudget:
         if self.num_lost_nodes < MAX_LOST_NODES:
             return None
         message = f"{self.num_lost_nodes} nodes failed while serving this request without a new token"
-        return PeerLostError(f"{message}; the last: {last.message}", node=last.node, reason=LOSES_NODES)
+        return PeerLostError(f"{message}; the last: {last.message}", node=last.node, reason=POISON_REQUEST)
 
 
 @dataclass(slots=True)

@@ -134,7 +134,7 @@ class Place:
         self.prefill, self.num_prefill_tokens = chosen
         return True
 
-    def forget_hedge(self) -> None:
+    def uncount_hedge(self) -> None:
         """Stops counting a hedge that brought nothing, so that another request may be hedged against the late node."""
         if self.hedged is not None:
             self.hedged.num_hedges = max(self.hedged.num_hedges - 1, 0)
@@ -171,14 +171,14 @@ class Placement:
         self.on_room: Callable[[], None] = lambda: None  # called when room may have become free
 
     def place(
-        self, demand: Demand, *, reserved: frozenset[bytes] = NO_NODES, must_be_timely: bool = False
+        self, demand: Demand, *, reserved: frozenset[bytes] = NO_NODES, must_be_on_time: bool = False
     ) -> Place | None:
         """Returns a place that is free now, or None.
 
-        `reserved`: incarnations of nodes that are reserved for other requests. `must_be_timely`: late decode nodes are
+        `reserved`: incarnations of nodes that are reserved for other requests. `must_be_on_time`: late decode nodes are
         not used.
         """
-        decode = self._choose_decode(demand, reserved=reserved, must_be_timely=must_be_timely)
+        decode = self._choose_decode(demand, reserved=reserved, must_be_on_time=must_be_on_time)
         if decode is None:
             return None
         prefill: PrefillLink | None = None
@@ -211,16 +211,16 @@ class Placement:
         link.breaker.begin()
         self._prefixes.remember(demand.prefix_hashes, link.incarnation)
         self._num_chosen += 1
-        link.chosen_at = self._num_chosen
+        link.last_choice = self._num_chosen
 
-    def has_timely_decode_node(self, demand: Demand) -> bool:
+    def has_decode_node_on_time(self, demand: Demand) -> bool:
         """Whether a decode node that is not late could take the request."""
         return any(not link.is_late and _is_eligible(link, demand) for link in self._nodes.decode_nodes)
 
     @property
-    def may_know_more(self) -> bool:
+    def awaits_decode_nodes(self) -> bool:
         """Whether a decode node that is not serving now might accept a request that no serving node can."""
-        return self._nodes.misses_decode_node
+        return self._nodes.has_unready_decode_target
 
     def is_usable(self, demand: Demand) -> bool:
         """Whether a serving decode node could take the request once it has room."""
@@ -234,7 +234,7 @@ class Placement:
         """Whether the prompt can be computed now: by a prefill node or, if none serves, by the decode node."""
         return not self._has_prefill_node(demand) or self._choose_prefill(demand) is not None
 
-    def nodes_to_keep(self, demand: Demand, *, decode: bool, prefill: bool) -> frozenset[bytes]:
+    def nodes_to_reserve(self, demand: Demand, *, decode: bool, prefill: bool) -> frozenset[bytes]:
         """Returns the decode node and the prefill node that will probably be the first with room for the request.
 
         The queue reserves them: the router sends nothing else there, so their free room grows until it is enough.
@@ -246,7 +246,7 @@ class Placement:
             kept.append(min(prefills, key=_work_ahead))
         return frozenset(link.incarnation for link in kept)
 
-    def is_behind_scored(self, demand: Demand) -> bool:
+    def waits_for_scored_prompts(self, demand: Demand) -> bool:
         """Whether the request waits only for scored prompts on prefill nodes. Then others may pass it."""
         links = self._usable_prefill(demand)
         return bool(links) and not any(_has_scoring_room(link, demand) for link in links)
@@ -268,7 +268,7 @@ class Placement:
         num_hedges = late.num_hedges + sum(link.num_hedges for link in others)
         return num_hedges < max(1, int(self.num_placed * HEDGED_SHARE))
 
-    def replaces(self, late: PrefillLink) -> bool:
+    def may_take_over(self, late: PrefillLink) -> bool:
         """Whether a late prefill node's work may move to another of the same numerics; counts it as a hedge if so."""
         has_other = any(not link.is_late and link.numerics == late.numerics for link in self._nodes.prefill_nodes)
         may_move = late.is_late and has_other and self.may_hedge(late)
@@ -290,10 +290,10 @@ class Placement:
         self.on_room()
 
     def _choose_decode(
-        self, demand: Demand, *, reserved: frozenset[bytes] = NO_NODES, must_be_timely: bool = False
+        self, demand: Demand, *, reserved: frozenset[bytes] = NO_NODES, must_be_on_time: bool = False
     ) -> DecodeLink | None:
         now, size = time.monotonic(), demand.size
-        usable = [link for link in self._usable_decode(demand) if not (must_be_timely and link.is_late)]
+        usable = [link for link in self._usable_decode(demand) if not (must_be_on_time and link.is_late)]
         free = [link for link in usable if link.incarnation not in reserved and link.has_room(size, now)]
         candidates = _healthiest(free, usable)
         return min(candidates, key=lambda link: self._decode_cost(link, demand.prefix_hashes), default=None)
@@ -312,7 +312,7 @@ class Placement:
         share_held = held / max(len(hashes) * PREFIX_CHUNK_TOKENS, 1)
         free_share = report.load.kv_blocks_free / max(report.load.kv_blocks_total, 1)
         cost = num_running - PREFIX_HIT_BONUS * share_held
-        return link.is_late, cost, -round(free_share, 1), report.expected_step_seconds, link.chosen_at, link.name
+        return link.is_late, cost, -round(free_share, 1), report.expected_step_seconds, link.last_choice, link.name
 
     def _limit_of(self, link: PrefillLink) -> int:
         """Returns the limit of uncached prompt tokens in flight. A few chunks keep the node busy; more would wait."""
@@ -345,7 +345,7 @@ class Placement:
             if failed is None and (is_beyond or not _has_scoring_room(link, demand) or link.incarnation in reserved):
                 continue  # a prompt above the limit goes to a node without other work of this router
             num_uncached[link] = num_new
-            costs[link] = (link is failed, link.is_late, outstanding + num_new, link.chosen_at, link.name)
+            costs[link] = (link is failed, link.is_late, outstanding + num_new, link.last_choice, link.name)
         best = min(_healthiest(list(costs), usable), key=costs.__getitem__, default=None)
         return None if best is None else (best, num_uncached[best])
 

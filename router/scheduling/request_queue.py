@@ -198,7 +198,7 @@ class RequestQueue:
             demand, lane = first.demand, first.lane
             if any(_needs_no_less(demand, other.demand) for other in blocked):
                 continue
-            if demand.is_scored and placement.is_behind_scored(demand):
+            if demand.is_scored and placement.waits_for_scored_prompts(demand):
                 continue
             if blocked and (reserved is None or first.priority < blocked[-1].priority):
                 reserved = self._reserve(blocked, first.priority)
@@ -227,7 +227,7 @@ class RequestQueue:
             if other.priority == priority:
                 other.lacks_prefill |= not has_prefill_room
                 other.lacks_decode |= has_prefill_room
-                return reserved | placement.nodes_to_keep(
+                return reserved | placement.nodes_to_reserve(
                     other.demand, decode=other.lacks_decode, prefill=other.lacks_prefill
                 )
             if not has_prefill_room:

@@ -171,7 +171,7 @@ class Tokenizer:
         """Decodes in the caller's thread. The event loop may call it only for a few tokens."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def added_around(self) -> tuple[list[int], list[int]]:
+    def special_tokens_around(self) -> tuple[list[int], list[int]]:
         """Returns the special tokens that `encode_text` adds to every text: (before it, after it)."""
         text, whole = (self.encode_now("a", add_special_tokens=adds) for adds in (False, True))
         start = next(start for start in range(len(whole) + 1) if whole[start : start + len(text)] == text)

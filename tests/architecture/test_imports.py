@@ -11,7 +11,7 @@ import pytest
 from tests.support.processes import run_python
 
 HEAVY = {"torch", "transformers"}
-OF_A_SERVER = {"outrider.service", "outrider.v1.session_pb2", "outrider.v1.node_pb2", "router"}
+SERVER_MODULES = {"outrider.service", "outrider.v1.session_pb2", "outrider.v1.node_pb2", "router"}
 """Modules that a client does not import."""
 SUPERVISOR = ("outrider.cli.main", "outrider.cli.up", "outrider.cli.demo", "outrider.cli.config", "outrider.cluster")
 CONFIGURATION_AND_IDENTITY = (
@@ -20,7 +20,7 @@ CONFIGURATION_AND_IDENTITY = (
     *("outrider.engine.kv_cache.config", "outrider.engine.model_spec"),
 )
 PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
-OF_GRPC = {"grpcio-health-checking", "grpcio-reflection", "grpcio-tools", "typing-extensions"}
+GRPC_PACKAGES = {"grpcio-health-checking", "grpcio-reflection", "grpcio-tools", "typing-extensions"}
 """Packages that grpcio imports if they are installed."""
 
 EVERY_MODULE = """
@@ -48,8 +48,8 @@ def imported_with(*packages: str) -> set[str]:
         (SUPERVISOR, HEAVY),
         (CONFIGURATION_AND_IDENTITY, HEAVY),
         (("outrider.engine.scheduler", "outrider.engine.kv_cache.sequence_kv"), HEAVY | {"grpc"}),
-        (("outrider.client",), HEAVY | OF_A_SERVER),
-        (("outrider.rpc",), HEAVY | OF_A_SERVER),
+        (("outrider.client",), HEAVY | SERVER_MODULES),
+        (("outrider.rpc",), HEAVY | SERVER_MODULES),
     ],
     ids=["router", "supervisor", "configuration", "scheduler", "client", "rpc"],
 )
@@ -72,7 +72,7 @@ def installed_with(*extras: str) -> set[str]:
 )
 def test_an_install_has_what_its_part_imports_and_nothing_more(package, extras):
     """Counts only the distributions that pyproject.toml names, since what these import is their own affair."""
-    ours = installed_with(*PROJECT["optional-dependencies"]) - OF_GRPC - {"outrider"}
+    ours = installed_with(*PROJECT["optional-dependencies"]) - GRPC_PACKAGES - {"outrider"}
     owners = packages_distributions()
     modules = imported_with(package)
     reached = {name.partition(".")[0] for name in modules} - {"google", "opentelemetry"}

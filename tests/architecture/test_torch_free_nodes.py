@@ -42,8 +42,8 @@ print(json.dumps([node.parts.model.proposer, node.num_drafted, node.tokens(group
 
 
 @pytest.fixture(scope="module")
-def run_nodes(tmp_path_factory):
-    """`run_nodes()` opens both nodes, drafts and verifies in a new process. All processes share a cache."""
+def run_both_nodes(tmp_path_factory):
+    """`run_both_nodes()` opens both nodes, drafts and verifies in a new process. All processes share a cache."""
     choice = choose_kernels()
     if choice.library is None:
         pytest.skip(str(choice))
@@ -60,10 +60,10 @@ def run_nodes(tmp_path_factory):
     return run
 
 
-def test_nodes_with_a_packed_head_draft_and_verify_without_torch(run_nodes):
-    *expected, has_torch = run_nodes()
+def test_nodes_with_a_packed_head_draft_and_verify_without_torch(run_both_nodes):
+    *expected, has_torch = run_both_nodes()
     assert not has_torch, "another process packs"
-    *found, has_torch = run_nodes()
+    *found, has_torch = run_both_nodes()
     assert not has_torch
     assert found == expected
     proposer, num_drafted, tokens = found
@@ -91,21 +91,21 @@ except ModelError as error:
 
 OPEN = """
 import sys
-from outrider.heads.of_target import HeadOfTarget
+from outrider.heads.of_target import TargetHead
 from outrider.model_hub import packed_weights
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.open import open_model
 {before}
 config = ModelConfig(id=sys.argv[1], head=sys.argv[2], cache_dir=sys.argv[3])
 model = open_model(config)
-packed = HeadOfTarget(config).packed(model)
-print(model.weights_from, "|", packed is not None, "torch" in sys.modules)
+packed = TargetHead(config).packed(model)
+print(model.weights_source, "|", packed is not None, "torch" in sys.modules)
 """
 
 
 @pytest.fixture
-def open_alone(tmp_path):
-    """`open_alone(before)` opens a model and its head in a new process, after running `before` in it."""
+def open_in_new_process(tmp_path):
+    """`open_in_new_process(before)` opens a model and its head in a new process, after running `before` in it."""
     if choose_kernels().library is None:
         pytest.skip("there are no kernels to pack for")
     model = make_tiny_model(tmp_path / "model", dtype="bfloat16")
@@ -124,17 +124,17 @@ def open_alone(tmp_path):
 WITHOUT_TORCH = "packed weights, mapped | True False"
 
 
-def test_a_head_that_comes_later_and_damaged_weights_are_packed_without_torch(open_alone):
-    assert open_alone(has_head=False) == "packed weights, mapped | False False"
-    assert open_alone() == WITHOUT_TORCH
-    for weights in open_alone.cache.glob("*/weights"):
+def test_a_head_that_comes_later_and_damaged_weights_are_packed_without_torch(open_in_new_process):
+    assert open_in_new_process(has_head=False) == "packed weights, mapped | False False"
+    assert open_in_new_process() == WITHOUT_TORCH
+    for weights in open_in_new_process.cache.glob("*/weights"):
         weights.write_bytes(weights.read_bytes()[:-1])
-    assert open_alone() == WITHOUT_TORCH
+    assert open_in_new_process() == WITHOUT_TORCH
 
 
-def test_a_node_packs_by_itself_what_no_other_process_has_packed(open_alone):
+def test_a_node_packs_by_itself_what_no_other_process_has_packed(open_in_new_process):
     """The packer prints text and ends with status 0 without packing."""
-    assert open_alone("packed_weights.PACKER = 'this'") == "packed weights, mapped | True True"
+    assert open_in_new_process("packed_weights.PACKER = 'this'") == "packed weights, mapped | True True"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from outrider.bench.load import Level, LoadGenerator, RouterAsker
+from outrider.bench.load import Level, LoadGenerator, RouterAnswerSource
 from outrider.bench.machine import describe_machine
 from outrider.bench.prompts import AnswerOptions, BenchPrompt, load_prompts
 from outrider.bench.report import LineProgress, as_json, as_text
@@ -31,18 +31,18 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
 
     def __init__(self, *, num_awaited: int = 1) -> None:
         self.requests: list[router_pb2.GenerateRequest] = []
-        self.num_running = self.most_running = 0
+        self.num_running = self.peak_running = 0
         self._num_awaited = num_awaited
         self._changed = asyncio.Condition()
 
     async def Generate(self, request, context):
         self.requests.append(request)
         self.num_running += 1
-        self.most_running = max(self.most_running, self.num_running)
+        self.peak_running = max(self.peak_running, self.num_running)
         try:
             async with self._changed:
                 self._changed.notify_all()
-                await self._changed.wait_for(lambda: self.most_running >= self._num_awaited)
+                await self._changed.wait_for(lambda: self.peak_running >= self._num_awaited)
             if "fail" in request.text:
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
             yield router_pb2.GenerateResponse(started=router_pb2.Started(num_prompt_tokens=4))
@@ -75,7 +75,7 @@ def closed(num_clients):
 async def send(router, prompts, level, *, options=None, speculation=True):
     """Returns the records of one pass."""
     async with serving(router) as client:
-        load = LoadGenerator(RouterAsker(client, options or AnswerOptions()))
+        load = LoadGenerator(RouterAnswerSource(client, options or AnswerOptions()))
         return (await load.run(prompts, level, speculation=speculation)).records
 
 
@@ -95,7 +95,7 @@ def sent_most_often(router):
 async def test_closed_loop_keeps_exactly_so_many_requests_running(num_clients):
     router = ScriptedRouter(num_awaited=num_clients)
     records = await send(router, PROMPTS, closed(num_clients))
-    assert router.most_running == num_clients
+    assert router.peak_running == num_clients
     assert [record.prompt_id for record in records] == [prompt.id for prompt in PROMPTS]
     assert all(record.token_ids == (1, 2, 3) and len(record.token_times) == 2 for record in records)
 
@@ -103,7 +103,7 @@ async def test_closed_loop_keeps_exactly_so_many_requests_running(num_clients):
 async def test_open_loop_does_not_wait_for_answers():
     router = ScriptedRouter(num_awaited=len(PROMPTS))  # no answer ends before the last request has come
     records = await send(router, PROMPTS, Level(is_open_loop=True, value=500.0))
-    assert router.most_running == len(PROMPTS)
+    assert router.peak_running == len(PROMPTS)
     assert not any(record.error for record in records)
 
 

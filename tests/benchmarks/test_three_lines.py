@@ -28,7 +28,7 @@ def test_a_round_trip_is_no_negative_time():
         main(["--simulated", "--draft-rtt-ms", "-1"])
 
 
-@pytest.mark.usefixtures("steps_take_a_set_time")
+@pytest.mark.usefixtures("fixed_step_times")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_drafter_beside_the_target_changes_no_token(temperature):
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
@@ -44,7 +44,7 @@ def test_a_drafter_beside_the_target_changes_no_token(temperature):
 HEAD = SimulatedPair(replace(QUICK, acceptance=(0.9, 0.4), is_head=True))
 
 
-@pytest.mark.usefixtures("steps_take_a_set_time")
+@pytest.mark.usefixtures("fixed_step_times")
 def test_a_simulated_head_beside_the_target_is_accepted_by_depth():
     engine = HEAD.engine()
     plain = LineNode(HEAD, HEAD.engine())
@@ -59,7 +59,7 @@ def test_a_simulated_head_beside_the_target_is_accepted_by_depth():
     assert 0.2 < reached[1] / reached[0] < 0.6
 
 
-@pytest.mark.usefixtures("steps_take_a_set_time", "one_thread")
+@pytest.mark.usefixtures("fixed_step_times", "one_thread")
 def test_a_real_head_beside_the_target_changes_no_token(tmp_path):
     models = ModelPair.open(
         ModelConfig(id=str(make_tiny_model(tmp_path / "model"))),

@@ -11,7 +11,7 @@ import pytest
 from outrider.cluster import gpus
 from outrider.cluster.cluster import Cluster
 from outrider.cluster.config import ClusterConfig
-from outrider.cluster.gpus import allot, visible_gpus
+from outrider.cluster.gpus import assign_gpus, visible_gpus
 from outrider.cluster.plan import Launch
 from outrider.config.resolve import load_config
 from outrider.engine.kv_cache.config import KVCacheConfig
@@ -29,7 +29,7 @@ def settings_of(*overrides, device="cuda"):
 
 def placed(config, *overrides, environ=EIGHT, by_role=None):
     """GPUs by the node's name, and percents of their memory where nodes share one."""
-    node_environ, node_overrides = allot(config, settings_of(*overrides), by_role, environ=environ)
+    node_environ, node_overrides = assign_gpus(config, settings_of(*overrides), by_role, environ=environ)
     shares = {
         name: float(text.removeprefix("kv_cache.memory=").removesuffix("%"))
         for name, texts in node_overrides.items()
@@ -99,7 +99,7 @@ def test_a_model_on_several_gpus_has_as_many():
 
 
 def test_gpus_may_be_chosen_and_are_then_insisted_on():
-    node_environ, node_overrides = allot(ClusterConfig(gpus=("5", "2")), settings_of(device="auto"), environ={})
+    node_environ, node_overrides = assign_gpus(ClusterConfig(gpus=("5", "2")), settings_of(device="auto"), environ={})
     assert node_environ == {
         "decode-0": {"CUDA_VISIBLE_DEVICES": "5"}, "prefill-0": {"CUDA_VISIBLE_DEVICES": "2"}
     }  # fmt: skip
@@ -108,7 +108,7 @@ def test_gpus_may_be_chosen_and_are_then_insisted_on():
         placed(ClusterConfig(gpus=("8",)))
     for device in ("cpu", "cuda:1"):
         with pytest.raises(ConfigError, match=f"cluster.gpus 0 cannot be combined with model.device {device}"):
-            allot(ClusterConfig(gpus=("0",)), settings_of(device=device), environ={})
+            assign_gpus(ClusterConfig(gpus=("0",)), settings_of(device=device), environ={})
     with pytest.raises(ValueError, match="names one twice"):
         ClusterConfig(gpus=("0", "0"))
     for name in ("-1", "cuda:0", "1-3", "0 1", "GPU"):
@@ -122,17 +122,17 @@ def test_a_number_beyond_those_that_are_there_is_told_at_once(monkeypatch, tmp_p
     for name in ("nvidia0", "nvidia1"):
         (tmp_path / name).touch()
     with pytest.raises(ConfigError, match=r"cluster\.gpus 1,2: there is no 2, only 0,1"):
-        allot(ClusterConfig(gpus=("1", "2")), settings_of(), environ={})
-    assert allot(ClusterConfig(gpus=("1", "GPU-8f")), settings_of(), environ={})[0]["prefill-0"] == {
+        assign_gpus(ClusterConfig(gpus=("1", "2")), settings_of(), environ={})
+    assert assign_gpus(ClusterConfig(gpus=("1", "GPU-8f")), settings_of(), environ={})[0]["prefill-0"] == {
         "CUDA_VISIBLE_DEVICES": "GPU-8f"
     }
     with pytest.raises(ConfigError, match=r"cluster\.gpus 0: .*CUDA_VISIBLE_DEVICES"):
-        allot(ClusterConfig(gpus=("0",)), settings_of(), environ={"CUDA_VISIBLE_DEVICES": ""})
+        assign_gpus(ClusterConfig(gpus=("0",)), settings_of(), environ={"CUDA_VISIBLE_DEVICES": ""})
 
 
 def test_settings_of_the_user_are_left_alone():
     """A device that is named is one for all nodes; a size that is set is each node's own."""
-    node_environ, node_overrides = allot(ClusterConfig(), settings_of(device="cuda:1"), environ=EIGHT)
+    node_environ, node_overrides = assign_gpus(ClusterConfig(), settings_of(device="cuda:1"), environ=EIGHT)
     assert node_environ == {}
     assert set(node_overrides) == {"decode-0", "prefill-0"}
     where, shares = placed(ClusterConfig(), "kv_cache.memory=4GiB", environ={"CUDA_VISIBLE_DEVICES": "0"})
@@ -143,10 +143,10 @@ def test_settings_of_the_user_are_left_alone():
 @pytest.mark.parametrize("device", ["cpu", "auto"])
 def test_without_a_gpu_nothing_is_told(monkeypatch, device):
     monkeypatch.setattr(gpus, "has_gpu_driver", lambda: False)
-    assert allot(ClusterConfig(), settings_of(device=device), environ=EIGHT) == ({}, {})
+    assert assign_gpus(ClusterConfig(), settings_of(device=device), environ=EIGHT) == ({}, {})
     monkeypatch.setattr(gpus, "has_gpu_driver", lambda: True)
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    assert allot(ClusterConfig(), settings_of(device=device), environ=hidden) == ({}, {})
+    assert assign_gpus(ClusterConfig(), settings_of(device=device), environ=hidden) == ({}, {})
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_else_device_files_say_it_or_nothing_does(monkeypatch, tmp_path):
     for name in ("nvidia3", "nvidia12"):
         (tmp_path / name).unlink()
     assert visible_gpus({}) is None
-    node_environ, node_overrides = allot(ClusterConfig(), settings_of(), environ={})
+    node_environ, node_overrides = assign_gpus(ClusterConfig(), settings_of(), environ={})
     assert node_environ == {}
     assert set(node_overrides) == {"decode-0", "prefill-0"}  # they share the one that there may be
 

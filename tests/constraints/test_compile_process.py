@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from outrider.constraints.compile_process import faulty_part, why_invalid
+from outrider.constraints.compile_process import find_faulty_part, why_invalid
 from outrider.constraints.grammar import open_tokenizer
 from outrider.request import Constraint, ConstraintKind
 from tests.support.tiny_model import EOS_TOKEN_ID, tiny_tokenizer
@@ -49,5 +49,5 @@ def test_the_innermost_part_is_looked_for_with_the_definitions_at_hand():
         return "bad" not in json.dumps({name: part for name, part in schema.items() if name != "$defs"})
 
     schema = {"$defs": {"x": 1}, "properties": {"a": {"type": "string"}, "b": {"items": {"type": "bad"}}}}
-    assert faulty_part(schema, compiles) == ("properties", "b", "items")
+    assert find_faulty_part(schema, compiles) == ("properties", "b", "items")
     assert all("$defs" in each for each in asked)

@@ -11,11 +11,11 @@ from llguidance import LLParserLimits
 
 from outrider.constraints import grammar
 from outrider.constraints.compiler import (
+    CONSTRAINT_VIOLATED,
     MASK_SECONDS,
     MAX_COMPILED,
     MAX_DEBT_SECONDS,
     MAX_OWN_DEBT_SECONDS,
-    NOT_ALLOWED,
     NUM_THREADS,
     CompiledGrammar,
     Debt,
@@ -125,13 +125,13 @@ def test_after_the_end_only_end_of_text_follows_as_often_as_wanted(compiler):
     assert not state.failure
     assert allowed(state.masks((), ())[0]) == {EOS_TOKEN_ID}
     state.commit([5])
-    assert state.failure.startswith(NOT_ALLOWED)
+    assert state.failure.startswith(CONSTRAINT_VIOLATED)
 
 
 def test_a_committed_token_that_is_not_allowed_is_a_failure(compiler):
     state = compiler.start(CONSTRAINTS["regex"])
     state.commit(TOKENIZER.encode("zz", add_special_tokens=False).ids)
-    assert state.failure == f"{NOT_ALLOWED}: {TOKENIZER.token_to_id('z')}, after 0 others"
+    assert state.failure == f"{CONSTRAINT_VIOLATED}: {TOKENIZER.token_to_id('z')}, after 0 others"
     assert (state.masks((), ()) == -1).all()
     assert state.forced_tokens() == []
 

@@ -21,7 +21,7 @@ from tests.decode_node.tiny_node import generate, tiny_nodes
 from tests.support.head_files import HEADS, make_head
 from tests.support.tiny_model import make_tiny_model
 
-pytestmark = pytest.mark.usefixtures("steps_take_a_set_time", "one_thread")
+pytestmark = pytest.mark.usefixtures("fixed_step_times", "one_thread")
 
 GREEDY = {"temperature": 0.0, "max_tokens": 40}
 HOT = {"temperature": 5.0, "max_tokens": 60}

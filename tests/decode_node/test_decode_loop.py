@@ -15,7 +15,7 @@ from tests.decode_node.tiny_node import PROMPT, generate
 from tests.speculation.draft_trees import SHAPES, path_to
 from tests.support.fake_drafts import TextDrafts
 
-pytestmark = pytest.mark.usefixtures("steps_take_a_set_time")
+pytestmark = pytest.mark.usefixtures("fixed_step_times")
 
 
 PARAMETERS = [

@@ -52,7 +52,7 @@ class HalfRightDrafts(TextDrafts):
         return 1 if parents[index] < 0 else 1 + self._depth(parents, parents[index])
 
 
-@pytest.mark.usefixtures("steps_take_a_set_time")
+@pytest.mark.usefixtures("fixed_step_times")
 def test_finished_samples_have_the_tokens_of_an_undisturbed_run_and_no_block_is_lost():
     nodes = [_soak(seed) for seed in range(8)]
     for seed in (9, 11, 13):

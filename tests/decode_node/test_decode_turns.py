@@ -12,7 +12,7 @@ from outrider.session import Granted, SampleTokens
 from tests.decode_node.conftest import SHORT_PROMPT, Node
 from tests.support.fake_clock import FakeClock
 from tests.support.fake_drafts import NoDrafts
-from tests.support.scripted_turns import ScriptedTurns, hang_in
+from tests.support.scripted_turns import ScriptedTurns, slow_down
 
 LONG_PROMPT = tuple(range(10, 40))
 
@@ -92,7 +92,7 @@ def test_a_turn_that_nothing_is_left_for_is_given_back(node, turns):
 def test_waiting_for_blocks_keeps_nobody_from_computing(node, turns):
     """There is work, but nothing can be planned, since transfers in progress hold the blocks."""
     node.open(prompt=SHORT_PROMPT)
-    node.engine.scheduler.hand_out = lambda *_: StepPlan()
+    node.engine.scheduler.assign_rows = lambda *_: StepPlan()
     held = []
     node.loop._inbox.wait = lambda _seconds: held.append(turns.is_held)
     node.iterate()
@@ -183,24 +183,24 @@ def test_a_thread_that_hangs_anywhere_in_a_step_shows_a_step_that_grows_old(node
         "commit": (engine.sampler, "commit"),
         "emit": (node.loop, "_emit"),
     }[place]
-    ages = hang_in(owner, name, progress, clock)
+    ages = slow_down(owner, name, progress, clock)
     node.open(prompt=SHORT_PROMPT)
     node.iterate()
     assert ages
     assert set(ages) == {3.0}
-    assert (progress.at_hand.expected_seconds, progress.age_seconds()) == (0.0, 0.0)
+    assert (progress.current_step.expected_seconds, progress.age_seconds()) == (0.0, 0.0)
 
 
 def test_a_thread_that_waits_for_its_turn_or_for_a_command_is_not_late(node, turns):
     clock = FakeClock()
     node.loop.progress = progress = StepProgress(clock)
-    at_hand = []
+    current_step = []
     turns.num_refusals = 3
-    turns.on_refusal = lambda: (clock.advance(5.0), at_hand.append(progress.at_hand))
+    turns.on_refusal = lambda: (clock.advance(5.0), current_step.append(progress.current_step))
     node.open(prompt=SHORT_PROMPT)
-    node.loop._inbox.wait = lambda _seconds: (clock.advance(5.0), at_hand.append(progress.at_hand))
+    node.loop._inbox.wait = lambda _seconds: (clock.advance(5.0), current_step.append(progress.current_step))
     node.iterate()
-    for_a_command, at_once, *for_its_turn = at_hand
+    for_a_command, at_once, *for_its_turn = current_step
     assert at_once.started is not None  # the first request for a turn does not wait
     assert len(for_its_turn) == 2
     assert all((waiting.expected_seconds, waiting.started) == (0.0, None) for waiting in (for_a_command, *for_its_turn))

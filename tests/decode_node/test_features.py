@@ -6,7 +6,7 @@ import pytest
 
 from outrider.engine.kv_cache.base import slots_of
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
-from outrider.heads.of_target import HeadOfTarget
+from outrider.heads.of_target import TargetHead
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.speculation.draft_tree import DraftTree
@@ -28,7 +28,7 @@ def config(tmp_path_factory):
 
 def features_of_one_pass(config, token_ids):
     model = load_model(config)
-    reduction = HeadOfTarget(config).reduction(model)
+    reduction = TargetHead(config).reduction(model)
     model = model.with_features(reduction)
     if not model.info.numerics.startswith("exact ("):
         pytest.skip("rows have other bits in other batches")

@@ -46,7 +46,7 @@ def test_routers_take_turns():
     other = [opened(2), cancelled(2)]
     for command in (*flood, *other):
         inbox.put(command)
-    assert inbox.take_some() == [flood[0], other[0], flood[1], other[1], flood[2]]
+    assert inbox.take_batch() == [flood[0], other[0], flood[1], other[1], flood[2]]
 
 
 def test_what_the_node_says_to_itself_comes_first_and_is_never_left():
@@ -56,14 +56,14 @@ def test_what_the_node_says_to_itself_comes_first_and_is_never_left():
     own = [TransferFailed(bytes(16), "gone") for _ in range(MAX_WORK)] + [DrainStarted()]
     for command in own:
         inbox.put(command)
-    assert inbox.take_some() == [*own, *[cancelled(1)] * (MAX_WORK // COMMAND_WORK)]
+    assert inbox.take_batch() == [*own, *[cancelled(1)] * (MAX_WORK // COMMAND_WORK)]
 
 
 def test_a_session_that_ends_takes_its_commands_along():
     inbox = Inbox()
     for command in (opened(1), opened(2), SessionEnded(1)):
         inbox.put(command)
-    assert inbox.take_some() == [SessionEnded(1), opened(2)]
+    assert inbox.take_batch() == [SessionEnded(1), opened(2)]
 
 
 def test_a_step_waits_for_one_long_prompt_at_a_time():
@@ -71,7 +71,7 @@ def test_a_step_waits_for_one_long_prompt_at_a_time():
     longs = [opened(1, num_tokens=MAX_WORK), opened(1, num_tokens=MAX_WORK)]
     for command in longs:
         inbox.put(command)
-    assert [inbox.take_some(), inbox.take_some()] == [[longs[0]], [longs[1]]]
+    assert [inbox.take_batch(), inbox.take_batch()] == [[longs[0]], [longs[1]]]
 
 
 def test_a_group_that_is_given_up_before_it_is_opened_is_not_opened():
@@ -82,9 +82,9 @@ def test_a_group_that_is_given_up_before_it_is_opened_is_not_opened():
     others = [opened(2, group_id=ids[2])]  # the same id from another router is another group
     for command in (*flood, *kept, *others):
         inbox.put(command)
-    assert inbox.take_some() == [flood[1], others[0], *kept]
+    assert inbox.take_batch() == [flood[1], others[0], *kept]
     inbox.put(flood[0])  # its cancel has been taken and has no effect on later groups
-    assert inbox.take_some() == [flood[0]]
+    assert inbox.take_batch() == [flood[0]]
 
 
 def test_beside_a_flood_a_step_goes_on_and_other_routers_are_heard(make_scripted_node):
@@ -109,72 +109,72 @@ RETARGET = RouterCommand(1, RetargetSequenceGroup(sequence_group_id=bytes(16), t
 def test_others_do_not_wait_while_a_groups_constraint_is_compiled():
     inbox, compiled = Inbox(), Future()
     waiting, other = opened(1, group_id=ONE), opened(1, group_id=TWO)
-    inbox.put_when_done(waiting, compiled)
+    inbox.put_when_compiled(waiting, compiled)
     assert inbox.is_empty
     inbox.put(other)
     inbox.put(cancelled(1, group_id=TWO))
-    assert inbox.take_some() == [cancelled(1, group_id=TWO)]
+    assert inbox.take_batch() == [cancelled(1, group_id=TWO)]
     compiled.set_result(None)
     inbox.wait(PATIENCE_SECONDS)
-    assert inbox.take_some() == [waiting]
+    assert inbox.take_batch() == [waiting]
 
 
 def test_what_is_given_up_before_its_constraint_is_compiled_is_not_opened():
     inbox, compiled = Inbox(), Future()
     kept, given_up, elsewhere = opened(1, group_id=TWO), opened(1, group_id=ONE), opened(2, group_id=ONE)
     for command in (kept, given_up, elsewhere):
-        inbox.put_when_done(command, compiled)
+        inbox.put_when_compiled(command, compiled)
     inbox.put(cancelled(1, group_id=ONE))
     inbox.put(cancelled(1, 0, group_id=TWO))  # only one of its samples
-    assert inbox.take_some() == []
+    assert inbox.take_batch() == []
     compiled.set_exception(ValueError("a constraint that cannot be compiled is opened, and refused there"))
-    assert inbox.take_some() == [kept, elsewhere, cancelled(1, 0, group_id=TWO)]
+    assert inbox.take_batch() == [kept, elsewhere, cancelled(1, 0, group_id=TWO)]
     inbox.put(cancelled(1, group_id=ONE))
-    assert inbox.take_some() == [cancelled(1, group_id=ONE)]
+    assert inbox.take_batch() == [cancelled(1, group_id=ONE)]
 
 
 def test_nothing_is_opened_after_the_end_of_its_session():
     inbox, compiled = Inbox(), Future()
-    inbox.put_when_done(opened(1), compiled)
-    inbox.put_when_done(opened(2), compiled)
+    inbox.put_when_compiled(opened(1), compiled)
+    inbox.put_when_compiled(opened(2), compiled)
     inbox.put(SessionEnded(1))
     compiled.set_result(None)
-    assert inbox.take_some() == [SessionEnded(1), opened(2)]
+    assert inbox.take_batch() == [SessionEnded(1), opened(2)]
 
 
 def test_what_is_said_of_a_group_that_is_not_opened_yet_comes_after_it():
     inbox, compiled = Inbox(), Future()
-    inbox.put_when_done(opened(1), compiled)
+    inbox.put_when_compiled(opened(1), compiled)
     commands = [RETARGET, cancelled(1, 0, group_id=bytes(16)), opened(1)]  # the same name again, without a constraint
     for command in commands:
         inbox.put(command)
-    assert inbox.take_some() == []
+    assert inbox.take_batch() == []
     compiled.set_result(None)
-    assert inbox.take_some() == [opened(1), *commands]
+    assert inbox.take_batch() == [opened(1), *commands]
 
 
 def test_a_name_that_is_used_twice_waits_for_each_of_its_constraints():
     """The first may be refused. The engine thread never waits for either."""
     inbox, compiled, other = Inbox(), Future(), Future()
     again = replace(opened(1), compiled=other)
-    inbox.put_when_done(opened(1), compiled)
-    inbox.put_when_done(again, other)
+    inbox.put_when_compiled(opened(1), compiled)
+    inbox.put_when_compiled(again, other)
     inbox.put(RETARGET)
     compiled.set_exception(ValueError("it cannot be compiled"))
-    assert inbox.take_some() == [opened(1)]
+    assert inbox.take_batch() == [opened(1)]
     other.set_result(None)
-    assert inbox.take_some() == [again, RETARGET]
+    assert inbox.take_batch() == [again, RETARGET]
 
 
 @pytest.mark.parametrize("is_given_up", [False, True], ids=["opened", "given up"])
 def test_a_compiled_constraint_is_freed_with_the_last_that_follows_it(is_given_up):
     """Its states take up to 40 MB, and a service rarely collects garbage."""
     inbox, compiled = Inbox(), Future()
-    inbox.put_when_done(replace(opened(1, group_id=ONE), compiled=compiled), compiled)
+    inbox.put_when_compiled(replace(opened(1, group_id=ONE), compiled=compiled), compiled)
     if is_given_up:
         inbox.put(cancelled(1, group_id=ONE))
     compiled.set_result(None)
-    inbox.take_some()
+    inbox.take_batch()
     gc.disable()
     try:
         left = weakref.ref(compiled)
@@ -186,13 +186,13 @@ def test_a_compiled_constraint_is_freed_with_the_last_that_follows_it(is_given_u
 
 def test_a_group_that_is_opened_again_waits_for_its_own_constraint():
     inbox, given_up, compiled = Inbox(), Future(), Future()
-    inbox.put_when_done(opened(1, group_id=ONE), given_up)
+    inbox.put_when_compiled(opened(1, group_id=ONE), given_up)
     inbox.put(cancelled(1, group_id=ONE))
-    inbox.put_when_done(opened(1, group_id=ONE), compiled)
+    inbox.put_when_compiled(opened(1, group_id=ONE), compiled)
     given_up.set_result(None)
-    assert inbox.take_some() == []
+    assert inbox.take_batch() == []
     compiled.set_result(None)
-    assert inbox.take_some() == [opened(1, group_id=ONE)]
+    assert inbox.take_batch() == [opened(1, group_id=ONE)]
 
 
 @pytest.mark.parametrize("bounds", [{"max_commands": 3}, {"max_tokens": 3}], ids=["commands", "tokens"])
@@ -200,9 +200,9 @@ def test_groups_whose_constraints_are_compiled_count_for_a_routers_room(bounds):
     inbox, compiled = Inbox(**bounds), Future()
     for number in range(3):
         assert inbox.has_room(1)
-        inbox.put_when_done(opened(1, group_id=bytes([number] * 16)), compiled)
+        inbox.put_when_compiled(opened(1, group_id=bytes([number] * 16)), compiled)
     assert not inbox.has_room(1)
     assert inbox.has_room(2)
     compiled.set_result(None)
-    inbox.take_some()
+    inbox.take_batch()
     assert inbox.has_room(1)

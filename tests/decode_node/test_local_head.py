@@ -17,7 +17,7 @@ from tests.support.echo_head import EchoHead, make_echo_folder, make_echo_model
 from tests.support.random_eagle3 import make_random_eagle3
 from tests.support.tiny_model import make_tiny_model
 
-pytestmark = pytest.mark.usefixtures("steps_take_a_set_time")
+pytestmark = pytest.mark.usefixtures("fixed_step_times")
 
 HOT = {"temperature": 1.0}
 LONG = tuple((7 * i) % 250 + 10 for i in range(90))

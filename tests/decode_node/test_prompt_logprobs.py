@@ -8,7 +8,7 @@ import torch
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.pending import read
 from outrider.engine.sampler.logprobs import pending_prompt_logprobs
-from outrider.engine.scheduler import StepRoom
+from outrider.engine.scheduler import StepReservation
 from outrider.prefill import MAX_SCORED_ROWS
 from outrider.session import Granted, PromptLogprobs, SampleStart
 from outrider.wire.answer import PackedLogprobs
@@ -97,7 +97,7 @@ def test_preemption_leaves_no_gap_and_repeats_nothing(make_node):
         node.iterate()
     scheduler = node.engine.scheduler
     (sequence,) = (each for each in scheduler.running if each.scoring is not None)
-    scheduler._preempt(sequence, StepRoom())
+    scheduler._preempt(sequence, StepReservation())
     run(node)
     assert len(node.tokens(scored)) == 10
     assert_scored(node, scored, expected_logprobs(node))

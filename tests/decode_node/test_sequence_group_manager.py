@@ -44,7 +44,7 @@ def test_a_completed_transfer_behind_a_cancel_starts_nothing(node):
     node.granted(group_id)
     node.cancel(group_id)
     node.push(group_id, LONG_PROMPT)
-    cancelled, completed = node.loop._inbox.take_some()[::-1]
+    cancelled, completed = node.loop._inbox.take_batch()[::-1]
     assert isinstance(completed, TransferCompleted)
     for command in (cancelled, completed):
         node.loop.submit(command)

@@ -161,10 +161,10 @@ async def test_a_router_that_floods_waits_for_the_engine_and_keeps_its_lease(bou
         for call in (flooding, other):  # waits for more than one check of the waiting session
             await within(call.read())
         assert len(engine.commands) == 4
-        taken = [command.message.sequence_group_id[-1] for command in inbox.take_some()]
+        taken = [command.message.sequence_group_id[-1] for command in inbox.take_batch()]
         async with asyncio.timeout(PATIENCE_SECONDS):
             while len(taken) < 11:
-                taken += [command.message.sequence_group_id[-1] for command in inbox.take_some()]
+                taken += [command.message.sequence_group_id[-1] for command in inbox.take_batch()]
                 await flooding.read()
         assert sorted(taken) == [*range(10), 99]
         assert [number for number in taken if number != 99] == list(range(10))  # none is lost, and the order is kept

@@ -19,7 +19,7 @@ from draft_node.draft_peer import DraftPeer
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.speculation.draft_stream import SequenceProposals, SequenceStart, SequenceUpdate
 from outrider.speculation.draft_tree import ROOT, DraftTree
-from outrider.speculation.path_tree import Decided
+from outrider.speculation.path_tree import DraftedToken
 from outrider.speculation.proposers.base import ProposerInfo
 from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.draft_model import DraftModelProposer
@@ -61,7 +61,7 @@ class ScriptedForward:
         assert isinstance(sampling, list)
         sampling += token_ids
 
-    def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
+    def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[DraftedToken]:
         self.calls.append((self._clock(), sum(len(row.token_ids) for row in rows)))
         self._cache.copy_blocks(block_copies)
         for row in rows:
@@ -69,7 +69,7 @@ class ScriptedForward:
                 slot = row.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
                 self._cache.write_token(0, slot, token_id=token_id, position=position)
         self._clock.advance(self._forward_seconds)
-        return [Decided(self._decided(row)) for row in rows]
+        return [DraftedToken(self._decided(row)) for row in rows]
 
     def _decided(self, row: PathRows) -> tuple[int, ...]:
         if not row.num_decisions:

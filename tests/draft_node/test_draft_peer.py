@@ -75,7 +75,7 @@ def test_a_stream_is_not_read_while_much_waits_and_then_again(content):
     peer = DraftPeer(0, hello_of(), lambda: notified.append(peer.has_room))
     for sequence_id in (0, 0, 1, 2, 3):  # a replaced update no longer counts
         assert peer.has_room
-        peer.submit([SequenceUpdate(sequence_id, **content)], verified_by=0.0)
+        peer.submit([SequenceUpdate(sequence_id, **content)], look_ahead_deadline=0.0)
     assert not peer.has_room
     taken = [received.update.sequence_id for received in peer.take_updates()]
     assert notified == [True]

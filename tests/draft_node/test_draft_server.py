@@ -231,13 +231,13 @@ def test_answers_that_are_not_read_count_against_what_may_wait(monkeypatch):
     monkeypatch.setattr("draft_node.draft_peer.MAX_WAITING", 10)
     peer = DraftPeer(0, hello_from_proto(HELLO), lambda: None)
     for sequence_id in range(10):
-        peer.submit([SequenceUpdate(sequence_id=sequence_id)], verified_by=0.0)
+        peer.submit([SequenceUpdate(sequence_id=sequence_id)], look_ahead_deadline=0.0)
         peer.take_updates()
         peer.answer([SequenceProposals(sequence_id=sequence_id, status=DraftStatus.NOTHING)])
     with pytest.raises(CapacityError):
-        peer.submit([SequenceUpdate(sequence_id=10)], verified_by=0.0)
+        peer.submit([SequenceUpdate(sequence_id=10)], look_ahead_deadline=0.0)
     peer.take_answers()
-    peer.submit([SequenceUpdate(sequence_id=10)], verified_by=0.0)
+    peer.submit([SequenceUpdate(sequence_id=10)], look_ahead_deadline=0.0)
 
 
 async def test_a_message_with_too_many_features_ends_its_stream():

@@ -52,8 +52,8 @@ def both_answers(cluster, seed, texts):
     """Returns (answer with drafts, answer without, verified draft tokens) of the request that `seed` determines."""
     choice = random.Random(seed)
     prompt, options = prompt_of(choice, texts), sampling_of(choice)
-    most_drafts = choice.choice((1, 2, 4, 8))
-    ways = [{"num_speculative_tokens": most_drafts}, {"speculation": False}]
+    max_drafts = choice.choice((1, 2, 4, 8))
+    ways = [{"num_speculative_tokens": max_drafts}, {"speculation": False}]
     results = {}
     for way in choice.sample(ways, 2):  # which one hits the other's prefix is random
         result = cluster.client.complete(prompt, timeout_seconds=REQUEST_SECONDS, **options, **way)

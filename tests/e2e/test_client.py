@@ -36,7 +36,7 @@ def seen(running):
 async def leave_the_block(client, running, seen):
     async with client.generate(PROMPT, **ENDLESS) as stream:
         first = asyncio.create_task(anext(aiter(stream)))
-        await asyncio.to_thread(running.step_until, first.done)
+        await asyncio.to_thread(running.release_steps_until, first.done)
         assert (await first).token_ids
         await asyncio.to_thread(seen)
 

@@ -63,7 +63,7 @@ def drafts(num_wanted):
 
 def plan_with(scheduler: Scheduler, choose, **reclaim) -> StepPlan:
     room = scheduler.reserve(**reclaim)
-    return scheduler.hand_out(room, choose(room))
+    return scheduler.assign_rows(room, choose(room))
 
 
 def rows_of(plan: StepPlan) -> list[tuple[int, int, int]]:

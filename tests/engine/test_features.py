@@ -16,7 +16,7 @@ from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.model_hub.compute import open_compute
+from outrider.model_hub.compute import open_model_runtime
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from tests.support.cached_runner import CachedRunner
@@ -198,7 +198,7 @@ def test_a_forward_that_fails_writes_no_features_and_leaves_no_hooks(loaded):
 
 def test_a_node_computes_the_features_that_it_is_told(bfloat16):
     reduction = REDUCTIONS["projected"]
-    compute = open_compute(
+    compute = open_model_runtime(
         ModelConfig(id=str(bfloat16.directory), dtype="bfloat16", keep_packed=False),
         KVCacheConfig(block_size=BLOCK_SIZE, num_blocks=1000),
         features=lambda _: reduction,

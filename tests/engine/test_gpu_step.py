@@ -28,7 +28,7 @@ from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.memory import KVRoom, pool_size
+from outrider.engine.memory import KVMemory, pool_size
 from outrider.engine.model_runner import make_runner
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.runnable_model import RunnableModel
@@ -250,7 +250,7 @@ def test_no_step_without_graphs_compiles_attention_or_takes_more_memory_than_wer
         FlashAttention, "attend", lambda *args: gathered.append(getattr(args[1], "max_seq_len", 0)) or own(*args)
     )
     Kernel.compiled.clear()
-    open_runner.rehearse(node.loaded, node.attention, num_rows=64, block_size=16)
+    open_runner.profile_run(node.loaded, node.attention, num_rows=64, block_size=16)
     warm, most = set(Kernel.compiled), max(gathered, default=0)
     assert {name for name, *_ in warm} == (set() if node.attention.name == "torch_sdpa" else {"attend", "merge_splits"})
     chunk, step = (SequenceRows(range(num), 2000 - num, [*range(24)] * 6, num_logits=1) for num in (300, 1))
@@ -276,9 +276,9 @@ def gpu_memory(monkeypatch):
 
 @pytest.mark.usefixtures("gpu_memory")
 def test_the_pool_leaves_free_what_the_largest_step_takes(node):
-    assert open_runner.rehearse(node.loaded, node.attention, num_rows=64, block_size=16) == 8000
+    assert open_runner.profile_run(node.loaded, node.attention, num_rows=64, block_size=16) == 8000
     spec = node.loaded.spec
-    num_blocks, _ = pool_size(spec, KVCacheConfig(memory="50%"), KVRoom.of(str(GPU), 2_000_000))
+    num_blocks, _ = pool_size(spec, KVCacheConfig(memory="50%"), KVMemory.of(str(GPU), 2_000_000))
     assert num_blocks == (10_000_000 - 500_000 - 2_000_000) // (16 * spec.bytes_per_token)
     assert len(node.loaded.make_cache(num_blocks, 16).scratch_blocks) == 1
 
@@ -314,7 +314,7 @@ def test_a_rehearsal_leaves_nothing_behind(node, monkeypatch, has_rollouts, is_f
     gc.disable()
     try:
         graphs = GraphShapes(8, has_trees=True, has_rollouts=has_rollouts)
-        taken = open_runner.rehearse(node.loaded, node.attention, num_rows=64, block_size=16, graphs=graphs)
+        taken = open_runner.profile_run(node.loaded, node.attention, num_rows=64, block_size=16, graphs=graphs)
     finally:
         gc.enable()
     has_graphs = node.attention.can_be_captured
@@ -351,7 +351,7 @@ def test_rows_of_a_draft_tree_do_not_wait_either(node):
 def test_what_is_laid_out_ahead_is_not_on_the_gpu_before_its_token_ids_are(node):
     rows = [SequenceRows((0,), 20, range(8), 1), SequenceRows((0,), 7, range(8, 16), 1)]
     with OneDevice(), Operations() as operations:
-        batch = node.runner.lay_out(build_input_batch(rows, 16))
+        batch = node.runner.prepare_ahead(build_input_batch(rows, 16))
         assert not operations.names
         batch.arrays.token_ids[:] = array("q", (5, 6))
         logits = node.runner.forward(batch)

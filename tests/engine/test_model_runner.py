@@ -43,7 +43,7 @@ def own_model(directory):
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
 
 
-def own_logits(loaded, token_ids):
+def reference_logits(loaded, token_ids):
     with torch.inference_mode():
         return own_model(loaded.directory)(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
 
@@ -58,7 +58,7 @@ def assert_same(logits, expected):
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 33, len(PROMPT)])
 def test_a_prompt_in_chunks_of_any_size_gives_the_logits_of_transformers_own_forward(loaded, node, chunk):
-    assert_same(node.prefill(PROMPT, node.table(len(PROMPT)), chunk=chunk), own_logits(loaded, PROMPT))
+    assert_same(node.prefill(PROMPT, node.table(len(PROMPT)), chunk=chunk), reference_logits(loaded, PROMPT))
 
 
 def test_sequences_in_one_batch_do_not_see_each_other(loaded, node):
@@ -68,9 +68,9 @@ def test_sequences_in_one_batch_do_not_see_each_other(loaded, node):
         SequenceRows(PROMPT[56:], 56, first, 5),  # a verification of four drafts
         SequenceRows(OTHER[:29], 0, second, 0),  # a chunk of a prompt, without logits
     )
-    assert_same(logits, own_logits(loaded, PROMPT)[56:])
+    assert_same(logits, reference_logits(loaded, PROMPT)[56:])
     logits = node.forward(SequenceRows(OTHER[29:], 29, second, 1), SequenceRows(PROMPT[60:], 60, first, 1))
-    assert_same(logits, torch.stack([own_logits(loaded, OTHER)[-1], own_logits(loaded, PROMPT)[-1]]))
+    assert_same(logits, torch.stack([reference_logits(loaded, OTHER)[-1], reference_logits(loaded, PROMPT)[-1]]))
 
 
 def test_a_rejected_draft_leaves_nothing_behind(loaded, node):
@@ -78,7 +78,7 @@ def test_a_rejected_draft_leaves_nothing_behind(loaded, node):
     node.prefill(PROMPT[:40], blocks)
     node.forward(SequenceRows([PROMPT[40], 7, 8, 9, 10], 40, blocks, 5))  # all four drafts are wrong
     rewritten = node.forward(SequenceRows(PROMPT[41:46], 41, blocks, 5))
-    assert_same(rewritten, own_logits(loaded, PROMPT)[41:46])
+    assert_same(rewritten, reference_logits(loaded, PROMPT)[41:46])
 
     fresh = node.table(46)
     node.prefill(PROMPT[:46], fresh)
@@ -100,13 +100,13 @@ def test_a_tree_of_drafts_is_verified_in_one_pass(loaded, node):
     logits = node.forward(
         SequenceRows(OTHER, 0, node.table(len(OTHER)), 1), SequenceRows(token_ids, 40, blocks, 7, parents)
     )
-    assert_same(logits[[0]], own_logits(loaded, OTHER)[-1:])
-    assert_same(logits[[1, 3, 5, 7]], own_logits(loaded, PROMPT)[40:44])
+    assert_same(logits[[0]], reference_logits(loaded, OTHER)[-1:])
+    assert_same(logits[[1, 3, 5, 7]], reference_logits(loaded, PROMPT)[40:44])
     wrong = [*PROMPT[:41], 7, 8]
-    assert_same(logits[[2, 4]], own_logits(loaded, wrong)[41:])
+    assert_same(logits[[2, 4]], reference_logits(loaded, wrong)[41:])
     slot = node.slots(blocks, range(len(PROMPT))).tolist()
     node.cache.move_slots([(slot[42], slot[41]), (slot[44], slot[42]), (slot[46], slot[43])])
-    assert_same(node.forward(SequenceRows(PROMPT[44:50], 44, blocks, 6)), own_logits(loaded, PROMPT)[44:50])
+    assert_same(node.forward(SequenceRows(PROMPT[44:50], 44, blocks, 6)), reference_logits(loaded, PROMPT)[44:50])
 
 
 def test_kv_that_came_over_the_wire_serves_as_well_as_computed(loaded, node):
@@ -121,7 +121,7 @@ def test_kv_that_came_over_the_wire_serves_as_well_as_computed(loaded, node):
             placed = other.slots(table, tokens)
             for layers in (range(2), range(2, 3)):
                 other.cache.write(plane, layers, placed, node.cache.read(plane, layers, taken).data)
-    assert_same(other.forward(SequenceRows(PROMPT[-1:], 60, table, 1)), own_logits(loaded, PROMPT)[-1:])
+    assert_same(other.forward(SequenceRows(PROMPT[-1:], 60, table, 1)), reference_logits(loaded, PROMPT)[-1:])
 
 
 def test_each_layer_is_reported_when_its_kv_is_in_the_cache(loaded, node):
@@ -140,7 +140,7 @@ def test_each_layer_is_reported_when_its_kv_is_in_the_cache(loaded, node):
 
 def test_warming_up_changes_no_answer(loaded, node):
     warm_up(node.runner, node.cache, loaded.spec.max_model_len)
-    assert_same(node.prefill(PROMPT, node.table(len(PROMPT))), own_logits(loaded, PROMPT))
+    assert_same(node.prefill(PROMPT, node.table(len(PROMPT))), reference_logits(loaded, PROMPT))
 
 
 def test_two_runners_share_a_model(loaded, node):
@@ -148,8 +148,8 @@ def test_two_runners_share_a_model(loaded, node):
     blocks, other_blocks = node.table(61), other.table(30)
     node.prefill(PROMPT[:-1], blocks)
     other.prefill(OTHER[:-1], other_blocks)
-    assert_same(node.forward(SequenceRows(PROMPT[-1:], 60, blocks, 1)), own_logits(loaded, PROMPT)[-1:])
-    assert_same(other.forward(SequenceRows(OTHER[-1:], 29, other_blocks, 1)), own_logits(loaded, OTHER)[-1:])
+    assert_same(node.forward(SequenceRows(PROMPT[-1:], 60, blocks, 1)), reference_logits(loaded, PROMPT)[-1:])
+    assert_same(other.forward(SequenceRows(OTHER[-1:], 29, other_blocks, 1)), reference_logits(loaded, OTHER)[-1:])
 
 
 @pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")

@@ -52,7 +52,7 @@ def test_who_has_more_than_the_newest_token_to_feed_verifies_nothing():
     waiting(scheduler, 2, num_tokens=2)
     room = scheduler.reserve()
     assert (room.sequences, room.max_draft_rows) == ([], 0)
-    assert rows_of(scheduler.hand_out(room, {})) == [(1, 8, 0)]
+    assert rows_of(scheduler.assign_rows(room, {})) == [(1, 8, 0)]
 
 
 def test_what_there_is_room_for_is_told_with_what_the_step_does_besides():

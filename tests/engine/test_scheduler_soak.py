@@ -64,7 +64,7 @@ class MiniLoop:
     def step(self) -> None:
         drafts = {sequence: self.drafter(sequence.token_ids, self.num_wanted) for sequence in self.ends}
         room = self.engine.scheduler.reserve()
-        plan = self.engine.scheduler.hand_out(
+        plan = self.engine.scheduler.assign_rows(
             room, first_come({s.key: len(draft) for s, draft in drafts.items()})(room)
         )
         self.plans.append(plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.engine.scheduler import EngineSequence, PromptScoring, StepRoom
+from outrider.engine.scheduler import EngineSequence, PromptScoring, StepReservation
 from outrider.prefill import MAX_SCORED_ROWS
 from tests.engine.schedules import BLOCK, check, decoding, make_scheduler, rows_of, run, waiting
 
@@ -100,7 +100,7 @@ def test_a_preempted_one_takes_no_more_from_the_cache_than_it_has_scored():
     scheduler = make_scheduler(num_blocks=512)
     sequence = scored(scheduler, 1)
     step(scheduler)
-    scheduler._preempt(sequence, StepRoom())
+    scheduler._preempt(sequence, StepReservation())
     scheduler.remove(sequence)
     other = waiting(scheduler, 2, num_tokens=LONG)
     other.token_ids[:] = sequence.token_ids

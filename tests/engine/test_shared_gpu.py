@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from outrider.cluster.config import ClusterConfig
-from outrider.cluster.gpus import allot
+from outrider.cluster.gpus import assign_gpus
 from outrider.config.resolve import load_config
 from outrider.engine import open_runner, runnable_model
 from outrider.engine.gpu_turns import loading_turn
@@ -80,7 +80,7 @@ class Kept:
 
 
 class Node:
-    """The start of one process, as `open_compute` does it."""
+    """The start of one process, as `open_model_runtime` does it."""
 
     def __init__(self, gpu, name, memory, *, max_model_len=0):
         self.gpu, self.name, self.kind = gpu, name, KINDS[name.partition("-")[0]]
@@ -160,7 +160,7 @@ def shares_of(**config):
     settings = load_config(
         {"model": ModelConfig, "kv_cache": KVCacheConfig}, file=None, environ={}, overrides=["model.device=cuda"]
     )
-    found = allot(ClusterConfig(**config), settings, environ={"CUDA_VISIBLE_DEVICES": "0"})[1]
+    found = assign_gpus(ClusterConfig(**config), settings, environ={"CUDA_VISIBLE_DEVICES": "0"})[1]
     return {name: texts[-1].removeprefix("kv_cache.memory=") for name, texts in found.items()}
 
 
@@ -173,7 +173,7 @@ def windows(nodes):
 def test_a_prefill_and_a_decode_node_of_an_8b_model_fit_with_default_settings(start, total_bytes, attempt):
     nodes = start(total_bytes, shares_of())
     assert windows(nodes) == {"prefill-0": 131_072, "decode-0": 131_072}
-    assert nodes["decode-0"].gpu.least_free > 0.05 * total_bytes
+    assert nodes["decode-0"].gpu.min_free > 0.05 * total_bytes
 
 
 @pytest.mark.parametrize("attempt", range(2))
@@ -185,7 +185,7 @@ def test_a_draft_model_fits_beside_them(start, attempt):
     found = windows(nodes)
     assert found.pop("draft-0") >= 65_536
     assert found == {"prefill-0": 131_072, "decode-0": 131_072}
-    assert nodes["decode-0"].gpu.least_free > 0.05 * H100_BYTES
+    assert nodes["decode-0"].gpu.min_free > 0.05 * H100_BYTES
     shorter = windows(start(80 * GB, shares))
     assert 110_000 < shorter["prefill-0"] < 131_072
 

@@ -28,15 +28,15 @@ class Watched:
 
     def expected_seconds(self, num_rows):
         self.begin(num_rows)
-        return self.progress.at_hand.expected_seconds
+        return self.progress.current_step.expected_seconds
 
     def report(self):
-        at_hand = self.progress.at_hand
+        current_step = self.progress.current_step
         report = NodeReport(
             state=NodeState.SERVING,
             incarnation=bytes(16),
-            mark=at_hand.mark,
-            expected_step_seconds=at_hand.expected_seconds,
+            mark=current_step.mark,
+            expected_step_seconds=current_step.expected_seconds,
             step_age_seconds=self.progress.age_seconds(),
         )
         self.watcher.feed(report)
@@ -51,7 +51,7 @@ def test_a_step_is_expected_to_take_as_long_as_those_of_about_as_many_rows(node)
     node.run_step(num_rows=4, seconds=0.5)
     assert node.expected_seconds(5) == 0.5
     node.progress.end()
-    assert node.progress.at_hand.expected_seconds == 0.0
+    assert node.progress.current_step.expected_seconds == 0.0
 
 
 def test_a_step_of_another_number_of_rows_than_ever_is_expected_to_take_as_long_for_each_row(node):
@@ -82,10 +82,10 @@ def test_a_pause_is_no_part_of_a_step(node):
     node.begin(4)
     node.clock.advance(0.25)
     with node.progress.paused():
-        assert (node.progress.at_hand.expected_seconds, node.progress.age_seconds()) == (0.0, 0.0)
+        assert (node.progress.current_step.expected_seconds, node.progress.age_seconds()) == (0.0, 0.0)
         node.clock.advance(100.0)
     assert node.progress.age_seconds() == 0.25
-    assert node.progress.at_hand.expected_seconds == FIRST_STEP_SECONDS
+    assert node.progress.current_step.expected_seconds == FIRST_STEP_SECONDS
     node.clock.advance(0.5)
     assert node.progress.age_seconds() == 0.75
     node.progress.end()
@@ -109,7 +109,7 @@ def test_a_step_that_others_hold_up_for_long_is_no_death(node):
 def test_what_comes_before_the_rows_are_known_is_a_part_of_the_step(node):
     node.run_step(num_rows=4, seconds=0.1)
     node.progress.begin()
-    assert node.progress.at_hand.expected_seconds == 0.1  # like the last step
+    assert node.progress.current_step.expected_seconds == 0.1  # like the last step
     for _ in range(20):
         node.clock.advance(0.5)
         node.report()
@@ -137,13 +137,13 @@ def test_a_long_step_that_was_expected_to_be_short_before_its_rows_were_known_is
 
 
 def test_only_forward_passes_are_steps_and_yet_everything_moves_the_mark(node):
-    marks = {node.progress.at_hand.mark}
+    marks = {node.progress.current_step.mark}
     for _ in range(3):  # it looks for work, and finds none
         node.progress.begin()
-        marks.add(node.progress.at_hand.mark)
+        marks.add(node.progress.current_step.mark)
         with node.progress.paused():
             pass
-        marks.add(node.progress.at_hand.mark)
+        marks.add(node.progress.current_step.mark)
         node.progress.end()
     assert (node.progress.num_steps, len(marks)) == (0, 7)
     node.run_step(num_rows=3, seconds=0.1)

@@ -83,7 +83,7 @@ def run_party(pipe, library_file, turns_file, min_lease_seconds):
         KernelLibrary(library_file),
         turns_file,
         min_lease_seconds=min_lease_seconds,
-        on_taken_from_another=count,
+        on_turn_taken_over=count,
     )
     pipe.send("joined")
     while True:

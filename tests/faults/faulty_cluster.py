@@ -25,7 +25,7 @@ from tests.faults.network import Network, free_port
 from tests.support.cluster_nodes import wait_for_node
 from tests.support.fault_points import FaultPoints
 from tests.support.random_eagle3 import make_random_eagle3
-from tests.support.store_server import STORE_PATIENCE
+from tests.support.store_server import PATIENT_STORE_SETTING
 
 HOST = "127.0.0.1"
 KV_HOST = "127.0.0.2"  # here proxies listen on the ports of the decode nodes' KV ingest
@@ -68,7 +68,7 @@ class FaultyCluster(RunningCluster):
                 f"kv_cache.memory={KV_MEMORY}",
                 *(f"router.{role}_targets={_targets(ports, role)}" for role in ("prefill", "decode")),
                 f"decode_node.draft_targets={_targets(ports, 'draft')}",
-                *((f"router.store={store}", STORE_PATIENCE) if store else ()),
+                *((f"router.store={store}", PATIENT_STORE_SETTING) if store else ()),
                 *settings,
             ),
             node_overrides={

@@ -15,7 +15,7 @@ from outrider.client import Client
 from outrider.cluster.child import ChildState
 from outrider.engine.cpu_kernels.library import KernelLibrary
 from outrider.engine.cpu_kernels.paths import choose_kernels
-from outrider.engine.cpu_turns import TAKEN_FROM_ANOTHER, SharedTurns
+from outrider.engine.cpu_turns import TURN_TAKEN_OVER, SharedTurns
 from outrider.engine.processor import usable_cpus
 from outrider.errors import NotFoundError, OutriderError
 from outrider.rpc.channels import open_channel
@@ -120,13 +120,13 @@ def test_nodes_go_on_beside_one_that_keeps_the_processors_for_ever(faulty, undis
     if library is None:
         pytest.skip("turns need native kernels")
     (shared,) = {node.description["cpu_turns"] for node in faulty.cluster.nodes if "cpu_turns" in node.description}
-    num_taken = logs_of(faulty).count(TAKEN_FROM_ANOTHER)
+    num_taken = logs_of(faulty).count(TURN_TAKEN_OVER)
     turns = SharedTurns(KernelLibrary(library), Path(shared))
     assert turns.take(10.0)
     assert turns.keep(0.5)
     assert faulty.generate(PROMPT, **LONG)[0] == undisturbed
     assert not turns.keep(0.5)  # the turn was taken away
-    assert logs_of(faulty).count(TAKEN_FROM_ANOTHER) > num_taken
+    assert logs_of(faulty).count(TURN_TAKEN_OVER) > num_taken
 
 
 def logs_of(faulty):

@@ -16,7 +16,7 @@ from outrider.cluster.child import ChildState
 from outrider.cluster.config import ClusterConfig
 from tests.conftest import START_SECONDS, RunningCluster
 from tests.support.cluster_nodes import wait_for_node
-from tests.support.store_server import STORE_PATIENCE, StoreServer
+from tests.support.store_server import PATIENT_STORE_SETTING, StoreServer
 
 PROMPT = [7, 3, 9, 4, 1, 8] * 8
 SAMPLING = {"seed": 11, "max_tokens": 300, "ignore_eos": True, "stop": ["never said"]}
@@ -28,7 +28,7 @@ def sharing(start_cluster, tmp_path_factory):
     """Two routers with a store on a server."""
     with (
         StoreServer(tmp_path_factory.mktemp("store")) as server,
-        start_cluster(ROUTERS, f"router.store={server.url}", STORE_PATIENCE) as cluster,
+        start_cluster(ROUTERS, f"router.store={server.url}", PATIENT_STORE_SETTING) as cluster,
     ):
         cluster.wait_serving(START_SECONDS)
         running = RunningCluster(cluster)
@@ -77,5 +77,5 @@ def test_a_lost_store_holds_up_nothing_that_runs(sharing):
             if index == 10:
                 sharing.store.kill()
     assert answer_of(stream, 1) == answer_of(undisturbed, 1)
-    assert max(gaps_seconds) < 10.0  # the router waits 30 s for the store: STORE_PATIENCE
+    assert max(gaps_seconds) < 10.0  # the router waits 30 s for the store: PATIENT_STORE_SETTING
     sharing.wait_until_nothing_is_held()

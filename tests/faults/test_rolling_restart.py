@@ -11,7 +11,7 @@ from tests.conftest import START_SECONDS, RunningCluster
 from tests.faults.matrix import assert_same
 from tests.faults.requests import Request
 from tests.support.cluster_nodes import wait_for_node
-from tests.support.store_server import STORE_PATIENCE, StoreServer
+from tests.support.store_server import PATIENT_STORE_SETTING, StoreServer
 
 CLUSTER = ClusterConfig(port=0, routers=2, decode_nodes=2, prefill_nodes=2)
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1", "draft-0", "router-0", "router-1")
@@ -24,7 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(480)]
 def test_a_rolling_restart_under_load_loses_no_request(start_cluster, tmp_path):
     with (
         StoreServer(tmp_path) as server,
-        start_cluster(CLUSTER, "server.drain_seconds=1", f"router.store={server.url}", STORE_PATIENCE) as cluster,
+        start_cluster(
+            CLUSTER, "server.drain_seconds=1", f"router.store={server.url}", PATIENT_STORE_SETTING
+        ) as cluster,
     ):
         cluster.wait_serving(START_SECONDS)
         running = RunningCluster(cluster)

@@ -11,7 +11,7 @@ from outrider.engine.attention import make_attention_backend
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.model_runner import make_runner, warm_up
-from outrider.engine.open_runner import rehearse
+from outrider.engine.open_runner import profile_run
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.step_graphs import StepGraphs, cuda_graphs
 from outrider.model_hub.config import ModelConfig
@@ -63,7 +63,7 @@ def test_steps_as_graphs_have_the_same_logits(tiny_model):
     model = load_model(ModelConfig(id=str(tiny_model), device="cuda", dtype="float32"))
     attention = attention_for(model)
     shapes = GraphShapes(16, has_trees=True)
-    assert rehearse(model, attention, num_rows=64, block_size=16, graphs=shapes) > 0
+    assert profile_run(model, attention, num_rows=64, block_size=16, graphs=shapes) > 0
     runners = []
     for graphs in (None, shapes):
         cache = model.make_cache(256, 16)

@@ -11,8 +11,8 @@ from outrider.engine.attention import make_attention_backend
 from outrider.engine.gpu_turns import loading_turn
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.memory import KVRoom
-from outrider.engine.open_runner import open_runner, rehearse
+from outrider.engine.memory import KVMemory
+from outrider.engine.open_runner import open_runner, profile_run
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.progress import no_progress
@@ -25,10 +25,10 @@ SLACK_BYTES = 256 << 20
 
 def test_a_process_knows_its_own_part(tmp_path, monkeypatch):
     free, total = torch.cuda.mem_get_info("cuda")
-    before = KVRoom.of("cuda").own_bytes
+    before = KVMemory.of("cuda").own_bytes
     assert 0 < before <= total - free + SLACK_BYTES
     kept = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    assert KVRoom.of("cuda").own_bytes - before == pytest.approx(kept.nbytes, abs=64 << 20)
+    assert KVMemory.of("cuda").own_bytes - before == pytest.approx(kept.nbytes, abs=64 << 20)
     monkeypatch.setenv("OUTRIDER_CACHE_DIR", str(tmp_path))
     with loading_turn(["cuda", "cuda:0"], no_progress):
         (lock,) = (tmp_path / "locks").iterdir()
@@ -40,7 +40,7 @@ def test_a_rehearsal_foresees_what_steps_and_graphs_take(tiny_model):
     heads = {"num_heads": model.spec.num_heads, "num_kv_heads": model.spec.num_kv_heads}
     attention = make_attention_backend("triton", model.device, model.spec.dtype, **heads)
     shapes = GraphShapes(256, has_trees=True)
-    foreseen = rehearse(model, attention, num_rows=512, block_size=16, graphs=shapes)
+    foreseen = profile_run(model, attention, num_rows=512, block_size=16, graphs=shapes)
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info("cuda")[0]

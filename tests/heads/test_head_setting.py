@@ -14,7 +14,7 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
 from outrider.heads.checkpoint import Checkpoint
 from outrider.heads.locate import DEFAULT_HEAD, head_folder
-from outrider.heads.of_target import HeadOfTarget
+from outrider.heads.of_target import TargetHead
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.rpc.tls import PLAINTEXT
@@ -46,7 +46,7 @@ def open_decode(config):
 
 
 def test_prefill_and_decode_nodes_keep_the_features_of_the_head_and_say_so(config):
-    reduction = HeadOfTarget(config).reduction(load_model(config))
+    reduction = TargetHead(config).reduction(load_model(config))
     prefill, decode = open_prefill(config), open_decode(config)
     for parts, cache in ((prefill, prefill.engine.kv_cache), (decode, decode.engine.kv_cache)):
         assert cache.planes[2:] == (reduction.plane("float32"),)

@@ -20,7 +20,7 @@ from outrider.heads import of_target
 from outrider.heads import open as open_module
 from outrider.heads.checkpoint import Target
 from outrider.heads.module_steps import ModuleHeadSteps
-from outrider.heads.of_target import HeadOfTarget, open_packed_head
+from outrider.heads.of_target import TargetHead, open_packed_head
 from outrider.heads.open import open_head, read_reduction
 from outrider.heads.packed_head import NativeHeadSteps
 from outrider.model_hub.config import ModelConfig
@@ -104,7 +104,7 @@ def test_a_mapped_head_is_that_of_the_checkpoint_to_the_last_bit(open_target, pa
     first, second = (open_packed_head(head_path, model) for _ in range(2))
     assert packs == [head_path]
     reduction = read_reduction(head_path, Target.open(model.directory))
-    assert HeadOfTarget(ModelConfig(head=str(head_path))).reduction(model).format(dtype) == reduction.format(dtype)
+    assert TargetHead(ModelConfig(head=str(head_path))).reduction(model).format(dtype) == reduction.format(dtype)
     packed = pack_reduction(model.cpu_kernels, reduction, expected.reduction.element_type)
     parts = {"projection.packed", *(("norm", "tap_norms") if flags else ())}
     assert set(packed.blobs) == {f"reduction.{part}" for part in parts}
@@ -215,7 +215,7 @@ def test_what_torch_computes_is_not_packed(open_target, head_path, cache, tmp_pa
     ):
         assert open_packed_head(path, model) is None
         reduction = read_reduction(path, Target.open(model.directory))
-        assert HeadOfTarget(ModelConfig(head=str(path))).reduction(model).fingerprint == reduction.fingerprint
+        assert TargetHead(ModelConfig(head=str(path))).reduction(model).fingerprint == reduction.fingerprint
     assert folders(cache) == before
 
 

@@ -95,7 +95,7 @@ def test_a_full_file_system_leaves_the_slots_there_are(new_arena, monkeypatch):
     assert take(arena, "lost") == HEAD_BYTES
     assert take(arena) is None
     arena.quarantine("lost")
-    assert arena.is_worn, "there are no others"
+    assert arena.should_be_replaced, "there are no others"
     with pytest.raises(OSError, match="no space"):
         new_arena()
 
@@ -226,11 +226,11 @@ def test_a_receiver_that_could_not_be_drained_never_sees_its_slots_written_again
 def test_an_arena_with_many_quarantined_slots_is_replaced(new_arena):
     arena = new_arena()
     slots = [take(arena, owner) for owner in ("lost", "other")]
-    assert not arena.is_worn
+    assert not arena.should_be_replaced
     arena.quarantine("lost")
-    assert arena.is_worn
+    assert arena.should_be_replaced
     arena.release(slots[0])  # late, but not too late
-    assert not arena.is_worn
+    assert not arena.should_be_replaced
 
 
 class Breaking(ReceiverStream):

@@ -66,7 +66,9 @@ class Pair:
         for header, payload in self.peers.frames(spec):
             sender.put(
                 header.region,
-                fake_cuda_driver.fake_bytes(self.connector.gpu, payload) if sender.connector == "cuda_ipc" else payload,
+                fake_cuda_driver.device_bytes(self.connector.gpu, payload)
+                if sender.connector == "cuda_ipc"
+                else payload,
             )
         assert sender.commit().state is CommitState.COMMITTED
         assert sink.cells == self.peers.expected_cells(spec)
@@ -158,7 +160,7 @@ def test_the_file_names_the_memory_and_holds_no_slots(gpu, tmp_path):
     assert mapping.nonce == arena.nonce
     payload = bytes(range(256)) * 8
     offset = arena.take("owner")
-    arena.write(offset, fake_cuda_driver.fake_bytes(gpu, payload))
+    arena.write(offset, fake_cuda_driver.device_bytes(gpu, payload))
     assert mapping.copy(offset, len(payload)).tensor.numpy().tobytes() == payload
     for lie in (0, HEAD_BYTES - 1, arena.num_bytes - len(payload) + 1):
         assert mapping.copy(lie, len(payload)) is None
@@ -214,7 +216,7 @@ def test_what_was_altered_in_a_slot_is_not_written(peers, inbox, gpu, tmp_path):
     offer = {"arena_id": arena.arena_id, "arena_bytes": arena.num_bytes, "arena_is_on_device": True}
     assert decode_receiver_message(stream.handle(peers.hello(spec, **offer))).nonce == arena.nonce
     (header, payload), *_ = peers.frames(spec)
-    taken = fake_cuda_driver.fake_bytes(gpu, payload)
+    taken = fake_cuda_driver.device_bytes(gpu, payload)
     header = FrameHeader.of(spec, header.region, taken)
     offset = arena.take(spec)
     message = encode_slot_frame(1, header, offset)

@@ -123,9 +123,9 @@ def receiving(child):
 def put_until_it_blocks(sender, gpu):
     payload = bytes(64 * 1024)
     if gpu is not None:
-        from tests.support.fake_cuda_driver import fake_bytes
+        from tests.support.fake_cuda_driver import device_bytes
 
-        payload = fake_bytes(gpu, payload)
+        payload = device_bytes(gpu, payload)
     for start in range(0, 4096 * 16, 1024):
         sender.put(Region("k", range(1), range(start, start + 1024), range(1)), payload)
 

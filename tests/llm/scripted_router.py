@@ -21,7 +21,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
         self.full = 0
         self.requests = []  # Complete's requests, in order
         self.num_now = 0
-        self.most_at_once = 0
+        self.max_concurrent = 0
         self.num_held = 0
         self._changed = threading.Condition()
 
@@ -48,7 +48,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
         with self._changed:
             self.requests.append(request)
             self.num_now += 1
-            self.most_at_once = max(self.most_at_once, self.num_now)
+            self.max_concurrent = max(self.max_concurrent, self.num_now)
         try:
             return self._complete(request, context)
         finally:

@@ -138,7 +138,7 @@ def test_no_more_than_the_nodes_have_room_for_and_some_that_wait_are_sent_at_onc
     monkeypatch.setattr(llm_module, "NUM_WAITING", 1)
     with LLM() as llm:
         llm.generate(["a"] * 60)
-    assert 1 <= router.most_at_once <= 3
+    assert 1 <= router.max_concurrent <= 3
 
 
 @pytest.mark.parametrize(

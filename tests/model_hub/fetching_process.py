@@ -51,7 +51,7 @@ def main() -> int:
         os.setresgid(65534, 65534, 65534)
         os.setresuid(65534, 65534, 65534)
     try:
-        directory = default_model.ensure_default_model(Path(sys.argv[1]), progress=say)
+        directory = default_model.fetch_default_model(Path(sys.argv[1]), progress=say)
     except OutriderError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -11,7 +11,7 @@ from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.open_runner import open_runner
 from outrider.errors import ConfigError
 from outrider.model_hub import compute as compute_module
-from outrider.model_hub.compute import open_compute
+from outrider.model_hub.compute import open_model_runtime
 from outrider.model_hub.config import ModelConfig
 from outrider.speculation.proposers import model_forward
 from outrider.speculation.proposers.base import MAX_INDEX_BYTES
@@ -32,7 +32,7 @@ def model(tmp_path, monkeypatch):
 
 def test_the_cache_leaves_room_for_what_else_the_node_takes_of_main_memory(model):
     def num_bytes(main_memory_bytes):
-        compute = open_compute(
+        compute = open_model_runtime(
             model, HALF, max_rows_per_step=16, main_memory_bytes=main_memory_bytes, on_rank_lost=print
         )
         kv_cache = compute.kv_cache
@@ -65,7 +65,7 @@ def test_a_model_is_loaded_and_its_cache_allocated_in_one_turn_of_the_gpu(model,
         note(module, "open_runner")
     expected = [("begins", ["cpu"]), ("gpu", 0, 0), "open_model", "open_runner", "ends"]
     for load in (
-        lambda progress: open_compute(model, HALF, max_rows_per_step=16, on_rank_lost=print, progress=progress),
+        lambda progress: open_model_runtime(model, HALF, max_rows_per_step=16, on_rank_lost=print, progress=progress),
         lambda progress: model_forward.open_draft_model(model, HALF, progress=progress),
     ):
         stages.clear()
@@ -83,7 +83,7 @@ def test_a_rehearsal_has_as_many_logits_as_a_step_may_have(model, monkeypatch):
 
     monkeypatch.setattr(compute_module, "open_runner", noted)
     for max_rows_per_step in (600, None):
-        open_compute(model, HALF, max_rows_per_step=max_rows_per_step, on_rank_lost=print)
+        open_model_runtime(model, HALF, max_rows_per_step=max_rows_per_step, on_rank_lost=print)
     assert opened == [(600, 600), (256, 32)]
 
 
@@ -97,9 +97,9 @@ def test_a_window_that_memory_does_not_hold_is_shortened_unless_it_is_wanted(tmp
         with pytest.raises(
             ConfigError, match=r"one window of 8192 tokens needs .*, or model\.max_model_len to 3200 or"
         ):
-            open_compute(config, kv_cache, max_rows_per_step=16, on_rank_lost=print)
+            open_model_runtime(config, kv_cache, max_rows_per_step=16, on_rank_lost=print)
         return
-    compute = open_compute(config, kv_cache, max_rows_per_step=16, on_rank_lost=print)
+    compute = open_model_runtime(config, kv_cache, max_rows_per_step=16, on_rank_lost=print)
     assert (compute.model.info.max_model_len, compute.model.spec.max_model_len) == (3072, 3072)
     assert compute.describe(config, cpu_turns=open_turns("", None, cpus=()))["max_model_len"] == 3072
     assert capsys.readouterr().err.count("at most 3072. Set model.max_model_len, or give more memory") == 1

@@ -21,11 +21,11 @@ from outrider.model_hub.default_model import (
     DIRECTORY_NAME,
     MANIFEST,
     WEIGHTS_IN_WHEEL,
-    check_whole_files,
-    ensure_default_model,
-    verify_converted,
+    check_converted,
+    check_file_contents,
+    fetch_default_model,
 )
-from outrider.model_hub.fingerprint import file_sha256, known_sha256
+from outrider.model_hub.fingerprint import cached_sha256, file_sha256
 
 
 @pytest.fixture
@@ -53,9 +53,9 @@ def acted(monkeypatch, tmp_path):
 
 
 def test_the_model_is_made_once_and_found_afterwards(acted, tmp_path):
-    directory = ensure_default_model(tmp_path / "cache")
+    directory = fetch_default_model(tmp_path / "cache")
     assert directory == tmp_path / "cache" / DIRECTORY_NAME
-    assert ensure_default_model(tmp_path / "cache") == directory
+    assert fetch_default_model(tmp_path / "cache") == directory
     assert acted == ["download", "convert"]
     manifest = json.loads((directory / MANIFEST).read_text())
     recorded = manifest["files"]["model.safetensors"]
@@ -72,9 +72,9 @@ def test_a_conversion_that_fails_leaves_nothing_and_can_be_tried_again(acted, tm
 
         broken.setattr(default_model, "convert", fail)
         with pytest.raises(ModelError, match="out of disk"):
-            ensure_default_model(tmp_path)
+            fetch_default_model(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] in ([f"{DIRECTORY_NAME}.lock"], [])
-    assert ensure_default_model(tmp_path).is_dir()
+    assert fetch_default_model(tmp_path).is_dir()
 
 
 @pytest.mark.parametrize(
@@ -89,15 +89,15 @@ def test_a_conversion_that_fails_leaves_nothing_and_can_be_tried_again(acted, tm
     ids=["content", "size", "missing file", "manifest", "no manifest"],
 )
 def test_a_damaged_cache_is_refused_with_the_fix(acted, tmp_path, damage):
-    directory = ensure_default_model(tmp_path)
+    directory = fetch_default_model(tmp_path)
     damage(directory)
     with pytest.raises(ModelError, match=f"delete {directory}"):
-        ensure_default_model(tmp_path)
+        fetch_default_model(tmp_path)
 
 
 @pytest.fixture
 def whole(acted, tmp_path):
-    return ensure_default_model(tmp_path)
+    return fetch_default_model(tmp_path)
 
 
 def test_a_byte_that_a_disk_has_lost_is_found_by_the_whole_check(whole, monkeypatch):
@@ -108,39 +108,39 @@ def test_a_byte_that_a_disk_has_lost_is_found_by_the_whole_check(whole, monkeypa
     content[150] ^= 1
     weights.write_bytes(content)
     with pytest.raises(ModelError, match=rf"model.safetensors is not what was converted: delete {whole}"):
-        verify_converted(whole)
+        check_converted(whole)
     monkeypatch.setattr(
         default_model,
-        "known_sha256",
-        lambda path, cache: written if path == weights else known_sha256(path, cache),
+        "cached_sha256",
+        lambda path, cache: written if path == weights else cached_sha256(path, cache),
     )
-    verify_converted(whole)
+    check_converted(whole)
     with pytest.raises(ModelError, match=rf"model.safetensors is not what was converted: delete {whole}"):
-        check_whole_files(whole)
+        check_file_contents(whole)
 
 
 def test_the_whole_check_tells_how_far_it_is(whole):
     reports = []
-    check_whole_files(whole, progress=lambda *report: reports.append(report))
+    check_file_contents(whole, progress=lambda *report: reports.append(report))
     sizes = sum(path.stat().st_size for path in whole.iterdir() if path.name != MANIFEST)
     assert reports[0] == ("check", 0, sizes)
     assert reports[-1] == ("check", sizes, sizes)
 
 
 def test_a_directory_without_a_manifest_has_nothing_to_be_compared_with(tmp_path):
-    check_whole_files(tmp_path)
+    check_file_contents(tmp_path)
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match="cannot be written"):
-        ensure_default_model(tmp_path / "file" / "cache")
+        fetch_default_model(tmp_path / "file" / "cache")
 
 
 def test_a_disk_without_room_is_told_before_anything_is_loaded(acted, tmp_path, monkeypatch):
     monkeypatch.setattr(default_model.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
     with pytest.raises(ModelError) as caught:
-        ensure_default_model(tmp_path)
+        fetch_default_model(tmp_path)
     assert caught.value.message == (
         f"no room for the default model in {tmp_path}: 5 MiB free, 800 MiB are needed; make room, or choose another "
         "directory with OUTRIDER_CACHE_DIR"
@@ -155,7 +155,7 @@ def test_a_disk_that_fills_up_meanwhile_is_named(acted, tmp_path, monkeypatch, n
 
     monkeypatch.setattr(default_model, "convert", fill)
     with pytest.raises(ModelError, match=rf"no room for the default model in {tmp_path}: .*; make room"):
-        ensure_default_model(tmp_path)
+        fetch_default_model(tmp_path)
 
 
 def test_a_child_process_that_finds_the_disk_full_is_believed_whatever_it_says(acted, tmp_path, monkeypatch):
@@ -167,7 +167,7 @@ def test_a_child_process_that_finds_the_disk_full_is_believed_whatever_it_says(a
     monkeypatch.setattr(default_model, "convert", fail)
     monkeypatch.setattr(default_model.shutil, "disk_usage", lambda _: SimpleNamespace(free=free.pop(0)))
     with pytest.raises(ModelError, match="the disk is full"):
-        ensure_default_model(tmp_path)
+        fetch_default_model(tmp_path)
 
 
 @pytest.fixture

@@ -93,14 +93,14 @@ import sys
 for name in ("torch", "transformers", "accelerate", "array_api_compat"):
     sys.modules[name] = None  # as where they are not installed
 from outrider.errors import ConfigError
-from outrider.heads.of_target import HeadOfTarget
+from outrider.heads.of_target import TargetHead
 from outrider.model_hub import packed_weights
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.open import open_model
-packed_weights.packs_here = True
+packed_weights.is_packer = True
 config = ModelConfig(cache_dir=sys.argv[1], head="auto", num_threads=1)
 model = open_model(config)
-print(model.weights_from, model.info.dtype, HeadOfTarget(config).packed(model).spec.form)
+print(model.weights_source, model.info.dtype, TargetHead(config).packed(model).spec.form)
 try:
     open_model(ModelConfig(cache_dir=sys.argv[1], dtype="float32", num_threads=1))
 except ConfigError as error:

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.errors import ModelError
 from outrider.model_hub import fingerprint as fingerprint_module
-from outrider.model_hub.fingerprint import file_sha256, known_sha256, weight_files
+from outrider.model_hub.fingerprint import cached_sha256, file_sha256, weight_files
 
 WEIGHT_BYTES = 200_000
 
@@ -70,7 +70,7 @@ def test_the_dtype_counts(directory, model_fingerprint):
 def remembering(monkeypatch):
     """Caches hashes at once, and records the files that are read."""
     read = []
-    monkeypatch.setattr(fingerprint_module, "RACY_SECONDS", -1e9)
+    monkeypatch.setattr(fingerprint_module, "MIN_CACHED_AGE_SECONDS", -1e9)
     monkeypatch.setattr(fingerprint_module, "file_sha256", lambda path: read.append(path) or file_sha256(path))
     return read
 
@@ -78,26 +78,26 @@ def remembering(monkeypatch):
 def test_a_file_is_read_again_only_when_it_has_changed(tmp_path, remembering):
     path = tmp_path / "weights"
     path.write_bytes(b"before")
-    assert known_sha256(path, tmp_path) == known_sha256(path, tmp_path) == file_sha256(path)
+    assert cached_sha256(path, tmp_path) == cached_sha256(path, tmp_path) == file_sha256(path)
     assert len(remembering) == 1
     before, deadline = path.stat(), time.monotonic() + 30
     while path.stat().st_ctime_ns == before.st_ctime_ns:  # until the file system's clock has ticked
         assert time.monotonic() < deadline
         path.write_bytes(b"behind")
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert known_sha256(path, tmp_path) == file_sha256(path)
+    assert cached_sha256(path, tmp_path) == file_sha256(path)
     other = tmp_path / "other"
     other.write_bytes(b"before")
     other.replace(path)
-    assert known_sha256(path, tmp_path) == file_sha256(path)
+    assert cached_sha256(path, tmp_path) == file_sha256(path)
     assert len(remembering) == 3
 
 
 def test_a_file_that_has_just_changed_is_not_remembered(tmp_path, remembering, monkeypatch):
-    monkeypatch.setattr(fingerprint_module, "RACY_SECONDS", 60.0)
+    monkeypatch.setattr(fingerprint_module, "MIN_CACHED_AGE_SECONDS", 60.0)
     path = tmp_path / "weights"
     path.write_bytes(b"before")
-    assert known_sha256(path, tmp_path) == known_sha256(path, tmp_path)
+    assert cached_sha256(path, tmp_path) == cached_sha256(path, tmp_path)
     assert len(remembering) == 2
 
 
@@ -105,11 +105,11 @@ def test_a_file_that_has_just_changed_is_not_remembered(tmp_path, remembering, m
 def test_a_memory_that_is_damaged_or_no_directory_costs_the_reading(tmp_path, remembering, spoil):
     path = tmp_path / "weights"
     path.write_bytes(b"before")
-    known_sha256(path, tmp_path)
+    cached_sha256(path, tmp_path)
     for memory in (tmp_path / "hashes").iterdir():
         spoil(memory)
-    assert known_sha256(path, tmp_path) == file_sha256(path)
-    assert known_sha256(path, path) == file_sha256(path)
+    assert cached_sha256(path, tmp_path) == file_sha256(path)
+    assert cached_sha256(path, path) == file_sha256(path)
 
 
 def test_weight_files_are_those_that_transformers_loads(directory, model_fingerprint):

@@ -12,7 +12,7 @@ from outrider.engine.cpu_kernels.paths import AUTO, PREFERENCE, TORCH, KernelCho
 from outrider.engine.numerics import KERNELS_REVISION
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.kernels import attention_of, check_deterministic, choose_model_kernels
+from outrider.model_hub.kernels import check_deterministic, choose_attention, choose_model_kernels
 from outrider.model_hub.load import load_model
 from tests.support.tiny_model import make_tiny_model
 
@@ -110,9 +110,9 @@ def test_int8_weights_without_native_kernels_are_refused(bfloat16_checkpoint):
 def test_deterministic_mode_asks_for_what_keeps_it():
     gpu, cpu = "cuda", "cpu"
     wanted = ModelConfig(deterministic=True)
-    assert (attention_of(wanted, gpu), attention_of(ModelConfig(), gpu)) == ("triton", "auto")
+    assert (choose_attention(wanted, gpu), choose_attention(ModelConfig(), gpu)) == ("triton", "auto")
     with pytest.raises(ConfigError, match=r"torch_sdpa is not deterministic.*auto or triton"):
-        attention_of(ModelConfig(deterministic=True, attention="torch_sdpa"), gpu)
+        choose_attention(ModelConfig(deterministic=True, attention="torch_sdpa"), gpu)
     torch_kernels = KernelChoice(path="torch", library=None, reason="model.kernels is torch")
     with pytest.raises(ConfigError, match=r"deterministic needs native kernels.*model\.kernels is torch"):
         check_deterministic(wanted, cpu, torch_kernels)

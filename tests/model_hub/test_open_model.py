@@ -77,7 +77,7 @@ def test_mapped_weights_are_those_of_the_checkpoint_to_the_last_bit(opened, tiny
     expected = load_model(ModelConfig(id=str(tiny), num_threads=1, **settings))
     first, second = opened(**settings), opened(**settings)
     assert len(loads) == 1
-    assert (first.weights_from, second.weights_from) == (MAPPED, MAPPED)
+    assert (first.weights_source, second.weights_source) == (MAPPED, MAPPED)
     for loaded in (first, second):
         assert loaded.model is None
         assert (loaded.spec, loaded.info) == (expected.spec, expected.info)
@@ -153,7 +153,7 @@ def test_a_start_from_packed_weights_reaches_no_transformers(opened, tiny, cache
         "from outrider.model_hub.config import ModelConfig\n"
         "from outrider.model_hub.open import open_model\n"
         f"loaded = open_model(ModelConfig(id={str(tiny)!r}, cache_dir={str(cache)!r}))\n"
-        "print(loaded.weights_from, 'transformers' in sys.modules)"
+        "print(loaded.weights_source, 'transformers' in sys.modules)"
     )
     done = run_python("-c", program)
     assert done.stdout.strip() == f"{MAPPED} False", done.stderr
@@ -191,7 +191,7 @@ def test_damaged_weights_are_found_and_made_again(opened, loads, cache, damage):
     damage(folder)
     again = opened()
     assert len(loads) == 2
-    assert again.weights_from == MAPPED
+    assert again.weights_source == MAPPED
     assert np.array_equal(logits(again), expected)
     opened()
     assert len(loads) == 2
@@ -213,7 +213,7 @@ def test_what_the_bytes_depend_on_makes_others(opened, copy, loads, monkeypatch)
 
 def test_of_one_model_only_the_versions_last_used_are_kept(opened, cache, monkeypatch):
     made = []
-    for number in range(packed_weights.KEPT_FOR_A_MODEL + 2):
+    for number in range(packed_weights.MAX_OLD_VERSIONS + 2):
         monkeypatch.setattr(packed_weights, "_source_hash", lambda number=number: str(number))
         opened()
         (new,) = set(folders(cache)) - set(made)
@@ -247,21 +247,21 @@ def test_two_nodes_that_start_at_once_pack_once(opened, loads):
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(start, range(2)))
     assert len(loads) == 1
-    assert [loaded.weights_from for loaded in both] == [MAPPED, MAPPED]
+    assert [loaded.weights_source for loaded in both] == [MAPPED, MAPPED]
 
 
 def test_a_cache_that_cannot_be_written_is_told_and_the_model_served(opened, cache, tiny):
     cache.parent.mkdir(exist_ok=True)
     cache.touch()  # a file where the folder should be
     loaded = opened()
-    assert loaded.weights_from.startswith("checkpoint; packed weights are not kept: ")
-    assert "packed" in loaded.weights_from
+    assert loaded.weights_source.startswith("checkpoint; packed weights are not kept: ")
+    assert "packed" in loaded.weights_source
     assert np.array_equal(logits(loaded), logits(load_model(ModelConfig(id=str(tiny), num_threads=1))))
 
 
 def test_a_full_disk_is_told_and_nothing_is_left_there(opened, cache, monkeypatch):
     monkeypatch.setattr(packed_weights.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
-    assert "No space left" in opened().weights_from or "MiB are needed" in opened().weights_from
+    assert "No space left" in opened().weights_source or "MiB are needed" in opened().weights_source
     assert folders(cache) == []
 
 
@@ -270,14 +270,14 @@ def test_a_disk_that_is_full_in_the_middle_leaves_nothing_there(opened, cache, m
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(packed_weights.os, "fsync", fail)
-    assert "No space left on device" in opened().weights_from
+    assert "No space left on device" in opened().weights_source
     assert folders(cache) == []
 
 
 def test_what_native_kernels_do_not_compute_as_a_whole_is_loaded_each_time(opened, loads, cache, tmp_path):
     gemma = make_tiny_model(tmp_path / "gemma2", architecture="gemma2")
     for settings in ({"path": gemma}, {"kernels": "torch"}, {"keep_packed": False}):
-        assert opened(**settings).weights_from == "checkpoint"
+        assert opened(**settings).weights_source == "checkpoint"
     assert len(loads) == 3
     assert not (cache / "packed").exists()
 
@@ -311,7 +311,7 @@ def test_a_node_that_waits_too_long_for_another_serves_by_itself(opened, cache, 
     shutil.rmtree(folder)
     (lock,) = (cache / "packed").glob("*.lock")
     with locked(lock, while_waiting=list):
-        assert "has been locked by another process" in opened().weights_from
+        assert "has been locked by another process" in opened().weights_source
 
 
 def test_marks_of_models_that_were_refused_are_removed_with_their_weights(opened, tiny, cache, monkeypatch):

@@ -27,7 +27,7 @@ from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.inbox import TransferInbox
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.model_hub import ranks
-from outrider.model_hub.compute import Compute, open_compute
+from outrider.model_hub.compute import ModelRuntime, open_model_runtime
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.ranks import open_ranks
 from prefill_node.push import KvPush
@@ -52,7 +52,7 @@ SETTINGS = {"num_threads": 1, "max_model_len": 128}
 
 def open_one(path, *, features=None, **settings):
     config = ModelConfig(id=str(path), kernels="torch", **SETTINGS, **settings)
-    return open_compute(config, KV_CACHE, max_rows_per_step=64, features=features, on_rank_lost=print)
+    return open_model_runtime(config, KV_CACHE, max_rows_per_step=64, features=features, on_rank_lost=print)
 
 
 def open_two(path, on_rank_lost, *, num_ranks=2, timeout_seconds=PATIENCE_SECONDS, features=None, **settings):
@@ -65,7 +65,7 @@ def open_two(path, on_rank_lost, *, num_ranks=2, timeout_seconds=PATIENCE_SECOND
         on_rank_lost=on_rank_lost,
         timeout_seconds=timeout_seconds,
     )
-    return Compute(*parts, max_rows_per_step=64)
+    return ModelRuntime(*parts, max_rows_per_step=64)
 
 
 def make_model(tmp_path):
@@ -223,7 +223,7 @@ def test_settings_that_do_not_go_together_are_refused_before_anything_is_started
 
     def refusal(**settings):
         with pytest.raises(ConfigError) as caught:
-            open_compute(
+            open_model_runtime(
                 ModelConfig(**{"id": str(path), "tensor_parallel_size": 2, "device": "cpu", **settings}),
                 KVCacheConfig(),
                 max_rows_per_step=64,

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows
-from outrider.engine.numerics import Promise
+from outrider.engine.numerics import BatchInvariance
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub import load as load_module
 from outrider.model_hub.config import ModelConfig
@@ -136,4 +136,4 @@ def test_rows_at_the_end_of_the_window_are_in_the_company_that_is_tried(tmp_path
     )
     monkeypatch.setattr(load_module, "resolve_window", lambda *_: Window(2048))
     model = load_model(ModelConfig(id=str(path), dtype="float32", num_threads=1))
-    assert not model.info.numerics.startswith(f"{Promise.EXACT} (")
+    assert not model.info.numerics.startswith(f"{BatchInvariance.EXACT} (")

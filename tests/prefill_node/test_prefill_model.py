@@ -32,7 +32,7 @@ from outrider.prefill import PrefillFigures
 from prefill_node.jobs import Stop
 from prefill_node.prefill_loop import PrefillLoop
 from tests.prefill_node.conftest import job_of
-from tests.support.fake_cuda_driver import fake_shared_gpu, put_caches_on
+from tests.support.fake_cuda_driver import fake_shared_gpu, put_caches_on_gpu
 from tests.support.pool_integrity import check_pool
 from tests.support.tiny_model import make_tiny_model
 from tests.support.waiting import PATIENCE_SECONDS
@@ -64,7 +64,7 @@ def compute(runner, tokens, blocks, *, block_size):
 def on_fake_gpu(monkeypatch, directory):
     """Returns (model, gpu), with caches as they would be on a GPU."""
     gpu, _ = fake_shared_gpu(monkeypatch, directory)
-    put_caches_on(gpu, monkeypatch)
+    put_caches_on_gpu(gpu, monkeypatch)
     path = make_tiny_model(directory / "tiny")
     return load_model(ModelConfig(id=str(path), kernels="torch")).with_features(REDUCTION), gpu
 

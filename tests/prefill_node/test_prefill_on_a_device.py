@@ -63,7 +63,7 @@ def test_a_chunk_whose_logits_are_wanted_is_read_before_another_is_launched(comp
             scored.sequence.score(scored.sequence.num_computed, [None] * len(scored.scored_token_ids))
         return logits, []
 
-    monkeypatch.setattr("prefill_node.prefill_loop.take_scored_rows", scored_rows)
+    monkeypatch.setattr("prefill_node.prefill_loop.split_scored_rows", scored_rows)
     others = [computing.submit(list(range(first, first + 40)))[0] for first in (200, 300)]
     transfer_id, _ = computing.decode.expect(PROMPT)
     side = computing.decode
@@ -145,9 +145,9 @@ def test_a_device_that_hangs_is_a_step_that_grows_old(rig):
     rig.start()
     compute_all(rig, 2)
     wait_for(lambda: rig.loop.progress.num_steps == 3)  # it waits for the third
-    mark, age = rig.loop.progress.at_hand.mark, rig.loop.progress.age_seconds()
+    mark, age = rig.loop.progress.current_step.mark, rig.loop.progress.age_seconds()
     time.sleep(0.05)
-    assert rig.loop.progress.at_hand.mark == mark
+    assert rig.loop.progress.current_step.mark == mark
     assert rig.loop.progress.age_seconds() >= age + 0.04
-    assert rig.loop.progress.at_hand.expected_seconds > 0
+    assert rig.loop.progress.current_step.expected_seconds > 0
     compute_all(rig, 3)

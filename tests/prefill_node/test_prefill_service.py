@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 from prometheus_client import REGISTRY
 
-from outrider.engine.step_progress import StepAtHand
+from outrider.engine.step_progress import StepSnapshot
 from outrider.engine_node import EXIT_ENGINE_FAILED
 from outrider.errors import InvalidRequestError, MismatchError
 from outrider.node import ModelInfo, NodeRole, NodeState
@@ -252,7 +252,7 @@ async def test_a_full_queue_refuses_at_once(make_rig):
 
 
 async def test_the_report_counts_outstanding_tokens_and_steps(serving):
-    await until(lambda: serving.rig.loop.progress.at_hand == StepAtHand(mark=1))  # its first step waits
+    await until(lambda: serving.rig.loop.progress.current_step == StepSnapshot(mark=1))  # its first step waits
     idle = await serving.report()
     assert (idle.state, idle.expected_step_seconds, idle.step_age_seconds) == (NodeState.SERVING, 0, 0)
     assert idle.load.kv_blocks_free == idle.load.kv_blocks_total == 64

@@ -13,7 +13,7 @@ from outrider.profile import Part
 from prefill_node.jobs import Stop
 from prefill_node.push import KvPush
 from tests.support.fake_clock import FakeClock
-from tests.support.scripted_turns import ScriptedTurns, hang_in
+from tests.support.scripted_turns import ScriptedTurns, slow_down
 
 NUM_LAYERS = 2  # of the scripted cache
 PROMPT = list(range(100, 120))  # three chunks
@@ -42,7 +42,7 @@ def test_each_layer_is_leased_for_as_long_as_it_is_expected_to_take(make_rig):
     rig = make_rig(cpu_turns=turns)
     at_layers = []
     rig.before_layer = lambda layer: at_layers.append(
-        (turns.kept_for[-1], rig.loop.progress.at_hand.expected_seconds / NUM_LAYERS)
+        (turns.kept_for[-1], rig.loop.progress.current_step.expected_seconds / NUM_LAYERS)
     )
     rig.start()
     rig.prefill(PROMPT)
@@ -77,13 +77,13 @@ def test_time_without_the_processors_is_counted_as_that_and_nothing_else_is(make
 def test_a_long_wait_within_a_chunk_is_no_death(make_rig):
     turns = ScriptedTurns(num_refusals=1, is_over=True)
     rig = make_rig(cpu_turns=turns)
-    at_hand = []
-    rig.before_layer = lambda layer: at_hand.append(rig.loop.progress.at_hand)
-    turns.on_refusal = lambda: at_hand.append(rig.loop.progress.at_hand)
+    current_step = []
+    rig.before_layer = lambda layer: current_step.append(rig.loop.progress.current_step)
+    turns.on_refusal = lambda: current_step.append(rig.loop.progress.current_step)
     rig.start()
     rig.prefill(PROMPT)
     rig.wait_until_idle()
-    waiting, computing = at_hand[0::2], at_hand[1::2]
+    waiting, computing = current_step[0::2], current_step[1::2]
     assert len(waiting) == len(computing) == 3 * NUM_LAYERS
     assert all(snapshot.expected_seconds == 0.0 and snapshot.started is None for snapshot in waiting)
     assert all(snapshot.expected_seconds > 0.0 for snapshot in computing)
@@ -100,7 +100,7 @@ def test_a_thread_that_hangs_anywhere_in_a_step_shows_a_step_that_grows_old(make
         "forward": (rig, "before_layer"),
         "answer": (rig.loop, "_emit"),
     }[place]
-    ages = hang_in(owner, name, progress, clock)
+    ages = slow_down(owner, name, progress, clock)
     rig.start()
     rig.prefill(PROMPT)
     rig.wait_until_idle()

@@ -106,7 +106,7 @@ def failure_of(error: grpc.aio.AioRpcError) -> Failure:
     return failure
 
 
-async def read_on(call: Any) -> list[Any]:
+async def read_rest(call: Any) -> list[Any]:
     """Returns the remaining messages of a stream."""
     messages = []
     async with asyncio.timeout(2 * PATIENCE_SECONDS):
@@ -118,7 +118,7 @@ async def read_on(call: Any) -> list[Any]:
 async def refused(call: Any) -> Failure:
     """Returns the status with which a call fails, streamed or not."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (read_on(call) if hasattr(call, "read") else call)
+        await (read_rest(call) if hasattr(call, "read") else call)
     return failure_of(caught.value)
 
 
@@ -210,7 +210,7 @@ class Cluster:
         return self.service.context
 
     async def generate(self, request: Any = None, **fields: Any) -> Answer:
-        return Answer(await read_on(self.stub.Generate(request if request is not None else make_request(**fields))))
+        return Answer(await read_rest(self.stub.Generate(request if request is not None else make_request(**fields))))
 
     async def fail(self, request: Any = None, **fields: Any) -> Failure:
         """Returns the status with which a request fails."""
@@ -285,7 +285,7 @@ class NodePair(Cluster):
         return busy, next(node for node in self.decodes if node is not busy)
 
     async def until_streaming(self, num_tokens: int = 20) -> None:
-        await eventually(lambda: max(node.most_sent for node in self.decodes) > num_tokens)
+        await eventually(lambda: max(node.max_sent for node in self.decodes) > num_tokens)
 
     async def begin(
         self, num_tokens: int, **fields: Any
@@ -347,7 +347,7 @@ class RouterPair:
 
     async def resume(self, next_positions: dict[int, int] | None = None) -> list[router_pb2.GenerateResponse]:
         """Resumes the request on the second router."""
-        return await read_on(self.second.resume_call(next_positions))
+        return await read_rest(self.second.resume_call(next_positions))
 
 
 def told(messages: list[router_pb2.GenerateResponse], sample: int = 0) -> list[int]:

@@ -25,7 +25,7 @@ class FakePlaces:
         self.num_free = num_free
         self.has_nodes = self.has_prefill = True
         self.full = frozenset()
-        self.most_scored_tokens = 0
+        self.max_scored_tokens = 0
         self.num_questions = 0
 
     def is_usable(self, demand):
@@ -39,12 +39,12 @@ class FakePlaces:
         self.num_questions += 1
         return self.has_prefill
 
-    def nodes_to_keep(self, demand, *, decode, prefill):
+    def nodes_to_reserve(self, demand, *, decode, prefill):
         kept = {min(self.usable_nodes(demand))} if decode else set()
         return frozenset(kept | ({b"prefill"} if prefill else set()))
 
-    def is_behind_scored(self, demand):
-        return demand.num_scored_tokens > self.most_scored_tokens
+    def waits_for_scored_prompts(self, demand):
+        return demand.num_scored_tokens > self.max_scored_tokens
 
     def place(self, demand, *, reserved=frozenset()):
         if not self.num_free or not self.has_prefill or not self.usable_nodes(demand) - reserved - self.full:

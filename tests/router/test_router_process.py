@@ -23,7 +23,7 @@ from outrider.v1 import router_pb2, router_pb2_grpc
 from tests.router.conftest import refused
 from tests.support.processes import NOT_SERVING, SERVING, WAIT_SECONDS, RoleProcess, check_health
 from tests.support.router_fakes import FakeDecodeNode, FakePrefillNode
-from tests.support.store_server import STORE_PATIENCE
+from tests.support.store_server import PATIENT_STORE_SETTING
 from tests.support.traces import TRACEPARENT, Collector
 
 PATIENCE_OPTIONS = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
@@ -272,7 +272,7 @@ async def stream_whole(targets, *, strike=None, **options):
     return answer, max(later - earlier for earlier, later in itertools.pairwise(arrivals))
 
 
-async def strike_one_of_two(nodes, router, number, *settings, most_seconds, **options):
+async def strike_one_of_two(nodes, router, number, *settings, max_seconds, **options):
     """Sends a signal to one of two routers during a stream. Returns its process."""
     nodes[0].step_seconds = 0.01
     processes = [(await router(*settings))[0] for _ in range(2)]
@@ -282,17 +282,17 @@ async def strike_one_of_two(nodes, router, number, *settings, most_seconds, **op
     answer, gap_seconds = await stream_whole(addresses, strike=lambda: strike(number), **options)
     print(f"{number.name} {options}: {gap_seconds:.2f} s")
     assert answer == undisturbed
-    assert gap_seconds < most_seconds
+    assert gap_seconds < max_seconds
     return processes[0]
 
 
 async def test_a_frozen_router_of_a_store_costs_the_time_to_notice(nodes, router, store_server):
-    settings = (f"router.store={store_server.url}", STORE_PATIENCE)
-    frozen = await strike_one_of_two(nodes, router, signal.SIGSTOP, *settings, n=2, most_seconds=WAIT_SECONDS)
+    settings = (f"router.store={store_server.url}", PATIENT_STORE_SETTING)
+    frozen = await strike_one_of_two(nodes, router, signal.SIGSTOP, *settings, n=2, max_seconds=WAIT_SECONDS)
     # It continues, learns that it lost the request, and drops it.
     frozen.process.send_signal(signal.SIGCONT)
     await asyncio.to_thread(frozen.wait_for_log, "request failed", lambda line: line["reason"] == "RESUMED_ELSEWHERE")
 
 
 async def test_without_a_common_store_one_sample_goes_on_as_well(nodes, router):
-    await strike_one_of_two(nodes, router, signal.SIGKILL, most_seconds=SILENCE_SECONDS)
+    await strike_one_of_two(nodes, router, signal.SIGKILL, max_seconds=SILENCE_SECONDS)

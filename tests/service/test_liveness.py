@@ -10,8 +10,8 @@ from outrider.service.liveness import (
     SILENT_SECONDS,
     STALL_SECONDS,
     STEP_TOLERANCE,
+    Liveness,
     ProgressDeadline,
-    Standing,
     watch_progress,
 )
 from tests.support.fake_clock import FakeClock
@@ -43,12 +43,12 @@ def test_a_node_is_silent_when_its_reports_are_overdue_and_not_by_a_long_step():
         deadline.feed(report(1, expected=0.1, age=0.5 * age))
         clock.advance(0.1)
     assert deadline.is_late()
-    assert deadline.standing is Standing.LATE
+    assert deadline.standing is Liveness.LATE
     clock.advance(REPORT_SECONDS + SILENT_SECONDS + 0.09)
     assert not deadline.advance()
     clock.advance(0.02)
     assert deadline.advance()
-    assert deadline.standing is Standing.SILENT
+    assert deadline.standing is Liveness.SILENT
     assert not deadline.is_lost()
 
 
@@ -57,7 +57,7 @@ def test_after_a_stall_of_this_process_a_late_node_is_not_silent_at_once():
     deadline.feed(report(1))
     clock.advance(1.9)  # late and silent long since; reports may lie unread
     assert deadline.advance()
-    assert deadline.standing is Standing.LATE
+    assert deadline.standing is Liveness.LATE
     assert not deadline.advance()
 
 
@@ -118,7 +118,7 @@ async def test_a_loop_that_always_lags_declares_losses_all_the_same():
     async with asyncio.timeout(30.0):
         await watch_progress(deadline, lambda: None)
     lagging.cancel()
-    assert deadline.standing is Standing.LOST
+    assert deadline.standing is Liveness.LOST
 
 
 async def test_the_watch_tells_of_each_change_until_the_loss():
@@ -133,7 +133,7 @@ async def test_the_watch_tells_of_each_change_until_the_loss():
     clock.advance(deadline.next_change()[1])
     async with asyncio.timeout(30.0):
         await watch_progress(deadline, tell)
-    assert told == [Standing.LATE, Standing.SILENT]
+    assert told == [Liveness.LATE, Liveness.SILENT]
 
 
 async def test_a_report_that_brings_the_deadline_nearer_is_heeded_at_once():
@@ -144,5 +144,5 @@ async def test_a_report_that_brings_the_deadline_nearer_is_heeded_at_once():
     deadline.feed(report(1, expected=0.001))
     async with asyncio.timeout(30.0):
         await late.wait()
-    assert deadline.standing is Standing.LATE
+    assert deadline.standing is Liveness.LATE
     watching.cancel()

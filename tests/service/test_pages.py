@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, make_wsgi_app
 
 from outrider.service import pages
 from outrider.service.config import ServerConfig
-from outrider.service.pages import Page, PatientRequest, with_pages
+from outrider.service.pages import BoundedRequestHandler, Page, with_pages
 from outrider.service.server import serve_metrics
 from tests.support.waiting import PATIENCE_SECONDS, wait_for
 
@@ -99,7 +99,7 @@ def test_a_page_on_loopback_is_not_shown_under_the_name_of_another_site(metrics,
 
 @pytest.mark.parametrize("said", [b"GET /metr", b"GET / HTTP/1.0\r\n\r\n"], ids=["asks", "reads"])
 def test_who_is_slow_holds_no_thread_for_ever(monkeypatch, capfd, said):
-    monkeypatch.setattr(PatientRequest, "timeout", 0.05)
+    monkeypatch.setattr(BoundedRequestHandler, "timeout", 0.05)
     page = Page(bytes(30_000_000), "text/plain")  # more than a socket takes at once
     server = serve_metrics(
         ServerConfig(metrics_port=0), registry=CollectorRegistry(), find_page=lambda _path: waited.set() or page

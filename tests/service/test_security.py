@@ -114,6 +114,6 @@ def test_pushes_show_renewed_certificates(security, tmp_path):
 def test_a_port_beyond_this_machine_that_asks_nobody_is_warned_of(monkeypatch, host, is_protected, warns):
     said = []
     monkeypatch.setattr(security_module._log, "warning", lambda message, **_: said.append(message), raising=False)
-    security_module.warn_if_exposed(host, what="this router", is_protected=is_protected, fix="docs/security.md")
+    security_module.warn_if_unauthenticated(host, what="this router", is_protected=is_protected, fix="docs/security.md")
     assert bool(said) is warns
     assert not said or said == ["ANYBODY who reaches this machine can use this router; docs/security.md"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outrider.engine.scheduler import StepRoom
+from outrider.engine.scheduler import StepReservation
 from outrider.speculation.draft_controller import DraftController
 from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree
 from outrider.speculation.step_cost import StepCostModel
@@ -147,7 +147,7 @@ class ControlledBatch:
             key: controller.rank(key, DraftTree(0, token_ids=(1,) * num_wanted, source=self.source))
             for key, num_wanted in limits.items()
         }
-        room = StepRoom(batch.sequence_ids, max_draft_rows=self.max_rows, num_rows=batch.num_sequences)
+        room = StepReservation(batch.sequence_ids, max_draft_rows=self.max_rows, num_rows=batch.num_sequences)
         chosen = controller.choose(drafts, limits, room, num_waiting=self.num_waiting)
         tokens, seconds = batch.step(
             chosen,

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from decode_node.drafting.book import StepDrafts
 from decode_node.drafting.gather import DraftGatherer
-from outrider.engine.scheduler import StepRoom
+from outrider.engine.scheduler import StepReservation
 from outrider.request import RequestOptions, SamplingParams
 from outrider.session import OpenSequenceGroup, SampleStart
 from outrider.speculation.draft_controller import DraftController
@@ -117,12 +117,12 @@ class SimulatedProposer:
         proposals = []
         for request in requests:
             key, size, num_wanted = request.sequence_id, len(request.token_ids), request.num_wanted
-            num_missed = size - self._num_read.get(key, 0)
-            num_read = min(num_missed, self.max_read)
+            num_unread = size - self._num_read.get(key, 0)
+            num_read = min(num_unread, self.max_read)
             seconds += num_wanted * self.row_seconds + num_read * self.read_seconds
-            self._num_read[key] = size - num_missed + num_read
-            if num_read < num_missed:
-                proposals.append(nothing(request, Progress.CATCHING_UP, num_behind=num_missed - num_read))
+            self._num_read[key] = size - num_unread + num_read
+            if num_read < num_unread:
+                proposals.append(nothing(request, Progress.CATCHING_UP, num_behind=num_unread - num_read))
                 continue
             if num_wanted:
                 self.asked.setdefault(key, []).append(num_wanted)
@@ -200,7 +200,7 @@ class SourcesBatch(SimulatedBatch):
         """Returns (committed tokens, seconds on an idle machine including drafting)."""
         samples, started = list(self._samples.values()), self.now
         drafts = self.gatherer.gather(samples)
-        room = StepRoom(samples, max_draft_rows=4096, num_rows=len(samples))
+        room = StepReservation(samples, max_draft_rows=4096, num_rows=len(samples))
         num_rows = self.gatherer.choose(drafts, room, samples, num_waiting=0)
         chosen = {key: drafts.ranked[key].tree.cut(num) for key, num in num_rows.items()}
         committed, num_tokens = [], 0

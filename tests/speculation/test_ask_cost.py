@@ -4,26 +4,26 @@ import random
 
 import pytest
 
-from outrider.speculation.ask_cost import FIRST_CALLS, AskCost, Candidate, choose_asked
+from outrider.speculation.ask_cost import FIRST_CALLS, CallCost, Candidate, choose_calls
 
 
 def observed(seconds, asked, *, num_calls=200, noise=0.1):
     """`asked`: possible (depth, sequences, missed tokens of each); every sequence is asked for `depth` tokens."""
     chosen = random.Random(1)
-    cost = AskCost()
+    cost = CallCost()
     for _ in range(num_calls):
-        depth, num_sequences, num_missed = chosen.choice(asked)
+        depth, num_sequences, num_unread = chosen.choice(asked)
         cost.observe(
-            seconds(depth, num_sequences * depth, num_sequences * num_missed) * chosen.uniform(1 - noise, 1 + noise),
+            seconds(depth, num_sequences * depth, num_sequences * num_unread) * chosen.uniform(1 - noise, 1 + noise),
             depth=depth,
             num_tokens=num_sequences * depth,
-            num_missed=num_sequences * num_missed,
+            num_unread=num_sequences * num_unread,
         )
     return cost
 
 
-def one_by_one(depth, num_tokens, num_missed):
-    return 0.002 * depth + 0.0001 * num_tokens + 0.0001 * num_missed
+def one_by_one(depth, num_tokens, num_unread):
+    return 0.002 * depth + 0.0001 * num_tokens + 0.0001 * num_unread
 
 
 def test_a_forward_for_each_token_is_found():
@@ -44,19 +44,19 @@ def test_a_batch_that_was_not_seen_yet_is_taken_to_cost_little_more_than_one_seq
 
 
 def call(cost, seconds):
-    cost.observe(seconds, depth=1, num_tokens=1, num_missed=1)
+    cost.observe(seconds, depth=1, num_tokens=1, num_unread=1)
 
 
 @pytest.mark.parametrize("slow", [{0}, {0, 1, 2, 3}, {0, 20}, {FIRST_CALLS}])
 def test_the_first_calls_of_a_process_and_single_stalls_do_not_count(slow):
-    cost = AskCost()
+    cost = CallCost()
     for place in range(FIRST_CALLS + 30):
         call(cost, 0.07 if place in slow else 0.002)
     assert cost.seconds(1, 1, 1) == pytest.approx(0.002, rel=0.1)
 
 
 def test_where_all_first_calls_were_slow_one_quick_call_puts_it_right():
-    cost = AskCost()
+    cost = CallCost()
     for _ in range(FIRST_CALLS + 3):
         call(cost, 0.07)
     call(cost, 0.002)
@@ -71,7 +71,7 @@ def test_where_every_call_has_become_slower_that_is_learnt():
 
 
 def test_a_clock_that_stands_still_says_nothing():
-    cost = AskCost()
+    cost = CallCost()
     for _ in range(20):
         call(cost, 0.0)
     assert cost.is_cheap(0.01)
@@ -82,7 +82,7 @@ def test_a_clock_that_stands_still_says_nothing():
 
 
 def test_a_lookup_is_cheap_and_a_head_is_not():
-    assert AskCost().is_cheap(0.03)
+    assert CallCost().is_cheap(0.03)
     lookup = observed(lambda _depth, num_tokens, _missed: 2e-6 * num_tokens, [(5, 16, 1)])
     assert lookup.is_cheap(0.03)
     assert not lookup.is_cheap(0.003), "in so short a step it counts"
@@ -99,7 +99,7 @@ def test_no_share_of_the_time_is_negative():
 def asked(candidates, *, token_rate=100.0, row_price=0.1):
     """Chooses with forwards of 2 ms, each of which costs one fifth of a token."""
     cost = observed(lambda depth, *_: 0.002 * depth, [(1, 1, 1), (2, 1, 1), (4, 1, 1)], noise=0.0)
-    return choose_asked(candidates, cost, token_rate=token_rate, row_price=row_price)
+    return choose_calls(candidates, cost, token_rate=token_rate, row_price=row_price)
 
 
 def test_a_proposer_is_asked_where_that_gains_more_than_it_takes():

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from outrider.engine.scheduler import StepRoom
+from outrider.engine.scheduler import StepReservation
 from outrider.speculation.acceptance_record import AcceptanceRecord
 from outrider.speculation.draft_controller import PROBE_STEPS, TRIAL_STEPS, DraftController
 from outrider.speculation.draft_tree import DRAFT_NODE, ROOT, DraftTree
@@ -87,7 +87,7 @@ def draft_of(num_tokens, source=DRAFT_NODE):
 
 
 def room_for(num_sequences, *, max_rows=100, num_prompts=0):
-    return StepRoom(range(num_sequences), range(num_prompts), max_draft_rows=max_rows, num_rows=num_sequences)
+    return StepReservation(range(num_sequences), range(num_prompts), max_draft_rows=max_rows, num_rows=num_sequences)
 
 
 def choose(controller, drafts, room, *, limit=99, **options):
@@ -278,7 +278,7 @@ def test_nothing_depends_on_how_long_a_drawn_draft_has_become():
     decided = []
     for length in (1, 2, 5):
         controller, clock = DraftController(5), CURVES["stairs"]
-        controller.choose_asked("head", {1: 5, 2: 5}, {}, {})
+        controller.choose_calls("head", {1: 5, 2: 5}, {}, {})
         for num_rows in (2, 4, 7, 12) * 20:
             controller.observe_step(clock(num_rows), num_rows=num_rows, num_sequences=2, num_prompt_rows=0)
         for _ in range(20):
@@ -287,9 +287,9 @@ def test_nothing_depends_on_how_long_a_drawn_draft_has_become():
         draft, lookup = drawn(length, "head"), draft_of(2, source="lookup")
         for _ in range(20):
             one, other = controller.rank(1, draft), controller.rank(1, lookup)
-            asked = controller.choose_asked("head", {1: 5}, {1: other}, {1: 1})
+            asked = controller.choose_calls("head", {1: 5}, {1: other}, {1: 1})
             # Its duration depends on its length, so this step must not use it.
-            controller.observe_asked("head", {1: 5}, {1: one}, seconds=0.002 * length, num_read=1)
+            controller.observe_calls("head", {1: 5}, {1: one}, seconds=0.002 * length, num_read=1)
             controller.observe_marginal_gain("head", {1: [one, other]})
             better = controller.better(one, other).tree.source
             chosen = choose(controller, [(1, draft), (2, draft_of(5))], room_for(2, max_rows=4), limit=5)

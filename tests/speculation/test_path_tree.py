@@ -11,7 +11,7 @@ from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.features import HeadRules
 from outrider.speculation.path_choice import AheadRow, candidate_rows, round_robin
-from outrider.speculation.path_tree import Decided, DraftPath, Opening, PathTree
+from outrider.speculation.path_tree import DraftedToken, DraftPath, Opening, PathTree
 from tests.speculation.draft_trees import likeliest_path
 from tests.support.pool_integrity import check_pool
 
@@ -41,7 +41,7 @@ class Sequence:
             num_rows = len(self.tree.missing(path))
             path.kv.reserve(path.kv.num_tokens + num_rows)
             path.kv.advance(path.kv.num_tokens + num_rows)
-            path.decided.append(Decided((token_id, token_id + 100, token_id + 200), state=f"before {token_id}"))
+            path.decided.append(DraftedToken((token_id, token_id + 100, token_id + 200), state=f"before {token_id}"))
         return path
 
     def open(self) -> DraftPath:

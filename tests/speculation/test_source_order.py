@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from outrider.speculation.acceptance_record import AcceptanceRecord
-from outrider.speculation.ask_cost import AskCost
+from outrider.speculation.ask_cost import CallCost
 from outrider.speculation.draft_controller import PROBE_STEPS
 from outrider.speculation.draft_tree import DRAFT_NODE
 from tests.speculation.simulated_sources import FREE, HEAD, LOOKUP, SimulatedText, SourcesBatch, State
@@ -188,7 +188,7 @@ def test_drafts_of_a_draft_node_compete_with_those_of_this_process():
 
 
 def test_negative_control_a_head_that_is_taken_to_cost_nothing_slows_sixteen_sequences(monkeypatch):
-    monkeypatch.setattr(AskCost, "seconds", lambda *_: 0.0)
+    monkeypatch.setattr(CallCost, "seconds", lambda *_: 0.0)
     batch = SourcesBatch("chat", "linear", 4, sources=[head(12.0)])
     batch.rate(WARM_UP_STEPS)
     assert batch.rate(200) < 0.95 * rate(("chat", "linear", 4), num_draft=0)

@@ -18,7 +18,7 @@ import pytest
 from decode_node.drafting.gather import DraftGatherer
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.sampler import SampleRows
-from outrider.engine.scheduler import StepRoom
+from outrider.engine.scheduler import StepReservation
 from outrider.request import RequestOptions, SamplingParams, VerificationMethod
 from outrider.session import SampleStart
 from outrider.speculation.draft_controller import DraftController
@@ -124,7 +124,7 @@ def competition_z(*, is_unsure, num_tokens=140, seed=21):
     end = len(PROMPT) + num_tokens
     while live := [each for each in samples if len(each.sequence.token_ids) < end]:
         drafts = gatherer.gather(live)
-        room = StepRoom(sequences=[each.sequence for each in live], max_draft_rows=400, num_rows=len(live))
+        room = StepReservation(sequences=[each.sequence for each in live], max_draft_rows=400, num_rows=len(live))
         num_rows = gatherer.choose(drafts, room, live, num_waiting=0)
         chosen = {key: drafts.ranked[key].tree.cut(num) for key, num in num_rows.items()}
         num_drafts.update(draft.source for draft in chosen.values())

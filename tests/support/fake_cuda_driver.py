@@ -130,7 +130,7 @@ def fake_shared_gpu(monkeypatch, directory):
     return SharedGpu(CopyStream(torch.device("cpu")), driver), driver
 
 
-def put_caches_on(gpu, monkeypatch):
+def put_caches_on_gpu(gpu, monkeypatch):
     """Puts the planes of all caches that torch lays out from now on into the memory of this GPU."""
 
     def init(memory, _device):
@@ -139,6 +139,6 @@ def put_caches_on(gpu, monkeypatch):
     monkeypatch.setattr(tensor_planes.TensorMemory, "__init__", init)
 
 
-def fake_bytes(gpu, payload):
+def device_bytes(gpu, payload):
     """Returns the payload as a cache on the GPU would return it."""
     return DeviceBytes(torch.frombuffer(bytearray(payload), dtype=torch.uint8), gpu.copies)

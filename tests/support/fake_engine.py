@@ -251,7 +251,7 @@ class ScriptedEngine:
         self.clock.mark(Part.FORWARD)
         return logits
 
-    def lay_out(self, rows: Sequence[ScriptedRows]) -> list[ScriptedRows]:
+    def prepare_ahead(self, rows: Sequence[ScriptedRows]) -> list[ScriptedRows]:
         return [ScriptedRows((), row.start_position, tuple(row.block_ids), row.num_logits) for row in rows]
 
     def run(self, batch: Sequence[ScriptedRows], token_ids: Sequence[int]) -> Sequence[Sequence[float]]:

@@ -17,7 +17,7 @@ class FakeGpuMemory:
         self._lock = threading.Lock()
         self._reserved, self._cached, self._peaks = Counter(), Counter(), Counter()
         self._contexts = set()
-        self.least_free = total_bytes
+        self.min_free = total_bytes
 
     def patch(self, monkeypatch):
         for name in ("mem_get_info", "memory_reserved", "max_memory_reserved", "reset_peak_memory_stats"):
@@ -42,7 +42,7 @@ class FakeGpuMemory:
             self._cached[own] -= num_bytes - fresh
             self._reserved[own] += fresh
             self._peaks[own] = max(self._peaks[own], self._reserved[own])
-            self.least_free = min(self.least_free, self._free())
+            self.min_free = min(self.min_free, self._free())
 
     def free(self, num_bytes):
         """Frees bytes, which stay reserved until `empty_cache`."""

@@ -102,10 +102,10 @@ def never_reads(stopping):
 
 
 class Peers:
-    """Threads that are hostile until `stop`. `num_acts` counts their hostile acts."""
+    """Threads that are hostile until `stop`. `num_hostile_acts` counts their hostile acts."""
 
     def __init__(self, act):
-        self.num_acts = 0
+        self.num_hostile_acts = 0
         self.stopping = threading.Event()
         self._act = act
         self._threads = [threading.Thread(target=self._run) for _ in range(NUM_PEERS)]
@@ -130,7 +130,7 @@ def routers(decode_address, behave, *, reads=True):
         def commands():
             yield hello()
             for command in behave(stopping):
-                peers.num_acts += 1
+                peers.num_hostile_acts += 1
                 yield command
 
         with grpc.insecure_channel(decode_address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
@@ -176,7 +176,7 @@ def senders(decode_address, messages, *, reads=True):
             push = channel.stream_stream(KV_METHOD)
             while not stopping.is_set():
                 calls = [push(said(messages), timeout=1.0) for _ in range(16)]
-                peers.num_acts += len(calls)
+                peers.num_hostile_acts += len(calls)
                 for call in calls:
                     with contextlib.suppress(grpc.RpcError):
                         if reads:
@@ -251,7 +251,7 @@ def clients(address, method, data):
             call = channel.unary_stream(ROUTER_SERVICE + method)
             while not stopping.is_set():
                 answer = call(data, timeout=PATIENCE_SECONDS, metadata=[("client_id", "hostile")])
-                peers.num_acts += 1
+                peers.num_hostile_acts += 1
                 if is_unread:
                     unread.append(answer)
                     if len(unread) >= NUM_UNREAD:

@@ -11,7 +11,7 @@ from outrider.kv_transfer.base import CommitResult, DrainState, FrameHeader, Reg
 from outrider.kv_transfer.frames import Frame
 from outrider.kv_transfer.inbox import AttachState, TransferInbox
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
-from outrider.kv_transfer.sender import check_held
+from outrider.kv_transfer.sender import check_fetched
 from outrider.kv_transfer.sender_stream import refusal_of
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class InMemorySender:
             held = self._inbox.read(self._spec.transfer_id, region)
             if held is None:
                 raise AbortedError("not held", reason="NOT_HELD")
-            check_held(Frame(sequence=0, header=held[0], offset=0, payload=held[1]), self._spec, region)
+            check_fetched(Frame(sequence=0, header=held[0], offset=0, payload=held[1]), self._spec, region)
             blocks.write(region, held[1])
 
     def keep_alive(self) -> None:

@@ -36,7 +36,7 @@ def skip_unread_work():
     interpreter.GridExecutor.__call__ = launch_afresh
 
 
-def multiply_in_one_order(monkeypatch):
+def multiply_in_fixed_order(monkeypatch):
     """Makes the bits of a product's row independent of its place in a tile.
 
     The interpreter multiplies by BLAS, which does not have this property on every machine.

@@ -45,14 +45,14 @@ class Graphs:
         return replay
 
 
-def by_kernels(sampler: Sampler) -> Sampler:
+def decide_by_kernels(sampler: Sampler) -> Sampler:
     """Makes the sampler decide by kernels, as on a GPU."""
     editor = LogitEditor(sampler._editor.vocabulary, apply_by_kernel)
     sampler._editor, sampler.decider = editor, TritonDecider(editor)
     return sampler
 
 
-def by_arrays(sampler: Sampler) -> Sampler:
+def decide_by_arrays(sampler: Sampler) -> Sampler:
     """Makes the sampler decide by torch, which gives the same ids and is quick."""
     editor = LogitEditor(sampler._editor.vocabulary, apply_to_array)
     sampler._editor, sampler.decider = editor, ArrayDecider(editor)
@@ -66,7 +66,7 @@ def model_forward(model: LoadedModel, *, num_blocks: int = 64) -> ModelForward:
     runner = make_runner(model, cache, attention)
     runner._graphs = SimpleNamespace(run=lambda _batch: None)  # no graph holds a batch
     pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, hash_seed=b"", enable_prefix_cache=True)
-    sampler, spec = by_kernels(model.open_sampler()), model.spec
+    sampler, spec = decide_by_kernels(model.open_sampler()), model.spec
     return ModelForward(pool, cache, runner, sampler, spec.max_model_len, spec.vocab_size)
 
 
@@ -81,7 +81,7 @@ def toy_head_forward(head: ToyHead, monkeypatch, *, num_cached_tokens: int = 102
         forward = HeadForward.of(
             head, num_cached_tokens=num_cached_tokens, known_token_ids=torch.ones(VOCAB_SIZE, dtype=torch.bool)
         )
-    by_kernels(forward.sampler)
+    decide_by_kernels(forward.sampler)
     spec = head.spec
     forward.steps._attention = interpreted_attention(num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads)
     forward.steps._as_logits_are = lambda values: values  # tensors

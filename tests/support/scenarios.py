@@ -77,13 +77,13 @@ class ScriptedCluster:
     """A `Cluster` whose responses the scenario sets."""
 
     is_full = False  # no serving node could ever take the request
-    may_know_more = False
+    awaits_decode_nodes = False
     is_timely = True
 
     def is_usable(self, _demand: Demand) -> bool:
         return not self.is_full
 
-    def has_timely_decode_node(self, _demand: Demand) -> bool:
+    def has_decode_node_on_time(self, _demand: Demand) -> bool:
         return self.is_timely
 
 
@@ -130,7 +130,7 @@ class Scenario:
                 yield from self.ledger.step(on.Encoded(self._answer))
             case "cluster":
                 self._cluster.is_full = "full" in flags
-                self._cluster.may_know_more = "incomplete" in flags
+                self._cluster.awaits_decode_nodes = "incomplete" in flags
                 self._cluster.is_timely = "not_timely" not in flags
             case "wait":
                 yield from self._wait(float(words[0]))

@@ -8,7 +8,7 @@ from outrider.engine.step_progress import StepProgress
 from tests.support.fake_clock import FakeClock
 
 
-def hang_in(owner: object, name: str, progress: StepProgress, clock: FakeClock) -> list[float]:
+def slow_down(owner: object, name: str, progress: StepProgress, clock: FakeClock) -> list[float]:
     """Makes each call of `owner.name` take three seconds. Returns a list that gets the step's ageing in each call."""
     function, ages = getattr(owner, name), []
 
@@ -16,7 +16,7 @@ def hang_in(owner: object, name: str, progress: StepProgress, clock: FakeClock) 
         before = progress.age_seconds()
         clock.advance(3.0)
         ages.append(progress.age_seconds() - before)
-        assert progress.at_hand.expected_seconds > 0.0
+        assert progress.current_step.expected_seconds > 0.0
         return function(*args, **options)
 
     setattr(owner, name, hang)

@@ -19,7 +19,7 @@ from typing import Self
 from outrider.rpc.tls import TlsConfig
 
 WAIT_SECONDS = 60.0
-STORE_PATIENCE = "router.store_timeout_seconds=30"
+PATIENT_STORE_SETTING = "router.store_timeout_seconds=30"
 """Setting for routers whose store lives but may be slow. A dead one refuses connections at once."""
 
 

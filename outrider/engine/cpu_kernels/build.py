@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from outrider.engine.cpu_kernels.compiler import CompileError, path_flags
-from outrider.engine.cpu_kernels.library_cache import compiled_libraries, libraries_directory
+from outrider.engine.cpu_kernels.library_cache import compile_libraries, libraries_directory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="every instruction path, not only this processor's")
     if parser.parse_args(argv).all:
         try:
-            libraries, left_out = compiled_libraries(path_flags(), progress=_print_progress)
+            libraries, left_out = compile_libraries(path_flags(), progress=_print_progress)
         except (CompileError, OSError) as error:
             print(error, file=sys.stderr)
             return 1

@@ -19,7 +19,7 @@ TURNS = 51
 WIDENING = 1.1  # bfloat16 multiply-adds take a tenth longer than float32's: weights are widened first
 
 
-def multiply_adds_are_faster(file: Path, processor: str) -> bool:
+def are_multiply_adds_faster(file: Path, processor: str) -> bool:
     """Returns whether multiply-adds, which this library uses for float32, are faster for bfloat16 than dot products.
 
     An AVX512-BF16 instruction does the work of two multiply-adds of equal width. Some processors start two of them per

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.engine.cpu_kernels.library import KernelLibrary, free_with
+from outrider.engine.cpu_kernels.library import KernelLibrary, free_when_collected
 from outrider.engine.cpu_kernels.panels import PanelPlane
 from outrider.engine.kv_cache.array_plane import ArrayPlane
 from outrider.engine.kv_cache.base import CachePlane
@@ -22,7 +22,7 @@ class CpuKernels:
         self.team: int = library.functions.outrider_team_create(num_threads)
         if not self.team:
             raise MemoryError(f"cannot start {num_threads} threads for the native kernels")
-        free_with(self, library.functions.outrider_team_free, self.team)
+        free_when_collected(self, library.functions.outrider_team_free, self.team)
 
     def make_plane(self, plane: PlaneSpec, *, num_blocks: int, block_size: int) -> CachePlane:
         """Implements `PlaneMaker`. Planes of keys and values consist of panels."""

@@ -43,7 +43,7 @@ class KernelLibrary:
         """The instruction path, such as "portable"."""
 
 
-def free_with(owner: object, free: Callable[[int], object], handle: int) -> None:
+def free_when_collected(owner: object, free: Callable[[int], object], handle: int) -> None:
     """Frees the handle when its owner is collected, but not at process exit: a thread may still use it."""
     weakref.finalize(owner, free, handle).atexit = False
 
@@ -60,7 +60,7 @@ class Workspace(ForwardPhases):
         self.handle: int = library.functions.outrider_workspace_create()
         if not self.handle:
             raise MemoryError("no memory for a workspace of the native kernels")
-        free_with(self, library.functions.outrider_workspace_free, self.handle)
+        free_when_collected(self, library.functions.outrider_workspace_free, self.handle)
 
     def start(self) -> None:
         self.take()

@@ -45,17 +45,17 @@ def libraries_directory() -> Path:
     return (Path(chosen).expanduser() if chosen else user_cache_directory() / "kernels").resolve()
 
 
-def compiled_library(path: str, progress: Progress = no_progress) -> Path:
-    """Returns the library of one instruction path. Raises: what `compiled_libraries` raises, or CompileError for the
+def compile_library(path: str, progress: Progress = no_progress) -> Path:
+    """Returns the library of one instruction path. Raises: what `compile_libraries` raises, or CompileError for the
     path.
     """
-    libraries, left_out = compiled_libraries({path: path_flags()[path]}, progress=progress)
+    libraries, left_out = compile_libraries({path: path_flags()[path]}, progress=progress)
     if path in left_out:
         raise CompileError(left_out[path])
     return libraries[path]
 
 
-def compiled_libraries(
+def compile_libraries(
     paths: Mapping[str, tuple[str, ...]], *, progress: Progress = no_progress
 ) -> tuple[dict[str, Path], dict[str, str]]:
     """Returns the libraries of `paths`, and by path why others are omitted. Compiles what the cache lacks.

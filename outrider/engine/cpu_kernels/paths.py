@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.engine.cpu_kernels.compiler import X86_64, CompileError, first_error, path_flags
-from outrider.engine.cpu_kernels.dot_product_speed import multiply_adds_are_faster
-from outrider.engine.cpu_kernels.library_cache import compiled_library
-from outrider.engine.processor import about_processor
+from outrider.engine.cpu_kernels.dot_product_speed import are_multiply_adds_faster
+from outrider.engine.cpu_kernels.library_cache import compile_library
+from outrider.engine.processor import processor_fields
 from outrider.errors import ConfigError
 from outrider.progress import Progress, no_progress
 
@@ -103,7 +103,7 @@ def choose_kernels(
 def _faster_of_same_bits(choice: KernelChoice, progress: Progress) -> KernelChoice:
     """Replaces avx512_bf16 by avx512 if that is faster on this processor and its library is available."""
     assert choice.library is not None
-    if choice.path != "avx512_bf16" or not multiply_adds_are_faster(choice.library, processor_name()):
+    if choice.path != "avx512_bf16" or not are_multiply_adds_faster(choice.library, processor_name()):
         return choice
     library, _ = _find_library("avx512", progress)
     if library is None or _why_not_ready(library):
@@ -114,12 +114,12 @@ def _faster_of_same_bits(choice: KernelChoice, progress: Progress) -> KernelChoi
 
 def processor_flags() -> frozenset[str]:
     """Returns this processor's flags according to Linux; empty on other systems."""
-    return frozenset(about_processor().get("flags", "").split())
+    return frozenset(processor_fields().get("flags", "").split())
 
 
 def processor_name() -> str:
     """Returns a name of this type of processor for file names, such as "AuthenticAMD-25-17-1"."""
-    about = about_processor()
+    about = processor_fields()
     return "-".join(about.get(key, "") for key in ("vendor_id", "cpu family", "model", "stepping"))
 
 
@@ -136,7 +136,7 @@ def _what_processor_lacks(path: str, cpu_flags: frozenset[str]) -> str:
 def _find_library(path: str, progress: Progress) -> tuple[Path | None, str]:
     """Returns the file of a path's library, or None and the reason."""
     try:
-        return compiled_library(path, progress), ""
+        return compile_library(path, progress), ""
     except CompileError as error:
         return None, first_error(str(error))
     except OSError as error:

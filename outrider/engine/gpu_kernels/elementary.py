@@ -17,7 +17,7 @@ _LOG2_E = tl.constexpr(elementary.LOG2_E)
 _LOG_POLYNOMIAL = tl.constexpr(elementary.LOG_POLYNOMIAL)
 _EXP_POLYNOMIAL = tl.constexpr(elementary.EXP_POLYNOMIAL)
 _MASS_BIAS = tl.constexpr(127 + elementary.MASS_EXPONENT)
-_LOWEST = tl.constexpr(elementary.LOWEST)
+_LOWEST = tl.constexpr(elementary.MIN_LOG_WEIGHT)
 _WHOLE = tl.constexpr(2.0**23)
 """The smallest number from which on every float32 is an integer."""
 

@@ -25,7 +25,7 @@ LANES = 512
 """Number of classes of ids. With independent logits, about LANES * log(LANES) are listed."""
 SLICES = 4
 """Number of ids of each class that one program reads."""
-MOST_LISTED = 8192
+MAX_LISTED = 8192
 """Maximum number of keys in a row's list."""
 NUM_WARPS = 8
 _LOWEST_KEY = tl.constexpr(-0x8000000000000000)
@@ -226,16 +226,16 @@ def limits_of(values: Tensor, table: Tensor) -> Tensor:
     num_rows, num_ids = values.shape
     device = values.device
     scratch = torch.zeros((num_rows, LANES + 3), dtype=torch.int64, device=device)
-    listed = torch.empty((num_rows, MOST_LISTED), dtype=torch.int64, device=device)
+    listed = torch.empty((num_rows, MAX_LISTED), dtype=torch.int64, device=device)
     limits = torch.empty(num_rows, dtype=torch.int64, device=device)
     grid = (num_rows, -(-num_ids // (LANES * SLICES)))
     sizes = (values.stride(0), num_ids, num_rows)
     options = {"LANES": LANES, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
     with torch.cuda.device_of(values):  # triton launches on the current device
         raise_lanes[grid](values, table, scratch, *sizes, SLICES=SLICES, **options)
-        list_tokens[grid](values, table, scratch, listed, *sizes, SLICES=SLICES, ROOM=MOST_LISTED, **options)
+        list_tokens[grid](values, table, scratch, listed, *sizes, SLICES=SLICES, ROOM=MAX_LISTED, **options)
         filter_limits[(num_rows,)](
             values, table, scratch, listed, limits, *sizes,
-            ROOM=MOST_LISTED, CHUNK=CHUNK, ID_BITS=max(1, (num_ids - 1).bit_length()), **options,
+            ROOM=MAX_LISTED, CHUNK=CHUNK, ID_BITS=max(1, (num_ids - 1).bit_length()), **options,
         )  # fmt: skip
     return limits

@@ -123,7 +123,7 @@ def pick(
     tl.store(token_ids + row, tl.where((key >> 32) <= _MINUS_INF, 0, token_id))
 
 
-def winners_of(values: Tensor, table: Tensor, limits: Tensor | None, token_ids: Tensor | None = None) -> Tensor:
+def race_winners(values: Tensor, table: Tensor, limits: Tensor | None, token_ids: Tensor | None = None) -> Tensor:
     """Returns the token of each row: argmax_v (value_v / temperature - log a_v), or argmax_v value_v for a greedy row.
 
     Args:

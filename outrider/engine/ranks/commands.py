@@ -11,7 +11,7 @@ import numpy.typing as npt
 from outrider.engine.input_batch import InputBatch
 
 
-class Mark(NamedTuple):
+class CommandMark(NamedTuple):
     """Progress through the commands: the number of finished commands, and of finished layers of the one after them."""
 
     num_commands: int
@@ -46,7 +46,7 @@ class KvRequest:
     layers: range
     slots: npt.NDArray[np.int64]  # [num_tokens]
     heads: range  # indices among the rank's own heads
-    after: Mark  # the rank waits for this mark: an earlier command may still use the slots
+    after: CommandMark  # the rank waits for this mark: an earlier command may still use the slots
     payload: bytes | None = None  # for a write, which is answered with None once it is in the cache
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from outrider.engine.ranks.channel import Channel, RankLostError
-from outrider.engine.ranks.commands import Command, KvRefused, KvRequest, Mark, Stop
+from outrider.engine.ranks.commands import Command, CommandMark, KvRefused, KvRequest, Stop
 from outrider.errors import InternalError
 
 STOP_SECONDS = 5.0
@@ -60,7 +60,7 @@ class RankGroup:
         self._release = release
         self._is_closing = False
         self._num_sent = 0
-        self.reached = Mark(0)
+        self.reached = CommandMark(0)
         """This rank's progress. Requests to other ranks wait until they have reached it."""
 
     @property
@@ -86,11 +86,11 @@ class RankGroup:
         except Exception as error:
             self.raise_if_lost(error)
             raise
-        self.reached = Mark(self._num_sent)
+        self.reached = CommandMark(self._num_sent)
 
     def layer_done(self, layer: int) -> None:
         """Records, within `running`, that this rank has finished the layer."""
-        self.reached = Mark(self._num_sent - 1, layer + 1)
+        self.reached = CommandMark(self._num_sent - 1, layer + 1)
 
     def _send(self, command: Command) -> None:
         encoded = Channel.encode(command)

@@ -11,7 +11,7 @@ import numpy as np
 from outrider.engine.kv_cache.base import Bytes, Slots, slots_of_blocks
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import find_plane
-from outrider.engine.ranks.commands import KvRequest, Mark, MoveSlots
+from outrider.engine.ranks.commands import CommandMark, KvRequest, MoveSlots
 from outrider.engine.ranks.group import RankGroup
 from outrider.errors import InternalError
 
@@ -55,7 +55,7 @@ def shares_of(heads: range, ranges: Sequence[range]) -> Iterator[HeadShare]:
 class RankFence:
     """A fence after all work that has been sent to the ranks so far."""
 
-    mark: Mark
+    mark: CommandMark
     local: Fence | None
 
 

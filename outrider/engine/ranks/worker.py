@@ -11,9 +11,9 @@ from outrider.engine.device import device_type
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.engine.ranks.commands import (
     Command,
+    CommandMark,
     KvRefused,
     KvRequest,
-    Mark,
     MoveSlots,
     Step,
     Stop,
@@ -30,20 +30,20 @@ class RankProgress:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._at = Mark(0)
+        self._at = CommandMark(0)
 
     def layer_done(self, layer: int) -> None:
         """Records that a layer is finished. Layers finish in order, from 0."""
         with self._changed:
-            self._at = Mark(self._at.num_commands, layer + 1)
+            self._at = CommandMark(self._at.num_commands, layer + 1)
             self._changed.notify_all()
 
     def command_done(self) -> None:
         with self._changed:
-            self._at = Mark(self._at.num_commands + 1)
+            self._at = CommandMark(self._at.num_commands + 1)
             self._changed.notify_all()
 
-    def wait_for(self, mark: Mark, timeout_seconds: float) -> bool:
+    def wait_for(self, mark: CommandMark, timeout_seconds: float) -> bool:
         """Waits for the mark. Returns whether it was reached in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self._at >= mark, timeout_seconds)

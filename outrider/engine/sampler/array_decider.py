@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.engine.arrays import Array, ids_beside, namespace
+from outrider.engine.arrays import Array, ids_like, namespace
 from outrider.engine.sampler.arrivals import arrivals_of, words_of
-from outrider.engine.sampler.distribution import drawn_from
+from outrider.engine.sampler.distribution import sampling_distribution
 from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.elementary import logarithm
-from outrider.engine.sampler.order import first_of_largest
+from outrider.engine.sampler.order import first_argmax
 from outrider.engine.sampler.sequence_sampling import Decision, SampleRows
 
 _MAX_VALUES = 1 << 22
@@ -40,11 +40,11 @@ def _decide(values: Array, decisions: Sequence[Decision]) -> Array:
     """Applies steps 5 to 7: [num_rows, num_ids] float32 -> [num_rows] int64."""
     drawn = [row for row, decision in enumerate(decisions) if not decision.params.is_greedy]
     if drawn:
-        values = drawn_from(values, decisions)
+        values = sampling_distribution(values, decisions)
         keys = words_of([decisions[row].key for row in drawn], values)
         handicaps = logarithm(arrivals_of(keys, values.shape[1]))
         if len(drawn) == len(decisions):
             values = values - handicaps
         else:
-            values[ids_beside(drawn, values)] -= handicaps
-    return first_of_largest(values)
+            values[ids_like(drawn, values)] -= handicaps
+    return first_argmax(values)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from outrider.engine.arrays import Array, beside, namespace
+from outrider.engine.arrays import Array, namespace, to_array_like
 from outrider.engine.sampler.elementary import logarithm
 from outrider.engine.sampler.philox import WORD, philox4x32, split_seed
 
@@ -46,7 +46,7 @@ class RaceKey(NamedTuple):
 def words_of(keys: Iterable[RaceKey], logits: Array) -> Array:
     """Returns position, sample, low and high word of the keys' seeds, on the logits' device: [4, num_rows] int64."""
     rows = [(key.position & WORD, key.sample, *split_seed(key.seed)) for key in keys]
-    return beside(np.asarray(rows, dtype=np.int64).T, logits)
+    return to_array_like(np.asarray(rows, dtype=np.int64).T, logits)
 
 
 def draw(keys: Array, counters: Array, purpose: int) -> tuple[Array, Array, Array, Array]:

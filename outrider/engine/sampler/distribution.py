@@ -11,19 +11,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outrider.engine.arrays import Array, beside, ids_beside, in_pieces, namespace, without_warnings
+from outrider.engine.arrays import Array, ids_like, map_row_chunks, namespace, to_array_like, without_warnings
 from outrider.engine.sampler.filters import has_filters, limits_of
 from outrider.engine.sampler.order import order_keys
 from outrider.engine.sampler.sequence_sampling import Decision
 from outrider.request import SamplingParams
 
 
-def drawn_from(values: Array, decisions: Sequence[Decision]) -> Array:
+def sampling_distribution(values: Array, decisions: Sequence[Decision]) -> Array:
     """Returns the values after steps 5 and 6, -inf for filtered tokens: [num_rows, num_ids]. Greedy rows are unchanged.
 
     The result is a copy if some rows, but not all, are greedy.
     """
-    return in_pieces(_drawn_from, values, decisions)
+    return map_row_chunks(_drawn_from, values, decisions)
 
 
 @without_warnings
@@ -33,7 +33,7 @@ def _drawn_from(values: Array, decisions: Sequence[Decision]) -> Array:
         return values
     xp = namespace(values)
     params = [decisions[row].params for row in drawn]
-    rows = None if len(drawn) == len(decisions) else ids_beside(drawn, values)
+    rows = None if len(drawn) == len(decisions) else ids_like(drawn, values)
     some = divide_by_temperatures(values if rows is None else values[rows], params)
     if any(map(has_filters, params)):
         keys = order_keys(some)
@@ -50,4 +50,4 @@ def divide_by_temperatures(values: Array, params: Sequence[SamplingParams]) -> A
     if all(each.temperature == 1.0 for each in params):
         return values
     # Divides by an array, since a GPU would multiply by a number's reciprocal.
-    return values / beside(np.asarray([[each.temperature] for each in params], dtype=np.float32), values)
+    return values / to_array_like(np.asarray([[each.temperature] for each in params], dtype=np.float32), values)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engine.arrays import Array, beside, ids_beside, namespace, without_warnings
+from outrider.engine.arrays import Array, ids_like, namespace, to_array_like, without_warnings
 from outrider.engine.sampler.sequence_sampling import Decision
 
 Ints = npt.NDArray[np.int64]
@@ -90,14 +90,16 @@ def apply_to_array(flat: Array, edits: Edits) -> None:
     kinds = np.repeat(np.arange(len(sizes)) % 3, sizes)
     bans, biases, penalties = (np.flatnonzero(kinds == kind) for kind in range(3))
     if bans.size:
-        flat[beside(edits.places[bans], flat)] = -math.inf
+        flat[to_array_like(edits.places[bans], flat)] = -math.inf
     if biases.size:
-        places = beside(edits.places[biases], flat)
-        flat[places] = flat[places] + beside(edits.numbers[biases], flat)
+        places = to_array_like(edits.places[biases], flat)
+        flat[places] = flat[places] + to_array_like(edits.numbers[biases], flat)
     if penalties.size:
-        places = beside(edits.places[penalties], flat)
-        repetition, frequency, presence = beside(np.repeat(edits.factors, sizes[2::3], axis=0).T, flat)  # [n] each
-        counts = beside(edits.numbers[penalties], flat)
+        places = to_array_like(edits.places[penalties], flat)
+        repetition, frequency, presence = to_array_like(
+            np.repeat(edits.factors, sizes[2::3], axis=0).T, flat
+        )  # [n] each
+        counts = to_array_like(edits.numbers[penalties], flat)
         values = flat[places]
         values = namespace(flat).where(values > 0.0, values / repetition, values * repetition)
         values -= frequency * counts
@@ -109,7 +111,7 @@ def apply_by_kernel(flat: Array, edits: Edits) -> None:
     """Implements `ApplyEdits` in one transfer and one launch."""
     from outrider.engine.gpu_kernels.edits import edit_in_place
 
-    packed = beside(edits.packed(), flat)
+    packed = to_array_like(edits.packed(), flat)
     edit_in_place(flat, packed, num_changed=len(edits.factors), num_entries=len(edits.places))
 
 
@@ -148,11 +150,11 @@ class LogitEditor:
         values = xp.reshape(flat, logits.shape)[:, : self._num_ids]  # shares its memory
         if self._holes is not None:
             if isinstance(self._holes, np.ndarray):
-                self._holes = beside(self._holes, logits)
+                self._holes = to_array_like(self._holes, logits)
             values[:] = xp.where(self._holes, -math.inf, values)
         if masked:
             words = np.stack([mask for each in decisions if (mask := each.mask) is not None])
-            rows, is_allowed = ids_beside(masked, logits), _unpacked(beside(words, logits), self._num_ids)
+            rows, is_allowed = ids_like(masked, logits), _unpacked(to_array_like(words, logits), self._num_ids)
             values[rows] = xp.where(is_allowed, values[rows], -math.inf)
         if changed:
             self._apply(flat, Edits.of(changed))

@@ -48,7 +48,7 @@ _MANTISSA_BITS = 23
 _EXPONENT_BIAS = 127
 MASS_EXPONENT = 44
 """The exponent of two in the largest mass."""
-LOWEST = -32.0
+MIN_LOG_WEIGHT = -32.0
 """Log of a weight relative to the largest, below which masses round to 0."""
 
 MASS_OF_LARGEST = 1 << MASS_EXPONENT
@@ -96,7 +96,7 @@ def masses_of(values: Array, largest: Array) -> Array:
     xp = namespace(values)
     # A product of bits sets the largest to 0: if a bias exceeds float32 or no token is left, the difference is NaN.
     x = ((values - largest).view(xp.int32) * (values != largest)).view(xp.float32)
-    x = xp.clip(x, min=LOWEST)  # smaller values round to 0
+    x = xp.clip(x, min=MIN_LOG_WEIGHT)  # smaller values round to 0
     exponents = xp.round(x * LOG2_E)
     x -= exponents * LOG2_HIGH
     x -= exponents * LOG2_LOW

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outrider.engine.arrays import Array, beside, largest_of, namespace
+from outrider.engine.arrays import Array, largest_keys, namespace, to_array_like
 from outrider.engine.sampler.elementary import masses_of
 from outrider.engine.sampler.order import LOWEST_KEY, lowest_keys, values_of_keys
 from outrider.request import SamplingParams
@@ -54,7 +54,7 @@ def _top_k_limits(params: Sequence[SamplingParams], keys: Array) -> Array:
     if not any(top_ks):
         return xp.full_like(keys[:, :1], LOWEST_KEY)
     numbers = _column(top_ks, np.int64, keys)
-    last = xp.take_along_axis(largest_of(keys, max(top_ks)), xp.clip(numbers - 1, min=0), axis=1)
+    last = xp.take_along_axis(largest_keys(keys, max(top_ks)), xp.clip(numbers - 1, min=0), axis=1)
     return xp.where(numbers > 0, last, LOWEST_KEY)
 
 
@@ -78,4 +78,4 @@ def _top_p_limits(params: Sequence[SamplingParams], largest: Array, keys: Array,
 
 def _column(values: Sequence[float], dtype: type[np.generic], array: Array) -> Array:
     """Returns the values as [len(values), 1] on the array's device."""
-    return beside(np.asarray(values, dtype=dtype)[:, None], array)
+    return to_array_like(np.asarray(values, dtype=dtype)[:, None], array)

@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from outrider.engine.arrays import Array, Arrays, ids_beside, in_pieces, largest_of, namespace
+from outrider.engine.arrays import Array, Arrays, ids_like, largest_keys, map_row_chunks, namespace
 from outrider.engine.pending import Pending
-from outrider.engine.sampler.distribution import drawn_from
+from outrider.engine.sampler.distribution import sampling_distribution
 from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.elementary import log_of_mass, masses_of
 from outrider.engine.sampler.order import ids_of_keys, order_keys
@@ -33,9 +33,9 @@ def pending_prompt_logprobs(logits: Array, token_ids: Sequence[int], num_top: in
         num_top: 0 to 20.
     """
     num_top = min(num_top, logits.shape[1])
-    ids = ids_beside(token_ids, logits)
+    ids = ids_like(token_ids, logits)
     pieces = [slice(start, start + PIECE_ROWS) for start in range(0, len(token_ids), PIECE_ROWS)]
-    tables = tuple(in_pieces(partial(_table, num_top), logits[piece], ids[piece]) for piece in pieces)
+    tables = tuple(map_row_chunks(partial(_table, num_top), logits[piece], ids[piece]) for piece in pieces)
 
     def finish(arrays: Arrays) -> list[TokenLogprobs]:
         return [each for table in arrays for each in _logprobs_of_table(table.tolist(), [num_top] * len(table))]
@@ -46,7 +46,7 @@ def pending_prompt_logprobs(logits: Array, token_ids: Sequence[int], num_top: in
 ScoredSequence = tuple[EngineSequence, Sequence[TokenLogprobs]]
 
 
-def take_scored_rows(plan: StepPlan, logits: Array) -> tuple[Array, list[Pending[ScoredSequence]]]:
+def split_scored_rows(plan: StepPlan, logits: Array) -> tuple[Array, list[Pending[ScoredSequence]]]:
     """Splits off the last rows of logits, which belong to sequences whose prompts are scored. Call it before these
     advance.
 
@@ -90,14 +90,14 @@ def pending_logprobs(
         if not rows:
             continue
         asking = [decisions[row] for row in rows]
-        places = ids_beside(rows, logits)
+        places = ids_like(rows, logits)
         values = logits[places]
         if mode is LogprobsMode.SAMPLED:
-            values = drawn_from(editor.edit(values, asking), asking)
+            values = sampling_distribution(editor.edit(values, asking), asking)
         nums_top = [decision.state.logprobs.num_top for decision in asking if decision.state.logprobs is not None]
         asked.append((rows, nums_top))
         num_top = min(max(nums_top), values.shape[1])
-        tables.append(in_pieces(partial(_table, num_top), values, token_ids[places]))
+        tables.append(map_row_chunks(partial(_table, num_top), values, token_ids[places]))
 
     def finish(arrays: Arrays) -> list[TokenLogprobs | None]:
         answers: list[TokenLogprobs | None] = [None] * len(decisions)
@@ -121,7 +121,7 @@ def _table(num_top: int, values: Array, token_ids: Array) -> Array:
     largest = xp.max(values, axis=1, keepdims=True)
     masses = xp.sum(masses_of(values, largest), axis=1, keepdims=True)
     ranks = xp.sum(values > chosen, axis=1, keepdims=True) + 1
-    top_ids = ids_of_keys(largest_of(order_keys(values), num_top))
+    top_ids = ids_of_keys(largest_keys(order_keys(values), num_top))
     top_values = xp.take_along_axis(values, top_ids, axis=1)
     columns = (token_ids[:, None], chosen, largest, masses, ranks, top_ids, top_values)
     # float64 holds ids, ranks and values exactly, and rounds a sum of masses like any other integer.

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from outrider.constraints.compiler import Masks
 from outrider.engine.cpu_kernels.interface import structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import free_with
+from outrider.engine.cpu_kernels.library import free_when_collected
 from outrider.engine.sampler.edits import Vocabulary
 from outrider.engine.sampler.filters import has_filters
 from outrider.engine.sampler.sequence_sampling import SampleRows, SequenceSampling
@@ -83,7 +83,7 @@ class NativeDecider:
         )
         if not self._sampler:
             raise MemoryError(f"no memory for sampling from {vocabulary.size} token ids")
-        free_with(self, functions.outrider_sampler_free, self._sampler)
+        free_when_collected(self, functions.outrider_sampler_free, self._sampler)
         self._rows = (structures.OutriderSampleRows * 1)()  # grown to the largest step so far
 
     def decide(self, logits: npt.NDArray[np.float32], rows: Sequence[SampleRows]) -> npt.NDArray[np.int64]:

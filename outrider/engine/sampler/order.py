@@ -40,7 +40,7 @@ def ids_of_keys(keys: Array) -> Array:
     return _LOW_HALF - (keys & _LOW_HALF)
 
 
-def first_of_largest(values: Array) -> Array:
+def first_argmax(values: Array) -> Array:
     """Returns the argmax of each row, ties to the lowest id, which the array API's argmax does not guarantee.
 
     [num_rows, num_ids] -> [num_rows] int64; the first NaN if there is one.

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from outrider.constraints.compiler import NOT_ALLOWED, GrammarCompiler
+from outrider.constraints.compiler import CONSTRAINT_VIOLATED, GrammarCompiler
 from outrider.engine.arrays import Array, Arrays
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.gpu_kernels import why_no_triton
 from outrider.engine.pending import Pending, read
 from outrider.engine.sampler.array_decider import ArrayDecider
-from outrider.engine.sampler.distribution import drawn_from
+from outrider.engine.sampler.distribution import sampling_distribution
 from outrider.engine.sampler.edits import LogitEditor, Vocabulary, apply_by_kernel, apply_to_array
 from outrider.engine.sampler.logprobs import pending_logprobs
 from outrider.engine.sampler.native_decider import NativeDecider
@@ -152,7 +152,7 @@ class Sampler:
         if constraint is not None:
             constraint.commit(token_ids)
             state.failure = constraint.failure or state.failure
-            has_forbidden = constraint.failure.startswith(NOT_ALLOWED)  # for example if all were excluded
+            has_forbidden = constraint.failure.startswith(CONSTRAINT_VIOLATED)  # for example if all were excluded
             early = [each for place, each in enumerate(token_ids) if penalties.bans_stops(place)]
             if (early and has_forbidden) or any(each in penalties.stop_ids for each in early):
                 state.failure = "the constraint is complete before min_tokens"
@@ -216,7 +216,7 @@ class Sampler:
             rows have the values after step 4.
         """
         decisions = [decision for part in rows for decision in part.decisions()]
-        return drawn_from(self._editor.edit(self._checked(logits, rows), decisions), decisions)
+        return sampling_distribution(self._editor.edit(self._checked(logits, rows), decisions), decisions)
 
     def _checked(self, logits: Array, rows: Sequence[SampleRows]) -> Array:
         """Returns the logits, once pending masks are done. Raises: InternalError if they do not fit the rows."""

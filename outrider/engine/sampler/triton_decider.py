@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outrider.engine.gpu_kernels.filters import limits_of
-from outrider.engine.gpu_kernels.race import winners_of
+from outrider.engine.gpu_kernels.race import race_winners
 from outrider.engine.sampler.edits import LogitEditor
 from outrider.engine.sampler.filters import has_filters
 from outrider.engine.sampler.philox import WORD, split_seed
@@ -39,7 +39,7 @@ class TritonDecider:
         values = self._editor.edit(logits, decisions)
         table = upload(self.table(decisions), logits.device)
         is_filtered = any(has_filters(each.params) for each in decisions if not each.params.is_greedy)
-        return winners_of(values, table, limits_of(values, table) if is_filtered else None)
+        return race_winners(values, table, limits_of(values, table) if is_filtered else None)
 
     def table(self, decisions: Sequence[Decision]) -> npt.NDArray[np.int64]:
         """Returns the kernels' parameters for these rows: [TABLE_WORDS, num_rows].
@@ -72,4 +72,4 @@ class TritonDecider:
         for number, token_ids in enumerate(winners.unbind(0)):
             if number:
                 values.scatter_(1, winners[number - 1][:, None], -math.inf)
-            winners_of(values, table, limits_of(values, table), token_ids)
+            race_winners(values, table, limits_of(values, table), token_ids)

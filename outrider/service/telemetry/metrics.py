@@ -353,7 +353,7 @@ class RouterMetrics:
         self.add_lost_receipts = family.counter(
             "outrider:receipts_lost", "Receipts of answers that could not be kept."
         ).inc
-        self.observe_move_gap = family.histogram(
+        self.observe_migration_gap = family.histogram(
             "outrider:move_gap_seconds", "Last token before a move to the first one after it.", MOVE_GAP_BUCKETS
         ).observe
         # Created at once: a series that first appears with the value 1 has no increase, so rates would miss it.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from outrider.engine.arrays import Array, Arrays, ids_beside, largest_of, namespace
+from outrider.engine.arrays import Array, Arrays, ids_like, largest_keys, namespace
 from outrider.engine.device import device_type
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -22,7 +22,7 @@ from outrider.engine.sampler.order import ids_of_keys, order_keys
 from outrider.speculation.acceptance_record import NUM_RUNNERS_UP
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.features import Features, HeadRules
-from outrider.speculation.path_tree import Decided, DraftPath, PathTree
+from outrider.speculation.path_tree import DraftedToken, DraftPath, PathTree
 from outrider.speculation.token_distribution import MAX_DISTRIBUTION_IDS, TokenDistribution
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Plan:
     looking_ahead: set[int] = field(default_factory=set)  # sequences with something left to draft ahead
 
 
-def add_decided(tree: PathTree, path: DraftPath, rows: PathRows, decided: Decided) -> None:
+def add_decided(tree: PathTree, path: DraftPath, rows: PathRows, decided: DraftedToken) -> None:
     """Adds decided tokens to a path. Drops those of a rollout that would not have been drafted one by one."""
     path.kv.advance(tree.rows_before(rows.start_position + len(rows.token_ids)))
     for index, each in enumerate((decided, *decided.following)):
@@ -101,7 +101,7 @@ class DraftForward(Protocol):
         """The maximum number of tokens that `decide` decides after one path; 1 without rollouts."""
         return 1 if self.rollouts is None else 1 + self.rollouts.max_tokens
 
-    def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[Decided]:
+    def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[DraftedToken]:
         """Copies blocks, runs one forward pass, and rolls out the paths that may get more than one token.
 
         Returns one decision for each element of `rows`, in order. Decisions at later positions are in its `following`.
@@ -110,7 +110,7 @@ class DraftForward(Protocol):
             self.kv_cache.copy_blocks(block_copies)
         return self._run(rows)
 
-    def _run(self, rows: Sequence[PathRows]) -> list[Decided]:
+    def _run(self, rows: Sequence[PathRows]) -> list[DraftedToken]:
         """Runs a forward pass and calls `_decide` with its logits."""
         raise NotImplementedError
 
@@ -149,7 +149,7 @@ class DraftForward(Protocol):
         num_parallel: int = 1,
         confidences: Array | None = None,
         states: Array | None = None,
-    ) -> list[Decided]:
+    ) -> list[DraftedToken]:
         """Returns the decision for each of `rows`, which is empty if none is requested. Waits for the device once.
 
         Later positions, of `num_parallel` or of a rollout, are in its `following`. `logits`: [num_deciding *
@@ -163,7 +163,7 @@ class DraftForward(Protocol):
         samples = [_sample_rows(rows[index], ahead) for index, ahead in places]
         asking = [place for place, (index, ahead) in enumerate(places) if rows[index].wants_distribution and not ahead]
         distributions = self._distributions(logits, samples, asking)
-        rollout: Pending[dict[int, tuple[Decided, ...]]] = Pending((), lambda _: {})
+        rollout: Pending[dict[int, tuple[DraftedToken, ...]]] = Pending((), lambda _: {})
         rounds: list[tuple[list[int], Pending[list[int]]]] = []  # by round: places, and the tokens decided there
         deciding = list(range(len(places)))
         while deciding:
@@ -184,7 +184,7 @@ class DraftForward(Protocol):
             for place, token_id in zip(decided, ids, strict=True):
                 if not token_ids[place] or _may_follow(token_ids[place], token_id, samples[place]):
                     token_ids[place].append(token_id)
-        made = [Decided(tuple(ids), found.get(place)) for place, ids in enumerate(token_ids)]
+        made = [DraftedToken(tuple(ids), found.get(place)) for place, ids in enumerate(token_ids)]
         firsts = iter(range(0, len(places), num_parallel))
         sure_of = iter(confident[0]) if confident else repeat(1.0)
         return [
@@ -195,34 +195,34 @@ class DraftForward(Protocol):
                 following=rolled.get(first, tuple(made[first + 1 : first + num_parallel])),
             )
             if row.num_decisions
-            else Decided(())
+            else DraftedToken(())
             for row in rows
         ]
 
     def _roll_out(
         self, rollouts: Rollouts, rows: Sequence[PathRows], winners: Array, states: Array | None
-    ) -> Pending[dict[int, tuple[Decided, ...]]]:
+    ) -> Pending[dict[int, tuple[DraftedToken, ...]]]:
         """Returns by place the decisions after the first token of rows with rollouts. `winners`: [len(rows)] int64."""
-        from outrider.engine.rollouts import RolledSequence  # imports torch and triton
+        from outrider.engine.rollouts import RolloutSequence  # imports torch and triton
 
         places = [place for place, row in enumerate(rows) if _can_be_rolled_out(row)][: rollouts.max_sequences]
         if not places:
             return Pending((), lambda _: {})
-        rolled, at, is_head = [rows[place] for place in places], ids_beside(places, winners), self.head is not None
+        rolled, at, is_head = [rows[place] for place in places], ids_like(places, winners), self.head is not None
         sequences = []
         for row in rolled:
             decision = next(_sample_rows(row, 0).decisions())
             fed_at, depth = decision.position - is_head, decision.position + 1 - row.num_committed
-            sequences.append(RolledSequence(decision, row.max_tokens - 1, fed_at, row.block_ids, depth))
+            sequences.append(RolloutSequence(decision, row.max_tokens - 1, fed_at, row.block_ids, depth))
         decided, confidences, own = rollouts.queue(sequences, winners[at], None if states is None else states[at])
         states_of = [own[:, index].clone() if is_head else repeat(None) for index in range(len(rolled))]
 
-        def finish(arrays: Arrays) -> dict[int, tuple[Decided, ...]]:
+        def finish(arrays: Arrays) -> dict[int, tuple[DraftedToken, ...]]:
             found = {}
             for index, (place, row) in enumerate(zip(places, rolled, strict=True)):
                 token_ids = arrays[0][: row.max_tokens - 1, : row.num_decisions, index].tolist()
                 found[place] = tuple(
-                    Decided(tuple(ids), state=state, confidence=confidence)
+                    DraftedToken(tuple(ids), state=state, confidence=confidence)
                     for ids, confidence, state in zip(
                         token_ids, arrays[1][:, index].tolist(), states_of[index], strict=False
                     )
@@ -238,8 +238,8 @@ class DraftForward(Protocol):
         if not places:
             return Pending((), lambda _: {})
         xp = namespace(logits)
-        values = self.sampler.distribution(logits[ids_beside(places, logits)], [samples[place] for place in places])
-        ids = ids_of_keys(largest_of(order_keys(values), min(MAX_DISTRIBUTION_IDS, values.shape[1])))
+        values = self.sampler.distribution(logits[ids_like(places, logits)], [samples[place] for place in places])
+        ids = ids_of_keys(largest_keys(order_keys(values), min(MAX_DISTRIBUTION_IDS, values.shape[1])))
         largest = xp.max(values, axis=1, keepdims=True)
         masses = masses_of(xp.take_along_axis(values, ids, axis=1), largest)  # [len(places), 32]
         masses = xp.where(xp.isfinite(largest), masses, 0)  # zeros if there is no distribution
@@ -310,7 +310,7 @@ def _without(logits: Array, rows: Sequence[int], token_ids: Array) -> Array:
 
     `token_ids`: [num_rows] int64, the winners of all rows.
     """
-    xp, places = namespace(logits), ids_beside(rows, logits)
+    xp, places = namespace(logits), ids_like(rows, logits)
     logits = logits[places]
     logits[xp.arange(len(rows), device=logits.device), token_ids[places]] = -math.inf
     return logits

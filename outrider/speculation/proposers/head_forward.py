@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.constraints.compiler import GrammarCompiler
-from outrider.engine.arrays import Array, beside, namespace, without_warnings
+from outrider.engine.arrays import Array, namespace, to_array_like, without_warnings
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.device import device_type
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
@@ -23,7 +23,7 @@ from outrider.heads.packed_head import NativeHeadSteps, PackedHead
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.features import HeadRules
-from outrider.speculation.path_tree import Decided
+from outrider.speculation.path_tree import DraftedToken
 from outrider.speculation.proposers.base import MAX_SEQUENCES
 from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
 
@@ -151,7 +151,7 @@ class HeadForward(DraftForward):
         tokens = (0,) * num_rows
         return PathRows(tokens, start_position, blocks, sampling, (), 1, num_committed=end_position, states=states)
 
-    def _run(self, rows: Sequence[PathRows]) -> list[Decided]:
+    def _run(self, rows: Sequence[PathRows]) -> list[DraftedToken]:
         spec, num_parallel = self.model.spec, self.model.spec.num_parallel
         fed_rows = [(row, spec.parallel_tokens(row.token_ids[-1]) if row.num_decisions else ()) for row in rows]
         batch = build_input_batch(
@@ -175,7 +175,7 @@ class HeadForward(DraftForward):
             attended = attend_both_ways(batch, [len(parallel) for _, parallel in fed_rows])
         hidden, logits = self.steps.forward(batch, features, depths, attended)
         if not batch.num_logits:
-            return [Decided(()) for _ in rows]
+            return [DraftedToken(()) for _ in rows]
         params = [cast("SequenceSampling", row.sampling).params for row in rows if row.num_decisions]
         temperatures = np.array([[1.0 if each.is_greedy else each.temperature] for each in params], dtype=np.float32)
         of_next = logits[::num_parallel]
@@ -183,7 +183,7 @@ class HeadForward(DraftForward):
             logits,
             rows,
             num_parallel=num_parallel,
-            confidences=confidences_of(of_next, beside(temperatures, of_next), self.steps.target_ids),
+            confidences=confidences_of(of_next, to_array_like(temperatures, of_next), self.steps.target_ids),
             states=hidden[::num_parallel],
         )
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from outrider.constraints.compiler import GrammarCompiler
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.device import device_type
-from outrider.engine.memory import KVRoom
+from outrider.engine.memory import KVMemory
 from outrider.heads.packed_head import NativeHeadSteps, PackedHead
 from outrider.model_hub.checkpoint_text import open_text, vocabulary_fingerprint
 from outrider.model_hub.config import ModelConfig
@@ -144,7 +144,7 @@ def make_head_proposer(
     token_bytes = sum(plane.bytes_per_token for plane in spec.planes)
     num_cached_tokens = 0
     if token_bytes:
-        affordable = int(MEMORY_SHARE * KVRoom.of(target.device).free_bytes) // token_bytes
+        affordable = int(MEMORY_SHARE * KVMemory.of(target.device).free_bytes) // token_bytes
         num_cached_tokens = min(max(affordable, MIN_CACHED_TOKENS), MAX_CACHED_TOKENS)
     forward = open_head_forward(model, target, num_cached_tokens=num_cached_tokens)
     info = ProposerInfo(

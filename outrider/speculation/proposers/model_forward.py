@@ -16,11 +16,11 @@ from outrider.engine.open_runner import open_runner
 from outrider.engine.runner_base import ModelRunner
 from outrider.engine.sampler import Sampler
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.kernels import attention_of, resolve_device
+from outrider.model_hub.kernels import choose_attention, resolve_device
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.open import open_model
 from outrider.progress import Progress, no_progress
-from outrider.speculation.path_tree import Decided
+from outrider.speculation.path_tree import DraftedToken
 from outrider.speculation.proposers.base import ProposerInfo
 from outrider.speculation.proposers.draft_forward import DraftForward, PathRows, open_rollouts
 from outrider.speculation.proposers.draft_model import MAX_FORWARD_LOGITS, MAX_FORWARD_ROWS, DraftModelProposer
@@ -94,7 +94,7 @@ class ModelForward(DraftForward):
 
         return RolloutForward(forward, capturable.plan)
 
-    def _run(self, rows: Sequence[PathRows]) -> list[Decided]:
+    def _run(self, rows: Sequence[PathRows]) -> list[DraftedToken]:
         fed = [
             SequenceRows(row.token_ids, row.start_position, row.block_ids, min(row.num_decisions, 1)) for row in rows
         ]
@@ -114,7 +114,7 @@ def open_draft_model(
         forward = ModelForward.of(
             model,
             kv_cache=kv_cache,
-            attention=attention_of(config, model.device),
+            attention=choose_attention(config, model.device),
             graphs=GraphShapes(has_rollouts=True) if config.cuda_graphs else None,
             main_memory_bytes=main_memory_bytes,
             may_shorten=not config.max_model_len,
@@ -128,7 +128,7 @@ def open_draft_model(
             "dtype": model.info.dtype,
             "numerics": model.info.numerics,
             "kernels": str(model.kernels),
-            "weights": model.weights_from,
+            "weights": model.weights_source,
             "threads": model.num_threads,
         },
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from outrider.engine.arrays import Array, ids_beside
+from outrider.engine.arrays import Array, ids_like
 from outrider.engine.pending import Pending
 from outrider.engine.sampler import Sampler
 from outrider.request import VerificationMethod
@@ -53,7 +53,7 @@ class RequestVerifier:
             part = logits
             if len(by_method) > 1:
                 rows = [starts[place] + row for place in places for row in range(drafts[place].rows.num_rows)]
-                part = logits[ids_beside(rows, logits)]
+                part = logits[ids_like(rows, logits)]
             queued.append(self.verifiers[method].queue(part, [drafts[place] for place in places]))
 
         def in_order(arrays: Sequence[Any]) -> list[Verified]:

@@ -25,7 +25,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from outrider.engine.arrays import Array, Arrays, beside, ids_beside, namespace
+from outrider.engine.arrays import Array, Arrays, ids_like, namespace, to_array_like
 from outrider.engine.pending import Pending
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.speculation.token_distribution import TokenDistribution, certain
@@ -50,14 +50,14 @@ class RejectionVerifier:
         xp = namespace(logits)
         starts = row_starts(drafts)
         num_drafts = [len(draft.draft_token_ids) for draft in drafts]
-        last_rows = ids_beside([start + num for start, num in zip(starts, num_drafts, strict=True)], logits)
+        last_rows = ids_like([start + num for start, num in zip(starts, num_drafts, strict=True)], logits)
         # The token after a fully accepted draft: the position's race decides it, as without a draft.
         following = self._sampler.decide(logits[last_rows], [_after_draft(draft.rows) for draft in drafts])
         num_accepted = xp.zeros_like(last_rows)
         if any(num_drafts):
             masses = draft_token_masses(self._sampler, logits, drafts)
             num_accepted, recovered = _accept(masses, drafts, num_drafts)
-            following = xp.where(num_accepted == ids_beside(num_drafts, logits), following, recovered)
+            following = xp.where(num_accepted == ids_like(num_drafts, logits), following, recovered)
         rows = np.asarray(
             [
                 (sequence, index, token_id)
@@ -66,7 +66,7 @@ class RejectionVerifier:
             ],
             dtype=np.int64,
         )
-        sequences, indices, token_ids = beside(rows.T, logits)  # each [num_rows]
+        sequences, indices, token_ids = to_array_like(rows.T, logits)  # each [num_rows]
         token_ids = xp.where(indices < num_accepted[sequences], token_ids, following[sequences])
         sampled = self._sampler.with_logprobs(logits, [draft.rows for draft in drafts], token_ids)
 
@@ -105,12 +105,12 @@ def _accept(masses: Array, drafts: Sequence[DraftRows], num_drafts: Sequence[int
         _uniform(*each[:2]) * distribution.probability_of(token_id)
         for each, distribution, token_id in zip(words, distributions, token_ids, strict=True)
     ]
-    ids = ids_beside(token_ids, masses)
+    ids = ids_like(token_ids, masses)
     within = xp.clip(ids, max=masses.shape[1] - 1)
     own = xp.take_along_axis(masses, within[:, None], axis=1)[:, 0]
     probs = xp.astype(own, xp.float64) / xp.astype(xp.sum(masses, axis=1), xp.float64)
     # An id beyond the vocabulary has no mass.
-    is_accepted = (beside(np.asarray(bounds, dtype=np.float64), masses) < probs) & (ids == within)
+    is_accepted = (to_array_like(np.asarray(bounds, dtype=np.float64), masses) < probs) & (ids == within)
 
     firsts = list(accumulate(num_drafts[:-1], initial=0))  # index of each draft's first token
     longest = max(num_drafts)
@@ -119,11 +119,11 @@ def _accept(masses: Array, drafts: Sequence[DraftRows], num_drafts: Sequence[int
         for first, num in zip(firsts, num_drafts, strict=True)
     ]
     places = np.asarray(table, dtype=np.int64)  # [num_seqs, longest]: indices of draft tokens, padded by their number
-    stands = xp.concat([xp.astype(is_accepted, xp.int64), xp.zeros_like(ids[:1])])[beside(places.ravel(), ids)]
+    stands = xp.concat([xp.astype(is_accepted, xp.int64), xp.zeros_like(ids[:1])])[to_array_like(places.ravel(), ids)]
     num_accepted = xp.sum(xp.cumulative_prod(xp.reshape(stands, places.shape), axis=1), axis=1)
-    first_rejected = xp.clip(ids_beside(firsts, ids) + num_accepted, max=len(token_ids) - 1)
-    recovery_words = beside(np.asarray([each[2:] for each in words], dtype=np.int64), ids)[first_rejected]
-    drafted = [beside(each, ids)[first_rejected] for each in _weights(distributions, masses.shape[1])]
+    first_rejected = xp.clip(ids_like(firsts, ids) + num_accepted, max=len(token_ids) - 1)
+    recovery_words = to_array_like(np.asarray([each[2:] for each in words], dtype=np.int64), ids)[first_rejected]
+    drafted = [to_array_like(each, ids)[first_rejected] for each in _weights(distributions, masses.shape[1])]
     return num_accepted, _recover(masses[first_rejected], drafted, recovery_words)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from outrider.engine.arrays import Array, ids_beside, in_pieces, namespace
+from outrider.engine.arrays import Array, ids_like, map_row_chunks, namespace
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.sampler.elementary import masses_of
-from outrider.engine.sampler.order import first_of_largest
+from outrider.engine.sampler.order import first_argmax
 from outrider.speculation.draft_tree import ROOT
 from outrider.speculation.verify.base import DraftRows
 
@@ -67,7 +67,7 @@ def draft_token_masses(sampler: Sampler, logits: Array, drafts: Sequence[DraftRo
     parts = [
         draft.rows._replace(draft_token_ids=draft.draft_token_ids[:-1]) for draft in drafts if draft.draft_token_ids
     ]
-    return in_pieces(_masses, sampler.distribution(logits[ids_beside(rows, logits)], parts))
+    return map_row_chunks(_masses, sampler.distribution(logits[ids_like(rows, logits)], parts))
 
 
 def _masses(values: Array) -> Array:
@@ -78,5 +78,5 @@ def _masses(values: Array) -> Array:
     is_broken = xp.logical_not(xp.isfinite(largest))
     masses = masses_of(values, largest)
     masses *= xp.logical_not(is_broken)
-    masses[xp.arange(len(values), device=values.device), first_of_largest(values)] += is_broken[:, 0]
+    masses[xp.arange(len(values), device=values.device), first_argmax(values)] += is_broken[:, 0]
     return masses

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.engine.arrays import Array, ids_beside, namespace
+from outrider.engine.arrays import Array, ids_like, namespace
 from outrider.engine.pending import Pending
 from outrider.engine.sampler import Sampler
 from outrider.speculation.verify.base import DraftRows, Verified
@@ -47,13 +47,13 @@ class TypicalVerifier:
         """Returns the decisions [num_rows] int64, replaced by the draft tokens that are likely enough."""
         xp = namespace(logits)
         masses = draft_token_masses(self._sampler, logits, drafts)
-        token_ids = ids_beside([token_id for draft in drafts for token_id in draft.draft_token_ids], logits)
+        token_ids = ids_like([token_id for draft in drafts for token_id in draft.draft_token_ids], logits)
         probs = xp.astype(masses, xp.float64) / xp.sum(masses, axis=1, keepdims=True)  # [num draft tokens, num_ids]
         entropy = -xp.sum(probs * xp.log(xp.where(probs > 0.0, probs, 1.0)), axis=1)
         bounds = xp.clip(ALPHA * xp.exp(-entropy), max=THRESHOLD)
         within = xp.clip(token_ids, max=probs.shape[1] - 1)
         own = xp.take_along_axis(probs, within[:, None], axis=1)[:, 0]
-        rows = ids_beside(draft_token_rows(drafts), logits)
+        rows = ids_like(draft_token_rows(drafts), logits)
         chosen = xp.astype(decided, xp.int64)
         chosen[rows] = xp.where((own > bounds) & (within == token_ids), token_ids, decided[rows])
         return chosen

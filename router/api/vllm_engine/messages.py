@@ -112,7 +112,7 @@ def request_from_engine(
         if params.HasField("logprobs"):
             why = "the gateway loses log-probabilities of completions: ask for them in chats, or by gRPC"
             raise InvalidRequestError(why, field="logprobs")
-        before, after = served.tokenizer.added_around()
+        before, after = served.tokenizer.special_tokens_around()
     elif (kind := request.sampling.WhichOneof("constraint")) and reasoning_parser not in ("", NO_PARSER):
         if reasoning_parser not in TAG_PARSERS:
             why = f"the reasoning parser {reasoning_parser} may mistake a constrained answer for reasoning"

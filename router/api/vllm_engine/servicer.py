@@ -21,7 +21,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from outrider import __version__
 from outrider.errors import (
-    LOSES_NODES,
+    POISON_REQUEST,
     InvalidRequestError,
     MismatchError,
     NotSupportedError,
@@ -65,7 +65,7 @@ class VllmEngineServicer:
 
     async def Generate(self, request: Any, context: Context) -> None:  # noqa: N802
         async with rpc_errors(context):
-            with self._requests.refusals_counted():
+            with self._requests.counting_refusals():
                 ours, preface = request_from_engine(request, self._requests.served(), self._reasoning_parser)
             async with self._requests.open(ours, context) as live:
                 answer = EngineAnswer(ours, is_streamed=request.stream, preface=preface)
@@ -77,7 +77,7 @@ class VllmEngineServicer:
                 try:
                     await live.write(write, answer.render)
                 except PeerLostError as error:
-                    if error.reason == LOSES_NODES:  # not UNAVAILABLE, which gateways and clients retry
+                    if error.reason == POISON_REQUEST:  # not UNAVAILABLE, which gateways and clients retry
                         raise MismatchError(error.message, reason=error.reason) from error
                     raise
 
@@ -100,7 +100,7 @@ class VllmEngineServicer:
         """Reports healthy once a model is served, even if all nodes are lost: requests wait for nodes to return."""
         self._watched_at = time.monotonic()
         async with rpc_errors(context):
-            if self._requests.is_leaving:
+            if self._requests.is_handing_over:
                 return vllm_engine_pb2.HealthCheckResponse(message="the router is stopping")
             return vllm_engine_pb2.HealthCheckResponse(healthy=True, message=f"serves {self._requests.model().name}")
 

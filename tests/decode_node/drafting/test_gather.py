@@ -11,7 +11,7 @@ from decode_node.drafting.gather import LocalProposer
 from outrider.request import RequestOptions, SamplingParams, VerificationMethod
 from outrider.session import Granted, KvReady, SampleStart, SampleTokens
 from outrider.speculation.acceptance_record import PRIOR_ACCEPTANCE
-from outrider.speculation.ask_cost import AskCost
+from outrider.speculation.ask_cost import CallCost
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.draft_tree import DRAFT_NODE
 from tests.support.fake_drafts import NoDrafts, TextDrafts
@@ -74,9 +74,9 @@ def test_the_fallback_learns_a_prompt_while_its_kv_is_transferred(make_scripted_
 
 def test_the_time_in_which_a_prompt_was_read_ahead_is_not_taken_for_that_of_drafts(make_scripted_node, monkeypatch):
     heard = []
-    observe = AskCost.observe
+    observe = CallCost.observe
     monkeypatch.setattr(
-        AskCost, "observe", lambda cost, *args, **asked: (heard.append(asked), observe(cost, *args, **asked))
+        CallCost, "observe", lambda cost, *args, **asked: (heard.append(asked), observe(cost, *args, **asked))
     )
     fallback = ScriptedProposer([])
     node = node_with(make_scripted_node, proposers=[fallback])
@@ -102,7 +102,7 @@ def test_a_drawn_draft_is_asked_for_in_full_whatever_a_token_costs(method):
     assert request.min_reach == (0.0 if method is VerificationMethod.REJECTION else 0.25)
 
 
-@pytest.mark.usefixtures("steps_take_a_set_time")
+@pytest.mark.usefixtures("fixed_step_times")
 def test_of_two_drafts_the_better_one_is_verified_and_the_other_is_judged_by_what_was_committed(make_scripted_node):
     node = node_with(
         make_scripted_node,
@@ -126,7 +126,7 @@ def test_of_two_drafts_the_better_one_is_verified_and_the_other_is_judged_by_wha
     assert controller._sources[DRAFT_NODE].acceptance[0].mean < PRIOR_ACCEPTANCE, "they were all wrong"
 
 
-@pytest.mark.usefixtures("steps_take_a_set_time")
+@pytest.mark.usefixtures("fixed_step_times")
 def test_only_steps_that_asked_a_draft_node_count_as_hits_or_misses_of_one(make_scripted_node):
     node = node_with(make_scripted_node, drafts=NoDrafts(), proposers=[Oracle(lambda: node.model)])
     node.open(sampling={"max_tokens": 20})

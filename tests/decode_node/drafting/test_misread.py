@@ -7,7 +7,7 @@ import structlog
 
 from decode_node.drafting.gather import DraftGatherer
 from outrider.speculation.draft_controller import DraftController
-from outrider.speculation.draft_source import NUM_JUDGED
+from outrider.speculation.draft_source import NUM_CHECKED_DRAFTS
 from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree
 
 
@@ -23,11 +23,11 @@ def warnings_about(source, accepted):
 @pytest.mark.parametrize(
     ("num_accepted", "num_drafts", "num_warnings"),
     [
-        (0, NUM_JUDGED, 1),
-        (3, NUM_JUDGED, 1),
-        (4, NUM_JUDGED, 0),
-        (0, NUM_JUDGED - 1, 0),
-        (0, 3 * NUM_JUDGED, 1),
+        (0, NUM_CHECKED_DRAFTS, 1),
+        (3, NUM_CHECKED_DRAFTS, 1),
+        (4, NUM_CHECKED_DRAFTS, 0),
+        (0, NUM_CHECKED_DRAFTS - 1, 0),
+        (0, 3 * NUM_CHECKED_DRAFTS, 1),
     ],
 )
 def test_it_is_judged_once_by_its_first_drafts(source, num_accepted, num_drafts, num_warnings):
@@ -37,8 +37,8 @@ def test_it_is_judged_once_by_its_first_drafts(source, num_accepted, num_drafts,
 
 
 def test_what_happens_later_is_the_texts_doing():
-    assert warnings_about("eagle3:tiny-head", [True] * NUM_JUDGED + [False] * 5 * NUM_JUDGED) == []
+    assert warnings_about("eagle3:tiny-head", [True] * NUM_CHECKED_DRAFTS + [False] * 5 * NUM_CHECKED_DRAFTS) == []
 
 
 def test_a_lookup_may_find_nothing():
-    assert warnings_about("ngram", [False] * 2 * NUM_JUDGED) == []
+    assert warnings_about("ngram", [False] * 2 * NUM_CHECKED_DRAFTS) == []

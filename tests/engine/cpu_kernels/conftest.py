@@ -15,7 +15,7 @@ from outrider.engine.cpu_kernels.library import KernelLibrary
 from outrider.engine.cpu_kernels.library_cache import LIBRARIES_VARIABLE
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.errors import ConfigError
-from tests.engine.cpu_kernels.libraries import BREAKS_THE_RULE, MADE_FOR_TESTS, PATHS, made_library
+from tests.engine.cpu_kernels.libraries import NOT_BATCH_INVARIANT, PATHS, TEST_LIBRARIES, made_library
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,7 +28,7 @@ def one_thread_of_torchs():
 def library(request, made_libraries):
     """A library for each path. Those of this machine's paths are the ones that nodes load."""
     path = request.param
-    if path in MADE_FOR_TESTS:
+    if path in TEST_LIBRARIES:
         return made_libraries(path)
     return KernelLibrary(choose_kernels(path).library)
 
@@ -44,7 +44,7 @@ def portable_library():
 @pytest.fixture(scope="session")
 def rule_breaking_library(made_libraries):
     """A library without batch invariance, the negative control of every check of it."""
-    return made_libraries(BREAKS_THE_RULE)
+    return made_libraries(NOT_BATCH_INVARIANT)
 
 
 @pytest.fixture(scope="session")

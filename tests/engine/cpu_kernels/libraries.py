@@ -13,13 +13,13 @@ import pytest
 
 from outrider.engine.cpu_kernels.compiler import SOURCE, X86_64, find_compiler
 from outrider.engine.cpu_kernels.library import KernelLibrary
-from outrider.engine.cpu_kernels.library_cache import compiled_libraries
+from outrider.engine.cpu_kernels.library_cache import compile_libraries
 from outrider.engine.cpu_kernels.paths import PREFERENCE, choose_kernels
 from outrider.errors import ConfigError
 
 SIMULATED = Path(__file__).parent / "simulated"
 _FROM_SOURCE = os.path.relpath(SIMULATED, SOURCE)  # relative to the compiler's folder: equal flags in all checkouts
-MADE_FOR_TESTS = {
+TEST_LIBRARIES = {
     "generic": (),  # portable C++ without AVX2, for other processors
     "simulated_avx512_bf16": ("-march=x86-64-v3", "-include", f"{_FROM_SOURCE}/avx512_bf16.h"),
     "simulated_avx512": (
@@ -30,10 +30,10 @@ MADE_FOR_TESTS = {
     ),
     "simulated_amx": ("-march=x86-64-v3", "-include", f"{_FROM_SOURCE}/amx.h"),
 }
-BREAKS_THE_RULE = "breaks_the_rule"
+NOT_BATCH_INVARIANT = "breaks_the_rule"
 _FLAGS = {
-    **MADE_FOR_TESTS,
-    BREAKS_THE_RULE: ("-march=x86-64-v3", "-I.", "-include", f"{_FROM_SOURCE}/breaks_the_rule.h"),
+    **TEST_LIBRARIES,
+    NOT_BATCH_INVARIANT: ("-march=x86-64-v3", "-I.", "-include", f"{_FROM_SOURCE}/breaks_the_rule.h"),
 }
 _QUICKLY = ("-O1", "-Wno-psabi")  # compilation is quick, computation is not
 BUILD_SECONDS = 600
@@ -56,7 +56,7 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
 
 PATHS = [
     *(pytest.param(path, id=path) for path in REAL_PATHS),
-    *(pytest.param(name, id=name, marks=_marks(name)) for name in MADE_FOR_TESTS),
+    *(pytest.param(name, id=name, marks=_marks(name)) for name in TEST_LIBRARIES),
 ]
 """Parameters of the fixture `library`. Paths that this processor supports are simulated in full runs only."""
 
@@ -67,7 +67,7 @@ def with_few_for_tests(cases: dict[str, tuple], few: tuple[str, ...]) -> list:
         pytest.param(*path.values, *case, id=f"{path.id}-{name}", marks=path.marks)
         for path in PATHS
         for name, case in cases.items()
-        if path.id not in MADE_FOR_TESTS or name in few
+        if path.id not in TEST_LIBRARIES or name in few
     ]
 
 
@@ -77,7 +77,7 @@ def made_library(name: str) -> KernelLibrary:
         pytest.skip("no C++ compiler")
     headers = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SIMULATED.iterdir()))).hexdigest()
     with _without_preloaded_sanitizer():  # a change of the headers is one of the flags
-        libraries, left_out = compiled_libraries({name: (*_FLAGS[name], *_QUICKLY, f"-DHEADERS_{headers}")})
+        libraries, left_out = compile_libraries({name: (*_FLAGS[name], *_QUICKLY, f"-DHEADERS_{headers}")})
     if name in left_out:
         assert platform.machine() not in X86_64, left_out[name]
         pytest.skip(left_out[name])

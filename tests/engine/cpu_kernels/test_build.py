@@ -11,8 +11,8 @@ from outrider.engine.cpu_kernels.compiler import CompileError, Compiler, find_co
 from outrider.engine.cpu_kernels.library_cache import (
     CACHED_ENTRY,
     LIBRARIES_VARIABLE,
-    compiled_libraries,
-    compiled_library,
+    compile_libraries,
+    compile_library,
     libraries_directory,
 )
 from tests.support.processes import run_python
@@ -47,7 +47,7 @@ def fake_compiler(tmp_path):
 
 
 def portable():
-    return ctypes.CDLL(str(compiled_library("portable")))
+    return ctypes.CDLL(str(compile_library("portable")))
 
 
 def change(source, text="// changed\n"):
@@ -65,27 +65,27 @@ def test_a_library_shows_our_functions_only(source):
 @needs_compiler
 def test_a_library_is_compiled_once_until_something_changes(source, compiled):
     for _ in range(2):
-        compiled_library("portable")
+        compile_library("portable")
         assert compiled == ['#include "one.cpp"\n']
     change(source)
-    compiled_library("portable")
+    compile_library("portable")
     assert len(compiled) == 2
     for flag in ("-DONE", "-DONE", "-DOTHER"):
-        compiled_libraries({"made": (flag,)})
+        compile_libraries({"made": (flag,)})
     assert len(compiled) == 4
 
 
 @needs_compiler
 def test_two_processes_at_once_compile_once(source, compiled):
     with ThreadPoolExecutor(2) as pool:  # a lock on a file is held against another opening of it, also in one process
-        libraries = list(pool.map(compiled_library, ["portable", "portable"]))
+        libraries = list(pool.map(compile_library, ["portable", "portable"]))
     assert libraries[0] == libraries[1]
     assert len(compiled) == 1
 
 
 @needs_compiler
 def test_a_damaged_library_is_compiled_again(source, compiled):
-    library = compiled_library("portable")
+    library = compile_library("portable")
     library.write_bytes(library.read_bytes()[:-1])
     assert portable().outrider_one() == 1
     assert len(compiled) == 2
@@ -93,29 +93,29 @@ def test_a_damaged_library_is_compiled_again(source, compiled):
 
 @needs_compiler
 def test_libraries_unused_for_long_leave_the_cache(source, cache, compiled):
-    first = compiled_library("portable").parent
+    first = compile_library("portable").parent
     (cache / "objects-of-a-killed-process").mkdir()
     os.utime(first, (0, 0))
-    compiled_library("portable")  # used
+    compile_library("portable")  # used
     change(source)
-    compiled_library("portable")
+    compile_library("portable")
     assert first.is_dir()
     assert not list(cache.glob("objects-*"))
     os.utime(first, (0, 0))
     change(source)
-    compiled_library("portable")
+    compile_library("portable")
     assert not first.exists()
     assert len(compiled) == 3
 
 
 @needs_compiler
 def test_a_compiled_library_needs_no_compiler(source, monkeypatch):
-    library = compiled_library("portable")
+    library = compile_library("portable")
     monkeypatch.setenv("CXX", "/nonexistent")
-    assert compiled_library("portable") == library
+    assert compile_library("portable") == library
     change(source)
     with pytest.raises(CompileError, match="there is no C"):
-        compiled_library("portable")
+        compile_library("portable")
 
 
 def test_the_cache_is_the_users_unless_a_variable_names_another(monkeypatch):
@@ -133,7 +133,7 @@ def test_the_cache_is_the_users_unless_a_variable_names_another(monkeypatch):
 def test_a_source_that_does_not_compile_is_an_error(source, capsys):
     change(source, "this is not C++\n")
     with pytest.raises(CompileError, match=r"one\.cpp"):
-        compiled_library("portable")
+        compile_library("portable")
     assert build.main(["--all"]) == 1
     assert "one.cpp" in capsys.readouterr().err
 
@@ -142,7 +142,7 @@ def test_a_source_that_does_not_compile_is_an_error(source, capsys):
 def test_warnings_are_kept_with_the_library(source, compiled):
     change(source, "static int unused() { return 0; }\n")
     for _ in range(2):
-        library = compiled_library("portable")
+        library = compile_library("portable")
         assert "unused" in library.with_name(CACHED_ENTRY).read_text()
     assert len(compiled) == 1
 
@@ -157,7 +157,7 @@ def test_flags_that_the_compiler_does_not_know_are_a_reason(source, fake_compile
     script = 'case "$*" in *-mamx-tile*) echo "x.cpp: error: no option -mamx-tile" >&2; exit 1;; *" -o "*) ;; esac\n'
     script += 'for last; do :; done; case "$*" in *" -o "*) : > "$last";; esac'
     monkeypatch.setenv("CXX", str(fake_compiler(script)))
-    libraries, left_out = compiled_libraries({"portable": (), "amx": ("-mamx-tile",)})
+    libraries, left_out = compile_libraries({"portable": (), "amx": ("-mamx-tile",)})
     assert list(libraries) == ["portable"]
     assert left_out == {"amx": "fake 1.0: x.cpp: error: no option -mamx-tile"}
 

@@ -7,7 +7,7 @@ import pytest
 
 from outrider.engine.cpu_kernels import compiler, dot_product_speed, paths
 from outrider.engine.cpu_kernels.compiler import CompileError, find_compiler
-from outrider.engine.cpu_kernels.dot_product_speed import multiply_adds_are_faster
+from outrider.engine.cpu_kernels.dot_product_speed import are_multiply_adds_faster
 from outrider.engine.cpu_kernels.paths import REQUIRED_FLAGS, choose_kernels, processor_flags, processor_name
 from outrider.errors import ConfigError
 
@@ -37,16 +37,16 @@ class Libraries:
     def why_not_ready(self, library):
         return self.does_not_load.get(library.name, "")
 
-    def multiply_adds_are_faster(self, library, _processor):
+    def are_multiply_adds_faster(self, library, _processor):
         return library.name in self.slow_dot_products
 
 
 @pytest.fixture
 def libraries(tmp_path, monkeypatch):
     libraries = Libraries(tmp_path)
-    monkeypatch.setattr(paths, "compiled_library", libraries.compile)
+    monkeypatch.setattr(paths, "compile_library", libraries.compile)
     monkeypatch.setattr(paths, "_why_not_ready", libraries.why_not_ready)
-    monkeypatch.setattr(paths, "multiply_adds_are_faster", libraries.multiply_adds_are_faster)
+    monkeypatch.setattr(paths, "are_multiply_adds_faster", libraries.are_multiply_adds_faster)
     return libraries
 
 
@@ -135,16 +135,16 @@ def ratio(monkeypatch):
 @pytest.mark.parametrize(("measured", "is_faster"), [(0.5, False), (1.05, False), (1.5, True)])
 def test_dot_products_are_slow_where_they_take_longer_than_multiply_adds(ratio, tmp_path, measured, is_faster):
     ratio.value = measured
-    assert multiply_adds_are_faster(tmp_path / "library.so", "one") == is_faster
+    assert are_multiply_adds_faster(tmp_path / "library.so", "one") == is_faster
 
 
 def test_what_was_measured_is_kept_for_the_processor(ratio, tmp_path):
     library = tmp_path / "library.so"
-    assert not multiply_adds_are_faster(library, "one")
+    assert not are_multiply_adds_faster(library, "one")
     ratio.value = 2.0
-    assert multiply_adds_are_faster(library, "other")
-    assert not multiply_adds_are_faster(library, "one")
-    assert multiply_adds_are_faster(library, "other")
+    assert are_multiply_adds_faster(library, "other")
+    assert not are_multiply_adds_faster(library, "one")
+    assert are_multiply_adds_faster(library, "other")
     assert ratio.num_asked == 2
 
 
@@ -152,12 +152,12 @@ def test_what_was_measured_is_kept_for_the_processor(ratio, tmp_path):
 def test_what_was_not_kept_is_measured_again(ratio, tmp_path, why):
     library = tmp_path / ("none" * (why == "there is no folder")) / "library.so"
     ratio.load = 1e6 * (why == "the machine is loaded")
-    assert not multiply_adds_are_faster(library, "one")
+    assert not are_multiply_adds_faster(library, "one")
     if why == "it was damaged":
         (kept,) = tmp_path.iterdir()
         kept.write_text("")
     ratio.value, ratio.load = 2.0, 0.0
-    assert multiply_adds_are_faster(library, "one")
+    assert are_multiply_adds_faster(library, "one")
 
 
 def test_compiled_kernels_that_cannot_be_kept_are_told(source, cache):
@@ -173,7 +173,7 @@ def test_a_wanted_path_that_the_processor_has_not_is_an_error_with_the_reason(li
 
 def test_a_file_that_is_no_library_is_told(tmp_path, monkeypatch):
     (tmp_path / "library.so").touch()
-    monkeypatch.setattr(paths, "compiled_library", lambda *_: tmp_path / "library.so")
+    monkeypatch.setattr(paths, "compile_library", lambda *_: tmp_path / "library.so")
     choice = choose_kernels(cpu_flags=PORTABLE)
     assert choice.library is None
     assert "cannot be loaded" in choice.reason

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.interpreted_triton import multiply_in_one_order
+from tests.support.interpreted_triton import multiply_in_fixed_order
 
 FOLDER = Path(__file__).parent
 
@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _products_in_one_order(monkeypatch):
-    multiply_in_one_order(monkeypatch)
+    multiply_in_fixed_order(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -63,7 +63,7 @@ def runner(small_tiles):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME).eval()
     spec, _ = describe_decoder(model, dtype="float32", window=resolve_window(model.config))
-    plain = own_logits(model)
+    plain = reference_logits(model)
     make_deterministic(model)
     kinds = [type(module) for module in model.modules()]
     assert kinds.count(DeterministicRMSNorm) == 2 + 1
@@ -75,7 +75,7 @@ def runner(small_tiles):
 
 
 @torch.inference_mode()
-def own_logits(model):
+def reference_logits(model):
     """Returns transformers' logits of 6 tokens: [6, 96]."""
     model.set_attn_implementation("eager")
     logits = model(input_ids=torch.tensor([TOKENS[:6]]), use_cache=False).logits[0]

@@ -107,7 +107,7 @@ def model(request):
 
 
 @torch.inference_mode()
-def own_logits(own, token_ids):
+def reference_logits(own, token_ids):
     """Returns [num_tokens, vocab_size]."""
     return own(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
 
@@ -130,7 +130,7 @@ def test_ragged_steps_give_transformers_logits(model):
     """Two sequences in the same steps: chunks of prompts with and without logits, and decoding."""
     own, model = model
     node = Node(model)
-    expected, others = own_logits(own, TOKENS), own_logits(own, OTHERS)
+    expected, others = reference_logits(own, TOKENS), reference_logits(own, OTHERS)
     first, second = node.table(40), node.table(40)
     done = []
     none = node.forward(SequenceRows(TOKENS[:11], 0, first, 0), on_layer_done=done.append)
@@ -152,8 +152,8 @@ def test_rows_of_a_draft_tree_see_their_own_paths(model):
     node.forward(SequenceRows(TOKENS[:20], 0, table, 0))
     tree = [TOKENS[20], OTHERS[0], TOKENS[21], OTHERS[1], TOKENS[22]]
     found = node.forward(SequenceRows(tree, 20, table, 5, (-1, -1, 1, 1)))
-    on_path, beside = own_logits(own, TOKENS[:23]), own_logits(own, [*TOKENS[:22], OTHERS[1]])
-    sibling = own_logits(own, [*TOKENS[:21], OTHERS[0]])
+    on_path, beside = reference_logits(own, TOKENS[:23]), reference_logits(own, [*TOKENS[:22], OTHERS[1]])
+    sibling = reference_logits(own, [*TOKENS[:21], OTHERS[0]])
     close(found, torch.stack([on_path[20], sibling[21], on_path[21], beside[22], on_path[22]]))
 
 
@@ -166,7 +166,7 @@ def test_a_model_is_in_memory_once_and_its_modules_go_on(model):
     joined = model.model.base_model.layers[1].self_attn
     assert len({getattr(joined, f"{name}_proj").weight.untyped_storage().data_ptr() for name in "qkv"}) == 1
     node = Node(replace(model, fused=None))
-    close(node.forward(SequenceRows(TOKENS[:20], 0, node.table(40), 20)), own_logits(own, TOKENS[:20]))
+    close(node.forward(SequenceRows(TOKENS[:20], 0, node.table(40), 20)), reference_logits(own, TOKENS[:20]))
 
 
 @pytest.mark.parametrize("takes_final_norm", [False, True])
@@ -200,9 +200,9 @@ def test_captured_steps_are_the_same(monkeypatch):
     node = Node(model, reduction, GraphShapes(4))
     node.runner.capture_graphs()
     first, second = node.table(40), node.table(40)
-    close(node.forward(SequenceRows(TOKENS[:3], 0, first, 3)), own_logits(own, TOKENS[:3]))
+    close(node.forward(SequenceRows(TOKENS[:3], 0, first, 3)), reference_logits(own, TOKENS[:3]))
     found = node.forward(SequenceRows(OTHERS[:1], 0, second, 1), SequenceRows(TOKENS[3:5], 3, first, 2))
-    close(found, torch.cat([own_logits(own, OTHERS[:1]), own_logits(own, TOKENS[:5])[3:]]))
+    close(found, torch.cat([reference_logits(own, OTHERS[:1]), reference_logits(own, TOKENS[:5])[3:]]))
     assert len(replayed) == 2
     with torch.inference_mode():
         states = own(input_ids=torch.tensor([TOKENS[:5]]), output_hidden_states=True, use_cache=False).hidden_states
@@ -237,7 +237,7 @@ def test_a_row_has_the_same_bits_alone_and_in_company(name, monkeypatch):
     node = Node(model)
     table = node.table(40)
     whole = node.forward(SequenceRows(TOKENS[:6], 0, node.table(40), 6))
-    close(whole, own_logits(own, TOKENS[:6]))
+    close(whole, reference_logits(own, TOKENS[:6]))
     alone = [node.forward(SequenceRows([token], at, table, 1)) for at, token in enumerate(TOKENS[:4])]
     assert torch.equal(torch.cat(alone), whole[:4])
     company = node.forward(SequenceRows(OTHERS[:2], 0, node.table(40), 2), SequenceRows(TOKENS[4:6], 4, table, 2))

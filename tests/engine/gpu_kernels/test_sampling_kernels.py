@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 kernels = pytest.importorskip("outrider.engine.sampler.triton_decider")
 filters = pytest.importorskip("outrider.engine.gpu_kernels.filters")
 race = pytest.importorskip("outrider.engine.gpu_kernels.race")
-by_kernels = pytest.importorskip("tests.support.rolling").by_kernels
+decide_by_kernels = pytest.importorskip("tests.support.rolling").decide_by_kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 
@@ -29,13 +29,13 @@ def _small_programs(monkeypatch):
     monkeypatch.setattr(filters, "CHUNK", 64)
     monkeypatch.setattr(filters, "LANES", 16)
     monkeypatch.setattr(filters, "SLICES", 4)
-    monkeypatch.setattr(filters, "MOST_LISTED", 100)
+    monkeypatch.setattr(filters, "MAX_LISTED", 100)
     monkeypatch.setattr(race, "BLOCKS_PER_PROGRAM", 2)
 
 
 def test_golden_arrivals_decide_a_flat_row(monkeypatch):
     monkeypatch.setattr(race, "BLOCKS_PER_PROGRAM", 64)
-    sampler = by_kernels(Sampler(vocab_size=49152, known_token_ids=torch.ones(49152, dtype=torch.bool)))
+    sampler = decide_by_kernels(Sampler(vocab_size=49152, known_token_ids=torch.ones(49152, dtype=torch.bool)))
     state = sampler.start(SamplingParams(seed=0x0123456789ABCDEF, max_tokens=9), sample=0, prompt_token_ids=[])
     assert sampler.sample(torch.zeros(1, 49152), [SampleRows(state, 1000)]).token_ids == [20435]
 
@@ -45,7 +45,7 @@ def test_decisions_are_those_of_the_oracle(vocab_size, is_full):
     rng = np.random.default_rng(vocab_size)
     for _ in range(2 if is_full else 1):
         pair = Pair(vocab_size, random_known(rng, vocab_size))
-        by_kernels(pair.samplers[0])
+        decide_by_kernels(pair.samplers[0])
         pair.check_random_step(rng, num_sequences=3)
 
 
@@ -67,7 +67,7 @@ def check_limits(values, params):
     sampler = Sampler(vocab_size=num_ids, known_token_ids=torch.ones(num_ids, dtype=torch.bool))
     states = [sampler.start(each, sample=0, prompt_token_ids=[]) for each in params]
     decisions = [decision for state in states for decision in SampleRows(state, 5).decisions()]
-    table = torch.from_numpy(by_kernels(sampler).decider.table(decisions))
+    table = torch.from_numpy(decide_by_kernels(sampler).decider.table(decisions))
     found = kernels.limits_of(values, table)
 
     divided = values / torch.tensor([[each.temperature] for each in params])
@@ -117,7 +117,7 @@ def test_a_whole_vocabulary_is_limited_by_programs_of_their_real_size(shape, mon
     values[:, -256:] -= 30.0  # reserved ids side by side must not spoil the bound
     num_kept = check_limits(torch.from_numpy(values), params)
     assert num_kept[0] <= 50
-    assert (num_kept[1] < filters.MOST_LISTED) == (shape == "normal")
+    assert (num_kept[1] < filters.MAX_LISTED) == (shape == "normal")
 
 
 def test_a_list_that_is_enough_is_all_that_is_searched(monkeypatch):
@@ -140,7 +140,7 @@ def test_a_list_that_is_enough_is_all_that_is_searched(monkeypatch):
 
 
 def test_rows_without_filters_have_no_limits_and_ask_for_none(monkeypatch):
-    sampler = by_kernels(Sampler(vocab_size=70, known_token_ids=torch.ones(70, dtype=torch.bool)))
+    sampler = decide_by_kernels(Sampler(vocab_size=70, known_token_ids=torch.ones(70, dtype=torch.bool)))
     rng = np.random.default_rng(5)
     params = random_params(rng, 70, temperature=0.0, top_p=0.5, logit_bias=())
     state = sampler.start(params, sample=0, prompt_token_ids=[])

@@ -11,7 +11,7 @@ import torch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
-from outrider.engine.memory import KVRoom, pool_size
+from outrider.engine.memory import KVMemory, pool_size
 from outrider.engine.model_spec import ModelSpec
 from outrider.errors import ConfigError, InternalError
 
@@ -146,7 +146,7 @@ BLOCK_BYTES = SPEC.bytes_per_token * 4
 
 def room_of(num_blocks):
     """Returns main memory with room for this number of blocks."""
-    return KVRoom(free_bytes=num_blocks * BLOCK_BYTES, whole_bytes=num_blocks * BLOCK_BYTES)
+    return KVMemory(free_bytes=num_blocks * BLOCK_BYTES, whole_bytes=num_blocks * BLOCK_BYTES)
 
 
 ROOM = room_of(10_000)
@@ -171,7 +171,7 @@ def test_a_pool_that_cannot_hold_a_window_is_refused_with_the_fix():
         blocks(room_of(15))
 
 
-GPU_ROOM = KVRoom(
+GPU_ROOM = KVMemory(
     free_bytes=500 * BLOCK_BYTES,
     whole_bytes=1000 * BLOCK_BYTES,
     own_bytes=250 * BLOCK_BYTES,

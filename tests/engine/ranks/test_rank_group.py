@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from outrider.engine.ranks.channel import Channel, RankLostError
-from outrider.engine.ranks.commands import KvRequest, Mark, MoveSlots, Stop
+from outrider.engine.ranks.commands import CommandMark, KvRequest, MoveSlots, Stop
 from outrider.engine.ranks.group import Member, RankGroup
 from outrider.engine.ranks.worker import RankProgress
 
@@ -96,7 +96,7 @@ def test_a_rank_that_leaves_a_request_for_kv_unanswered_is_lost(rig):
         rig.far_kv.close()
         with pytest.raises(RankLostError, match="rank 1"):
             rig.group.ask(
-                1, KvRequest(plane="k", layers=range(1), slots=np.zeros(1, int), heads=range(1), after=Mark(0))
+                1, KvRequest(plane="k", layers=range(1), slots=np.zeros(1, int), heads=range(1), after=CommandMark(0))
             )
         assert "status -9" in str(rig.lost.get(timeout=PATIENCE_SECONDS))
 
@@ -110,9 +110,9 @@ def test_progress_is_ordered_by_commands_then_layers():
     progress = RankProgress()
     reached = []
     for advance in (lambda: progress.layer_done(0), lambda: progress.layer_done(1), progress.command_done):
-        assert not progress.wait_for(Mark(1), 0)
+        assert not progress.wait_for(CommandMark(1), 0)
         advance()
-        reached.append([progress.wait_for(Mark(0, layers), 0) for layers in (1, 2, 3)])
+        reached.append([progress.wait_for(CommandMark(0, layers), 0) for layers in (1, 2, 3)])
     assert reached == [[True, False, False], [True, True, False], [True, True, True]]
-    assert progress.wait_for(Mark(1), 0)
-    assert not progress.wait_for(Mark(1, 1), 0)
+    assert progress.wait_for(CommandMark(1), 0)
+    assert not progress.wait_for(CommandMark(1, 1), 0)

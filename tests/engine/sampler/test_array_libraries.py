@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from outrider.engine.arrays import in_pieces
+from outrider.engine.arrays import map_row_chunks
 from outrider.engine.sampler import SampleRows, logprobs
 from outrider.engine.sampler.order import order_keys
 from outrider.request import LogprobsMode, LogprobsRequest, VerificationMethod
@@ -100,7 +100,7 @@ def test_keys_and_tables_of_logprobs_have_the_same_bits(vocab_size):
     for num_top in {0, 1, min(20, vocab_size)}:
         tables = []
         for kind in (NUMPY, TORCH):
-            table = in_pieces(partial(logprobs._table, num_top), kind.array(logits), kind.array(token_ids))
+            table = map_row_chunks(partial(logprobs._table, num_top), kind.array(logits), kind.array(token_ids))
             tables.append(np.asarray(table).copy())
             tables[-1][:, 2] += 0.0  # the largest value may be either zero
         one, other = tables

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from outrider.engine.arrays import largest_of
+from outrider.engine.arrays import largest_keys
 from outrider.engine.sampler.filters import limits_of
 from outrider.engine.sampler.order import ids_of_keys, lowest_keys, order_keys, values_of_keys
 from tests.engine.sampler.reference import params_of, reference_distribution
@@ -70,4 +70,4 @@ def test_keys_sort_as_values_do_and_equals_by_rising_id(array):
     lowest = np.asarray(lowest_keys(array(values)))
     assert np.array_equal(np.asarray(keys[0])[:, None] >= lowest[None], values[:, None] >= values[None])
     for number in (0, 1, 7, 999, 1000):
-        assert ids_of_keys(largest_of(keys, number))[0].tolist() == order[:number].tolist()
+        assert ids_of_keys(largest_keys(keys, number))[0].tolist() == order[:number].tolist()

@@ -10,7 +10,7 @@ import torch
 
 from outrider.engine.pending import read
 from outrider.engine.sampler import Sampler, SampleRows
-from outrider.engine.sampler.logprobs import pending_prompt_logprobs, take_scored_rows
+from outrider.engine.sampler.logprobs import pending_prompt_logprobs, split_scored_rows
 from outrider.engine.scheduler import EngineSequence, PromptScoring, Scheduled, StepPlan
 from outrider.request import LogprobsRequest, SamplingParams
 
@@ -74,7 +74,7 @@ def test_a_plans_last_rows_are_taken(logits, token_ids):
             Scheduled(second, 5, 0, False, token_ids[4:9]),
         )
     )
-    others, scored = take_scored_rows(plan, logits[:12])
+    others, scored = split_scored_rows(plan, logits[:12])
     assert others.tolist() == logits[:3].tolist()
     assert {each.key: list(entries) for each, entries in read(*scored)} == {
         1: read(pending_prompt_logprobs(logits[3:7], token_ids[:4], 2))[0],
@@ -86,6 +86,6 @@ def test_a_plans_last_rows_are_taken(logits, token_ids):
 
 def test_a_plan_without_prompts_to_score_keeps_its_rows(logits):
     plan = StepPlan(scheduled=(Scheduled(EngineSequence(key=3, token_ids=[0]), 1, 0, True),))
-    others, scored = take_scored_rows(plan, logits)
+    others, scored = split_scored_rows(plan, logits)
     assert others is logits
     assert scored == []

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from outrider.engine.sampler import SampleRows
-from outrider.engine.sampler.order import first_of_largest
+from outrider.engine.sampler.order import first_argmax
 from outrider.errors import InternalError
 from outrider.request import LogprobsMode, LogprobsRequest
 from tests.engine.sampler.reference import params_of
@@ -83,7 +83,7 @@ def test_ties_go_to_the_lowest_id_when_greedy(make_sampler):
     sampler = make_sampler(VOCAB_SIZE)
     assert draw(sampler, logits, params_of(temperature=0.0)) == [0, 70, 299]
     assert draw(sampler, logits, params_of(temperature=0.0, presence_penalty=1e-9), prompt=[4]) == [0, 70, 299]
-    assert first_of_largest(sampler.array(logits)).tolist() == [0, 70, 299]
+    assert first_argmax(sampler.array(logits)).tolist() == [0, 70, 299]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.5])

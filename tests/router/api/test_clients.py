@@ -11,7 +11,7 @@ import pytest
 from outrider.v1 import router_pb2
 from router.api.clients import TokenFile, host_of_peer
 from tests.router.api.test_token_file import line, shown
-from tests.router.conftest import PATIENCE_SECONDS, read_on, refused, told
+from tests.router.conftest import PATIENCE_SECONDS, read_rest, refused, told
 
 ALICE, BOB = shown("a-secret"), shown("b-secret")
 
@@ -74,7 +74,7 @@ async def test_requests_belong_to_who_made_them(cluster, clients):
         metadata=BOB,
         timeout=2 * PATIENCE_SECONDS,
     )
-    assert (await read_on(others))[-1].HasField("summary")
+    assert (await read_rest(others))[-1].HasField("summary")
     assert (await refused(cluster.stub.Generate(request, metadata=ALICE))).reason == "DUPLICATE_REQUEST_ID"
     assert (await cluster.stub.Abort(abort, metadata=ALICE)).aborted
     while not (message := await own.read()).HasField("finished"):
@@ -92,7 +92,7 @@ async def test_another_router_goes_on_for_the_same_client_only(router_pair, clie
     stub, resume = router_pair.second.stub, router_pb2.ResumeRequest(request_id="r", next_positions={0: start})
     failure = await refused(stub.Resume(resume, metadata=BOB, timeout=PATIENCE_SECONDS))
     assert failure.code is grpc.StatusCode.NOT_FOUND
-    messages = await read_on(stub.Resume(resume, metadata=ALICE))
+    messages = await read_rest(stub.Resume(resume, metadata=ALICE))
     assert len(told(messages)) == router_pair.num_tokens
     assert router_pair.first.decode.opened[-1].options.cache_salt == b"alice"
 
@@ -100,7 +100,7 @@ async def test_another_router_goes_on_for_the_same_client_only(router_pair, clie
 async def test_prefixes_are_cached_for_each_tenant(cluster, clients):
     await cluster.serve(clients=clients)
     for metadata in (ALICE, BOB):
-        await read_on(cluster.stub.Generate(cluster.request(), metadata=metadata, timeout=PATIENCE_SECONDS))
+        await read_rest(cluster.stub.Generate(cluster.request(), metadata=metadata, timeout=PATIENCE_SECONDS))
     assert [opened.options.cache_salt for opened in cluster.decode.opened] == [b"alice", b"bob"]
     assert [call.options.cache_salt for call in cluster.prefill.requests] == [b"alice", b"bob"]
 

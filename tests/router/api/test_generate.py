@@ -32,7 +32,7 @@ async def test_an_answer_starts_streams_and_sums_up(cluster):
 
 
 async def test_summary_has_the_figures_of_all_nodes(cluster):
-    cluster.decode.accepted_drafts_per_step = 2
+    cluster.decode.num_accepted_per_step = 2
     cluster.decode.tokens_per_step = 3
     cluster.prefill.num_cached_tokens = 4
     await cluster.serve()

@@ -42,7 +42,7 @@ async def serve(http, **fields):
 
 
 async def test_a_requests_page_has_the_agreed_fields_and_times_from_its_arrival(http):
-    http.cluster.decode.tokens_per_step, http.cluster.decode.accepted_drafts_per_step = 3, 2
+    http.cluster.decode.tokens_per_step, http.cluster.decode.num_accepted_per_step = 3, 2
     answer = await serve(http)
     (summary,) = (await http.json("/api/requests"))["requests"]
     metrics = answer.summary.metrics
@@ -84,7 +84,7 @@ async def test_a_requests_page_has_the_agreed_fields_and_times_from_its_arrival(
 
 
 async def test_the_text_of_tokens_is_there_only_where_text_may_be_logged(http):
-    http.cluster.decode.accepted_drafts_per_step, http.cluster.decode.rejected_draft_token_ids = 0, (104, 105)
+    http.cluster.decode.num_accepted_per_step, http.cluster.decode.rejected_draft_token_ids = 0, (104, 105)
     await serve(http, text="a secret prompt", max_tokens=3)
     (record,) = http.cluster.context.records
     assert not any(step.token_ids or step.rejected_token_ids for step in record.steps), "nor is it kept"
@@ -99,7 +99,7 @@ async def test_the_text_of_tokens_is_shown_where_text_may_be_logged(cluster):
     cluster.shows_text = True
     await cluster.start()
     http = Http(cluster)
-    cluster.decode.accepted_drafts_per_step, cluster.decode.rejected_draft_token_ids = 0, (104, 105)
+    cluster.decode.num_accepted_per_step, cluster.decode.rejected_draft_token_ids = 0, (104, 105)
     cluster.decode.script = cluster.says("hé!")
     await serve(http, max_tokens=8)
     steps = (await http.json("/api/requests/1"))["steps"]

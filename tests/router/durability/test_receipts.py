@@ -22,7 +22,7 @@ from router.config import RouterConfig
 from router.durability.receipts import directory, keeper
 from router.durability.receipts.base import ReceiptLine
 from router.durability.receipts.directory import DirectoryReceipts
-from tests.router.conftest import PATIENCE_SECONDS, read_on, refused, told
+from tests.router.conftest import PATIENCE_SECONDS, read_rest, refused, told
 from tests.support.receipts import receipt
 
 SEGMENT_BYTES = 1 << 16
@@ -107,7 +107,7 @@ async def test_an_answer_that_is_aborted_left_or_failed_says_so_and_has_its_toke
         match ending:
             case "aborted":
                 await cluster.stub.Abort(router_pb2.AbortRequest(request_id=ending))
-                await read_on(call)
+                await read_rest(call)
             case "left":
                 call.cancel()
             case "failed":

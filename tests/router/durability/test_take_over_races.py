@@ -11,7 +11,7 @@ from outrider.errors import AbortedError, PeerLostError
 from outrider.v1 import router_pb2
 from router.api.clients import Caller
 from router.requests.events import Timer
-from tests.router.conftest import PATIENCE_SECONDS, read_on, refused, told
+from tests.router.conftest import PATIENCE_SECONDS, read_rest, refused, told
 from tests.router.take_over import gated, request, run_ahead_of_the_store, serve, watched
 from tests.support.router_fakes import fake_model_info
 from tests.support.router_fakes.decode_node import letters
@@ -133,7 +133,7 @@ async def test_a_client_that_goes_to_another_router_and_back_keeps_its_stream(pa
     renewal.open()
     await pair.second.eventually(lambda: "r" not in pair.second.service.requests, what="the second router has heard")
     pair.first.decode.step_seconds = 0.0
-    assert told(await read_on(back)) == letters(pair.first.decode.opened[0], 0)
+    assert told(await read_rest(back)) == letters(pair.first.decode.opened[0], 0)
 
 
 async def test_a_resume_that_hears_late_of_a_take_over_leaves_the_request_that_came_back(pair, monkeypatch):
@@ -160,7 +160,7 @@ async def test_a_resume_that_hears_late_of_a_take_over_leaves_the_request_that_c
     assert (await late.read()).HasField("started")
     renewal.open()
     pair.first.decode.step_seconds = 0.0
-    assert told(await read_on(late)) == letters(pair.first.decode.opened[0], 0)
+    assert told(await read_rest(late)) == letters(pair.first.decode.opened[0], 0)
 
 
 async def test_an_abort_at_the_router_that_has_lost_the_request_reaches_the_one_that_has_it(pair):
@@ -173,7 +173,7 @@ async def test_an_abort_at_the_router_that_has_lost_the_request_reaches_the_one_
     assert (await resumed.read()).HasField("started")
     assert "r" in pair.first.service.requests, "it has not heard of the take-over"
     assert (await pair.first.stub.Abort(router_pb2.AbortRequest(request_id="r"))).aborted
-    (finished,) = [message.finished for message in await read_on(resumed) if message.HasField("finished")]
+    (finished,) = [message.finished for message in await read_rest(resumed) if message.HasField("finished")]
     assert finished.reason == router_pb2.FINISH_REASON_ABORTED
 
 
@@ -208,7 +208,7 @@ async def test_a_resume_whose_window_ends_while_the_store_is_asked_is_not_left_w
         await call.read()
     call.cancel()
     gate, requests = gated(store, "read"), cluster.service.requests
-    resumed = asyncio.ensure_future(read_on(cluster.resume_call()))
+    resumed = asyncio.ensure_future(read_rest(cluster.resume_call()))
     await gate.until_entered()
     await cluster.eventually(lambda: not requests._by_key, what="the window's end")
     gate.open()

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.client import AsyncClient
 from outrider.v1 import router_pb2
-from tests.router.conftest import RouterPair, read_on, refused, told
+from tests.router.conftest import RouterPair, read_rest, refused, told
 from tests.support.router_fakes import fake_model_info
 from tests.support.router_fakes.decode_node import letters
 
@@ -76,7 +76,7 @@ async def test_a_request_that_cannot_go_on_elsewhere_stays_with_its_owner(pair):
     failure = await refused(pair.second.resume_call({0: deltas[-1].start_position}))
     assert failure.reason == "NOT_REPRODUCIBLE"
     pair.first.decode.step_seconds = 0.0
-    assert (await read_on(call))[-1].HasField("summary")
+    assert (await read_rest(call))[-1].HasField("summary")
 
 
 async def test_a_finished_answer_can_be_read_at_another_router(pair):
@@ -100,11 +100,11 @@ async def test_without_the_store_running_answers_go_on_and_new_ones_get_what_is_
         assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, "STORE_LOST")
     else:
         second = pair.first.stub.Generate(other)
-        assert told(await read_on(second)) == letters(pair.first.decode.opened[1], 0)
+        assert told(await read_rest(second)) == letters(pair.first.decode.opened[1], 0)
         assert ("outrider-store", "lost") in tuple(await second.trailing_metadata())
     plain = pair.first.request(max_tokens=5)
     assert len((await pair.first.generate(plain)).token_ids()) == 5
-    assert (await read_on(call))[-1].summary.usage.num_generated_tokens == NUM_TOKENS
+    assert (await read_rest(call))[-1].summary.usage.num_generated_tokens == NUM_TOKENS
 
 
 CUT_OFF = {"seed": 4, "strike": "a drain that was cut off"}

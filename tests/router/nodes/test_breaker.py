@@ -126,13 +126,13 @@ async def test_a_request_that_fails_wherever_it_goes_opens_no_breaker(node_pair,
     nodes = node_pair.prefills if role == "prefill" else node_pair.decodes
     links = [node_pair.link_of(node) for node in nodes]
     for node in nodes:
-        node.fails_with, node.gives_up_opens = grpc.StatusCode.INTERNAL, True
+        node.fails_with, node.fails_opens = grpc.StatusCode.INTERNAL, True
     if role == "prefill":  # then the decode node computes the prompt
         assert (await node_pair.generate(max_tokens=2)).token_ids()
     else:
         assert (await node_pair.fail(max_tokens=2)).reason == "REQUEST_LOSES_NODES"
     assert not any(link.breaker.is_open for link in links)
-    nodes[0].fails_with, nodes[0].gives_up_opens = None, False
+    nodes[0].fails_with, nodes[0].fails_opens = None, False
     assert (await node_pair.generate(max_tokens=2)).token_ids()
     assert not links[0].breaker.is_open
     await node_pair.eventually(lambda: not node_pair.context.placement.num_placed)

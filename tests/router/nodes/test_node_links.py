@@ -51,7 +51,7 @@ async def pauses_of(monkeypatch, states, num_pauses=60):
         return "f"
 
     monkeypatch.setattr(node_link, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": pause}))
-    owner = SimpleNamespace(approve=approve, link_changed=lambda: None)
+    owner = SimpleNamespace(approve=approve, on_link_change=lambda: None)
     link = NodeLink(
         role=NodeRole.DECODE,
         address="a:1",

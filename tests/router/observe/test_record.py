@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from outrider.errors import InternalError, PeerLostError
 from outrider.node import NodeLoad
-from outrider.node_stamp import NodeStamp
+from outrider.node_stamp import NodeVersion
 from outrider.prefill import PrefillFigures
 from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.session import Granted, KvReady, SampleTokens, SpeculationCounts
@@ -21,14 +21,14 @@ from router.observe.spans import (
     MAX_REQUEST_MOVES,
     MAX_REQUEST_SPANS,
     MAX_REQUEST_STEPS,
-    TOKENS_OF_A_STEP,
+    TOKENS_PER_EXTRA_STEP,
     Span,
     SpanKind,
 )
 from tests.router.conftest import eventually
 
-NODE = SimpleNamespace(name="decode-0", report=None, stamp=NodeStamp("decode-0", "decode", "fake", "exact (fake)"))
-PREFILL = SimpleNamespace(name="prefill-0", stamp=NodeStamp("prefill-0", "prefill", "fake", "exact (fake)"))
+NODE = SimpleNamespace(name="decode-0", report=None, stamp=NodeVersion("decode-0", "decode", "fake", "exact (fake)"))
+PREFILL = SimpleNamespace(name="prefill-0", stamp=NodeVersion("prefill-0", "prefill", "fake", "exact (fake)"))
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +156,9 @@ def test_steps_of_all_requests_are_bounded_and_room_comes_from_the_request_that_
 
 
 def test_tokens_that_are_kept_take_room(metrics):
-    records = Records(8, max_steps=10, keeps_tokens=True)
+    records = Records(8, max_steps=10, records_tokens=True)
     first, second = [records.begin(name, metrics) for name in "ab"]
-    long = SampleTokens(b"g", 0, 0, (7,), rejected_draft_token_ids=(8,) * (6 * TOKENS_OF_A_STEP))
+    long = SampleTokens(b"g", 0, 0, (7,), rejected_draft_token_ids=(8,) * (6 * TOKENS_PER_EXTRA_STEP))
     for record in (first, second):
         add_step(record, long)
     assert (len(first.steps), len(second.steps), second.num_dropped_steps) == (1, 0, 1)
@@ -241,7 +241,7 @@ async def test_a_request_of_a_client_that_left_is_aborted_and_one_that_waits_is_
 
 
 async def test_a_request_that_fails_says_why(cluster):
-    cluster.decode.gives_up_opens = True
+    cluster.decode.fails_opens = True
     await cluster.serve()
     failure = await cluster.fail()
     (record,) = cluster.context.records

@@ -12,7 +12,7 @@ from outrider.service.telemetry.metrics import RouterMetrics
 from outrider.v1 import router_pb2
 from router.observe.records import Records
 from router.observe.spans import MAX_REQUEST_SPANS, MAX_TRACED, SpanKind
-from tests.router.conftest import PATIENCE_SECONDS, eventually, make_request, read_on, refused, told
+from tests.router.conftest import PATIENCE_SECONDS, eventually, make_request, read_rest, refused, told
 from tests.support.router_fakes import letters
 from tests.support.traces import CALLER_ID, HOSTILE, NOT_SAMPLED, TRACE_ID, TRACEPARENT, KeptSpans
 
@@ -26,7 +26,7 @@ def tracer():
 
 async def generate(cluster, metadata=METADATA, **fields):
     call = cluster.stub.Generate(make_request(**fields), metadata=metadata, timeout=PATIENCE_SECONDS)
-    return await read_on(call)
+    return await read_rest(call)
 
 
 def named(tracer, name):
@@ -69,7 +69,7 @@ async def test_a_request_that_moves_shows_both_decode_nodes(node_pair, tracer):
     busy, free = node_pair.busy_and_free()
     await busy.break_sessions()
     node_pair.pace(0.0)
-    await read_on(call)
+    await read_rest(call)
     await eventually(lambda: tracer.named("generate"))
     first, second = tracer.named("attempt")
     assert first.attributes["outrider.decode_node"] == busy.name
@@ -129,7 +129,7 @@ async def test_a_request_that_is_taken_over_continues_the_trace_of_the_call_that
     await router_pair.kill_first()
     request = router_pb2.ResumeRequest(request_id="r", next_positions={0: started.num_prompt_tokens})
     call = router_pair.second.stub.Resume(request, metadata=METADATA, timeout=PATIENCE_SECONDS)
-    assert told(await read_on(call)) == letters(router_pair.first.decode.opened[0], 0)
+    assert told(await read_rest(call)) == letters(router_pair.first.decode.opened[0], 0)
     await eventually(lambda: tracer.named("generate"))
     whole = named(tracer, "generate")
     assert (whole.context.trace_id, whole.context.parent_id) == (TRACE_ID, CALLER_ID)

@@ -7,7 +7,7 @@ import asyncio
 import grpc
 import pytest
 
-from outrider.node_stamp import NodeStamp, stamps_from_text, stamps_to_text
+from outrider.node_stamp import NodeVersion, format_node_versions, parse_node_versions
 from outrider.request import VerificationMethod
 from outrider.v1 import router_pb2
 from tests.router.conftest import PATIENCE_SECONDS
@@ -36,7 +36,7 @@ def call(request, cluster):
 
 
 async def test_an_answer_says_its_tokens_ttft_and_acceptance_length(cluster, call):
-    cluster.decode.accepted_drafts_per_step = 2
+    cluster.decode.num_accepted_per_step = 2
     cluster.decode.tokens_per_step = 3
     await cluster.serve()
     trailers, messages, _ = await finish(call(max_tokens=9, n=2))
@@ -50,13 +50,13 @@ async def test_an_answer_names_the_nodes_that_worked_on_it(cluster, call):
     cluster.decode.name = "a node; of \x00 ünusual name" + 200 * "!"
     await cluster.serve()
     trailers, _, _ = await finish(call(max_tokens=8))
-    decode, prefill = stamps_from_text(trailers["outrider-nodes"])
-    assert decode == NodeStamp(("a_node__of____nusual_name" + 200 * "!")[:100], "decode", "fake", "exact (fake)")
-    assert prefill == NodeStamp("prefill-0", "prefill", "fake", "exact (fake)")
-    many = [NodeStamp(f"node-{number}", "decode", "fake", "exact (fake)") for number in range(100)]
-    text = stamps_to_text(many)
+    decode, prefill = parse_node_versions(trailers["outrider-nodes"])
+    assert decode == NodeVersion(("a_node__of____nusual_name" + 200 * "!")[:100], "decode", "fake", "exact (fake)")
+    assert prefill == NodeVersion("prefill-0", "prefill", "fake", "exact (fake)")
+    many = [NodeVersion(f"node-{number}", "decode", "fake", "exact (fake)") for number in range(100)]
+    text = format_node_versions(many)
     assert 900 < len(text) <= 1024
-    assert list(stamps_from_text(text)) == many[: len(stamps_from_text(text))]
+    assert list(parse_node_versions(text)) == many[: len(parse_node_versions(text))]
 
 
 async def test_what_was_not_measured_is_left_out(cluster, call):
@@ -95,7 +95,7 @@ async def test_an_aborted_answer_says_what_there_was_of_it(cluster, call):
     cluster.decode.step_seconds = 0.02  # slow, so that the test can interrupt it
     await cluster.serve()
     running = asyncio.ensure_future(finish(call(request_id="doomed", max_tokens=400)))
-    await cluster.eventually(lambda: cluster.decode.most_sent > 2)
+    await cluster.eventually(lambda: cluster.decode.max_sent > 2)
     assert (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="doomed"))).aborted
     trailers, messages, error = await running
     assert error is None
@@ -109,7 +109,7 @@ async def test_a_failed_answer_has_its_figures_beside_the_errors_details(cluster
     cluster.decode.step_seconds = 0.02  # slow, so that the test can interrupt it
     await cluster.serve(no_node_timeout_seconds=0.3)
     running = asyncio.ensure_future(finish(call(max_tokens=400)))
-    await cluster.eventually(lambda: cluster.decode.most_sent > 2)
+    await cluster.eventually(lambda: cluster.decode.max_sent > 2)
     await cluster.decode.stop()
     trailers, _, error = await running
     assert cluster.failure_of(error).reason == "NO_NODE"

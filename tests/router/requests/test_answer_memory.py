@@ -39,7 +39,7 @@ class Holder:
     def __init__(self, budget, stalled_since=None, *, delivered_at=None, left_at=None, num_made=0, **fields):
         self.error = None
         self.budget = budget
-        self.account = budget.open(request(**fields), num_made_tokens=num_made)
+        self.account = budget.open(request(**fields), num_known_tokens=num_made)
         self.account.give_up = self.give_up
         states = zip(Unread, (delivered_at, stalled_since, left_at), strict=True)
         self.account.unread = next(((why, since) for why, since in states if since is not None), None)

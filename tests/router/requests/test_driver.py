@@ -17,7 +17,7 @@ from outrider.v1 import router_pb2
 from router.api import registry
 from router.api.request_parsing import read_request
 from router.observe.spans import RequestState
-from tests.router.conftest import PATIENCE_SECONDS, read_on, refused, told
+from tests.router.conftest import PATIENCE_SECONDS, read_rest, refused, told
 from tests.support.router_fakes import FakeDecodeNode
 
 LABELS = {"model_name": "fake-model", "reason": "INTERNAL"}
@@ -121,7 +121,7 @@ async def end(cluster, call, how):
     match how:
         case "abort":
             await cluster.stub.Abort(router_pb2.AbortRequest(request_id="r"))
-            await read_on(call)
+            await read_rest(call)
             return
         case "client leaves":
             call.cancel()
@@ -201,7 +201,7 @@ async def test_a_name_is_taken_while_its_request_is_encoded_and_cannot_be_read_o
     cluster.service.requests.fail_all(PeerLostError("a drain's deadline", reason="DRAINING"))
     assert not cluster.service.requests.is_idle
     cluster.encoded.set()
-    assert (await read_on(encoding))[-1].HasField("summary")
+    assert (await read_rest(encoding))[-1].HasField("summary")
 
 
 @pytest.mark.parametrize("end", ["its client leaves", "the router stops"])
@@ -232,7 +232,7 @@ async def test_a_stream_that_another_one_took_over_does_not_begin_the_window_whe
     second = cluster.resume_call()
     await second.read()
     assert (await refused(first)).reason == "RESUMED_ELSEWHERE"
-    assert len(told(await read_on(second))) == 60
+    assert len(told(await read_rest(second))) == 60
     await cluster.is_empty()
 
 

@@ -108,7 +108,7 @@ async def test_a_late_node_is_not_waited_for_and_is_believed_again(pair):
         task, busy, free = await pair.begin(LONG)
         link = pair.link_of(busy)
         busy.freeze()
-        await pair.eventually(lambda free=free: free.most_sent > 30)
+        await pair.eventually(lambda free=free: free.max_sent > 30)
         answer = await task
         assert answer.token_ids() == letters(free.opened[-1], 0)[:LONG]
         assert set(answer.summary.metrics.nodes) >= {"decode-0", "decode-1"}

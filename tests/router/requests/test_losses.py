@@ -21,11 +21,11 @@ async def test_a_node_that_a_waiting_request_avoids_serves_those_behind_it(node_
     monkeypatch.setattr("router.nodes.link.NO_ROOM_RETRY_SECONDS", FOREVER_SECONDS)
     sick, full = node_pair.decodes
     full.max_running = 0
-    sick.gives_up_opens = True
+    sick.fails_opens = True
     await node_pair.serve()
     avoiding = asyncio.ensure_future(node_pair.generate(max_tokens=4))
     await node_pair.eventually(lambda: node_pair.link_of(sick).breaker.is_open)
-    sick.gives_up_opens = False
+    sick.fails_opens = False
     await node_pair.eventually(lambda: node_pair.context.queue.num_waiting == 1)
     later = node_pair.generate(max_tokens=4)
     assert len((await asyncio.wait_for(later, PATIENCE_SECONDS / 3)).token_ids()) == 4

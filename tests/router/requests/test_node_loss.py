@@ -55,7 +55,7 @@ async def test_an_answer_goes_on_when_its_only_decode_node_is_back_or_gives_it_u
     cluster.decode.step_seconds = 0.002
     await cluster.serve()
     streaming = start_stream(cluster)
-    await cluster.eventually(lambda: cluster.decode.most_sent > 2)
+    await cluster.eventually(lambda: cluster.decode.max_sent > 2)
     if how == "frozen":
         cluster.decode.freeze()
         await cluster.eventually(lambda: not cluster.service.nodes.decode_nodes)

@@ -11,7 +11,7 @@ import pytest
 
 from outrider.errors import AlreadyRunningError, CapacityError
 from outrider.v1 import router_pb2
-from tests.router.conftest import PATIENCE_SECONDS, Answer, read_on, refused
+from tests.router.conftest import PATIENCE_SECONDS, Answer, read_rest, refused
 from tests.support.memory_store import MemoryAnswerStore
 
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -169,7 +169,7 @@ async def test_a_prefill_node_is_given_no_more_than_its_share(cluster, says):
     await cluster.serve(prefill_outstanding_tokens=1024 if says else 64)
     answers = [cluster.generate(text=chr(97 + index) * 30, max_tokens=2) for index in range(10)]
     await asyncio.gather(*answers)
-    assert 29 <= cluster.prefill.most_outstanding_tokens <= 64
+    assert 29 <= cluster.prefill.max_outstanding_tokens <= 64
     big = await cluster.generate(text="y" * 200, max_tokens=2)
     assert big.token_ids(), "a prompt beyond the share goes alone"
     await cluster.is_empty()
@@ -280,13 +280,13 @@ async def test_a_client_that_leaves_frees_everything_before_its_answer_would_hav
     await cluster.eventually(lambda: reached() or call.done())  # on a busy machine the deadline may come first
     if how == "abort":
         assert (await cluster.stub.Abort(router_pb2.AbortRequest(request_id="q"))).aborted
-        answer = Answer(await read_on(call))
+        answer = Answer(await read_rest(call))
         assert {finished.reason for finished in answer.finished.values()} == {router_pb2.FINISH_REASON_ABORTED}
     else:
         if how == "cancel":
             call.cancel()
         with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)) as caught:
-            await read_on(call)
+            await read_rest(call)
         if how == "deadline":
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     if blocker is not None:

@@ -10,7 +10,7 @@ import pytest
 
 from outrider.prefill import MAX_SCORED_ROWS
 from outrider.v1 import router_pb2
-from outrider.wire.answer import logprobs_from_proto, most_logprobs_bytes, pack_logprobs
+from outrider.wire.answer import logprobs_from_proto, max_logprobs_bytes, pack_logprobs
 from tests.router.conftest import PATIENCE_SECONDS, told
 from tests.support.router_fakes.decode_node import fake_logprobs, letters
 
@@ -185,7 +185,7 @@ async def test_an_abort_does_not_wait_for_them(serving):
 
 
 async def test_what_does_not_fit_a_message_is_refused(serving, monkeypatch):
-    monkeypatch.setattr("router.api.request_parsing.DEFAULT_MAX_MESSAGE_BYTES", most_logprobs_bytes(len(TEXT), 2))
+    monkeypatch.setattr("router.api.request_parsing.DEFAULT_MAX_MESSAGE_BYTES", max_logprobs_bytes(len(TEXT), 2))
     assert_complete((await serving.generate(max_tokens=8, output=OUTPUT)).started)
     failure = await serving.fail(text=TEXT + "!", max_tokens=8, output=OUTPUT)
     assert (failure.code, failure.field) == (grpc.StatusCode.INVALID_ARGUMENT, "output.prompt_logprobs")
@@ -197,4 +197,4 @@ def test_the_bound_of_their_size_holds():
     num_top, token_id = 20, (1 << 32) - 1
     entry = fake_logprobs([token_id - 1], num_top)[0]
     entry = type(entry)(token_id, -1.5, token_id, tuple((token_id, -1.5) for _ in range(num_top)))
-    assert len(pack_logprobs([entry] * 100)) <= most_logprobs_bytes(100, num_top)
+    assert len(pack_logprobs([entry] * 100)) <= max_logprobs_bytes(100, num_top)

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.client import AsyncClient, RetryPolicy
 from router.requests import answer as answer_module
-from tests.router.conftest import read_on, refused, told
+from tests.router.conftest import read_rest, refused, told
 from tests.support.router_fakes.decode_node import letters
 
 NUM_TOKENS = 120
@@ -28,7 +28,7 @@ async def resume(cluster, next_positions=None):
     call = cluster.resume_call(next_positions)
     first = await call.read()
     cluster.decode.step_seconds = 0.0  # the stream is attached, so the rest may come at once
-    return [first, *await read_on(call)]
+    return [first, *await read_rest(call)]
 
 
 async def refusal(cluster, next_positions=None):
@@ -67,7 +67,7 @@ async def test_a_stream_that_was_cut_goes_on_where_it_was(slow, when):
 
 async def test_an_answer_can_be_read_more_than_once_and_from_the_beginning(slow):
     slow.decode.step_seconds = 0.0
-    whole = await read_on(slow.stub.Generate(request(slow, n=2, max_tokens=30)))
+    whole = await read_rest(slow.stub.Generate(request(slow, n=2, max_tokens=30)))
     start = whole[0].started.num_prompt_tokens
     for _ in range(2):
         again = await resume(slow)

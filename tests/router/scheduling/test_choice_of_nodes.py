@@ -251,7 +251,7 @@ def test_a_node_that_is_on_time_is_found_though_it_failed_lately_and_a_late_one_
     late, sick = nodes.decode_nodes
     monkeypatch.setattr(DecodeLink, "is_late", property(lambda link: link is late))
     sick.breaker.fail()
-    assert name_of(nodes.placement.place(Demand((1,)), must_be_timely=True)) == sick.name
+    assert name_of(nodes.placement.place(Demand((1,)), must_be_on_time=True)) == sick.name
     assert name_of(nodes.placement.place(Demand((1,)))) == late.name
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import grpc
 
-from tests.router.conftest import PATIENCE_SECONDS, read_on
+from tests.router.conftest import PATIENCE_SECONDS, read_rest
 
 
 async def wait_for_queue(cluster, num_waiting):
@@ -55,6 +55,6 @@ async def test_small_prompts_do_not_wait_for_a_large_one_that_no_node_has_room_f
     running[0].cancel()
     async with asyncio.timeout(PATIENCE_SECONDS):
         await started
-        await read_on(large)
+        await read_rest(large)
     for call in running:
         call.cancel()

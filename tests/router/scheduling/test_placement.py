@@ -55,10 +55,10 @@ async def test_prompts_that_are_scored_wait_for_each_other_and_not_others_for_th
     queue = make_queue(places)
     long, short = (QueuedRequest(Demand((1,) * num, is_scored=True), priority=0) for num in (9, 2))
     tasks = await queue_up(queue, long, short, waiting())
-    places.most_scored_tokens = 2
+    places.max_scored_tokens = 2
     await give_room(queue, places, 3)
     assert [task.done() for task in tasks] == [False, False, True]  # a short one does not pass a long one
-    places.most_scored_tokens = 9
+    places.max_scored_tokens = 9
     await pump(queue)
     await asyncio.gather(*tasks)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.heads.of_target import HeadOfTarget
+from outrider.heads.of_target import TargetHead
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.request import SamplingParams
@@ -62,7 +62,7 @@ def test_a_draft_node_opens_a_head_beside_its_targets_files(config):
     assert proposer.info.name == "eagle3:head"
     assert proposer.info.can_look_ahead
     assert proposer.info.vocabulary_fingerprint == model.info.vocabulary_fingerprint
-    assert proposer.info.features == HeadOfTarget(config).reduction(model).format(model.spec.dtype)
+    assert proposer.info.features == TargetHead(config).reduction(model).format(model.spec.dtype)
     assert proposer.info.memory_bytes > 0
     assert len(drafts_of(proposer, PROMPT, 6)) == 6
 

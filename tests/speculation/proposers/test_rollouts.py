@@ -58,7 +58,7 @@ def pair(request, model, graphs, monkeypatch):
             head = ToyHead(has_own_vocabulary=request.param != "head")
             forwards.append(rolling.toy_head_forward(head, monkeypatch))
     info = ProposerInfo(name=f"{request.param}:tiny")
-    rolling.by_arrays(forwards[0].sampler)
+    rolling.decide_by_arrays(forwards[0].sampler)
     forwards[1] = rolling.with_rollouts(forwards[1], graphs, monkeypatch)
     return [DraftModelProposer(each, info) for each in forwards]
 

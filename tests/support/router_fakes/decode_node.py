@@ -96,9 +96,9 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
         self.max_local_prefill_tokens = 0  # in addition to the last prompt token
         self.held_prefix_length = 0
         self.answers_opens = True
-        self.gives_up_opens = False  # accepts each group and aborts it at once
+        self.fails_opens = False  # accepts each group and aborts it at once
         self.rejected_draft_token_ids: tuple[int, ...] = ()  # of each step
-        self.accepted_drafts_per_step: int | None = None  # None if nothing is drafted
+        self.num_accepted_per_step: int | None = None  # None if nothing is drafted
         self.opened: list[OpenSequenceGroup] = []  # every Open, in order
         self.retargeted: list[RetargetSequenceGroup] = []
         self.cancelled: list[CancelSequenceGroup] = []
@@ -109,7 +109,7 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
         return [group for session in self._sessions for group in session.groups.values()]
 
     @property
-    def most_sent(self) -> int:
+    def max_sent(self) -> int:
         """The largest number of tokens that a running sample was sent."""
         return max((num for group in self.groups for num in group.num_sent.values()), default=0)
 
@@ -223,7 +223,7 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
             match command:
                 case OpenSequenceGroup():
                     self.opened.append(command)
-                    if self.gives_up_opens:
+                    if self.fails_opens:
                         self._give_up(session, command.sequence_group_id, UNAVAILABLE)
                     elif self.answers_opens:
                         self._open(session, command)
@@ -374,7 +374,7 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
         return fake_logprobs(token_ids, opened.options.logprobs.num_top)
 
     def _speculation(self) -> SpeculationCounts:
-        accepted = self.accepted_drafts_per_step
+        accepted = self.num_accepted_per_step
         if accepted is None:
             return SpeculationCounts()
         return SpeculationCounts(

@@ -21,7 +21,7 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
         super().__init__(NodeRole.PREFILL, name=name, model=model)
         self.prefill_seconds = 0.0
         self.num_cached_tokens = 0
-        self.most_logprobs: int | None = None  # None for all tokens that were requested
+        self.max_answered_logprobs: int | None = None  # None for all tokens that were requested
         self.repeats_logprobs = 1  # how often they are sent
         self.answer_gate: asyncio.Event | None = None  # pushes are answered once it is set
         self.times = prefill_pb2.PrefillResponse()  # the times that it reports for the parts of a call
@@ -32,7 +32,7 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
         self.num_active = 0
         self.num_outstanding_tokens = 0
         self.max_rows_per_step = 0  # 0 if it does not report it
-        self.most_outstanding_tokens = 0
+        self.max_outstanding_tokens = 0
 
     def add_to(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
@@ -52,7 +52,7 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
         num_outstanding = min(num_tokens, MAX_SCORED_ROWS) if request.scored_token_ids else num_tokens
         self.num_active += 1
         self.num_outstanding_tokens += num_outstanding
-        self.most_outstanding_tokens = max(self.most_outstanding_tokens, self.num_outstanding_tokens)
+        self.max_outstanding_tokens = max(self.max_outstanding_tokens, self.num_outstanding_tokens)
         try:
             await self.moves()
             await asyncio.sleep(self.prefill_seconds)
@@ -84,7 +84,7 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
         return response
 
     def _logprobs(self, request: prefill_pb2.PrefillRequest) -> bytes:
-        wanted = request.scored_token_ids[: self.most_logprobs]
+        wanted = request.scored_token_ids[: self.max_answered_logprobs]
         return pack_logprobs(fake_logprobs(wanted, request.options.prompt_logprobs)) * self.repeats_logprobs
 
     def _push(self, request: prefill_pb2.PrefillRequest) -> None:

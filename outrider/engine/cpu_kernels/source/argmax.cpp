@@ -10,7 +10,7 @@ int64_t first_nan(const float* logits, int64_t num_ids) {
 
 // Blocks are compared lane by lane, which finds the first block with the largest value. The
 // place within that block is looked up once, at the end.
-int64_t first_of_largest(const float* logits, int64_t num_ids) {
+int64_t first_argmax(const float* logits, int64_t num_ids) {
   const int64_t num_whole = num_ids / kBlock;
   int64_t best_block = 0;
   float largest = -kInfinity;

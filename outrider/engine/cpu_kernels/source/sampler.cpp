@@ -76,7 +76,7 @@ int64_t decide(const OutriderSampler& sampler, const Decision& decision, Scratch
   const bool changes = changes_row(sampling, decision.mask, decision.assumed);
   if (sampling.is_greedy && !changes) {
     // Holes alone need no copy of the row: banning them has no effect if the winner is another id.
-    const int64_t id = first_of_largest(logits, sampler.num_ids);
+    const int64_t id = first_argmax(logits, sampler.num_ids);
     if (!holes.contain(id)) return id;
   }
   if (changes || holes.num > 0) {
@@ -86,7 +86,7 @@ int64_t decide(const OutriderSampler& sampler, const Decision& decision, Scratch
              scratch.assumed.get<float>());
     logits = edited;
   }
-  if (sampling.is_greedy) return first_of_largest(logits, sampler.num_ids);
+  if (sampling.is_greedy) return first_argmax(logits, sampler.num_ids);
 
   float* const maxima = scratch.maxima.get<float>();
   LogitRow row{logits, scratch.tail, maxima, sampler.num_ids, sampler.num_blocks(), sampling.temperature, -kInfinity};

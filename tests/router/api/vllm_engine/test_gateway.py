@@ -45,7 +45,7 @@ def chat(client, **options):
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_chat_is_that_of_our_own_service(client, router, decode, temperature):
-    decode.accepted_drafts_per_step = 2
+    decode.num_accepted_per_step = 2
     theirs = chat(client, seed=5, temperature=temperature)
     ours = own(router, chat={"messages": PROTO_MESSAGES}, seed=5, max_tokens=8, temperature=temperature)
     assert theirs.choices[0].message.content == ours.completions[0].text

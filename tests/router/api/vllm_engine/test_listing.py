@@ -13,7 +13,7 @@ from smg_grpc_proto import vllm_engine_pb2_grpc as engine_pb2_grpc
 from outrider.service.reflection import add_reflection
 from router.config import RouterConfig
 from router.router import Router
-from tests.router.conftest import read_on, refused
+from tests.router.conftest import read_rest, refused
 
 
 async def reflected(router):
@@ -24,7 +24,9 @@ async def reflected(router):
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        (answer,) = await read_on(stub.ServerReflectionInfo([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        (answer,) = await read_rest(
+            stub.ServerReflectionInfo([reflection_pb2.ServerReflectionRequest(list_services="")])
+        )
         code = (await refused(engine_pb2_grpc.VllmEngineStub(channel).Embed(engine_pb2.EmbedRequest()))).code
     await server.stop(None)
     return {service.name for service in answer.list_services_response.service}, code

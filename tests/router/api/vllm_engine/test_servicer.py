@@ -19,7 +19,7 @@ from outrider.v1 import router_pb2
 from router.api.clients import TokenFile
 from router.api.vllm_engine.servicer import files_for_gateway
 from tests.router.api.test_token_file import line, shown
-from tests.router.conftest import PATIENCE_SECONDS, read_on, refused
+from tests.router.conftest import PATIENCE_SECONDS, read_rest, refused
 from tests.support.router_fakes.model import files_for_gateways
 
 PROMPT = list(b"a prompt")
@@ -41,7 +41,7 @@ def engine_of(cluster):
 async def ask(cluster, *, metadata=None, **fields):
     """Returns (the chunks, the Completes by index)."""
     call = engine_of(cluster).Generate(request_of(**fields), timeout=2 * PATIENCE_SECONDS, metadata=metadata)
-    messages = await read_on(call)
+    messages = await read_rest(call)
     chunks = [message.chunk for message in messages if message.HasField("chunk")]
     completes = [message.complete for message in messages if message.HasField("complete")]
     assert [complete.index for complete in completes] == list(range(len(completes)))
@@ -63,7 +63,7 @@ def ids_of(chunks, index=0):
 
 async def test_a_stream_has_deltas_and_then_a_complete(cluster):
     cluster.decode.tokens_per_step = 3
-    cluster.decode.accepted_drafts_per_step = 1
+    cluster.decode.num_accepted_per_step = 1
     cluster.prefill.num_cached_tokens = 4
     await cluster.serve()
     chunks, (complete,) = await ask(cluster)
@@ -80,7 +80,7 @@ async def test_a_stream_has_deltas_and_then_a_complete(cluster):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_tokens_are_those_of_our_own_service(cluster, temperature):
     cluster.decode.tokens_per_step = 3
-    cluster.decode.accepted_drafts_per_step = 2
+    cluster.decode.num_accepted_per_step = 2
     cluster.prefill.num_cached_tokens = 3
     await cluster.serve()
     own = await cluster.generate(token_ids={"ids": PROMPT}, seed=3, n=3, text=None, temperature=temperature)
@@ -138,7 +138,7 @@ async def test_a_seed_that_was_not_sent_is_drawn_and_logged(cluster):
     request.sampling_params.ClearField("seed")
     with structlog.testing.capture_logs() as log:
         for _ in range(2):
-            await read_on(engine_of(cluster).Generate(request, timeout=PATIENCE_SECONDS))
+            await read_rest(engine_of(cluster).Generate(request, timeout=PATIENCE_SECONDS))
     seeds = [opened.options.sampling.seed for opened in cluster.decode.opened]
     assert seeds[0] != seeds[1]
     assert [entry["seed"] for entry in log if entry["event"] == "request admitted"] == seeds
@@ -186,7 +186,7 @@ async def test_pictures_and_other_engines_kv_are_not_supported(serving):
 async def test_a_request_that_ends_nodes_is_not_sent_again(node_pair, monkeypatch):
     monkeypatch.setattr("router.requests.states.MAX_LOST_NODES", 1)
     for node in node_pair.decodes:
-        node.gives_up_opens = True
+        node.fails_opens = True
     await node_pair.serve()
     failure = await fail(node_pair)
     assert (failure.code, failure.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "REQUEST_LOSES_NODES")
@@ -233,7 +233,7 @@ async def test_requests_belong_to_the_tenant_that_made_them(cluster, clients):
     assert others.finish_reason == "length"
     assert [opened.options.cache_salt for opened in cluster.decode.opened] == [b"alice", b"bob"]
     await engine_of(cluster).Abort(abort, metadata=alice)
-    assert (await read_on(call))[-1].complete.finish_reason == "abort"
+    assert (await read_rest(call))[-1].complete.finish_reason == "abort"
 
 
 # ---------------------------------------------------------------- the engine itself
@@ -241,7 +241,7 @@ async def test_requests_belong_to_the_tenant_that_made_them(cluster, clients):
 
 async def test_the_tokenizer_is_a_zip_with_its_hash(serving):
     call = engine_of(serving).GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=PATIENCE_SECONDS)
-    chunks = await read_on(call)
+    chunks = await read_rest(call)
     data = b"".join(chunk.data for chunk in chunks)
     assert all(len(chunk.data) == 64 << 10 for chunk in chunks[:-1])
     assert [chunk.sha256 for chunk in chunks] == [""] * (len(chunks) - 1) + [hashlib.sha256(data).hexdigest()]
@@ -289,7 +289,7 @@ async def test_a_gateway_is_told_that_the_router_stops_while_that_still_takes_it
     stub, ask_health = engine_of(serving), engine_pb2.HealthCheckRequest()
     assert (await stub.HealthCheck(ask_health)).healthy
     draining = asyncio.ensure_future(serving.service.drain(2 * PATIENCE_SECONDS))
-    await serving.eventually(lambda: serving.service.requests.is_leaving)
+    await serving.eventually(lambda: serving.service.requests.is_handing_over)
     health = await stub.HealthCheck(ask_health)
     assert (health.healthy, health.message) == (False, "the router is stopping")
     _, (complete,) = await ask(serving)
