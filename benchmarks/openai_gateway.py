@@ -1,9 +1,9 @@
-"""Measures what the OpenAI gateway adds to an answer of one token: gRPC, HTTP and OpenAI's SDK ask alternately.
+"""Measures the time that the OpenAI gateway adds to a one-token answer, asked by gRPC, HTTP and OpenAI's SDK in turn.
 
     .venv/bin/python benchmarks/openai_gateway.py --rounds 300
 
-It runs a local cluster of the default model with the same short chat each time, so that its prompt is cached. Times
-are those of a client with an open connection; the order of the three changes from round to round.
+It runs a local cluster of the default model and sends the same short chat each time, so that the prompt is cached.
+Times are those of a client with an open connection; the order of the three changes from round to round.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ QUESTION = "Why is the sky blue?"
 WARM_UP_ROUNDS = 20
 WAIT_SECONDS = 60.0
 LIMIT_MS = 3.0
-"""Required limit of what the gateway adds to the median, in milliseconds."""
+"""Maximum time that the gateway may add to the median, in milliseconds."""
 
 
 def by_http(url: str, model: str) -> Callable[[], None]:
@@ -50,7 +50,7 @@ def by_http(url: str, model: str) -> Callable[[], None]:
 
 
 def measure(cluster: Cluster, num_rounds: int) -> dict[str, list[float]]:
-    """Returns milliseconds by client."""
+    """Returns the milliseconds of all requests, by client."""
     url = cluster.openai_url
     with (
         Client(cluster.router_address) as client,

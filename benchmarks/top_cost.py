@@ -2,12 +2,13 @@
 
     .venv/bin/python benchmarks/top_cost.py [--streams 200] [--pairs 12] [--seconds 10]
 
-A local cluster of the default model decodes as many streams as fit into its batch, without drafts and endlessly; the
-others wait, so every window has the same work. In every other window `top` is stopped (SIGSTOP). It draws on a pseudo
-terminal of 120 × 40, whose other end is only read: the cost of a terminal emulator is excluded.
+A local cluster of the default model decodes as many streams as fit into its batch, without drafts and endlessly; other
+streams wait, so every window has the same work. In half of the windows `top` is stopped (SIGSTOP). It draws on a pseudo
+terminal of 120 × 40 characters, whose other end is only read, so the cost of a terminal emulator is excluded.
 
 CPU time is measured, too: that of `top` itself, and that of the router per report, from 30 watches of an idle cluster
-with ten reports per second. Tokens per second exclude the latter: a stopped `top` still gets its reports.
+with ten reports per second. The figures in tokens per second do not show the cost of reports, since a stopped `top`
+still gets them.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ async def measure_window(load: Load, seconds: float) -> float:
 
 
 async def seconds_of_a_report(client: AsyncClient, router: psutil.Process) -> float:
-    """Returns CPU seconds of the router per report, while it is otherwise idle."""
+    """Returns the router's CPU seconds per report while the router is otherwise idle."""
     num_reports = 0
 
     async def watch() -> None:

@@ -18,7 +18,7 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     parent, *command = sys.argv[1:]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # it died before the kernel was asked
+    if os.getppid() != int(parent):  # the parent died before the kernel was asked
         sys.exit(1)
     os.execvp(command[0], command)  # noqa: S606 the command is the supervisor's own
 

@@ -1,7 +1,7 @@
 """Standard output and error that neither fail nor block, whatever happens to the disk, terminal or reader behind them.
 
-A full disk, a closed pipe or a stopped reader must not affect the code that writes a log line, be it the request that
-the line describes or the supervisor of other processes.
+A full disk, a closed pipe or a stopped reader must not affect the code that writes a log line: neither the request
+that the line describes nor the supervisor of other processes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LossyStream(io.TextIOBase):
     def __init__(
         self, write: Callable[[str], object], *, is_terminal: bool = False, descriptor: int | None = None
     ) -> None:
-        """`write` writes all of a text or raises; it may block. `descriptor`: its file descriptor, if it has one."""
+        """`write` writes all of a text or raises; it may block. `descriptor`: where it writes, if that has one."""
         self.on_lost: Callable[[int], object] = lambda number: self.write(f"{number} lines were lost\n")
         """Callback with the number of lost lines; the writer's thread calls it when writing works again."""
         self.num_lost_lines = 0
@@ -49,7 +49,7 @@ class LossyStream(io.TextIOBase):
         self._changed = threading.Condition()  # reentrant: a finalizer may write while its thread holds the lock
         self._pending: deque[str] = deque()  # including the text being written
         self._num_pending = 0  # characters
-        self._num_unreported = 0  # lost lines that are not reported
+        self._num_unreported = 0  # lost lines that are not yet reported
         self._thread: threading.Thread | None = None
 
     def isatty(self) -> bool:
@@ -79,7 +79,7 @@ class LossyStream(io.TextIOBase):
         return len(text)
 
     def drain(self, seconds: float = DRAIN_SECONDS) -> None:
-        """Waits until everything is written or lost, at most this long."""
+        """Waits until everything is written or lost, for at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._pending, seconds)
 
@@ -138,8 +138,8 @@ class _Descriptor:
 
 
 def lossy(stream: TextIO | None) -> LossyStream:
-    """Returns a lossy stream with the same destination. For None (`sys.stderr` if it was closed) the stream discards
-    everything.
+    """Returns a lossy stream with the same destination. If `stream` is None, as `sys.stderr` is if it
+    was closed at the start, everything is discarded.
     """
     if stream is None or stream.closed:
         return LossyStream(len)
@@ -161,11 +161,11 @@ def guard_standard_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # opens the lowest free number: this one
     _unblock(2)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is getattr(sys, f"__{name}__"):
-            # Python has no stream if the descriptor was closed at the start; it may have been reused since.
+            # Python has no stream if the descriptor was closed at the start; its number may be in use since.
             target = descriptor if getattr(sys, name) is not None else os.open(os.devnull, os.O_WRONLY)
             write = _Descriptor(target).write
             setattr(sys, name, LossyStream(write, is_terminal=os.isatty(target), descriptor=target))

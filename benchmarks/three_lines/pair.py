@@ -40,26 +40,26 @@ class Pair(Protocol):
 
     @property
     def takes_trees(self) -> bool:
-        """Whether drafts may be trees, as they may by default on a decode node."""
+        """Whether drafts may be trees, as by default on a decode node."""
 
     def engine(self) -> Engine:
         """Returns a new engine of the target, with a KV cache for one line."""
 
     @property
     def features(self) -> FeatureFormat | None:
-        """The format of the features that the target sends to the drafter; None if it needs none."""
+        """The format of the features that the target sends to the drafter; None if the drafter needs none."""
 
     def feature_plane(self, engine: Engine) -> FeaturePlane | None:
         """Returns the plane that features are read from, or None if the drafter needs none."""
 
     def drafter_beside(self, engine: Engine, *, temperature: float) -> tuple[Proposer, FeaturesOf | None]:
-        """Returns a drafter for the target's process, and the function that returns a sequence's features, if any."""
+        """Returns a drafter for the target's process, and a function that returns a sequence's features, if needed."""
 
     def drafter_arguments(self, *, temperature: float) -> Sequence[str]:
         """Returns arguments of `python -m benchmarks.three_lines.drafter`, which runs the same drafter in a process."""
 
     def speed_model(self, measured: SpeedModel) -> SpeedModel:
-        """Returns the model for predictions, with the times and acceptance that were set, or else `measured`."""
+        """Returns the speed model for predictions: a simulation's fixed times and acceptance, or `measured`."""
 
     def prompts(self, number: int, num_sequences: int) -> list[list[int]]:
-        """Returns the prompts' token ids for the round of this number; the warm-up has -1."""
+        """Returns the token ids of the prompts of round `number`. The warm-up is round -1."""

@@ -24,7 +24,9 @@ T = TypeVar("T")
 
 
 RequestTimes = Mapping[str, Any]
-"""A finished request's nodes, counts, and seconds of the router's clock. `encode` to `decoding` are in order."""
+"""A finished request's nodes, counts and durations, in seconds of the router's clock. The durations from `encode` to
+`decoding` are in order of time.
+"""
 
 
 def ended_serials(page: str) -> set[int]:
@@ -41,9 +43,9 @@ def request_times(page: str, serials: set[int]) -> Iterator[RequestTimes]:
 
 
 def _times(request: Any) -> RequestTimes | None:
-    """`request` is None if the page no longer has it.
+    """Returns the times, or None if they are incomplete. `request` is None if the page no longer has it.
 
-    Raises: ValueError, TypeError, KeyError or IndexError if it does not have the expected form.
+    Raises: ValueError, TypeError, KeyError or IndexError if the request does not have the expected form.
     """
     if request is None or request["attempts"] != 1 or request["num_dropped_steps"]:
         return None
@@ -61,7 +63,7 @@ def _times(request: Any) -> RequestTimes | None:
     numbers: dict[str, Any] = {
         "num_prompt_tokens": request["num_prompt_tokens"],
         "num_chunks": len(chunks),  # forward passes of the prefill node
-        "num_steps": len({step["at"] for step in request["steps"]}),  # of the decode node
+        "num_steps": len({step["at"] for step in request["steps"]}),  # steps of the decode node
         **{kind: sum(span["end"] - span["start"] for span in spans.get(kind, ())) for kind in BEFORE_PREFILL},
         "prefill": computed_at - prefills[0]["start"],  # from the call to the end of the last chunk
         "transfer": pushed_at - computed_at,  # until the decode node has acknowledged the last frame of KV
@@ -77,7 +79,7 @@ def _times(request: Any) -> RequestTimes | None:
 
 
 def _get(page: str, path: str, parse: Callable[[Any], T]) -> T:
-    """Returns what `parse` makes of the JSON at this path, or of None if the page has none. Raises: PeerLostError."""
+    """Returns `parse` of the JSON at this path, or `parse(None)` if there is no such path. Raises: PeerLostError."""
     url = f"{page if '://' in page else f'http://{page}'}".rstrip("/") + "/api/requests" + path
     try:
         try:

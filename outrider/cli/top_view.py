@@ -1,4 +1,4 @@
-"""The view of `outrider top`: a value in, lines of text out, independent of terminals and routers.
+"""The view of `outrider top`, which turns a value into lines of text, independently of terminals and routers.
 
 Names, conditions and errors come from elsewhere: they become `Text`, never markup, and unprintable characters are
 escaped.
@@ -40,7 +40,7 @@ _REPORTING = (NodeState.SERVING, NodeState.DRAINING)
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """A renderable of any width; a narrow one has fewer columns."""
+    """A Rich renderable of any width. A narrow one has fewer columns."""
 
     history: History
     target: str
@@ -144,7 +144,7 @@ class _Column:
 
 
 FIRST_EXTRA = 9
-"""The rank from which on complete names take precedence over a column."""
+"""Columns of this rank or a higher one are shown only if complete names still fit."""
 
 _COLUMNS = (
     _Column("STATE", 11, 1, is_left=True),
@@ -204,7 +204,7 @@ def _fitting(width: int, nodes: Sequence[NodeStatus]) -> tuple[int, list[_Column
 
 
 def _row(name: str, name_width: int, columns: Sequence[_Column], cells: Sequence[_Cell], style: str) -> Text:
-    """Formats a row; of a name that is too long, the end is shown, because names differ there."""
+    """Formats a row. If a name is too long, only its end is shown, because names differ there."""
     if cell_len(name) > name_width:
         name = f"…{name[-name_width:]}"
     while cell_len(name) > name_width:
@@ -239,7 +239,7 @@ def _state_word(node: NodeStatus) -> str:
 
 
 def _kv_use(node: NodeStatus) -> float | None:
-    """Returns the used share of the KV cache, 0 to 1; None if the node has none."""
+    """Returns the used share of the KV cache, 0 to 1; None if the node has no cache."""
     total = node.load.kv_blocks_total
     return min(max(1.0 - node.load.kv_blocks_free / total, 0.0), 1.0) if total else None
 

@@ -76,7 +76,7 @@ class AsyncGenerateStream(BaseStream):
             self._call = self._open()
 
     async def trailers(self) -> dict[str, str]:
-        """Returns the last call's trailers (docs/protocol.md) when it has ended; none if it was cancelled."""
+        """Waits for the last call's end and returns its trailers (docs/protocol.md); empty if it was cancelled."""
         return {key: value for key, value in await self._call.trailing_metadata() if isinstance(value, str)}
 
     def cancel(self) -> None:
@@ -172,7 +172,9 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         await self.close()
 
     async def _abort_anywhere(self, request_id: str) -> None:
-        """Asks routers to abort a request until one has. An unreachable one drops it when its resume window ends."""
+        """Asks routers in turn to abort a request, until one has done so. A router that cannot be reached drops it when
+        its resume window ends.
+        """
         request = router_pb2.AbortRequest(request_id=request_id)
         for target in self._targets.in_order():
             with contextlib.suppress(grpc.RpcError):

@@ -1,4 +1,4 @@
-"""Reads prompts in the forms that callers use: OpenAI's chat messages, and token ids of numpy and torch."""
+"""Reads prompts in the forms that callers use: OpenAI's chat messages, and token ids from numpy and torch."""
 
 # ruff: noqa: TRY004 a wrong type is a ValueError here: callers add the name of the field
 
@@ -55,7 +55,7 @@ def _text_of(part: Any) -> str:
 
 
 def read_token_ids(prompt: Any, *, other: str = "a list of messages") -> list[int]:
-    """Returns token ids as a list. `other` names the caller's third form of a prompt. Raises: ValueError."""
+    """Returns token ids as a list. `other` names the third form of a prompt in errors. Raises: ValueError."""
     if isinstance(prompt, (bytes, bytearray)):
         raise ValueError("a prompt must be text, not bytes: decode them")
     if isinstance(prompt, Mapping):

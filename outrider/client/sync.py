@@ -65,11 +65,11 @@ class GenerateStream(BaseStream):
         if self._cancelled.wait(step.pause_seconds):
             return
         self._call = self._open()
-        if self._cancelled.is_set():  # meanwhile, so that `cancel` has only cancelled the previous call
+        if self._cancelled.is_set():  # set meanwhile: `cancel` has only cancelled the previous call
             self._call.cancel()
 
     def trailers(self) -> dict[str, str]:
-        """Returns the last call's trailers (docs/protocol.md) when it has ended; none if it was cancelled."""
+        """Waits for the last call's end and returns its trailers (docs/protocol.md); empty if it was cancelled."""
         return {key: value for key, value in self._call.trailing_metadata() or () if isinstance(value, str)}
 
     def cancel(self) -> None:
@@ -94,9 +94,9 @@ class Client(BaseClient[GenerateStream]):
     several, calls go to the one that answered last, or to the next one if it cannot be reached,
     and streams of `generate` have a resume window, so that they survive the loss of a router.
 
-    `tls=None` means plaintext, `tls=TlsConfig()` TLS that trusts the system's authorities.
+    `tls=None` means plaintext; `tls=TlsConfig()` means TLS that trusts the system's authorities.
     `token` is sent with every call as `authorization: Bearer …` and requires TLS. `retry`
-    decides which failed calls are repeated; by default none is. `timeout_seconds` applies to
+    decides which failed calls are repeated; by default, none are. `timeout_seconds` applies to
     calls that answer at once. A request's own timeout is an option of `generate` and
     `complete`, and covers all of its attempts together.
 
@@ -168,7 +168,9 @@ class Client(BaseClient[GenerateStream]):
         self.close()
 
     def _abort_anywhere(self, request_id: str) -> None:
-        """Asks routers to abort a request until one has. An unreachable one drops it when its resume window ends."""
+        """Asks routers in turn to abort a request, until one has done so. A router that cannot be reached drops it when
+        its resume window ends.
+        """
         request = router_pb2.AbortRequest(request_id=request_id)
         for target in self._targets.in_order():
             with contextlib.suppress(grpc.RpcError):

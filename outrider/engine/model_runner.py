@@ -33,7 +33,7 @@ def make_runner(
 
     `attention`: the backend of a model that torch computes. Native kernels have their own.
 
-    `graphs`: the steps that `capture_graphs` captures, on a GPU with our own attention; None: no steps.
+    `graphs`: the steps that `capture_graphs` captures as CUDA graphs, if our own attention runs on a GPU; None: none.
 
     `features`: the features to write for every row, for a drafter head. The cache must have a plane for them.
     """
@@ -49,7 +49,7 @@ def warm_up(runner: ModelRunner, kv_cache: PagedKVCache, max_model_len: int) -> 
     memory or compilation. On a GPU it also runs steps at the end of the window, where attention needs the most memory
     and splits keys. Then it captures the runner's graphs.
 
-    Call it before any block is allocated, because it writes to the first ones.
+    Call it before any block is allocated, because it writes to the first blocks.
     """
     block_size = kv_cache.block_size
 

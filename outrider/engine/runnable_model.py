@@ -23,10 +23,10 @@ class RunnableModel:
     """The part of a loaded model that a runner uses (see outrider.model_hub.loaded_model.LoadedModel)."""
 
     model: PreTrainedModel | None  # transformers' model, in eval mode, with our attention; None for a NativeDecoder
-    native: NativeDecoder | NativeLayers | None  # computes instead of `model`, or computes its layers
+    native: NativeDecoder | NativeLayers | None  # replaces `model`, or computes some of its layers; None: neither
     device: str  # torch's name
     spec: ModelSpec
-    fused: FusedDecoder | None = None  # computes `model` on a GPU from its modules' weights
+    fused: FusedDecoder | None = None  # computes on a GPU what `model` does, from its modules' weights
 
     @property
     def cpu_kernels(self) -> CpuKernels | None:

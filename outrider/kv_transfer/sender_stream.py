@@ -29,11 +29,11 @@ from outrider.kv_transfer.shared_window import SharedWindow
 from outrider.v1.kv_pb2 import KvAck, KvCommit, KvHello, KvReceiverMessage, KvSenderMessage, KvWelcome
 
 MAX_UNACKNOWLEDGED_FRAMES = 256
-"""Maximum number of frames in flight: their acknowledgements always fit into the stream's flow-control window."""
+"""Maximum number of frames in flight. So many acknowledgements always fit into the stream's flow-control window."""
 
 
 class SenderStream:
-    """One gRPC call. Belongs to one thread, except its own reader thread and `interrupt`.
+    """One gRPC call. Belongs to one thread, but has its own reader thread, and any thread may call `interrupt`.
 
     Every wait ends with an error after `progress_seconds` without a message from the receiver.
     """
@@ -46,7 +46,7 @@ class SenderStream:
         window: SharedWindow,
         config: KvTransferConfig,
     ) -> None:
-        """`window`: for payload in messages; all streams to the address share it."""
+        """`window`: limits payload in messages; all streams to the address share it."""
         self.address = address
         self._tell_acknowledged: Callable[[int], None] = lambda _frame: None
         self.window = window
@@ -75,9 +75,9 @@ class SenderStream:
     def hello(self, spec: TransferSpec, **arena: Any) -> bytes | None:
         """Attaches to the transfer. Returns the nonce that the receiver has read from the offered arena.
 
-        `arena`: fields of KvHello that describe it. Returns None if the receiver does not accept this connector.
+        `arena`: fields of KvHello that describe the arena. Returns None if the receiver does not accept this connector.
 
-        Raises: AbortedError if the receiver has no such transfer or it has another sender; PeerLostError if the
+        Raises: AbortedError if the receiver has no such transfer, or another sender for it; PeerLostError if the
         receiver does not answer or is another process.
         """
         self._welcomes.clear()
@@ -105,10 +105,10 @@ class SenderStream:
         self._outgoing.put(message.SerializeToString())
 
     def wait_for_room(self, amount: int, window: SharedWindow) -> None:
-        """Waits until it has taken this amount of the window. Raises: PeerLostError, AbortedError.
+        """Waits until this amount of the window could be taken. Raises: PeerLostError, AbortedError.
 
         Until this stream has a frame in flight, messages to any stream that shares the window show that the receiver
-        is alive; then only messages to this stream do. Keep-alives are sent meanwhile.
+        is alive; after that, only messages to this stream do. Keep-alives are sent meanwhile.
         """
         wake = self._wake
 
@@ -157,7 +157,7 @@ class SenderStream:
         self._outgoing.put(ALIVE)
 
     def commit(self, digest: int) -> CommitResult:
-        """Requests the commit. It arrives after all frames, so its answer acknowledges them all.
+        """Requests the commit. The request arrives after all frames, so its answer acknowledges them all.
 
         Raises: PeerLostError, AbortedError.
         """
@@ -195,7 +195,7 @@ class SenderStream:
         self._tell_if_ended()
 
     def when_ended(self, tell: Callable[[], None]) -> None:
-        """Calls `tell` when the stream has ended, so that every later `put` and `commit` raises; at once if it has.
+        """Calls `tell` when the stream has ended, at once if it already has. Every later `put` and `commit` then raises.
 
         `tell` is called from any thread, perhaps more than once, and must not block.
         """
@@ -258,7 +258,7 @@ class SenderStream:
             for message in self._call:
                 self._take(decode_message(message, KvReceiverMessage))
             error: OutriderError = PeerLostError(f"KV receiver {self.address} ended the stream", node=self.address)
-        except (MalformedMessageError, ValueError) as malformed:  # ValueError: an enum's number is unknown
+        except (MalformedMessageError, ValueError) as malformed:  # ValueError: an unknown number of an enum
             self._call.cancel()
             error = PeerLostError(f"KV receiver {self.address}: {malformed}", node=self.address)
         except grpc.RpcError as broken:
@@ -278,7 +278,7 @@ class SenderStream:
         with self._changed:
             self._last_heard = time.monotonic()
             if isinstance(message, Frame) or message.HasField("not_held"):
-                if not self._num_asked:  # answers use memory, each up to a frame
+                if not self._num_asked:  # unlimited answers could fill the memory
                     raise MalformedMessageError("received KV that was not requested")
                 self._num_asked -= 1
                 self._held.append(message if isinstance(message, Frame) else None)

@@ -21,12 +21,12 @@ MIN_INTERVAL_SECONDS = 0.05
 
 
 def default_node_name(role: str, address: str, *, configured: str = "") -> str:
-    """Returns the configured name, or one such as "decode@127.0.0.1:50052"; `address` is the reachable address."""
+    """Returns the configured name, or else e.g. "decode@127.0.0.1:50052". `address` is the reachable address."""
     return configured or f"{role.removesuffix('_node')}@{address}"
 
 
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):
-    """Answers calls with the results of callables, which run on the event loop and must not block."""
+    """Answers calls with the results of callables. These run on the event loop and must not block."""
 
     def __init__(
         self,

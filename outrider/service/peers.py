@@ -1,4 +1,4 @@
-"""Resolves targets to peers, one per address, and repeats the lookups while running."""
+"""Keeps one peer for each address that the targets resolve to. Lookups are repeated while it runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PeerSet(Generic[AnyPeer]):
         self._interval_seconds = interval_seconds
         self._on_change = on_change
         self._answers: dict[str, list[str]] = {target: [] for target in targets}  # the last successful answers
-        self._failures: dict[str, str] = {}  # by target, while lookups of it fail
+        self._failures: dict[str, str] = {}  # errors, by each target whose last lookup failed
         self._peers: dict[str, AnyPeer] = {}  # by address
         self._running: dict[str, asyncio.Task[None]] = {}  # by address
         self._tasks: set[asyncio.Task[None]] = set()  # lookups and peers, including those that are ending
@@ -66,7 +66,7 @@ class PeerSet(Generic[AnyPeer]):
 
     @property
     def unresolved(self) -> dict[str, str]:
-        """Targets that have had no address so far, with the reason."""
+        """The targets that have no address so far, each with the reason."""
         return {
             target: self._failures.get(target, "not looked up yet")
             for target, addresses in self._answers.items()

@@ -67,7 +67,7 @@ class ProfileDesk:
             await asyncio.wait((done,), timeout=options.timeout_seconds)
             timed_out = not done.done()
         finally:
-            self._submit(EndProfile(capture))  # also if the caller has left; too late is harmless
+            self._submit(EndProfile(capture))  # even if the caller has left; harmless if the profile has ended
         try:
             async with asyncio.timeout(END_SECONDS):
                 return await done, timed_out
@@ -105,7 +105,7 @@ async def fetch_profile(channel: grpc.aio.Channel, options: ProfileOptions, *, t
 
 def _explained(error: grpc.RpcError, target: str) -> OutriderError:
     found = from_rpc_error(error, target=target)
-    if isinstance(found, NotSupportedError) and found.reason == NotSupportedError.reason:  # raised by gRPC itself
+    if isinstance(found, NotSupportedError) and found.reason == NotSupportedError.reason:  # gRPC's own status
         return NotSupportedError(f"{target} is not a node that can be profiled: {found.message}", reason="NOT_A_NODE")
     return found
 

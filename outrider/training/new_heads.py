@@ -1,4 +1,4 @@
-"""Makes new heads: the contents of their folders before training, in published layouts."""
+"""Makes untrained heads, i.e. the contents of their folders, in published layouts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _eagle3(target: Target, name: str, ids: Tensor) -> Parts:
 
 def _layer_config(target: Target) -> dict[str, Any]:
     config, num_heads = target.config, int(target.config["num_attention_heads"])
-    # Older configurations have the base at the top level.
+    # Older configurations have `rope_theta` at the top level.
     theta = float((config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta") or 10_000.0)
     return {
         "model_type": "llama",
@@ -124,7 +124,10 @@ def _medusa(target: Target, ids: Tensor, num_heads: int) -> Parts:
 
 
 def _mlp(target: Target, ids: Tensor, num_stages: int) -> Parts:
-    """Makes an MLPSpeculator in the layout of fms-extras. Stages share weights; undrafted tokens have zero rows."""
+    """Makes an MLPSpeculator in the layout of fms-extras. Its stages share weights.
+
+    In the output layer, the rows of tokens that are not drafted are zero.
+    """
     width, embedding = target.hidden_size, target.embedding().float()
     tensors = {
         "emb.0.weight": embedding * torch.rsqrt(embedding.square().mean()),

@@ -26,22 +26,22 @@ SEED = 1
 
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total)."""
+"""A function that is called as progress(stage, done, total)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """The options of one `outrider train-head`."""
+    """The options of one run of `outrider train-head`."""
 
     out: Path  # the head's folder; the run's own files are in `work`
     model: ModelConfig
     form: str = "eagle3"
     minutes: float = 60.0
-    prompts: Path | None = None  # JSONL; None: the target writes them
+    prompts: Path | None = None  # a JSONL file; None: the target writes the prompts
     traffic: Path | None = None  # a folder of kept answers, which are used in place of new ones
-    init_from: Path | None = None  # a head to continue from; its reduction is kept
+    init_from: Path | None = None  # a head to continue from; its feature reduction is not trained
     draft_vocab_size: int = 4096
-    num_steps: int = 4  # draft tokens that are trained, each from the head's own states of the step before
+    num_steps: int = 4  # draft steps that are trained; each uses the head's own states of the step before
     batch_size: int = 6  # sequences
     learning_rate: float = 1.2e-3
     concurrency: int = 64  # requests at once

@@ -1,4 +1,4 @@
-"""A head in training: the `HeadModel` of its form, over all chains of a batch of texts at once.
+"""A head in training. Its `HeadModel` computes all chains of a batch of texts at once.
 
 A chain is one draft. Its first step attends to the true rows up to its own. Each later step also attends to the chain's
 earlier steps, as a drafter with a KV cache does (the training-time test of EAGLE-3, Li et al. 2025, arXiv 2503.01840).
@@ -26,7 +26,7 @@ from outrider.training.plan import SEED, TrainingPlan, write_atomically
 
 SCALE_SAMPLE = 10_000  # approximate number of tokens from which the scale of features is estimated
 _NOT_TRAINED = "embed_tokens.weight"
-"""The name of a head's own copy of the target's embedding."""
+"""Name of a head's own copy of the target's embedding, which is not trained."""
 
 
 def needed_taps(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ def needed_taps(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
     head = open_head(plan.init_from, target, torch.device("cpu"), torch.float32)
     if head.form != "eagle3":
         raise ConfigError(f"--init-from {plan.init_from} is not an eagle3 head: its form is {head.form}")
-    if target.num_layers in head.reduction.taps:  # its states are kept only after the final norm
+    if target.num_layers in head.reduction.taps:  # the last layer's states are kept only after the final norm
         raise ConfigError(f"--init-from {plan.init_from} reads the last layer's output before the final norm")
     return head.reduction.taps
 
@@ -71,7 +71,7 @@ class Chains:
 
     hidden: Tensor  # [num_chains * num_texts, width], by chain, then by text: inputs of the next step
     num_texts: int
-    first: int  # earlier chains make only their first step, as context of later ones
+    first: int  # first chain that is continued; earlier ones make only their first step, as context of later ones
     depth: int = 0
     keys_values: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     """By layer: keys and values of each step [num_texts, num_heads, num_chains, head_dim], repeated for query heads."""
@@ -121,9 +121,9 @@ class Student:
         self._scale = torch.rsqrt((2 * median).clamp_min(1e-6)).to(self.device)
 
     def start(self, features: Tensor, *, first: int = 0) -> Chains:
-        """Begins a chain at each of the target's hidden states [num_texts, num_tokens, num_taps * hidden_size]."""
+        """Begins a chain at each of the `features` [num_texts, num_tokens, num_taps * hidden_size] of the target."""
         if not self._head.spec.num_layers:
-            features = features[:, first:]  # chains do not attend to each other
+            features = features[:, first:]  # without attention, earlier chains are not needed as context
         elif self._head.spec.num_layers > 1:
             first = 0
         if self._scale is not None:
@@ -135,8 +135,8 @@ class Student:
     def step(self, chains: Chains, token_ids: Tensor) -> Tensor:
         """Advances all chains by one draft token.
 
-        `token_ids`: [num_texts, num_chains] int64, of all chains. Returns own hidden states [num_texts, n, width]
-        of the n chains from `first` on.
+        `token_ids`: [num_texts, num_chains] int64, of all chains. Returns the head's own hidden states
+        [num_texts, n, width] of the n chains from `first` on.
         """
         num_texts, num_chains = token_ids.shape
         begin = num_chains - len(chains.hidden) // num_texts  # the first chain that has a row
@@ -154,7 +154,7 @@ class Student:
         return chains.hidden.unflatten(0, (-1, num_texts)).transpose(0, 1)
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
-        """Returns [n, draft_vocab_size] float32 for own hidden states [n, width] of that step."""
+        """Returns logits [n, draft_vocab_size] float32 for the head's own hidden states [n, width] of step `depth`."""
         return self._head.logits(hidden, torch.full((len(hidden),), depth))
 
     def export(self, folder: Path) -> None:

@@ -16,7 +16,7 @@ Words: TypeAlias = npt.NDArray[Any]
 
 
 class ArrayPlane:
-    """A `CachePlane` on a CPU, in one array so that a frame of several layers is one copy.
+    """A `CachePlane` on a CPU, in one array so that a frame of several layers needs only one copy.
 
     It starts with zeros, whose pages take no memory before they are written; torch.zeros would write them all.
     """

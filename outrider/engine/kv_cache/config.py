@@ -26,7 +26,7 @@ class KVCacheConfig:
         True, help="Whether full blocks of finished sequences are kept for prompts with the same beginning."
     )
     num_blocks: int | None = fixed(None)  # overrides `memory`
-    block_size: int = fixed(16)  # tokens; small blocks waste little at a sequence's end and share short prefixes
+    block_size: int = fixed(16)  # tokens; small, to waste few slots at a sequence's end and share short prefixes
 
     def __post_init__(self) -> None:
         _ = self.size

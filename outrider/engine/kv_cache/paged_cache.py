@@ -1,4 +1,4 @@
-"""The memory of the block pool's blocks: keys and values of every layer. Torch-free with native kernels."""
+"""The memory of the block pool's blocks: keys and values of every layer. Torch-free if native kernels are used."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class PagedKVCache:
         num_scratch_blocks: int = 0,
         kernels: PlaneMaker | None = None,
     ) -> None:
-        """`device`: torch's name, such as "cuda:0".
+        """`device`: torch's name of the device, such as "cuda:0".
 
-        `num_scratch_blocks`: number of blocks after the others, for rows that pad a batch.
+        `num_scratch_blocks`: number of additional blocks, numbered after the others, for rows that pad a batch.
 
-        `kernels`: the CPU kernels that attend over the cache and determine its layout; None if torch or a GPU does.
+        `kernels`: the CPU kernels that attend over the cache and determine its layout; None if torch or a GPU attends.
         """
         self.planes = tuple(planes)
         self.num_blocks = num_blocks
@@ -59,8 +59,10 @@ class PagedKVCache:
         self.keys, self.values = (self._planes[name].layers for name in ("k", "v"))
 
     def layers(self, plane: str) -> Any:
-        """Returns a plane's layers, by number: tensors [num_blocks, block_size, heads, dim], or arrays in the packed
-        layout of the native kernels; features are then an array of the same shape as a tensor (see WORDS).
+        """Returns a plane's layers, by number: tensors [num_blocks, block_size, heads, dim].
+
+        With native kernels they are arrays instead: keys and values in the kernels' packed layout, and features in the
+        shape of the tensors (for the dtype see WORDS).
         """
         return self._planes[plane].layers
 

@@ -60,10 +60,10 @@ class RankFence:
 
 
 class ShardedKVCache:
-    """A cache in which every rank has the same block numbers, with its own heads; rank 0 alone has the features.
+    """A cache whose blocks have the same numbers in every rank. Each rank stores its heads; only rank 0 has features.
 
-    All ranks copy blocks and move slots in the order of steps. A rank may lag behind rank 0 by the end of a step and by
-    copies, so reads and writes of its heads wait until it has caught up with the progress of rank 0.
+    All ranks copy blocks and move slots in the order of steps. A rank may still be at the end of a step, or at copies,
+    that rank 0 has finished. So reads and writes of its heads wait until it has caught up with rank 0.
     """
 
     def __init__(self, local: PagedKVCache, ranks: RankGroup) -> None:
@@ -80,7 +80,7 @@ class ShardedKVCache:
         )
 
     def head_ranges(self, plane: str) -> tuple[range, ...]:
-        """Returns each rank's heads, in order; for features, rank 0's only."""
+        """Returns each rank's heads, in order; for features, one range, since only rank 0 stores them."""
         spec = find_plane(self.planes, plane)
         return split_heads(spec.num_heads, 1 if spec.is_feature else self._ranks.size)
 

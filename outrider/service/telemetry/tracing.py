@@ -1,8 +1,8 @@
 """Traces of requests across services (ADR 37), through OpenTelemetry's API; without tracing, its spans do nothing.
 
-A service begins a span below its caller's (`Tracer.begin`, `Tracer.join`), sends `traceparent_of` it with its own
-requests to others, and ends it when the work has ended. Only the event loop uses spans; they contain no text of prompts
-or answers. Only `otel_tracer.py` imports the SDK.
+A service begins a span below its caller's (`Tracer.begin`, `Tracer.join`), sends the span's traceparent header
+(`traceparent_of`) with its own requests to others, and ends the span when the work has ended. Only the event loop uses
+spans; they contain no text of prompts or answers. Only `otel_tracer.py` imports the SDK.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_LENGTH = 512
 """Maximum characters of either header, the length that W3C asks receivers to accept; longer ones are ignored."""
 
 _W3C = TraceContextTextMapPropagator()
-logging.getLogger(TraceState.__module__).disabled = True  # it quotes callers' input
+logging.getLogger(TraceState.__module__).disabled = True  # this logger would quote callers' input
 
 Metadata = Iterable[tuple[str, str | bytes]]
 """The metadata of a gRPC call."""
@@ -99,13 +99,13 @@ class Tracer:
     def child(
         self, parent: Span, name: str, *, kind: SpanKind = SpanKind.INTERNAL, started_at: int | None = None
     ) -> Span:
-        """Begins a span below a recorded one of this service. `started_at` is in nanoseconds; None is now."""
+        """Begins a span below `parent`, a recorded span of this service. `started_at` is in nanoseconds; None is now."""
         if not parent.is_recording():
             return INVALID_SPAN
         return self._spans.start_span(name, set_span_in_context(parent, Context()), kind, start_time=started_at)
 
     def stop(self, timeout_seconds: float) -> None:
-        """Exports recorded spans until the timeout, then drops the rest. Blocks, so not for the event loop's thread."""
+        """Exports recorded spans until the timeout, then drops the rest. Not for the event loop's thread, as it blocks."""
 
 
 NO_TRACER = Tracer()
