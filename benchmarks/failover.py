@@ -1,4 +1,4 @@
-"""Measures the gap in clients' streams if a decode node is killed or stopped in the middle of their answers.
+"""Measures the gap in clients' streams when a decode node is killed or stopped in the middle of their answers.
 
     .venv/bin/python benchmarks/failover.py --rounds 5
 
@@ -75,7 +75,7 @@ class Stream:
                     break
 
     def gap(self, since: float) -> float | None:
-        """Returns the longest pause between deltas, from the last one before `since` on; None if too few followed it."""
+        """Returns the longest pause between deltas from the last one before `since` on, or None if too few follow."""
         before = [at for at in self.arrivals if at <= since]
         after = [at for at in self.arrivals if at > since]
         if not before or len(after) < AFTER_TOKENS:

@@ -175,7 +175,7 @@ def spread(prompts: Sequence[TokenIds], count: int) -> list[TokenIds]:
 
 
 def measure_floor(model: Model, *, num_threads: int) -> Floor:
-    """Measures the floor. Tied weights count once: only as the output layer is the embedding read completely."""
+    """Measures the floor. Tied weights count once, since only the output layer reads the whole embedding."""
     storages = {p.untyped_storage().data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
     weight_bytes = sum(storages.values())
     bandwidth = read_bandwidth(num_threads)

@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/top_cost.py [--streams 200] [--pairs 12] [--seconds 10]
 
-A local cluster of the default model decodes as many streams as fit into its batch, without drafts and endlessly; other
-streams wait, so every window has the same work. In half of the windows `top` is stopped (SIGSTOP). It draws on a pseudo
-terminal of 120 × 40 characters, whose other end is only read, so the cost of a terminal emulator is excluded.
+A local cluster of the default model decodes as many streams as fit into its batch, without drafts and endlessly; the
+other streams wait, so every window has the same work. In half of the windows `top` is stopped (SIGSTOP). It draws on a
+pseudo terminal of 120 × 40 characters, whose other end is only read, so the cost of a terminal emulator is excluded.
 
 CPU time is measured, too: that of `top` itself, and that of the router per report, from 30 watches of an idle cluster
 with ten reports per second. The figures in tokens per second do not show the cost of reports, since a stopped `top`

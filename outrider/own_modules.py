@@ -35,7 +35,7 @@ def kill_with_parent(command: Sequence[str]) -> list[str]:
 def without_working_folder(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns an environment for Outrider's processes and their children.
 
-    `PYTHONPATH` in it does not name the working folder either, e.g. as ".", unless Outrider's packages are there.
+    Its `PYTHONPATH` does not name the working folder, e.g. as ".", unless Outrider's packages are in that folder.
     """
     others = {name: value for name, value in environ.items() if name != SEARCH_PATH}
     entries = environ.get(SEARCH_PATH, "").split(os.pathsep)

@@ -10,7 +10,7 @@ from outrider.errors import InvalidRequestError
 
 DEFAULT_NUM_STEPS = 50
 MAX_STEPS = 1000
-MAX_TRACED_STEPS = 200  # a trace has thousands of events for each step
+MAX_TRACED_STEPS = 200  # few, as a trace has thousands of events for each step
 DEFAULT_TIMEOUT_SECONDS = 30.0
 MAX_TIMEOUT_SECONDS = 600.0
 
@@ -45,7 +45,7 @@ class Part(enum.StrEnum):
 
 
 class StepKind(enum.StrEnum):
-    """DECODE: one row for each sequence. VERIFY: draft tokens among them. PROMPT: prompt tokens among them."""
+    """DECODE: one row for each sequence. VERIFY: rows include draft tokens. PROMPT: rows include prompt tokens."""
 
     DECODE = "decode"
     VERIFY = "verify"
@@ -68,7 +68,7 @@ class ProfileOptions:
     """The options of a profile. Raises: InvalidRequestError, which names the field."""
 
     num_steps: int = DEFAULT_NUM_STEPS
-    num_traced_steps: int = 0  # after the others, since tracing slows the steps
+    num_traced_steps: int = 0  # come after the others, since tracing slows the steps
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class Captured:
     it.
     """
 
-    profile: Profile  # without the event loop's part: node, seconds, timed_out
+    profile: Profile  # without what the event loop adds: node, seconds, timed_out
     export_trace: Callable[[], bytes] | None = None
 
 
@@ -127,7 +127,7 @@ class EndProfile:
 
 
 def parts_in_order(steps: Sequence[ProfiledStep]) -> list[str]:
-    """Returns the parts in the order of a step, the forward's phases by name in its place, without idle time."""
+    """Returns the parts except idle time, in the order of a step; the forward's phases, by name, take its place."""
     found = {part for step in steps for part in step.nanoseconds} - {Part.IDLE}
     order: dict[str, int] = {part: index for index, part in enumerate(Part)}
     return sorted(found, key=lambda part: (order.get(part, order[Part.FORWARD]), part == FORWARD_REST, part))

@@ -1,7 +1,7 @@
 """Versions of the internal protocol, and the choice of the one that two processes speak. Torch-free.
 
 Every hello carries a range, so that a rollout may mix versions: a release that changes the protocol still speaks the
-version before, and the next release does not.
+previous version; the release after it no longer does.
 """
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ class RejectReason(enum.Enum):
 
 
 NO_ROOM_RETRY_SECONDS = 5.0
-"""Seconds after which a router that was rejected for lack of room asks again even if no report shows room. Then the
-node stops counting it as waiting (see `Rejected`).
+"""Seconds after which a router that was rejected for lack of room asks again even if no report shows room. A second
+later the node stops counting it as waiting (see `Rejected`).
 """
 
 

@@ -42,7 +42,7 @@ class PrefillParts(TargetParts):
 
 
 Build = Callable[[Emit], PrefillParts]
-"""emit → parts. Blocks while it loads the model."""
+"""A function that builds the node's parts, given `emit`. It blocks while the model loads."""
 
 
 class PrefillNode(TargetNode[PrefillParts]):
@@ -94,7 +94,7 @@ class PrefillNode(TargetNode[PrefillParts]):
         self._state = NodeState.SERVING
 
     async def drain(self, deadline_seconds: float) -> None:
-        """Waits for jobs to end; fails them at the deadline. New ones are refused once routers know of the drain."""
+        """Waits for jobs to end; fails them at the deadline. Once routers know of the drain, new jobs are refused."""
         self._state = NodeState.DRAINING
         try:
             async with asyncio.timeout(deadline_seconds):

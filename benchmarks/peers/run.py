@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def long_prompts(prompts: Sequence[BenchPrompt], lengths: Sequence[int]) -> tuple[BenchPrompt, ...]:
-    """Makes a prompt of each length from the joined texts, each with a different start. A prompt's kind is its length."""
+    """Makes a prompt of each length from the joined texts, each with its own start. A prompt's kind is its length."""
     ids = [token_id for prompt in prompts for token_id in prompt.content]
     return tuple(
         replace(prompts[0], kind=str(length), content=tuple(islice(cycle(ids), 97 * place, 97 * place + length)))

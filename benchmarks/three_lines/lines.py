@@ -66,7 +66,10 @@ def remote(round_trip_ms: float) -> str:
 
 
 async def compare_lines(comparison: Comparison) -> list[LineFigures]:
-    """Runs all lines. Raises: InternalError if two lines generate different tokens; PeerLostError if a process ends."""
+    """Runs all lines.
+
+    Raises: InternalError if two lines generate different tokens, PeerLostError if the drafter does not start.
+    """
     figures: list[LineFigures] = []
     engine_cpus = usable_cpus()
     if comparison.pair.draft_cpus:  # this thread, and threads that it starts, do the network's work

@@ -1,7 +1,7 @@
 """A model with pseudorandom logits and forwards of a fixed duration, to measure everything around a model.
 
-The logits are a hash of the text. A drafter has the target's logits plus noise, which is a hash of the text, too, so
-that it can only guess what the target decides.
+The logits depend on a hash of the text. A drafter has the target's logits plus noise that depends on the text, too, so
+that the drafter can only guess what the target decides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Transfers KV of Llama-3.1-8B between two processes of this machine, by each connector.
 
-Both sides are those of nodes: a `KvPush` over one cache, a `KvReceiver` over the other. A rate is for whole pushes,
-from connecting to the reply to the commit. Afterwards the receiver's keys and values must equal the sender's.
+Both sides are the nodes' own classes: a `KvPush` for one cache, a `KvReceiver` for the other. Rates are for whole
+pushes, from connecting to the reply to the commit. Afterwards the receiver's keys and values must equal the sender's.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Yields figures for each connector and number of concurrent pushes, as JSON values.
 
-    In their place, "unavailable" says why this machine lacks a connector, and "error" what went wrong.
+    Instead of figures, "unavailable" says why this machine lacks a connector, or "error" says what went wrong.
 
     Args:
-        device: of the sender's cache.
-        to_device: of the receiver's cache, in another process.
+        device: the device of the sender's cache.
+        to_device: the device of the receiver's cache, in another process.
         connectors: as in settings, without "auto".
         at_once: numbers of prompts that are pushed concurrently.
         num_rounds: measured rounds, after one that connects and allocates memory.
-        num_tokens: of each prompt, a multiple of BLOCK_SIZE.
+        num_tokens: number of tokens of each prompt, a multiple of BLOCK_SIZE.
     """
     cache = _open_cache(device, max(at_once) * num_tokens)
     for plane in cache.planes:
@@ -114,7 +114,7 @@ def _measure_pushes(
     for _ in range(1 + num_rounds):
         specs = [_new_spec(num_tokens) for _ in range(num_pushes)]
         peer.send(specs)
-        peer.recv()  # the receiver now expects them
+        peer.recv()  # after this reply, the receiver expects the pushes
         outcomes, seconds = _push_all(connector, config, cache, address, specs)
         if errors := [each.error for each in outcomes if each.error is not None]:
             return {"error": str(errors[0])}
@@ -173,7 +173,7 @@ def _blocks(place: int, num_tokens: int) -> range:
 
 
 def _digest(cache: PagedKVCache, blocks: range) -> str:
-    """Returns the digest of all keys and values in these blocks."""
+    """Returns a digest of all keys and values in these blocks."""
     digest, slots = xxhash.xxh3_64(), slots_of(blocks, len(blocks) * BLOCK_SIZE, BLOCK_SIZE)
     for plane in cache.planes:
         for layer in range(plane.num_layers):
@@ -219,7 +219,7 @@ def _receive(peer: Connection, device: str, num_blocks: int) -> None:
             for layer in cache.layers(plane.name):
                 layer.zero_()
         if cache.copies is not None:
-            torch.cuda.synchronize(device)  # another stream writes the frames
+            torch.cuda.synchronize(device)  # the frames are written in another CUDA stream
         for place, each in enumerate(specs):
             receiver.inbox.open(each, ReservedBlocks(cache, _blocks(place, each.end_token)))
         peer.send(len(specs))

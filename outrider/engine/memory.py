@@ -106,9 +106,9 @@ def free_main_memory_bytes(
 ) -> int:
     """Returns the machine's available memory, or less if a control group of this process has less left below its limit.
 
-    The system counts all file pages as reclaimable. Those that this process maps, above all its weights, are read in
+    The OS counts all file pages as reclaimable. Those that this process maps, above all its weights, are read in
     every step, so they do not count as free here. `mapped_bytes`: the resident size of the mapped pages; by
-    default as the system reports.
+    default as the OS reports.
     """
     mapped = int(psutil.Process().memory_info().shared) if mapped_bytes is None else mapped_bytes
     available: int = psutil.virtual_memory().available - mapped

@@ -64,7 +64,7 @@ class ModuleHeadSteps:
         self._graphs.capture_all(self._compute_in_place)
 
     def _compute_in_place(self, batch: InputBatch) -> Tensor:
-        """Computes a padded batch's logits, for capture. Replaces the features in `_states` by the head's own states."""
+        """Computes a padded batch's logits, for capture. Replaces features in `_states` by the head's own states."""
         states = self._states[: batch.num_rows]
         hidden, logits = self.compute(batch, states, self._depths[: batch.num_rows], batch)
         states.copy_(hidden)

@@ -18,7 +18,7 @@ class HeadSpec:
     num_heads: int = 0  # query heads
     num_kv_heads: int = 0
     head_dim: int = 0
-    width: int  # of features, and of the head's own hidden states, which replace features for later draft tokens
+    width: int  # size of features and of the head's own hidden states, which replace features for later draft tokens
     vocab_size: int  # of the target
     max_model_len: int  # tokens
     dtype: str

@@ -47,5 +47,8 @@ class KvTransferConfig:
 
     @property
     def keep_alive_seconds(self) -> float:
-        """Seconds between an idle sender's keep-alives. Receivers do not know `progress_seconds`."""
+        """Seconds between an idle sender's keep-alives.
+
+        They are short enough for receivers, which use PROGRESS_SECONDS, not the sender's `progress_seconds`.
+        """
         return min(self.progress_seconds, PROGRESS_SECONDS) / 4

@@ -42,7 +42,7 @@ class Connector:
         self._config = config
         self._lock = threading.Lock()
         self._links: OrderedDict[str, tuple[grpc.Channel, SharedWindow]] = OrderedDict()  # most recently used last
-        self._material: TlsMaterial | None = None  # the certificates of these channels
+        self._material: TlsMaterial | None = None  # the certificates with which these channels were opened
 
     def connect(self, address: str, spec: TransferSpec) -> Sender:
         """Attaches to the transfer that the receiver at host:port has opened.

@@ -140,7 +140,7 @@ class TransferInbox:
     def close(self, transfer_id: bytes, *, timeout_seconds: float = 10.0) -> DrainState:
         """Removes a transfer, whatever its state, and waits for the writes in flight. Idempotent.
 
-        Returns UNKNOWN after a timeout: then the transfer is kept, and its blocks must not be reused. After the return no
+        Returns UNKNOWN after a timeout: the transfer is kept, and its blocks must not be reused. After the return no
         callback for the transfer begins, except `on_complete` for a commit that was being answered.
         """
         transfer = self._find(transfer_id)

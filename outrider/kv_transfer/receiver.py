@@ -149,7 +149,7 @@ class KvReceiver:
             stream.deadline = time.monotonic() + self._progress_seconds
 
     def _watch(self) -> None:
-        """Ends streams past their deadlines. TCP does not notice a frozen peer (SIGSTOP), whose stream occupies a thread."""
+        """Ends streams past their deadlines. TCP does not notice a frozen peer (SIGSTOP), which occupies a thread."""
         while not self._is_stopped.wait(min(self._progress_seconds, HELLO_SECONDS) / 4):
             now = time.monotonic()
             for stream in list(self._streams):

@@ -68,7 +68,7 @@ class ReceiverStream:
         return self.transfer_id is not None
 
     def handle(self, message: bytes) -> bytes | None:
-        """Handles a message and returns the answer, if any. Counts malformed ones. The first message must be a hello."""
+        """Handles a message (first a hello) and returns the answer, if any. Counts malformed messages."""
         try:
             answer = self._answer(decode_message(message, KvSenderMessage))
         except MalformedMessageError:  # if it was a frame, the commit will be incomplete
@@ -172,5 +172,5 @@ class ReceiverStream:
 
 
 def _on_wire(member: enum.IntEnum) -> Any:
-    """Converts to kv.proto's enum, which has the same numbers."""
+    """Converts an enum member to the number of kv.proto's enum, which is the same."""
     return member.value

@@ -11,11 +11,14 @@ from outrider.kv_transfer.base import Payload, Region
 
 
 class ReservedBlocks:
-    """The blocks that one transfer writes to. Made by the engine thread after it has allocated them; thread-safe.
+    """The blocks that one transfer writes to.
+
+    The engine thread creates this object after allocating the blocks; any thread may use it.
 
     Forwards may run at the same time: reserved blocks are in no running sequence's block table, and they are freed only
     after all copies have ended. GPU work that was queued before the reservation may still use the blocks, so writes
-    wait for that work, with one fence for all frames. No method waits for the token loop. An exception fails the transfer.
+    wait for that work, with one fence for all frames. No method waits for the token loop. An exception fails the
+    transfer.
     """
 
     def __init__(self, kv_cache: KVCache, block_ids: Sequence[int]) -> None:

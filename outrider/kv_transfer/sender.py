@@ -49,7 +49,7 @@ class Sender:
         arena: Arena | None,
         reopen: Callable[[], SenderStream],
     ) -> None:
-        """`arena`: has the slots that carry payload; None: the stream's messages carry it, which works between any hosts.
+        """`arena`: its slots carry the payload; None: the stream's messages do, which works between any two hosts.
 
         `reopen`: opens another stream to the same receiver, to ask for a lost answer to the commit.
         """
@@ -163,7 +163,7 @@ class Sender:
         return self._drain
 
     def _abandon(self) -> None:
-        """Frees the room of messages, which an undrained receiver no longer reads. Quarantines slots, which it may read."""
+        """Frees the room of messages, or quarantines slots, because an undrained receiver may still read those."""
         if self._arena is None:
             self._stream.release_all()
         else:

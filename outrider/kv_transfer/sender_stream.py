@@ -63,7 +63,7 @@ class SenderStream:
         self._tell_end: Callable[[], None] = lambda: None  # called without the lock
         self._welcomes: list[KvWelcome] = []
         self._num_asked = 0  # requested regions that are not answered yet
-        self._held: deque[Frame | None] = deque()  # answers; None: the receiver does not hold the region
+        self._held: deque[Frame | None] = deque()  # answers to requests; None: the receiver does not hold the region
         self._answers: list[CommitResult] = []
         self._drain: DrainState | None = None
         push: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(METHOD)
@@ -195,7 +195,7 @@ class SenderStream:
         self._tell_if_ended()
 
     def when_ended(self, tell: Callable[[], None]) -> None:
-        """Calls `tell` when the stream has ended, at once if it already has. Every later `put` and `commit` then raises.
+        """Calls `tell` when the stream has ended, at once if it already has. Later calls of `put` and `commit` raise.
 
         `tell` is called from any thread, perhaps more than once, and must not block.
         """

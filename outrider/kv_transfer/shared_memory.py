@@ -35,7 +35,7 @@ class ArenaSource:
 
     An arena is dropped if its receiver is lost, if another process answers at its address, or
     after IDLE_SECONDS without a transfer, when the receiver has dropped it, too. A receiver
-    that could not attach, or for which there was no memory, gets another offer after that time.
+    that could not attach, or for which there was no memory, gets another offer after IDLE_SECONDS.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ _UNSUPPORTED_ARGUMENTS = {
 
 
 class LLM:
-    """A model in child processes, which end with this process, however it ends. Thread-safe.
+    """A model in child processes, which end when this process ends in any way. Thread-safe.
 
     It is closed at the end of its `with` block, by `close`, when it is garbage collected, or at the interpreter's exit.
     Ctrl-C in `generate` aborts the requests on all nodes and raises KeyboardInterrupt; the LLM stays usable.
@@ -274,7 +274,10 @@ def _load(engine_args: Mapping[str, Any], overrides: Sequence[str]) -> ResolvedC
 
 
 def _stop(cluster: Cluster) -> bool:
-    """Stops the cluster. Returns whether Ctrl-C interrupted this. At the interpreter's exit nothing would catch an error."""
+    """Stops the cluster. Returns whether Ctrl-C interrupted that.
+
+    It does not raise KeyboardInterrupt, because nothing would catch this at the interpreter's exit.
+    """
     try:
         cluster.stop()
     except KeyboardInterrupt:

@@ -20,9 +20,9 @@ START_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The first message to a rank, which answers None once it has imported what it needs, and joins.
+    """The first message to a rank. The rank answers None once it has imported what it needs, then joins the others.
 
-    After loading its shard it sends the memory available for KV, and receives the number of blocks to allocate.
+    After loading its shard, the rank sends the memory available for KV, and receives the number of blocks to allocate.
     """
 
     config: ModelConfig

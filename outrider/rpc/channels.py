@@ -47,8 +47,8 @@ def server_options(
 def channel_options(
     *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, bulk: bool = False, is_replaceable: bool = False
 ) -> ChannelOptions:
-    """Returns the options of a channel. `bulk`: the channel has its own TCP connection, so that its payload never delays
-    a token stream. `is_replaceable`: another server offers the same service, so the connection is dropped if pings are
+    """Returns the options of a channel. `bulk`: the channel has its own TCP connection, so that payload never delays a
+    token stream. `is_replaceable`: another server offers the same service, so the connection is dropped if pings are
     unanswered for some seconds.
     """
     options: ChannelOptions = [

@@ -181,7 +181,7 @@ def file_stamp(path: Path) -> FileStamp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecurityConfig:
-    """Section `security`: mutual TLS between the services of a cluster. It has all three files, or none for plaintext."""
+    """Section `security`: mutual TLS between the services of a cluster. All three files are set, or none: plaintext."""
 
     tls: TlsConfig = field(default_factory=TlsConfig)
     peer_name: str = setting(

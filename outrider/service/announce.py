@@ -86,7 +86,7 @@ _STAGES = {
 
 
 def announce_failure(event: str, error: BaseException) -> None:
-    """Reports to the parent process and the log why this process ends. An unexpected error is logged with a traceback."""
+    """Reports to the parent process and the log why this process ends. The log gets a traceback if it is unexpected."""
     announce(failed=f"{event}: {describe_error(error)}")
     trace = None if isinstance(error, OutriderError) else error
     _failure_log.error(event, error=describe_error(error), exc_info=trace)

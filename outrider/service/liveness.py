@@ -108,7 +108,7 @@ class ProgressDeadline:
         return min(self._report_deadline, self._step_deadline)
 
     def next_change(self) -> tuple[Liveness, float]:
-        """Returns the liveness state that follows if no progress is reported, and the seconds until then (at least 0)."""
+        """Returns the liveness that follows if no progress is reported, and the seconds until then (at least 0)."""
         lost_at = self._lost_at
         silent_at = max(self._late_report_at + SILENT_SECONDS - LATE_SECONDS, self._least_silent_at)
         if self.standing is Liveness.TIMELY and self._late_at < lost_at:

@@ -1,4 +1,4 @@
-"""Keeps one peer for each address that the targets resolve to. Lookups are repeated while it runs."""
+"""Keeps one peer for each address that the targets resolve to, and repeats the lookups as long as it runs."""
 
 from __future__ import annotations
 

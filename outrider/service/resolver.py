@@ -15,7 +15,8 @@ Resolver = Callable[[str], Awaitable[list[str]]]
 async def resolve_with_dns(target: str) -> list[str]:
     """Returns "ip:port" for each address of "host:port".
 
-    If there are IPv4 addresses, only these are returned, since both families reach the same node. Addresses, and targets with another scheme ("unix:/path"), are returned unchanged.
+    If there are IPv4 addresses, only these are returned, since both families reach the same node. Addresses, and
+    targets with another scheme ("unix:/path"), are returned unchanged.
     """
     host = host_name_of(target)
     if not host:

@@ -26,9 +26,9 @@ PATH_FORGETTING = 0.97
 tokens, and the factor by which each new token reduces the weight of older ones."""
 
 PRIOR_RUNNERS_UP = (0.5, 0.2, 0.1)
-"""Assumed probability of each runner-up of a drafter's race, given that the winner was rejected. In simulations of a
-coupled race (temperature 1, 32k ids) the target's token was the winner at 84 % of all positions, among the first two at
-95 % and among the first four at 99 %.
+"""Assumed probability of each runner-up of a drafter's race to be the target's token, given that the winner was
+rejected. In simulations of a coupled race (temperature 1, 32k ids) the target's token was the drafter's winner at 84 %
+of all positions, among its first two at 95 % and among its first four at 99 %.
 """
 
 NUM_RUNNERS_UP = len(PRIOR_RUNNERS_UP)
@@ -41,7 +41,7 @@ SOURCE_FORGETTING = 0.995
 
 
 class Acceptance:
-    """A running mean of the acceptance of draft tokens, in which recent ones weigh most. Not thread-safe."""
+    """A running mean of the acceptance of draft tokens, in which recent tokens weigh most. Not thread-safe."""
 
     __slots__ = ("_forgetting", "_num_accepted", "_num_decided", "_prior", "_prior_tokens")
 
@@ -72,7 +72,7 @@ class Acceptance:
 
 
 def path_acceptance(prior: float = PATH_ACCEPTANCE) -> Acceptance:
-    """Returns a new mean for a draft model's tokens in one sequence, or for its runners-up of one rank."""
+    """Returns a new running mean for a draft model's tokens in one sequence, or for its runners-up of one rank."""
     return Acceptance(prior, prior_tokens=PATH_TOKENS, forgetting=PATH_FORGETTING)
 
 
@@ -82,7 +82,7 @@ class AcceptanceRecord:
     A position counts as decided only if all tokens before it were accepted: a draft that was rejected earlier says
     nothing about it (the product-limit estimate, Kaplan and Meier 1958, with exponential forgetting). The prior of a
     position is the sequence's overall acceptance, whose prior is the proposer's acceptance over all sequences. So a
-    position that was not reached for a long time is assumed to be like the others, and is tried again.
+    position that has not been reached for a long time is assumed to be like the others, and is tried again.
     """
 
     __slots__ = ("_accepted", "_chain", "_decided", "_num_positions", "_siblings", "_source", "last_step")
@@ -97,13 +97,13 @@ class AcceptanceRecord:
         """Forgets all observations, because the text may have changed in kind."""
         self._decided = [0.0] * self._num_positions
         self._accepted = [0.0] * self._num_positions
-        # Acceptance of a sibling, over rejected tokens that had one.
+        # Acceptance of the next sibling after a rejected token, over all rejected tokens that had one.
         self._siblings = Acceptance(SIBLING_ACCEPTANCE, prior_tokens=SIBLING_TOKENS, forgetting=FORGETTING)
         self._chain: list[float] | None = None
 
     @property
     def chain(self) -> list[float]:
-        """For each position, the probability that a chain is accepted up to it; it never rises."""
+        """For each position, the probability that a chain is accepted up to it. The values never rise."""
         if self._chain is None:
             self._chain = self._estimate()
         return self._chain
@@ -113,11 +113,11 @@ class AcceptanceRecord:
         self._observe(num_accepted + (num_accepted < num_draft), num_accepted)
 
     def observe_tree(self, draft: DraftTree, accepted: Sequence[int]) -> None:
-        """Learns which tokens of a draft with branches were accepted. `accepted`: their indices, from the root on."""
+        """Learns which tokens of a draft with branches were accepted: the indices `accepted`, from the root on."""
         children: dict[int, list[int]] = {}
         for index, parent in enumerate(draft.parents):
             children.setdefault(parent, []).append(index)
-        num_first = 0  # consecutively accepted first children: what a chain would have gained
+        num_first = 0  # number of consecutively accepted first children, which a chain would have gained as well
         for place, parent in enumerate((ROOT, *accepted)):
             siblings = children.get(parent, [])
             right = accepted[place] if place < len(accepted) else None
@@ -130,7 +130,7 @@ class AcceptanceRecord:
     def rank(self, draft: DraftTree) -> RankedDraft:
         """Orders the draft's tokens by the probability that the text goes through them.
 
-        Parents stay before their children: no token is likelier than its parent.
+        Parents stay before their children, because no token is likelier than its parent.
         """
         if not draft.parents:
             return RankedDraft(draft, self.chain[: len(draft.token_ids)])
@@ -146,7 +146,8 @@ class AcceptanceRecord:
         """
         sibling = self._siblings.mean
         found: list[float] = []
-        # By parent: (probability that the text goes through it and none of its children so far, its last child's).
+        # By parent: (probability that the text goes through the parent and through none of its children so far,
+        # probability that it goes through the last of these children).
         left: dict[int, tuple[float, float]] = {}
         for parent, depth in zip(draft.parents, draft.depths(), strict=True):
             if parent in left:

@@ -25,8 +25,8 @@ class DraftTree:
     Tokens are ordered by probability and parents come before their children. So the first n tokens are a tree as
     well, and the first of two siblings is the likelier one.
 
-    A value: never changed once its source is known. Not declared frozen, since one is made for every sequence and
-    step, and its construction would take three times as long.
+    It is never changed once its source is known. It is not declared frozen, because one is made for every sequence and
+    step, and the construction of a frozen one takes three times as long.
     """
 
     length: int
@@ -34,7 +34,7 @@ class DraftTree:
     token_ids: tuple[int, ...] = ()
     source: str = DRAFT_NODE  # the source whose acceptance the verdict changes
     probability: float = 1.0  # the proposer's estimate that the text begins with the first `length` tokens
-    distributions: tuple[TokenDistribution, ...] = ()  # of each token; empty: nothing was drawn
+    distributions: tuple[TokenDistribution, ...] = ()  # one for each token; empty: nothing was drawn
     parents: tuple[int, ...] = ()  # index of each token's parent, or ROOT; empty: a chain
     grade: int = 0  # class of the proposer's confidence in the draft; each class has its own acceptance
 
@@ -155,7 +155,7 @@ class DraftTree:
         )
 
     def _below(self, token_ids: Sequence[int]) -> DraftTree | None:
-        """Returns the subtree after these tokens, at least one, or None if there is nothing."""
+        """Returns the subtree after `token_ids`, which must not be empty, or None if nothing follows them."""
         path = self.path_of(token_ids)
         if len(path) < len(token_ids):
             return None
@@ -172,8 +172,8 @@ class DraftTree:
 class RankedDraft(NamedTuple):
     """A draft and its tokens' probabilities in the step for which it was ranked (see `DraftController.rank`)."""
 
-    tree: DraftTree  # its tokens by falling probability, parents before their children
-    probabilities: Sequence[float]  # by token; for a drawn draft, by token that it could have had
+    tree: DraftTree  # with its tokens ordered by falling probability, parents before their children
+    probabilities: Sequence[float]  # one for each token; for a drawn draft, one for each that it could have had
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -23,10 +23,10 @@ class AheadRow:
 
 
 def candidate_rows(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: int) -> list[AheadRow]:
-    """Returns the next token of each path of one sequence, as far as the sequence's next update may ask for it.
+    """Returns the next token of each path of one sequence, if the sequence's next update may ask for it.
 
-    While the target verifies `num_wanted` tokens, the main path grows to these tokens, one more, and a whole next
-    draft. An alternative replaces one of these `num_wanted` + 1 tokens, and grows by a whole draft.
+    While the target verifies `num_wanted` tokens, the main path grows until it has these tokens, one more, and a whole
+    next draft. An alternative replaces one of these `num_wanted` + 1 tokens, and grows by a whole draft.
     """
     acceptance = tree.acceptance.mean
     rows: list[AheadRow] = []

@@ -2,11 +2,11 @@
 
 Torch-free: a path knows its tokens and its block table, not how tokens are decided.
 
-The text follows the main path as long as the target decides like the draft model. If it differs, its likeliest
-choices are the runners-up of the draft model's race: an alternative assumes one of them.
+The text follows the main path as long as the target decides like the draft model. When the target differs, its
+likeliest choices are the runners-up of the draft model's race. An alternative assumes one of them.
 
 A head has one row fewer than tokens. After each commit it drafts again, from the features of the committed tokens.
-Until then the rest of the old main path is kept as the `stale_path`.
+Until it has done so, the rest of the old main path is kept as the `stale_path`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class DraftedToken:
 class DraftPath:
     """Tokens after the committed ones: first assumed tokens, then those that the draft model has decided."""
 
-    kv: SequenceKV  # KV of committed and path tokens, as far as computed
+    kv: SequenceKV  # KV of committed and path tokens, as far as it has been computed
     decided: list[DraftedToken] = field(default_factory=list)  # one for each token
-    num_assumed: int = 0  # 0: the main path
+    num_assumed: int = 0  # number of assumed tokens; 0: the main path
     rank: int = 0  # rank of the runner-up that an alternative assumes
     num_sent: int = 0  # tokens sent to the decode node
 
@@ -65,7 +65,7 @@ class DraftPath:
         return math.prod(each.confidence for each in self.decided)
 
     def cut_front(self, num_tokens: int) -> None:
-        """Drops committed tokens, and counts the rest as not sent."""
+        """Drops the first tokens, which have been committed, and counts the rest as not sent."""
         del self.decided[:num_tokens]
         self.num_assumed = max(0, self.num_assumed - num_tokens)
         self.num_sent = 0
@@ -171,7 +171,7 @@ class PathTree:
                 path.kv.free()
         for path in following:
             path.cut_front(size)
-        self.main, *self.alternatives = following  # the main path comes first; without it, one alternative follows
+        self.main, *self.alternatives = following  # the main path is first; if it is gone, only one path is left
         self.main.num_assumed = 0
         return new
 
@@ -190,8 +190,8 @@ class PathTree:
     def best_path(self, *, allow_stale: bool) -> DraftPath:
         """Returns the path to send: the main one, followed by the rest of the stale path if both agree.
 
-        For drawn drafts the stale path counts only until the main path has begun: if the new path happened to draw
-        the same token, it would be judged by another distribution than the one that it was drawn from.
+        For drawn drafts the stale path counts only until the main path has begun: if the main path happened to draw the
+        same token, this token would be judged by another distribution than the one that it was first drawn from.
         """
         main, stale = self.main, self.stale_path
         if not allow_stale or stale is None or len(stale) <= len(main) or not self._is_stale_path_right(stale):
@@ -211,7 +211,7 @@ class PathTree:
 
     def first_missing(self, path: DraftPath) -> int:
         """Returns the position of the first of the `missing` tokens."""
-        if self._num_fed(path) == len(self) + len(path):  # fed without asking for logits
+        if self._num_fed(path) == len(self) + len(path):  # all tokens were fed, but without logits
             path.kv.truncate(path.kv.num_tokens - 1)
         return self._num_fed(path)
 
@@ -233,7 +233,7 @@ class PathTree:
 
     @property
     def max_path_rows(self) -> int:
-        """Number of missing rows up to which a path drafts instead of catching up. A head rereads committed tokens."""
+        """Maximum missing rows of a path that still drafts; higher for a head, because it rereads committed tokens."""
         return 1 if self._head is None else 1 + MAX_PROPOSAL_TOKENS
 
     def rows_before(self, position: int) -> int:
@@ -268,7 +268,7 @@ class PathTree:
         num_positions = min(num_positions, num_forkable, len(main), self._max_own_rows)
         if num_positions > self._num_listed:
             self._openings, self._num_listed = self._list_openings(num_positions), num_positions
-        if num_forkable < self._num_listed:  # evicted since
+        if num_forkable < self._num_listed:  # KV has been evicted since
             return [opening for opening in self._openings if opening.index < num_forkable]
         return self._openings
 
@@ -279,7 +279,7 @@ class PathTree:
         kv = main.kv.fork()
         kv.truncate(self.rows_before(len(self) + index))
         assumed = [*main.token_ids[:index], main.decided[index].token_ids[1 + opening.rank]]
-        # The state of the runner-up is its winner's.
+        # A runner-up has the state of the winner that it replaces.
         decided = [
             DraftedToken((token_id,), state=each.state) for token_id, each in zip(assumed, main.decided, strict=False)
         ]
@@ -350,7 +350,7 @@ class PathTree:
         return num_fed
 
     def _restart_draft(self, new: Sequence[int]) -> None:
-        """Drafts again after a commit of `new`. The rest of a path that begins with it becomes the stale path."""
+        """Drafts again after a commit of `new`. If a path begins with `new`, its rest becomes the stale path."""
         size, stale = len(new), None
         for path in (*self.paths, *((self.stale_path,) if self.stale_path else ())):
             num_agreeing = num_common(path.token_ids, new)
@@ -381,7 +381,7 @@ class PathTree:
         return float(acceptance**index) * (1.0 - acceptance) * self.runner_up_chances[rank].mean
 
     def _learn(self, new: Sequence[int]) -> None:
-        """Updates the estimates with the committed tokens, up to the first one that no path has."""
+        """Updates the estimates with the committed tokens, up to the first token that is on no path."""
         path = self.best_path(allow_stale=True)
         for index, token_id in enumerate(new):
             if index >= len(path):

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 import xxhash
 
 HISTORY = 256
-"""Default number of recent lengths whose hashes are cheap."""
+"""Default number of recent prefix lengths whose hashes are cheap to get."""
 
 
 def token_bytes(token_ids: Iterable[int]) -> bytes:
-    """Returns the ids as uint32 in native byte order, which is little-endian. Raises: OverflowError for other ids."""
+    """Returns the ids as uint32 in native byte order, i.e. little-endian. Raises: OverflowError if one does not fit."""
     return array("I", token_ids).tobytes()
 
 
@@ -53,7 +53,7 @@ class HashedTokens:
         return len(self.token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens. Raises: OverflowError for an id outside uint32, without any change."""
+        """Appends tokens. Raises: OverflowError for an id outside uint32; the list is then unchanged."""
         self._hasher.update(token_bytes(token_ids))
         self.hash = self._hasher.intdigest()
         self.token_ids.extend(token_ids)

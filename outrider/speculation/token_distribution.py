@@ -28,7 +28,7 @@ class TokenDistribution:
         return 0.0
 
     def can_have_drawn(self, token_id: int) -> bool:
-        """Returns whether this, as a peer sent it, is a valid distribution that can yield the token."""
+        """Returns whether this distribution, received from a peer, is valid and may have yielded the token."""
         return (
             len(self.token_ids) == len(self.probabilities) <= MAX_DISTRIBUTION_IDS
             and len(set(self.token_ids)) == len(self.token_ids)

@@ -101,7 +101,7 @@ class Dataset:
         facts = json.loads((folder / "texts.json").read_text(encoding="utf-8"))
         self.texts = [KeptAnswer(**fields) for fields in facts["texts"]]
         self.hidden_size: int = facts["hidden_size"]
-        self.width: int = facts["width"]  # width of a token's hidden states, of all taps and then the final one
+        self.width: int = facts["width"]  # values per token: the hidden states of all taps, then the final one
         self.dtype: str = facts["dtype"]
         self.num_held_out: int = facts["num_held_out"]
         self.starts = [0, *accumulate(len(text.token_ids) for text in self.texts)]

@@ -168,7 +168,7 @@ def only_run(plan: TrainingPlan) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces a file atomically: readers, and a run after a kill, see the old or the new content. Raises: OSError."""
+    """Replaces a file atomically. Readers, even after a kill, see the old or the new content. Raises: OSError."""
     fresh = path.with_name(f".{path.name}.new")
     fresh.write_bytes(content.encode() if isinstance(content, str) else content)
     fresh.replace(path)

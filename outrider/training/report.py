@@ -105,7 +105,7 @@ def write_report(
 
 
 def tokens_per_step(counts: np.ndarray) -> float:
-    """Returns 1 + mean accepted draft tokens. `counts`: steps by number of them, from 0; NaN if there are none."""
+    """Returns 1 + the mean number of accepted draft tokens; NaN without steps. `counts[n]`: steps that accepted n."""
     return float(counts @ np.arange(1, len(counts) + 1) / counts.sum()) if counts.any() else math.nan
 
 

@@ -64,9 +64,10 @@ def make_student(plan: TrainingPlan, target: Target, dataset: Dataset, device: t
 
 @dataclass(slots=True, eq=False)
 class Chains:
-    """All drafts of a batch of texts after some steps. Chain t of a text begins with its token t + 1 and feature t.
+    """All drafts of a batch of texts after some steps.
 
-    In terms of outrider.heads.base.HeadRows it begins at row t with depth 0, and has depth j after j steps.
+    Chain t of a text begins with the text's token t + 1 and feature t. In terms of outrider.heads.base.HeadRows, the
+    chain begins at row t with depth 0, and has depth j after j steps.
     """
 
     hidden: Tensor  # [num_chains * num_texts, width], by chain, then by text: inputs of the next step
@@ -104,7 +105,7 @@ class Student:
         for name, place in self._places.items():
             names.setdefault(place.weight, name)
         self.weights = {name: weight.requires_grad_() for weight, name in names.items()}
-        """Trained weights, by the stored name of the tensor, or of the first of several in one weight."""
+        """Trained weights by name of the stored tensor. A weight made of several tensors has the first one's name."""
         ids = torch.arange(target.vocab_size) if head.target_ids is None else head.target_ids
         self.target_ids = ids.to(device)  # [draft_vocab_size] int64: the tokens that the head drafts
         self.is_drafted = torch.zeros(target.vocab_size, dtype=torch.bool, device=device)

@@ -23,8 +23,8 @@ from outrider.wire.request import OPTIONS
 DRAFT_STATUSES = EnumTable(DraftStatus, draft_pb2.DraftStatus, "DRAFT_STATUS")
 
 TOO_MANY_TOKENS = 256
-"""Limit of tokens that are read of a branch. It is above the allowed number, so that the decode node detects longer
-branches.
+"""Maximum number of tokens that are read from a branch. It is above the allowed number, so that the decode node detects
+branches that are too long.
 """
 
 MAX_GRADE = 16
@@ -137,7 +137,7 @@ def _tree_from(proto: draft_pb2.Branch) -> DraftTree:
         tuple(proto.token_ids[:TOO_MANY_TOKENS]),
         DRAFT_NODE,
         min(proto.probability, 1.0) if proto.probability > 0.0 else 0.0,  # NaN becomes 0
-        # Most branches are chains without distributions, so this path is fast.
+        # The conditions save time, because most branches are chains without distributions.
         tuple(map(_distribution_from, distributions[:TOO_MANY_TOKENS])) if distributions else (),
         tuple(parent - 1 for parent in parents[:TOO_MANY_TOKENS]) if parents else (),
         min(proto.grade, MAX_GRADE),

@@ -1,4 +1,4 @@
-"""The enums of router.proto and of Outrider: one table each, for every message that has them."""
+"""Tables that convert between the enums of router.proto and those of Outrider, one table per enum."""
 
 from __future__ import annotations
 

@@ -43,15 +43,15 @@ class _Field(NamedTuple):
     proto_name: str
     to_proto: Callable[[Any], Any]
     from_proto: Callable[[Any], Any]
-    may_be_unset: bool  # if it is, the dataclass's default applies
+    may_be_unset: bool  # whether the message may leave it unset, so that the dataclass's default applies
 
 
 class Fields(Generic[Value, Proto]):
-    """Copies field by field. A tuple is a repeated field; `…seconds` may be `…microseconds` in the message.
+    """Converts field by field. A tuple becomes a repeated field; `…seconds` may be `…microseconds` in the message.
 
     `elsewhere`: fields of either side without a counterpart; the caller passes them with each value, or leaves them
-    unset. `names`: the message's names of fields, if different. `converters`: by field of the dataclass.
-    Raises: TypeError if a field of either side is missing.
+    unset. `names`: the message's field names that differ, by the dataclass's field. `converters`: by the dataclass's
+    field. Raises: TypeError if any other field of either side has no counterpart.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ TOKEN_KEY = "authorization"  # noqa: S105 a metadata key
 SCHEME = "bearer "
 LINE_FORMAT = "NAME sha256:HEX [priority=N] [rate=N]"
 CHECK_SECONDS = 1.0
-"""Seconds between checks for a changed token file. A call makes the check."""
+"""Minimum seconds between checks for a changed token file. Calls make the checks."""
 OWNER_MARK = "·"
 """Separates a client's name from its request_id, which is ASCII and therefore cannot contain the mark."""
 

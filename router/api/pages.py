@@ -1,6 +1,6 @@
 """The router's page on its metrics port, and the records and cluster figures behind it as JSON.
 
-The event loop makes copies, one short call at a time; HTTP threads turn them into JSON.
+The event loop copies the data, one short call at a time; HTTP threads turn the copies into JSON.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class RouterPages:
         return [_summary_json(record, now) for record in self._records]
 
     def _copy(self, serial: int) -> tuple[dict[str, Any], dict[str, Iterable[Any]]] | None:
-        """Returns a record as (single values, lists). Steps are converted during iteration, because that is slow."""
+        """Returns a record as (single values, lists). Steps are converted slowly, so this happens during iteration."""
         record = self._records.find(serial)
         if record is None:
             return None

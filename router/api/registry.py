@@ -71,7 +71,7 @@ class RequestRegistry:
         self._by_key: dict[str, LiveRequest] = {}
         self._batcher = DeliveryBatcher()
         self.keeper: AnswerReplicator | None = None  # None: no shared store, so answers are lost with this router
-        self.is_handing_over = False  # whether health checks of gateways fail, although requests are still accepted
+        self.is_handing_over = False  # whether gateways' health checks fail while requests are still accepted
         self.is_draining = False
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class RequestRegistry:
 
     @asynccontextmanager
     async def find(self, request_id: str, next_positions: Mapping[int, int], call: Call) -> AsyncIterator[LiveRequest]:
-        """Finds the caller's resumable request, or takes it over from another router. The block reads it as in `open`.
+        """Finds the caller's resumable request, or takes it over from another router. The block reads as in `open`.
 
         Raises: OutriderError.
         """
@@ -124,7 +124,7 @@ class RequestRegistry:
             yield live
 
     async def begin(self, proto: router_pb2.GenerateRequest, caller: Caller) -> LiveRequest:
-        """Charges the caller and starts a request. A resumable one is in the shared store, if any, on return.
+        """Charges the caller and starts a request. On return, the shared store, if any, has it if it is resumable.
 
         Raises: OutriderError.
         """
@@ -165,7 +165,7 @@ class RequestRegistry:
             if is_ours:
                 return live
             live.close(AbortedError("another router has taken the request over", reason=RESUMED_ELSEWHERE))
-        self._check_serving()  # a draining router cannot tell whether another one has it
+        self._check_serving()  # a draining router cannot tell whether another router has the request
         if self.keeper is not None and not self.keeper.is_claiming(key):
             self._check_known(request_id, await self.keeper.store.read(key), next_positions)
             if key in self._by_key:
@@ -203,7 +203,7 @@ class RequestRegistry:
             )
 
     def _is_exact(self, stored: StoredAnswer) -> bool:
-        """Returns whether the nodes have the numerics that they had when the request began, and these are exact."""
+        """Returns whether the nodes' numerics are exact and the same as when the request began."""
         numerics = stored.request.numerics
         return bool(numerics) and numerics == self._nodes.exact_numerics()
 
@@ -358,7 +358,7 @@ class RequestRegistry:
         method = VerificationMethod(context.config.verification_method)
         request = await read_request(proto, served, caller, request_id=request_id, default_method=method)
         encoding.close()
-        if stored is None or caller.key_of(request_id) not in self:  # not a takeover, or closed meanwhile
+        if stored is None or caller.key_of(request_id) not in self:  # no takeover, or one that was closed meanwhile
             self._check_serving()
         started = Started(
             request_id=request.request_id,

@@ -22,7 +22,10 @@ from router.text.tokenizer import Tokenizer
 
 WAITING_LOG_SECONDS = 5.0
 PREFILL_START_SECONDS = 5.0
-"""Seconds that a starting router waits for a prefill node once a decode node serves. Both load the same weights."""
+"""Seconds that a starting router waits for a prefill node once a decode node serves.
+
+Both load the same weights, so they should need about the same time.
+"""
 
 EXACT_NUMERICS = "exact ("
 

@@ -48,7 +48,7 @@ class LinkOwner(Protocol):
     """The owner of the links (`router.nodes.directory.NodeDirectory`). Only `approve` may take time."""
 
     async def approve(self, link: NodeLink, info: NodeInfo) -> str:
-        """Returns the fingerprint to expect. Raises: MismatchError if the node does not fit; OutriderError."""
+        """Returns the fingerprint to expect. Raises: MismatchError if the node does not fit; other OutriderErrors."""
 
     def on_link_change(self) -> None: ...
 
@@ -133,7 +133,7 @@ class NodeLink:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the node is late and has sent no report for even longer."""
+        """Whether the node is late and its reports are overdue by `SILENT_SECONDS` (`outrider.service.liveness`)."""
         return self._progress.standing >= Liveness.SILENT
 
     @property

@@ -172,7 +172,7 @@ class GroupListener(Protocol):
 
 
 class DecodeSession:
-    """One session stream, from its hello to its end. Not reused: a new connection is a new session.
+    """One session stream, from its hello to its end. It is not reused: a new connection has a new session.
 
     The end of the session frees all work of this router on the node.
 

@@ -207,7 +207,7 @@ class RequestRecord:
     seed: int = 0
     verification_method: VerificationMethod = VerificationMethod.COUPLED
     attempts: list[AttemptRecord] = field(default_factory=list)
-    """Attempts that got a grant or are traced, until the request ends. The number of refused attempts is unbounded."""
+    """Attempts that got a grant or are traced, until the request ends. Others are not kept: there may be very many."""
     num_attempts: int = 0  # including those that a decode node refused
     num_traced: int = 0  # number of spans below `traced` in the trace
     finish_reasons: list[str] = field(default_factory=list)  # why the samples ended, in the order of the samples

@@ -231,9 +231,9 @@ def _end_trace(record: RequestRecord, *, reason: str) -> None:
 
 
 def _end_attempt(record: RequestRecord, attempt: AttemptRecord) -> None:
-    """Ends the attempt's span, with the time at which the attempt left its decode node as its end.
+    """Ends the attempt's span as of the time when the attempt left its decode node.
 
-    This is done late, because the reason why work moved is known only after the attempt.
+    The span is ended only now, because it becomes known after the attempt why work moved.
     """
     traced, node, last = attempt.traced, attempt.decode.name, attempt.decoding or attempt.opening
     traced.set_attributes({"outrider.attempt": attempt.index, "outrider.decode_node": node})

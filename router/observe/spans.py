@@ -41,7 +41,7 @@ class SpanKind(enum.StrEnum):
     QUEUE = "queue"  # wait in the router's queue
     OPEN = "open"  # from the request for room on a decode node to its grant
     PREFILL = "prefill"  # from the call to a prefill node to its answer
-    PREFILL_CHUNK = "prefill_chunk"  # computation of a part of the prompt, in one forward pass or several shared ones
+    PREFILL_CHUNK = "prefill_chunk"  # computation of a part of the prompt: one forward pass, or all further ones
     KV_FRAME = "kv_frame"  # transfer of a chunk's KV for a group of layers, from its queueing to its acknowledgement
     KV_TRANSFER = "kv_transfer"  # from the first frame to complete KV, as measured by the decode node
     DECODE = "decode"  # from complete KV (or the grant, if the decode node computes the prompt) to the attempt's end
@@ -61,7 +61,7 @@ class Span:
 
     kind: SpanKind
     start: float
-    attempt: int  # its index, from 0; a span between attempts belongs to the next one
+    attempt: int  # index of its attempt, from 0; a span between attempts belongs to the next
     node: str = ""  # empty: the router itself
     end: float | None = None  # None: not ended
     num_tokens: int | None = None
@@ -146,7 +146,7 @@ class SpeculationTotals:
 
 
 def prefill_spans(call: Span, figures: PrefillFigures) -> list[Span]:
-    """Returns spans of a prefill node's work in a call that has ended. Times in `figures` start at its arrival."""
+    """Returns spans of a prefill node's work in an ended call. Times in `figures` start at the call's arrival there."""
     assert call.end is not None
     ended_at = call.end
     # Assumes that the request and the response took equally long on the network.

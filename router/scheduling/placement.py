@@ -23,14 +23,14 @@ Family = tuple[bool, str, frozenset[bytes], frozenset[bytes]]
 NO_NODES: frozenset[bytes] = frozenset()
 
 OUTSTANDING_CHUNKS = 4
-"""Chunks of prompt tokens, each of one forward pass, that may be in flight on a prefill node."""
+"""Maximum chunks of prompt tokens, each computed by one forward pass, that may be in flight on a prefill node."""
 HEDGED_SHARE = 0.1
-"""Share of the running requests that may be hedged, that is, also opened on another node, because nodes are late."""
+"""Maximum share of the running requests that are hedged: also opened on another node, because theirs is late."""
 PREFIX_CHUNK_TOKENS = 32
 MAX_PREFIX_CHUNKS = 131_072
-"""Chunks remembered for all nodes together: 4 million prompt tokens."""
+"""Maximum chunks remembered for all nodes together: 4 million prompt tokens."""
 PREFIX_HIT_BONUS = 4
-"""Running sequences by which a node may exceed another and still be preferred, if it has the whole prefix cached."""
+"""Number of extra running sequences with which a node is still preferred if it has the whole prefix cached."""
 
 
 class PrefixMap:
@@ -71,12 +71,12 @@ def prefix_hashes(token_ids: Sequence[int], *, salt: bytes = b"") -> list[int]:
 class Demand:
     """A request's requirements for its nodes."""
 
-    token_ids: tuple[int, ...]  # the prompt and the generated tokens: all but the last need KV
+    token_ids: tuple[int, ...]  # the prompt and the generated tokens; all except the last need KV
     excluded: frozenset[bytes] = frozenset()  # incarnations of decode nodes that must not be used
     cache_salt: bytes = b""
-    avoided: frozenset[bytes] = frozenset()  # incarnations of nodes that failed this request: a last resort
+    avoided: frozenset[bytes] = frozenset()  # incarnations of nodes that failed this request, used as a last resort
     numerics: str = ""  # required numerics of the decode and prefill node; empty: any
-    is_scored: bool = False  # prompt logprobs are wanted: only few of its tokens are computed per step
+    is_scored: bool = False  # prompt logprobs are wanted, so that few prompt tokens are computed per step
     num_samples: int = 1
 
     @property
@@ -85,7 +85,7 @@ class Demand:
 
     @property
     def family(self) -> Family:
-        """The key of demands that differ in size only: on any node, the larger of two needs at least as much room."""
+        """The key of demands that differ only in size, so that the larger of two needs no less room on any node."""
         return self.is_scored, self.numerics, self.excluded, self.avoided
 
     @property
@@ -123,7 +123,7 @@ class Place:
         return hashlib.sha256("\0".join((*kinds, cache_salt.hex())).encode()).digest()
 
     def change_prefill(self, demand: Demand) -> bool:
-        """Replaces a failed prefill node by one of the same numerics. Returns False if none is available."""
+        """Replaces a failed prefill node with one of the same numerics. Returns False if none is available."""
         self.release_prefill()
         if self.prefill is None:
             return False
@@ -167,7 +167,7 @@ class Placement:
         self._max_outstanding_tokens = prefill_outstanding_tokens
         self._num_chosen = 0
         self._prefixes = PrefixMap()
-        self.num_placed = 0  # requests over all decode nodes
+        self.num_placed = 0  # requests placed on all decode nodes together
         self.on_room: Callable[[], None] = lambda: None  # called when room may have become free
 
     def place(
@@ -196,7 +196,7 @@ class Placement:
         return Place(self, demand, decode, prefill, num_uncached)
 
     def choose_other_prefill(self, demand: Demand, failed: PrefillLink) -> tuple[PrefillLink, int] | None:
-        """Returns (node, uncached tokens), now counted as in flight, or None. The failed node is the last resort."""
+        """Chooses a node (the failed one last) and counts the prompt there. Returns (node, uncached tokens) or None."""
         chosen = self._choose_prefill(demand, failed=failed)
         if chosen is not None:
             self._take_prefill(demand, *chosen)
@@ -227,7 +227,7 @@ class Placement:
         return any(_is_eligible(link, demand) for link in self._nodes.decode_nodes)
 
     def usable_nodes(self, demand: Demand) -> frozenset[bytes]:
-        """Returns serving decode nodes that could take the request once they have room."""
+        """Returns the incarnations of serving decode nodes that could take the request once they have room."""
         return frozenset(link.incarnation for link in self._usable_decode(demand))
 
     def has_prefill_room(self, demand: Demand) -> bool:
@@ -235,7 +235,7 @@ class Placement:
         return not self._has_prefill_node(demand) or self._choose_prefill(demand) is not None
 
     def nodes_to_reserve(self, demand: Demand, *, decode: bool, prefill: bool) -> frozenset[bytes]:
-        """Returns the decode node and the prefill node that will probably be the first with room for the request.
+        """Returns the nodes, at most one of each role, that will probably be the first with room for the request.
 
         The queue reserves them: the router sends nothing else there, so their free room grows until it is enough.
         """
@@ -365,7 +365,7 @@ def _is_eligible(link: DecodeLink, demand: Demand) -> bool:
 
 
 def _unless_avoided(links: list[Link], demand: Demand) -> list[Link]:
-    """Returns the links that have not failed this request; all of them if there are none."""
+    """Returns the links that have not failed this request; if all have failed it, returns all."""
     if not demand.avoided:
         return links
     return [link for link in links if link.incarnation not in demand.avoided] or links
@@ -374,8 +374,8 @@ def _unless_avoided(links: list[Link], demand: Demand) -> list[Link]:
 def _healthiest(free: list[Link], usable: Sequence[Link]) -> list[Link]:
     """Returns the links with room (`free`) whose breaker is closed.
 
-    If there are none, returns those that may get a trial request; but if the breakers of all usable links are open,
-    all links with room.
+    If there are none, returns those that may get a trial request, or all links with room if the breakers of all
+    usable links are open.
     """
     healthy = [link for link in free if not link.breaker.is_open]
     if healthy or all(link.breaker.is_open for link in usable):
@@ -384,7 +384,7 @@ def _healthiest(free: list[Link], usable: Sequence[Link]) -> list[Link]:
 
 
 def _nearness_of_room(link: DecodeLink, size: Size) -> tuple[bool, bool, float, int, str]:
-    """Returns a sort key, larger for sooner, by the share of the running work that must end first."""
+    """Returns a sort key, larger for nodes that will have room sooner because less of their running work must end."""
     assert link.report is not None, "a serving node has reported"
     load = link.report.load
     known = (refusal for refusal in link.refusals if refusal.size.num_tokens <= size.num_tokens)

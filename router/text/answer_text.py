@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 REPLACEMENT = "�"
 CONTEXT_TOKENS = 6
-"""Prompt tokens at the start of the window, as context: enough for any tokenizer to join words."""
+"""Number of prompt tokens at the start of the window, as context. It is enough for any tokenizer to join words."""
 MAX_HELD_TOKENS = 16
-"""Maximum tokens held back for an incomplete character. Longer runs have broken bytes or no text."""
+"""Maximum tokens held back for an incomplete character. Longer runs of tokens have broken bytes or no text."""
 
 
 class ByteDetokenizer:
@@ -30,7 +30,7 @@ class ByteDetokenizer:
         if token_id >= len(self._token_bytes):
             return ""
         added = self._token_bytes[token_id]
-        if not self.is_mid_character and added.isascii():  # nearly every token; the decoder is slow Python
+        if not self.is_mid_character and added.isascii():  # true for nearly every token, and the decoder is slow Python
             return added.decode("ascii")
         text = self._decoder.decode(added)
         self.is_mid_character = bool(self._decoder.getstate()[0])
@@ -90,11 +90,11 @@ class AnswerText:
     """Turns one sample's tokens into the text that may be sent.
 
     It holds back the bytes of an incomplete character and any suffix that could begin a stop
-    string. A stop string must not begin in the text of the first `min_tokens` tokens, which
-    includes a character whose first bytes they have.
+    string. A stop string must not begin in the text of the first `min_tokens` tokens. This
+    text includes a character of which these tokens have only the first bytes.
 
-    If one token's text completes several stop strings, the one that begins earliest wins,
-    then the first in the list. After a match nothing more is released.
+    If one token's text completes several stop strings, the one that begins earliest wins;
+    if several begin there, the first in the list wins. After a match nothing more is released.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class AnswerText:
         return text[:cut]
 
     def finish(self) -> str:
-        """Returns the text held back if no stop string ended the sample, with U+FFFD for broken bytes."""
+        """Returns the text held back, with U+FFFD for broken bytes. After a match it returns an empty string."""
         if self.matched_stop_string is not None:
             return ""
         held, self._held = self._held, ""
@@ -153,7 +153,7 @@ class AnswerText:
         return found_at, found
 
     def _hold_from(self, text: str, start: int) -> int:
-        """Returns the index of the longest suffix that is a proper prefix of a stop string."""
+        """Returns where the longest suffix of the text begins that is a proper prefix of a stop string."""
         cut = len(text)
         for string in self._stop_strings:
             at = text.find(string[0], max(start, len(text) - len(string) + 1), cut)

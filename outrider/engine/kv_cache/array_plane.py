@@ -39,7 +39,7 @@ class ArrayPlane:
     def read(self, layers: range, slots: Slots, heads: range, after: object = None) -> Bytes:
         rows = self._rows(layers, heads)
         if not rows.flags.c_contiguous:
-            return rows[:, slots].reshape(-1)  # `take` would first copy these heads of the whole cache
+            return rows[:, slots].reshape(-1)  # np.take would first copy these heads of all slots
         return np.take(rows, slots, axis=1).reshape(-1)
 
     def write(self, layers: range, slots: Slots, heads: range, rows: Bytes, after: object = None) -> None:

@@ -39,7 +39,7 @@ class BlockHashes:
         return block_hash
 
     def truncate(self, num_blocks: int) -> None:
-        """Keeps the first `num_blocks` hashes."""
+        """Drops all hashes after the first `num_blocks`."""
         if num_blocks < len(self._hashes):
             del self._hashes[num_blocks:]
 

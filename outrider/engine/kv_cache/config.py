@@ -13,7 +13,7 @@ MAX_PERCENT = 95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheConfig:
-    """Section `kv_cache`: the amount of KV that a node stores. The system commits memory as blocks are written."""
+    """Section `kv_cache`: the amount of KV that a node stores. The OS commits memory only as blocks are written."""
 
     memory: str = setting(
         "",

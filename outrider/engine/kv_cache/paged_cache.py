@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class PagedKVCache:
     """Keys and values of all layers, addressed by slot = block_id * block_size + offset.
 
-    The cache is memory only; the BlockPool assigns blocks. All of it is allocated at once, but the system commits
-    memory only when blocks are first written.
+    The cache is memory only; the BlockPool assigns blocks. All of it is allocated at once, but the operating
+    system commits memory only when blocks are first written.
 
     Thread-safe for disjoint blocks: threads may read, write and run forwards at the same time as long as no block that
     one of them writes is used by another.
@@ -69,7 +69,7 @@ class PagedKVCache:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks, each given as (source, destination), in all layers and planes.
 
-        All sources are read before any destination is written, so a block may be both.
+        All sources are read before any destination is written, so a block may be both source and destination.
         """
         self.move_slots(slots_of_blocks(pairs, self.block_size))
 

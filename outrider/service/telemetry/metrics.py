@@ -356,7 +356,7 @@ class RouterMetrics:
         self.observe_migration_gap = family.histogram(
             "outrider:move_gap_seconds", "Last token before a move to the first one after it.", MOVE_GAP_BUCKETS
         ).observe
-        # Series are created at once, because rates would miss the first event of a series that appears with the value 1.
+        # Series are created at once, because rates would miss the first event of a series that begins with the value 1.
         for reason in _FINISHED_REASONS.values():
             self._add_finished(reason, 0)
         for cause in MOVE_CAUSES:

@@ -99,13 +99,13 @@ class Tracer:
     def child(
         self, parent: Span, name: str, *, kind: SpanKind = SpanKind.INTERNAL, started_at: int | None = None
     ) -> Span:
-        """Begins a span below `parent`, a recorded span of this service. `started_at` is in nanoseconds; None is now."""
+        """Begins a span below `parent`, a recorded span of this service. `started_at`: nanoseconds; None: now."""
         if not parent.is_recording():
             return INVALID_SPAN
         return self._spans.start_span(name, set_span_in_context(parent, Context()), kind, start_time=started_at)
 
     def stop(self, timeout_seconds: float) -> None:
-        """Exports recorded spans until the timeout, then drops the rest. Not for the event loop's thread, as it blocks."""
+        """Exports recorded spans until the timeout, then drops the rest. It blocks: not for the event loop's thread."""
 
 
 NO_TRACER = Tracer()

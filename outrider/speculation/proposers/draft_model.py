@@ -1,4 +1,4 @@
-"""Drafts with a smaller model of the target's vocabulary, or with a head, by the same race on its own logits.
+"""Drafts with a smaller model of the target's vocabulary, or with a head, by running the target's race on its logits.
 
 Sources: Leviathan et al. 2022. Coupling: Daliri, Musco, Suresh 2024 (arXiv 2408.07978); with the same random words on
 both sides, draft and target agree far more often than with independent draws. Drafting while the target verifies: SSD
@@ -33,29 +33,30 @@ from outrider.speculation.proposers.draft_forward import DraftForward, PathRows,
 from outrider.speculation.row_budget import MAX_ROWS, RowBudget
 
 NUM_EXTRA_TOKENS = 2
-"""Number of tokens drafted beyond num_wanted. It is small: each costs a forward and is used only in a later step."""
+"""Number of tokens drafted beyond num_wanted; few, because each costs a forward and is used only in a later step."""
 
 MAX_CATCH_UP_ROWS = 512
-"""Maximum number of prefix rows in one forward, shortest prefixes first: more cost more than they gain."""
+"""Maximum number of prefix rows in one forward, because more would cost more than they gain. The shortest prefixes come
+first."""
 
 FIRST_SHARE = 0.25
-"""Fraction of these rows that is kept for the request that has waited longest."""
+"""Fraction of a forward's prefix rows that is kept for the request that has waited longest."""
 
 CATCH_UP_SECONDS = 0.1
-"""Intended duration of a forward that computes prefixes, in seconds: the drafts of other sequences wait for it."""
+"""Intended seconds of a forward that computes prefixes. It is short, as the drafts of other sequences wait for it."""
 
 MAX_FORWARD_LOGITS = MAX_SEQUENCES + MAX_ROWS
 MAX_FORWARD_ROWS = MAX_FORWARD_LOGITS + MAX_CATCH_UP_ROWS
 """Maximum number of rows in a forward: a draft token for each sequence, the look-ahead, and prefixes."""
 
 MIN_GAIN = 0.03
-"""An incomplete branch is sent if the tokens that were not sent yet are expected to gain at least this many."""
+"""An incomplete branch is sent if its tokens that have not been sent are expected to gain at least this many tokens."""
 
 SHARE_WITH_ANSWERS = 0.25
 """Fraction by which look-ahead may lengthen a forward that computes answers."""
 
 SHARE_ALONE = 1.0
-"""Fraction by which a forward of look-ahead only may take longer than the smallest one."""
+"""Fraction by which a forward that computes only look-ahead may take longer than the smallest forward."""
 
 
 class DraftModelProposer:
@@ -84,7 +85,7 @@ class DraftModelProposer:
         self.info = replace(info, num_extra_tokens=NUM_EXTRA_TOKENS, can_look_ahead=can_look_ahead)
         self._budget = RowBudget(max_prefix_rows=max_catch_up_rows, prefix_seconds=catch_up_seconds)
         self._clock = clock
-        self._skipped_forward = False  # the last call made no forward, because some requests needed none
+        self._skipped_forward = False  # the last call made no forward, because some requests could be answered without
         self._trees: dict[int, PathTree] = {}  # by sequence, least recently used first
         self.num_wasted_tokens = 0
 
@@ -122,7 +123,7 @@ class DraftModelProposer:
         too_long = len(token_ids) + request.num_wanted > self._forward.max_model_len
         if start is None or not token_ids or too_long or max(new, default=0) >= self._forward.vocab_size:
             return None
-        # A head is fed with all committed tokens but the first, which has no row: one token is not enough.
+        # A head is fed with all committed tokens but the first, which has no row, so one token is not enough.
         if self._head is not None and not (request.features and len(request.features) >= len(token_ids) - 1 >= 1):
             return None
         if tree is None:
@@ -146,7 +147,7 @@ class DraftModelProposer:
         return tree
 
     def _follow(self, tree: PathTree, token_ids: Sequence[int]) -> None:
-        is_past_prompt = len(tree) >= tree.start.prompt_length  # the rest of a prompt was not generated
+        is_past_prompt = len(tree) >= tree.start.prompt_length  # tokens that belong to the prompt were not generated
         new = tree.follow(token_ids)
         self._count_waste(tree)
         if new and is_past_prompt:
@@ -177,7 +178,7 @@ class DraftModelProposer:
         """
         busy = [tree for _, tree in waiting]
         budget = self._budget.num_prefix_rows
-        missing: dict[int, int] = {}  # rows, by sequence
+        missing: dict[int, int] = {}  # number of missing rows, by sequence id
         catching_up: list[int] = []
         for request, tree in waiting:
             num_missing = tree.num_missing(tree.main) if request.num_wanted > 0 else tree.num_behind
@@ -216,7 +217,7 @@ class DraftModelProposer:
                 plan.no_room.add(request.sequence_id)
 
     def _plan_look_ahead(self, plan: Plan, ahead: Sequence[tuple[ProposalRequest, PathTree]]) -> None:
-        """Adds the likeliest next tokens of all sequences with look-ahead, while they lengthen the forward little."""
+        """Adds the likeliest next tokens of all sequences with look-ahead, while the forward gets only a bit longer."""
         candidates: list[AheadRow] = []
         for request, tree in ahead:
             rows = candidate_rows(
@@ -263,8 +264,8 @@ class DraftModelProposer:
         """Adds the path's next rows to the forward. Returns False if there is no block for them.
 
         `max_tokens`: number of tokens wanted after the path; if blocks are short, it is reduced to one. `min_reach`:
-        that of the request. `kept`: sequences whose KV is kept, while that of others may be evicted for one
-        token; None: nothing is evicted.
+        that of the request. `kept`: sequences whose KV is kept; if not even one token has a block, that of others is
+        evicted. None: nothing is evicted.
         """
         missing = tree.missing(path)[:num_rows]
         start = tree.first_missing(path)
@@ -373,7 +374,7 @@ class DraftModelProposer:
         )
 
     def _due(self, request: ProposalRequest, tree: PathTree) -> Iterator[AheadBranch]:
-        """Yields branches to send: complete paths, and paths that have doubled since they were sent and gain enough."""
+        """Yields branches to send: complete paths, and those that gain enough and doubled since they were last sent."""
         num_wanted = request.num_wanted
         tree.drop_wrong_stale_path()
         for each in tree.paths:
@@ -390,7 +391,7 @@ class DraftModelProposer:
             )
             if is_complete or sum(gains) >= MIN_GAIN:
                 each.num_sent = len(path)
-                # If there is room, the main path's branch begins earlier: the target may verify less than it asked for.
+                # If there is room, the main path's branch begins earlier, as the target may verify less than it asked.
                 limit = max_offered_tokens(num_wanted)
                 start = path.num_assumed or min(num_before, max(0, len(path) - limit))
                 yield AheadBranch(

@@ -1,4 +1,4 @@
-"""READ FIRST: makes a proposer of a head, in a decode node or in a draft node."""
+"""READ FIRST: makes a proposer from a head, in a decode node or in a draft node."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from outrider.heads.base import HeadModel
 
 MEMORY_SHARE = 0.03
-"""Fraction of free memory for a head's KV cache: it has one or a few layers, its target dozens."""
+"""Fraction of free memory for a head's KV cache. It is small, because a head has few layers and its target dozens."""
 
 MIN_CACHED_TOKENS, MAX_CACHED_TOKENS = 1 << 12, 1 << 20
 """Bounds of a head's KV cache, in tokens of all sequences. A sequence that does not fit gets no drafts."""
@@ -89,9 +89,9 @@ class HeadTarget:
 
 
 def load_head(folder: Path | str, target: HeadTarget) -> HeadModel:
-    """Loads the head in this folder. On a CPU torch computes in float32: its bfloat16 is slow on few rows.
+    """Loads the head in this folder. On a CPU, torch computes it in float32, as torch's bfloat16 is slow on few rows.
 
-    Raises: ConfigError if it was made for another target or is not supported; ModelError for damaged files.
+    Raises: ConfigError if the head was made for another target or is not supported; ModelError for damaged files.
     """
     import torch
 

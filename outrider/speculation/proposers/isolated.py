@@ -26,11 +26,11 @@ class IsolatedProposer:
 
     If a call raises, its batch is divided in halves, which are tried again, until each failing sequence is found. A
     proposer has only a cache of each sequence, so repeated calls cost only time. A failing sequence is forgotten, and
-    the proposer is not called for it during `COOLDOWN_SECONDS`, so that it cannot take the drafts of its batch in every
-    step.
+    the proposer is not called for it during `COOLDOWN_SECONDS`, so that it cannot cost the other sequences of its batch
+    their drafts in every step.
 
-    After `MAX_FAILED_CALLS` the remaining requests get no draft in this call, but they are not forgotten. If no
-    sequence was served by then, the proposer is not called for `ALL_COOLDOWN_SECONDS`.
+    After `MAX_FAILED_CALLS` failures the remaining requests get no draft in this call, but they are not forgotten. If
+    no sequence was served by then, the proposer is not called at all for `ALL_COOLDOWN_SECONDS`.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class IsolatedProposer:
         self._proposer.forget(sequence_id)
 
     def _search(self, requests: Sequence[ProposalRequest], now: float) -> dict[int, Proposal]:
-        """Returns proposals by sequence; those that fail are absent."""
+        """Returns proposals by sequence id. Sequences that fail are absent."""
         found: dict[int, Proposal] = {}
         groups = [requests]
         num_failed_calls = 0

@@ -1,8 +1,8 @@
 """Converts a gateway's requests to the router's own, and the router's answers to the engine's messages.
 
 The request is then validated and served like any other. Three differences of the gateway are corrected here: it
-encodes the prompts of completions without the tokenizer's special tokens, leaves the schema of tool calls open, and
-may mistake a constrained answer for reasoning.
+encodes the prompts of completions without the tokenizer's special tokens, allows additional properties in the schema of
+tool calls, and may mistake a constrained answer for reasoning.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _TOOL_CALLS = (
 """The beginning of the gateway's own schema of tool calls, for `tool_choice` "required" and similar."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _REASONING_AT_END = re.compile(f"({OPEN_TAG}\\s*)?({CLOSE_TAG}\\s*)?$")
-_END_TOKENS = 32  # enough to contain the tags, even if each of their characters is a token
+_END_TOKENS = 32  # last tokens of a prompt to search for the tags, even if each character of them is a token
 _UNSUPPORTED = {
     **dict.fromkeys(("mm_inputs", "extra_mm_inputs", "media_refs"), "prompts are text only"),
     **dict.fromkeys(("kv_transfer_params", "kv_transfer_params_json"), "the cluster transfers KV by itself"),
@@ -66,7 +66,7 @@ _UNSUPPORTED = {
 MAX_COMPLETE_BYTES = 4 << 20
 """Maximum bytes of a message: gRPC clients with default settings, for example tonic, reject larger ones."""
 _TOKEN_BYTES = 5
-_LOGPROB_BYTES = 9  # of a logprob and its token id
+_LOGPROB_BYTES = 9  # bytes of a logprob and its token id
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
 
 
@@ -117,7 +117,7 @@ def request_from_engine(
         if reasoning_parser not in TAG_PARSERS:
             why = f"the reasoning parser {reasoning_parser} may mistake a constrained answer for reasoning"
             raise InvalidRequestError(f"{why}: send no constraint", field=f"sampling_params.{kind}")
-        if any(stop in OPEN_TAG + CLOSE_TAG for stop in params.stop):  # the gateway looks for them there too
+        if any(stop in OPEN_TAG + CLOSE_TAG for stop in params.stop):  # the gateway also looks for stop strings there
             why = f"a stop string is part of {OPEN_TAG}{CLOSE_TAG}, which precedes a constrained answer"
             raise InvalidRequestError(why, field="sampling_params.stop")
         after, preface = _end_reasoning(proto.tokenized.input_ids, served.tokenizer)
@@ -156,7 +156,7 @@ def _sampling(params: Any) -> router_pb2.SamplingParams:
     """Returns the sampling parameters. Raises: InvalidRequestError."""
     values = {field.name: value for field, value in params.ListFields() if field.name in _COMMON_FIELDS}
     if params.HasField("seed"):
-        values["seed"] = params.seed % (1 << 64)  # int32 there, uint64 here
+        values["seed"] = params.seed % (1 << 64)  # the gateway's seed is int32, the router's uint64
     if params.HasField("choice"):
         values["choice"] = router_pb2.Choice(options=params.choice.choices)
     if params.json_object:
@@ -210,12 +210,12 @@ class EngineAnswer:
         self._is_streamed = is_streamed
         self._stop_token_ids = frozenset(request.stop.token_ids)  # other tokens that end an answer are not reported
         self._num_prompt_tokens = 0
-        # The token's own logprob, its alternatives', and as many bytes as one more has for lengths.
+        # Counts the token's own logprob, its alternatives, and one more, whose bytes are for lengths.
         num_logprobs = 2 + request.output.top_logprobs if request.output.HasField("top_logprobs") else 0
         self._max_tokens = MAX_COMPLETE_BYTES // (_TOKEN_BYTES + _LOGPROB_BYTES * num_logprobs)  # per Complete
 
     def render(self, event: AnswerEvent) -> list[Any]:
-        """Returns GenerateResponses. Raises: InvalidRequestError if the answer exceeds a message."""
+        """Returns GenerateResponses. Raises: InvalidRequestError if the answer is too large for a message."""
         match event:
             case Delta() if event.token_ids:
                 return self._add(event)

@@ -47,8 +47,8 @@ class ValkeyServer:
             db=address.database,
             username=address.username,
             password=address.password,
-            # The client's own timeouts are off, because in Python 3.11 they may swallow that of `_answering`, which
-            # limits the whole exchange.
+            # The client's own timeouts are off, because in Python 3.11 they may swallow the timeout of `_answering`,
+            # which limits the whole exchange.
             socket_timeout=None,
             socket_connect_timeout=None,
             **({"ssl_check_hostname": True} if address.is_tls else {}),
