@@ -39,7 +39,7 @@ class LossyStream(io.TextIOBase):
     def __init__(
         self, write: Callable[[str], object], *, is_terminal: bool = False, descriptor: int | None = None
     ) -> None:
-        """`write` writes all of a text or raises; it may block. `descriptor`: the one it uses, if any."""
+        """`write` writes all of a text or raises; it may block. `descriptor`: the file descriptor behind `write`, if any."""
         self.on_lost: Callable[[int], object] = lambda number: self.write(f"{number} lines were lost\n")
         """Callback with the number of lost lines; the writer's thread calls it when writing works again."""
         self.num_lost_lines = 0

@@ -49,7 +49,7 @@ class SegmentWriter:
                 raise OSError(errno.ENOSPC, "No space left on device")
         except OSError:
             self.close()
-            if not self._num_bytes:  # on a full disk, where every line fails, no line leaves an empty file
+            if not self._num_bytes:  # a full disk fails every line: none of them may leave an empty file
                 self._path.unlink(missing_ok=True)
             raise
         self._num_bytes += len(line)

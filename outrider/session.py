@@ -1,4 +1,4 @@
-"""The messages between router and decode node about a sequence group, as values.
+"""The messages between router and decode node about a sequence group, as plain Python values.
 
 A sequence group is one request in one attempt: a prompt and its n samples. The proto mirror is `session.proto`;
 `outrider.wire.session` converts.

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: PeerSecurity) -> Build:
-    """Returns the builder of the node's parts. It runs once the process listens, since loading takes a while."""
+    """Returns the builder of the node's parts. It runs when the process already listens: loading takes a while."""
 
     def build(emit: Emit) -> PrefillParts:
         from outrider.engine.engine import PromptEngine

@@ -216,7 +216,7 @@ class KvPush:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """Groups of a chunk's layers. A group about fills a frame and is pushed at once. Features are pushed last."""
+    """Groups of a chunk's layers. A group fills about one frame and is pushed at once. Features are pushed last."""
 
     num_layers: int
     tokens_per_frame: int  # for one layer

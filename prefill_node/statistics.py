@@ -21,7 +21,7 @@ class StepStats:
 
 
 class PromptTokens:
-    """The numbers of outstanding and recently computed tokens. The engine thread writes them, any thread reads them."""
+    """The numbers of outstanding and recently computed tokens. The engine thread writes them; any thread reads them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()

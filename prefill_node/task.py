@@ -27,7 +27,7 @@ class PrefillTask:
     sequence: EngineSequence
     push: KvPush | None = None  # None until the push starts
     pinned: SequenceKV | None = None  # blocks that the push may still use after the computation has ended
-    has_slot: bool = False  # whether it has a slot, i.e. is computed or pushed
+    has_slot: bool = False  # whether the job has a slot, i.e. may be computed and pushed
     is_reading: bool = False  # whether the push is writing the held prefix into the job's blocks
     is_cancelled: bool = False
     num_cached_tokens: int = 0

@@ -49,6 +49,6 @@ class KvTransferConfig:
     def keep_alive_seconds(self) -> float:
         """Seconds between an idle sender's keep-alives.
 
-        They are short enough for receivers, which use PROGRESS_SECONDS, not the sender's `progress_seconds`.
+        The interval suits all receivers, which use PROGRESS_SECONDS, not the sender's `progress_seconds`.
         """
         return min(self.progress_seconds, PROGRESS_SECONDS) / 4

@@ -101,7 +101,7 @@ class Batch:
         return self._decoded[token_id]
 
     def _retry_while_full(self, call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
-        """Repeats a call, without a time limit, while the router's queues are full. A few long prompts can fill them."""
+        """Repeats a call without a time limit while the router's queues are full. A few long prompts can fill them."""
         while True:
             try:
                 return call(*arguments, **options)

@@ -142,8 +142,9 @@ def read_vocabulary(tokenizer_json: bytes) -> dict[int, str]:
 def vocabulary_fingerprint(strings: Mapping[int, str]) -> str:
     """Returns the SHA-256 in hexadecimal over every (id, string) of a vocabulary, ids ascending.
 
-    Draft and target models are compatible if and only if the fingerprints of their original tokenizer.json are equal:
-    special tokens that other files add, e.g. for padding, are never drafted. Padding ids without an entry do not count.
+    Draft and target models are compatible if and only if the fingerprints of their original tokenizer.json are equal. A
+    special token that other files add to only one of the models, e.g. for padding, is never drafted. Padding ids, which
+    have no entry, do not count.
     """
     digest = hashlib.sha256()
     for token_id, string in sorted(strings.items()):
@@ -194,7 +195,7 @@ def _with_added_tokens(
 
 
 def _special_tokens(config: Mapping[str, Any], older: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """Returns (special tokens by name, first transformers' names, then the checkpoint's; tokens without a name).
+    """Returns (special tokens by name, transformers' names first, then the checkpoint's; special tokens without names).
 
     `older`: special_tokens_map.json, which takes precedence over tokenizer_config.json for transformers' names only.
     """

@@ -37,7 +37,7 @@ def choose_attention(config: ModelConfig, device: str) -> str:
     if not config.deterministic:
         return config.attention
     if device_type(device) == "cpu":
-        return config.attention  # native kernels attend, as `check_deterministic` ensures
+        return config.attention  # `check_deterministic` ensures native kernels
     if config.attention not in (AUTO, TRITON):
         raise ConfigError(f"model.attention {config.attention} is not deterministic: set it to auto or triton")
     return TRITON

@@ -1,7 +1,7 @@
 """Packed weights in the user's cache: written once, mapped read-only by every node whose kernels read them.
 
-The weights of each model or head are a folder, which is complete or absent. It has `weights`, all blobs end to end, and
-`header.json`, the blobs' names and a hash of each file. Nodes of one machine share the pages of a mapped file. A
+Each model or head has a folder, which is complete or absent. In it, `weights` has all blobs end to end, `header.json` has
+the blobs' names and a hash of each file. Nodes of one machine share the pages of a mapped file. A
 folder's key (`PackedKey`) covers everything that the bytes depend on, so cached weights need not be checked against the
 model or head again.
 """
@@ -48,7 +48,7 @@ PACKING_MODULES = (
 """Modules of the package that determine what is packed, or whether a model passes the check at load."""
 
 PACKER = "outrider.heads.packer"
-"""The module of the process that packs a model and its head. Nodes, which run without torch, do not import it."""
+"""The module of the process that packs a model and its head. Not imported here, because nodes run without torch."""
 is_packer = False
 """Whether this process is the packer, which sets this to True."""
 

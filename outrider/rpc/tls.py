@@ -167,7 +167,7 @@ def _check_pair(config: TlsConfig) -> None:
 
 
 FileStamp = tuple[int, int, int]
-"""Inode, size, and time of the last change in nanoseconds."""
+"""A file's inode, its size in bytes, and the time of its last change in nanoseconds."""
 
 
 def file_stamp(path: Path) -> FileStamp:
@@ -216,7 +216,7 @@ class PeerSecurity:
 
     @property
     def material(self) -> TlsMaterial | None:
-        """The material that a new connection presents and trusts; open channels keep theirs. None: plaintext.
+        """The TLS material that new connections present and trust. Open channels keep theirs. None: plaintext.
 
         Raises: ConfigError.
         """

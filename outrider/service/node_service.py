@@ -1,4 +1,4 @@
-"""The NodeService, which every role has."""
+"""Serves the NodeService, which every role has."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class PeerSet(Generic[AnyPeer]):
         self._interval_seconds = interval_seconds
         self._on_change = on_change
         self._answers: dict[str, list[str]] = {target: [] for target in targets}  # the last successful answers
-        self._failures: dict[str, str] = {}  # errors, by each target whose last lookup failed
+        self._failures: dict[str, str] = {}  # error message by target, if its last lookup failed
         self._peers: dict[str, AnyPeer] = {}  # by address
         self._running: dict[str, asyncio.Task[None]] = {}  # by address
         self._tasks: set[asyncio.Task[None]] = set()  # lookups and peers, including those that are ending

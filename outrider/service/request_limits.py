@@ -1,4 +1,4 @@
-"""Rejects calls before they reach a servicer: unknown callers, calls beyond the limit, malformed requests."""
+"""Rejects calls before they reach a servicer: those by unknown callers, beyond the limit, or with invalid requests."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ async def rpc_errors(context: Context) -> AsyncIterator[None]:
         yield
     except grpc.aio.AbortError:
         raise
-    except DecodeError as error:  # a peer sent invalid bytes, so this process has no bug
+    except DecodeError as error:  # a peer sent invalid bytes, which is not a bug of this process
         _log.warning("message refused", error=str(error), peer=context.peer())
         await abort_with(context, errors.InvalidRequestError("a message does not parse", field=""))
     except Exception as error:  # noqa: BLE001 the process boundary: every exception becomes a status

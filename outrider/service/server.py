@@ -63,7 +63,7 @@ is 700.
 """
 M_ARENA_MAX = -8  # parameter of mallopt(3)
 TRACES_SECONDS = 0.5
-"""Seconds for the export of the last traces during a stop."""
+"""Maximum seconds for the export of the last traces during a stop."""
 STOP_SECONDS = 2.0
 """Seconds after which a stopping process ends even if a part of the service still hangs."""
 

@@ -103,7 +103,7 @@ class AcceptanceRecord:
 
     @property
     def chain(self) -> list[float]:
-        """For each position, the probability that a chain is accepted up to it. The values never rise."""
+        """For each position, the probability that a chain is accepted up to it. It never rises from one position to the next."""
         if self._chain is None:
             self._chain = self._estimate()
         return self._chain

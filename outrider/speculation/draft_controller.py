@@ -73,7 +73,7 @@ class DraftController:
     _plain_seconds: float = float("inf")  # duration of the last step without drafts; inf: unknown
     _asked_seconds: float = 0.0  # time spent on asking for drafts since the last choice
     _speedup: float = 1.0  # running mean of the expected token rate divided by that of plain decoding
-    _probe_credit: float = float("inf")  # seconds that trials may take; each step limits them
+    _probe_credit: float = float("inf")  # credit for trials, in seconds; each step caps it
 
     def num_wanted(self, sequence_id: int, maximum: int, source: str) -> int:
         """Returns how many draft tokens of a draft node may be worth verifying in the next step, 0 to `maximum`.
@@ -237,7 +237,7 @@ class DraftController:
         probabilities = [drafts[key].probabilities[: max(0, limits[key])] for key in offered]
         offer = StepOffer(
             drafts=probabilities,
-            step_seconds=[each + self._asked_seconds for each in step_seconds],  # drafts have cost this already
+            step_seconds=[each + self._asked_seconds for each in step_seconds],  # asking has cost this time
             max_rows=min(sum(map(len, probabilities)), num_possible, self._max_explored_rows(room)),
             num_sequences=len(room.sequences),
             num_waiting=self._num_waiting,

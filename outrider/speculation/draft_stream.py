@@ -1,4 +1,4 @@
-"""Messages between decode node and draft node, as values.
+"""Messages between decode node and draft node, as plain Python values.
 
 The proto mirror is `draft.proto`; `outrider.wire.draft` converts. Both sides send their newest state, never a backlog.
 """

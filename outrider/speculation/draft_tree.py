@@ -33,7 +33,7 @@ class DraftTree:
     prefix_hash: int | None = None  # of the first `length` tokens; None: the draft was made in this process
     token_ids: tuple[int, ...] = ()
     source: str = DRAFT_NODE  # the source whose acceptance the verdict changes
-    probability: float = 1.0  # the proposer's estimate that the text begins with the first `length` tokens
+    probability: float = 1.0  # the proposer's estimated probability that the text begins with the prefix
     distributions: tuple[TokenDistribution, ...] = ()  # one for each token; empty: nothing was drawn
     parents: tuple[int, ...] = ()  # index of each token's parent, or ROOT; empty: a chain
     grade: int = 0  # class of the proposer's confidence in the draft; each class has its own acceptance
@@ -44,7 +44,7 @@ class DraftTree:
 
     @property
     def was_drawn(self) -> bool:
-        """Whether it has the distributions of its tokens, for rejection sampling. If so, it is a chain."""
+        """Whether the draft has the distributions of its tokens, for rejection sampling. If so, it is a chain."""
         return bool(self.distributions)
 
     @property

@@ -61,7 +61,7 @@ class DraftPath:
 
     @property
     def confidence(self) -> float:
-        """The probability, by the drafter's confidence, that the text goes through the whole path."""
+        """The probability that the text goes through the whole path, estimated from the drafter's confidence."""
         return math.prod(each.confidence for each in self.decided)
 
     def cut_front(self, num_tokens: int) -> None:

@@ -10,12 +10,12 @@ from operator import truediv
 
 @dataclass(frozen=True, slots=True)
 class RowChoice:
-    """The number of draft tokens that one step verifies, and the expected result."""
+    """The numbers of draft tokens that one step verifies, and the expected result."""
 
     num_rows: Sequence[int]  # for each draft, the number of its first tokens that the step verifies
     expected_tokens: float  # tokens that the step commits, over all sequences
     expected_seconds: float  # the step's duration
-    token_seconds: float  # seconds per committed token with the number of rows that has the best rate
+    token_seconds: float  # seconds per committed token at the highest rate of all numbers of rows
     row_price: float  # lowest probability at which a draft token would have been worth a row
 
 

@@ -31,7 +31,7 @@ FORGETTING = 0.99
 """Factor by which each new step reduces the weight of older ones."""
 
 MIN_SHARE = 1e-3
-"""Lower bound of expected durations, as a fraction of the mean step's duration."""
+"""Lower bound of expected durations, as a fraction of the mean duration of steps."""
 
 FIT_STEPS = 8
 """Number of steps after which the fit, a small linear system, is solved again, unless a surprise does this earlier."""
@@ -74,7 +74,7 @@ class StepCostModel:
         self._assumptions = _assumptions(self._knots)
         self._found: Seconds | None = None  # the last fit
         self._num_unfitted = 0  # steps since the last fit
-        self._num_outliers = 0  # in a row
+        self._num_outliers = 0  # consecutive outliers
 
     @property
     def is_known(self) -> bool:
@@ -82,7 +82,7 @@ class StepCostModel:
         return self._weight > 0.0
 
     def observe(self, *, num_sequences: int, num_rows: int, step_seconds: float) -> None:
-        """Learns from one step. A duration far above the expected one is clipped; one of zero is ignored."""
+        """Learns from one step. A duration far above the expected one is clipped; a zero one is ignored."""
         if step_seconds <= 0.0:  # the clock did not advance
             return
         place, share = self._place(num_rows)

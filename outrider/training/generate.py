@@ -15,7 +15,9 @@ from outrider.training.plan import SEED, PhaseClock, Progress, TrainingPlan
 from outrider.training.prompts import TrainingPrompt, read_prompts, tokenize, write_prompt
 
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
-"""Temperatures of answers, drawn uniformly. Greedy answers teach the likeliest tokens, sampled ones the others."""
+"""The temperature of each answer is drawn uniformly from these. Greedy answers teach the likeliest tokens, sampled ones
+the others.
+"""
 MAX_ANSWERS_BYTES = 512 << 20
 MIN_RESPONSE_TOKENS = 8
 MAX_PASTED_TEXTS = 256

@@ -101,7 +101,10 @@ def _layer_config(target: Target) -> dict[str, Any]:
 
 
 def _medusa(target: Target, ids: Tensor, num_heads: int) -> Parts:
-    """Makes Medusa heads in vLLM's layout, which share an output layer. Untrained heads repeat the next token."""
+    """Makes Medusa heads in vLLM's layout, which share an output layer.
+
+    Until they are trained, all of them repeat the target's next token.
+    """
     width = target.hidden_size
     tensors = {"lm_head.weight": _output_layer(target, ids)}
     for head in range(num_heads):

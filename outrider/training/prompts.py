@@ -1,7 +1,7 @@
 """Prompts for training answers. They are read from a file, or the target writes them itself.
 
 A chat model that is given only the opening of a user's turn writes that turn (Xu et al. 2024, "Magpie",
-arXiv 2406.08464). System messages and opening words are varied, so that its turns vary.
+arXiv 2406.08464). System messages and opening words are varied, so that the turns vary.
 """
 
 from __future__ import annotations

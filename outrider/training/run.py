@@ -1,9 +1,10 @@
 """READ FIRST: one run of `outrider train-head`, phase by phase. Each phase continues where the last run stopped.
 
 1. answers: the target writes prompts and answers them in a cluster of its own (`generate`), unless answers are given;
-2. features: the target's hidden states at every token, and the cost of a step on this machine (`hidden_states`);
-3. training of a `student` by a `trainer`;
-4. export, a replay on held-out answers (`replay`), and the `report`.
+2. features: the target's hidden states at every token are computed, and a step is timed on this machine
+   (`hidden_states`);
+3. training: a `trainer` trains a `student`;
+4. report: the head is exported, drafting is replayed on held-out answers (`replay`), and the `report` is written.
 """
 
 from __future__ import annotations

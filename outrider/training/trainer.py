@@ -39,7 +39,7 @@ class HistoryPoint:
     step: int
     loss: list[float]  # running means of training losses
     held_out_loss: list[float]
-    acceptance: list[float]  # fraction of held-out rows at which the head, after right drafts, chooses as the target
+    acceptance: list[float]  # fraction of held-out rows where the head, after right drafts, chooses as the target does
 
 
 class Trainer:

@@ -150,10 +150,10 @@ def _distribution_from(proto: draft_pb2.TokenDistribution) -> TokenDistribution:
 
 
 def step_to_proto(step_seconds: float) -> int:
-    """Returns microseconds, limited to `MAX_STEP_MICROSECONDS`."""
+    """Converts seconds to microseconds, limited to `MAX_STEP_MICROSECONDS`."""
     return min(round(step_seconds * 1e6), MAX_STEP_MICROSECONDS)
 
 
 def step_from_proto(step_microseconds: int) -> float:
-    """Returns seconds."""
+    """Converts microseconds, limited to `MAX_STEP_MICROSECONDS`, to seconds."""
     return min(step_microseconds, MAX_STEP_MICROSECONDS) / 1e6

@@ -86,7 +86,7 @@ class Fields(Generic[Value, Proto]):
             raise TypeError(f"{value_type.__name__} has no {', '.join(sorted(forgotten))}")
 
     def to_proto(self, value: Value, **others: Any) -> Proto:
-        """Returns the message. `others`: fields that the value does not have. None means unset."""
+        """Returns the message. `others`: fields that the value does not have. Fields that are None are left unset."""
         for name, proto_name, to_proto, _, _ in self._fields:
             found = getattr(value, name)
             if found is not None:

@@ -1,4 +1,4 @@
-"""The requests of router.proto, and the request options for nodes ⇄ `outrider.request`.
+"""The requests of router.proto, and the request options that nodes get, ⇄ `outrider.request`.
 
 A public request is converted after the router has validated it: unset fields get the
 contract's defaults here, and nowhere else.

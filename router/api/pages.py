@@ -99,7 +99,10 @@ class RouterPages:
         return NOT_FOUND_PAGE
 
     def _on_loop(self, copy: Callable[[], T]) -> T:
-        """Calls `copy` on the event loop and returns its result. Raises: TimeoutError; RuntimeError if it is closed."""
+        """Calls `copy` on the event loop and returns its result.
+
+        Raises: TimeoutError; RuntimeError if the event loop is closed; any error of `copy`.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
@@ -133,7 +136,7 @@ class RouterPages:
         return [_summary_json(record, now) for record in self._records]
 
     def _copy(self, serial: int) -> tuple[dict[str, Any], dict[str, Iterable[Any]]] | None:
-        """Returns a record as (single values, lists). Steps are converted slowly, so this happens during iteration."""
+        """Returns a record as (single values, lists). Steps are converted later, during iteration: that is slow."""
         record = self._records.find(serial)
         if record is None:
             return None

@@ -124,7 +124,7 @@ class RequestRegistry:
             yield live
 
     async def begin(self, proto: router_pb2.GenerateRequest, caller: Caller) -> LiveRequest:
-        """Charges the caller and starts a request. On return, the shared store, if any, has it if it is resumable.
+        """Charges the caller and starts a request. If there is a shared store, a resumable request is in it on return.
 
         Raises: OutriderError.
         """
@@ -176,7 +176,7 @@ class RequestRegistry:
         return await self.keeper.resume(key, fingerprint=fingerprint)
 
     async def _is_ours(self, key: str) -> bool:
-        """Returns whether no other router has taken the request over; that router may have newer and other tokens."""
+        """Returns whether no other router has taken the request over; that router may have newer, different tokens."""
         if self.keeper is None:
             return True
         try:

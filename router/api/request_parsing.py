@@ -1,8 +1,8 @@
 """Validates public requests, encodes their prompts, and fills in defaults.
 
 `check_request` validates the message alone, which is cheap. `read_request` encodes the prompt, validates what depends
-on its tokens (`check_prompt`), and compiles the constraint. Both raise InvalidRequestError that names the field by its
-path, such as "sampling.top_p".
+on its tokens (`check_prompt`), and compiles the constraint. Both raise an InvalidRequestError that names the field by
+its path, for example "sampling.top_p".
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from router.requests.live import LiveRequest
 MAX_SPAN_TOKENS = 4096
 """Maximum tokens of one sample in one append."""
 MAX_APPEND_TOKENS = 65_536
-"""Tokens after which an append includes no further request, so that the store answers within milliseconds."""
+"""Number of tokens after which an append includes no further request, so that the store answers within milliseconds."""
 MAX_LOST_APPENDS = 5
 """Maximum number of lost attempts to append the last tokens of a request that failed here. After that, the tokens have
 to be recomputed.
@@ -168,7 +168,7 @@ class AnswerReplicator:
             await self.store.close()
 
     async def _take_name(self, request_id: str) -> None:
-        """Frees the id for a new request: an earlier one is deleted now or not at all."""
+        """Frees the id for a new request. An earlier request with this id is deleted now or not at all."""
         if request_id in self._to_delete:
             async with self._deleting:
                 self._to_delete.pop(request_id, None)

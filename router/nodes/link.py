@@ -45,7 +45,7 @@ def shorten_condition(condition: str) -> str:
 
 
 class LinkOwner(Protocol):
-    """The owner of the links (`router.nodes.directory.NodeDirectory`). Only `approve` may take time."""
+    """The owner of the links (`router.nodes.directory.NodeDirectory`). Only `approve` may wait."""
 
     async def approve(self, link: NodeLink, info: NodeInfo) -> str:
         """Returns the fingerprint to expect. Raises: MismatchError if the node does not fit; other OutriderErrors."""
@@ -203,7 +203,7 @@ class NodeLink:
                 self._take_report(report)
 
     async def _until_lost(self, reading: Coroutine[Any, Any, None]) -> None:
-        """Runs `reading`, which takes reports, until they stop arriving. Raises: PeerLostError, MismatchError."""
+        """Runs `reading`, which processes reports, until the node is lost. Raises: PeerLostError, MismatchError."""
         self._progress = ProgressDeadline(grace_seconds=self._liveness_timeout_seconds)
         async with racing(reading, watch_progress(self._progress, self._on_overdue)) as (ended, _):
             if ended.done():

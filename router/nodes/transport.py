@@ -76,7 +76,7 @@ class RouterIdentity:
 
 
 class NodeTransport:
-    """Owns the channel to one address. Its methods raise OutriderErrors only."""
+    """Owns the channel to one address. Its methods raise only OutriderErrors."""
 
     def __init__(self, security: PeerSecurity, *, address: str) -> None:
         self._security = security

@@ -40,7 +40,7 @@ from router.observe.spans import (
 )
 
 CLIENT_LEFT = "CLIENT_LEFT"
-"""The reason, in metrics only, of a request whose client left before the answer was complete."""
+"""The failure reason that metrics show for a request whose client left before the answer was complete."""
 _log = get_logger("requests")
 
 

@@ -41,7 +41,7 @@ class SpanKind(enum.StrEnum):
     QUEUE = "queue"  # wait in the router's queue
     OPEN = "open"  # from the request for room on a decode node to its grant
     PREFILL = "prefill"  # from the call to a prefill node to its answer
-    PREFILL_CHUNK = "prefill_chunk"  # computation of a part of the prompt: one forward pass, or all further ones
+    PREFILL_CHUNK = "prefill_chunk"  # computation of a part of the prompt, by one forward pass; many are merged
     KV_FRAME = "kv_frame"  # transfer of a chunk's KV for a group of layers, from its queueing to its acknowledgement
     KV_TRANSFER = "kv_transfer"  # from the first frame to complete KV, as measured by the decode node
     DECODE = "decode"  # from complete KV (or the grant, if the decode node computes the prompt) to the attempt's end
@@ -90,7 +90,7 @@ class Step(NamedTuple):
     num_draft_tokens: int  # verified draft tokens
     num_accepted: int
     wanted_drafts: bool
-    found_drafts: bool  # a draft node's proposal was ready
+    found_drafts: bool  # whether a draft node's proposal was ready
     batch: int  # sequences running on the node, according to its last report
     token_ids: tuple[int, ...]  # this and the next field are empty unless text may be shown
     rejected_token_ids: tuple[int, ...]  # rejected draft tokens, in the order of their rows

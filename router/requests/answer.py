@@ -67,7 +67,7 @@ class Answer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the answer has its summary or a failure, so that nothing more will come."""
         return self.summary is not None or self.failure is not None
 
     @property
@@ -89,7 +89,7 @@ class Answer:
     # ------------------------------------------------------------ writing
 
     def begin(self) -> None:
-        """Records admission, unless prompt logprobs are missing. Idempotent."""
+        """Records that the request is admitted, unless prompt logprobs are still missing. Idempotent."""
         if self.started is None and not self.needs_prompt_logprobs:
             self.started = self._started
             self._notify_reader()

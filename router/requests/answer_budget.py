@@ -189,7 +189,7 @@ class AnswerBudget:
 class Unread(enum.IntEnum):
     """Why nobody reads an answer, in the order of eviction."""
 
-    DELIVERED = 0  # it was read to its end, and is kept for its window
+    DELIVERED = 0  # it was read to its end, and is kept for its resume window
     STALLED = 1  # its client does not take a message that is being written
     LEFT = 2  # its client is absent
 

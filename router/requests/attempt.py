@@ -1,8 +1,8 @@
 """One attempt to compute an answer's unfinished samples on one decode node, as a state machine.
 
 The decode node grants a reservation, a prefill node pushes the prompt's KV to it, tokens arrive, and the
-samples end. `Attempt.TABLE` has every transition. If a transfer fails, the reservation stays, and all KV
-is sent again under a new transfer id, so that KV of two transfers is never mixed.
+samples end. `Attempt.TABLE` has every transition. If a transfer fails, the reservation stays, and KV is
+sent again under a new transfer id. KV that was received before is kept only if its numerics are the same.
 """
 
 from __future__ import annotations

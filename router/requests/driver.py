@@ -34,7 +34,7 @@ from router.scheduling.placement import Place, Placement
 from router.scheduling.request_queue import QueuedRequest, RequestQueue
 
 ID_BYTES = 16
-"""Bytes of the ids of sequence groups and transfers."""
+"""Length of the ids of sequence groups and transfers, in bytes."""
 
 _log = get_logger("requests")
 

@@ -123,7 +123,7 @@ class CloseAttempt(AttemptInstruction):
     why: str  # for logs and traces; empty: the attempt has done its work
     must_cancel: bool  # whether the decode node still has the group
     rejected: Rejected | None = None  # the decode node's answer, if it had no room
-    frees_hedge: bool = False  # whether a hedge brought nothing, so that another request may be hedged
+    frees_hedge: bool = False  # whether a hedge gave no tokens, so that another request may be hedged
 
 
 @dataclass(frozen=True, slots=True)

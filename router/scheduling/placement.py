@@ -58,7 +58,7 @@ class PrefixMap:
 
 
 def prefix_hashes(token_ids: Sequence[int], *, salt: bytes = b"") -> list[int]:
-    """Returns a hash of each prefix of whole chunks. The last token is left out, because it is always computed."""
+    """Returns a hash of each prefix made of whole chunks. The last token is left out, because it is always computed."""
     hasher = xxhash.xxh3_64(salt)
     hashes = []
     for start in range(0, len(token_ids) - PREFIX_CHUNK_TOKENS, PREFIX_CHUNK_TOKENS):
@@ -95,7 +95,7 @@ class Demand:
 
     @cached_property
     def prefix_hashes(self) -> list[int]:
-        """Hashes of the prefixes. Cached, because placement reads those of the queue's head at every report."""
+        """Hashes of the prefixes, cached because placement reads those of the queue's first request at each report."""
         return prefix_hashes(self.token_ids, salt=self.cache_salt)
 
 
@@ -135,7 +135,7 @@ class Place:
         return True
 
     def uncount_hedge(self) -> None:
-        """Stops counting a hedge that brought nothing, so that another request may be hedged against the late node."""
+        """Stops counting a hedge that gave no tokens, so that another request may be hedged against the late node."""
         if self.hedged is not None:
             self.hedged.num_hedges = max(self.hedged.num_hedges - 1, 0)
 
@@ -247,7 +247,7 @@ class Placement:
         return frozenset(link.incarnation for link in kept)
 
     def waits_for_scored_prompts(self, demand: Demand) -> bool:
-        """Whether the request waits only for scored prompts on prefill nodes. Then others may pass it."""
+        """Whether the request waits only because of scored prompts on prefill nodes. If so, others may pass it."""
         links = self._usable_prefill(demand)
         return bool(links) and not any(_has_scoring_room(link, demand) for link in links)
 
@@ -343,7 +343,7 @@ class Placement:
             outstanding = max(own, reported)
             is_beyond = own and outstanding + num_new > self._limit_of(link)
             if failed is None and (is_beyond or not _has_scoring_room(link, demand) or link.incarnation in reserved):
-                continue  # a prompt above the limit goes to a node without other work of this router
+                continue  # a prompt above the limit may only go to a node without other work of this router
             num_uncached[link] = num_new
             costs[link] = (link is failed, link.is_late, outstanding + num_new, link.last_choice, link.name)
         best = min(_healthiest(list(costs), usable), key=costs.__getitem__, default=None)

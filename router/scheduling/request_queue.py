@@ -133,7 +133,7 @@ class RequestQueue:
         return max(self._clock() - counted[0][0], 0.0) if counted else 0.0
 
     async def wait_for_place(self, waiting: QueuedRequest) -> Place:
-        """Returns the request's place, now or when its turn comes. Cancelling leaves the queue.
+        """Returns the request's place, now or when its turn comes. Cancelling the call leaves the queue.
 
         Raises: CapacityError if it would have to wait and the queue is full; PeerLostError after too long
         a time without a serving node that could take it.
@@ -221,7 +221,7 @@ class RequestQueue:
             blocked.append(first)
 
     def _reserve(self, blocked: Sequence[QueuedRequest], priority: int) -> frozenset[bytes] | None:
-        """Returns the nodes that later requests of this priority must not use; None: they must use no node."""
+        """Returns the nodes that later requests of this priority must not use; None: they must not use any node."""
         placement = self._placement
         reserved: frozenset[bytes] = frozenset()
         for other in blocked:
@@ -347,7 +347,7 @@ def _drop_gone(lane: list[_Entry]) -> bool:
 
 
 def _needs_no_less(demand: Demand, other: Demand) -> bool:
-    """Whether a node without room for `other` has none for `demand` either."""
+    """Whether a node that has no room for `other` has no room for `demand` either."""
     size, other_size = demand.size, other.size
     is_no_smaller = size.num_tokens >= other_size.num_tokens and size.num_samples >= other_size.num_samples
     return is_no_smaller and demand.family == other.family

@@ -80,7 +80,7 @@ class ConstraintChecker:
             raise InvalidRequestError(message, field=f"sampling.{constraint.kind}", reason="INVALID_CONSTRAINT")
 
     async def _compile_shared(self, key: bytes, constraint: Constraint, asked: str, client: str) -> None:
-        """Compiles a constraint for the first of a client's requests that need it; the others share its errors.
+        """Compiles a constraint for the first of a client's requests that need it. The others get its error, if any.
 
         If the first request is cancelled, the others get no error, and one of them compiles it.
         """

@@ -145,7 +145,7 @@ class Tokenizer:
     ) -> list[int]:
         """Returns the token ids of the rendered chat template, without any added special tokens.
 
-        `render` is called in a thread; its input has about `num_bytes`.
+        `render` is called in a thread. `num_bytes`: the approximate size of its input.
 
         Raises: InvalidRequestError if the model has no template or the template refuses the messages; the errors of
         `encode_text`.

@@ -105,7 +105,7 @@ class Tracer:
         return self._spans.start_span(name, set_span_in_context(parent, Context()), kind, start_time=started_at)
 
     def stop(self, timeout_seconds: float) -> None:
-        """Exports recorded spans until the timeout, then drops the rest. It blocks: not for the event loop's thread."""
+        """Exports recorded spans until the timeout, then drops the rest. Blocks; not to be called on the event loop."""
 
 
 NO_TRACER = Tracer()

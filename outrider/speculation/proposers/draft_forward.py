@@ -298,7 +298,7 @@ def _sample_rows(row: PathRows, num_ahead: int) -> SampleRows:
 
 
 def _can_be_rolled_out(row: PathRows) -> bool:
-    """Returns whether more than one token is wanted, and whether the race alone decides them."""
+    """Returns whether the row wants more than one token and the race alone decides them."""
     assert isinstance(row.sampling, SequenceSampling)
     is_edited = row.sampling.penalties.changes(len(row.assumed_token_ids)) or row.sampling.constraint is not None
     return row.max_tokens > 1 and not (is_edited or row.wants_distribution)

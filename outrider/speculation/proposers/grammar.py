@@ -13,7 +13,7 @@ from outrider.speculation.proposers.base import Proposal, ProposalRequest, Propo
 
 
 class GrammarProposer:
-    """A `Proposer` for constrained sequences. It needs the sampler's grammar states, so it runs in that process."""
+    """A `Proposer` for constrained sequences. It runs in the sampler's process, because it needs its grammar states."""
 
     def __init__(self) -> None:
         self.info = ProposerInfo(name="grammar", needs_constraint=True)

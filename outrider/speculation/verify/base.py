@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 class DraftRows(NamedTuple):
-    """One sequence's rows in a step: one decides the token after the known ones, the others those after the drafts."""
+    """One sequence's rows in a step.
+
+    The first row decides the token after the known ones; each further row decides the token after one draft token.
+    """
 
     rows: SampleRows
     distributions: tuple[TokenDistribution, ...] = ()  # one per draft token; empty: each token had probability 1

@@ -1,6 +1,6 @@
 """Typical acceptance. LOSSY: committed tokens do not have the target model's distribution.
 
-A draft token x is accepted if it is the token that its position's race decides, as in coupled sampling, or if the
+A draft token x is accepted if it is the token that the race at its position chooses, as in coupled sampling, or if the
 target finds it likely enough by itself:
 
     p(x) > min(threshold, alpha * exp(-H(p)))
@@ -46,7 +46,7 @@ class TypicalVerifier:
         return Pending(sampled.arrays, lambda arrays: accept_drafts(drafts, sampled.finish(arrays)))
 
     def _with_typical(self, decided: Array, logits: Array, drafts: Sequence[DraftRows]) -> Array:
-        """Returns the decisions [num_rows] int64, replaced by the draft tokens that are likely enough."""
+        """Returns the decisions [num_rows] int64; draft tokens that are likely enough replace those of the race."""
         xp = namespace(logits)
         masses = draft_token_masses(self._sampler, logits, drafts)
         token_ids = ids_like([token_id for draft in drafts for token_id in draft.draft_token_ids], logits)

@@ -20,7 +20,7 @@ class ReceiptSink(Protocol):
     """The sink's name for logs, without a password."""
 
     async def write(self, lines: Sequence[ReceiptLine]) -> Mapping[str, int]:
-        """Writes receipts and removes the oldest ones beyond the bound.
+        """Writes receipts and removes the oldest ones beyond the sink's bound.
 
         Returns the number of receipts that could not be written, by reason. Never raises.
         """

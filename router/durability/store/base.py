@@ -68,7 +68,7 @@ class StoredAnswer:
     """A stored request and the known part of its answer."""
 
     request: StoredRequest
-    token_ids: Mapping[int, tuple[int, ...]]  # by sample; they follow each other from start_position
+    token_ids: Mapping[int, tuple[int, ...]]  # by sample; the first is at start_position, without gaps
     is_ours: bool  # whether this router is the owner
     is_aborted: bool
 

@@ -1,4 +1,4 @@
-"""The store that several routers share: Valkey, or another server of its protocol."""
+"""The store that several routers share: Valkey, or another server that speaks its protocol."""
 
 from __future__ import annotations
 
