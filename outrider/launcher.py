@@ -1,6 +1,6 @@
 """Starts a child so that it cannot outlive its parent: `python -I -S launcher.py PARENT_PID COMMAND…`.
 
-The kernel is asked for SIGKILL at the parent's death before anything slow is imported;
+Before anything slow is imported, the kernel is asked to send SIGKILL at the parent's death;
 the request survives execv. A `preexec_fn` would do the same after a fork, which is
 unsafe in a parent with threads.
 """

@@ -29,7 +29,7 @@ DRAIN_SECONDS = 1.0
 
 
 class LossyStream(io.TextIOBase):
-    """A stream whose thread does the writing; lines that cannot be written are dropped and counted. Thread-safe.
+    """A stream that writes in its own thread; lines that cannot be written are dropped and counted. Thread-safe.
 
     Lines are lost while writing fails, and when `MAX_PENDING_CHARACTERS` wait behind a blocked writer.
     """
@@ -39,7 +39,7 @@ class LossyStream(io.TextIOBase):
     def __init__(
         self, write: Callable[[str], object], *, is_terminal: bool = False, descriptor: int | None = None
     ) -> None:
-        """`write` writes all of a text or raises; it may block. `descriptor`: the file descriptor behind `write`, if any."""
+        """`write` writes all of a text or raises; it may block. `descriptor`: its file descriptor, if any."""
         self.on_lost: Callable[[int], object] = lambda number: self.write(f"{number} lines were lost\n")
         """Callback with the number of lost lines; the writer's thread calls it when writing works again."""
         self.num_lost_lines = 0
@@ -155,7 +155,7 @@ def guard_standard_streams() -> None:
     """Makes `sys.stdout` and `sys.stderr` lossy, except streams that a test has put there. Call it first in a process.
 
     A closed descriptor becomes the null device, so that no file or connection gets its number, to which libraries
-    write. Standard error that is a pipe or terminal no longer blocks libraries either.
+    write. If standard error is a pipe or terminal, it no longer blocks libraries either.
     """
     for descriptor in range(3):
         try:

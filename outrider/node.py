@@ -142,7 +142,7 @@ class ClusterStatus:
     num_requests_waiting: int
     num_waiting_tokens: int = 0
     oldest_wait_seconds: float = 0.0
-    num_moves: int = 0  # since the router's start
+    num_moves: int = 0  # number of moves since the router's start
 
     def by_role(self) -> Mapping[NodeRole, tuple[NodeStatus, ...]]:
         return {role: tuple(node for node in self.nodes if node.role is role) for role in NodeRole}

@@ -27,7 +27,7 @@ def module_command(module: str) -> list[str]:
 def kill_with_parent(command: Sequence[str]) -> list[str]:
     """Returns the command for a process that gets SIGKILL when the thread that starts it ends in any way.
 
-    A watcher of a pipe would not be enough: it does not run in a child that is stopped by SIGSTOP.
+    A thread in the child that watches a pipe would not be enough: it does not run while SIGSTOP stops the child.
     """
     return [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), *command]
 

@@ -23,7 +23,7 @@ class PrefillCall:
     token_ids: tuple[int, ...]  # the tokens to compute KV for, from position 0
     kv_address: str  # host:port of the decode node's KV ingest
     decode_incarnation: bytes
-    held_prefix_length: int  # tokens from the start that need no push
+    held_prefix_length: int  # number of tokens from the start whose KV needs no push
     fingerprint: str
     options: RequestOptions
     may_read_held: bool = False  # whether the decode node's held KV may be read, because its numerics are equal

@@ -59,7 +59,7 @@ class ProfiledStep:
     kind: StepKind
     num_rows: int
     num_sequences: int
-    nanoseconds: Mapping[str, int]  # by part; "forward.NAME" for the forward's phases
+    nanoseconds: Mapping[str, int]  # time of each part; "forward.NAME" for the forward's phases
     event_loop_nanoseconds: int  # the event loop's processor time meanwhile, e.g. for gRPC, in parallel with the step
 
 
@@ -91,7 +91,7 @@ class Profile:
     seconds: float = 0.0  # from the request to the last step
     timed_out: bool = False
     kv_bytes_per_token: int = 0  # keys and values in the node's cache
-    feature_bytes_per_token: int = 0  # for a drafter head, in addition
+    feature_bytes_per_token: int = 0  # features for a drafter head, in addition
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class VerificationMethod(enum.StrEnum):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether committed tokens do not have the target model's distribution."""
+        """Whether the distribution of committed tokens may differ from the target model's."""
         return self is VerificationMethod.TYPICAL
 
     @property
@@ -55,7 +55,7 @@ class ConstraintKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The constraint of an answer, from its first generated token to its end."""
+    """A constraint on an answer, from its first generated token to its end."""
 
     kind: ConstraintKind
     text: str = ""  # the schema, expression or grammar; empty for CHOICE
@@ -129,7 +129,7 @@ class OutputOptions:
     skip_special_tokens: bool = True
     echo: bool = False
     token_ids_only: bool = False
-    token_bytes: bool = False  # with each logprob, the bytes that the token adds to the text
+    token_bytes: bool = False  # whether each logprob has the bytes that its token adds to the text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -164,7 +164,7 @@ def gateway_arguments(
 
     The comments say what smg would do without an argument.
 
-    Raises: ConfigError for keys that cannot be read.
+    Raises: ConfigError if the key file cannot be read or has no keys.
     """
     flags = ["--host", ports.host, "--port", str(ports.port)]
     flags += ["--prometheus-host", ports.metrics_host, "--prometheus-port", str(ports.metrics_port)]

@@ -35,8 +35,8 @@ def assign_gpus(
     *,
     environ: Mapping[str, str] = os.environ,
 ) -> tuple[dict[str, dict[str, str]], dict[str, tuple[str, ...]]]:
-    """Returns `Launch.node_environ` and `Launch.node_overrides`, which assign GPUs to the computing nodes (those of
-    `cluster.gpus`, or all visible ones) and shares of their memory.
+    """Returns `Launch.node_environ` and `Launch.node_overrides`, which give each computing node its GPUs (out of
+    `cluster.gpus`, or of all visible ones) and its share of their memory.
 
     Each node gets its own GPU, or its own `model.tensor_parallel_size` GPUs, while there are enough; further nodes
     share GPUs. If `model.device` names one GPU, such as cuda:1, all nodes share it. `kv_cache.memory` is per node,

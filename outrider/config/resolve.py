@@ -120,7 +120,7 @@ def parse_reference(text: str) -> tuple[str | None, Path]:
 
 
 def environment_name(key: str) -> str:
-    """Converts `decode_node.draft_targets` to `OUTRIDER_DECODE_NODE__DRAFT_TARGETS`."""
+    """Returns a key's environment variable: OUTRIDER_DECODE_NODE__DRAFT_TARGETS for decode_node.draft_targets."""
     return ENVIRONMENT_PREFIX + key.upper().replace(".", "__")
 
 

@@ -20,7 +20,7 @@ class Limits:
     choices: tuple[Any, ...] | None = None
 
     def allow(self, value: Any) -> bool:
-        """Whether a value of the right type is in range; numbers must be finite."""
+        """Returns whether a value, already of the right type, is allowed. Numbers must also be finite."""
         if self.choices is not None and value not in self.choices:
             return False
         if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.errors import ConfigError
 
-if TYPE_CHECKING:  # clients have settings (TLS) but read no files, so yaml is imported only to read one
+if TYPE_CHECKING:  # clients have settings (TLS) but read no files, so yaml is imported only where one is read
     import yaml
 
 NULL, MERGE = "tag:yaml.org,2002:null", "tag:yaml.org,2002:merge"
@@ -96,7 +96,7 @@ def _entries(
         if not isinstance(key_node, yaml.ScalarNode):  # for example {{ .Values.name }}
             raise ConfigError(f"{path}:{line}: a group or list cannot be a key; render a template first")
         key = prefix + key_node.value
-        if not prefix and key.startswith(("x-", ".")):  # Compose and others keep fragments for aliases there
+        if not prefix and key.startswith(("x-", ".")):  # Compose and others keep aliased fragments in such keys
             continue
         source, same = f"{path}:{line}", key.replace("-", "_")  # other servers' files use dashes
         if same in lines:

@@ -185,7 +185,7 @@ class ArenaMapping:
     arena_id: bytes
     nonce: bytes
     num_bytes: int
-    copy_out: Callable[[int, int], Payload]  # (offset, number of bytes)
+    copy_out: Callable[[int, int], Payload]  # takes (offset, number of bytes)
     num_users: int = 0
     idle_since: float = 0.0
 

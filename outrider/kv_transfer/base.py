@@ -55,7 +55,7 @@ class TransferSpec:
     """The content that a receiver expects in one transfer. Positions are absolute; 0 is the first prompt token."""
 
     transfer_id: bytes  # 16 random bytes
-    incarnation: bytes  # of the receiving process, 16 random bytes
+    incarnation: bytes  # id of the receiving process, 16 random bytes
     start_token: int
     end_token: int  # exclusive; if equal to start_token, the transfer consists of its commit only
     planes: tuple[PlaneSpec, ...]

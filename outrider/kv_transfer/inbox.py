@@ -87,7 +87,7 @@ class _Transfer:
     is_attached: bool = False
     coverage: Coverage = field(init=False)
     arrived: dict[Region, int] = field(default_factory=dict)  # checksums of the frames, by region
-    num_copying: int = 0  # running writes and reads of blocks
+    num_copying: int = 0  # number of running writes and reads of blocks
     has_failed_write: bool = False  # whether a write failed, so that `coverage` has cells that were not written
     readable_bytes: int = field(init=False)  # what the sender may still read of KV before `spec.start_token`
     payload_bytes: int = 0
@@ -109,7 +109,7 @@ class _Transfer:
 
 
 class TransferInbox:
-    """The transfers that one process expects. Thread-safe. Callbacks run in the caller's thread, without locks."""
+    """The transfers that one process expects. Thread-safe. Callbacks run in the caller's thread, with no lock held."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class TransferInbox:
         self._on_complete = on_complete
         self._on_failed = on_failed
         self._clock = clock
-        self._lock = threading.Lock()  # guards the next three; never held while a transfer's lock is acquired
+        self._lock = threading.Lock()  # guards the next three fields; never held while a transfer's lock is acquired
         self._transfers: dict[bytes, _Transfer] = {}
         self._commits: OrderedDict[bytes, None] = OrderedDict()
         self._counts: Counter[str] = Counter()
@@ -131,7 +131,7 @@ class TransferInbox:
     # ---- the owner's side
 
     def open(self, spec: TransferSpec, blocks: ReservedBlocks) -> None:
-        """Adds a transfer, whose id must be new. Call this before its grant is announced."""
+        """Adds a transfer, whose id must be new. Call this before a `Granted` announces it."""
         assert spec.incarnation == self.incarnation, "a transfer is addressed to this process"
         with self._lock:
             assert spec.transfer_id not in self._transfers, "a transfer_id is used once"

@@ -34,7 +34,7 @@ from outrider.v1.kv_pb2 import (
 DRAIN_SECONDS = 10.0
 """Seconds to wait for the writes in flight of a cancelled transfer before answering the sender."""
 MAX_FALSE_HELLOS = 8
-"""Number of failed hellos that end a stream. An honest sender needs one hello for each of up to three connectors."""
+"""Number of failed hellos after which a stream ends. An honest sender needs at most one per connector, i.e. three."""
 
 
 class ReceiverStream:

@@ -55,14 +55,14 @@ class SenderStream:
         self._progress_seconds = config.progress_seconds
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._in_flight: dict[int, Callable[[], None]] = {}  # by frame number, the function that frees its room
-        self.num_frames = 0  # frames sent; also the number of the last one
+        self._in_flight: dict[int, Callable[[], None]] = {}  # by frame number, the function that frees the frame's room
+        self.num_frames = 0  # frames sent; also the number of the last frame
         self._last_heard = time.monotonic()
         self._broken: OutriderError | None = None  # set when the call has ended
         self._refused: OutriderError | None = None  # set by a refused frame or `interrupt`
         self._tell_end: Callable[[], None] = lambda: None  # called without the lock
         self._welcomes: list[KvWelcome] = []
-        self._num_asked = 0  # requested regions that are not answered yet
+        self._num_asked = 0  # number of requested regions that are not answered yet
         self._held: deque[Frame | None] = deque()  # answers to requests; None: the receiver does not hold the region
         self._answers: list[CommitResult] = []
         self._drain: DrainState | None = None

@@ -52,7 +52,7 @@ _SAMPLING_RANGES: dict[str, tuple[type[float], float, float]] = {
 class CheckpointText:
     """A checkpoint's text settings. Ids are the tokenizer's; a model may have fewer or more rows."""
 
-    tokenizer_json: bytes  # with the added tokens of all files
+    tokenizer_json: bytes  # tokenizer.json with the added tokens of all files
     vocabulary: Mapping[int, str]  # every id with an entry in `tokenizer_json`, added tokens included
     own_vocabulary: Mapping[int, str]  # of the original tokenizer.json, without other files' additions
     special_tokens: Mapping[str, str]  # by name, such as "bos_token"

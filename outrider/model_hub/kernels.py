@@ -63,7 +63,7 @@ def fall_back_to_torch(config: ModelConfig, reason: str) -> KernelChoice:
 
 
 def start_kernels(choice: KernelChoice, config: ModelConfig) -> CpuKernels:
-    """Starts the chosen library, with the configured threads, by default one per usable processor."""
+    """Starts the chosen library with the configured number of threads, by default one per usable processor."""
     assert choice.library is not None, "torch's kernels need no start"
     return CpuKernels(KernelLibrary(choice.library), config.num_threads or len(within_quota(usable_cpus())))
 

@@ -61,7 +61,7 @@ class LoadedModel(RunnableModel):
         )
 
     def open_sampler(self) -> Sampler:
-        """Opens a warmed-up sampler for its logits."""
+        """Opens a sampler for the model's logits and warms it up."""
         sampler = Sampler(
             vocab_size=self.info.vocab_size,
             known_token_ids=self.known_token_ids,

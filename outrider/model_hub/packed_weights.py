@@ -1,7 +1,7 @@
 """Packed weights in the user's cache: written once, mapped read-only by every node whose kernels read them.
 
-Each model or head has a folder, which is complete or absent. In it, `weights` has all blobs end to end, `header.json` has
-the blobs' names and a hash of each file. Nodes of one machine share the pages of a mapped file. A
+Each model or head has a folder, which is complete or absent. In it, `weights` has all blobs end to end; `header.json`
+has the blobs' names and a hash of each file. Nodes of one machine share the pages of a mapped file. A
 folder's key (`PackedKey`) covers everything that the bytes depend on, so cached weights need not be checked against the
 model or head again.
 """
@@ -121,7 +121,7 @@ def open_packed(
     is_read_in_parts: bool = False,
     progress: Progress = no_progress,
 ) -> tuple[Packed | None, str]:
-    """Maps weights packed earlier, or now by another process; else calls `pack` and stores its result for others.
+    """Maps weights that are packed already, or now in another process; else calls `pack` and stores its result.
 
     Any number of processes may call it concurrently: one packs, the others wait for it and report stage "wait". If the
     cache cannot be used, the result of `pack`, possibly None, is returned with the reason.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from outrider.model_hub.loaded_model import LoadedModel
 
 START_SECONDS = 600.0
-"""Seconds for another rank to start, and to load its shard."""
+"""Maximum seconds that another rank may take to start, and then to load its shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

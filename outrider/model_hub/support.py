@@ -180,12 +180,12 @@ def _differences(logits: Tensor, reference: Tensor) -> Tensor:
 
 
 def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa", *, num_tokens: int = 64) -> bool:
-    """Returns whether some rows' logits have other bits in another batch, tested on random tokens at load.
+    """Returns whether the bits of some rows' logits depend on the batch, tested on random tokens at load.
 
     The last rows of a sequence are computed in one pass with all earlier rows; one by one; together with other
     sequences, one of which is at the end of the window; and as a path of a draft tree. With SPLIT_CONTEXT tokens,
     kernels that split long contexts or wide products do so in some of these passes and not in others. Equal bits prove
-    nothing about other batches; unequal ones prove that the model depends on the other rows.
+    nothing about other batches; unequal bits prove that the model depends on the other rows.
     """
     spec = model.spec
     num_tokens = min(num_tokens, spec.max_model_len)

@@ -103,7 +103,7 @@ class AcceptanceRecord:
 
     @property
     def chain(self) -> list[float]:
-        """For each position, the probability that a chain is accepted up to it. It never rises from one position to the next."""
+        """For each position, the probability that a chain is accepted up to it. It never rises along the chain."""
         if self._chain is None:
             self._chain = self._estimate()
         return self._chain

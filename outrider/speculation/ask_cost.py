@@ -16,8 +16,8 @@ CHEAP_SHARE = 0.01
 LEARNING_RATE = 0.2
 
 OUTLIER_FACTOR = 2.0
-"""A call counts as at most this many times its expected duration. A call that takes less than 1 / `OUTLIER_FACTOR` of its
-expected duration shows that the expectation was wrong, and counts in full."""
+"""A call counts as at most this many times its expected duration. A call that takes less than 1 / `OUTLIER_FACTOR` of
+its expected duration shows that the expectation was wrong, and counts in full."""
 
 TOKEN_SHARE = 0.1
 MISSED_SHARE = 0.03
@@ -29,8 +29,8 @@ CATCH_UP_STEPS = 32
 
 
 class CallCost:
-    """Predicts a call's duration from four prices: per call, per forward (as many as the draft is deep), per draft token
-    of any sequence, and per missed token of any sequence.
+    """Predicts a call's duration from four prices: per call, per forward (as many as the draft is deep), and per draft
+    token and missed token of any sequence.
 
     A head drafts one token of every sequence in a forward; a parallel head drafts all tokens in one, so the price
     of its depth is learnt as zero. Each call corrects the four prices by its error (normalised least mean squares,

@@ -37,7 +37,7 @@ def vllm_entries(arguments: Mapping[str, Any], *, source: str) -> list[Entry]:
 def vllm_settings(arguments: Mapping[str, Any], *, target: str = "", source: str = "argument") -> Imported:
     """Translates vLLM's arguments to Outrider's settings: `.overrides` for a `Launch`, and `.warnings`.
 
-    `target` is the served model, whose folder has its MTP heads. `arguments` and `source` are as for `vllm_entries`.
+    `target` is the served model, whose folder may have MTP heads. `arguments` and `source` are as for `vllm_entries`.
 
     Raises: ConfigError for an argument that cannot be honoured.
     """

@@ -27,7 +27,7 @@ class Kind(Enum):
     SET = "set"
     SAME = "same"  # the key asks for the default behaviour
     WARNING = "warning"  # the key is ignored, because it concerns only speed
-    ERROR = "error"  # the key cannot be honoured, although it would change answers or is required
+    ERROR = "error"  # the key would change answers or is required, but cannot be honoured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +176,7 @@ def rules() -> Mapping[str, Rule]:
 
 
 def has_rule(key: str) -> bool:
-    """Returns whether there is a rule for this key, which files of other servers have."""
+    """Returns whether there is a rule for this key, that is, whether files of other servers have it."""
     return key.replace("-", "_") in rules()
 
 

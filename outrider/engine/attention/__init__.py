@@ -21,8 +21,8 @@ def make_attention_backend(
 
     Args:
         name: "torch_sdpa", "triton", "varlen_attn" (FlashAttention in torch), "flash_attn" (FlashAttention in the
-            flash-attn package) or "auto", which is the first of varlen_attn, triton and torch_sdpa that can run. Both
-            FlashAttentions compute prompts only; other steps use triton.
+            flash-attn package) or "auto", which is the first of varlen_attn, triton and torch_sdpa that can run. The
+            two FlashAttention backends compute prompts only; other steps use triton.
         device: the model's device.
         dtype: dtype of queries, keys and values.
         num_heads: number of query heads. Only triton needs it.

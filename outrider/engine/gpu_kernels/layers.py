@@ -1,7 +1,7 @@
-"""Linear layers whose rows have the same bits in any batch: one configuration for any number of rows.
+"""Linear layers whose rows have the same bits in any batch, because one configuration serves any number of rows.
 
-A product sums over input features in splits of SPLIT_FEATURES, each starting at 0, and then over the splits in order:
-in one program if there are many rows, otherwise in `merge_products`, with the same operations.
+A product first sums over the input features of each split of SPLIT_FEATURES, starting at 0, and then over the splits in
+order. If there are many rows, one program does both, otherwise `merge_products` adds the splits by the same operations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """Sizes that a row's bits depend on."""
+    """Tile sizes. Changing one may change the exact bits of a row's result."""
 
     rows: int = 32
     outputs: int = 64
@@ -49,7 +49,7 @@ def multiply(
     HAS_BIAS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """Computes rows · weight^T + bias. Grid: tiles of outputs, tiles of rows, splits or 1."""
+    """Computes rows · weight^T + bias. Grid: tiles of outputs, tiles of rows, splits (1 unless IS_SPLIT)."""
     own_outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     own_rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_output = own_outputs < num_outputs
@@ -99,7 +99,7 @@ def merge_products(
     BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Adds splits in order. Grid: blocks of outputs, rows."""
+    """Adds the partial products of the splits, in order. Grid: blocks of outputs, rows."""
     outputs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1)
     is_output = outputs < num_outputs
