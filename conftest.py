@@ -28,8 +28,8 @@ LONG_FILES = (
     "tests/router/durability/test_two_routers.py",
     "tests/speculation/test_source_order.py",
 )
-"""Test files that take about half a minute each. Alphabetically they would start late, and one worker would still run
-them when the others are done."""
+"""Test files that take about half a minute each. In alphabetical order they would start late, and one worker
+would still run them when the others are done."""
 WAITING_FOLDERS = ("client", "cluster", "kv_transfer", "router", "service")
 """Folders whose tests wait more than they compute."""
 SHARED_CLUSTER = ("tests/e2e/", "tests/training/test_run.py")

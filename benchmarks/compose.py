@@ -118,7 +118,7 @@ class Project:
         figures["memory_bytes"] = self.memory()
 
     def memory(self) -> dict[str, int]:
-        """Returns each container's memory as the engine reports it, by service."""
+        """Returns each service's memory in bytes, as reported by the Docker engine."""
         found = {}
         for container in self.compose("ps", "--quiet").split():
             service = docker("inspect", "--format", '{{index .Config.Labels "com.docker.compose.service"}}', container)
@@ -146,7 +146,7 @@ class Project:
 
 
 def check_same_model(containers: str, here: str) -> None:
-    """Checks that both compute in the same dtype. They do not if native kernels are missing on this machine."""
+    """Checks that both clusters compute in the same dtype. They do not if this machine lacks native kernels."""
     dtypes = []
     for target in (containers, here):
         with Client(target) as client:

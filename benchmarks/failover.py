@@ -2,10 +2,10 @@
 
     .venv/bin/python benchmarks/failover.py --rounds 5
 
-It runs local clusters of the default model. Of two decode nodes, the busier one is lost; the supervisor
-restarts a killed node before the next round, and a stopped one is continued. Prompts are computed once
-beforehand, so that all streams start together and have contexts of about the same length when the node is
-lost, and only generated tokens are recomputed elsewhere. `--cold` skips this warm-up.
+It runs local clusters of the default model. Of two decode nodes, the busier one is lost. Before the next
+round, the supervisor restarts a killed node, and this script continues a stopped one. Prompts are computed
+once beforehand. So all streams start together, have contexts of about the same length when the node is lost,
+and recompute only generated tokens elsewhere. `--cold` skips this warm-up.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LOSSES = {
     },
     1: {"killed, the only one": (signal.SIGKILL, 1)},
 }
-"""The cases, by cluster size (number of decode nodes): the signal to send, and the number of streams."""
+"""The cases, by the cluster's number of decode nodes. Each has the signal to send and the number of streams."""
 
 
 def prompt_of(number: int) -> list[int]:
@@ -75,7 +75,7 @@ class Stream:
                     break
 
     def gap(self, since: float) -> float | None:
-        """Returns the longest pause between deltas from the last one before `since` on, or None if too few follow."""
+        """Returns the longest pause between deltas, from the last before `since` onwards; None if too few follow."""
         before = [at for at in self.arrivals if at <= since]
         after = [at for at in self.arrivals if at > since]
         if not before or len(after) < AFTER_TOKENS:

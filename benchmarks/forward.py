@@ -5,7 +5,7 @@
 Variants are interleaved, shape by shape. A shape is sequences x rows: 16x5 verifies four
 draft tokens for each of sixteen sequences. Times are medians, with the minimum in brackets,
 in milliseconds. The floor is the time to read the first variant's weights once at the memory's
-read speed, which is measured between the passes: compare medians with medians.
+read speed, which is measured between the passes. Compare the medians of passes with the floor's median.
 `--growth` instead runs one variant through batches of 1 to 64 sequences and contexts
 of 100 to 8000 tokens, and `--svg` draws both curves. `--trees` compares draft trees of six
 tokens with chains of six.
@@ -67,7 +67,7 @@ class Shape:
     num_seqs: int
     num_rows: int
     context: int = CONTEXT
-    parents: tuple[int, ...] = ()  # parents of the last rows, if they are a draft tree
+    parents: tuple[int, ...] = ()  # parents of the last rows, if these rows are a draft tree
 
     def __str__(self) -> str:
         if self.num_rows == self.context:
@@ -209,7 +209,7 @@ def measure(
             bandwidths.append(memory.bytes_per_second())
             for variant in variants:
                 until = time.perf_counter() + SECONDS_FOR_SHAPE
-                variant.seconds(shape)  # warm-up: caches hold another shape's rows
+                variant.seconds(shape)  # warm-up, since caches hold another shape's rows
                 while not times[variant.name, shape] or time.perf_counter() < until:
                     times[variant.name, shape].append(variant.seconds(shape))
     return times, bandwidths

@@ -1,9 +1,10 @@
-"""Measures the time that the OpenAI gateway adds to a one-token answer, asked by gRPC, HTTP and OpenAI's SDK in turn.
+"""Measures the time that the OpenAI gateway adds to a one-token answer by HTTP and by OpenAI's SDK, compared to gRPC.
 
     .venv/bin/python benchmarks/openai_gateway.py --rounds 300
 
 It runs a local cluster of the default model and sends the same short chat each time, so that the prompt is cached.
-Times are those of a client with an open connection; the order of the three changes from round to round.
+Times are those of a client with an open connection. gRPC, HTTP and the SDK take turns, in an order that changes from
+round to round.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     .venv/bin/python -m benchmarks.pictures
 
-It runs a local cluster of the default model with two decode nodes. For page-request.png, one of them is killed in the
-middle of the answer whose timeline is shown; for page-cluster.png, one is frozen. Needs Chromium (`make browser`).
+It runs a local cluster of the default model with two decode nodes. For page-request.png, a node is killed in the
+middle of the answer whose timeline is shown; for page-cluster.png, a node is frozen. Needs Chromium (`make browser`).
 """
 
 from __future__ import annotations

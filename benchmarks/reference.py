@@ -5,8 +5,8 @@
 It prints three figures, all in tokens per second. The floor is the measured read bandwidth divided
 by the bytes of the weights: the speed of a single stream if only reading weights took time.
 `generate` is transformers' own loop, with one prompt after the other. Continuous batching is
-transformers' `generate_batch` with 16 prompts at once. Run it right before and after a
-benchmark: machines differ, and so does one machine from hour to hour.
+transformers' `generate_batch` with 16 prompts at once. Run this script right before and
+after a benchmark, since machines differ, and one machine's speed changes from hour to hour.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
 
 The router is the real process; its nodes are scripted (`tests.support.router_fakes`) and send one token
 per stream and step, so that only the router is measured. The bare server is a grpc.aio server on
-uvloop that writes one prepared message per token at the same pace: the cost of gRPC itself.
+uvloop that writes one prepared message per token at the same pace. It shows the cost of gRPC itself.
 The relay is a bare server whose pace comes from another process: in each step it reads, but does
 not parse, a message as large as that of a decode node's session. No router on grpc.aio can cost
-less. The three take turns in each round. CPU time grows if other programs share the caches, so
+less than the relay. The three take turns in each round. CPU time grows if other programs share the caches, so
 compare the columns of one run, not runs at different times.
 """
 
@@ -86,7 +86,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 "relay": (relay, relay_said["address"]),
                 "bare": (bare, bare_said["address"]),
             }
-            for process, address in servers.values():  # warm-up: the first calls import and connect
+            for process, address in servers.values():  # warm-up, since the first calls import and connect
                 drive(process, address, arguments.streams, min(50, arguments.tokens))
             for _ in range(arguments.rounds):
                 for name, (process, address) in servers.items():
@@ -119,7 +119,7 @@ def drive(process: psutil.Process, address: str, num_streams: int, num_tokens: i
 
 @contextmanager
 def started(command: list[str], *, announces: bool = False) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
-    """Yields the process and its first JSON line: on standard output or, with `announces`, the log line "serving"."""
+    """Yields the process and a JSON line: its first on standard output or, with `announces`, its log line "serving"."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,

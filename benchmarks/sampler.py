@@ -2,8 +2,8 @@
 
     python benchmarks/sampler.py [--vocab-size 49152] [--threads 2] [--rounds 200]
 
-Prints medians over rounds, in which the three take turns, including all Python work of a step. Run it
-on a quiet machine: sampling takes some ten microseconds, less than a time slice of another
+Prints medians over rounds in which the three take turns. Times include all Python work of a step. Run
+this on a quiet machine, since sampling takes some ten microseconds, less than a time slice of another
 process.
 """
 

@@ -1,10 +1,10 @@
-"""Measures how long services take to start, each alone and all by `outrider up`, and their memory afterwards.
+"""Measures how long services take to start, each alone and all together by `outrider up`, and their memory afterwards.
 
     .venv/bin/python benchmarks/startup.py --rounds 5
 
 Times are from the start of the process. Proportional set sizes (PSS) divide a page among the
 processes that map it; resident set sizes (RSS) count it in each. Core seconds are the CPU time
-that the services had used once they were serving. Other programs affect these figures least.
+that the services had used once they were serving; other programs affect this figure least.
 """
 
 from __future__ import annotations

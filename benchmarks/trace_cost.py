@@ -1,9 +1,9 @@
 """Measures the cost of traces to a router per request: `python benchmarks/trace_cost.py`.
 
 It records one plain request (five spans) repeatedly: with tracing off, for a caller that does not sample, and
-sampled, with export to a collector in another process. `event loop` is the wall time that recording takes on the event
-loop, and so the most by which it can delay a request; `processor` is the CPU time of all threads, including the
-exporter's.
+for one that does, with export to a collector in another process. `event loop` is the wall time that recording takes on
+the event loop, which is the most that it can delay a request; `processor` is the CPU time of all threads, including
+the exporter's.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def box(x: float, y: float, width: float, height: float, *, fill: str = FILL, ed
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float, *, color: str = LINE, extra: str = "") -> str:
-    """Draws an arrow with a head in its own colour at its end."""
+    """Draws an arrow that ends with a head of the same colour."""
     return (
         f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" fill="none" stroke="{color}" stroke-width="1.5" '
         f'marker-end="url(#{color[1:]})"{extra}/>'
@@ -206,7 +206,7 @@ def failover() -> str:
 
 
 def chips(x: float, y: float, tokens: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Draws tokens in their colours, side by side; a rejected one is crossed out."""
+    """Draws tokens in their colours, side by side. Rejected tokens are crossed out."""
     for word, color in tokens:
         width = 7 * len(word) + 14
         yield box(x, y, width, 22, fill="#fff", edge=color)

@@ -9,7 +9,7 @@ stage does not stop the others, but makes the exit status 1. CONTRIBUTING.md say
 index needs besides the checkout. What to check, by stage:
 
 - the end of the output: how each stage ended, then every line with `"kind": "failure"`
-- env: the two ceilings `copy_gb_s`, which floors are computed from, and `tflops`
+- env: the two ceilings: `copy_gb_s`, from which floors are computed, and `tflops`
 - smoke: `numerics` begin with `exact` in deterministic mode; graphs are `equal` to eager steps; 0 of 200 answers are
   `differing` at any batch size
 - steps: `ms` of one sequence; `times_floor` and `predicted_ms`; `busy` from 0.9 up, the `pause_ms` between steps,
@@ -136,7 +136,9 @@ def run_stage(stage: str, day: Day) -> int:
 
 
 def choose_scratch() -> Path:
-    """Returns a folder for weights: an earlier run's, or one in memory if they fit, as they are read several times."""
+    """Returns a folder for weights: an earlier run's, if there is one. Otherwise prefers one in memory, if the weights
+    fit, since they are read several times.
+    """
     parents = [parent for parent in SCRATCH_PARENTS if os.access(parent, os.W_OK)]
     folders = [parent / f"outrider-gpu-day-{os.getuid()}" for parent in parents]
     with_room = [folder for folder in folders if shutil.disk_usage(folder.parent).free > WEIGHTS_BYTES]
@@ -168,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Run as a module: a script's folder would be the first in sys.path, and libraries would import its kernels.py.
     own = [sys.executable, "-m", "checks.gpu_day", "--out", str(out), "--scratch", str(scratch)]
     own += ["--device", arguments.device, "--model", arguments.model]
-    (out / "results.jsonl").unlink(missing_ok=True)  # from an earlier run
+    (out / "results.jsonl").unlink(missing_ok=True)  # left by an earlier run
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the running stage is stopped
     ended = run_day(
         {stage: [*own, "--stage", stage] for stage in stages},

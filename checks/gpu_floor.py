@@ -3,8 +3,8 @@
     python3 checks/gpu_floor.py                  # the table for Llama-3.1-8B on an H100, in Markdown
     python3 checks/gpu_floor.py --kernels 42 --products 7 --host-ms 0.5 --host-us 20    # for other code
 
-The floor is the time to read all weights except the embedding, and the keys and values of the running sequences, once,
-at the speed of a large copy. The rest of the expected time is an estimate: see `Machine`.
+The floor is the time to read, once and at the speed of a large copy, all weights except the embedding, and the keys and
+values of the running sequences. The rest of the expected time is an estimate: see `Machine`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Sizes:
         return 2 * self.num_hidden_layers * self.kv_size * self.itemsize
 
     def step_bytes(self, num_seqs: int, context: int) -> int:
-        """Returns the minimum bytes that a step of `num_seqs` sequences, each of `context` tokens, reads."""
+        """Returns the minimum bytes that a step reads for `num_seqs` sequences of `context` tokens each."""
         return self.weight_bytes + num_seqs * context * self.kv_bytes_per_token
 
 
@@ -88,7 +88,7 @@ class Machine:
     bytes_per_second: float = 3.0e12
     flops: float = 0.8e15  # per second, in bfloat16 products
     product_overhead: float = 1.08  # the time of a product relative to that of reading its bytes
-    product_us: float = 1.5  # to launch one product
+    product_us: float = 1.5  # time to launch one product
     small_us: float = 1.9
     small_us_a_row: float = 0.0055
     attention_overhead: float = 1.15

@@ -1,8 +1,8 @@
 """Compiles the Triton kernels for three generations of GPUs and prints their resources; needs neither GPU nor driver.
 
 Exits with 1 if a kernel has a fused multiply-add outside of tensor cores, which would round differently from one kernel
-to the next, or exceeds its bounds. The bounds are for the pinned Triton's compiler: with another version, it prints
-what exceeds them, without failing.
+to the next, or exceeds its bounds. The bounds are for the compiler of the pinned Triton. With another version, this
+check prints which kernels exceed them, without failing.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def compile_case(case: Case, capability: int) -> Use:
         registers=max(map(int, re.findall(r"Used (\d+) registers", report))),
         shared=compiled.metadata.shared,
         spilled=max(map(int, re.findall(r"(\d+) bytes spill stores", report))),
-        # Excludes bfloat16, whose sums and products capability 8.0 has only as fused ones, with 1 or -0.
+        # Excludes bfloat16: capability 8.0 computes its sums and products as fused ones, with a factor 1 or a term -0.
         fused=len(re.findall(r"\bfma\.(?!rn\.bf16)", ptx)),
         products=len(re.findall(r"\b(?:mma|wgmma|tcgen05\.mma)\.\S*sync", ptx)),
     )

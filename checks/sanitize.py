@@ -20,7 +20,7 @@ from outrider.engine.cpu_kernels.library_cache import LIBRARIES_VARIABLE
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests" / "engine" / "cpu_kernels"
 TURNS = TESTS.parent / "test_cpu_turns.py"
-NOT_OVER_LIBRARIES = ("test_build.py", "test_setup.py", "test_team.py")  # these run compilers or have own libraries
+NOT_OVER_LIBRARIES = ("test_build.py", "test_setup.py", "test_team.py")  # run compilers or have their own libraries
 SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g")
 MISTAKES = {
     "heap-buffer-overflow": "int outrider_mistake(int n) { int* p = new int[n]; int x = p[n]; delete[] p; return x; }",

@@ -26,7 +26,7 @@ LANGUAGES = {".proto": "protobuf", ".py": "python", ".yaml": "yaml", ".json": "j
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Replaces a folder in the navigation by the page that lists its documents, followed by them, sorted by name."""
+    """Replaces a folder in the navigation by the page that lists its documents, then these documents, by name."""
     for entry in config.nav or ():
         for title, place in entry.items():
             if isinstance(place, str) and place.endswith("/"):
@@ -60,7 +60,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         return f"]({posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or '.')}{match[2] or ''})"
 
-    # In tables, GitHub reads \| as a bar in code, too; Python-Markdown wants the bar without the backslash there.
+    # In tables, GitHub reads \| as a bar even within code, where Python-Markdown wants a bar without the backslash.
     rows = re.compile(r"^\|.*\|$", re.MULTILINE)
     return _outside_fences(
         markdown,

@@ -23,7 +23,7 @@ CLAIM_SECONDS = NO_ROOM_RETRY_SECONDS + 1.0
 
 
 class Admission:
-    """Admits a group if there are KV blocks for its prompt, for expected growth, and one spare block for each sequence.
+    """Admits a group if there are KV blocks for its prompt and for expected growth, plus a spare one for each sequence.
 
     Expected growth is the running mean of output lengths, bounded by each request's max_tokens. So the pool neither
     idles for output that never comes nor fills up so far that preemption is the rule.
@@ -40,7 +40,7 @@ class Admission:
         self._mean_output_tokens += MEAN_OUTPUT_WEIGHT * (num_generated - self._mean_output_tokens)
 
     def why_invalid(self, opened: OpenSequenceGroup, compiled: Future[Any] | None) -> tuple[RejectReason, str] | None:
-        """Returns a permanent reason to reject the group, or None. Routers that validate requests never get one.
+        """Returns a permanent reason to reject the group, or None. A router that validates requests never gets one.
 
         `compiled`: the group's compiled constraint, if it has one.
         """
@@ -106,7 +106,7 @@ class Admission:
         return num_new_blocks + growth + groups.num_sequences
 
     def _growth_of_running(self, sample: Sample) -> int:
-        """Returns how many blocks a sample's expected new tokens, and its known tokens without a block, need."""
+        """Returns how many blocks a sample needs for its expected new tokens and its known tokens without a block."""
         sequence = sample.sequence
         capacity = 0 if sequence.kv is None else sequence.kv.capacity
         num_unreserved = max(0, len(sequence.token_ids) - 1 - capacity)
@@ -114,7 +114,7 @@ class Admission:
         return self._blocks(num_unreserved + int(expected))
 
     def _growth_of_start(self, opened: OpenSequenceGroup, start: SampleStart, *, num_shared: int) -> int:
-        """Returns how many blocks a sample's own known tokens, except the newest, and its expected new tokens need."""
+        """Returns how many blocks a sample needs for its own known tokens (except the newest) and its expected ones."""
         num_generated = len(start.generated_token_ids)
         num_own = len(opened.prompt_token_ids) + num_generated - num_shared - 1
         left = opened.options.sampling.max_tokens - num_generated

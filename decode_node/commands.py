@@ -20,7 +20,7 @@ class RouterCommand:
     message: SequenceGroupCommand
     # The following belong to an OpenSequenceGroup:
     kv_host: str = ""  # the host name by which the router reached this node
-    compiled: Future[Any] | None = None  # its constraint, kept until the group ends so that samples start faster
+    compiled: Future[Any] | None = None  # compiled constraint, kept until the group ends so that samples start faster
 
 
 @dataclass(frozen=True, slots=True)

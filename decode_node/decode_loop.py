@@ -276,7 +276,7 @@ class DecodeLoop:
         return LaunchedStep(plan, planned, logits, launched_at, drafts, preempted)
 
     def _may_launch_next(self) -> bool:
-        """Returns whether the next step may begin before queued commands, whose new groups then join a later step."""
+        """Returns whether the next step may begin before queued commands. Their new groups then join a later step."""
         self._delayed += self._inbox.take_batch()
         return not self._stopping.is_set() and all(map(is_safe_during_step, self._delayed))
 
@@ -346,10 +346,10 @@ class DecodeLoop:
     # --- verify and commit ----------------------------------------------------------------
 
     def _commit(self, verifying: Sequence[PlannedSequence], verified: Sequence[Verified]) -> list[Verdict]:
-        """Cuts tokens after a stop, frees rejected slots, ends finished samples, and informs drafters of the others."""
+        """Cuts tokens after a stop, frees rejected slots, ends finished samples, and announces the others' tokens."""
         outcomes = list(zip(verifying, verified, strict=True))
         moved = [pair for item, outcome in outcomes if outcome.path for pair in item.moved_slots(outcome)]
-        if moved:  # before any block is published
+        if moved:  # the KV must be in place before any block is published
             self._engine.kv_cache.move_slots(moved)
         verdicts = [
             apply_stop_conditions(

@@ -76,7 +76,7 @@ class SequenceGroup:
 
     session_id: int
     opened: OpenSequenceGroup
-    shared_token_ids: tuple[int, ...]  # tokens with which all samples begin, for which KV is reserved
+    shared_token_ids: tuple[int, ...]  # tokens with which all samples begin, and for which KV is reserved
     kv_host: str  # the host name by which the router reached this node
     arrival: int
     kv: SequenceKV | None

@@ -13,7 +13,7 @@ from decode_node.commands import Command, RouterCommand, SessionEnded
 from outrider.session import CancelSequenceGroup, OpenSequenceGroup
 
 MAX_COMMANDS = 128
-"""Maximum number of queued commands of one router. The engine thread handles so many in a few iterations."""
+"""Maximum number of queued commands of one router. The engine thread handles that many in a few iterations."""
 
 MAX_TOKENS = 1 << 20
 """Number of tokens in one router's queue at which no further command is read. The last command may be of any length."""
@@ -99,7 +99,7 @@ class Inbox:
     def put_when_compiled(self, opened: RouterCommand, compiled: Future[Any]) -> None:
         """Queues an open once its constraint is compiled, unless its group is cancelled before that.
 
-        Later commands of the same group wait behind it; those of other groups do not.
+        Later commands of the same group wait behind the open; commands of other groups do not.
         """
         key, commands = _group_of(opened), list[RouterCommand]([opened])
         with self._changed:
@@ -111,7 +111,7 @@ class Inbox:
 
     def _put_awaited(self, key: tuple[int, bytes], commands: list[RouterCommand]) -> None:
         with self._changed:
-            if self._awaited.get(key) is commands:  # else the group was cancelled, and perhaps opened again
+            if self._awaited.get(key) is commands:  # otherwise the group was cancelled, and perhaps opened again
                 del self._awaited[key]
                 first, *others = commands
                 self.put(first)

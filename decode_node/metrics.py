@@ -51,7 +51,7 @@ class RecentRates:
         return 1.0 + self._accepted.total() / num_drafts if num_drafts else 0.0
 
     def look_ahead_hit_rate(self) -> float:
-        """Of the steps that requested a draft node's proposals, returns the share that had one; 0 without requests."""
+        """Returns the share of steps with a draft node's proposal among those that requested it; 0 without requests."""
         num_requested = self._requested_steps.total()
         return self._hit_steps.total() / num_requested if num_requested else 0.0
 

@@ -41,7 +41,7 @@ class DecodeParts(TargetParts):
 
 Emit = Callable[[EventsBySession, StepStats | None], None]
 Build = Callable[[bytes, str, Emit], DecodeParts]
-"""(incarnation, node name, emit) → parts. Blocks while it loads the model."""
+"""Builds the parts from the incarnation, the node's name and `emit`. Blocks while the model is loaded."""
 
 
 class DecodeNode(TargetNode[DecodeParts]):
@@ -136,7 +136,7 @@ class DecodeNode(TargetNode[DecodeParts]):
         while self._sessions.has_unsent_events:  # noqa: ASYNC110 see above
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
-    # --- engine thread ⇄ event loop -------------------------------------------------------
+    # --- between engine thread and event loop ---------------------------------------------
 
     def _emit(self, events: EventsBySession, stats: StepStats | None) -> None:
         """Hands events to the event loop. Called from the engine thread."""

@@ -23,8 +23,8 @@ discarded.
 class _Filling:
     """The state of filling one reservation with KV."""
 
-    deadline: float  # of the transfer, or of the reservation if it has no transfer; on the owner's clock
-    transfer_id: bytes = b""  # expected by the receiver; empty if the last one has failed
+    deadline: float  # deadline of the transfer, or of the reservation if it has no transfer; on the owner's clock
+    transfer_id: bytes = b""  # transfer that the receiver expects; empty if the last one has failed
     undrained_id: bytes = b""  # a closed transfer that may still have a write in progress
     next_id: bytes | None = None  # transfer to open after a drain; empty: this node computes the KV; None: no change
     received_until: int = 0  # token up to which the last transfer has delivered KV; 0: not known
@@ -134,7 +134,7 @@ class Reservations:
             group
             for group, filling in self._fillings.items()
             if group.rank > rank
-            and not filling.undrained_id  # else its blocks could not be freed yet
+            and not filling.undrained_id  # otherwise its blocks could not be freed yet
             and self._ingest.inbox.last_frame_at(filling.transfer_id) is None
         ]
         return max(idle, key=lambda group: group.rank, default=None)
@@ -143,7 +143,7 @@ class Reservations:
         """Fails transfers without progress, opens the next transfers after drained ones, and frees drained blocks.
 
         Returns (groups whose samples can start and compute the rest, groups that waited too long for a new transfer).
-        The caller fails the latter.
+        The caller must fail the latter groups.
         """
         for transfer_id, kv in tuple(self._undrained.items()):
             if self._ingest.close(transfer_id) is DrainState.DRAINED:

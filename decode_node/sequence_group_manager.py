@@ -224,7 +224,7 @@ class SequenceGroupManager:
             self._fail(group, "the KV transfer failed, and the router has started no other one in time")
 
     def reclaim_reservation(self, sequence: EngineSequence) -> bool:
-        """Frees the blocks of one group that ranks behind the sequence and has received no KV, if there is one.
+        """Frees the blocks of one group that ranks behind the sequence and has received no KV, if such a group exists.
 
         The group is rejected as if there had been no room when it arrived. This costs less than preempting a sequence,
         whose KV would have to be recomputed. Returns whether blocks became free.
@@ -244,8 +244,8 @@ class SequenceGroupManager:
     def _start_samples(self, group: SequenceGroup) -> None:
         """Starts the samples, which share the blocks of their common tokens (copy on write).
 
-        If some of the shared KV is missing, the first sample computes it and the others start after that. A sample's
-        first rows compute those of its known tokens that it does not share.
+        If some of the shared KV is missing, the first sample computes it and the others start after that. A sample
+        begins by computing its known tokens that are not shared.
         """
         kv, group.kv = group.kv, None
         assert kv is not None
@@ -260,7 +260,7 @@ class SequenceGroupManager:
         fault_point("decode.before_first_token")
 
     def _start_followers(self, group: SequenceGroup, leader: Sample) -> None:
-        """Starts the other samples with the shared KV that the leader computed: all, or a part if it ended early."""
+        """Starts the others with the shared KV that the leader computed: all, or a part if the leader ended early."""
         del self._with_followers[group]
         starts, group.followers = group.followers, []
         kv = leader.sequence.kv

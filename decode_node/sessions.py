@@ -31,7 +31,7 @@ from outrider.v1 import session_pb2, session_pb2_grpc
 from outrider.wire.session import command_from_proto, report_message_to_proto
 
 MAX_UNSENT_EVENTS = 65_536
-"""Maximum number of unsent events for one router. A large batch takes many seconds to produce so many."""
+"""Maximum number of unsent events for one router. A large batch takes many seconds to produce that many."""
 
 REPORT_SECONDS = 0.2  # the longest interval between two reports to a router
 HELLO_SECONDS = 10.0
@@ -154,7 +154,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
                 await write(report_message_to_proto(self._report(), merged))
                 if any(isinstance(event, Granted) for event in merged):
                     fault_point("decode.granted")
-                del session.events[: len(events)]  # only once they are written: a drain waits for an empty list
+                del session.events[: len(events)]  # only once they are written, since a drain waits for an empty list
         except asyncio.CancelledError:
             if session.failure is None:
                 raise

@@ -172,7 +172,7 @@ class StepReport:
         """Yields events in the order of the batch, each sample's tokens before its end."""
         requested, hits = self.step.drafts.requested, self.step.drafts.hits
         for (_, sample, _), verdict in zip(self.verifying, self.verdicts, strict=True):
-            if sample.sampling.failure:  # its tokens do not satisfy its constraint
+            if sample.sampling.failure:  # the tokens do not satisfy the sample's constraint
                 continue
             sequence, group, token_ids = sample.sequence, sample.group, verdict.token_ids
             group_id = group.opened.sequence_group_id

@@ -40,7 +40,7 @@ IDLE_SECONDS = 0.5
 
 TIME_SMOOTHING = 0.2
 TIME_FADING = 0.95
-"""Weight of a look-ahead step in the running mean of such steps' durations; factor by which other steps reduce it."""
+"""Weight of a look-ahead step in the mean duration of such steps; the factor by which each other step multiplies it."""
 
 _log = get_logger("draft_loop")
 
@@ -154,8 +154,8 @@ class DraftLoop:
         """Takes newest states and sends proposals. The next step continues unfinished drafts."""
         self.step_started_at = started = self._clock()
         self._apply(self._take_updates())
-        refused, self._refused = self._refused, []  # unknown prefixes, no room, invalid updates
-        requests = self._requests(started)  # unanswered updates, then look-ahead
+        refused, self._refused = self._refused, []  # for unknown prefixes, lack of room, or invalid updates
+        requests = self._requests(started)  # for unanswered updates, then for look-ahead
         num_wasted = self._proposer.num_wasted_tokens
         proposals = self._proposer.propose(requests)  # bounded work: at most one forward pass and a rollout
         answers = self._answers(requests, proposals)
@@ -201,7 +201,7 @@ class DraftLoop:
                 self._pending[outcome.key] = outcome
 
     def _refuse_pending(self, held: HeldSequence) -> None:
-        """Answers an unanswered update with NO_ROOM, since its decode node sends no further one before the answer."""
+        """Answers an unanswered update with NO_ROOM, as the decode node sends no further update before the answer."""
         if held.key in self._pending:
             self._refused.append((held.peer, SequenceProposals(held.sequence_id, DraftStatus.NO_ROOM)))
 
@@ -238,7 +238,7 @@ class DraftLoop:
         return is_able and held.num_wanted > 0 and now + self._ahead_seconds < held.look_ahead_deadline
 
     def _num_offered(self, held: HeldSequence, *, looks_ahead: bool) -> int:
-        """Returns the number of tokens to offer: some more than wanted unless looking ahead; never past max_tokens."""
+        """Returns the number of tokens to offer, never past max_tokens. Look-ahead offers no more than wanted."""
         if held.num_wanted <= 0:
             return 0
         offered = wanted = min(held.num_wanted, MAX_BRANCH_TOKENS)

@@ -111,7 +111,7 @@ class DraftPeer:
         return bool(self._updates)
 
     def take_updates(self) -> list[ReceivedUpdate]:
-        """Takes the oldest updates, as many as one step may handle."""
+        """Takes the oldest updates, up to the limits for one step."""
         taken: list[ReceivedUpdate] = []
         num_tokens = 0
         with self._lock:

@@ -64,9 +64,9 @@ class HeldFeatures:
 class HeldSequence:
     """The state of one sequence on the draft node."""
 
-    key: int  # its id for the proposer; never used twice
+    key: int  # the sequence's id for the proposer; never used twice
     peer: DraftPeer
-    sequence_id: int  # the peer's id for it
+    sequence_id: int  # the peer's id for the sequence
     start: SequenceStart
     tokens: HashedTokens
     features: HeldFeatures | None = None  # None if this node needs no features
@@ -95,11 +95,10 @@ class _Holding:
 
 
 class HeldSequences:
-    """The newest state of all sequences, from updates checked by prefix hash. Draft loop's thread only.
+    """The newest state of all sequences, made from updates that are checked by prefix hash. Draft loop's thread only.
 
-    A decode node gets memory while some is free. After that, a node takes memory from the one that holds the most: the
-    latter's least recently updated sequences are evicted. So a single node may use all memory, but cannot keep others
-    out.
+    A decode node gets memory while some is free. After that, it takes memory from the node that holds the most, whose
+    least recently updated sequences are evicted. So a single node may use all memory, but cannot keep others out.
     """
 
     def __init__(
@@ -206,7 +205,7 @@ class HeldSequences:
 
 
 def _continues(tokens: HashedTokens, update: SequenceUpdate) -> bool:
-    """Returns whether the update's tokens agree with those held, without a gap."""
+    """Returns whether the update's tokens agree with the held ones and leave no gap."""
     num_overlapping = len(tokens) - update.start_length
     if not 0 <= num_overlapping <= len(update.token_ids):
         return False

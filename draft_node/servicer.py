@@ -82,7 +82,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 traces.end()
                 del self._open[peer]
                 if self._is_closing and not self._open:
-                    self._all_gone.set()  # without waiting for gRPC to end the call: an unread stream delays it
+                    self._all_gone.set()  # does not wait for gRPC to end the call, which an unread stream delays
                 _log.info("decode node disconnected", node=hello.name)
                 await asyncio.gather(reader, writer, return_exceptions=True)
 
@@ -115,7 +115,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def _write_answers(
         self, peer: DraftPeer, wake: asyncio.Event, context: DraftContext, traces: SequenceTraces
     ) -> None:
-        """Writes messages until the node closes. Each is made from the newest answers once the last one is sent."""
+        """Writes messages until the node closes. Each is made from the newest answers when the previous one is sent."""
         while not self._is_closing:
             await wake.wait()
             wake.clear()

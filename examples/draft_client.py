@@ -110,7 +110,7 @@ def main(target: str) -> None:
                     print(f"  after {branch.length:3}: {list(branch.token_ids)}")
                 match answer.status:
                     case draft_pb2.DRAFT_STATUS_AHEAD | draft_pb2.DRAFT_STATUS_CATCHING_UP:
-                        continue  # look-ahead is no answer, and after CATCHING_UP another one comes
+                        continue  # look-ahead is no answer, and after CATCHING_UP another answer comes
                     case draft_pb2.DRAFT_STATUS_UNKNOWN_PREFIX:
                         outgoing.put(update(num_committed, 0))
                         continue

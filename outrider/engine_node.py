@@ -33,7 +33,7 @@ _log = get_logger("engine")
 
 
 def end_process(error: Exception) -> None:
-    """Ends the process after a bug or a lost rank, since its state must not serve anything.
+    """Ends the process after a bug or a lost rank, since nothing may be served from the process's state any more.
 
     The process's supervisor starts another one.
     """
@@ -42,7 +42,7 @@ def end_process(error: Exception) -> None:
 
 
 def event_loop_clock() -> Callable[[], int]:
-    """Returns a clock of the main thread's CPU time in nanoseconds; `ServiceProcess` runs the event loop there.
+    """Returns a clock of the CPU time, in nanoseconds, of the main thread, where `ServiceProcess` runs the event loop.
 
     Any thread may read the clock. It is always 0 on systems where a thread cannot read another thread's time.
     """

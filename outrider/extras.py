@@ -48,7 +48,10 @@ def require(extra: str) -> None:
 
 
 def run_role(role: str, main: Callable[[], int]) -> Never:
-    """Ends the process with the status of `main`. A missing extra (status 1) or invalid setting (2) prints one line."""
+    """Ends the process with the status of `main`.
+
+    If an extra is missing or a setting is invalid, prints one line and ends the process with status 1 or 2.
+    """
     try:
         sys.exit(main())
     except ModuleNotFoundError as error:

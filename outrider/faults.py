@@ -4,9 +4,9 @@ They do nothing unless the variable OUTRIDER_FAULTS is set when the process star
 
     OUTRIDER_FAULTS="decode.granted=kill; prefill.before_commit:2=stop; decode.step:*=delay:50"
 
-The prefill node stops when it is about to commit for the second time. Without a number a fault happens the first
-time that its point is reached, with `*` every time. It happens in the thread that reaches the point. With
-OUTRIDER_FAULTS_ONCE=PATH each fault happens only once in all processes and restarts that share the path: the file
+In this example, the prefill node stops when it is about to commit for the second time. Without a number a fault
+happens the first time that its point is reached, with `*` every time. It happens in the thread that reaches the point.
+With OUTRIDER_FAULTS_ONCE=PATH each fault happens only once in all processes and restarts that share the path: the file
 PATH.POINT records that the fault has happened, and holds the process's id. A test can disarm a point by writing this
 file first, and rearm it by removing the file. `hold` waits until the file is emptied, which leaves the point disarmed,
 or removed, which leaves it armed.

@@ -31,7 +31,7 @@ DRAIN_SECONDS = 1.0
 class LossyStream(io.TextIOBase):
     """A stream that writes in its own thread; lines that cannot be written are dropped and counted. Thread-safe.
 
-    Lines are lost while writing fails, and when `MAX_PENDING_CHARACTERS` wait behind a blocked writer.
+    Lines are lost while writing fails, and when `MAX_PENDING_CHARACTERS` characters wait behind a blocked writer.
     """
 
     encoding = "utf-8"
@@ -39,7 +39,7 @@ class LossyStream(io.TextIOBase):
     def __init__(
         self, write: Callable[[str], object], *, is_terminal: bool = False, descriptor: int | None = None
     ) -> None:
-        """`write` writes all of a text or raises; it may block. `descriptor`: its file descriptor, if any."""
+        """`write` writes all of a text or raises; it may block. `descriptor`: the stream's file descriptor, if any."""
         self.on_lost: Callable[[int], object] = lambda number: self.write(f"{number} lines were lost\n")
         """Callback with the number of lost lines; the writer's thread calls it when writing works again."""
         self.num_lost_lines = 0
@@ -161,11 +161,11 @@ def guard_standard_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # opens the lowest free number: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number: this one
     _unblock(2)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is getattr(sys, f"__{name}__"):
-            # Python has no stream if the descriptor was closed at the start; its number may be in use since.
+            # Python has no stream if the descriptor was closed at the start; by now its number may be in use again.
             target = descriptor if getattr(sys, name) is not None else os.open(os.devnull, os.O_WRONLY)
             write = _Descriptor(target).write
             setattr(sys, name, LossyStream(write, is_terminal=os.isatty(target), descriptor=target))
@@ -178,7 +178,7 @@ def _unblock(descriptor: int) -> None:
     """
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISFIFO(mode) or os.isatty(descriptor):
-        with suppress(OSError):  # there is no reader, or it belongs to another user
+        with suppress(OSError):  # the pipe has no reader, or the pipe or terminal belongs to another user
             fresh = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
             os.dup2(fresh, descriptor)
             os.close(fresh)

@@ -8,8 +8,8 @@ from outrider.request import RequestOptions
 from outrider.session import Granted, OpenSequenceGroup
 
 MAX_SCORED_ROWS = 32
-"""Maximum number of rows of a step with logits for prompt logprobs. With a whole chunk, the output layer would take as
-long as all other layers, and other requests would wait for it.
+"""Maximum number of rows per step whose logits are computed for prompt logprobs. For a whole chunk, the output layer
+would take as long as all other layers, and other requests would wait for it.
 """
 
 
@@ -32,7 +32,7 @@ class PrefillCall:
 
     @property
     def max_outstanding_tokens(self) -> int:
-        """Number of tokens for which other calls wait: all, or one step's rows if the call is scored."""
+        """Number of tokens that other calls wait for: all, or one step's rows if prompt logprobs are wanted."""
         return MAX_SCORED_ROWS if self.scored_token_ids else len(self.token_ids)
 
     @classmethod
@@ -70,8 +70,8 @@ MAX_TIMED_PARTS = 128
 
 @dataclass(frozen=True, slots=True)
 class TimedPart:
-    """The time of a part of a call: of one forward pass over some tokens of the prompt, or of pushing their KV of one
-    group of layers, from the beginning of the first frame to the last acknowledgement.
+    """The time of one part of a call. A part is a forward pass over some tokens of the prompt, or the push of their KV
+    for one group of layers, from the beginning of the first frame to the last acknowledgement.
     """
 
     start_seconds: float  # both times count from the call's arrival at the node
@@ -91,7 +91,7 @@ class PrefillFigures:
     kv_bytes: int = 0
     transfer_seconds: float = 0.0
     exposed_seconds: float = 0.0
-    prompt_logprobs: bytes = b""  # of scored_token_ids, packed (`outrider.wire.answer.pack_logprobs`)
-    call_seconds: float = 0.0  # from the call's arrival at the node to its answer
-    chunks: tuple[TimedPart, ...] = ()  # forward passes in order, at most MAX_TIMED_PARTS; the same for `pushed`
+    prompt_logprobs: bytes = b""  # logprobs of scored_token_ids, packed by `outrider.wire.answer.pack_logprobs`
+    call_seconds: float = 0.0  # seconds from the call's arrival at the node to its answer
+    chunks: tuple[TimedPart, ...] = ()  # forward passes, in order; like `pushed`, at most MAX_TIMED_PARTS parts
     pushed: tuple[TimedPart, ...] = ()

@@ -60,7 +60,7 @@ class ProfiledStep:
     num_rows: int
     num_sequences: int
     nanoseconds: Mapping[str, int]  # time of each part; "forward.NAME" for the forward's phases
-    event_loop_nanoseconds: int  # the event loop's processor time meanwhile, e.g. for gRPC, in parallel with the step
+    event_loop_nanoseconds: int  # processor time that the event loop used during the step, e.g. for gRPC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class ProfileOptions:
     """The options of a profile. Raises: InvalidRequestError, which names the field."""
 
     num_steps: int = DEFAULT_NUM_STEPS
-    num_traced_steps: int = 0  # come after the others, since tracing slows the steps
+    num_traced_steps: int = 0  # traced steps come after all others, since tracing slows them
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 
     def __post_init__(self) -> None:
@@ -88,10 +88,10 @@ class Profile:
     node: str = ""
     steps: tuple[ProfiledStep, ...] = ()
     num_traced_steps: int = 0
-    seconds: float = 0.0  # from the request to the last step
+    seconds: float = 0.0  # time from the request to the last step
     timed_out: bool = False
-    kv_bytes_per_token: int = 0  # keys and values in the node's cache
-    feature_bytes_per_token: int = 0  # features for a drafter head, in addition
+    kv_bytes_per_token: int = 0  # size of a token's keys and values in the node's cache
+    feature_bytes_per_token: int = 0  # additional size of a token's features for a drafter head
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Captured:
     it.
     """
 
-    profile: Profile  # without what the event loop adds: node, seconds, timed_out
+    profile: Profile  # without the fields that the event loop sets: node, seconds, timed_out
     export_trace: Callable[[], bytes] | None = None
 
 
@@ -127,7 +127,7 @@ class EndProfile:
 
 
 def parts_in_order(steps: Sequence[ProfiledStep]) -> list[str]:
-    """Returns the parts except idle time, in the order of a step; the forward's phases, by name, take its place."""
+    """Returns the parts except idle time, in the order of a step. The forward's phases, by name, replace FORWARD."""
     found = {part for step in steps for part in step.nanoseconds} - {Part.IDLE}
     order: dict[str, int] = {part: index for index, part in enumerate(Part)}
     return sorted(found, key=lambda part: (order.get(part, order[Part.FORWARD]), part == FORWARD_REST, part))

@@ -32,7 +32,7 @@ SUPPORTED_VERSIONS = ProtocolVersions(oldest=3, newest=4)
 
 
 def negotiate(ours: ProtocolVersions, theirs: ProtocolVersions, *, us: str, them: str) -> int:
-    """Returns the newest version that both sides speak; both find the same one from the other's hello.
+    """Returns the newest version that both sides speak. Each side computes the same version from the other's hello.
 
     Args:
         ours: this process's versions.
@@ -40,7 +40,7 @@ def negotiate(ours: ProtocolVersions, theirs: ProtocolVersions, *, us: str, them
         us: this process, for the message, e.g. "decode node decode@h:1".
         them: the peer, for the message.
 
-    Raises: MismatchError that names both ranges, if they do not overlap.
+    Raises: MismatchError, which names both ranges, if the ranges do not overlap.
     """
     newest = min(ours.newest, theirs.newest)
     if newest < max(ours.oldest, theirs.oldest):

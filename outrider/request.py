@@ -74,7 +74,7 @@ class SamplingParams:
     """Parameters of sampling; SamplingParams in the public API gives the order of the steps."""
 
     seed: int  # uint64
-    max_tokens: int  # >= 1, for each sample
+    max_tokens: int  # maximum for each sample, at least 1
     temperature: float = 1.0  # below GREEDY_TEMPERATURE, the largest logit is chosen
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 keeps the whole vocabulary
@@ -137,17 +137,17 @@ class RequestOptions:
     """How a request is computed; passed unchanged from node to node (RequestOptions in node.proto)."""
 
     sampling: SamplingParams
-    stop_token_ids: tuple[int, ...] = ()  # with end-of-text ids, unless the request ignores them
+    stop_token_ids: tuple[int, ...] = ()  # includes end-of-text ids, unless the request ignores them
     logprobs: LogprobsRequest | None = None
     num_speculative_tokens: int | None = None  # None: the decode node's setting; 0: plain decoding
-    verification_method: VerificationMethod = VerificationMethod.COUPLED  # at temperature 0 always COUPLED
+    verification_method: VerificationMethod = VerificationMethod.COUPLED  # always COUPLED at temperature 0
     priority: int = 0  # higher goes first
     cache_salt: bytes = b""  # only requests with the same salt share cached KV; at most MAX_CACHE_SALT_BYTES
     prompt_logprobs: int | None = None  # 0 to 20 alternatives for each prompt token; None: no prompt logprobs
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether its tokens are a function of model, prompt, parameters and seed, and not of drafts."""
+        """Whether the request's tokens depend on model, prompt, parameters and seed only, and not on drafts."""
         return self.verification_method is VerificationMethod.COUPLED
 
 
@@ -159,7 +159,7 @@ class TokenLogprobs:
     logprob: float  # natural logarithm; NaN for the prompt's first token, which follows nothing
     rank: int  # 1 + number of strictly more likely tokens
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
-    token_bytes: bytes = b""  # what the token adds to the text, maybe part of a character; empty unless requested
+    token_bytes: bytes = b""  # bytes that the token adds to the text, maybe part of a character; empty unless requested
     top_bytes: tuple[bytes, ...] = ()  # the bytes of each token of `top`
 
     @property

@@ -18,9 +18,9 @@ SEGMENTS_IN_BOUND = 16
 
 
 class SegmentWriter:
-    """Appends lines to the files ("segments") of one folder, up to `max_bytes` in all. One owner thread at a time.
+    """Appends lines to the files ("segments") of one folder, up to `max_bytes` in all. Owned by one thread at a time.
 
-    If several writers share the folder, each may exceed the limit by the rest of its open segment.
+    If several writers share the folder, each may exceed the limit by as much as its open segment still grows.
     """
 
     def __init__(self, folder: Path, *, pattern: str, next_name: Callable[[], str], max_bytes: int) -> None:
@@ -34,7 +34,7 @@ class SegmentWriter:
         self._next_name = next_name
         self._max_bytes = max_bytes
         self._descriptor: int | None = None
-        self._path = folder  # path of the segment begun last; before the first one, the folder
+        self._path = folder  # path of the newest segment; before the first segment, the folder
         self._num_bytes = 0
 
     def append(self, line: bytes) -> None:
@@ -49,7 +49,7 @@ class SegmentWriter:
                 raise OSError(errno.ENOSPC, "No space left on device")
         except OSError:
             self.close()
-            if not self._num_bytes:  # a full disk fails every line: none of them may leave an empty file
+            if not self._num_bytes:  # on a full disk every line fails; none may leave an empty file
                 self._path.unlink(missing_ok=True)
             raise
         self._num_bytes += len(line)
@@ -63,7 +63,7 @@ class SegmentWriter:
         held = self._max_bytes - max(num_bytes, self._max_bytes // SEGMENTS_IN_BOUND)
         found: list[tuple[int, str, int, Path]] = []
         for path in self._folder.glob(self._pattern):
-            with contextlib.suppress(FileNotFoundError):  # another writer has removed it
+            with contextlib.suppress(FileNotFoundError):  # another writer has removed the file
                 status = path.lstat()
                 if stat.S_ISREG(status.st_mode):  # writers make only regular files
                     found.append((status.st_mtime_ns, path.name, status.st_size, path))

@@ -32,8 +32,8 @@ class OpenSequenceGroup:
     request_id: str  # for logs only
     prompt_token_ids: tuple[int, ...]
     options: RequestOptions
-    samples: tuple[SampleStart, ...]  # at least one, by ascending sample index, which is below sampling.n
-    traceparent: str = ""  # the attempt's span; the decode node puts the group's span there; empty: not traced
+    samples: tuple[SampleStart, ...]  # at least one, ordered by sample index; each index is below sampling.n
+    traceparent: str = ""  # the attempt's span, replaced by the group's span in the decode node; empty: not traced
 
     def known_token_ids(self, start: SampleStart) -> tuple[int, ...]:
         """Returns the prompt, then the sample's tokens from before this attempt."""
@@ -42,7 +42,7 @@ class OpenSequenceGroup:
     def shared_token_ids(self) -> tuple[int, ...]:
         """Returns the tokens that all samples begin with, for which KV is reserved and transferred.
 
-        The last known token of the shortest sample is not among them, since it is a row of that sample's first step.
+        The last known token of the shortest sample is not among them, since that sample's first step computes it.
         So a single sample shares all tokens but its last one. Each sample computes the rest of its own tokens.
         """
         starts = [start.generated_token_ids for start in self.samples]
@@ -63,7 +63,7 @@ class RetargetSequenceGroup:
 
     sequence_group_id: bytes
     transfer_id: bytes  # 16 random bytes; empty: the node computes what is missing
-    keeps_received: bool = False  # whether completely received tokens stay, as the next node has equal numerics
+    keeps_received: bool = False  # whether completely received tokens are kept, as the next node has equal numerics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class CancelSequenceGroup:
 class Granted:
     """The answer to an Open or a Retarget.
 
-    The KV to transfer is that of the shared tokens: the first sample's known tokens without the last
+    The KV to transfer is that of the shared tokens, i.e. of the first sample's known tokens without the last
     `num_tokens_to_compute`.
     """
 
@@ -106,8 +106,9 @@ later the node stops counting it as waiting (see `Rejected`).
 class Rejected:
     """The refusal of an Open; the node keeps nothing.
 
-    A router does not poll a node without room (NO_ROOM) with whole prompts. It opens this group, or another one that is
-    not smaller, on this node again when `wait_seconds` have passed and a later report of the node shows room:
+    A router does not poll a node without room (NO_ROOM) with whole prompts. It opens this group again on
+    this node, or another group that is not smaller, when `wait_seconds` have passed and a later report of the node
+    shows room:
 
         load.kv_blocks_free >= kv_blocks_needed and load.num_sequences_free >= num_sequences_needed
 
@@ -119,7 +120,7 @@ class Rejected:
     sequence_group_id: bytes
     reason: RejectReason
     message: str
-    kv_blocks_needed: int = 0  # NO_ROOM: free blocks with which the group would have been admitted
+    kv_blocks_needed: int = 0  # NO_ROOM: number of free blocks with which the group would have been admitted
     num_sequences_needed: int = 0  # NO_ROOM: number of the group's samples
     wait_seconds: float = 0.0  # NO_ROOM: minimum wait, because another router waits for room
 
@@ -155,7 +156,7 @@ class SpeculationCounts:
 
     @classmethod
     def total(cls, parts: Sequence[SpeculationCounts]) -> SpeculationCounts:
-        """Returns the sum. Most parts of a step are the same few objects; each is added once, times its count."""
+        """Returns the sum. Most of a step's parts are the same few objects, so each is added once, times its count."""
         values = {id(part): part for part in parts}
         times = [(values[key], number) for key, number in Counter(map(id, parts)).items()]
         histogram = [0] * max((len(part.acceptance_histogram) for part, _ in times), default=0)
@@ -177,7 +178,7 @@ NO_SPECULATION = SpeculationCounts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobs:
-    """The next part of the prompt's logprobs, if the node computes them. All come before the first SampleTokens."""
+    """The next part of the prompt's logprobs, if the node computes them. All parts precede the first SampleTokens."""
 
     sequence_group_id: bytes
     packed: bytes  # packed by `outrider.wire.answer.pack_logprobs`
@@ -207,7 +208,7 @@ class SampleDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceGroupFailed:
-    """The end of a group that has failed, and that the node has freed. `code` is a google.rpc.Code."""
+    """The end of a group that has failed. The node has freed it. `code` is a google.rpc.Code."""
 
     sequence_group_id: bytes
     code: int

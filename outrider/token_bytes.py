@@ -22,7 +22,7 @@ class TokenBytes:
 
     of_id: list[bytes]  # by token id; empty for an id without a token
     special_ids: frozenset[int]
-    is_byte_level: bool  # whether any sequence of tokens, even at the start of a text, decodes to their joined bytes
+    is_byte_level: bool  # whether a token sequence, even at the start of a text, decodes to its tokens' joined bytes
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TokenBytes:
@@ -59,9 +59,9 @@ def _byte_level(token: str) -> bytes:
 
 
 def _by_steps(parts: list[dict[str, Any]]) -> Callable[[str], bytes]:
-    """Returns a function that applies a decoder's `parts` before Fuse to one token. Later parts apply to joined text.
+    """Returns a function that applies to one token those of a decoder's `parts` that come before Fuse.
 
-    Raises: NotSupportedError if a part is unknown or there are no parts.
+    Later parts apply to joined text. Raises: NotSupportedError if a part is unknown or there are no parts.
     """
     kinds = [part["type"] for part in parts]
     num_steps = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)

@@ -69,7 +69,7 @@ class PrefillLoop:
         cpu_turns: CpuTurns | None = None,
         max_pushes: int = MAX_PUSHES,
     ) -> None:
-        """`max_pushes`: limit of jobs that are computed or pushed; the others wait (`PushSlots`)."""
+        """`max_pushes`: maximum number of jobs that are computed or pushed; the others wait (`PushSlots`)."""
         self.progress = StepProgress()
         self.prompt_tokens = PromptTokens()
         self._engine = engine
@@ -88,7 +88,7 @@ class PrefillLoop:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._tasks: dict[int, PrefillTask] = {}
         self._slots = PushSlots(max_pushes)
-        self._chunks: deque[Chunk] = deque()  # launched chunks that are not known to be computed, in order
+        self._chunks: deque[Chunk] = deque()  # launched chunks that are not yet known to be computed, in order
         self._last_end = 0.0  # end of the last chunk, monotonic seconds
         self._ended: list[JobEnded] = []
         self._is_stopped = False
@@ -114,7 +114,7 @@ class PrefillLoop:
         """Runs one iteration. Waits for a command if there is nothing to compute."""
         self.progress.begin()
         self._take_commands()
-        self._answer()  # jobs whose push has ended
+        self._answer()  # answers jobs whose push has ended
         plan = self._plan()
         self._begin(self._tasks[each.key] for each in plan.admitted)  # pushes start with the KV in the prefix cache
         needs_logits = any(item.scored_token_ids for item in plan.scheduled)  # the host then waits for the logits
@@ -122,7 +122,7 @@ class PrefillLoop:
         was_computing = self._finish_chunks(num_ahead=runs_ahead)
         if plan.scheduled:
             self._launch(plan, runs_ahead=runs_ahead)  # one forward pass, whose layers are offered to pushes
-            self._finish_chunks(num_ahead=runs_ahead)  # a job whose last chunk is computed now waits only for its push
+            self._finish_chunks(num_ahead=runs_ahead)  # after this, a fully computed job waits only for its push
         else:
             self._turn.give()
             if not was_computing and not plan.admitted and not self._is_stopped:
@@ -139,7 +139,7 @@ class PrefillLoop:
         """Reports a computed chunk to metrics and profiler."""
         stats = StepStats(num_rows=plan.num_rows, seconds=seconds, nanoseconds=self._time.take())
         if self._profiler.is_capturing:
-            with self.progress.paused():  # starting or stopping torch's profiler takes seconds, but is no slow step
+            with self.progress.paused():  # starting or stopping torch's profiler takes seconds, but is not a slow step
                 self._profiler.step_ended(
                     stats.nanoseconds,
                     kind=StepKind.PROMPT,
@@ -169,7 +169,7 @@ class PrefillLoop:
     # ---- commands
 
     def _take_commands(self) -> None:
-        while not self._inbox.empty():  # `get` does not block after this, since no other thread takes commands
+        while not self._inbox.empty():  # so `get` does not block: no other thread takes commands
             self._handle(self._inbox.get())
         self._time.mark(Part.COMMANDS)
 
@@ -204,7 +204,7 @@ class PrefillLoop:
                 self._scheduler.add(task.sequence)
 
     def _held_prefix_read(self, command: HeldPrefixRead) -> None:
-        """Starts computing the rest of a prompt, or all of it, without queueing: others may wait for its blocks."""
+        """Starts computing the rest of a prompt, or all of it, without queueing, as others may wait for its blocks."""
         if (task := self._tasks.get(command.job_id)) is not None and not task.is_cancelled:
             task.end_reading(has_read=command.has_read)
             self._scheduler.add_running(task.sequence)
@@ -213,7 +213,7 @@ class PrefillLoop:
     def _cancel(self, job_id: int) -> None:
         task = self._tasks.get(job_id)
         if task is None:
-            return  # it has just ended
+            return  # the job has just ended
         task.is_cancelled = True
         self._stop_computing(task)
         if task.push is None:
@@ -313,7 +313,7 @@ class PrefillLoop:
         self._time.mark(Part.COMMIT)
 
     def _layer_done(self, plan: StepPlan, layer: int) -> None:
-        """Offers the chunk's KV of the group of layers that ends here, if one does. Called during the forward pass."""
+        """Offers the chunk's KV of a group of layers if `layer` is its last. Called during the forward pass."""
         self._time.mark(Part.FORWARD)
         for item in plan.scheduled:
             if (layers := self._layers.ending_at(layer, num_tokens=item.num_rows)) is not None:

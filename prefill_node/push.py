@@ -36,7 +36,7 @@ log = get_logger("prefill_node")
 class _Available:
     """A range of KV that is in the cache and will not change."""
 
-    planes: tuple[PlaneSpec, ...]  # all have these layers
+    planes: tuple[PlaneSpec, ...]  # planes that all have `layers`
     layers: range
     start_token: int
     end_token: int
@@ -61,8 +61,8 @@ class KvPush:
         read_from: int | None = None,
         on_read: Callable[[bool], None] = lambda _has_read: None,
     ) -> None:
-        """`read_from`: the token from which the held prefix is read from the decode node before anything is sent. After
-        the read, `on_read(success)` is called once.
+        """`read_from`: position of the first held token to read from the decode node before anything is sent. After the
+        read, `on_read(success)` is called once.
         """
         self._connector = connector
         self._kv_cache = kv_cache
@@ -74,7 +74,7 @@ class KvPush:
         self._read_from = read_from
         self._on_read = on_read
         self._on_ended = on_ended
-        # None ends the push: all has been offered, the push is interrupted, or the receiver has ended the transfer.
+        # None ends the push, because all has been offered, the push is interrupted, or the receiver ended the transfer.
         self._items: queue.SimpleQueue[_Available | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._sender: Sender | None = None
@@ -97,7 +97,7 @@ class KvPush:
             self._items.put(_Available(planes, layers, start_token, end_token, self._kv_cache.fence()))
 
     def finish(self) -> None:
-        """Makes the push commit the transfer when everything offered is sent."""
+        """Makes the push commit the transfer when everything offered has been sent."""
         self._items.put(None)
 
     def interrupt(self) -> None:
@@ -106,7 +106,7 @@ class KvPush:
             self._is_interrupted = True
             sender = self._sender
         self._items.put(None)
-        if sender is not None:  # otherwise the push is still connecting, and ends after that
+        if sender is not None:  # otherwise the push is still connecting and ends once connected
             sender.interrupt()
 
     def join(self, timeout_seconds: float) -> None:
@@ -182,7 +182,7 @@ class KvPush:
             raise AbortedError("the decode node no longer expects the transfer", reason="TRANSFER_UNKNOWN")
 
     def _available(self, sender: Sender) -> Iterator[_Available]:
-        """Yields what is offered until the end. While it waits, it keeps the receiver's timeout from expiring."""
+        """Yields the offered ranges until the end. While waiting, keeps the receiver's timeout from expiring."""
         while True:
             try:
                 item = self._items.get(timeout=sender.keep_alive_seconds)
@@ -223,7 +223,7 @@ class LayerGroups:
 
     @classmethod
     def of(cls, planes: Sequence[PlaneSpec], *, frame_bytes: int) -> LayerGroups:
-        """Returns the groups for these planes, which have the same layers except for features."""
+        """Returns the groups for these planes. All planes except features must have the same layers."""
         layered = [plane for plane in planes if not plane.is_feature]
         num_layers = layered[0].num_layers
         assert all(plane.num_layers == num_layers for plane in layered)

@@ -25,7 +25,7 @@ from prefill_node.jobs import CancelJob, Command, JobEnded, PrefillJob
 
 
 class PendingJobs:
-    """The jobs that wait or run, by id, at most `max_jobs`. Event loop only."""
+    """At most `max_jobs` waiting or running jobs, by id. Used only on the event loop."""
 
     def __init__(self, *, submit: Callable[[Command], None], max_jobs: int) -> None:
         self._submit = submit
@@ -54,7 +54,7 @@ class PendingJobs:
         try:
             return await future
         finally:
-            if self._waiting.pop(job.job_id, None) is not None:  # cancelled before the job's end
+            if self._waiting.pop(job.job_id, None) is not None:  # the call was cancelled before the job ended
                 self._submit(CancelJob(job.job_id))
 
     def deliver(self, ended: Sequence[JobEnded]) -> None:
@@ -86,11 +86,11 @@ class ServedModel:
 
     node_name: str
     info: ModelInfo
-    max_tokens: int  # maximum tokens of one prompt: the model's window or the KV pool's size, if that is less
+    max_tokens: int  # maximum tokens of one prompt: the model's window or the KV pool's size if smaller
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """PrefillService. It asks routers to retry until the model is loaded and `serve` is called."""
+    """PrefillService. Until the model is loaded and `serve` is called, it asks routers to retry."""
 
     def __init__(self, tracer: Tracer = NO_TRACER) -> None:
         self._tracer = tracer

@@ -33,7 +33,7 @@ class PrefillTask:
     num_cached_tokens: int = 0
     num_read_tokens: int = 0
     prompt_logprobs: list[bytes] = field(default_factory=list)  # packed, in pieces
-    chunks: list[TimedPart] = field(default_factory=list)  # with times on the monotonic clock
+    chunks: list[TimedPart] = field(default_factory=list)  # computed chunks, with times on the monotonic clock
     compute_ended_at: float | None = None
 
     @classmethod
@@ -142,7 +142,7 @@ class Chunk(NamedTuple):
     plan: StepPlan
     launched_at: float  # monotonic seconds
     seconds: float  # duration of the launch, excluding waits for turns
-    end: Any  # the cache's fence after the chunk if a device computes asynchronously; None if it is computed
+    end: Any  # the cache's fence after the chunk if a device computes asynchronously; None if already computed
 
 
 def chunk_rows(item: Scheduled) -> SequenceRows:

@@ -49,7 +49,7 @@ class PrefillTurn:
         return self._turns.keep(self._progress.current_step.expected_seconds / self._num_layers)
 
     def yield_turn(self) -> None:
-        """Lets others compute between two layers if the turn is over, and waits for the next one."""
+        """Lets others compute between two layers if the turn is over, and waits for the next turn."""
         if not self.keep() or self._is_over():
             self._clock.mark(Part.FORWARD)
             self.give()

@@ -31,7 +31,7 @@ SUPERVISION = Supervision(end_seconds=60.0, restart_seconds=0.1, stable_seconds=
 
 
 def pytest_configure():
-    """Restores SIGINT's handler, since tests send it: shells ignore it in background jobs, and children inherit that."""
+    """Lets SIGINT, which tests send, take effect: shells ignore it in background jobs, and children inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -62,7 +62,7 @@ class RunningCluster:
         return first_status(self.client)
 
     def wait_for(self, condition, *, timeout_seconds=60.0, what="the condition"):
-        """Looks at each new cluster status until `condition(status)`; returns how long that took."""
+        """Reads cluster statuses until `condition(status)` is true; returns the seconds that this took."""
         started = time.monotonic()
         with contextlib.closing(self.client.watch_cluster(interval_seconds=0.1)) as statuses:
             for status in statuses:
@@ -213,7 +213,7 @@ def tls_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def certificate(tls_folder):
-    """The TlsConfig of a server on 127.0.0.1 that requires no certificate; its clients need `tls_folder / "ca.pem"`."""
+    """The TlsConfig of a server on 127.0.0.1 without client certificates; clients need `tls_folder / "ca.pem"`."""
     return TlsConfig(certificate=tls_folder / "node.pem", private_key=tls_folder / "node-key.pem")
 
 

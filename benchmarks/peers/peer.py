@@ -44,7 +44,7 @@ class Peer(Protocol):
     max_clients: int  # maximum number of concurrent clients; 0: any number
 
     def dtypes(self, cpu_flags: frozenset[str]) -> tuple[str, ...]:
-        """Returns the dtypes to measure by default: each that may be the peer's fastest on this processor."""
+        """Returns the dtypes to measure by default: those that may be the peer's fastest on this processor."""
 
     def install(self, model: Path) -> None:
         """Downloads, builds and converts what the peer needs into the peers' cache, unless it is already there."""
@@ -57,5 +57,5 @@ Started = Iterator[Server]
 
 
 def native_dtypes(cpu_flags: frozenset[str]) -> tuple[str, ...]:
-    """Returns bfloat16, and also float32, which may be faster, unless the processor multiplies bfloat16 natively."""
+    """Returns bfloat16. Adds float32, which may be faster, if the processor does not multiply bfloat16 natively."""
     return ("bfloat16",) if "avx512_bf16" in cpu_flags else ("bfloat16", "float32")

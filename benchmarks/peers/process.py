@@ -29,7 +29,7 @@ class ServerProcess:
     def __init__(
         self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, speaks_lines: bool = False
     ) -> None:
-        """`speaks_lines`: whether standard input and output are pipes (of `popen`). Otherwise output is logged."""
+        """`speaks_lines`: whether standard input and output are the pipes of `popen`. Otherwise output is logged."""
         self._log = log
         self._output = log.open("ab")
         self.popen = subprocess.Popen(
@@ -73,7 +73,7 @@ class ServerProcess:
             return []
 
     def resident_bytes(self) -> int:
-        """Returns the memory of all its processes. Shared pages count once (proportional set size)."""
+        """Returns the memory in bytes of all processes together. Shared pages count once (proportional set size)."""
         total = 0
         for process in self.processes():
             try:

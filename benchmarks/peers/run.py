@@ -2,8 +2,8 @@
 
     python benchmarks/peers/run.py --peers ours,vllm,llama_cpp,openvino,transformers --rounds 3
 
-Each peer is first installed in its own environment (benchmarks/peers/README.md). If one fails,
-the table says so, and the others are measured.
+Each peer is first installed in its own environment (benchmarks/peers/README.md). If a peer
+fails, the table says so, and the others are measured.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def long_prompts(prompts: Sequence[BenchPrompt], lengths: Sequence[int]) -> tuple[BenchPrompt, ...]:
-    """Makes a prompt of each length from the joined texts, each with its own start. A prompt's kind is its length."""
+    """Makes a prompt of each length, cut from the joined texts at a different place. A prompt's kind is its length."""
     ids = [token_id for prompt in prompts for token_id in prompt.content]
     return tuple(
         replace(prompts[0], kind=str(length), content=tuple(islice(cycle(ids), 97 * place, 97 * place + length)))

@@ -25,7 +25,7 @@ SINGLE_PROMPTS = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelResult:
-    """The figures of `num_clients` clients, each of which sends its next prompt when its last answer has ended."""
+    """The figures of `num_clients` clients, each of which sends its next prompt when its previous answer has ended."""
 
     num_clients: int
     num_requests: int
@@ -47,7 +47,7 @@ class SessionResult:
     round: int
     error: str = ""
     start_seconds: float = 0.0
-    resident_mib: float = 0.0  # memory of all of its processes, after the last level
+    resident_mib: float = 0.0  # memory of all of the peer's processes, after the last level
     load_average: float = 0.0  # over the minute before the session
     levels: dict[int, LevelResult] = field(default_factory=dict)
     first_answer: tuple[int, ...] = ()  # token ids, to check that all peers compute the same answer

@@ -111,7 +111,7 @@ def _pair(arguments: argparse.Namespace) -> Pair:
 
     cpus = tuple(cpu for cpu in usable_cpus() if cpu not in arguments.draft_cpus)
     prepare_environment(cpus if arguments.draft_cpus else ())
-    # Only after `prepare_environment`, since these modules import torch.
+    # Imported only after `prepare_environment`, since these modules import torch.
     from benchmarks.three_lines.models import ModelPair
     from outrider.engine.kv_cache.config import KVCacheConfig
     from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig

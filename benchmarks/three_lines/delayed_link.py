@@ -18,7 +18,7 @@ CHUNK_BYTES = 65_536
 
 @contextlib.asynccontextmanager
 async def delayed_link(port: int, *, round_trip_seconds: float) -> AsyncIterator[int]:
-    """Listens on a port of 127.0.0.1, which it yields. Forwards all data to and from `port`, half a round trip later.
+    """Yields a port of 127.0.0.1 on which it listens. Forwards all data to and from `port`, half a round trip later.
 
     Nothing is lost, reordered or limited in bandwidth.
     """

@@ -51,7 +51,7 @@ class LineFigures:
     line: str
     temperature: float
     tokens_per_second: float
-    speedup: float  # over the plain line
+    speedup: float  # relative to the plain line
     predicted: float  # the speedup that the speed model predicts for the line's hit rate
     explained: float  # the same prediction, with measured times and the line's draft length
     acceptance_rate: float
@@ -72,7 +72,7 @@ async def compare_lines(comparison: Comparison) -> list[LineFigures]:
     """
     figures: list[LineFigures] = []
     engine_cpus = usable_cpus()
-    if comparison.pair.draft_cpus:  # this thread, and threads that it starts, do the network's work
+    if comparison.pair.draft_cpus:  # for the network's work, which this thread and those that it starts do
         os.sched_setaffinity(0, comparison.pair.draft_cpus)
     with ThreadPoolExecutor(1, "engine", os.sched_setaffinity, (0, engine_cpus)) as engine_thread:
         for temperature in comparison.temperatures:

@@ -1,4 +1,4 @@
-"""A target and a drafter, as the three lines need them: simulated ones, or real models."""
+"""A target and a drafter, simulated or real, from which the lines of a comparison are made."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pair(Protocol):
 
     @property
     def vocabulary_fingerprint(self) -> str:
-        """The fingerprint of the target's vocabulary; empty if any drafter is accepted."""
+        """The fingerprint of the target's vocabulary; empty if drafters of every vocabulary are accepted."""
 
     @property
     def max_model_len(self) -> int: ...
@@ -40,7 +40,7 @@ class Pair(Protocol):
 
     @property
     def takes_trees(self) -> bool:
-        """Whether drafts may be trees, as by default on a decode node."""
+        """Whether drafts may be trees, which is a decode node's default."""
 
     def engine(self) -> Engine:
         """Returns a new engine of the target, with a KV cache for one line."""

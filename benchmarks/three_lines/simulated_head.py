@@ -60,7 +60,7 @@ class SimulatedHeadForward(DraftForward):
         with self.time.forward(sum(len(row.token_ids) for row in rows)):
             if block_copies:
                 self.kv_cache.copy_blocks(block_copies)
-            for row in rows:  # write all rows before any is read
+            for row in rows:  # all rows are written before any is read
                 self.kv_cache.slots[self._slots(row, row.start_position - 1, self._end(row))] = row.token_ids
             found = [self._logits(row) for row in rows if row.num_decisions]
             if not found:

@@ -20,7 +20,7 @@ ORDER = 8
 """Number of most recent tokens on which the next token depends."""
 
 SPREAD = 3.0
-"""Standard deviation of the logits. With it, the likeliest of 512 ids has on average two fifths of the probability."""
+"""Standard deviation of the logits, at which the likeliest of 512 ids has on average two fifths of the probability."""
 
 CALIBRATION_TEXTS = 2000
 
@@ -99,7 +99,7 @@ class SetTime:
 
     @contextlib.contextmanager
     def forward(self, num_rows: int) -> Iterator[None]:
-        """Runs one forward: on exit, sleeps until its fixed time, which includes the time of the block, has passed."""
+        """Runs the block as one forward: on exit, sleeps for the part of the fixed time that the block did not take."""
         started_at = time.perf_counter()
         is_next = self.hides_overhead and started_at - self._ended_at < self.seconds
         ends_at = (self._ended_at if is_next else started_at) + self.seconds + self.row_seconds * (num_rows - 1)

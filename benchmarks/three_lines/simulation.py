@@ -52,9 +52,9 @@ class Simulation:
     """The fixed times and the acceptance of one comparison."""
 
     step_seconds: float = 0.030  # duration of the target's step with one row
-    row_seconds: float = 0.0  # added for each further row
+    row_seconds: float = 0.0  # duration of each further row
     token_seconds: float = 0.002  # duration of one draft token: forward and decision
-    acceptance: Sequence[float] = (0.8,)  # after accepted tokens, by depth; the last value is for all greater depths
+    acceptance: Sequence[float] = (0.8,)  # rate after accepted tokens, by depth; the last one is for all greater depths
     is_head: bool = False  # a head needs the target's features; tokens drafted beyond them count as deeper
     num_speculative_tokens: int = 8
     vocab_size: int = 512
@@ -187,7 +187,7 @@ def _sampler(simulation: Simulation) -> Sampler:
 
 
 def _kernels() -> CpuKernels | None:
-    """Returns this machine's native kernels with one thread. If there are none, returns None: torch decides tokens."""
+    """Returns this machine's native kernels with one thread, or None if there are none; torch then decides tokens."""
     config = ModelConfig(num_threads=1)
     choice = choose_model_kernels(config, "cpu")
     return start_kernels(choice, config) if choice.library is not None else None

@@ -2,7 +2,7 @@
 
 A verification of k draft tokens, each accepted with probability a if those before it are, commits
 E = (1 - a^(k+1)) / (1 - a) tokens on average (Leviathan et al. 2022). If further rows take time, steps with drafts
-have a duration of their own.
+take longer than plain ones, and have their own duration in the model.
 """
 
 from __future__ import annotations

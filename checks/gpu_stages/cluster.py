@@ -68,7 +68,7 @@ def _ask(day: Day, model: Path, settings: list[str]) -> None:
                     cluster.kill("decode-0")
                 return [each.result() for each in asked]
 
-            answers(speculation=True)  # warm-up: late compilations and allocations
+            answers(speculation=True)  # warm-up, since the first answers compile and allocate
             plain = answers(speculation=False)
             _tell(day, "plain", plain, plain, num_tokens)
             drafted = answers(speculation=True)

@@ -52,7 +52,7 @@ compares them with float32 on the CPU (see `check_paged_forward`), which takes h
 
 
 def write_line(path: Path, **values: Any) -> None:
-    """Appends one line of JSON, and waits until it is on disk: the next operation may crash the machine."""
+    """Appends one line of JSON, and waits until it is on disk, since the next operation may crash the machine."""
     line = json.dumps({"at": round(time.time(), 1), **values})
     print(line, flush=True)
     with path.open("a", encoding="utf-8") as file:
@@ -118,7 +118,7 @@ class Day:
         if (path / "complete").exists():
             return path
         started = time.monotonic()
-        shutil.rmtree(path, ignore_errors=True)  # from a stage that was cut off
+        shutil.rmtree(path, ignore_errors=True)  # left by a stage that was cut off
         make_tiny_model(path)  # for its tokenizer and chat template
         (path / "model.safetensors").unlink()
         tokenizer = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))

@@ -70,7 +70,7 @@ def open_engine(
         num_rows=num_rows,
         graphs=GraphShapes() if graphs else None,
     )
-    if day.is_gpu:  # failures here, but only warnings in a node
+    if day.is_gpu:  # failures here, whereas a node would only warn
         day.expect(f"the decoder is fused, not {loaded.kernels}", loaded.fused is not None)
         day.expect("steps are captured as graphs", bool(runner.padded_rows) == graphs)
     return OpenEngine(loaded, cache, runner)

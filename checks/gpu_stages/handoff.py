@@ -134,7 +134,7 @@ def _measure_pushes(
 def _push_all(
     connector: Connector, config: KvTransferConfig, cache: PagedKVCache, address: str, specs: Sequence[TransferSpec]
 ) -> tuple[list[PushOutcome], float]:
-    """Pushes all at once; returns their outcomes, and the seconds until the last one was committed."""
+    """Makes all pushes at once. Returns their outcomes, and the seconds until the last push was committed."""
     outcomes: queue.SimpleQueue[PushOutcome] = queue.SimpleQueue()
     groups = LayerGroups.of(PLANES, frame_bytes=config.frame_bytes)
     started = time.perf_counter()
@@ -148,7 +148,7 @@ def _push_all(
             on_ended=outcomes.put,
         )
         push.start()
-        for layer in range(groups.num_layers):  # as after the forward pass of a whole prompt
+        for layer in range(groups.num_layers):  # as a node does after the forward pass of a whole prompt
             if (layers := groups.ending_at(layer, num_tokens=spec.end_token)) is not None:
                 push.offer(layers, 0, spec.end_token)
         push.finish()
@@ -167,7 +167,7 @@ def _new_spec(num_tokens: int) -> TransferSpec:
 
 
 def _blocks(place: int, num_tokens: int) -> range:
-    """Returns the blocks of one of several concurrent pushes, in either cache."""
+    """Returns the block ids of the push at index `place`, which are the same in both caches."""
     num_blocks = num_tokens // BLOCK_SIZE
     return range(place * num_blocks, (place + 1) * num_blocks)
 
@@ -196,7 +196,7 @@ def _receiving_process(device: str, num_blocks: int) -> Iterator[Connection]:
 
 
 def _receive(peer: Connection, device: str, num_blocks: int) -> None:
-    """Runs the receiving process: sends its port, opens transfers that it is sent, and replies to None with digests."""
+    """Runs the receiving process. It sends its port, opens transfers that it gets, and answers None with digests."""
     cache = _open_cache(device, num_blocks * BLOCK_SIZE)
     receiver = KvReceiver(
         incarnation=INCARNATION,
@@ -219,7 +219,7 @@ def _receive(peer: Connection, device: str, num_blocks: int) -> None:
             for layer in cache.layers(plane.name):
                 layer.zero_()
         if cache.copies is not None:
-            torch.cuda.synchronize(device)  # the frames are written in another CUDA stream
+            torch.cuda.synchronize(device)  # since frames are written in another CUDA stream
         for place, each in enumerate(specs):
             receiver.inbox.open(each, ReservedBlocks(cache, _blocks(place, each.end_token)))
         peer.send(len(specs))

@@ -1,4 +1,4 @@
-"""Runs the project's GPU kernel tests: on a GPU all of them, in several processes, so that Triton compiles in parallel.
+"""Runs the project's GPU kernel tests. On a GPU, all of them run, in several processes that compile in parallel.
 
 On a CPU, a few tests run in Triton's interpreter. The interpreter of Triton 3.6 needs numpy below 2.4. Since the
 machine's numpy is newer, `make gpu-replica` installs an older one into a folder of its own. Compiled kernels work with

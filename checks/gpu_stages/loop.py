@@ -39,7 +39,7 @@ def measure_loop(
             sampler=engine.loaded.open_sampler(),
         ),
         context=context,
-        max_tokens=len(batches) * steps_of_each + 2 * most * -(-context // 256),  # also for steps with prompts
+        max_tokens=len(batches) * steps_of_each + 2 * most * -(-context // 256),  # enough for steps with prompts, too
         max_sequences=most,
     )
     for num_seqs in batches:

@@ -73,7 +73,7 @@ def _run(day: Day, path: Path, *, deterministic: bool) -> None:
 
 
 def _compare(graphed: OpenEngine, plain: OpenEngine) -> tuple[int, float, int]:
-    """Compares steps of four kinds. Returns (number with equal logits, largest difference, number of all)."""
+    """Compares logits in four kinds of steps. Returns (number of equal steps, largest difference, number of steps)."""
     import torch
 
     num_equal, worst, num_all = 0, 0.0, 0

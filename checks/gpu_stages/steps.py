@@ -1,7 +1,7 @@
-"""Times steps of the 8B shape against their floor (see gpu_floor): with graphs and without, profiled, with prompts.
+"""Times and profiles steps of the 8B shape, with graphs and without, and compares them to their floor (see gpu_floor).
 
 A step's time includes everything: batch, forward pass, sampling, and the copy of its tokens to the host. Then the
-decode node's own loop is timed with such steps.
+decode node's own loop is timed with such steps. Whole prompts are timed, too.
 """
 
 from __future__ import annotations

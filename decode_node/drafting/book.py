@@ -34,7 +34,7 @@ MAX_ALL_UNACKED_BYTES = 64 << 20
 """Total bytes of unacknowledged features, of all sequences, at which no more are copied."""
 
 UNANSWERED_SECONDS = 10.0
-"""Seconds after which an unanswered update counts as lost; the stream is opened again."""
+"""Seconds after which an unanswered update counts as lost, and the stream is opened again."""
 
 
 @dataclass(slots=True)
@@ -109,8 +109,8 @@ class DraftBook:
         """Returns the features to copy for nodes that need them, at most `MAX_COPIED_BYTES`.
 
         Sequences that lack the fewest features come first; among equals, the newest one. A head can draft only when it
-        has all features, so many transfers at a time would all end too late. A transfer that could not end before its
-        sequence does is not begun.
+        has all features, so many transfers at a time would all end too late. No transfer is begun for a sequence that
+        would end first.
 
         `available`: by sequence id, how many of the sequence's first tokens have features in the plane.
         """
@@ -188,14 +188,14 @@ class DraftBook:
         self.nodes.remove(node)
 
     def connected(self, node: DraftNodeState, *, needs_features: bool = False) -> None:
-        """Records that a stream is open. Its node knows no sequence yet. `needs_features`: whether it has a head."""
+        """Records that a stream is open. The node knows no sequence yet. `needs_features`: whether it has a head."""
         node.is_connected = True
         node.needs_features = needs_features
         node.retry_seconds = 0.0
         self._assign_unserved(self._clock())
 
     def disconnected(self, node: DraftNodeState) -> None:
-        """Records that the stream has ended. The node's sequences move to other nodes, which get all their tokens."""
+        """Records that the stream has ended. The node's sequences are sent to other nodes, from the first token on."""
         node.disconnected()
         self._move_away(node, keep=0)
 
@@ -227,11 +227,11 @@ class DraftBook:
                 tokens_left -= len(update.token_ids)
                 feature_bytes_left -= len(update.features)
                 updates.append(update)
-            del node.dirty[stream_id]  # the answer adds it again if there is more to send
+            del node.dirty[stream_id]  # the answer adds the id again if there is more to send
         return updates
 
     def take_answer(self, node: DraftNodeState, answer: SequenceProposals, *, is_well_formed: bool) -> bool:
-        """Applies an answer if it is due and plausible. It never raises, since a peer's input is not trusted.
+        """Applies an answer if it is due and plausible. Never raises, since a peer's input is not trusted.
 
         Args:
             node: the node on whose stream the answer came.

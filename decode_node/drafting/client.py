@@ -45,7 +45,7 @@ class FeaturePlane:
     plane: PlaneSpec
 
     def read(self, ranges: Sequence[tuple[SequenceKV, int, int]]) -> list[bytes]:
-        """Copies the features of tokens [start, end) of each block table from the device at once. Their KV must exist.
+        """Copies features of tokens [start, end) of each block table from the device in one read. Their KV must exist.
 
         Engine thread only, since a block may pass to another sequence between two steps. Returns bytes in wire format.
         """
@@ -87,7 +87,7 @@ class DraftClient:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """Begins to connect, without waiting for it."""
+        """Begins to connect, without waiting for connections."""
         self._loop = asyncio.get_running_loop()
         self._nodes.start()
 
@@ -114,7 +114,7 @@ class DraftClient:
         *,
         min_reach: float = 0.0,
     ) -> None:
-        """Records what a step has committed. An update: (sequence id, new token ids, number of draft tokens wanted).
+        """Records what a step has committed. An update is (sequence id, new token ids, number of draft tokens wanted).
 
         `tables`: block tables of the sequences' features, by id; all tokens but the newest have features.
         `min_reach`: see ProposalRequest.

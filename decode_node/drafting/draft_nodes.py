@@ -10,13 +10,13 @@ LATE_STEPS = 4.0
 """Maximum duration of a node's answers, in steps. A node whose answers take longer is late."""
 
 MIN_STEP_SECONDS = 0.0125
-"""Minimum seconds that a step counts as, so that no pause of some milliseconds on either machine makes a node late."""
+"""Seconds that a shorter step counts as, so that a pause of some milliseconds on either machine makes no node late."""
 
 SMOOTHING = 0.2
 
 LOST_SECONDS = 1.0
-"""Maximum seconds that an answer counts as. The end of a stream counts as such an answer, after which the node is late
-until about fourteen answers in a row were in time.
+"""Seconds that a slower answer counts as. The end of a stream counts as such an answer, so that the node is late until
+about fourteen answers in a row have been in time.
 """
 
 MIN_RETRY_SECONDS = 1.0
@@ -24,7 +24,7 @@ MAX_RETRY_SECONDS = 30.0
 """Seconds until a node without room is tried again. They are doubled after each refusal, up to the maximum."""
 
 MAX_UNSOLICITED_IN_A_ROW = 4096
-"""Consecutive unsolicited answers after which a stream is closed. A few are normal, when sequences have just ended."""
+"""Number of consecutive unsolicited answers after which a stream is closed. A few are normal when sequences end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +34,7 @@ class DraftNodeState:
     node_id: int  # never used twice
     rank: int  # breaks ties between nodes with equally many sequences, lowest first
     is_connected: bool = False
-    needs_features: bool = False  # False while it is not connected
+    needs_features: bool = False  # False while the node is not connected
     num_sequences: int = 0
     closed: list[int] = field(default_factory=list)  # ended stream ids that are not announced to the node yet
     dirty: dict[int, None] = field(default_factory=dict)  # stream ids of sequences that may have something to send
@@ -84,7 +84,7 @@ class DraftNodeState:
             self.retry_at = now + self.retry_seconds
 
     def observe_acceptance(self, stream_id: int, now: float, *, others_wait: bool) -> bool:
-        """Records that the node had room for a sequence. Returns whether it was the trial; then the next may follow."""
+        """Records that the node had room for a sequence. Returns True if it was the trial, so the next may follow."""
         if stream_id != self.trial:
             return False
         self.trial = None
@@ -104,7 +104,7 @@ class DraftNodes:
     def __init__(self) -> None:
         self._nodes: list[DraftNodeState] = []
         self._num_ever = 0
-        self._long_step_seconds = MIN_STEP_SECONDS  # running mean; shorter steps count as this
+        self._long_step_seconds = MIN_STEP_SECONDS  # running mean; a shorter step counts as MIN_STEP_SECONDS
         self.step_seconds = 0.0  # running mean of the durations of steps; 0: no step has run
 
     def __iter__(self) -> Iterator[DraftNodeState]:

@@ -50,7 +50,7 @@ class UnackedFeatures:
 
     @property
     def end(self) -> int:
-        """The first token whose features must still be copied. Earlier ones are acknowledged, or held here."""
+        """The first token whose features must still be copied. Earlier features are acknowledged, or held here."""
         return self.num_acked + len(self._data) // self._size
 
     @property
@@ -63,14 +63,14 @@ class UnackedFeatures:
         return (MAX_UNACKED_BYTES - len(self._data)) // self._size
 
     def add(self, start: int, payload: bytes) -> bool:
-        """Adds copies from the plane. Returns False, and adds none, if `start` is not `end`, as after `reset`."""
+        """Adds copies from the plane. Returns False, and adds nothing, if `start` is not `end`, e.g. after `reset`."""
         if start != self.end:
             return False
         self._data += payload
         return True
 
     def take(self, end: int, max_bytes: int) -> tuple[bytes, int]:
-        """Returns features of tokens from `num_acked` to at most `end`, and where they end. They are also kept here."""
+        """Returns, but keeps, features of tokens from `num_acked` to at most `end`, and the token where they end."""
         end = max(self.num_acked, min(end, self.end, self.num_acked + max_bytes // self._size))
         self.num_sent = max(self.num_sent, end)
         return bytes(memoryview(self._data)[: (end - self.num_acked) * self._size]), end
@@ -104,7 +104,7 @@ class DraftedSequence:
     committed: HashedTokens
     num_wanted: int
     assignment: Assignment | None = None
-    is_dirty: bool = True  # whether something was not sent to its node yet
+    is_dirty: bool = True  # whether there is something to send to its node
     refused: set[int] = field(default_factory=set)  # ids of nodes that have sent invalid answers for it
     num_refusals: int = 0  # number of refusals by nodes without room
     trees: ProposalTable = field(default_factory=ProposalTable)
@@ -155,7 +155,7 @@ class Assignment:
     max_wanted: int = 0  # maximum number of draft tokens wanted by any update
     pending: PendingUpdate | None = None
     is_catching_up: bool = False  # whether an answer will follow even without a further update
-    had_no_draft: bool = False  # whether the last answer had no draft, or not yet
+    had_no_draft: bool = False  # whether the last answer had no draft (yet)
     resent_at: float = float("-inf")
     ready_at: float = 0.0  # time before which nothing is sent
     num_ahead_allowed: int = 0  # look-ahead branches that the node may still send
@@ -165,8 +165,8 @@ class Assignment:
     ) -> SequenceUpdate:
         """Returns an update with at most `max_tokens` tokens that the node does not have, and with features.
 
-        Drafts are only asked for if the node then has all tokens. Features may lag behind: those copied so far are
-        sent, at most `max_feature_bytes` of them.
+        Drafts are asked for only if the node will then have all tokens. Features may lag behind: those copied so far
+        are sent, at most `max_feature_bytes` of them.
         """
         assert self.pending is None, "at most one update is unanswered"
         drafted = self.sequence
@@ -195,8 +195,8 @@ class Assignment:
             num_wanted,
             feature_start=feature_start,
             features=payload,
-            # `min_reach` ends unlikely drafts early, and these arrive sooner. But whether a drawn draft is judged must
-            # not depend on its tokens.
+            # `min_reach` ends unlikely drafts early, so that they arrive sooner. But whether a drawn draft is judged
+            # must not depend on its tokens.
             min_reach=0.0 if drafted.start.wants_distributions else min_reach,
         )
 
@@ -217,7 +217,7 @@ class Assignment:
                 return False
             # A stale branch is not checked by hash, since hashing a much shorter prefix takes time in proportion to the
             # prefix's length.
-            # A branch after assumed tokens stays valid if the assumption has turned out wrong before it arrives.
+            # A branch after assumed tokens stays valid even if the assumption has turned out wrong in the meantime.
             is_assumption = answer.status is DraftStatus.AHEAD and tree.length > answer.acked_length
             serves = 0 <= num_since < num_tokens
             if serves and not is_assumption and tree.prefix_hash != committed.hash_at(tree.length):

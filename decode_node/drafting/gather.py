@@ -22,7 +22,7 @@ WAIT_SHARE_OF_STEP = 0.2
 """Maximum share of the last step's duration for which a step waits for draft nodes."""
 
 FeaturesOf = Callable[[EngineSequence], Features]
-"""Returns a sequence's features, which the target's forward passes have computed, for a head."""
+"""Returns the features of a sequence that the target's forward passes have computed for a head."""
 
 _log = get_logger("drafts")
 
@@ -33,7 +33,7 @@ def log_failed_proposer(error: Exception, sequence_id: int) -> None:
 
 
 class LocalProposer:
-    """A proposer in this process, with the number of tokens of each sequence that it has read. Engine thread only."""
+    """A proposer in this process, and how many tokens of each sequence it has read. Engine thread only."""
 
     def __init__(self, proposer: Proposer, features_of: FeaturesOf | None = None) -> None:
         self.source = proposer.info.name
@@ -125,7 +125,7 @@ class DraftGatherer:
     ) -> None:
         """Args:
         client: the client of draft nodes; None if there are none.
-        controller: it decides which source is asked and which tokens are verified.
+        controller: decides which sources are asked and which tokens are verified.
         proposers: the proposers of this process, whose names differ.
         max_wait_seconds: maximum seconds that a step waits for draft nodes.
         takes_trees: whether drafts may have branches.
@@ -195,7 +195,7 @@ class DraftGatherer:
         return drafts
 
     def _ask(self, local: LocalProposer, samples: Sequence[Sample], best: dict[int, RankedDraft]) -> None:
-        """Asks a proposer for drafts where they are worth their cost, and keeps sequences' best drafts in `best`."""
+        """Asks a proposer for the drafts that are worth their cost, and keeps each sequence's best draft in `best`."""
         controller, source = self._controller, local.source
         if local.needs_constraint:
             samples = [sample for sample in samples if sample.sampling.constraint is not None]
@@ -243,7 +243,7 @@ class DraftGatherer:
         return self._controller.choose(drafts.ranked, limits, room, num_waiting=num_waiting)
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
-        """Records the accepted tokens of a verified draft: their indices, from the root on."""
+        """Records which tokens of a verified draft were accepted. `accepted`: their indices, from the root on."""
         self._controller.observe_verdict(sequence_id, draft, accepted)
         self._warn_if_misloaded(draft.source)
         others = [each for each in self._drafts.get(sequence_id, ()) if each.tree.source != draft.source]

@@ -25,7 +25,7 @@ MAX_CATCH_UP_ROWS = 256
 
 
 def open_local_proposers(config: DecodeNodeConfig) -> list[IsolatedProposer]:
-    """Opens proposers that need no features: the lookup of `decode_node.local_lookup`, if any, and the grammar's."""
+    """Opens proposers that need no features: the `decode_node.local_lookup`, if any, and the grammar proposer."""
     name = config.local_lookup
     proposers = [*([] if name == NO_PROPOSER else [make_proposer(name)]), GrammarProposer()]
     return [IsolatedProposer(proposer, on_failure=log_failed_proposer) for proposer in proposers]

@@ -23,7 +23,7 @@ class MachineInfo:
     memory_bytes: int
     system: str
     python: str
-    commit: str  # of the working tree, with "-dirty" if it has changes; empty outside git
+    commit: str  # checked-out commit, with "-dirty" if files have changed; empty outside git
 
 
 def describe_machine() -> MachineInfo:
@@ -109,7 +109,7 @@ def _machine_busy_seconds() -> float:
     import psutil
 
     times = psutil.cpu_times()
-    # without guest time, which user time includes
+    # Guest time is not added, since user time includes it.
     return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq")))
 
 

@@ -23,8 +23,8 @@ class BenchPlan:
     levels: tuple[Level, ...]
     modes: tuple[bool, ...]
     rounds: int = 1
-    # Both modes get identical prompts, so that answers can be compared, but the second mode
-    # finds them in the prefix caches. If false, each prompt is new.
+    # Whether both modes get identical prompts. Answers can then be compared, but the second mode finds the
+    # prompts in the prefix caches. If false, each prompt is new.
     same_prompts: bool = False
     # A prefix of every prompt, so that prompts are new to a router that has seen an earlier run.
     run_mark: str = ""

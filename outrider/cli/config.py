@@ -85,7 +85,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _table(keys: Sequence[Translated]) -> Iterator[str]:
-    """Yields a line for each key, and one for each further setting that it sets."""
+    """Yields a line for each key, and one for each further setting that the key sets."""
     rows = [("line", "key", "value", "result", "setting", "note")]
     for key in keys:
         settings = [f"{name}: {format_value(value)}" for name, value in key.settings.items()] or [""]

@@ -44,7 +44,7 @@ class DemoPrompt:
 DEMO_PROMPTS = tuple(
     DemoPrompt(**json.loads(line)) for line in Path(__file__).with_name("demo_prompts.jsonl").open(encoding="utf-8")
 )
-"""Prompts of different kinds, of about 240 tokens each in the default model's chat template; one is sampled."""
+"""Prompts of different kinds, each of about 240 tokens in the default model's chat template. One uses sampling."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

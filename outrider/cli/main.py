@@ -89,7 +89,7 @@ def _describe_error(error: OutriderError | ModuleNotFoundError | UnicodeError | 
 
 
 def _open_streams() -> None:
-    """Replaces closed standard streams by /dev/null, and makes streams without UTF-8 print question marks."""
+    """Replaces closed standard streams by /dev/null. Makes stdout print "?" for characters that it cannot encode."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:

@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.page:
         requests = list(request_times(arguments.page, ended_serials(arguments.page) - ended))
         seconds = time.monotonic() - started_at
-        whole = [each for each in requests if each["age"] <= seconds]  # the others had steps before the profile began
+        whole = [each for each in requests if each["age"] <= seconds]  # others had steps before the profile began
         _show(["", *request_lines(whole or requests, profiles)])
     if any(not profile.steps for profile in profiles):
         sys.stdout.flush()

@@ -103,7 +103,7 @@ def request_lines(requests: Sequence[RequestTimes], profiles: Sequence[Profile])
 
 
 def _mean_step(profiles: Iterable[Profile], nodes: Collection[str]) -> Mapping[str, float]:
-    """Returns the mean seconds per step of these nodes by part. Leaves out idle time: no request waits through it."""
+    """Returns the mean seconds per step of these nodes by part, without idle time, in which no request waits."""
     steps = [step for profile in profiles if profile.node in nodes for step in profile.steps]
     return {part: fmean(step.nanoseconds.get(part, 0) for step in steps) / 1e9 for part in parts_in_order(steps)}
 

@@ -114,7 +114,7 @@ def _token_text(client: Client, token_id: int | None) -> str:
 
 
 def _node_lines(receipt: Receipt, nodes: tuple[NodeVersion, ...]) -> Iterator[str]:
-    """Yields a line for each difference between the nodes of the receipt and the present ones."""
+    """Yields lines that compare the receipt's nodes with `nodes`, which computed the answer now."""
     if not nodes:
         yield "the router does not say which nodes computed it now"
         return

@@ -42,7 +42,7 @@ LATE_SECONDS = 1.5
 """Seconds that a report may be overdue before the last figures are marked as old."""
 
 AWAY = (PeerLostError, CapacityError, AbortedError, InternalError)
-"""Temporary errors: no router that answers, too many watches, no answer in time, a connection that breaks oddly."""
+"""Temporary errors: no router answers, too many watches exist, no answer comes in time, a connection breaks oddly."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +89,7 @@ def _make_console(*, is_terminal: bool) -> Console:
 
 
 class WatchedCluster:
-    """The reports of a router. Of several targets, one that answers is watched."""
+    """The reports of a router. If there are several targets, it watches one that answers."""
 
     def __init__(self, targets: str, *, interval_seconds: float, **connection: Any) -> None:
         """`connection`: further arguments of the client. Raises: ValueError if there is no target."""
@@ -115,7 +115,7 @@ class WatchedCluster:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def take_one(self) -> None:
-        """Takes one report of the first target that answers. Raises: the last target's OutriderError if none does."""
+        """Takes one report of the first target that answers. Raises: the last target's OutriderError if all fail."""
         while True:
             try:
                 async with aclosing(self._reports()) as reports:
@@ -236,5 +236,5 @@ async def _show(cluster: WatchedCluster, console: Console) -> None:
         _set_mode(mode)
         following.cancel()
         await asyncio.wait({following})
-    if not following.cancelled():  # a key cancels it; otherwise it has failed
+    if not following.cancelled():  # a key press cancels the task; otherwise the task has failed
         following.result()

@@ -33,7 +33,7 @@ class Trail:
             self._points.pop()
         self._points.append(_Point(bucket, at, value))
         while len(self._points) > 2 and self._points[0].bucket <= bucket - self._num_buckets:
-            self._points.popleft()  # two remain, however far apart reports are: a rise needs two
+            self._points.popleft()  # two points always remain, since a rise needs two
 
     def add_count(self, at: float, count: float) -> None:
         """Adds a counter's value; a lower value means that the counter was reset."""

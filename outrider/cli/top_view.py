@@ -1,7 +1,7 @@
-"""The view of `outrider top`, which turns a value into lines of text, independently of terminals and routers.
+"""The view of `outrider top`: turns a `History` into lines of text, independently of terminals and routers.
 
-Names, conditions and errors come from elsewhere: they become `Text`, never markup, and unprintable characters are
-escaped.
+Names, conditions and errors come from other processes. They therefore become `Text`, never markup, and their
+unprintable characters are escaped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.cli.top_history import History, NodeTrail
 from outrider.node import ClusterStatus, Model, NodeRole, NodeState, NodeStatus
 
 MAX_WORDS = 300
-"""Maximum characters that are shown of a text from another process."""
+"""Maximum number of characters shown of a text from another process."""
 MAX_PROBLEMS = 6
 MIN_NAME_WIDTH, MAX_NAME_WIDTH = 12, 32
 FULL_KV = 0.9
@@ -40,13 +40,13 @@ _REPORTING = (NodeState.SERVING, NodeState.DRAINING)
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """A Rich renderable of any width. A narrow one has fewer columns."""
+    """A Rich renderable of any width. On a narrow terminal it has fewer columns."""
 
     history: History
     target: str
     model: Model | None = None  # None: the router has not reported one yet
-    error: str = ""  # why there are no new figures; else empty
-    age_seconds: float = 0.0  # of the last figures
+    error: str = ""  # why there are no new figures; empty if there are
+    age_seconds: float = 0.0  # age of the last figures
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from self._head()

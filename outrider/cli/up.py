@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-hashes",
         dest="router.token_file",
         metavar="FILE",
-        type=lambda text: Path(text).absolute(),  # never null or empty, which would disable authentication
+        type=lambda text: Path(text).absolute(),  # null or an empty path would disable authentication
         help="require tokens of clients; a line of the file is NAME sha256:HEX [priority=N] [rate=N], where HEX is the "
         "SHA-256 of a token",
     )

@@ -71,7 +71,7 @@ class BaseClient(Generic[StreamT]):
     """The base of both clients: a channel to every target, and the open streams."""
 
     _make_stream: type[StreamT]
-    _open_channel: Callable[..., Any]  # as a staticmethod
+    _open_channel: Callable[..., Any]  # subclasses set it as a staticmethod
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class BaseClient(Generic[StreamT]):
 
     @property
     def target(self) -> str:
-        """The target that answered last, or the first one if none has."""
+        """The target that answered last, or the first one if none has answered yet."""
         return self._targets.current
 
     # ------------------------------------------------------------ streams

@@ -64,7 +64,7 @@ class Continuation:
         self._attempts = attempts
         self._num_events = 0  # the record's number of events when the last call began
         self._num_failures = 0  # since the last event
-        self._lost_at: float | None = None  # time of the first lost call since the last event; only if resumable
+        self._lost_at: float | None = None  # time of the first lost call since the last event; set only if resumable
         self._not_before: dict[str, float] = {}  # by target: the monotonic time before which it must not be called
         self._is_draining = False  # whether a router has reported, since the last event, that it is draining
         self._is_over = False  # whether the request was rejected, or resumed by another stream
@@ -125,10 +125,10 @@ class Continuation:
         return self._paused(self._targets.after(step.target), self._resume())
 
     def _paused(self, target: str, request: router_pb2.ResumeRequest) -> Step:
-        """Returns a call after a pause: a backoff once every target has been tried, or, if longer, the time that the
-        router asked for.
+        """Returns a call after a pause.
 
-        The time that the router asked for is cut to the rest of the resume window.
+        The pause is the time that the router asked for, but at most the rest of the resume window. Once every target
+        has been tried, the pause is at least a backoff.
         """
         assert self._window_seconds is not None
         self._num_failures += 1
@@ -147,7 +147,10 @@ class Continuation:
         )
 
     def _resend(self, error: OutriderError) -> Step:
-        """Returns a call that sends the request again, to a router that does not know it. Raises: `error`."""
+        """Returns a call that sends the request again, since the router does not know it.
+
+        Raises: `error` if this stream does not have the request, or if a part of the answer has arrived and `n` > 1.
+        """
         record = self._record
         if self._request is None:
             raise error

@@ -219,8 +219,8 @@ def to_duration(seconds: float, *, field: str) -> duration_pb2.Duration:
 def _assign(message: Any, path: str, value: Any, *, name: str = "") -> None:
     """Sets the field at a path such as "stop.strings". None leaves it unset, and does not create submessages.
 
-    A single text or number becomes a list of one if the field is a list. Raises: InvalidRequestError for the field
-    `name`, by default `path`.
+    A single text or number becomes a list of one if the field is a list. Raises: InvalidRequestError, which
+    names the field `name`, by default `path`.
     """
     if value is None:
         return

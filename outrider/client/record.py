@@ -40,13 +40,13 @@ class StreamRecord:
         """The request's id on its router, for `abort` and for logs."""
         self.num_events = 0
         self._num_brought_tokens = 0 if wanted.request is None else len(wanted.request.generated_token_ids)
-        self.is_resent = False  # whether the current call continues after tokens that an earlier one returned
+        self.is_resent = False  # whether the current call continues after tokens that an earlier call returned
         self._started: Started | None = None
         self._summary: Summary | None = None
         self._text: dict[int, list[str]] = {}
         self._token_ids: dict[int, list[int]] = {}
         self._next_positions = dict(wanted.next_positions)
-        self._ended_texts: set[int] = set()  # samples whose last text, without tokens, has arrived
+        self._ended_texts: set[int] = set()  # samples whose final text, in a Delta without tokens, has arrived
         self.finished: dict[int, Finished] = {}
         """The finished samples, by index."""
 

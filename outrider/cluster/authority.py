@@ -57,10 +57,11 @@ class Authority:
 
 
 def prepare_tls_folder(folder: Path, config: SecurityConfig) -> TlsConfig:
-    """Returns the TLS settings for calls between the services of a cluster, with the folder's files if it has them all.
+    """Returns the TLS settings for calls between the services of a cluster. Uses the folder's files if all exist.
 
-    Otherwise writes an authority, `node.pem` for the services, and `client.pem` for clients and operators, with their
-    keys, valid for 30 days. Raises: ConfigError for a folder that has only some of the files, or expired ones.
+    If there are none, writes an authority, `node.pem` for the services, and `client.pem` for clients and operators,
+    with their keys, valid for 30 days. Raises: ConfigError for a folder that has only some of the files, or expired
+    ones.
     """
     folder = folder.absolute()
     there = [name for name in FILES if (folder / name).exists()]

@@ -39,7 +39,7 @@ class NodeProcess:
     role: str  # "decode_node"
     state: ChildState
     pid: int  # 0 if there is no process
-    address: str  # host:port; empty until it listens
+    address: str  # host:port; empty until the process listens
     metrics_address: str | None
     num_restarts: int
     log_path: Path
@@ -51,7 +51,7 @@ class EventKind(enum.Enum):
     LISTENING = "listening"
     PROGRESS = "progress"
     SERVING = "serving"
-    REFUSED = "refused"  # by another process, which continues without it
+    REFUSED = "refused"  # another process rejected this one and continues without it
     DIED = "died"
     FAILED = "failed"
     STOPPING = "stopping"
@@ -159,9 +159,9 @@ class Child:
             return
         try:
             self._log.seek(-max_bytes, os.SEEK_END)
-            recent = self._log.read(max_bytes)  # no more, however fast the log grows
+            recent = self._log.read(max_bytes)  # at most this much, however fast the log grows
             self.log_path.with_name(f"{self.log_path.name}.1").write_bytes(recent)
-        finally:  # on a full disk, too: truncation frees space
+        finally:  # a full disk also needs the truncation, which frees space
             self._log.truncate(0)
             self._log_start = 0
 

@@ -35,7 +35,7 @@ NODE_TERM_SHARE = 0.4
 class Cluster:
     """A local cluster. As a context manager, it is serving inside the block and stopped after it.
 
-    One thread spawns, watches and reaps all children, and outlives them: the kernel ties the
+    One thread spawns, watches and reaps all children, and outlives them, because the kernel ties the
     parent-death signal to the thread that spawned them. All methods may be called from any
     thread.
     """
@@ -132,7 +132,7 @@ class Cluster:
             if not child.send_signal(number):
                 raise NotFoundError(f"{name} is not running")
             if number == signal.SIGKILL:
-                child.state = ChildState.STOPPING  # the child serves no longer, though its death is noticed later
+                child.state = ChildState.STOPPING  # the child no longer serves, though its death is noticed later
 
     def stop(self) -> dict[str, int]:
         """Stops everything within about 4.5 s; returns the exit statuses by name. Idempotent."""
@@ -147,7 +147,7 @@ class Cluster:
 
     @property
     def exit_statuses(self) -> dict[str, int]:
-        """The exit status of each child's last ended process: the signal's negative number if a signal ended it."""
+        """The exit status of each child's last process that ended; if a signal ended it, minus the signal's number."""
         return {child.name: child.exit_status for child in self._children if child.exit_status is not None}
 
     @property

@@ -153,7 +153,7 @@ def require_gateway() -> None:
 
 
 def may_trace(telemetry: TelemetryConfig) -> bool:
-    """Returns whether the gateway can export traces. Its exporter has no TLS, so with https:// it would not start."""
+    """Returns whether the gateway can export traces. Its exporter has no TLS, so with https:// smg would not start."""
     return telemetry.otlp_endpoint.startswith("http://")
 
 
@@ -186,7 +186,7 @@ def gateway_arguments(
     # smg would take a request's id from the client, but routers tell completions from chats by the form of the id.
     flags += ["--request-id-headers", "x-outrider-request-id"]
     for number, key in enumerate(_read_keys(config)):
-        flags += ["--tenant-api-key", f"client-{number}:{key}"]  # a key in --api-key could also administer
+        flags += ["--tenant-api-key", f"client-{number}:{key}"]  # a key in --api-key could also administer smg
     traces = telemetry.otlp_endpoint if may_trace(telemetry) else ""
     if traces:
         flags += ["--enable-trace", "--otlp-traces-endpoint", traces]

@@ -39,8 +39,8 @@ def assign_gpus(
     `cluster.gpus`, or of all visible ones) and its share of their memory.
 
     Each node gets its own GPU, or its own `model.tensor_parallel_size` GPUs, while there are enough; further nodes
-    share GPUs. If `model.device` names one GPU, such as cuda:1, all nodes share it. `kv_cache.memory` is per node,
-    unless it comes from another server's file or argument: then all nodes on a GPU share it, or, on a CPU, all nodes.
+    share GPUs. If `model.device` names one GPU, such as cuda:1, all nodes share it. `kv_cache.memory` is per node.
+    If it comes from another server's file or argument, however, all nodes on a GPU share it; on a CPU all nodes do.
 
     `settings` has the sections `model` and `kv_cache`; `by_role` has the settings of roles whose sections differ.
     Raises: ConfigError.
@@ -80,7 +80,9 @@ def visible_gpus(environ: Mapping[str, str]) -> Sequence[str] | None:
 
 
 def _usable_gpus(wanted: Sequence[str], device: str, environ: Mapping[str, str]) -> Sequence[str]:
-    """Returns the GPUs in `cluster.gpus`, otherwise all visible ones, or UNNAMED_GPUS; no GPUs if the device is a CPU.
+    """Returns the GPUs in `cluster.gpus`, otherwise all visible ones, and no GPUs if the device is a CPU.
+
+    Returns UNNAMED_GPUS if the visible GPUs are unknown, or if `device` names a GPU.
 
     Raises: ConfigError if a wanted GPU is missing, or if another setting excludes it.
     """
@@ -108,8 +110,8 @@ def _memory_shares(
 ) -> dict[str, tuple[str, ...]]:
     """Returns the setting `kv_cache.memory` of each node, by the node's name.
 
-    `groups` has, for each memory, the relative shares of the nodes that use it. Together they use the fraction
-    `default` of the memory, or that of an imported `kv_cache.memory`.
+    `groups` has, for each memory, the relative shares of the nodes that use it. Together these nodes use
+    the fraction `default` of the memory, or the fraction in an imported `kv_cache.memory`.
     """
     memory, is_imported = settings.sections["kv_cache"], "kv_cache.memory" in settings.imported
     fraction = memory.size[1] if is_imported else default

@@ -9,8 +9,8 @@ from outrider.cluster.config import DECODE, DRAFT, PREFILL, ClusterConfig
 from outrider.engine.processor import usable_cpus, within_quota
 
 FEWEST_TO_DIVIDE = 6
-"""Minimum number of processors that are divided. With fewer, all roles share them, because processors of an idle role
-would be wasted.
+"""Minimum number of processors to be divided among roles. With fewer, all roles share them, because processors of an
+idle role would be wasted.
 """
 
 

@@ -47,7 +47,7 @@ def parse_role_arguments(
         help="a setting that file, environment and --set override; repeatable",
     )
     arguments = parser.parse_args(argv)
-    if role in ROLES:  # files without a role are for this one: warnings then name what this role does not use
+    if role in ROLES:  # reads a file without a role as this role's, so that warnings name what this role ignores
         arguments.imports = [text if parse_reference(text)[0] else f"{role}={text}" for text in arguments.imports]
     try:
         parse_faults(environ)
@@ -84,7 +84,7 @@ def add_settings_arguments(parser: argparse.ArgumentParser, environ: Mapping[str
 
 
 def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str], sections: Mapping[str, type]) -> None:
-    """Adds a flag for each setting in `flags`, by flag name. Values are those of `--set`, except empty ones."""
+    """Adds `flags`, which maps flag names to settings. A flag takes the same values as `--set`, except empty ones."""
     known = {info.key: info for info in describe_settings(sections)}
     for flag, key in flags.items():
         info = known[key]
@@ -97,7 +97,7 @@ def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str],
 
 def _checked_text(info: SettingInfo, text: str) -> str:
     """Returns the text unchanged. Raises: argparse.ArgumentTypeError if it is not a valid value of the setting."""
-    if not text.strip():  # an unset shell variable gives this; it would turn off a setting that may be null
+    if not text.strip():  # from an unset shell variable; would turn off a setting that may be null
         raise argparse.ArgumentTypeError(f"a value is missing for {info.key}")
     try:
         checked(info, Entry(key=info.key, value=from_text(info.kind, text, ""), source=""))
@@ -112,7 +112,7 @@ def given_settings(arguments: argparse.Namespace) -> list[str]:
 
 
 def _flag_entries(arguments: argparse.Namespace) -> list[Entry]:
-    """Returns an entry for each setting's flag that was given. Errors name a flag as the user wrote it."""
+    """Returns an entry for each given flag of a setting. Errors name a flag as the user wrote it."""
     given = vars(arguments)
     names = {key: f"{flag} " for flag, key in given.items() if flag.startswith("--")}
     return [

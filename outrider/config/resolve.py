@@ -51,7 +51,7 @@ class ResolvedConfig:
     sources: dict[str, str]  # by key
     imported: dict[str, Any]  # effective values from other servers, by key, also for other roles' sections
     elsewhere: Layer  # unconverted values in sections of other roles
-    warnings: list[str]  # one for each imported key without effect or unknown environment variable
+    warnings: list[str]  # one for each imported key without effect and each unknown environment variable
 
     @property
     def overrides(self) -> list[str]:
@@ -168,7 +168,7 @@ class _Known:
         return bool(key.settings) and self.settings.keys().isdisjoint(key.settings)
 
     def unknown_variables(self, environ: Mapping[str, str]) -> Iterator[str]:
-        """Yields a warning for each unknown variable with the prefix. Raises: ConfigError if one names a section."""
+        """Yields a warning for each unknown variable with the prefix. Raises: ConfigError if it names a section."""
         names = {environment_name(key).replace("__", "_"): environment_name(key) for key in self.settings}
         for name in sorted(environ):
             is_other = name in OTHER_VARIABLES or KUBERNETES_VARIABLE.fullmatch(f"{name}={environ[name]}")
@@ -182,7 +182,7 @@ class _Known:
                 yield problem
 
     def take(self, entries: Iterable[Entry], *, is_text: bool = False) -> Layer:
-        """Returns the last entry of each key, by key. `is_text`: they are from a command line or the environment.
+        """Returns the last entry of each key, by key. `is_text`: whether entries are from a command line or variables.
 
         Raises: ConfigError for an unknown key.
         """
@@ -225,7 +225,7 @@ class _Known:
 
 
 def _take_file(known: _Known, file: Path | None) -> Layer:
-    """Reads the configuration file. Raises: ConfigError, which names the other program if the file belongs to one."""
+    """Reads the configuration file. Raises: ConfigError; for another program's file, the error names that program."""
     entries = [] if file is None else read_entries(file)
     try:
         return known.take(entries)

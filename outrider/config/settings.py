@@ -113,7 +113,7 @@ FORMER_KEYS = {
 
 
 def unknown_key(key: str, known: Collection[str]) -> str:
-    """Returns an error message for an unknown key: what has replaced it, or the nearest key with its known part."""
+    """Returns an error message for an unknown key, with its replacement or the nearest key in the same group."""
     if key in FORMER_KEYS:
         return f"{key} is not a setting any more: {FORMER_KEYS[key]}"
     names, owner = key.split("."), ""

@@ -19,7 +19,9 @@ def is_null(value: Any) -> bool:
 
 
 def from_text(kind: Any, text: str, source: str) -> Any:
-    """Converts a variable, a flag or quoted text to a field's type. Text is kept as it is; the rest is parsed as YAML.
+    """Converts a variable, a flag or quoted text to a field's type.
+
+    The value of a text field is kept as it is; other values are parsed as YAML.
 
     Raises: ConfigError.
     """

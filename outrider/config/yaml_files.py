@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.errors import ConfigError
 
-if TYPE_CHECKING:  # clients have settings (TLS) but read no files, so yaml is imported only where one is read
+if TYPE_CHECKING:  # clients have settings (TLS) but read no files, so yaml is imported only where files are read
     import yaml
 
 NULL, MERGE = "tag:yaml.org,2002:null", "tag:yaml.org,2002:merge"
@@ -30,7 +30,7 @@ class Entry:
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """Returns entries in file order, as PyYAML reads them. Raises: ConfigError with the line for an unreadable file."""
+    """Returns entries in file order, as PyYAML reads them. Raises: ConfigError, with the line of invalid YAML."""
     import yaml
 
     text = ""

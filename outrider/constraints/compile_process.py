@@ -2,8 +2,9 @@
 
     python -m outrider.constraints.compile_process
 
-It reads lines of JSON: the first describes the tokenizer, the others are constraints. It answers each with a line of
-JSON: null, or an error message. The system kills the process if a constraint takes too much processor time or memory.
+It reads lines of JSON: the first describes the tokenizer, the others are constraints. It answers each line with a
+line of JSON: null, or an error message. The system kills the process if a constraint takes too much processor time or
+memory.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ FORGIVEN_SHARE = 0.02
 later.
 """
 CONSTRAINT_VIOLATED = "a generated token does not follow the constraint"
-"""Start of the failure message for a forbidden token, which a client sent or which was drawn when none was allowed."""
+"""Start of the failure message for a forbidden token, sent by a client, or drawn when no token was allowed."""
 _LEXER = "lexer error"
 """Text that all errors of the lexer contain. All samples of a grammar share the lexer's states, so another sample may
 have caused an error.
@@ -146,7 +146,7 @@ class GrammarCompiler:
             compiled = self._compiled.get(constraint)
             if compiled is None:
                 compiled = self._compiled[constraint] = self._threads.submit(self._compile, constraint)
-                compiled.add_done_callback(self._newest.append)  # once finished: unfinished ones must not push it out
+                compiled.add_done_callback(self._newest.append)  # only finished compilations push out older ones
         return compiled
 
     def _compile(self, constraint: Constraint) -> CompiledGrammar:

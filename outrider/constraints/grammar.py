@@ -29,7 +29,7 @@ NUMERICS = f"llguidance {version('llguidance')}, compact"
 
 MAX_MESSAGE_LENGTH = 500
 MAX_SPELLINGS = 512
-"""Maximum number of texts whose tokens are cached, because samples of the same grammar reach the same texts."""
+"""Maximum number of texts whose tokens are cached. The cache helps since samples of a grammar reach the same texts."""
 
 # With these limits a mask takes at most about 0.1 s, even if only one long text can follow, and the states of one
 # grammar's lexer take at most about 40 MB.
@@ -51,7 +51,7 @@ _UNLIMITED: dict[str, tuple[Any, ...]] = {
     "unevaluatedItems": (True, {}),
     **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ({},)),
 }
-"""Keywords that llguidance does not know, with their values that limit nothing. Generators of schemas write them."""
+"""Keywords that llguidance does not know, with their values that limit nothing. Schema generators write them."""
 NAMED_SCHEMA_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values map the user's own names to schemas."""
 DATA_KEYWORDS = ("const", "enum", "default", "examples", "example", "x-guidance")
@@ -98,7 +98,7 @@ def _without_annotations(schema: Any, *, is_named: bool = False) -> Any:
             case "$schema" if isinstance(value, str) and "//json-schema.org/" not in value:
                 continue  # a dialect that llguidance would fetch
             case "$dynamicAnchor" | "$recursiveAnchor":
-                continue  # names for references
+                continue  # such a keyword only names a part for references
         is_data = keyword in DATA_KEYWORDS
         part = value if is_data else _without_annotations(value, is_named=keyword in NAMED_SCHEMA_KEYWORDS)
         if part not in _UNLIMITED.get(keyword, ()):

@@ -52,7 +52,7 @@ def make_deterministic(model: nn.Module) -> None:
 
 
 def deterministic_kernels(dtype: str, capability: str) -> str:
-    """Returns a text with all that a row's bits depend on, for a node's numerics. `capability`: such as "sm_90"."""
+    """Returns a text for a node's numerics, with all that a row's bits depend on. `capability`: such as "sm_90"."""
     tile = Tile()
     return (
         f"triton {triton.__version__} {capability} {dtype}, splits of {tile.split_keys} keys and "

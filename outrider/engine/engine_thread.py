@@ -38,7 +38,7 @@ class EngineThread(Generic[Parts]):
         self._built: Future[Parts] = Future()
 
     async def build(self) -> Parts:
-        """Starts the thread, which builds the engine, and returns the result. It runs no steps before `run` is called.
+        """Starts the thread, which builds the engine, and returns the engine. No steps run before `run` is called.
 
         Raises: any error of the constructor's `build`.
         """

@@ -16,7 +16,7 @@ _TENSORS = ("tap_norms", "norm", "projection", "bias")
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FeatureReduction(FeatureSpec):
     """A function from the target's hidden states to a head's features. Its weights come from the head's checkpoint, but
-    a node with the target computes it.
+    a node with the target evaluates the function.
 
     taps [num_rows, num_taps * hidden_size] → tap norms or norm, if present → projection → [num_rows, width]. Width and
     fingerprint are computed from the tensors.

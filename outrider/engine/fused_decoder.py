@@ -40,11 +40,11 @@ class _Layer:
     output: _Linear
     gate_up: _Linear
     down: _Linear
-    head_norms: tuple[Norm, Norm] | None  # of each query head and of each key head
+    head_norms: tuple[Norm, Norm] | None  # norms of each query head and of each key head
     post_attention_norm: Norm | None  # applied to the output of attention before it is added to the residual stream
-    mlp_norm: Norm  # applied to that sum
+    mlp_norm: Norm  # applied to the residual stream after that addition
     post_mlp_norm: Norm | None  # applied to the output of the MLP before it is added to the residual stream
-    next_norm: Norm  # applied to that sum: the next layer's first norm, or the final one
+    next_norm: Norm  # the next layer's first norm, or the final one, applied after that addition
     angles: tuple[Tensor, Tensor]  # cosines and sines, [num_positions, head_dim / 2] each
     options: AttentionOptions
 

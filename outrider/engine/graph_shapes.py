@@ -36,7 +36,7 @@ class GraphShapes:
     max_rows: int = MAX_BUCKET_ROWS
     has_trees: bool = False
     has_rollouts: bool = False  # whether a draft model's rollouts are captured too, in graphs of their own
-    is_profile_run: bool = False  # whether to capture only the largest of each kind, which need as much memory as all
+    is_profile_run: bool = False  # whether to capture only each kind's largest graph; these need as much memory as all
 
     @property
     def row_counts(self) -> tuple[int, ...]:

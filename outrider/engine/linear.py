@@ -112,7 +112,7 @@ def _as_norm(module: Any, make_norm: MakeNorm) -> nn.Module | None:
 
     The rows include the cases that tell norms apart: one has a mean, which a layer norm subtracts, and one is so small
     that epsilon matters. Outputs are compared one by one, because a trained norm has some weights in the hundreds and
-    some near zero: a tolerance relative to the largest output would hide differences at the latter.
+    some near zero. A tolerance relative to the largest output would hide differences at those near zero.
     """
     weight: Any = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))

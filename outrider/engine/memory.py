@@ -17,8 +17,8 @@ from outrider.engine.model_spec import ModelSpec
 from outrider.errors import ConfigError
 
 CPU_SHARE, GPU_SHARE = 0.2, 0.92
-"""Default shares of memory for KV. The share of main memory is small because it has other users. On a GPU, as in vLLM,
-a part is left for uses that are not measured, such as samplers, heads and fragmentation."""
+"""Default shares of memory for KV. The share of main memory is small, because other programs use it too. On a GPU, as
+in vLLM, a part is left for uses that are not measured, such as samplers, heads and fragmentation."""
 DEFAULT_WINDOWS = 2
 """Number of full windows for which KV may exceed its share if that much main memory is free. With two, the longest
 request leaves room for others."""
@@ -37,7 +37,7 @@ class KVMemory:
     whole_bytes: int  # memory of which KV gets a share: the free main memory, or all memory of a GPU
     own_bytes: int = 0  # the part of that share that the process needs for weights, steps and the driver
     default_share: float = CPU_SHARE
-    num_windows: int = DEFAULT_WINDOWS  # for which KV may exceed its share; 0 if other processes rely on theirs
+    num_windows: int = DEFAULT_WINDOWS  # windows for which KV may exceed its share; 0 if others rely on their shares
 
     @classmethod
     def of(cls, device: str, reserved_bytes: int = 0) -> KVMemory:

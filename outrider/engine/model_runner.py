@@ -29,11 +29,12 @@ def make_runner(
     graphs: GraphShapes | None = None,
     features: FeatureSpec | None = None,
 ) -> ModelRunner:
-    """Makes a runner over this cache. Several may share one model, each with its own cache and backend.
+    """Makes a runner over this cache. Several runners may share one model, each with its own cache and
+    backend.
 
     `attention`: the backend of a model that torch computes. Native kernels have their own.
 
-    `graphs`: the steps that `capture_graphs` captures as CUDA graphs, if our own attention runs on a GPU; None: none.
+    `graphs`: steps that `capture_graphs` captures as CUDA graphs, if our own attention runs on a GPU; None: no steps.
 
     `features`: the features to write for every row, for a drafter head. The cache must have a plane for them.
     """

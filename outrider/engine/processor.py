@@ -49,7 +49,7 @@ def prepare_environment(cpus: Sequence[int] = ()) -> None:
     Variables that the user has set take precedence. `cpus`: the processors that this process and every thread that it
     starts may use from now on; empty: no change.
 
-    Raises: ConfigError if the process may not use one of them.
+    Raises: ConfigError if the process may not use one of these processors.
     """
     if cpus:
         try:

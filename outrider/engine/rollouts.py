@@ -98,7 +98,7 @@ class Rollouts:
         self._device = torch.device(kv_cache.device)
         self._plan = rolling.plan
         self._shapes: dict[int, _Shape] = {}  # by number of sequences
-        for power in reversed(range(self.max_sequences.bit_length())):  # largest first: smaller ones reuse its memory
+        for power in reversed(range(self.max_sequences.bit_length())):  # largest first, so that others reuse its memory
             self._shapes[1 << power] = shape = self._new_shape(1 << power, rolling, max_model_len, num_races)
             for num_tokens in reversed(self.token_counts):
                 shape.replays[num_tokens] = capture(partial(self._roll, rolling, shape, num_tokens))
@@ -125,14 +125,14 @@ class Rollouts:
         """Queues one rollout; the host does not wait. Read its results before queueing the next.
 
         Args:
-            sequences: at least one, at most `max_sequences`; none may edit logits, for example by penalties.
+            sequences: at least one, at most `max_sequences`. They must not edit logits, for example by penalties.
             winners: the tokens decided last, [len(sequences)] int64.
             states: a head's own hidden states from which these tokens were decided, [len(sequences), width].
 
         Returns:
-            The winner of each race [n, num_races, num_seqs] int64, confidences [n, num_seqs] float64, and the own
-            hidden states from which these tokens were decided [n, num_seqs, width]. The number n of tokens may exceed
-            what any sequence wants, and num_seqs may exceed len(sequences).
+            The winner of each race [n, num_races, num_seqs] int64, confidences [n, num_seqs] float64, and a
+            head's own hidden states from which these tokens were decided [n, num_seqs, width]. The number n of tokens
+            may exceed what any sequence wants, and num_seqs may exceed len(sequences).
         """
         number = len(sequences)
         shape = self._shapes[1 << (number - 1).bit_length()]

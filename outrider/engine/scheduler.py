@@ -98,7 +98,7 @@ class StepReservation:
 class StepPlan:
     """The work of one step. All its blocks are reserved. Copy `block_copies` before the forward pass.
 
-    A block may be the source of one pair and the destination of a later one, so read all sources first or copy in
+    A block may be the source of one pair and the destination of a later pair, so read all sources first or copy in
     order.
     """
 
@@ -141,7 +141,7 @@ class Scheduler:
         self._running: list[EngineSequence] = []  # sorted by _running_rank
         self._waiting: list[EngineSequence] = []  # sorted by _waiting_rank
         self._first_row = 0  # index where the round-robin assignment of single rows begins
-        self._refused: tuple[EngineSequence, int] | None = None  # the queue's head, blocks available at its refusal
+        self._refused: tuple[EngineSequence, int] | None = None  # (queue's head, blocks available when it was refused)
 
     @property
     def running(self) -> Sequence[EngineSequence]:
@@ -190,7 +190,7 @@ class Scheduler:
         """Plans the first half of a step: reserves blocks for known tokens, preempts and admits, and assigns rows.
 
         `reclaim(sequence)` frees blocks of work that is outside the scheduler and ranks below the sequence; it returns
-        False if there are none. The result is empty if no sequence runs, or if only outside work holds needed blocks.
+        False if it found none. The result is empty if no sequence runs, or if only outside work holds needed blocks.
         """
         room = StepReservation()
         for sequence in tuple(self._running):
@@ -298,13 +298,13 @@ class Scheduler:
         room.preempted.append(sequence)
 
     def _admit(self, room: StepReservation) -> None:
-        """Admits waiting sequences in order, each with blocks for all its known tokens. None overtakes another.
+        """Admits waiting sequences strictly in order, each with blocks for all its known tokens.
 
         A prompt that would get no rows in this step keeps waiting, so that it can reuse blocks published meanwhile.
         """
         while self._waiting and len(self._running) < self._max_running:
             sequence = self._waiting[0]
-            kept_back = self._reserve_blocks * len(self._running)  # for the growth of running sequences
+            kept_back = self._reserve_blocks * len(self._running)  # blocks for the growth of running sequences
             available = self._pool.num_free_blocks - kept_back
             was_refused = self._refused is not None and self._refused[0] is sequence and available <= self._refused[1]
             if self._running and (was_refused or not self._has_rows_for(sequence)):
@@ -325,7 +325,7 @@ class Scheduler:
             room.admitted.append(sequence)
 
     def _has_rows_for(self, sequence: EngineSequence) -> bool:
-        """Returns whether running prompts of higher rank leave rows to this sequence, or whether it needs just one."""
+        """Returns whether running prompts of higher rank leave rows to this sequence, or it needs just one row."""
         if sequence.num_uncomputed == 1:
             return True
         rank = _running_rank(sequence)
@@ -367,7 +367,7 @@ class Scheduler:
         room.num_rows = len(singles) + min(num_prompt_rows, budget)
 
     def _in_turn(self, singles: list[EngineSequence], *, num_rows: int) -> list[EngineSequence]:
-        """Selects `num_rows` sequences in round-robin order, beginning after the last one of the previous step."""
+        """Selects `num_rows` sequences in round-robin order, beginning after the previous step's last sequence."""
         first = self._first_row % len(singles)
         self._first_row = first + num_rows
         return (singles[first:] + singles[:first])[:num_rows]
@@ -382,12 +382,12 @@ class Scheduler:
         num_granted = min(num_drafts, spare + self._pool.num_free_blocks * self._pool.block_size)
         if num_granted > 0:
             copies = sequence.kv.reserve(num_known + num_granted)
-            assert not copies  # a shared block was copied for the known tokens already
+            assert not copies  # if a block was shared, reserving the known tokens has already copied it
         return num_granted
 
 
 def _num_prompt_rows(prompts: Sequence[EngineSequence]) -> int:
-    """Returns the number of rows that these prompts would get in a step with a limit on scored rows only."""
+    """Returns the number of rows that these prompts would get in a step if only scored rows were limited."""
     num_scored = sum(prompt.num_uncomputed for prompt in prompts if prompt.scoring is not None)
     return sum(prompt.num_uncomputed for prompt in prompts if prompt.scoring is None) + min(num_scored, MAX_SCORED_ROWS)
 

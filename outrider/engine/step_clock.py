@@ -49,7 +49,7 @@ class StepClock:
 class ForwardPhases:
     """A measurement of forward passes by named phase, taken inside native kernels. Engine thread only.
 
-    This default measures no phases: torch's operations appear in a trace instead, and for a GPU they are only queued.
+    This default measures no phases: torch's operations appear in a trace instead, and are only queued on a GPU.
     """
 
     def start(self) -> None:

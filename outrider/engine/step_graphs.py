@@ -3,7 +3,7 @@
 All graphs read one buffer and write one logits tensor, at the addresses of their capture. A batch is padded to its
 bucket's number of rows with a sequence that writes to a scratch block, which no other sequence uses, and with sequences
 without rows. So a padded batch is an ordinary batch, and padding changes no other row. Block tables may have any
-length: they are the last field of the buffer, end to end, and a step uploads only the part in use.
+length: they are stored end to end in the last field of the buffer, and a step uploads only the part in use.
 
 All graphs are captured before the first request. They share memory, because only one is replayed at a time and its
 only result is in the logits tensor.
@@ -31,7 +31,7 @@ Replay = Callable[[], None]
 """Queues captured work again without waiting. The work reads and writes the same addresses as during the capture."""
 GraphCapture = Callable[[Callable[[], object]], Replay]
 """Runs a function and captures the work that it queues. Other captured work may share the memory that it allocates.
-Raises: RuntimeError if the work cannot be captured; nothing is changed then."""
+Raises: RuntimeError if the work cannot be captured; in that case nothing is changed."""
 
 
 class Capturable(NamedTuple):
@@ -96,7 +96,7 @@ class StepGraphs:
         for bucket in self._shapes.buckets:
             padded = self._padded(nothing, bucket)
             packed = padded.packed()
-            if self._logits is None:  # the first bucket is the largest
+            if self._logits is None:  # at the first bucket, which is the largest
                 num_bytes = len(packed) + MAX_TABLE_BLOCKS * padded.arrays.block_tables.itemsize
                 self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             self._upload(packed)
@@ -116,7 +116,7 @@ class StepGraphs:
     @torch.inference_mode()
     def run(self, batch: InputBatch) -> Tensor | None:
         """Replays the batch's graph. Returns logits [num_logits, vocab_size] float32, valid until the next call; None
-        if no graph has its shape.
+        if no graph has the batch's shape.
         """
         padded = batch if batch.is_padded else self.padded(batch)
         if padded is None or self._logits is None:
@@ -144,7 +144,7 @@ def cuda_graphs(device: torch.device) -> GraphCapture:
     with torch.cuda.device(device):
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
-    failed: list[torch.cuda.CUDAGraph] = []  # kept: torch's allocators still identify a stream by its graph
+    failed: list[torch.cuda.CUDAGraph] = []  # kept: to identify streams, torch's allocators still use them
 
     def capture(run: Callable[[], object]) -> Replay:
         """Runs the function once on the capture's stream, to compile kernels and allocate workspaces, then captures it.
@@ -193,7 +193,7 @@ def _waits_are_errors() -> Iterator[None]:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Disables garbage collection, which could free device memory or destroy other graphs and so fail the capture."""
+    """Disables garbage collection, which could make the capture fail by freeing device memory or destroying graphs."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -59,7 +59,7 @@ class StepProfiler:
         self.clock.restart()
 
     def end(self, capture: Capture | None = None) -> None:
-        """Ends the current capture and delivers its steps so far. `capture`: ends only this one; None: ends any."""
+        """Ends the current capture and delivers its steps so far. `capture`: the only one to end; None: ends any."""
         current = self._capture
         if current is None or capture not in (None, current):
             return

@@ -48,6 +48,6 @@ def download_all(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
 
 
 def download(numbers: Tensor) -> npt.NDArray[np.int64]:
-    """Returns the values of a tensor [n] int64. Only here does the host wait for all work queued on a GPU."""
+    """Returns the values of a tensor [n] int64. Nothing else makes the host wait for all work queued on a GPU."""
     array: npt.NDArray[np.int64] = numbers.cpu().numpy()
     return array

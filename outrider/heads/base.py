@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """attend(layer, query, key, value, scaling) writes the rows' keys and values to the head's paged cache and attends
-causally over it. query: [num_rows, num_heads, head_dim]; key, value: [num_rows, num_kv_heads, head_dim]; all are
-rotated. Returns [num_rows, num_heads, head_dim]."""
+causally over it. query: [num_rows, num_heads, head_dim]; key, value: [num_rows, num_kv_heads, head_dim]. Query and
+key are already rotated. Returns [num_rows, num_heads, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +54,7 @@ class HeadModel(ABC):
     form: str  # name of the form, and value of `speculators_model_type` in the layout of speculators
     architectures: Collection[str] = ()  # in layouts other than speculators', config.json names exactly one of these
     reduction: FeatureReduction
-    suits_kernels: bool = False  # whether native kernels can compute it, see `pack`
+    suits_kernels: bool = False  # whether native kernels can compute the head, see `pack`
     spec: HeadSpec  # set by `load`
     target_ids: Tensor | None = None  # [draft_vocab_size] int64: the target's id of each logit; None: the ids are equal
     parallel_feature: Tensor | None = None  # [width]: the input of parallel rows in place of a feature

@@ -99,7 +99,7 @@ class Target:
         return min(int(self.config["max_position_embeddings"]), MAX_WINDOW)
 
     def last_hidden_state(self) -> FeatureReduction:
-        """Returns the reduction for heads whose input is that of the target's output layer."""
+        """Returns the reduction for heads that have the same input as the target's output layer."""
         return FeatureReduction(taps=(self.num_layers,), hidden_size=self.hidden_size, takes_final_norm=True)
 
     def embedding(self) -> Tensor:
@@ -111,7 +111,7 @@ class Target:
         raise ModelError(f"{self.checkpoint.folder} has no tensor {' or '.join(names)}")
 
     def output_layer(self) -> Tensor:
-        """Returns [vocab_size, hidden_size]: the embedding, if they are tied. Raises: as `embedding`."""
+        """Returns [vocab_size, hidden_size]: the embedding if the two are tied. Raises: what `embedding` raises."""
         if "lm_head.weight" in self.checkpoint.tensor_names:
             return self.checkpoint.mapped("lm_head.weight")
         return self.embedding()

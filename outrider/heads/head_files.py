@@ -138,9 +138,9 @@ class HeadFiles:
         return Linear(weight if target_ids is None else weight[target_ids])
 
     def target_ids(self, size: int) -> Tensor | None:
-        """Returns [size] int64: the target's id for each of the head's ids; None if all are equal.
+        """Returns [size] int64: the target's id for each of the head's ids; None if the ids are equal.
 
-        The tensor `d2t` holds the differences between them.
+        The tensor `d2t` holds the differences between the target's ids and the head's.
         """
         if size == self.target.vocab_size and "d2t" not in self._stored:
             return None

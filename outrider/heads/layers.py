@@ -64,7 +64,7 @@ class Rotation:
 
     def __init__(self, files: HeadFiles, config: Mapping[str, Any], head_dim: int) -> None:
         """Raises: ConfigError if angles depend on the text's length or only a part of each head is rotated."""
-        # Older files have the base at the top level, and no rope type if that is the default.
+        # Older files have the base at the top level, and no rope type if it is the default type.
         rope = {"rope_theta": config.get("rope_theta", _DEFAULT_BASE)}
         rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -143,7 +143,7 @@ class DecoderLayer:
         """Computes the layer for rows [num_rows, hidden_size]; returns the same shape.
 
         `attention_input`: the input of attention; None: `normed(rows)`. `places`: the indices of `rows` among the rows
-        of `attention_input`; None: all of them.
+        of `attention_input`; None: the two have the same rows.
         """
         head_dim = self._shape.head_dim
         projected = self._projections(self.normed(rows) if attention_input is None else attention_input)

@@ -30,7 +30,7 @@ class ModuleHeadSteps:
     def __init__(
         self, model: HeadModel, kv_cache: PagedKVCache | None, *, device: str, kernels: CpuKernels | None
     ) -> None:
-        """`kv_cache`: None if the head keeps no KV. `kernels` compute attention; None: a backend of the device."""
+        """`kv_cache`: None if the head keeps no KV. `kernels`: compute attention; None: the device's backend does."""
         self.parallel_feature = model.parallel_feature
         self._model = model
         self._kv_cache = kv_cache

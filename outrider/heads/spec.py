@@ -23,7 +23,7 @@ class HeadSpec:
     max_model_len: int  # tokens
     dtype: str
     max_depth: int | None = None  # maximum number of tokens drafted after the target's last feature; None: unlimited
-    num_parallel: int = 1  # number of tokens drafted by one forward; if above 1, only after features of the target
+    num_parallel: int = 1  # number of tokens drafted by one forward; above 1, each forward needs the target's features
     num_masks: int = 0  # number of parallel rows (see HeadModel) with the mask token
     mask_token_id: int = 0
     attends_both_ways: bool = False  # whether parallel rows begin with the newest token and attend to each other

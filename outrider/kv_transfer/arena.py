@@ -1,9 +1,9 @@
 """The shared-memory arena, which belongs to the sender; the receiver maps it read-only.
 
 No process ever writes into another one's memory, so a sender that was frozen (SIGSTOP) and
-continues too late does no harm. The file has a random name in /dev/shm until the receiver
-has mapped it, which the receiver proves by returning the nonce in it. Then the file is
-unlinked, and its memory lives as long as the two mappings. The sender holds a lock on the
+continues too late does no harm. The file has a random name in /dev/shm. Once the receiver
+has proved that it has mapped the file, by returning the nonce that the file holds, the file
+is unlinked, and its memory lives as long as the two mappings. The sender holds a lock on the
 file, which ends with the sender's process. So an unlocked file was left by a killed sender,
 and is removed.
 (`multiprocessing.shared_memory` is unsuitable: its resource tracker unlinks segments of
@@ -119,14 +119,14 @@ class Arena:
         self._path.unlink(missing_ok=True)
 
     def retire(self) -> None:
-        """Grants no more slots, and wakes the callers that wait for one."""
+        """Unlinks the file, stops granting slots, and wakes the callers that wait for a slot."""
         self.unlink()
         self.free_slots.close()
 
     def quarantine(self, owner: object) -> None:
         """Keeps the owner's slots taken until the receiver acknowledges them, if ever.
 
-        The receiver has not confirmed that it is drained, so it may still read them.
+        The receiver may still read these slots, because it has not confirmed that the transfer is drained.
         """
         with self._lock:
             self._taken.update({offset: None for offset, of in self._taken.items() if of is owner})
@@ -203,7 +203,8 @@ class ArenaReader:
     """The arenas that a receiver has mapped. A mapping outlives a transfer, so that the next one can use it.
 
     Whenever a transfer begins or ends, mappings that have not been used for IDLE_SECONDS are dropped. If more than
-    MAX_IDLE idle ones are left, the longest idle are dropped, too. Their senders then offer new arenas. Thread-safe.
+    MAX_IDLE idle mappings are left, those that have been idle longest are dropped, too. Their senders then offer new
+    arenas. Thread-safe.
     """
 
     def __init__(self, directory: str) -> None:

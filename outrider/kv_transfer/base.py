@@ -131,7 +131,7 @@ class FrameHeader:
 
 
 def checksum_of(payload: Payload) -> int:
-    """Returns the payload's xxh3-64; on a GPU, another checksum. The kind of payload is the same at both ends."""
+    """Returns the payload's xxh3-64 or, on a GPU, another checksum. Both ends have the same kind of payload."""
     return xxhash.xxh3_64_intdigest(payload) if isinstance(payload, memoryview) else payload.checksum()
 
 

@@ -10,7 +10,7 @@ CUDA_IPC = "cuda_ipc"
 CONNECTORS = (CUDA_IPC, "shared_memory", "grpc")
 """Names of the connectors, i.e. of the ways to carry payload, the best first."""
 PROGRESS_SECONDS = 10.0
-"""Seconds of silence after which a receiver treats its sender as failed; also the senders' default for receivers."""
+"""Seconds of silence after which a receiver treats its sender as failed; senders treat receivers alike by default."""
 ARENA_DIRECTORY = "/dev/shm"  # noqa: S108 a file system for shared memory
 
 
@@ -30,12 +30,12 @@ class KvTransferConfig:
     )
     host: str = setting("", help="Interface on which a decode node receives KV. Empty: the one of the server.")
     arena_bytes: int = fixed(32 << 20)  # maximum main or GPU memory shared with each decode node
-    frame_bytes: int = fixed(2 << 20)  # maximum payload of a frame, and an arena's slot size: cheap to copy
-    device_frame_bytes: int = fixed(4 << 20)  # the same for CUDA IPC, where the frame itself costs more than its bytes
-    window_bytes: int = fixed(16 << 20)  # maximum unacknowledged payload to a decode node by grpc; keeps a link busy
-    connect_seconds: float = fixed(5.0)  # limit for a serving decode node to attach, which takes a round trip
+    frame_bytes: int = fixed(2 << 20)  # maximum payload of a frame, and slot size of an arena; cheap to copy
+    device_frame_bytes: int = fixed(4 << 20)  # the same for CUDA IPC, where a frame costs more than copying its bytes
+    window_bytes: int = fixed(16 << 20)  # maximum unacknowledged payload to a node by grpc; enough for a busy link
+    connect_seconds: float = fixed(5.0)  # maximum for a serving decode node to attach, which takes one round trip
     progress_seconds: float = fixed(PROGRESS_SECONDS)  # a decode node that is silent for longer counts as lost
-    arena_directory: str = fixed(ARENA_DIRECTORY)  # where memory can be shared with the decode node
+    arena_directory: str = fixed(ARENA_DIRECTORY)  # folder of the arenas' files, shared with decode nodes
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "host", self.host.strip("[]"))  # brackets enclose an IPv6 address before a port

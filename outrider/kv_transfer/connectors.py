@@ -94,5 +94,5 @@ class Connector:
                 link = self._links[address] = (channel, SharedWindow(self._config.window_bytes))
             self._links.move_to_end(address)
             if len(self._links) > MAX_CHANNELS:
-                self._links.popitem(last=False)[1][0].close()  # the oldest, since decode nodes come and go
+                self._links.popitem(last=False)[1][0].close()  # the least recently used link, since nodes come and go
             return link

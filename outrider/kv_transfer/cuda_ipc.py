@@ -31,7 +31,7 @@ DESCRIPTION = struct.Struct(f"<64s{NONCE_BYTES}s")
 read zeros from it."""
 ALLOCATION_BYTES = 2 << 20
 """Granularity in which the driver shares memory, in bytes: other data in the same unit would be shared too."""
-LAZY_ENABLE_PEER_ACCESS = 1  # a CUipcMem_flags: memory of another GPU can be mapped if the GPUs have peer access
+LAZY_ENABLE_PEER_ACCESS = 1  # of CUipcMem_flags: allows mapping memory of another GPU that has peer access
 
 log = get_logger("kv_transfer")
 
@@ -50,7 +50,7 @@ class SharedGpu:
     def call(self, name: str, *arguments: Any) -> Any:
         """Calls a function of the driver in torch's context and returns its result."""
         if self._context is not None:
-            self._driver.cuCtxSetCurrent(self._context)  # the context is per thread, and any thread may call
+            self._driver.cuCtxSetCurrent(self._context)  # the context is set per thread, and any thread may call this
         error, *result = getattr(self._driver, name)(*arguments)
         if int(error):
             raise OSError(f"{name}: {error.name}")
@@ -91,7 +91,7 @@ class ReusableMemory(NamedTuple):
     pointer: int
     handle: bytes
     file: int  # descriptor of the arena's file
-    taken: dict[int, object]  # the unacknowledged slots; the arena's own dict
+    taken: dict[int, object]  # the unacknowledged slots: the same dict as the arena's
 
     def is_reusable(self) -> bool:
         """Returns whether nobody reads the memory: all slots are acknowledged, or the receiver unmapped it or ended."""
@@ -127,7 +127,7 @@ class DeviceArena(Arena):
 
 
 class DeviceArenaReader(ArenaReader):
-    """Maps arenas of GPUs. Senders use shared memory if that fails; the first failure is logged as a warning."""
+    """Maps arenas of GPUs. If mapping fails, senders use shared memory; the first failure is logged as a warning."""
 
     def __init__(self, gpu: SharedGpu, directory: str) -> None:
         super().__init__(directory)
@@ -142,7 +142,7 @@ class DeviceArenaReader(ArenaReader):
             copy_out = functools.partial(self._copy_out, pointer)
             mapping = ArenaMapping(arena_id, nonce, num_bytes, copy_out)
             weakref.finalize(mapping, self._unmap, pointer, os.dup(descriptor)).atexit = False
-            if copy_out(0, NONCE_BYTES).to_host() != nonce:  # copied like frames, from GPU to GPU
+            if copy_out(0, NONCE_BYTES).to_host() != nonce:  # the nonce is copied as frames are, from GPU to GPU
                 raise OSError("the nonce that was read is not the one that was written")
         except OSError as error:
             if not self._has_warned:

@@ -33,7 +33,7 @@ MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + 65_536
 """Maximum size of a frame with its payload, in bytes."""
 
 MAX_OTHER_BYTES = 4096
-"""Maximum size of any other message, in bytes. Many small fields take much more memory once they are parsed."""
+"""Maximum size of any other message, in bytes. It is low, as many small fields take much more memory when parsed."""
 
 CANCEL = KvSenderMessage(cancel=KvCancel()).SerializeToString()
 ALIVE = KvSenderMessage(alive=KvAlive()).SerializeToString()

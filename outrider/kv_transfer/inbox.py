@@ -89,7 +89,7 @@ class _Transfer:
     arrived: dict[Region, int] = field(default_factory=dict)  # checksums of the frames, by region
     num_copying: int = 0  # number of running writes and reads of blocks
     has_failed_write: bool = False  # whether a write failed, so that `coverage` has cells that were not written
-    readable_bytes: int = field(init=False)  # what the sender may still read of KV before `spec.start_token`
+    readable_bytes: int = field(init=False)  # bytes of KV before `spec.start_token` that the sender may still read
     payload_bytes: int = 0
     first_frame_at: float | None = None
     last_frame_at: float | None = None
@@ -140,8 +140,8 @@ class TransferInbox:
     def close(self, transfer_id: bytes, *, timeout_seconds: float = 10.0) -> DrainState:
         """Removes a transfer, whatever its state, and waits for the writes in flight. Idempotent.
 
-        Returns UNKNOWN after a timeout: the transfer is kept, and its blocks must not be reused. After the return no
-        callback for the transfer begins, except `on_complete` for a commit that was being answered.
+        Returns UNKNOWN after a timeout: the transfer is kept, and its blocks must not be reused. After `close` has
+        returned, no callback for the transfer begins, except `on_complete` for a commit that was being answered.
         """
         transfer = self._find(transfer_id)
         if transfer is None:
@@ -191,7 +191,7 @@ class TransferInbox:
         if incarnation != self.incarnation:
             return AttachState.WRONG_INCARNATION
         transfer = self._find(transfer_id)
-        if transfer is None:  # looked up before the commits, as it may be committed and closed in between
+        if transfer is None:  # looked up before commits: between the two, it may be committed and closed
             return AttachState.ATTACHED if self.was_committed(transfer_id) else AttachState.UNKNOWN
         with transfer.changed:
             if transfer.state is TransferState.COMMITTED:
@@ -262,7 +262,7 @@ class TransferInbox:
             return None
         num_bytes = region.num_bytes(plane)
         with transfer.changed:
-            is_open = transfer.state is TransferState.OPEN  # once it is not, its blocks may belong to another sequence
+            is_open = transfer.state is TransferState.OPEN  # otherwise its blocks may belong to another sequence
             if not is_open or num_bytes > min(transfer.readable_bytes, MAX_FRAME_BYTES):
                 return None
             transfer.readable_bytes -= num_bytes
@@ -277,7 +277,7 @@ class TransferInbox:
         """Commits the transfer and answers COMMITTED, also when asked again. INCOMPLETE leaves the transfer open.
 
         A transfer is complete if every token of every layer of every plane has arrived, and if the `frames_digest` of
-        the arrived frames equals `digest`, which is that of the sent frames.
+        the arrived frames equals `digest`, the digest of the sent frames.
         """
         transfer = self._find(transfer_id)
         if transfer is None:

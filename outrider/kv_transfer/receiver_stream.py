@@ -50,7 +50,7 @@ class ReceiverStream:
     ) -> None:
         """`readers`: the arena reader of each accepted connector, by name; None for a connector without arenas.
 
-        `deadline`: the time.monotonic at which the sender's next message must have come.
+        `deadline`: the time.monotonic by which the sender's next message must have arrived.
         """
         self.deadline = deadline
         self._inbox = inbox

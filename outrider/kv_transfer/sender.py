@@ -49,7 +49,7 @@ class Sender:
         arena: Arena | None,
         reopen: Callable[[], SenderStream],
     ) -> None:
-        """`arena`: its slots carry the payload; None: the stream's messages do, which works between any two hosts.
+        """`arena`: the arena whose slots carry the payload; None: messages carry it, which works between any two hosts.
 
         `reopen`: opens another stream to the same receiver, to ask for a lost answer to the commit.
         """
@@ -71,8 +71,8 @@ class Sender:
     def put(self, region: Region, payload: Any) -> None:
         """Sends one frame. `payload`: at most `max_frame_bytes`, as DeviceBytes for CUDA IPC, otherwise in any buffer.
 
-        Raises: PeerLostError if the stream ended or made no progress; AbortedError if the receiver has refused one of
-        the frames, without which the transfer never completes, or the whole transfer, which may be closed or failed.
+        Raises: PeerLostError if the stream ended or made no progress; AbortedError if the receiver has refused a
+        frame, so that the transfer can never complete, or the whole transfer, for example because it is closed.
         """
         view: Payload = payload if self.connector == CUDA_IPC else memoryview(payload).cast("B")
         assert len(view) <= self.max_frame_bytes, "frames are cut to max_frame_bytes"
@@ -93,7 +93,7 @@ class Sender:
         self._stream.send(header, payload, release=partial(window.give_back, len(payload)))
 
     def _put_in_slot(self, arena: Arena, header: FrameHeader, payload: Payload) -> None:
-        """Writes the payload to the arena and sends its place. Once acknowledged, the slot is free for any transfer."""
+        """Writes the payload to the arena and sends its place. The acknowledgement frees the slot for any transfer."""
         offset = None
         while offset is None:
             self._stream.wait_for_room(1, arena.free_slots)
@@ -123,7 +123,7 @@ class Sender:
 
     @property
     def num_frames(self) -> int:
-        """Number of frames that were put."""
+        """Number of frames sent by `put`."""
         return self._stream.num_frames
 
     def commit(self) -> CommitResult:
@@ -163,7 +163,7 @@ class Sender:
         return self._drain
 
     def _abandon(self) -> None:
-        """Frees the room of messages, or quarantines slots, because an undrained receiver may still read those."""
+        """Frees the room of messages. Quarantines slots, because an undrained receiver may still read them."""
         if self._arena is None:
             self._stream.release_all()
         else:

@@ -77,8 +77,8 @@ class SenderStream:
 
         `arena`: fields of KvHello that describe the arena. Returns None if the receiver does not accept this connector.
 
-        Raises: AbortedError if the receiver has no such transfer, or another sender for it; PeerLostError if the
-        receiver does not answer or is another process.
+        Raises: AbortedError if the receiver has no such transfer, or if another sender is attached to it; PeerLostError
+        if the receiver does not answer or is another process.
         """
         self._welcomes.clear()
         hello = KvHello(
@@ -105,7 +105,7 @@ class SenderStream:
         self._outgoing.put(message.SerializeToString())
 
     def wait_for_room(self, amount: int, window: SharedWindow) -> None:
-        """Waits until this amount of the window could be taken. Raises: PeerLostError, AbortedError.
+        """Waits until it has taken this amount of the window. Raises: PeerLostError, AbortedError.
 
         Until this stream has a frame in flight, messages to any stream that shares the window show that the receiver
         is alive; after that, only messages to this stream do. Keep-alives are sent meanwhile.
@@ -168,7 +168,7 @@ class SenderStream:
         return self._answers[-1]
 
     def cancel(self) -> DrainState:
-        """Cancels the transfer and ends the stream. Returns DRAINED if the receiver confirms that in time."""
+        """Cancels the transfer and ends the stream. Returns DRAINED if the receiver confirms this state in time."""
         self._outgoing.put(CANCEL)
         with self._changed:
             self._last_heard = time.monotonic()
@@ -195,7 +195,7 @@ class SenderStream:
         self._tell_if_ended()
 
     def when_ended(self, tell: Callable[[], None]) -> None:
-        """Calls `tell` when the stream has ended, at once if it already has. Later calls of `put` and `commit` raise.
+        """Calls `tell` when the stream has ended, at once if it already has. After the end, `put` and `commit` raise.
 
         `tell` is called from any thread, perhaps more than once, and must not block.
         """

@@ -45,14 +45,14 @@ class SharedWindow:
         self._wake_next()
 
     def give_back(self, num_bytes: int) -> None:
-        """Returns bytes or slots to the window that have been acknowledged, or never will be."""
+        """Returns to the window bytes or slots that have been acknowledged, or that never will be."""
         if num_bytes:
             with self._lock:
                 self._num_free += num_bytes
             self._wake_next()
 
     def close(self) -> None:
-        """Grants nothing any more, and wakes the waiting callers one after the other."""
+        """Makes `take` raise PeerLostError from now on, and wakes the waiting callers one after the other."""
         self._is_closed = True
         self._wake_next()
 

@@ -35,9 +35,9 @@ from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 from outrider.model_hub.locate import is_available_locally, locate_model
 
 SEED_BITS = 53
-"""Number of bits of a seed that the LLM draws, the same as of the router's seeds."""
+"""Number of bits of a seed that the LLM draws, as many as in the seeds that routers draw."""
 NUM_WAITING = 64
-"""Number of requests that wait at the router while others fill the decode nodes. Less than `router.max_waiting`."""
+"""Number of requests that wait at the router while others fill the decode nodes; less than `router.max_waiting`."""
 VLLM_DEFAULTS = (("gpu_memory_utilization", 0.9), ("gpu_memory_utilization", 0.92))
 """Arguments with vLLM's default values. They are ignored, so that our own defaults apply."""
 AUTHENTICATION_SETTINGS = ("router.token_file", "router.tls.", "security.tls.")
@@ -81,8 +81,8 @@ class LLM:
         Args:
             model: a directory, a Hugging Face id, or the default model.
             draft: as in `outrider up --draft`: none, ngram, suffix, draft_model:ID or head:DIR; by default ngram.
-            seed: seeds the generator that draws a seed for each request without one, in order, so that a script gets
-                the same answers each time. None: random seeds.
+            seed: seeds the generator that draws, in order, a seed for each request that has none, so that a script
+                gets the same answers each time. None: random seeds.
             settings: as in `outrider up --set`, for example {"decode_node.max_running_sequences": 8}.
             log_dir: folder for each process's log.
             engine_args: vLLM's arguments that have an equivalent (docs/offline.md).
@@ -137,8 +137,8 @@ class LLM:
             use_tqdm: whether to show progress on standard error, or a replacement for `tqdm`.
             unsupported: vLLM's other arguments, accepted only with their defaults.
 
-        Raises: ValueError before anything is generated, if a prompt exceeds the model's window or a parameter is
-        invalid, which it names; RuntimeError after `close`; PeerLostError, without any answer, if nodes end repeatedly.
+        Raises: ValueError, before anything is generated, that names a prompt that exceeds the model's window or an
+        invalid parameter; RuntimeError after `close`; PeerLostError, without any answer, if nodes end repeatedly.
         """
         _check_arguments("generate", unsupported)
         return self._answer("prompts", read_prompts(prompts), sampling_params, use_tqdm)

@@ -20,7 +20,7 @@ def unsupported(default: Any, instead: str) -> Any:
 
 
 def check_supported(params: StructuredOutputsParams | SamplingParams) -> None:
-    """Checks that unsupported fields have their defaults. Raises: ValueError that names one that does not."""
+    """Checks that unsupported fields have their defaults. Raises: ValueError that names a field with another value."""
     for item in fields(params):
         value = getattr(params, item.name)
         if "instead" in item.metadata and value not in (item.default, None, []):

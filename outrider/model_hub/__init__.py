@@ -1,5 +1,5 @@
 """Finds and loads a model's weights, tokenizer and identity.
 
-Importing the package, its config, checkpoint_text, fingerprint, default_model and open does not import torch.
+Importing the package, or its modules config, checkpoint_text, fingerprint, default_model or open, imports no torch.
 `outrider.model_hub.load` imports torch and transformers.
 """

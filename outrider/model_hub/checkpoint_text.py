@@ -29,7 +29,7 @@ TEXT_FILES = (
     "generation_config.json",
     "config.json",
 )
-"""Files that define a checkpoint's text settings, with the templates in TEMPLATE_FOLDER. Only the first is required."""
+"""Files that, with templates in TEMPLATE_FOLDER, define a checkpoint's text settings. Only the first is required."""
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
 """The template for chats with tools, if a checkpoint has a separate one."""
@@ -252,9 +252,9 @@ def _chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
 def _eos_token_ids(config: Mapping[str, Any]) -> set[int]:
     """Returns a configuration's end-of-text ids.
 
-    transformers' `generate` reads generation_config alone, which is made from the model's configuration if a checkpoint
-    has none. Chat models often name the end of a turn in one file and the end of a text in another; a server must use
-    all.
+    transformers' `generate` reads only the generation_config, which is made from the model's configuration if the
+    checkpoint has no such file. Chat models often name the end of a turn in one file and the end of a text in
+    another; a server must use all these ids.
     """
     found: set[int] = set()
     for source in (config, _mapping(config.get("text_config"))):
@@ -278,7 +278,7 @@ def _default_sampling(generation_config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object; {} if the file is absent. Raises: ModelError if it has something else."""
+    """Reads a JSON object; {} if the file is absent. Raises: ModelError if it contains anything else."""
     return _object(path.read_bytes(), str(path)) if path.is_file() else {}
 
 

@@ -37,14 +37,14 @@ _MODULES = {
     "output_norm": "norm",
 }
 _CONTROL = 3
-"""The number of GGUF's type of special tokens."""
+"""GGUF's number for the token type of special tokens."""
 
 
 def convert_gguf(weights: Path, directory: Path, progress: Progress) -> None:
     """Writes configuration, tokenizer and bfloat16 safetensors.
 
     The model was trained and published in bfloat16. A Q4_1 weight, scale * q + minimum, may have more digits than
-    that; the error of rounding it is far below that of quantisation.
+    bfloat16; the error of rounding it is far below the error of quantisation.
     """
     for path in _FILES.iterdir():
         shutil.copyfile(path, directory / path.name)  # without the mode, as an installation may be read-only

@@ -24,9 +24,9 @@ FORMATS = ("model.safetensors", "pytorch_model.bin")
 """Weight files in transformers' order of preference: either one file of this name, or several that the index
 NAME.index.json lists."""
 MIN_CACHED_AGE_SECONDS = 2.0
-"""Minimum seconds from a file's last change to caching its hash. Else a later change may get the same time stamp."""
+"""Minimum seconds from a file's last change to caching its hash. Sooner, another change may keep the time stamp."""
 VOLATILE_KEYS = frozenset({"_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"})
-"""Keys of config.json about how it was saved, not about the model."""
+"""Keys of config.json that tell how the file was saved, not what the model is."""
 
 
 def model_fingerprint(directory: Path, *, dtype: str, cache: Path) -> str:
@@ -66,7 +66,7 @@ def canonical_json(value: dict[str, Any]) -> bytes:
 
 
 def weight_names(directory: Path) -> tuple[str, ...]:
-    """Returns the names to try: FORMATS, unless the checkpoint's config.json names another file. Raises: ModelError."""
+    """Returns the file names to try: FORMATS, unless config.json names another weight file. Raises: ModelError."""
     name = read_json(directory / "config.json").get("transformers_weights")
     return (name.removesuffix(".index.json"),) if isinstance(name, str) else FORMATS
 

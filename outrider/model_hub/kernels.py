@@ -18,7 +18,7 @@ TRITON = "triton"
 def choose_model_kernels(config: ModelConfig, device: str, *, progress: Progress = no_progress) -> KernelChoice:
     """Returns the kernels that `model.kernels` selects. May compile them. Raises: ConfigError.
 
-    If FUSED is returned, the architecture may still be unsuitable for it.
+    If FUSED is returned, the architecture may still be unsuitable for fused kernels.
     """
     if config.tensor_parallel_size > 1:
         return fall_back_to_torch(config, f"model.tensor_parallel_size is {config.tensor_parallel_size}")

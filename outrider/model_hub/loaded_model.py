@@ -98,7 +98,7 @@ def describe_model(
 ) -> LoadedModel:
     """Adds the information in the tokenizer and other files to the model. Raises: ModelError if a file is damaged."""
     directory, spec = location.directory, model.spec
-    # With rounded weights and activations, or other rotations, it is another model, whose KV must not be shared.
+    # Rounded weights and activations, or other rotations, make a different model, whose KV must not be shared.
     arithmetic = ", ".join([spec.dtype, *["W8A8"] * (config.weights == INT8), *["extended window"] * spec.is_extended])
     tokenizer_files, text = open_text(directory)
     info = ModelInfo(

@@ -85,7 +85,10 @@ class PackedKey:
         return cls(config, cache_directory(config) / "packed", _digest(model), _digest(code))
 
     def derive_key(self, name: str, content: str) -> PackedKey:
-        """Makes the key of this model's data that the same code packs from `content`. All versions share `name`."""
+        """Makes the key of other data of this model, which the same code packs from `content`.
+
+        All versions of this data share `name`.
+        """
         return replace(self, model=_digest((self.model, name)), code=_digest((self.code, content)))
 
     @property
@@ -108,7 +111,7 @@ class PackedKey:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The content of a folder."""
+    """The content of a folder of packed weights."""
 
     about: Mapping[str, Any]  # JSON values
     blobs: Mapping[str, np.ndarray]  # each [num_bytes] uint8, aligned to 64 bytes or more
@@ -121,13 +124,13 @@ def open_packed(
     is_read_in_parts: bool = False,
     progress: Progress = no_progress,
 ) -> tuple[Packed | None, str]:
-    """Maps weights that are packed already, or now in another process; else calls `pack` and stores its result.
+    """Maps weights that are packed or being packed by another process; else calls `pack` and stores its result.
 
     Any number of processes may call it concurrently: one packs, the others wait for it and report stage "wait". If the
     cache cannot be used, the result of `pack`, possibly None, is returned with the reason.
 
-    `is_read_in_parts`: whether only pages that this process reads become resident. By default all pages do. A
-    model needs this, because its pages must count as used when its KV cache is sized (see outrider.engine.memory).
+    `is_read_in_parts`: whether only pages that this process reads become resident. By default all pages do,
+    which a model needs: its pages must count as used when its KV cache is sized (see outrider.engine.memory).
     """
     read = partial(read_packed, key.folder, is_read_in_parts=is_read_in_parts, progress=progress)
     if (packed := read()) is not None:

@@ -36,7 +36,7 @@ from outrider.own_modules import kill_with_parent, module_command
 from outrider.progress import Progress, no_progress
 
 TIMEOUT_SECONDS = 60.0
-"""Seconds that a collective or a message may take. Ranks do the same work at the same time, so none waits long."""
+"""Seconds that a collective or a message may take. Ranks do the same work at the same time, so no rank waits long."""
 
 
 class LeadingRunner(ModuleSteps):
@@ -132,8 +132,8 @@ def _pool_size(
 ) -> tuple[int, int]:
     """Returns the `pool_size` of each rank's cache. A configured size in bytes is for the caches of all ranks together.
 
-    Ranks on a CPU share its memory. On GPUs, the one with the least room decides. All ranks are sized like
-    rank 0, which needs the most: for its heads and for all features.
+    Ranks on a CPU share its memory. On GPUs, the rank with the least room decides. All ranks are sized like
+    rank 0, which needs the most, because it stores all features in addition to its heads.
     """
     spec, (num_bytes, fraction) = model.spec, kv_cache.size
     if num_bytes is not None or device_type(model.device) == "cpu":

@@ -39,7 +39,7 @@ class Shard:
 
     model: LoadedModel
     attention: AttentionBackend
-    room: KVMemory  # on its GPU
+    room: KVMemory  # memory available for KV on the rank's device
 
 
 def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:

@@ -40,16 +40,16 @@ _UNRELATED_FRACTION = 0.5
 _PROBE_TOKENS = 40
 """Number of tokens of each probed sequence: several blocks per half. At far positions only rotations are compared."""
 SPLIT_CONTEXT = 1200
-"""Number of tokens with which our GPU kernels split contexts and products in passes of few rows but not of many."""
+"""Number of tokens with which our GPU kernels split contexts and products in passes of few rows, but not of many."""
 _COMPARED_ROWS = 32
 _ROWS_ALONE = 8
 _COMPARED_BLOCK = 16
 _COMPARED_CHUNK = 200
-"""Number of rows per chunk, so few that our GPU kernels still split."""
+"""Number of rows per chunk, so few that our GPU kernels still split contexts and products."""
 
 
 def check_config(config: PretrainedConfig, device: str) -> None:
-    """Refuses models that are unsuitable by their configuration. Raises: ModelError that names the architecture.
+    """Refuses models whose configuration makes them unsuitable. Raises: ModelError that names the architecture.
 
     Quantized weights are left to transformers' quantizers, whose kernels are for GPUs. On a CPU all
     quantized weights are refused, because some are dequantized to two or four times the memory, some fail in the first
@@ -147,7 +147,7 @@ def check_paged_forward(
     the model may amplify rounding, for example by its choice of experts. Then `exact` is called, which returns logits
     in float32, and our logits may differ from these by little more than `expected` does.
 
-    Raises: ModelError if the difference is larger.
+    Raises: ModelError if the difference is larger than allowed.
     """
     spec = model.spec
     allowed = allowed_difference(spec.dtype, is_lossy=is_lossy)
@@ -182,8 +182,8 @@ def _differences(logits: Tensor, reference: Tensor) -> Tensor:
 def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa", *, num_tokens: int = 64) -> bool:
     """Returns whether the bits of some rows' logits depend on the batch, tested on random tokens at load.
 
-    The last rows of a sequence are computed in one pass with all earlier rows; one by one; together with other
-    sequences, one of which is at the end of the window; and as a path of a draft tree. With SPLIT_CONTEXT tokens,
+    The last rows of a sequence are computed in four ways: in one pass with all earlier rows, one by one, together with
+    other sequences (one of them at the end of the window), and as a path of a draft tree. With SPLIT_CONTEXT tokens,
     kernels that split long contexts or wide products do so in some of these passes and not in others. Equal bits prove
     nothing about other batches; unequal bits prove that the model depends on the other rows.
     """
@@ -224,7 +224,7 @@ def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa", *, num
 
 
 def _quantization_method(config: PretrainedConfig) -> str:
-    """Returns the method in config.json, such as "awq"; empty for plain weights."""
+    """Returns the quantization method that config.json names, such as "awq"; empty for plain weights."""
     quantization = getattr(config, "quantization_config", None)
     if not quantization:
         return ""
@@ -232,7 +232,7 @@ def _quantization_method(config: PretrainedConfig) -> str:
 
 
 def architecture_name(config: PretrainedConfig) -> str:
-    """Returns the class that a checkpoint names, or its model type."""
+    """Returns the class that a checkpoint names or, if it names none, its model type."""
     architectures = getattr(config, "architectures", None)
     return str(architectures[0]) if architectures else str(config.model_type)
 
@@ -240,7 +240,7 @@ def architecture_name(config: PretrainedConfig) -> str:
 def _recorder(name: str, layers: dict[int, tuple[tuple[int, int, int], AttentionOptions]]) -> LayerAttention:
     """Makes an attention function that computes nothing and records in `layers` each layer's options.
 
-    It returns zeros, and raises ModelError if a layer cannot be served. `name`: the architecture's name.
+    The function returns zeros, and raises ModelError if a layer cannot be served. `name`: the architecture's name.
     """
 
     def record(

@@ -87,7 +87,7 @@ def own_rank(config: ModelConfig) -> int:
 
 
 def device_of_rank(config: ModelConfig, rank: int) -> str:
-    """Returns a rank's device. Each rank has its own GPU; on a CPU all share it."""
+    """Returns a rank's device: a GPU of its own, or the CPU, which all ranks share."""
     device = resolve_device(config.device)
     return f"cuda:{rank}" if device_type(device) == "cuda" else device
 
@@ -99,7 +99,7 @@ def set_collective_timeout(model: PreTrainedModel, *, timeout_seconds: float) ->
 
 
 def check_split(spec: ModelSpec, config: PretrainedConfig, num_ranks: int) -> None:
-    """Raises ModelError if the plan does not divide keys and values, as each rank would then store all of them."""
+    """Raises ModelError if transformers does not divide keys and values: each rank would then store all of them."""
     text = config.get_text_config(decoder=True)
     whole = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if spec.num_kv_heads * num_ranks != whole:

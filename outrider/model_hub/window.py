@@ -2,7 +2,7 @@
 
 Some rotations depend on the length of the longest sequence in a batch ("longrope", "dynamic"): beyond the original
 window all angles change, including those of keys in the cache. Such a model is served with the same rotations
-for all sequences: `model.max_model_len` chooses those within the original window, or those beyond it.
+for all sequences, either those within the original window or those beyond it, depending on `model.max_model_len`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ class Window:
     """The window that is served."""
 
     max_model_len: int  # maximum number of tokens of a sequence
-    is_extended: bool = False  # whether it exceeds the original window of length-dependent rotations
+    is_extended: bool = False  # whether max_model_len exceeds the original window of length-dependent rotations
 
 
 def resolve_window(config: PretrainedConfig | SimpleNamespace, wanted: int = 0) -> Window:
     """Returns the window of a decoder with this (text) configuration.
 
-    `wanted`: model.max_model_len; 0 for the model's own window. As in vLLM, that is the window that the configuration
-    states, times the factor of a "linear" rotation, or the original window times the factor of a "yarn" rotation. If
-    rotations depend on the length, it is the original window. No window exceeds MAX_WINDOW.
+    `wanted`: model.max_model_len; 0 for the model's own window. The own window is the same as in vLLM. It is the window
+    that the configuration states, multiplied by the factor of a "linear" rotation. With a "yarn" rotation, it is the
+    original window multiplied by the factor. If rotations depend on the length, it is the original window. No window
+    exceeds MAX_WINDOW.
 
-    Raises: ConfigError if `wanted` is too long for the model, or 0 and no window is stated; ModelError if the
-    configuration's numbers are invalid.
+    Raises: ConfigError if `wanted` is too long for the model, or if it is 0 and the configuration states no window;
+    ModelError if the configuration's numbers are invalid.
     """
     stated = int(_positive(getattr(config, "max_position_embeddings", None), "max_position_embeddings"))
     limits = [_limits(rotation, stated, layers) for layers, rotation in _rotations(config)]
@@ -58,9 +59,9 @@ def resolve_window(config: PretrainedConfig | SimpleNamespace, wanted: int = 0) 
 
 
 def fix_rotations(config: PretrainedConfig) -> None:
-    """Replaces length-dependent rotations, in place, by those of the extended window, which then hold for all lengths.
+    """Changes length-dependent rotations, in place, to those of the extended window, which then hold for all lengths.
 
-    Raises: ModelError if the configuration does not define them.
+    Raises: ModelError if the configuration does not define those of the extended window.
     """
     for _, rotation in _rotations(config):
         if _kind(rotation) == "longrope":
@@ -73,7 +74,7 @@ def fix_rotations(config: PretrainedConfig) -> None:
             factor = _positive(rotation.get("factor"), "factor", 1.0)
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             num_dims = int(head_dim * rotation.get("partial_rotary_factor", 1.0))
-            # As transformers does for a sequence that is `factor` times as long as the original window.
+            # This is what transformers computes for a sequence that is `factor` times as long as the original window.
             scale = (factor * factor - (factor - 1.0)) ** (num_dims / (num_dims - 2))
             rotation["rope_theta"] *= scale
             rotation["rope_type"] = "default"
@@ -92,7 +93,7 @@ def _kind(rotation: Mapping[str, Any]) -> str:
 
 
 def _limits(rotation: Mapping[str, Any], stated: int, layers: str) -> tuple[int, int]:
-    """Returns (default window, largest window) of a rotation; 0: no limit, e.g. if layers attend to few tokens."""
+    """Returns (default window, largest window) of a rotation; 0 means no limit, e.g. if layers attend to few tokens."""
     kind = _kind(rotation)
     factor = max(_positive(rotation.get("factor"), "factor", 1.0), 1.0)
     original = _positive(rotation.get("original_max_position_embeddings"), "original_max_position_embeddings", stated)

@@ -66,7 +66,7 @@ def channel_options(
     ]
     if not bulk:
         # gRPC's own measuring pings block the keepalive until they time out, by default after a minute. Bulk channels
-        # keep this default, because an answer behind payload on a slow network may take that long.
+        # keep this default, because on a slow network an answer may wait that long behind payload.
         options.append(("grpc.http2.ping_timeout_ms", 3_000 if is_replaceable else 15_000))
     else:
         options += [
@@ -88,7 +88,7 @@ def open_channel(
     """Opens a channel to "host:port" (or any gRPC target). Without credentials, it is plaintext. It connects on first
     use and never through a proxy.
 
-    `server_name`: the name required in the other side's certificate, if that is not the address.
+    `server_name`: the name required in the other side's certificate, if it differs from the address.
     """
     options = channel_options(is_replaceable=is_replaceable)
     if credentials is None:

@@ -105,7 +105,7 @@ def _truncate(message: str) -> str:
 
 
 def _parse_details(error: grpc.RpcError) -> tuple[error_details_pb2.ErrorInfo, str, float | None]:
-    """Returns (ErrorInfo, field, retry delay in seconds), each empty or None if the status has none."""
+    """Returns (ErrorInfo, field, retry delay in seconds). Those that the status does not contain are empty or None."""
     info, field, retry_after_seconds = error_details_pb2.ErrorInfo(), "", None
     status = status_pb2.Status()
     read_trailing: Any = getattr(error, "trailing_metadata", None)

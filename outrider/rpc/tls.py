@@ -25,7 +25,7 @@ OPERATOR_NAME = "outrider-operator"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsConfig:
-    """Files in PEM form. On a server, certificate and private key turn TLS on; on a client, any of the files does."""
+    """Files in PEM form. A server uses TLS if certificate and private key are set, a client if any file is set."""
 
     certificate: Path | None = setting(None, help="Certificate chain of this side.")
     private_key: Path | None = setting(None, help="Private key of this side.")
@@ -132,7 +132,7 @@ class TlsFiles:
         in_force = self.newest()
 
         def renewed() -> Any:  # the stubs do not allow None
-            """Returns the new configuration, or None if nothing has changed. gRPC calls it before each handshake.
+            """Returns the new configuration, or None if nothing has changed. gRPC calls this before each handshake.
 
             gRPC's core (1.85) crashes if the configuration is replaced while another handshake fails. When every
             handshake replaced it, a few hundred parallel plaintext connections crashed a process.
@@ -181,7 +181,10 @@ def file_stamp(path: Path) -> FileStamp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecurityConfig:
-    """Section `security`: mutual TLS between the services of a cluster. All three files are set, or none: plaintext."""
+    """Section `security`: mutual TLS between the services of a cluster.
+
+    Either all three files are set, or none, which means plaintext.
+    """
 
     tls: TlsConfig = field(default_factory=TlsConfig)
     peer_name: str = setting(
@@ -198,7 +201,7 @@ class SecurityConfig:
 
 
 class PeerSecurity:
-    """This process's certificate, and the names that it requires of others. Thread-safe.
+    """This process's certificate, and the names that it requires in others' certificates. Thread-safe.
 
     Unless `is_enabled`, everything is plaintext and every caller counts as a peer. Files are read on first use.
     """
@@ -216,9 +219,9 @@ class PeerSecurity:
 
     @property
     def material(self) -> TlsMaterial | None:
-        """The TLS material that new connections present and trust. Open channels keep theirs. None: plaintext.
+        """The TLS material that new connections present and trust; None means plaintext.
 
-        Raises: ConfigError.
+        Open channels keep the material with which they were opened. Raises: ConfigError.
         """
         return None if self._files is None else self._files.newest()
 

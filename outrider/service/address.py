@@ -16,7 +16,7 @@ def reachable_address(advertised: str, bound: str) -> str:
     """Returns the "host:port" that other processes connect to: the advertised one, or else the bound one.
 
     `advertised` is "host", "host:port" or empty; `bound` is "host:port". A wildcard is replaced by this machine's own
-    address: in a container, the one at which other containers reach it.
+    address; in a container, this is the address at which other containers reach it.
     """
     bound_host, port = split_port(bound)
     host, advertised_port = split_port(advertised)

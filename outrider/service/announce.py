@@ -46,7 +46,7 @@ def announce(**fields: Any) -> None:
 
 class Progress:
     """Reports the progress of a long start. The parent process gets at most ten reports a second. The log gets a line
-    every few seconds during a stage, and one more at the end of a stage that had any. For one thread.
+    every few seconds during a stage, and a last line at the end of a stage that had such lines. Used by one thread.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,10 @@ _STAGES = {
 
 
 def announce_failure(event: str, error: BaseException) -> None:
-    """Reports to the parent process and the log why this process ends. The log gets a traceback if it is unexpected."""
+    """Reports to the parent process and the log why this process ends.
+
+    The log also gets the traceback of an unexpected error.
+    """
     announce(failed=f"{event}: {describe_error(error)}")
     trace = None if isinstance(error, OutriderError) else error
     _failure_log.error(event, error=describe_error(error), exc_info=trace)

@@ -14,8 +14,8 @@ from grpc_health.v1._async import HealthServicer
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 LIVENESS = "liveness"
-"""Health name for probes that restart a process: start, drain and the states of other nodes do not change its
-status.
+"""Health name for probes that restart a process. Its status does not depend on start and drain of the process,
+nor on the states of other nodes.
 """
 
 
@@ -25,8 +25,8 @@ class Health:
     def __init__(self, service_names: Sequence[str]) -> None:
         self._names = ("", *service_names)
         self._servicer = HealthServicer()
-        self._is_serving = False  # whether the process has started and does not drain yet
-        self._is_ready = True  # whether the nodes that it depends on are available
+        self._is_serving = False  # whether the process has started and is not draining yet
+        self._is_ready = True  # whether the nodes that the service needs are available
         self._telling: asyncio.Task[None] | None = None
 
     async def add_to(self, server: grpc.aio.Server) -> None:

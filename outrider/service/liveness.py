@@ -21,10 +21,10 @@ from outrider.node import NodeReport
 DEFAULT_GRACE_SECONDS = 2.0
 MIN_GRACE_SECONDS = 1.0
 STEP_TOLERANCE = 10.0
-"""Multiple of its expected time that a step may take, since other programs share the cores."""
+"""A step may take this many times its expected duration, since other programs share the cores."""
 REPORT_TOLERANCE = 2.0
-"""Reports may be missing for the grace period plus the expected time of a step multiplied by this number. It is small,
-because native kernels release the GIL.
+"""Reports may be missing for the grace period plus the expected time of a step multiplied by this number. The
+number is small, because native kernels release the GIL.
 """
 LATE_SECONDS = 0.5
 """Seconds that a report or a step may be overdue before the process is suspected."""
@@ -39,7 +39,7 @@ STALL_SECONDS = 0.1
 """Seconds of delay after which an event loop counts as stalled. It then reads what has arrived before it judges a peer.
 """
 MAX_STALLS = 5
-"""Number of consecutive stalls after which deadlines are enforced: the loop is overloaded, but has had time to read."""
+"""Number of consecutive stalls after which deadlines are enforced; by then, an overloaded loop has had time to read."""
 
 
 class Liveness(IntEnum):
@@ -54,7 +54,7 @@ class Liveness(IntEnum):
 class ProgressDeadline:
     """Tracks one peer's progress. Not thread-safe; it has one owner.
 
-    Reports come from the event loop's thread, so a missing report says more than a long step.
+    The peer's event loop sends the reports, so a missing report says more than a long step.
     Without reports, the process is lost after `grace_seconds` plus `REPORT_TOLERANCE` times the
     expected step (the engine's thread may hold the interpreter for a while). With reports, a step
     may take `STEP_TOLERANCE` times the expected time, since a long chunk on a busy machine is not
@@ -120,7 +120,7 @@ class ProgressDeadline:
         return standing, max(at - self._clock(), 0.0)
 
     def watch(self) -> float:
-        """Returns the seconds until the next change. A report that makes it earlier calls `on_earlier`."""
+        """Returns the seconds until the next change. If a report makes the change earlier, `on_earlier` is called."""
         seconds = self.next_change()[1]
         self.watched_until = self._clock() + seconds
         return seconds

@@ -26,7 +26,7 @@ def default_node_name(role: str, address: str, *, configured: str = "") -> str:
 
 
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):
-    """Answers calls with the results of callables. These run on the event loop and must not block."""
+    """Answers calls with the results of callables, which run on the event loop and must not block."""
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class OpenCalls:
         context.add_done_callback(leave)  # type: ignore[arg-type] # it takes any callable, unlike its stub
 
     async def wait_for_open(self, timeout_seconds: float) -> int:
-        """Waits until the calls open now have ended; ignores new ones. Returns how many the timeout leaves open."""
+        """Waits until the calls that are open now have ended. Returns how many of them the timeout leaves open."""
         if not self._open:
             return 0
         _, unended = await asyncio.wait(set(self._open), timeout=timeout_seconds)

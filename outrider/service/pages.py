@@ -132,7 +132,7 @@ def with_pages(metrics: WSGIApplication, find_page: FindPage, *, is_local: bool 
 
 
 def _is_own_name(host: str) -> bool:
-    """Returns whether a Host header is an address, localhost or empty. A browser never sends an empty one."""
+    """Returns whether a Host header is an address, localhost or empty. A browser never sends an empty header."""
     try:
         name = urlsplit(f"//{host}").hostname or "localhost"
         if not f".{name}".endswith(".localhost"):

@@ -1,4 +1,4 @@
-"""Keeps one peer for each address that the targets resolve to, and repeats the lookups as long as it runs."""
+"""Keeps one peer for each address that the targets resolve to. Lookups are repeated until the set is stopped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AnyPeer = TypeVar("AnyPeer", bound=Peer)
 class PeerSet(Generic[AnyPeer]):
     """The peers of one role. Event loop only.
 
-    A new address gets a peer. A peer whose address is no longer in any answer is dropped once
+    A new address gets a peer. A peer whose address no lookup returns any more is dropped once
     it is not connected, so that a draining node can finish. A failed lookup changes nothing.
     Targets are looked up independently, so that a slow name server delays no other target; two
     targets that resolve to one address share its peer.

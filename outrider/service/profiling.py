@@ -17,7 +17,7 @@ from outrider.v1 import node_pb2_grpc
 from outrider.wire.profile import PROFILE, options_to_proto
 
 END_SECONDS = 30.0
-"""Seconds that an engine may take to return a profile: it finishes the current step and closes the trace."""
+"""Maximum seconds that an engine needs to finish the current step, close the trace and return the profile."""
 EXPORT_SECONDS = 60.0
 
 
@@ -38,7 +38,7 @@ class ProfileDesk:
         self._is_running = False
 
     async def run(self, options: ProfileOptions) -> tuple[Profile, bytes]:
-        """Returns the figures captured in the given time, and a trace (empty: none). Cancellation ends the profile.
+        """Returns the figures captured in the given time, and a trace (may be empty). Cancellation ends the profile.
 
         Raises: NotSupportedError; AlreadyRunningError; AbortedError if the engine does not return the profile.
         """

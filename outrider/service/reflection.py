@@ -47,7 +47,7 @@ def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> Non
 
 
 class ReflectionPool:
-    """A descriptor pool that also finds the file of a method, and that of reflection v1, which has no stub here."""
+    """A descriptor pool that also finds the file of a method, and the file of reflection v1, which has no stub here."""
 
     def __init__(self, pool: descriptor_pool.DescriptorPool) -> None:
         self._pool = pool

@@ -1,4 +1,4 @@
-"""Rejects calls before they reach a servicer: those by unknown callers, beyond the limit, or with invalid requests."""
+"""Rejects calls by unknown callers, calls beyond the limit, and invalid requests before they reach a servicer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENGINE_SERVICE = "vllm.grpc.engine.VllmEngine"
 CLIENT_SERVICES = frozenset({ROUTER_SERVICE, ENGINE_SERVICE})
 """Services that a router offers to clients."""
 OPEN_SERVICES = frozenset({HEALTH_SERVICE, *REFLECTION_SERVICES, *CLIENT_SERVICES})
-"""Services open to everyone who passes the TLS handshake. Apart from that, a router asks its clients for tokens."""
+"""Services open to everyone who passes the TLS handshake. A router also requires tokens from its clients."""
 
 PROBED_SERVICES = frozenset({HEALTH_SERVICE, NODE_SERVICE})
 """Services through which others probe a process's state."""
@@ -146,7 +146,7 @@ class RequestLimits(grpc.aio.ServerInterceptor):
             calls.enter(context)
 
     def _reject_with(self, error: OutriderError, guarded: Handler) -> Handler:
-        """Returns a handler that ends the call with this error and does not read its messages."""
+        """Returns a handler that ends the call with this error and does not read the call's messages."""
 
         async def refuse(_request: Any, context: Context) -> None:
             self._calls.on_refused(error)

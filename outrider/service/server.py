@@ -56,7 +56,7 @@ TEXT_FORMAT = "text/plain; version=0.0.4"
 HANDOVER_SECONDS = 0.5
 """Minimum seconds of a drain, because peers call the process until they learn of the drain from its reports."""
 SPARE_CALLS = 1024
-"""gRPC's own limit of calls, which counts all of them, is twice the configured limit plus this number."""
+"""gRPC's own limit, which counts calls of every kind, is twice the configured limit of calls plus this number."""
 MAX_YOUNG_OBJECTS = 10_000
 """Number of young objects that triggers a garbage collection. A large step makes thousands of objects; Python's default
 is 700.
@@ -132,7 +132,9 @@ class ServiceProcess:
     def run(
         self, service: Service, *, client_tls: TlsConfig | None = None, authenticate: Authenticate | None = None
     ) -> Never:
-        """Runs the service until a signal. Ends the process: with status 0 after a drain, with 1 if it could not start.
+        """Runs the service until a signal, then ends the process.
+
+        The exit status is 0 after a drain, and 1 if the service could not start.
 
         `client_tls`, if enabled, replaces the cluster's TLS for clients. `authenticate` checks clients' tokens.
 
@@ -248,8 +250,8 @@ class ServiceProcess:
 
 
 def _limit_heaps() -> None:
-    """Limits the number of glibc's heaps (arenas). With one for each thread, they would keep much freed memory, e.g.
-    40 MiB in a prefill node under load.
+    """Limits the number of glibc's heaps (arenas). If each thread had one, the heaps would keep much freed memory,
+    e.g. 40 MiB in a prefill node under load.
 
     To be called before threads are started. The environment (MALLOC_ARENA_MAX) takes precedence.
     """
@@ -261,7 +263,8 @@ def _limit_heaps() -> None:
 def _release_memory() -> None:
     """Gives freed memory back to the system, and excludes the objects of the start from garbage collection.
 
-    These are 350,000 objects, including a model's libraries; scanning them takes 0.2 s, during which all threads wait.
+    There are 350,000 such objects, including those of a model's libraries. A scan of them takes 0.2 s, during which all
+    threads wait.
     """
     gc.collect()
     gc.freeze()
@@ -324,7 +327,7 @@ def _credentials(security: PeerSecurity, client_tls: TlsConfig | None) -> grpc.S
 
 
 def probe_port(host: str, port: int, advice: str) -> None:
-    """Tries to bind a port, since gRPC would not report why it fails. Raises: ConfigError with the reason."""
+    """Tries to bind a port, since gRPC would not report why binding fails. Raises: ConfigError with the reason."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -357,7 +360,7 @@ def _other_host(host: str) -> str:
 def serve_metrics(
     config: ServerConfig, *, registry: CollectorRegistry = REGISTRY, find_page: FindPage | None = None
 ) -> WSGIServer | None:
-    """Serves Prometheus metrics over HTTP in its own thread, if a port is set. Raises: ConfigError if it is taken.
+    """Serves Prometheus metrics over HTTP in a thread, if a port is set. Raises: ConfigError if the port is taken.
 
     `find_page` returns the pages at paths other than /metrics; without it, all paths lead to the metrics.
 

@@ -17,7 +17,7 @@ POSITION_TOKENS = 8.0
 
 SIBLING_ACCEPTANCE = 0.3
 SIBLING_TOKENS = 4.0
-"""Assumed acceptance of a sibling after those before it were rejected, and its weight in draft tokens."""
+"""Assumed acceptance of a token whose earlier siblings were rejected, and the assumption's weight in draft tokens."""
 
 PATH_ACCEPTANCE = 0.7
 PATH_TOKENS = 4.0
@@ -34,7 +34,7 @@ of all positions, among its first two at 95 % and among its first four at 99 %.
 NUM_RUNNERS_UP = len(PRIOR_RUNNERS_UP)
 
 FORGETTING = 0.95
-"""Factor by which each new draft of a sequence reduces the weight of its older ones."""
+"""Factor by which each new draft of a sequence reduces the weight of the sequence's older drafts."""
 
 SOURCE_FORGETTING = 0.995
 """The same factor for a proposer's drafts over all sequences."""
@@ -54,7 +54,7 @@ class Acceptance:
     ) -> None:
         """`prior`: the assumed acceptance; `prior_tokens`: its weight in draft tokens.
 
-        The defaults are for a proposer's drafts over all sequences. That mean is the prior of each new sequence.
+        The defaults are for a proposer's drafts over all sequences. Their mean is the prior of each new sequence.
         """
         self._prior = prior
         self._prior_tokens = prior_tokens
@@ -72,7 +72,7 @@ class Acceptance:
 
 
 def path_acceptance(prior: float = PATH_ACCEPTANCE) -> Acceptance:
-    """Returns a new running mean for a draft model's tokens in one sequence, or for its runners-up of one rank."""
+    """Returns a new running mean for a draft model's tokens, or its runners-up of one rank, in one sequence."""
     return Acceptance(prior, prior_tokens=PATH_TOKENS, forgetting=PATH_FORGETTING)
 
 
@@ -80,9 +80,10 @@ class AcceptanceRecord:
     """Acceptance by draft position, for one sequence and one proposer's drafts of one grade. Not thread-safe.
 
     A position counts as decided only if all tokens before it were accepted: a draft that was rejected earlier says
-    nothing about it (the product-limit estimate, Kaplan and Meier 1958, with exponential forgetting). The prior of a
-    position is the sequence's overall acceptance, whose prior is the proposer's acceptance over all sequences. So a
-    position that has not been reached for a long time is assumed to be like the others, and is tried again.
+    nothing about the position (the product-limit estimate, Kaplan and Meier 1958, with exponential forgetting). The
+    prior of a position is the sequence's overall acceptance, whose prior is the proposer's acceptance over all
+    sequences. So a position that has not been reached for a long time is assumed to be like the others, and is tried
+    again.
     """
 
     __slots__ = ("_accepted", "_chain", "_decided", "_num_positions", "_siblings", "_source", "last_step")
@@ -97,7 +98,7 @@ class AcceptanceRecord:
         """Forgets all observations, because the text may have changed in kind."""
         self._decided = [0.0] * self._num_positions
         self._accepted = [0.0] * self._num_positions
-        # Acceptance of the next sibling after a rejected token, over all rejected tokens that had one.
+        # Acceptance of the next sibling after a rejected token, over all rejected tokens that had a next sibling.
         self._siblings = Acceptance(SIBLING_ACCEPTANCE, prior_tokens=SIBLING_TOKENS, forgetting=FORGETTING)
         self._chain: list[float] | None = None
 
@@ -113,7 +114,7 @@ class AcceptanceRecord:
         self._observe(num_accepted + (num_accepted < num_draft), num_accepted)
 
     def observe_tree(self, draft: DraftTree, accepted: Sequence[int]) -> None:
-        """Learns which tokens of a draft with branches were accepted: the indices `accepted`, from the root on."""
+        """Learns which tokens of a draft with branches were accepted; `accepted`: their indices from the root on."""
         children: dict[int, list[int]] = {}
         for index, parent in enumerate(draft.parents):
             children.setdefault(parent, []).append(index)

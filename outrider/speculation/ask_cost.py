@@ -10,7 +10,8 @@ FIRST_CALLS = 5
 """Number of first calls in a process. Only the fastest of them counts, as some take far longer than any later call."""
 
 CHEAP_SHARE = 0.01
-"""Fraction of a step's duration up to which a call is cheap, since a decision about it would take as long as the call.
+"""A call that takes at most this fraction of a step's duration is cheap: a decision about the call would take as long
+as the call itself.
 """
 
 LEARNING_RATE = 0.2
@@ -29,11 +30,11 @@ CATCH_UP_STEPS = 32
 
 
 class CallCost:
-    """Predicts a call's duration from four prices: per call, per forward (as many as the draft is deep), and per draft
-    token and missed token of any sequence.
+    """Predicts a call's duration from four prices: one per call, one per forward (as many as the longest draft is
+    deep), one per draft token, and one per missed token. Tokens of all sequences count.
 
-    A head drafts one token of every sequence in a forward; a parallel head drafts all tokens in one, so the price
-    of its depth is learnt as zero. Each call corrects the four prices by its error (normalised least mean squares,
+    A head drafts one token of every sequence in a forward. A parallel head drafts all tokens in one forward, so the
+    price per forward is learnt as zero. Each call corrects the four prices by its error (normalised least mean squares,
     Widrow and Hoff 1960). No price falls below 0. Not thread-safe.
     """
 
@@ -87,10 +88,10 @@ class Candidate(NamedTuple):
     """A sequence for which a proposer may be asked."""
 
     sequence_id: int
-    chain: Sequence[float]  # probability that its draft is accepted up to each position
+    chain: Sequence[float]  # for each position, the probability that the draft is accepted up to it
     current_gain: float  # expected gain of the best draft found so far
     num_unread: int  # tokens that the proposer has not read
-    tree_bonus: float = 0.0  # expected gain of the proposer's drafts beyond that of such a chain
+    tree_bonus: float = 0.0  # expected gain of the proposer's draft in addition to that of `chain`
 
 
 def expected_gain(probabilities: Sequence[float], row_price: float) -> float:
@@ -106,9 +107,9 @@ def choose_calls(
 ) -> dict[int, int]:
     """Returns how many tokens to ask for, by sequence id; other sequences are absent.
 
-    A sequence is included if its new draft is expected to gain more, compared with the draft at hand, than it adds to
-    the call's cost. The call is made if the total gain exceeds the call's cost. To find the best length of the longest
-    draft, all possible ones are compared.
+    A sequence is included if its new draft is expected to gain more over the draft at hand than it adds to the call's
+    cost. The call is made if the total gain exceeds the call's cost. To find the best length of the longest draft, all
+    possible lengths are compared.
 
     Args:
         candidates: the sequences of the batch.

@@ -30,8 +30,8 @@ PROBE_STEPS = 32
 """Steps without a verified draft, or without a call to a proposer, after which a sequence may be tried again."""
 
 TRIAL_STEPS = 4
-"""Number of steps, out of `PROBE_STEPS`, in which a draft node that adds nothing is asked. There are several, because
-its drafts arrive some steps later."""
+"""Number of steps, out of `PROBE_STEPS`, in which a draft node that adds nothing is asked. There are several
+such steps, because the node's drafts arrive some steps later."""
 
 CHEAP_PROBE_STEPS = 8
 """The same as `PROBE_STEPS`, for a proposer that costs almost nothing."""
@@ -43,10 +43,10 @@ PROBE_SHARE = 0.005
 """Fraction of the time that trials may take."""
 
 MAX_PROBE_CREDIT = 1.0
-"""Limit of the credit for trials, in durations of a step without drafts."""
+"""Limit of the credit for trials, in units of the duration of a step without drafts."""
 
 LEARN_STEPS = 4
-"""One of this many steps may use a number of rows that is not the best one, to learn how long it takes."""
+"""One of this many steps may use a number of rows other than the best one, to learn how long such a step takes."""
 
 MIN_SHARE_TO_ASK = 0.5
 """A draft is asked for if the probability of its first token is at least this fraction of the current row price."""
@@ -106,7 +106,7 @@ class DraftController:
         """Orders the tokens of a draft by the probability that the text goes through them.
 
         There is one probability for each token that may be verified; a drawn draft has one for each token that it
-        could have had, whatever its length.
+        could have had, whatever its actual length.
         """
         record = self._record_of(sequence_id, draft)
         if draft.was_drawn:
@@ -123,7 +123,7 @@ class DraftController:
             source: the proposer's name.
             wanted: the maximum number of draft tokens that may be verified, for each sequence of the batch.
             drafts: the best draft found so far, by sequence.
-            num_unread: how many tokens the proposer has not read, by sequence id; it has read all of absent sequences.
+            num_unread: how many tokens the proposer has not read, by sequence id; 0 for absent sequences.
 
         Returns:
             Numbers of tokens by sequence id; other sequences are absent.
@@ -163,8 +163,8 @@ class DraftController:
             source: the proposer's name.
             asked: number of tokens asked for, by sequence id; sequences whose text is still being read are absent.
             found: the proposer's drafts, by sequence id.
-            seconds: the duration of all its calls in this step.
-            num_read: committed tokens that it read in these calls; None: it also read prompts of other sequences.
+            seconds: the total duration of the proposer's calls in this step.
+            num_read: number of committed tokens that these calls read; None: they also read prompts of other sequences.
         """
         known = self._sources[source]
         if any(draft.tree.was_drawn for draft in found.values()):
@@ -237,7 +237,7 @@ class DraftController:
         probabilities = [drafts[key].probabilities[: max(0, limits[key])] for key in offered]
         offer = StepOffer(
             drafts=probabilities,
-            step_seconds=[each + self._asked_seconds for each in step_seconds],  # asking has cost this time
+            step_seconds=[each + self._asked_seconds for each in step_seconds],  # with the time spent asking
             max_rows=min(sum(map(len, probabilities)), num_possible, self._max_explored_rows(room)),
             num_sequences=len(room.sequences),
             num_waiting=self._num_waiting,
@@ -291,7 +291,7 @@ class DraftController:
             source.records.pop(sequence_id, None)
 
     def _ask_cheap(self, source: str, wanted: Mapping[int, int]) -> dict[int, int]:
-        """Asks for every sequence in which a draft of some grade could pay off. The grade is known only afterwards."""
+        """Asks for all sequences in which a draft of some grade could pay off. The grade is known only afterwards."""
         min_probability = MIN_SHARE_TO_ASK * self.row_price
         asked: dict[int, int] = {}
         for sequence_id, limit in wanted.items():
@@ -305,7 +305,7 @@ class DraftController:
     def _choose_asked(
         self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, RankedDraft], num_unread: Mapping[int, int]
     ) -> dict[int, int]:
-        """Chooses by comparing expected gain with expected duration, for a proposer whose calls are not cheap."""
+        """Chooses sequences by expected gain and expected duration, for a proposer whose calls are not cheap."""
         known = self._sources[source]
         row_price = 0.0 if self.verifies_all else self.row_price
         # Prompts that wait for the end of the step wait for its drafts as well, so they count like sequences.
@@ -356,7 +356,7 @@ class DraftController:
     def _with_probes(
         self, offer: StepOffer, choice: RowChoice, records: Sequence[AcceptanceRecord], *, max_credit: float
     ) -> Sequence[int]:
-        """Adds one token of each sequence that is due for a trial, as credit allows; the longest without rows first."""
+        """Adds one token of each sequence due for a trial, as credit allows. Those longest without rows come first."""
         due = [
             (record.last_step, place)
             for place, (count, record) in enumerate(zip(choice.num_rows, records, strict=True))
@@ -371,7 +371,7 @@ class DraftController:
                 break
             price = offer.priced(offer.step_seconds[total + 1] - offer.step_seconds[total])
             if price >= self._probe_credit < max_credit:
-                break  # full credit pays for any trial; if it becomes negative, it is repaid before the next one
+                break  # full credit pays for any trial; negative credit is repaid before the next trial
             self._probe_credit -= price
             num_rows[place] = 1
             total += 1

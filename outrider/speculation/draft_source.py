@@ -10,7 +10,8 @@ from outrider.speculation.ask_cost import CallCost
 from outrider.speculation.draft_tree import DraftTree
 
 MIN_MARGINAL_GAIN = 0.05
-"""Accepted tokens per step that a draft node's drafts must gain over all others, which is about what its messages cost.
+"""Accepted tokens per step that a draft node's drafts must gain over all other drafts. The node's messages cost
+about as much.
 """
 
 FIRST_MARGINAL_GAIN = 1.0
@@ -49,8 +50,8 @@ class DraftSource:
         expected of a chain before the call. The difference comes from branches, and from the grade, which tells which
         tokens are worth their rows.
         """
-        self._num_found = 0  # number of drafts in `tree_bonus`
-        self._credit = 0.0  # seconds for trials; negative after a trial that took longer
+        self._num_found = 0  # number of drafts over which `tree_bonus` is the mean
+        self._credit = 0.0  # seconds left for trials; negative after a trial that took longer
         self._max_debt = 0.0  # limit of the debt that the next trial may leave, in seconds
         self._trial: int | None = None  # the sequence under trial; reading its text may take several calls
         self.num_checked = 0  # drafts
@@ -60,7 +61,7 @@ class DraftSource:
 
     @property
     def is_probably_misloaded(self) -> bool:
-        """Whether the first `NUM_CHECKED_DRAFTS` drafts were almost never accepted. Only true right after the last."""
+        """Whether the first `NUM_CHECKED_DRAFTS` drafts were almost never accepted. True only right after the last."""
         return (
             self.num_checked == NUM_CHECKED_DRAFTS and self.num_first_accepted < MIN_FIRST_ACCEPTED * NUM_CHECKED_DRAFTS
         )
@@ -75,7 +76,7 @@ class DraftSource:
     def observe_tree_bonus(self, *, expected: float, found: float) -> None:
         """Learns from a draft's expected gain in tokens.
 
-        `expected`: the gain of its chain estimated before the call; `found`: the gain of the draft, estimated after it.
+        `expected`: gain of a chain, estimated before the call; `found`: gain of the draft, estimated after the call.
         """
         self._num_found += 1
         self.tree_bonus += max(TREE_BONUS_RATE, 1 / self._num_found) * (found - expected - self.tree_bonus)
@@ -83,10 +84,10 @@ class DraftSource:
     def add_trial(self, asked: dict[int, int], num_unread: Mapping[int, int], *, before: int) -> None:
         """Adds one token of one sequence to `asked` as a trial, if credit allows.
 
-        Only sequences that have not been asked for since step `before` are tried. Among those that the credit pays for,
-        the one that was asked for longest ago is chosen. If the credit pays for none, the cheapest one is tried as soon
-        as the debt that it leaves is within the limit. So a trial comes eventually, however much must be read, and the
-        next one comes when the debt is repaid. A trial continues until its text has been read.
+        Only sequences whose last call was at step `before` or earlier are tried. Among those that the credit pays for,
+        the one whose last call was earliest is chosen. If the credit pays for none of them, the cheapest one is tried
+        as soon as the debt that its trial would leave is within the limit. So a trial comes eventually, however much
+        must be read, and the next trial comes when the debt is repaid. A trial continues until the text has been read.
 
         `num_unread`: number of unread tokens, for each sequence that may be tried.
         """

@@ -56,12 +56,12 @@ class DraftHello:
     vocabulary_fingerprint: str
     max_model_len: int
     protocol_versions: ProtocolVersions = SUPPORTED_VERSIONS
-    features: FeatureFormat | None = None  # format of the features that it computes; None: it computes none
+    features: FeatureFormat | None = None  # format of the features that the decode node computes; None: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceStart:
-    """How a sequence samples. The sequence's first update contains it."""
+    """The sampling options of a sequence, which its first update contains."""
 
     options: RequestOptions
     sample: int
@@ -92,7 +92,7 @@ class SequenceUpdate(NamedTuple):
     prefix_hash: int = 0
     num_wanted: int = 0
     closed: bool = False
-    feature_start: int = 0  # position of the first token with `features`; those of all tokens before were acknowledged
+    feature_start: int = 0  # position of the first token in `features`; earlier features were acknowledged
     features: bytes = b""  # features of tokens [feature_start, length - 1), or fewer, in the hello's format
     min_reach: float = 0.0  # see ProposalRequest
 
@@ -114,7 +114,7 @@ class SequenceProposals(NamedTuple):
     sequence_id: int
     status: DraftStatus
     acked_length: int = 0
-    branches: tuple[DraftTree, ...] = ()  # each with its prefix hash
+    branches: tuple[DraftTree, ...] = ()  # drafts, each with its prefix hash
     acked_features: int = 0  # number of leading tokens whose features the draft node holds
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from outrider.speculation.token_distribution import TokenDistribution
 
 DRAFT_NODE = "draft_node"
-"""The source of drafts that come from draft nodes. The source of a local proposer's drafts is its name."""
+"""The source of drafts that come from draft nodes. The source of a local proposer's drafts is the proposer's name."""
 
 ROOT = -1
 """The parent of a token that follows the prefix itself."""
@@ -25,12 +25,12 @@ class DraftTree:
     Tokens are ordered by probability and parents come before their children. So the first n tokens are a tree as
     well, and the first of two siblings is the likelier one.
 
-    It is never changed once its source is known. It is not declared frozen, because one is made for every sequence and
-    step, and the construction of a frozen one takes three times as long.
+    A tree is never changed once its source is known. The class is not declared frozen, because a tree is made for every
+    sequence in every step, and the construction of a frozen object takes three times as long.
     """
 
     length: int
-    prefix_hash: int | None = None  # of the first `length` tokens; None: the draft was made in this process
+    prefix_hash: int | None = None  # hash of the first `length` tokens; None: the draft was made in this process
     token_ids: tuple[int, ...] = ()
     source: str = DRAFT_NODE  # the source whose acceptance the verdict changes
     probability: float = 1.0  # the proposer's estimated probability that the text begins with the prefix
@@ -102,7 +102,7 @@ class DraftTree:
         )
 
     def depth_first(self) -> DraftTree:
-        """Returns the same tree in depth-first order, the likeliest path first, then the branches, the deepest first.
+        """Returns the same tree in depth-first order: the likeliest path, then the branches, the deepest first.
 
         Tokens that follow each other thus become neighbours as far as possible.
         """
@@ -173,7 +173,7 @@ class RankedDraft(NamedTuple):
     """A draft and its tokens' probabilities in the step for which it was ranked (see `DraftController.rank`)."""
 
     tree: DraftTree  # with its tokens ordered by falling probability, parents before their children
-    probabilities: Sequence[float]  # one for each token; for a drawn draft, one for each that it could have had
+    probabilities: Sequence[float]  # one for each token; for a drawn draft, one for each token that it could have had
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:

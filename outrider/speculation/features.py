@@ -26,6 +26,6 @@ class HeadRules:
     recomputed once these tokens are committed.
     """
 
-    keeps_kv: bool = True  # False: a row depends only on its own token and input
+    keeps_kv: bool = True  # whether the head has KV; if not, a row depends only on its own token and input
     max_own_rows: int | None = None  # maximum number of a path's rows with the head's own states; None: no limit
-    num_parallel_rows: int = 0  # rows after the path's rows in a forward that decides; they need room in the cache
+    num_parallel_rows: int = 0  # rows after a path's rows in a forward that decides tokens; they need room in the cache

@@ -31,7 +31,7 @@ class DraftedToken:
     """A forward's decision at the position after one path."""
 
     token_ids: tuple[int, ...]  # the winner of the race, then its runners-up; empty: nothing was decided
-    distribution: TokenDistribution | None = None  # the winner's, if requested
+    distribution: TokenDistribution | None = None  # the winner's distribution, if requested
     state: object = None  # a head's hidden state after the path: its input in the winner's row
     following: tuple[DraftedToken, ...] = ()  # decisions at later positions, by a parallel head or a rollout
     confidence: float = 1.0  # a head's probability of the likeliest token
@@ -83,8 +83,8 @@ class Opening:
 class PathTree:
     """The paths of one sequence, rooted at its committed tokens. Belongs to one thread.
 
-    The KV of the main path is complete up to the newest token that was fed. Alternatives are copy-on-write forks of it,
-    so common prefixes are computed and stored once.
+    The KV of the main path is complete up to the newest token that was fed. Alternatives are copy-on-write forks of
+    that KV, so common prefixes are computed and stored once.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class PathTree:
         self.start = start
         self.sampling = sampling
         self.features: Features | None = None  # a head's features of all committed tokens but the newest
-        self.acceptance = path_acceptance()  # over committed positions for which a path had a token
+        self.acceptance = path_acceptance()  # acceptance at the committed positions for which a path had a token
         self.runner_up_chances = [path_acceptance(prior) for prior in PRIOR_RUNNERS_UP]
         self.main = DraftPath(kv)
         self.alternatives: list[DraftPath] = []
@@ -112,14 +112,14 @@ class PathTree:
         self.num_wasted_tokens = 0  # decided tokens that were dropped and never committed
         self._head = head
         self._num_without_row = 0 if head is None else 1  # leading tokens
-        # In rejection sampling a draft whose length depends on its tokens is biased, so it goes on past a stop token.
+        # In rejection sampling a draft whose length depends on its tokens is biased, so drafts go on past a stop token.
         self._stop_token_ids = frozenset(() if start.wants_distributions else start.options.stop_token_ids)
         self._max_length = min(max_model_len, start.prompt_length + start.options.sampling.max_tokens)
         self.token_ids = list(token_ids)
         """The committed tokens; only this tree changes them."""
         self._source = token_ids
         self._openings: list[Opening] = []  # likeliest first
-        self._num_listed = 0  # tokens of the main path for which `_openings` was made
+        self._num_listed = 0  # number of tokens of the main path for which `_openings` was made
 
     def __len__(self) -> int:
         """The number of committed tokens."""
@@ -133,7 +133,7 @@ class PathTree:
     # --- the root -------------------------------------------------------------------------
 
     def is_continued_by(self, token_ids: Sequence[int]) -> bool:
-        """Returns whether `token_ids` begins with the committed tokens. The last call's list does, as it only grows."""
+        """Returns whether `token_ids` begins with the committed tokens. The last call's list does: it can only grow."""
         size = len(self)
         if len(token_ids) < size:
             return False
@@ -143,7 +143,7 @@ class PathTree:
         """Moves the root to the end of `token_ids`, which continue the committed tokens, and returns the new tokens.
 
         The first path that begins with the new tokens becomes the main one. Alternatives that begin with them are kept,
-        without these tokens; other paths are freed. If no path does, the KV of the longest common prefix is kept.
+        without these tokens; other paths are freed. Without such a path, the KV of the longest common prefix is kept.
         """
         new = tuple(token_ids[len(self) :])
         self._source = token_ids
@@ -245,7 +245,7 @@ class PathTree:
         return self.num_left_of(path) <= 0 or (bool(path) and path.decided[-1].token_ids[0] in self._stop_token_ids)
 
     def num_left_of(self, path: DraftPath) -> int:
-        """Returns by how many tokens a path can grow: up to the maximum length, and as far as a head can draft."""
+        """Returns by how many tokens a path can still grow, given the maximum length and the head's maximum depth."""
         return min(self.num_left, self._max_own_rows + 1) - len(path)
 
     @property
@@ -264,7 +264,7 @@ class PathTree:
     def openings(self, num_positions: int) -> Sequence[Opening]:
         """Returns alternatives to the main path's first tokens that are not open yet, the likeliest first."""
         main = self.main
-        num_forkable = self._num_fed(main) - len(self) + 1  # the KV before a replaced token is needed
+        num_forkable = self._num_fed(main) - len(self) + 1  # an alternative needs the KV before the replaced token
         num_positions = min(num_positions, num_forkable, len(main), self._max_own_rows)
         if num_positions > self._num_listed:
             self._openings, self._num_listed = self._list_openings(num_positions), num_positions
@@ -311,7 +311,7 @@ class PathTree:
             Ids and parents as in DraftTree, in the order of their probability.
         """
         acceptance = self.acceptance.mean
-        reached = 1.0  # probability that the text goes along the path to here
+        reached = 1.0  # probability that the text follows the path up to this place
         on_path: list[tuple[float, int, int]] = []  # probability, place on the path, id
         siblings: list[tuple[float, int, int]] = []
         for place, decided in enumerate(path.decided[start:end]):

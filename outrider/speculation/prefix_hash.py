@@ -30,7 +30,7 @@ class HashedTokens:
     """A growing list of tokens with the hashes of its recent prefixes.
 
     The hash of all tokens is kept up to date. Hashes of the last `history` lengths are computed on demand, since most
-    texts grow by several tokens at once and the lengths between are rarely needed. Not thread-safe.
+    texts grow by several tokens at once and the lengths in between are rarely needed. Not thread-safe.
     """
 
     __slots__ = ("_behind", "_hasher", "_hashes", "_history", "_num_behind", "hash", "token_ids")

@@ -1,4 +1,6 @@
-"""Limits the rows of a draft model's forward: prefix rows by the time they take, look-ahead rows by the added time."""
+"""Limits the rows of a draft model's forward. Prefix rows may take only a limited time, and look-ahead rows may
+lengthen the forward only a little.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ MAX_ROWS = 64
 """Number of rows in a forward up to which look-ahead rows may be added."""
 
 MIN_PREFIX_ROWS = 16
-"""Lower bound of the limit of prefix rows in a forward, because fewer rows would take about as long."""
+"""The limit of prefix rows in a forward is at least this number, because fewer rows would take about as long."""
 
 FIRST_ROWS = 64
 """Limit of prefix rows in a forward until the cost of a row has been measured."""
@@ -37,14 +39,14 @@ class RowBudget:
         """Allows as many prefix rows as fit into about `prefix_seconds`, at most `max_prefix_rows`."""
         self._max_prefix_rows = max_prefix_rows
         self._prefix_seconds = prefix_seconds
-        self._row_seconds = 0.0  # running mean over forwards with prefix rows; 0 before the first one
+        self._row_seconds = 0.0  # mean seconds per row of forwards with prefix rows; 0 before the first
         self._means: dict[int, float] = {}  # mean seconds of a forward with one row per path, by num_rows.bit_length()
 
     def observe(self, num_rows: int, num_paths: int, seconds: float, *, has_rollout: bool = False) -> None:
         """Records one forward. `has_rollout`: whether `seconds` include a rollout."""
         if num_rows > num_paths:
             if num_rows >= MIN_PREFIX_ROWS:  # a smaller forward says little about the cost of a row
-                # The duration may include a rollout; then the estimate is too high, which is safe.
+                # If the duration includes a rollout, the estimate is too high, which is safe.
                 weight = SMOOTHING if self._row_seconds > 0.0 else 1.0
                 self._row_seconds += weight * (seconds / num_rows - self._row_seconds)
         elif not has_rollout:
@@ -63,9 +65,9 @@ class RowBudget:
     def num_more(self, num_rows: int, *, share: float) -> int:
         """Returns how many rows may be added to a forward of `num_rows` rows.
 
-        They may lengthen it by at most the fraction `share`. At most one size of unknown duration is allowed at a time,
-        so that it is measured first. If `num_rows` is 0, the forward is compared with one of the smallest size, and at
-        least 1 is returned.
+        These rows lengthen the forward by at most the fraction `share`. At most one size of unknown duration is allowed
+        at a time, so that it is measured before larger ones. If `num_rows` is 0, the forward is compared with one of
+        the smallest size, and at least 1 is returned.
         """
         size = max(1, num_rows).bit_length()
         known = [seconds for each, seconds in self._means.items() if each <= size]

@@ -15,7 +15,7 @@ class RowChoice:
     num_rows: Sequence[int]  # for each draft, the number of its first tokens that the step verifies
     expected_tokens: float  # tokens that the step commits, over all sequences
     expected_seconds: float  # the step's duration
-    token_seconds: float  # seconds per committed token at the highest rate of all numbers of rows
+    token_seconds: float  # seconds per committed token with the number of rows that has the highest rate
     row_price: float  # lowest probability at which a draft token would have been worth a row
 
 
@@ -39,7 +39,7 @@ class StepOffer:
     num_waiting: int = 0  # number of prompts whose computation waits for the end of the step
 
     def priced(self, seconds: float) -> float:
-        """Returns what `seconds` cost, in seconds of the batch: a waiting prompt loses as much as a sequence in it."""
+        """Returns what `seconds` cost, in seconds of the batch. A waiting prompt loses as much as a sequence."""
         return seconds * (1.0 + self.num_waiting / self.num_sequences)
 
     def choose(self, *, num_rows: int | None = None) -> RowChoice:
@@ -48,8 +48,8 @@ class StepOffer:
         The step commits `num_sequences` tokens without drafts, and one more for each accepted draft token. With r
         rows for drafts its expected rate is (num_sequences + the r largest probabilities) / step_seconds[r]; the best
         r maximises this rate. The curve `step_seconds` may have any shape. While prompts wait for the end of the step,
-        a second costs the tokens that the batch would generate in it, plus those that the waiting prompts would, each
-        at the rate of one sequence of the batch.
+        a second costs the tokens that the batch would generate in it, plus those that the waiting prompts would
+        generate, each at the rate of one sequence of the batch.
 
         `num_rows`: the number of rows to use instead of the best one, so that its duration is learned.
 

@@ -34,7 +34,7 @@ MIN_SHARE = 1e-3
 """Lower bound of expected durations, as a fraction of the mean duration of steps."""
 
 FIT_STEPS = 8
-"""Number of steps after which the fit, a small linear system, is solved again, unless a surprise does this earlier."""
+"""Number of steps after which the fit, a small linear system, is solved again, unless a surprise causes it earlier."""
 
 SURPRISE = 0.25
 """A step is a surprise if its duration differs from the expected one by more than this fraction of the expected one."""

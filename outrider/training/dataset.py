@@ -159,8 +159,8 @@ class Dataset:
 class Batch:
     """Several texts, padded at their ends, and the rows at which the target decides tokens of answers.
 
-    A row is a token of a text, whose final hidden state decides the next token. Step j of a chain is evaluated only at
-    rows that are at least j tokens after the first row of their answer.
+    A row is a token of a text; that token's final hidden state decides the next token. Step j of a chain is evaluated
+    only at rows that are at least j tokens after the first row of their answer.
     """
 
     token_ids: Tensor  # [num_texts, num_tokens] int64

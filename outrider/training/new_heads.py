@@ -101,7 +101,7 @@ def _layer_config(target: Target) -> dict[str, Any]:
 
 
 def _medusa(target: Target, ids: Tensor, num_heads: int) -> Parts:
-    """Makes Medusa heads in vLLM's layout, which share an output layer.
+    """Makes Medusa heads, which share an output layer, in vLLM's layout.
 
     Until they are trained, all of them repeat the target's next token.
     """

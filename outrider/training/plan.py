@@ -41,12 +41,12 @@ class TrainingPlan:
     traffic: Path | None = None  # a folder of kept answers, which are used in place of new ones
     init_from: Path | None = None  # a head to continue from; its feature reduction is not trained
     draft_vocab_size: int = 4096
-    num_steps: int = 4  # draft steps that are trained; each uses the head's own states of the step before
+    num_steps: int = 4  # number of draft steps that are trained; each uses the head's own states of the step before
     batch_size: int = 6  # sequences
     learning_rate: float = 1.2e-3
     concurrency: int = 64  # requests at once
     max_answer_tokens: int = 256
-    max_length: int = 1024  # tokens of a prompt and its answer; longer ones are left out
+    max_length: int = 1024  # maximum tokens of a prompt with its answer; longer texts are left out
     max_feature_bytes: int = 8 << 30
     checkpoint_seconds: float = 60.0
 

@@ -34,8 +34,8 @@ TrainingPrompt = tuple[str, list[int]]
 async def write_prompt(client: AsyncClient, rng: random.Random, pasted: Sequence[str]) -> TrainingPrompt:
     """Makes a prompt of a random kind, whose user turn the target writes. Raises: OutriderError.
 
-    In the fraction `PASTED_SHARE` of turns of kind "text", an earlier answer, one of `pasted`, follows the opening
-    words instead.
+    In the fraction `PASTED_SHARE` of turns of kind "text", the opening words are followed by an earlier answer
+    instead, which is one of `pasted`.
     """
     while True:
         (kind,) = rng.choices(tuple(_TURNS), [turn["weight"] for turn in _TURNS.values()])

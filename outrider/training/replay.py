@@ -24,7 +24,7 @@ from outrider.speculation.proposers.ngram import NgramIndex, NgramSegment
 from outrider.training.dataset import Dataset
 from outrider.training.student import Student
 
-FIRST_GRADE = 4  # tokens; after a match at least this long, lookup drafts first; after shorter ones the head is better
+FIRST_GRADE = 4  # length in tokens of a match from which lookup drafts first; after shorter ones the head is better
 SOURCES = ("head", "lookup", "lookup, then head")
 HEAD, LOOKUP, BOTH = range(len(SOURCES))
 

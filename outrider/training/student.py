@@ -1,7 +1,8 @@
 """A head in training. Its `HeadModel` computes all chains of a batch of texts at once.
 
-A chain is one draft. Its first step attends to the true rows up to its own. Each later step also attends to the chain's
-earlier steps, as a drafter with a KV cache does (the training-time test of EAGLE-3, Li et al. 2025, arXiv 2503.01840).
+A chain is one draft. Its first step attends to the true rows up to the chain's own row. Each later step also attends to
+the chain's earlier steps, as a drafter with a KV cache does (the training-time test of EAGLE-3, Li et al. 2025, arXiv
+2503.01840).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def needed_taps(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
 
 
 def make_student(plan: TrainingPlan, target: Target, dataset: Dataset, device: torch.device, *, name: str) -> Student:
-    """Makes a new head, or opens that of `--init-from`, whose reduction is not trained.
+    """Makes a new head, or opens the head of `--init-from`, whose reduction is not trained.
 
     `name`: the target's name. Raises: as `needed_taps`.
     """
@@ -70,7 +71,7 @@ class Chains:
     chain begins at row t with depth 0, and has depth j after j steps.
     """
 
-    hidden: Tensor  # [num_chains * num_texts, width], by chain, then by text: inputs of the next step
+    hidden: Tensor  # [num_chains * num_texts, width]: inputs of the next step, ordered by chain, then by text
     num_texts: int
     first: int  # first chain that is continued; earlier ones make only their first step, as context of later ones
     depth: int = 0
@@ -191,7 +192,7 @@ def _attend(
 
 
 def _over_steps(query: Tensor, steps: list[tuple[Tensor, Tensor]], scaling: float) -> Tensor:
-    """Attends over the true rows and each chain's own steps; `steps` has their keys and values in this order.
+    """Attends over the true rows and each chain's own steps. `steps` has the keys and values of both, in this order.
 
     `query`: [num_texts, num_heads, num_chains, head_dim], of the last chains. Returns the same shape.
     """

@@ -24,7 +24,7 @@ from outrider.training.plan import SEED, PhaseClock, Progress, Say, TrainingPlan
 from outrider.training.student import Student
 
 STEP_WEIGHT = 0.8  # weight of a step's loss, relative to the step before
-OUTPUT_LAYER_RATE = 0.3  # the output layer's learning rate relative to other layers, as it starts as the target's
+OUTPUT_LAYER_RATE = 0.3  # relative learning rate of the output layer, which starts as a copy of the target's
 WARM_UP_STEPS = 40
 MIN_RATE = 0.02
 NEIGHBOURS = 64  # number of texts of similar length from which a batch is drawn
@@ -39,7 +39,7 @@ class HistoryPoint:
     step: int
     loss: list[float]  # running means of training losses
     held_out_loss: list[float]
-    acceptance: list[float]  # fraction of held-out rows where the head, after right drafts, chooses as the target does
+    acceptance: list[float]  # fraction of held-out rows where the head, after right drafts, chooses the target's token
 
 
 class Trainer:
@@ -66,7 +66,7 @@ class Trainer:
             self._load()
 
     def run(self, clock: PhaseClock, *, seconds: float, say: Say, progress: Progress) -> None:
-        """Trains until the phase has taken `seconds`. Saves at the end, even if it is interrupted."""
+        """Trains until the phase has taken `seconds`. Saves at the end, even if training is interrupted."""
         kept_at = clock.seconds
         if not self.history:
             self._watch(clock, say)
@@ -126,7 +126,7 @@ class Trainer:
             yield from groups
 
     def _learn(self, batch: Batch, part: float) -> None:
-        """Makes one training step after the fraction `part` of the training time.
+        """Makes one training step when the fraction `part` of the training time has passed.
 
         Raises: ModelError if the loss is not finite; the weights stay unchanged.
         """
@@ -203,7 +203,7 @@ def _trim_heap() -> None:
     """Returns free memory to the system.
 
     Batches differ in shape, and oneDNN keeps a compiled kernel for each of the last thousand shapes. The kernels' small
-    blocks lie between large freed ones, so glibc would not return the large ones: some gigabytes after an hour.
+    blocks lie between large freed ones, so glibc would keep the large ones, which are some gigabytes after an hour.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

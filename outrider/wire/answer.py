@@ -1,4 +1,4 @@
-"""The answers of router.proto ⇄ `outrider.answer`."""
+"""Converts the answers of router.proto to and from `outrider.answer`."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def num_packed_logprobs(packed: bytes) -> int:
 
 
 def max_logprobs_bytes(num_tokens: int, num_top: int) -> int:
-    """Returns the maximum packed bytes of the logprobs of `num_tokens` with `num_top` alternatives each."""
+    """Returns the maximum bytes of the packed logprobs of `num_tokens` tokens, with `num_top` alternatives each."""
     return num_tokens * (_MOST_LOGPROBS_BYTES + num_top * _MOST_LOGPROB_BYTES)
 
 
@@ -176,8 +176,8 @@ def complete_from_proto(proto: router_pb2.CompleteResponse) -> CompleteResult:
 
 
 def _delta_response(event: Delta) -> router_pb2.GenerateResponse:
-    """Converts a delta. It runs for every token of every stream, so it fills fields in place, which is twice as fast as
-    keyword arguments.
+    """Converts a delta. Called for every token of every stream, so it fills fields in place, which is twice as fast as
+    passing keyword arguments.
     """
     response = router_pb2.GenerateResponse()
     delta = response.delta

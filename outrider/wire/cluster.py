@@ -1,4 +1,4 @@
-"""The model and cluster messages of router.proto ⇄ `outrider.node`."""
+"""Converts the model and cluster messages of router.proto to and from `outrider.node`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""draft.proto ⇄ `outrider.speculation.draft_stream`."""
+"""Converts draft.proto to and from `outrider.speculation.draft_stream`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ branches that are too long.
 """
 
 MAX_GRADE = 16
-"""The highest grade. Acceptance is tracked per grade, so a peer must not be able to create further ones."""
+"""The highest grade. Acceptance is tracked per grade, so a peer must not be able to create further grades."""
 
 MAX_STEP_MICROSECONDS = 10_000_000
-"""Maximum microseconds of a step, and of a draft node's look-ahead."""
+"""Maximum duration of a step, and of a draft node's look-ahead, in microseconds."""
 
 
 _HELLO = Fields(

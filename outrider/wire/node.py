@@ -1,4 +1,4 @@
-"""node.proto ⇄ `outrider.node`."""
+"""Converts node.proto to and from `outrider.node`."""
 
 from __future__ import annotations
 

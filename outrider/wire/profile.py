@@ -1,4 +1,4 @@
-"""The profile messages of node.proto ⇄ `outrider.profile`."""
+"""Converts the profile messages of node.proto to and from `outrider.profile`."""
 
 from __future__ import annotations
 

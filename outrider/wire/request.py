@@ -1,4 +1,4 @@
-"""The requests of router.proto, and the request options that nodes get, ⇄ `outrider.request`.
+"""Converts the requests of router.proto, and the request options that nodes get, to and from `outrider.request`.
 
 A public request is converted after the router has validated it: unset fields get the
 contract's defaults here, and nowhere else.
@@ -40,7 +40,7 @@ def request_from_proto(
     cache_salt: bytes = b"",
     default_method: VerificationMethod = VerificationMethod.COUPLED,
 ) -> Request:
-    """Returns the complete request. `seed` and `max_tokens` are the effective ones; `prompt_text` is for echo."""
+    """Returns the complete request. `seed` and `max_tokens` are the effective values; `prompt_text` is for echo."""
     sampling = _sampling_from_proto(proto.sampling, seed=seed, max_tokens=max_tokens)
     method = VERIFICATION_METHODS.from_proto_or(default_method).from_proto(proto.speculation.method)
     eos_token_ids = () if proto.stop.ignore_eos else eos_token_ids

@@ -50,7 +50,7 @@ NOT_FOUND_PAGE = Page.message(
 
 T = TypeVar("T")
 TokenText = Callable[[int], str]
-"""Returns one token's text, decoded alone."""
+"""A function that returns one token's text, decoded alone."""
 
 
 class RouterPages:
@@ -106,7 +106,7 @@ class RouterPages:
         future: Future[T] = Future()
 
         def run() -> None:
-            if future.set_running_or_notify_cancel():  # else the caller has given up
+            if future.set_running_or_notify_cancel():  # otherwise the caller has given up
                 try:
                     future.set_result(copy())
                 except Exception as error:  # noqa: BLE001 raised in the caller
@@ -136,7 +136,7 @@ class RouterPages:
         return [_summary_json(record, now) for record in self._records]
 
     def _copy(self, serial: int) -> tuple[dict[str, Any], dict[str, Iterable[Any]]] | None:
-        """Returns a record as (single values, lists). Steps are converted later, during iteration: that is slow."""
+        """Returns a record as (single values, lists). Steps are converted only during iteration, which is slow."""
         record = self._records.find(serial)
         if record is None:
             return None
@@ -190,7 +190,7 @@ def _object(fields: Mapping[str, Any], **lists: Iterable[Any]) -> bytes:
     return f"{{{', '.join(parts)}}}".encode()
 
 
-# ------------------------------------------------------------ times are seconds since arrival; null: unknown
+# ------------------------------------------------------------ times are in seconds since arrival; null means unknown
 
 
 def _summary_json(record: RequestRecord, now: float) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from router.requests.live import LiveRequest
 from router.requests.states import State
 
 IDLE_CHECK_SECONDS = 0.02
-"""Seconds between checks whether a draining router is idle."""
+"""Seconds between checks of whether a draining router is idle."""
 
 
 class Call(Protocol):
@@ -58,7 +58,7 @@ class Call(Protocol):
 class RequestRegistry:
     """The router's requests by key. Owned by the event loop.
 
-    `context` returns the context that requests share; it raises PeerLostError until the router serves.
+    `context()` returns the context that requests share, or raises PeerLostError until the router serves.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RequestRegistry:
         self.is_draining = False
 
     def __len__(self) -> int:
-        """The number of keys in use, including resumable answers that have ended."""
+        """The number of keys in use, including those of resumable answers that have ended."""
         return len(self._by_key)
 
     def __contains__(self, key: str) -> bool:
@@ -83,7 +83,7 @@ class RequestRegistry:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is computed and no stream is attached."""
+        """Whether nothing is being computed and no stream is attached."""
         return all(live.is_idle for live in self._by_key.values())
 
     # ------------------------------------------------------------ clients
@@ -114,7 +114,7 @@ class RequestRegistry:
 
     @asynccontextmanager
     async def find(self, request_id: str, next_positions: Mapping[int, int], call: Call) -> AsyncIterator[LiveRequest]:
-        """Finds the caller's resumable request, or takes it over from another router. The block reads as in `open`.
+        """Finds the caller's resumable request, or takes it over from another router. The block reads it as in `open`.
 
         Raises: OutriderError.
         """
@@ -124,7 +124,9 @@ class RequestRegistry:
             yield live
 
     async def begin(self, proto: router_pb2.GenerateRequest, caller: Caller) -> LiveRequest:
-        """Charges the caller and starts a request. If there is a shared store, a resumable request is in it on return.
+        """Charges the caller and starts a request.
+
+        If there is a shared store, a resumable request is in the store when this method returns.
 
         Raises: OutriderError.
         """
@@ -137,7 +139,7 @@ class RequestRegistry:
             live = await self._begin(proto.request_id or str(uuid.uuid4()), proto, caller)
         if live.window_seconds is None or self.keeper is None:
             return live
-        try:  # in parallel with the prompt; the client has not received Started yet
+        try:  # stored while the prompt is computed; the client has not received Started yet
             stored = StoredRequest(
                 request_id=live.key,
                 fingerprint=info.fingerprint,
@@ -160,7 +162,7 @@ class RequestRegistry:
             if live.window_seconds is None:
                 raise NotFoundError(f"request {request_id!r} has no resume window", reason="NOT_RESUMABLE")
             is_ours = await self._is_ours(key)
-            if self._by_key.get(key) is not live:  # its window has ended, or another call has taken it over again
+            if self._by_key.get(key) is not live:  # the window has ended, or another call has taken it over again
                 return await self._find(key, request_id, next_positions)
             if is_ours:
                 return live
@@ -176,7 +178,7 @@ class RequestRegistry:
         return await self.keeper.resume(key, fingerprint=fingerprint)
 
     async def _is_ours(self, key: str) -> bool:
-        """Returns whether no other router has taken the request over; that router may have newer, different tokens."""
+        """Returns whether no other router has taken the request over. One that has may have newer, different tokens."""
         if self.keeper is None:
             return True
         try:
@@ -208,7 +210,7 @@ class RequestRegistry:
         return bool(numerics) and numerics == self._nodes.exact_numerics()
 
     async def abort(self, request_id: str, call: Call) -> bool:
-        """Aborts the caller's request. Returns whether one was running, here or on another router.
+        """Aborts the caller's request. Returns whether it was running, here or on another router.
 
         Aborting here is never refused, since it frees resources. A call that stops nothing here counts against the
         caller's rate.
@@ -358,7 +360,7 @@ class RequestRegistry:
         method = VerificationMethod(context.config.verification_method)
         request = await read_request(proto, served, caller, request_id=request_id, default_method=method)
         encoding.close()
-        if stored is None or caller.key_of(request_id) not in self:  # no takeover, or one that was closed meanwhile
+        if stored is None or caller.key_of(request_id) not in self:  # this is no takeover, or it was closed meanwhile
             self._check_serving()
         started = Started(
             request_id=request.request_id,

@@ -48,16 +48,16 @@ class _Kept:
 
     running: LiveRequest
     stored: StoredRequest
-    positions: dict[int, int] = field(default_factory=dict)  # next position to append, by sample; default: its start
+    positions: dict[int, int] = field(default_factory=dict)  # next position to append, by sample; at first its start
     was_claimed: bool = False  # whether the request was claimed from another router
     has_finished: bool = False  # whether `finish` has been sent to the store
-    is_refused: bool = False  # whether the store has refused tokens; it takes none after a gap
+    is_refused: bool = False  # whether the store has refused tokens; after a gap it takes no more
     num_lost_appends: int = 0
 
     def new_spans(self) -> Iterator[TokenSpan]:
         """Yields the tokens that the store does not have, a bounded number per sample.
 
-        Yields none if the answer has logprobs, or if the store has refused tokens: then they have to be recomputed.
+        Yields nothing if the answer has logprobs or the store has refused tokens. The tokens are recomputed then.
         """
         answer = self.running.answer
         if answer.request.options.logprobs is not None or self.is_refused:
@@ -83,7 +83,7 @@ class AnswerReplicator:
     """Replicates resumable requests to a store. Owned by the event loop.
 
     It writes for all requests together, off the token path. While the store does not answer, running requests
-    continue; they are written once it is back.
+    continue, and are written once the store is back.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class AnswerReplicator:
         self._resting: dict[str, _Kept] = {}  # ended requests by id, not polled until `wake`
         self._claims: dict[str, asyncio.Task[LiveRequest]] = {}
         self._is_lost = False
-        self._to_delete: dict[str, None] = {}  # ids, in the order in which they ended
+        self._to_delete: dict[str, None] = {}  # ids, in the order in which the requests ended
         self._deleting = asyncio.Lock()
         self._work = asyncio.create_task(self._run(), name="store")
 
     async def keep(self, running: LiveRequest, stored: StoredRequest) -> bool:
-        """Stores a request, before its Started message. Returns False if it is served without the store.
+        """Stores a request, before its Started message. Returns False if the request is served without the store.
 
         Raises: AlreadyRunningError if another router has the id; StoreError.
         """
@@ -121,7 +121,7 @@ class AnswerReplicator:
             raise
         except BaseException as error:
             self._delete_later(request_id)  # the request may have been stored, and would block the id
-            if not isinstance(error, StoreError):  # its client has left
+            if not isinstance(error, StoreError):  # the client has left
                 raise
             self._log_availability(error)
             if not self._may_serve_without:
@@ -190,7 +190,7 @@ class AnswerReplicator:
     # ------------------------------------------------------------ off the token path
 
     async def _run(self) -> None:
-        """Replicates periodically. Renewals come first: lost tokens can be recomputed, an expired lease cannot."""
+        """Replicates periodically. Renewals come first, as lost tokens can be recomputed, but lost leases cannot."""
         loop = asyncio.get_running_loop()
         renew_at = loop.time()
         while True:
@@ -258,7 +258,7 @@ class AnswerReplicator:
 
     def _delete_later(self, request_id: str) -> None:
         self._to_delete[request_id] = None
-        # Only if the store has been away for a long time. Requests whose ids are dropped expire by themselves.
+        # This happens only after a long absence of the store. Requests whose ids are dropped expire by themselves.
         while len(self._to_delete) > MAX_TO_DELETE:
             del self._to_delete[next(iter(self._to_delete))]
 
@@ -291,7 +291,7 @@ class AnswerReplicator:
                 self._kept[request_id].running.abort()
         missing = [self._kept[request_id] for request_id in renewal.missing if request_id in self._kept]
         renew_at = asyncio.get_running_loop().time() + self._renew_seconds
-        while missing and asyncio.get_running_loop().time() < renew_at:  # the next renewal reports the others again
+        while missing and asyncio.get_running_loop().time() < renew_at:  # the next renewal reports the rest again
             batch, missing = missing[:CREATES_AT_ONCE], missing[CREATES_AT_ONCE:]
             await asyncio.gather(*map(self._create_again, batch))
 

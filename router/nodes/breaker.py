@@ -10,14 +10,14 @@ MAX_COOLDOWN_SECONDS = 60.0
 FORGET_SECONDS = 120.0
 """Seconds without a failure after which the cooldown starts over at `FIRST_COOLDOWN_SECONDS`."""
 MAX_CAUSES = 64
-"""Maximum requests remembered as possible causes of a node's failures. If more fail, the node is at fault."""
+"""Maximum requests remembered as possible causes of a node's failures. If more fail, the node counts as the cause."""
 
 
 class Breaker:
     """A circuit breaker for one node. Owned by the event loop.
 
-    A failure opens it for a cooldown, which doubles with each further failure. Failures during a cooldown do not
-    count, because a broken session ends many attempts at once. After the cooldown, one request at a time is a
+    A failure opens the breaker for a cooldown, which doubles with each further failure. Failures during a cooldown do
+    not count, because a broken session ends many attempts at once. After the cooldown, one request at a time is a
     trial: success closes the breaker, failure opens it again. The first trial may come during the cooldown
     (`may_be_tried`), if the other nodes have no room.
     """
@@ -66,7 +66,7 @@ class Breaker:
         self._is_on_trial = False
 
     def forgive(self, cause: object) -> None:
-        """Withdraws the failures of a request that also fails on other nodes. Closes the breaker if none is left."""
+        """Withdraws the failures of a request that also fails on other nodes. Closes the breaker if none remain."""
         self._causes.discard(cause)
         if self._open_until is not None and not self._causes:
             self.succeed()

@@ -24,7 +24,7 @@ WAITING_LOG_SECONDS = 5.0
 PREFILL_START_SECONDS = 5.0
 """Seconds that a starting router waits for a prefill node once a decode node serves.
 
-Both load the same weights, so they should need about the same time.
+Both nodes load the same weights, so they should need about the same time.
 """
 
 EXACT_NUMERICS = "exact ("
@@ -41,7 +41,7 @@ class ServedModel:
     tokenizer: Tokenizer
     tokenizer_files: Mapping[str, bytes]  # for gateways: contents by file name, from `resolved_files`
     constraints: ConstraintChecker
-    node: str  # name of the node that it came from
+    node: str  # name of the node that the model came from
 
 
 class NodeDirectory:
@@ -87,7 +87,7 @@ class NodeDirectory:
         self._on_report: list[Callable[[], None]] = []
         self._first_of_numerics: dict[str, str] = {}  # by numerics: the name of the first node that has them
         self.served: ServedModel | None = None
-        self.prefill_nodes: list[PrefillLink] = []  # this list and the next two have serving nodes only
+        self.prefill_nodes: list[PrefillLink] = []  # this list and the next two contain only serving nodes
         self.decode_nodes: list[DecodeLink] = []
         self.late_nodes: list[NodeLink] = []
 
@@ -253,7 +253,7 @@ class NodeDirectory:
     # ------------------------------------------------------------ approval
 
     async def approve(self, link: NodeLink, info: NodeInfo) -> str:
-        """Returns the served model's fingerprint; for a draft node, that of its own model.
+        """Returns the served model's fingerprint, or for a draft node the fingerprint of its own model.
 
         Raises: MismatchError, whose message names both nodes, if the node does not fit; OutriderError if the tokenizer
         cannot be read.

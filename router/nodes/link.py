@@ -25,14 +25,14 @@ from router.nodes.transport import DecodeSession, NodeTransport, RouterIdentity,
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0
 POLL_BACKOFF_FACTOR = 1.1
-"""Factor by which the backoff grows while a node is loading or is an alias. It is small, to poll the node often."""
+"""Factor by which the backoff grows while a node is loading or is an alias. It is small, for frequent polling."""
 IDENTIFY_SECONDS = 2.0
 MAX_CONDITION = 200
 """Maximum characters of `NodeStatus.condition`."""
 MAX_REFUSALS = 16
 """Maximum refusals kept per node, at most one per request size."""
 LOSS_NOTICE_SECONDS = 0.1
-"""Seconds to wait after a failed call to a node. If its reports end in this time, its process has ended."""
+"""Seconds to wait after a failed call to a node. If the node's reports end in this time, its process has ended."""
 
 _log = get_logger("nodes")
 
@@ -82,13 +82,13 @@ class NodeLink:
         self.stamp = NodeVersion("", "", "", "")  # for requests' records; empty until the node is identified
         self.report: NodeReport | None = None
         self.state = NodeState.STARTING
-        self.refusal = ""  # why the node must not be used; empty if it may be
-        self.last_error = ""  # why the node cannot be reached; empty if it can
-        self.max_model_len = 0  # of its model at the last approval; 0: never approved
-        self.is_alias = False  # another link leads to the same process
+        self.refusal = ""  # why the node must not be used; empty if it may be used
+        self.last_error = ""  # why the node cannot be reached; empty if it is reachable
+        self.max_model_len = 0  # as of the last approval; 0: never approved
+        self.is_alias = False  # whether another link leads to the same process
         self.num_hedges = 0  # requests also opened on another node because this node is late
         self.breaker = Breaker()
-        self.last_choice = 0  # value of the placement's counter when it last chose this node
+        self.last_choice = 0  # value of the placement's counter when this node was last chosen
         self.transport = transport
         self._identity = identity
         self._owner = owner
@@ -104,7 +104,7 @@ class NodeLink:
 
     @property
     def incarnation(self) -> bytes:
-        """The incarnation of the process that was last identified; empty if none was."""
+        """The incarnation of the process that was last identified; empty before any is."""
         return self.info.incarnation if self.info is not None else b""
 
     @property
@@ -123,7 +123,7 @@ class NodeLink:
 
     @property
     def is_approved(self) -> bool:
-        """Whether the node has been approved and not lost since."""
+        """Whether the node has been approved and has not been lost since."""
         return bool(self._fingerprint)
 
     @property
@@ -176,7 +176,7 @@ class NodeLink:
             await self.transport.close()
 
     async def _identify(self, info: NodeInfo) -> bool:
-        """Records the node's identity and has it approved. Returns whether to use it now. Raises: MismatchError."""
+        """Records the node's identity and has the node approved. Returns whether to use it. Raises: MismatchError."""
         if info.role is not self.role:
             raise MismatchError(
                 f"{self.address} is a {info.role.name.lower()} node, not a {self.role.name.lower()} node"
@@ -285,7 +285,7 @@ class PrefillLink(NodeLink):
                 raise PeerLostError(f"prefill node {self.name} is lost", node=self.name, reason=UNREACHABLE)
             figures = work.result()
         except OutriderError as error:
-            if error.reason == UNREACHABLE:  # the node's reports end too if its process has ended
+            if error.reason == UNREACHABLE:  # if the node's process has ended, its reports end, too
                 await asyncio.wait((lost,), timeout=LOSS_NOTICE_SECONDS)
             reason = UNREACHABLE if lost.done() else None
             message = f"prefill node {self.name} failed: {error.message}"
@@ -313,14 +313,15 @@ class Size(NamedTuple):
 class Refusal:
     """A decode node's rejection of a request of this size, which keeps other requests away from the node for a while.
 
-    It keeps all requests away for `wait_seconds`. It keeps requests that are no smaller away until a report shows the
-    missing room, requests of this router with as many tokens have ended there, or `NO_ROOM_RETRY_SECONDS` have passed.
+    It keeps all requests away for `wait_seconds`. It keeps requests of at least this size away until a report shows
+    the missing room, requests of this router with as many tokens have ended there, or `NO_ROOM_RETRY_SECONDS` have
+    passed.
     """
 
     rejected: Rejected
     at: float  # monotonic seconds
     size: Size
-    num_freed_tokens: int = 0  # since then, of this router: tokens of requests that ended, minus those that began
+    num_freed_tokens: int = 0  # tokens of this router's requests that ended since then, minus those that began
     num_freed_samples: int = 0
 
     def keeps_out(self, size: Size, load: NodeLoad, now: float) -> bool:

@@ -50,7 +50,7 @@ class AttemptRecord:
 
     request: RequestRecord
     decode: NodeLink
-    index: int  # among the request's attempts, from 0
+    index: int  # index among the request's attempts, from 0
     num_known_tokens: int  # prompt and generated tokens when the attempt began
     traced: trace.Span  # the attempt's span in the request's trace
     num_tokens_to_compute: int | None = None  # known tokens that the decode node computes; None: no grant yet
@@ -100,7 +100,7 @@ class AttemptRecord:
         return span
 
     def end_prefill(self, span: Span, result: PrefillFigures | str) -> None:
-        """Ends the span of a prefill call. `result`: the node's answer, or why there is none."""
+        """Ends the span of a prefill call. `result`: the node's answer, or the reason for its absence."""
         if isinstance(result, str):
             fail(span.traced, "PREFILL_FAILED")
             span.close(result)
@@ -121,7 +121,7 @@ class AttemptRecord:
         self._begin_decoding()
 
     def take_tokens(self, tokens: SampleTokens, num_new: int, now: float) -> None:
-        """Records a message with tokens. It is called for every token, so it must be cheap.
+        """Records a message with tokens. Called for every token, so it must be cheap.
 
         `num_new`: the number of tokens that the answer did not have yet. `now`: monotonic seconds.
         """
@@ -207,13 +207,13 @@ class RequestRecord:
     seed: int = 0
     verification_method: VerificationMethod = VerificationMethod.COUPLED
     attempts: list[AttemptRecord] = field(default_factory=list)
-    """Attempts that got a grant or are traced, until the request ends. Others are not kept: there may be very many."""
-    num_attempts: int = 0  # including those that a decode node refused
+    """Attempts that got a grant or are traced, until the request ends. Others, which may be very many, are not kept."""
+    num_attempts: int = 0  # number of attempts, including those that a decode node refused
     num_traced: int = 0  # number of spans below `traced` in the trace
     finish_reasons: list[str] = field(default_factory=list)  # why the samples ended, in the order of the samples
     has_moved: bool = False  # whether work has moved since the last token
     num_moves: int = 0  # migrations of work from a prefill or decode node
-    stamps: list[NodeVersion] = field(default_factory=list)  # of nodes that worked on it, in the order of first use
+    stamps: list[NodeVersion] = field(default_factory=list)  # of nodes that worked on the request, by first use
     speculation: SpeculationTotals = field(default_factory=SpeculationTotals)
     spans: list[Span] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -239,7 +239,7 @@ class RequestRecord:
     # ------------------------------------------------------------ events
 
     def take_request(self, request: Request, *, model: str, num_generated_tokens: int = 0) -> None:
-        """Records the encoded request. `num_generated_tokens`: tokens generated before by a router that was lost."""
+        """Records the encoded request. `num_generated_tokens`: tokens generated earlier by a router that was lost."""
         sampling = request.options.sampling
         self.num_prompt_tokens, self.num_samples = len(request.prompt_token_ids), sampling.n
         self.num_generated_tokens = num_generated_tokens

@@ -48,7 +48,7 @@ class Records:
         max_steps: int = MAX_STEPS,
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """`records_tokens`: also record token ids, which reveal the answer's text."""
+        """`records_tokens`: whether token ids are recorded, which reveal the answer's text."""
         self._max_records = max_records
         self._num_free_steps = max_steps
         self.records_tokens = records_tokens
@@ -82,7 +82,7 @@ class Records:
 
     @contextmanager
     def beginning(self, request_id: str, metrics: RouterMetrics) -> Iterator[RequestRecord]:
-        """Begins a record like `begin`; an exception in the block ends it."""
+        """Begins a record like `begin`; an exception in the block ends the record."""
         record = self.begin(request_id, metrics)
         try:
             yield record
@@ -182,7 +182,7 @@ def _kv_transfer(attempts: Iterable[AttemptRecord]) -> KvTransferMetrics:
 def make_trailers(record: RequestRecord, *, is_durable: bool) -> Trailers:
     """Returns a call's trailers. A value that was not measured is left out.
 
-    `is_durable`: False if the request is resumable, but is missing in the store.
+    `is_durable`: False if the request is resumable, but missing from the store.
     """
     trailers = [("outrider-tokens", str(record.num_generated_tokens))]
     if record.first_token_at is not None:
@@ -199,7 +199,7 @@ def make_trailers(record: RequestRecord, *, is_durable: bool) -> Trailers:
 
 
 def _end_trace(record: RequestRecord, *, reason: str) -> None:
-    """Ends the trace of a request that has ended. `reason`: why it failed; empty if it did not."""
+    """Ends the trace of a request that has ended. `reason`: why the request failed; empty if it did not fail."""
     for attempt in record.attempts:
         _end_attempt(record, attempt)
     assert record.ended_at is not None
@@ -233,7 +233,7 @@ def _end_trace(record: RequestRecord, *, reason: str) -> None:
 def _end_attempt(record: RequestRecord, attempt: AttemptRecord) -> None:
     """Ends the attempt's span as of the time when the attempt left its decode node.
 
-    The span is ended only now, because it becomes known after the attempt why work moved.
+    The span is ended only now, because the reason why work moved becomes known only after the attempt.
     """
     traced, node, last = attempt.traced, attempt.decode.name, attempt.decoding or attempt.opening
     traced.set_attributes({"outrider.attempt": attempt.index, "outrider.decode_node": node})

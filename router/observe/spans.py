@@ -41,17 +41,17 @@ class SpanKind(enum.StrEnum):
     QUEUE = "queue"  # wait in the router's queue
     OPEN = "open"  # from the request for room on a decode node to its grant
     PREFILL = "prefill"  # from the call to a prefill node to its answer
-    PREFILL_CHUNK = "prefill_chunk"  # computation of a part of the prompt, by one forward pass; many are merged
+    PREFILL_CHUNK = "prefill_chunk"  # computation of a part of the prompt by one forward pass; very many are merged
     KV_FRAME = "kv_frame"  # transfer of a chunk's KV for a group of layers, from its queueing to its acknowledgement
     KV_TRANSFER = "kv_transfer"  # from the first frame to complete KV, as measured by the decode node
     DECODE = "decode"  # from complete KV (or the grant, if the decode node computes the prompt) to the attempt's end
 
 
 class RequestState(enum.StrEnum):
-    WAITING = "waiting"  # until its first grant
+    WAITING = "waiting"  # until the first grant
     RUNNING = "running"
     FINISHED = "finished"
-    ABORTED = "aborted"  # by its client, who may have left
+    ABORTED = "aborted"  # aborted by its client, which may have left
     FAILED = "failed"
 
 
@@ -84,8 +84,8 @@ class Step(NamedTuple):
     sample: int
     attempt: int
     node: str  # the attempt's decode node
-    at: float  # arrival at the router
-    position: int  # of the first token
+    at: float  # time of arrival at the router
+    position: int  # position of the first token
     num_tokens: int
     num_draft_tokens: int  # verified draft tokens
     num_accepted: int
@@ -117,7 +117,7 @@ class SpeculationTotals:
     acceptance_histogram: list[int] = field(default_factory=list)
 
     def add(self, counts: SpeculationCounts) -> None:
-        """Adds the counts of one step. It is called for every token, so it must be cheap."""
+        """Adds the counts of one step. Called for every token, so it must be cheap."""
         if not counts.num_wanting_steps and not counts.num_spec_steps:
             return
         self.num_spec_steps += counts.num_spec_steps
@@ -146,7 +146,7 @@ class SpeculationTotals:
 
 
 def prefill_spans(call: Span, figures: PrefillFigures) -> list[Span]:
-    """Returns spans of a prefill node's work in an ended call. Times in `figures` start at the call's arrival there."""
+    """Returns spans of a prefill node's work in an ended call. Times in `figures` start when the node gets the call."""
     assert call.end is not None
     ended_at = call.end
     # Assumes that the request and the response took equally long on the network.

@@ -1,7 +1,7 @@
 """An answer: all tokens with their positions and text, and its readers. It knows nothing about nodes.
 
 Tokens are recorded before they are delivered. A later attempt continues from the record, a client that
-reconnects gets it replayed, and tokens of two concurrent attempts are compared with it.
+reconnects gets the record replayed, and tokens of two concurrent attempts are compared with the record.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Answer:
         self.started: Started | None = None
         self.summary: Summary | None = None
         self.failure: OutriderError | None = None
-        self.may_lag_client = False  # taken over from another router, which may have delivered more than it stored
+        self.may_lag_client = False  # whether another router may have delivered tokens that it did not store
         logprobs = request.options.logprobs
         self.entries_per_token = 1 if logprobs is None else 2 + logprobs.num_top  # the token and its logprobs
         self._reader: AnswerReader[Any] | None = None
@@ -102,7 +102,7 @@ class Answer:
             self.begin()
 
     def take(self, tokens: SampleTokens) -> tuple[int, bool]:
-        """Takes a sample's tokens. Returns (number of new ones, whether they ended the sample).
+        """Takes a sample's tokens. Returns (number of new tokens, whether they ended the sample).
 
         Raises: TokenMismatchError, InternalError.
         """
@@ -185,7 +185,7 @@ class Answer:
 def _make_text(request: Request, tokenizer: Tokenizer) -> AnswerText:
     stop, output, sampling = request.stop, request.output, request.options.sampling
     detokenizer: Detokenizer = ByteDetokenizer(())
-    if stop.strings or not output.token_ids_only:  # else no text is needed
+    if stop.strings or not output.token_ids_only:  # otherwise no text is needed
         detokenizer = tokenizer.detokenizer(
             skip_special_tokens=output.skip_special_tokens, context=request.prompt_token_ids
         )

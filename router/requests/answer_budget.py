@@ -15,7 +15,7 @@ from outrider.wire.answer import max_logprobs_bytes
 
 BYTES_PER_ANSWER = 10_240
 BYTES_PER_SAMPLE = 2_048
-"""Bytes of objects per answer (including its record) and per sample. One sample of one token was measured: 11.0 kB."""
+"""Bytes of objects per answer (including its record) and per sample. An answer of one token was measured at 11.0 kB."""
 _BYTES_PER_TOKEN = 96  # the entries in two lists, the token id, and its piece of text
 _BYTES_PER_LOGPROB = 160
 RETRY_SECONDS = 1.0
@@ -35,7 +35,7 @@ TICK_SECONDS = 0.1
 
 
 class LoopClock:
-    """A clock in seconds. It stands still while the event loop is blocked, so that this makes no client seem late."""
+    """A clock in seconds. It stands still while the event loop is blocked, so blocking makes no client seem late."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -65,7 +65,7 @@ class AnswerBudget:
         self._accounts: dict[AnswerAccount, None] = {}  # the oldest first
         self._num_expected_tokens = float(MAX_FIRST_TOKENS)  # expected per sample; few of the last answers were longer
         self._num_expected_bytes = 0  # expected growth of all answers
-        self.reserved_bytes = 0  # held by all answers
+        self.reserved_bytes = 0  # bytes held by all answers
 
     def open(self, request: Request, *, num_known_tokens: int = 0) -> AnswerAccount:
         """Opens an account for the answer's objects, the prompt, its logprobs, and each sample's first token.
@@ -167,7 +167,7 @@ class AnswerBudget:
         self._add(account, num_bytes, -min(account.num_expected_bytes, num_bytes))
 
     def settle(self, account: AnswerAccount, num_tokens: float | None) -> None:
-        """Records the end of an answer. `num_tokens`: per sample; None: the answer failed, or its client left.
+        """Records the end of an answer. `num_tokens`: tokens per sample; None: the answer failed, or its client left.
 
         The number changes the moving average of lengths, which rises fast and falls slowly.
         """
@@ -189,7 +189,7 @@ class AnswerBudget:
 class Unread(enum.IntEnum):
     """Why nobody reads an answer, in the order of eviction."""
 
-    DELIVERED = 0  # it was read to its end, and is kept for its resume window
+    DELIVERED = 0  # the answer was read to its end, and is kept for its resume window
     STALLED = 1  # its client does not take a message that is being written
     LEFT = 2  # its client is absent
 
@@ -203,7 +203,7 @@ class AnswerAccount:
     num_bytes: int = 0
     num_expected_bytes: int = 0  # expected growth that has not happened yet
     has_ended: bool = False
-    unread: tuple[Unread, float] | None = None  # why, and since when (by the budget's clock); None: it is read
+    unread: tuple[Unread, float] | None = None  # why, and since when (by the budget's clock); None: it is being read
 
 
 def _bytes_per_token(request: Request) -> int:

@@ -52,13 +52,13 @@ class Attempt:
     is_hedge: bool
     state: AttemptState = AttemptState.OPENING
     was_granted: bool = False
-    has_tokens: bool = False  # at least one token has come from this attempt
+    has_tokens: bool = False  # whether at least one token has come from this attempt
     is_late: bool = False
     is_draining: bool = False
     is_kv_ready: bool = False
     is_prefill_running: bool = False
-    transfer_id: bytes = b""  # of the current transfer; empty: the decode node computes the prompt
-    prefill_numerics: str = ""  # of the last prefill node that was asked; empty: none was
+    transfer_id: bytes = b""  # id of the current transfer; empty: the decode node computes the prompt
+    prefill_numerics: str = ""  # numerics of the last prefill node that was asked; empty: none was asked
     timer: on.Timer | None = None  # the running timer
     running: set[int] = field(default_factory=set)  # samples on the decode node
 
@@ -81,7 +81,7 @@ class Attempt:
         return numerics.startswith(EXACT_NUMERICS) and (self.prefill is None or self.prefill.numerics == numerics)
 
     def step(self, event: Any) -> on.Outcome | None:
-        """Takes an event. Returns its outcome for the request, or None if there is none.
+        """Takes an event. Returns the outcome of the event for the request, or None if there is no outcome.
 
         The attempt is lost if its node breaks the protocol. Raises: InvalidTransitionError if an event of the router
         itself has no transition in this state.
@@ -251,7 +251,7 @@ class Attempt:
         self._set_timer(on.Timer.GRANT, self.shared.limits.open_timeout_seconds)
 
     def _keeps_received(self) -> bool:
-        """Whether received KV blocks may stay: if the next node has equal numerics and the prompt is not scored."""
+        """Whether received KV may stay. The next node must have equal numerics, and the prompt must not be scored."""
         node = self.decode if self.prefill is None else self.prefill
         return self.prefill_numerics == node.numerics and self.opened.options.prompt_logprobs is None
 
@@ -366,7 +366,7 @@ class Attempt:
             on.PrefillEnded: _take_prefill,
             on.PrefillLate: _leave_late_prefill,
             on.TimerFired: _miss_kv,
-            SampleTokens: _take_tokens,  # held back until the prompt's logprobs are complete
+            SampleTokens: _take_tokens,  # tokens are held back until the prompt's logprobs are complete
             SampleDone: _take_done,
         },
         AttemptState.RETARGETING: {

@@ -55,8 +55,8 @@ class AttemptNodes:
         self._fingerprint = fingerprint
         self._may_replace = may_take_over
         self._decode_incarnation = place.decode.incarnation
-        self._session: DecodeSession | None = None  # None: the group is not opened yet, or closed
-        self._prefill: asyncio.Task[PrefillFigures] | None = None  # None: no running call has a result that is wanted
+        self._session: DecodeSession | None = None  # None: the group is not open yet, or is closed
+        self._prefill: asyncio.Task[PrefillFigures] | None = None  # None: no call runs whose result is wanted
         self._watched: PrefillLink | None = None  # the node of the running prefill call
 
     @property

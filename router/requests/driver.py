@@ -67,11 +67,11 @@ class EncodedRequest:
 
     answer: Answer
     record: RequestRecord
-    account: AnswerAccount  # closed with the request
+    account: AnswerAccount  # closed when the request is closed
     proto: router_pb2.GenerateRequest | None  # the request as the client sent it; None: its receipt has been made
     model: ModelInfo
     client: str  # the client whose share of the queue is charged
-    was_admitted: bool = False  # admitted by a router that is gone, so the queue must not reject it
+    was_admitted: bool = False  # whether a router that is gone admitted the request; the queue must not reject it then
 
 
 class Driver:
@@ -96,11 +96,11 @@ class Driver:
         self._events: deque[on.Event] = deque()
         self._is_stepping = False
         self._now = 0.0  # monotonic seconds of the current step
-        self._attempts: dict[bytes, AttemptNodes] = {}  # by sequence group id, until nothing of the attempt runs
-        self._waiting: QueuedRequest | None = None  # its turn, kept while an attempt runs; None: never queued
+        self._attempts: dict[bytes, AttemptNodes] = {}  # by sequence group id; kept until nothing of the attempt runs
+        self._waiting: QueuedRequest | None = None  # the request's turn, kept while an attempt runs; None: never queued
         self._seeking: asyncio.Task[Place] | None = None
         self._timers: dict[tuple[on.Timer, bytes], asyncio.TimerHandle] = {}
-        self._blamed: dict[bytes, Breaker] = {}  # by incarnation, of nodes whose failure the request may have caused
+        self._blamed: dict[bytes, Breaker] = {}  # by incarnation: nodes whose failure the request may have caused
 
     @property
     def encoded(self) -> EncodedRequest:
@@ -192,7 +192,7 @@ class Driver:
                 self._seeking = None
                 self.feed(self._placed(task))
             elif not task.cancelled() and task.exception() is None:
-                task.result().release()  # assigned in the same loop iteration in which the wait was cancelled
+                task.result().release()  # a place assigned in the same loop iteration in which the wait was cancelled
 
         self._seeking = asyncio.create_task(self._context.queue.wait_for_place(waiting), name="place")
         self._seeking.add_done_callback(end)

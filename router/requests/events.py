@@ -28,9 +28,9 @@ class Timer(enum.Enum):
     """A request's timers, at most one of each kind. GRANT and KV belong to an attempt, the others to the request."""
 
     GRANT = enum.auto()
-    KV = enum.auto()  # for the rest of the KV and logprobs, after the first of the two nodes has reported its end
-    RETRY = enum.auto()  # until another search for a second decode node
-    STATS = enum.auto()  # for the prefill node's statistics, after all samples have ended
+    KV = enum.auto()  # wait for the missing KV or logprobs, after one of the two nodes has reported its end
+    RETRY = enum.auto()  # pause before another search for a second decode node
+    STATS = enum.auto()  # wait for the prefill node's statistics, after all samples have ended
     WINDOW = enum.auto()  # the resume window, which runs while there is no reader
 
 
@@ -39,7 +39,7 @@ class Encoded:
     """The prompt is encoded and memory is reserved, so the request can be served."""
 
     answer: Answer
-    was_admitted: bool = False  # admitted by a router that is gone, so the queue must not reject it
+    was_admitted: bool = False  # whether a router that is gone admitted the request; the queue must not reject it then
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Placed:
     place: Any  # the driver's handle
     decode: Node
     prefill: Node | None  # None: the decode node computes the prompt
-    kv_salt: bytes  # for the hashes of the KV blocks that these nodes compute
+    kv_salt: bytes  # salt for the hashes of the KV blocks that these nodes compute
     is_hedge: bool = False
 
 
@@ -165,7 +165,7 @@ class Lost:
 
     error: PeerLostError
     cause: str  # a label of `outrider:moves_total`
-    is_counted: bool = True  # against the failure budget; False: it was planned, or has been counted
+    is_counted: bool = True  # whether it counts against the failure budget; False: it was planned or is already counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,8 @@ class Enqueue(Instruction):
     """Wait for a place. `Placed` or `NotPlaced` follows, unless `LeaveQueue` comes first."""
 
     demand: Demand
-    bypasses_limits: bool  # exempt from the queue's bounds
-    is_undisplaceable: bool  # exempt from displacement by other requests
+    bypasses_limits: bool  # whether the request is exempt from the queue's bounds
+    is_undisplaceable: bool  # whether the request is exempt from displacement by other requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Deliver(Instruction):
 
     tokens: SampleTokens
     num_new: int  # number of new tokens; 0: another attempt has delivered all of them before
-    is_first: bool  # whether they are the attempt's first tokens, which show that its nodes work
+    is_first: bool  # whether `tokens` are the attempt's first, which show that its nodes work
 
 
 @dataclass(frozen=True, slots=True)

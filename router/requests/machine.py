@@ -102,7 +102,7 @@ class Request:
                 self._take_loss(attempt, outcome)
             case on.Fatal(error):
                 self.attempts.remove(attempt)
-                attempt.close(error.reason)  # without the message, which the request's failure has
+                attempt.close(error.reason)  # without the message, which is in the request's failure
                 self._end(on.Failed(error))
         self._advance()
 
@@ -118,14 +118,14 @@ class Request:
         no_room = rejected if reason in {RejectReason.NO_ROOM, RejectReason.DRAINING} else None
         attempt.close(f"{reason.name}: {rejected.message}", rejected=no_room, frees_hedge=True)
         self._bypasses_limits |= self.shared.was_admitted
-        self._is_undisplaceable = self.shared.was_admitted  # without a grant, it may be displaced again
+        self._is_undisplaceable = self.shared.was_admitted  # a request that never had a grant may be displaced again
         if reason is RejectReason.TOO_LARGE:
             self.shared.excluded |= {attempt.decode.incarnation}
             if self.attempts or self._cluster.is_usable(self.shared.demand()):
                 return
             if not self._cluster.awaits_decode_nodes:
                 self._end(on.Failed(InvalidRequestError(rejected.message, field="prompt", reason="TOO_LARGE")))
-            elif not self.shared.was_admitted:  # else it waits for a node as large as the one that granted room
+            elif not self.shared.was_admitted:  # otherwise it waits for a node as large as the one that granted room
                 message = f"too large for the decode nodes that serve now: {rejected.message}"
                 self._end(on.Failed(PeerLostError(message, reason="NO_NODE")))
 
@@ -143,13 +143,13 @@ class Request:
             self._do(do.Forgive(tuple(sorted(failures.suspects))))
             self._end(on.Failed(final))
         elif not is_second:  # the loss of a second attempt is no migration
-            self._bypasses_limits = True  # it was admitted before, so the queue must not reject it
+            self._bypasses_limits = True  # the request was admitted before, so the queue must not reject it
             self._do(do.RecordMigration(attempt.decode.name, lost.cause, lost.error))
 
     # ----------------------------------------------------------- next steps
 
     def _advance(self) -> None:
-        """Ends one of two attempts if one is enough. Seeks another attempt if one is needed."""
+        """Ends one of two attempts if the other is enough. Seeks another attempt if it is needed."""
         if self.state not in {State.QUEUED, State.SERVING}:
             return
         if len(self.attempts) == 2:
@@ -230,7 +230,7 @@ class Request:
             transfer_id=b"" if event.prefill is None else self.shared.limits.new_id(),
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
-            samples=answer.unfinished_samples() or (SampleStart(sample=0),),  # if only prompt logprobs are missing
+            samples=answer.unfinished_samples() or (SampleStart(sample=0),),  # sample 0 if only logprobs are missing
             options=replace(
                 request.options,
                 cache_salt=event.kv_salt,
@@ -280,7 +280,7 @@ class Request:
         self.answer.fail(dropped())
 
     def _detach(self, _event: on.ReaderLeft) -> None:
-        """Begins the resume window, unless another stream reads. Frees the key of a rejected request at once."""
+        """Begins the resume window, unless another stream is reading. Frees the key of a rejected request at once."""
         self.has_reader = self.answer.has_reader
         if self.has_reader:
             return
@@ -319,7 +319,7 @@ class Request:
         self._do(do.SettleRequest())
 
     def _end(self, event: on.Failed) -> None:
-        """Fails the request. The tokens so far can be read until its window ends."""
+        """Fails the request. The tokens so far can be read until the resume window ends."""
         was_active, self.state = self.state.is_active, State.ENDED
         self._free()
         if was_active:

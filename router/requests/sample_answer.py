@@ -13,7 +13,7 @@ from router.text.answer_text import AnswerText
 
 
 class TokenMismatchError(InternalError):
-    """Two nodes computed different tokens for one position. It is a bug in Outrider, or the nodes' numerics differ."""
+    """Two nodes computed different tokens for one position. Outrider has a bug, or the nodes' numerics differ."""
 
     reason = "TOKEN_MISMATCH"
 
@@ -30,7 +30,7 @@ class SampleAnswer:
         """`token_bytes`: converts a token id to bytes, if logprobs should include them."""
         sampling = request.options.sampling
         self._sample = sample
-        self._stop_token_ids = frozenset(request.options.stop_token_ids)  # including end-of-text ids, unless ignored
+        self._stop_token_ids = frozenset(request.options.stop_token_ids)  # with end-of-text ids unless they are ignored
         self._min_tokens = sampling.min_tokens
         self._max_tokens = sampling.max_tokens
         self._text = text

@@ -23,13 +23,16 @@ NODE_FAULT_CAUSES = frozenset({"decode_lost", "decode_silent", "token_mismatch",
 
 
 class State(enum.Enum):
-    """The states of a request: ENCODING → QUEUED ⇄ SERVING → CONCLUDING → ENDED → CLOSED. Any may end early."""
+    """The states of a request: ENCODING → QUEUED ⇄ SERVING → CONCLUDING → ENDED → CLOSED.
 
-    ENCODING = enum.auto()  # its text is being encoded, its constraint compiled
-    QUEUED = enum.auto()  # no attempt runs; it may have tokens already
+    A request may end early from any state.
+    """
+
+    ENCODING = enum.auto()  # its text is being encoded and its constraint compiled
+    QUEUED = enum.auto()  # no attempt runs; the request may already have tokens
     SERVING = enum.auto()  # one or two attempts run
     CONCLUDING = enum.auto()  # all samples have ended; statistics may still come
-    ENDED = enum.auto()  # the answer is complete or has failed, and can be read until its window ends
+    ENDED = enum.auto()  # the answer is complete or has failed, and can be read until the resume window ends
     CLOSED = enum.auto()  # nothing is held anywhere, and the key is free
 
     @property
@@ -75,7 +78,7 @@ class Cluster(Protocol):
 
     @property
     def awaits_decode_nodes(self) -> bool:
-        """Whether a decode node that is not serving now might accept a request that no serving node can."""
+        """Whether a decode node that is not serving now might accept a request that no serving node can accept."""
 
     def has_decode_node_on_time(self, demand: Demand) -> bool:
         """Whether a decode node that is not late could take the request."""
@@ -124,7 +127,7 @@ class FailureBudget:
 
     @property
     def may_open_second(self) -> bool:
-        """Whether a second attempt may run: the budget must allow for the loss of both attempts."""
+        """Whether a second attempt may run, which it may if the budget allows for the loss of both attempts."""
         return self.num_lost_nodes + 2 <= MAX_LOST_NODES
 
     def final_error(self, last: PeerLostError) -> PeerLostError | None:
@@ -142,8 +145,8 @@ class Shared:
     limits: Limits
     failures: FailureBudget = field(default_factory=FailureBudget)
     maybe_answer: Answer | None = None  # None: the request is being encoded
-    excluded: frozenset[bytes] = frozenset()  # incarnations of decode nodes that can never have room for it
-    was_admitted: bool = False  # a decode node has granted room, to this router or to one that is gone
+    excluded: frozenset[bytes] = frozenset()  # incarnations of decode nodes that can never have room for the request
+    was_admitted: bool = False  # whether a decode node has granted room, to this router or to one that is gone
     now: float = 0.0  # monotonic seconds of the current step
     out: list[do.Instruction] = field(default_factory=list)  # the instructions of the current step
 
@@ -153,7 +156,7 @@ class Shared:
         return self.maybe_answer
 
     def demand(self, alongside: Node | None = None) -> Demand:
-        """Returns the demand of all unfinished samples. Only the first one's tokens count: all share the prompt's KV.
+        """Returns the demand of all unfinished samples. Only one sample's tokens count, as all share the prompt's KV.
 
         `alongside`: the decode node of a running attempt. A second one must run on another node of equal numerics.
         """

@@ -25,12 +25,12 @@ NO_NODES: frozenset[bytes] = frozenset()
 OUTSTANDING_CHUNKS = 4
 """Maximum chunks of prompt tokens, each computed by one forward pass, that may be in flight on a prefill node."""
 HEDGED_SHARE = 0.1
-"""Maximum share of the running requests that are hedged: also opened on another node, because theirs is late."""
+"""Maximum share of the running requests that are hedged, i.e. also opened on another node because theirs is late."""
 PREFIX_CHUNK_TOKENS = 32
 MAX_PREFIX_CHUNKS = 131_072
 """Maximum chunks remembered for all nodes together: 4 million prompt tokens."""
 PREFIX_HIT_BONUS = 4
-"""Number of extra running sequences with which a node is still preferred if it has the whole prefix cached."""
+"""Number of extra running sequences for which a node makes up by having the whole prefix cached."""
 
 
 class PrefixMap:
@@ -76,7 +76,7 @@ class Demand:
     cache_salt: bytes = b""
     avoided: frozenset[bytes] = frozenset()  # incarnations of nodes that failed this request, used as a last resort
     numerics: str = ""  # required numerics of the decode and prefill node; empty: any
-    is_scored: bool = False  # prompt logprobs are wanted, so that few prompt tokens are computed per step
+    is_scored: bool = False  # whether prompt logprobs are wanted; few prompt tokens are then computed per step
     num_samples: int = 1
 
     @property
@@ -90,7 +90,7 @@ class Demand:
 
     @property
     def num_scored_tokens(self) -> int:
-        """An upper bound of the tokens to score; it includes generated tokens."""
+        """An upper bound of the number of tokens to score. It counts generated tokens, too."""
         return len(self.token_ids) if self.is_scored else 0
 
     @cached_property
@@ -114,8 +114,8 @@ class Place:
     def kv_salt(self, cache_salt: bytes) -> bytes:
         """Returns the salt for the hashes of this place's KV blocks, for a request with the salt `cache_salt`.
 
-        KV computed by nodes of different numerics differs in bits from KV that the decode node computes alone, so it
-        is shared only between places with the same pair of numerics.
+        KV computed by nodes of different numerics differs in bits from KV that the decode node computes alone, so
+        KV is shared only between places with the same pair of numerics.
         """
         kinds = (self.decode.numerics, "" if self.prefill is None else self.prefill.numerics)
         if kinds[0] == kinds[1] or not all(kinds):
@@ -140,7 +140,7 @@ class Place:
             self.hedged.num_hedges = max(self.hedged.num_hedges - 1, 0)
 
     def release_prefill(self) -> None:
-        """Releases the prefill node, because the prompt is computed or need not be."""
+        """Releases the prefill node, because the prompt is computed or need not be computed."""
         num_tokens, self.num_prefill_tokens = self.num_prefill_tokens, 0
         if num_tokens and self.prefill is not None:
             self.placement.release_prefill(self.prefill, num_tokens, self.demand.num_scored_tokens)
@@ -219,7 +219,7 @@ class Placement:
 
     @property
     def awaits_decode_nodes(self) -> bool:
-        """Whether a decode node that is not serving now might accept a request that no serving node can."""
+        """Whether a decode node that is not serving now might accept a request that no serving node can accept."""
         return self._nodes.has_unready_decode_target
 
     def is_usable(self, demand: Demand) -> bool:
@@ -237,7 +237,7 @@ class Placement:
     def nodes_to_reserve(self, demand: Demand, *, decode: bool, prefill: bool) -> frozenset[bytes]:
         """Returns the nodes, at most one of each role, that will probably be the first with room for the request.
 
-        The queue reserves them: the router sends nothing else there, so their free room grows until it is enough.
+        The queue reserves these nodes: the router sends nothing else there, so that their free room grows as needed.
         """
         kept: list[NodeLink] = []
         if decode and (decodes := self._usable_decode(demand)):
@@ -247,7 +247,7 @@ class Placement:
         return frozenset(link.incarnation for link in kept)
 
     def waits_for_scored_prompts(self, demand: Demand) -> bool:
-        """Whether the request waits only because of scored prompts on prefill nodes. If so, others may pass it."""
+        """Whether the request waits only because of scored prompts on prefill nodes. If so, other requests may pass."""
         links = self._usable_prefill(demand)
         return bool(links) and not any(_has_scoring_room(link, demand) for link in links)
 
@@ -325,8 +325,8 @@ class Placement:
         """Returns (node, uncached tokens) for the node that would finish this prompt first, or None if none has room.
 
         `failed`: the node to replace. It is the last choice, and excluded while it is late. Nodes of other numerics
-        are excluded too, because the block hashes of the reservation depend on the numerics. Room is not checked
-        then, because the prompt already has its reservation.
+        are excluded too, because the block hashes of the reservation depend on the numerics. For a replacement,
+        room is not checked, because the prompt already has its reservation.
         """
         usable = self._usable_prefill(demand)
         if failed is not None:

@@ -71,8 +71,8 @@ class QueuedRequest:
         self.client = client
         self.cost = demand.num_samples + len(demand.token_ids) / COST_TOKENS  # charged to the client's share
         self.turn: Turn = ()  # empty until the request first asks for a place
-        self.bypasses_limits = False  # whether it is exempt from the queue's bounds
-        self.was_placed = False  # whether it has had a place: then it is never displaced and gets no refund
+        self.bypasses_limits = False  # whether the request is exempt from the queue's bounds
+        self.was_placed = False  # whether the request has had a place; if so, it is never displaced and gets no refund
         self.place: asyncio.Future[Place] | None = None  # set from joining a lane until the waiting task resumes
         self.lane: list[_Entry] | None = None  # set while the request is in the queue
         # Whether no node of the role had room for the request while others of its priority waited behind it.
@@ -128,15 +128,15 @@ class RequestQueue:
         return len(self._waiting)
 
     def oldest_wait_seconds(self) -> float:
-        """Returns how long the oldest request has been queued; 0 if there is none. Thread-safe."""
+        """Returns how long the oldest request has been queued; 0 if none is queued. Thread-safe."""
         counted = list(self._waiting.values())  # an atomic copy, because the event loop changes the original
         return max(self._clock() - counted[0][0], 0.0) if counted else 0.0
 
     async def wait_for_place(self, waiting: QueuedRequest) -> Place:
         """Returns the request's place, now or when its turn comes. Cancelling the call leaves the queue.
 
-        Raises: CapacityError if it would have to wait and the queue is full; PeerLostError after too long
-        a time without a serving node that could take it.
+        Raises: CapacityError if the request would have to wait and the queue is full; PeerLostError after too long
+        a time without a serving node that could take the request.
         """
         if not waiting.turn:
             stamp = self._order.stamp(waiting.client, waiting.cost)
@@ -158,7 +158,7 @@ class RequestQueue:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                future.result().release()  # assigned in the same loop iteration in which the wait was cancelled
+                future.result().release()  # a place assigned in the loop iteration that cancelled the wait
             else:
                 self._refund(waiting)
             raise
@@ -171,7 +171,7 @@ class RequestQueue:
             self._count_out(waiting)
 
     def change_demand(self, waiting: QueuedRequest, demand: Demand) -> None:
-        """Changes the request's demand; it keeps its turn."""
+        """Changes the request's demand. The request keeps its turn."""
         is_in_queue = waiting.lane is not None
         self._leave_lane(waiting)
         waiting.demand = demand
@@ -238,7 +238,7 @@ class RequestQueue:
         return reserved
 
     def _update_stranded(self) -> set[Family]:
-        """Returns the families that a serving node could take. Fails requests of others that waited too long."""
+        """Returns families that a serving node could take. Fails requests of other families that waited too long."""
         now, since, timeout = self._clock(), self._stranded, self._no_node_timeout_seconds
         self._lanes = {key: lane for key, lane in self._lanes.items() if _drop_gone(lane)}
         demands = {family: lane[0][1].demand for (family, _), lane in self._lanes.items()}
@@ -321,7 +321,7 @@ class RequestQueue:
             return
         waiting.lane = None
         self._num_gone += 1
-        if self._num_gone > self.num_waiting + 16:  # many that have left are still in lanes, behind others
+        if self._num_gone > self.num_waiting + 16:  # many requests that have left are still in lanes, behind others
             self._num_gone = 0
             for lane in self._lanes.values():
                 lane[:] = [entry for entry in lane if entry[1].lane is lane]

@@ -13,7 +13,7 @@ MAX_HELD_TOKENS = 16
 
 
 class ByteDetokenizer:
-    """A detokenizer for byte-level tokenizers, whose tokens are byte strings, so that each costs one table lookup.
+    """A detokenizer for byte-level tokenizers, whose tokens are byte strings. Each token costs one table lookup.
 
     `token_bytes[id]` has the token's bytes; ids beyond the table have none.
     """
@@ -45,8 +45,8 @@ class WindowDetokenizer:
     """A detokenizer for all other tokenizers. It decodes a short window and returns the text that a token added.
 
     The window has the tokens whose text was emitted last, followed by those held back. It is
-    decoded with and without the latter; both decodings start at the same token, so whatever a
-    decoder does at the start, for example dropping a space, cancels out. (This is the method of
+    decoded with and without the tokens held back. Both decodings start at the same token, so
+    whatever a decoder does at the start, for example dropping a space, cancels out. (This is the method of
     text-generation-inference and vLLM.) `context`: the tokens before the answer.
     """
 
@@ -153,7 +153,7 @@ class AnswerText:
         return found_at, found
 
     def _hold_from(self, text: str, start: int) -> int:
-        """Returns where the longest suffix of the text begins that is a proper prefix of a stop string."""
+        """Returns the start of the text's longest suffix that is a proper prefix of a stop string."""
         cut = len(text)
         for string in self._stop_strings:
             at = text.find(string[0], max(start, len(text) - len(string) + 1), cut)

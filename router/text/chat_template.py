@@ -38,7 +38,7 @@ class ChatTemplate:
     """Renders messages. Templates come with the model and are not trusted, so they run in jinja2's sandbox."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """`sources`: templates by name, as in `CheckpointText`. Raises: ModelError if one does not parse."""
+        """`sources`: templates by name, as in `CheckpointText`. Raises: ModelError if a template does not parse."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
@@ -64,7 +64,7 @@ class ChatTemplate:
 
         `variables`: other variables that the template reads, for example enable_thinking.
 
-        Raises: InvalidRequestError if there is no template, or it refuses the messages.
+        Raises: InvalidRequestError if there is no template, or if the template refuses the messages.
         """
         name = TOOL_TEMPLATE if variables.get("tools") and TOOL_TEMPLATE in self._templates else DEFAULT_TEMPLATE
         template = self._templates.get(name)
@@ -128,7 +128,7 @@ def _functions(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _write_arguments(chat: Iterable[Mapping[str, Any]]) -> bool:
-    """Converts tool calls' arguments that are objects to JSON text. Returns whether there were any.
+    """Converts tool calls' arguments that are objects to JSON text. Returns whether there were such arguments.
 
     As in transformers, templates get arguments as objects first, and most of them write an object as JSON. Some
     templates concatenate arguments with text, which fails for objects.

@@ -57,8 +57,8 @@ class ConstraintChecker:
         self._compiling: dict[tuple[str, bytes], asyncio.Future[None]] = {}
         self._seconds = 0.0  # moving average of a compilation's duration
         self._process: subprocess.Popen[str] | None = None  # owned by the queue's thread
-        # Error messages (None: it compiles) by the constraint's hash, most recently used last. The queue's thread adds
-        # entries, too.
+        # Error messages by the constraint's hash, most recently used last. None: the constraint compiles. The queue's
+        # thread adds entries, too.
         self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
         self._is_closed = False
 
@@ -82,7 +82,7 @@ class ConstraintChecker:
     async def _compile_shared(self, key: bytes, constraint: Constraint, asked: str, client: str) -> None:
         """Compiles a constraint for the first of a client's requests that need it. The others get its error, if any.
 
-        If the first request is cancelled, the others get no error, and one of them compiles it.
+        If the first request is cancelled, the others get no error, and one of them compiles the constraint.
         """
         if (asking := self._compiling.get((client, key))) is not None:
             await asyncio.shield(asking)
@@ -130,7 +130,7 @@ class ConstraintChecker:
         if self._process is None or self._process.poll() is not None:
             self._process = _start()
             if (message := _ask(self._process, json.dumps(self._tokenizer))) is not None:
-                self._process.wait(ANSWER_SECONDS)  # it exits by itself
+                self._process.wait(ANSWER_SECONDS)  # the process exits by itself
                 raise NotSupportedError(message, field=f"sampling.{constraint.kind}")
         try:
             return _ask(self._process, asked)
@@ -156,7 +156,7 @@ def _start() -> subprocess.Popen[str]:
 
 
 def _ask(process: subprocess.Popen[str], asked: str) -> str | None:
-    """Returns the process's answer. Raises: InternalError if it has ended; CapacityError if none comes in time."""
+    """Returns the process's answer. Raises: InternalError if it has ended; CapacityError if no answer comes in time."""
     assert process.stdin is not None
     assert process.stdout is not None
     deadline = time.monotonic() + ANSWER_SECONDS

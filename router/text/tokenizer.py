@@ -57,7 +57,7 @@ class EncodingQueue:
         self._busy_reason = busy_reason
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by client
-        self._num_bytes: Counter[str] = Counter()  # by client, of texts that wait or are being encoded
+        self._num_bytes: Counter[str] = Counter()  # by client: bytes of texts that wait or are being encoded
 
     async def run(self, work: Callable[[], T], *, client: str, num_bytes: int) -> T:
         """Calls `work` in a thread when it is the client's turn, and returns its result. Can be cancelled.
@@ -100,7 +100,7 @@ class Tokenizer:
     """
 
     def __init__(self, text: CheckpointText, *, num_threads: int = 2) -> None:
-        """Raises: ModelError if the files are not a tokenizer. Takes about 0.2 s: call it in a thread."""
+        """Raises: ModelError if the files are not a tokenizer. Takes about 0.2 s, so call it in a thread."""
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(text.tokenizer_json)
             description = json.loads(text.tokenizer_json)
@@ -189,7 +189,7 @@ class Tokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that one token adds to a text, special or not. Thread-safe."""
+        """Returns the bytes that one token, special or not, adds to a text. Thread-safe."""
         if self._token_bytes is not None:
             table = self._token_bytes.of_id
             return table[token_id] if token_id < len(table) else b""
@@ -197,7 +197,7 @@ class Tokenizer:
         return b"" if token is None else token.encode()
 
     def token_text(self, token_id: int) -> str:
-        """Returns one token's text, special or not, with U+FFFD for parts of characters. Thread-safe."""
+        """Returns the text of one token, special or not, with U+FFFD for parts of characters. Thread-safe."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def close(self) -> None:

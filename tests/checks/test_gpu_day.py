@@ -224,7 +224,7 @@ def test_kernels_that_run_at_the_same_time_count_once():
     assert busy_and_pauses([]) == (0.0, [])
 
 
-# ---- the floor
+# ---- the minimum time of a step
 
 
 def test_the_weights_of_llama_8b():

@@ -64,7 +64,7 @@ def delta(sample, position, token_ids, text):
 class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
     """A router that follows a script.
 
-    `faults`: what the next calls do, in order: a number of messages before UNAVAILABLE, an error, or None.
+    `faults`: for each of the next calls: the number of messages before UNAVAILABLE, an error, or None for no fault.
     `held_at`: the number of messages after which a Generate waits until its call ends or another stream takes over.
     """
 

@@ -1,10 +1,10 @@
-"""A stand-in for any of the four roles, run as `python role_process.py ROLE …`: no model, real life cycle.
+"""A stand-in for any of the four roles, run as `python role_process.py ROLE …`: no model, but a real life cycle.
 
 As a router it answers with the words of the prompt. `ROLE_FAILS=decode_node` makes that role's start fail, and
 `ROLE_BREAKS` makes it fail with an unexpected error. `ROLE_ENDS=decode_node` ends its process with the exit status
 `ROLE_STATUS`, or by a signal if that is negative. `ROLE_FLOODS=decode_node` writes 32 MiB of log before it serves, and
-`ROLE_REFUSES=router` refuses its first prefill node. With `START_WHEN` every start waits until that file exists. With `ECHO_TOKENIZER`, a
-folder, a router has the service that the OpenAI gateway calls, and gives it the folder's path as
+`ROLE_REFUSES=router` refuses its first prefill node. With `START_WHEN`, every start waits until that file exists. With
+`ECHO_TOKENIZER`, a folder, a router has the service that the OpenAI gateway calls, and tells it the folder's path as
 `ECHO_TOKENIZER_SHOWN`.
 """
 

@@ -134,7 +134,7 @@ class Project:
         return sorted(node.name for node in nodes if node.role.name == role and node.state.name == "SERVING")
 
     def is_whole(self) -> bool:
-        """Whether every container is healthy and the router uses one node of each kind."""
+        """Returns whether every container is healthy and the router uses one node of each kind."""
         if any(found["State"]["Health"]["Status"] != "healthy" for role in ROLES for found in self.inspect(role)):
             return False  # after a pause, Docker reports "unhealthy" until its next check
         with contextlib.suppress(OutriderError):
@@ -162,5 +162,5 @@ def wait_for(condition, *, timeout_seconds=60.0, what="the condition"):
 
 
 def with_models(volume: str) -> dict:
-    """An override file: the models come from a volume that outlives the project."""
+    """Returns an override file, with which the models come from a volume that outlives the project."""
     return {"volumes": {"models": {"external": True, "name": volume}}}

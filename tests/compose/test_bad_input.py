@@ -1,4 +1,4 @@
-"""Errors before a cluster serves give a clear line in the log, and an exit status that is not 0."""
+"""An error before a cluster serves gives a clear line in the log and an exit status that is not 0."""
 
 from __future__ import annotations
 

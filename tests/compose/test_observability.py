@@ -30,7 +30,7 @@ COUNTERS = (
 
 
 def has_image(name: str) -> bool:
-    """Whether the image is on this machine or in a registry."""
+    """Returns whether the image is on this machine or in a registry."""
     for command in (["docker", "image", "inspect", name], ["docker", "pull", "--quiet", name]):
         if subprocess.run(command, capture_output=True, timeout=BUILD_SECONDS, check=False).returncode == 0:
             return True

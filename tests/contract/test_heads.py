@@ -64,7 +64,7 @@ def undisturbed():
 
 @pytest.fixture
 def without_drafts(make_node, undisturbed):
-    """without_drafts(sampling) → the tokens of `generate`."""
+    """without_drafts(sampling) → the tokens that `generate` gives without drafts."""
 
     def tokens(sampling):
         key = tuple(sampling.items())

@@ -80,7 +80,7 @@ class GatedSink:
 
 
 class Node(DrivenNode):
-    """A driven node whose model is a hash."""
+    """A driven node whose model is a hash function of the tokens."""
 
     prompt = SHORT_PROMPT
     max_tokens = 5

@@ -100,7 +100,7 @@ def _soak(seed, *, num_speculative_tokens=4):
         node.engine.runner.on_launch = lambda: None
         _push_some(node, opened, choice)
         check_pool(node.engine.pool, _tables(node))
-    for _ in range(3):  # waiting groups get blocks; transfers without pushes time out, then their reservations
+    for _ in range(3):  # until the last reservations have timed out
         node.clock.advance(node.transfer_timeout_seconds)
         node.run()
     _check_tokens(node, opened)
@@ -151,7 +151,7 @@ def _check_tokens(node, opened):
             assert event.token_ids
         granted, rejected = node.find(Granted, group_id), node.find(Rejected, group_id)
         assert len(rejected) <= 1
-        if granted and rejected:  # its blocks were given to a running sequence before a write
+        if granted and rejected:  # a running sequence took the group's blocks before any KV was written
             assert rejected[0].reason is RejectReason.NO_ROOM
             assert not any(node.tokens(group_id, sample) for sample in range(n))
             assert not finished

@@ -35,7 +35,7 @@ def vllm_entries(arguments: Mapping[str, Any], *, source: str) -> list[Entry]:
 
 
 def vllm_settings(arguments: Mapping[str, Any], *, target: str = "", source: str = "argument") -> Imported:
-    """Translates vLLM's arguments to Outrider's settings: `.overrides` for a `Launch`, and `.warnings`.
+    """Translates vLLM's arguments to Outrider's settings. The result has `.overrides` for a `Launch`, and `.warnings`.
 
     `target` is the served model, whose folder may have MTP heads. `arguments` and `source` are as for `vllm_entries`.
 

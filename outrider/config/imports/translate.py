@@ -114,7 +114,7 @@ def kind_of_file(entries: Iterable[Entry]) -> str:
 
 
 def _without_contradictions(keys: Sequence[Translated]) -> list[Translated]:
-    """If keys (one of vLLM, one of TensorRT-LLM) set a setting differently, keeps the last; others become warnings."""
+    """If keys (of vLLM and TensorRT-LLM) set a setting differently, keeps the last key; the others become warnings."""
     last = {name: key for key in keys for name in key.settings}
     found = []
     for key in keys:
@@ -143,7 +143,7 @@ def _flattened(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def _unquoted(value: Any) -> Any:
-    """Parses a text as YAML. vLLM does so too, because it turns its file into flags: "16" and "false" are not text.
+    """Parses a text as YAML. vLLM does so too, because it turns its file into flags. So "16" and "false" are not text.
 
     Raises: ValueError if the text is not YAML.
     """
@@ -241,7 +241,7 @@ def _speculation(flat: Mapping[str, Entry], target: str, names: Mapping[str, Any
 
 
 def _draft_settings(method: str, model: str, by: str, target: str, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings for `method`, which the key `by` names. `model` may be empty. Raises: ValueError."""
+    """Returns the settings for `method`, the value of the key `by`. `model` may be empty. Raises: ValueError."""
     proposers: Mapping[str, str] = names["methods"]
     if not method:
         raise ValueError(f"{' or '.join(names['models'])} is missing: name one of {', '.join(proposers)}")

@@ -17,8 +17,8 @@ PROGRAMS_PER_PROCESSOR = 2
 MAX_MERGING_PROGRAMS = 64
 """Maximum number of programs per head that merge cut tiles."""
 MAX_BLOCK_BYTES = 16 << 10
-"""Maximum bytes of keys that a program loads at a time. The values take the same. With three pipeline stages, 64 KiB of
-keys and values are in shared memory."""
+"""Maximum bytes of keys that a program loads at a time. Values take as many bytes again. With three pipeline stages,
+64 KiB of keys and values are in shared memory."""
 
 
 _Plan = tuple[InputBatch, BatchFields[Tensor]]

@@ -50,7 +50,7 @@ PROBE = "#include <atomic>\nvoid wait(std::atomic<int>& value) { value.wait(0); 
 
 
 class CompileError(Exception):
-    """Raised if there is no compiler or if it rejects a source; the message then has the compiler's output."""
+    """Raised if there is no compiler, or if it rejects a source. In the second case, the message has its output."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ class NativeStep(ModelRunner):
     attention_name = "native"
 
     def __init__(self, decoder: NativeDecoder, kv_cache: PagedKVCache, features: FeatureSpec | None = None) -> None:
-        """`kv_cache` must be made for these kernels. `features` describes what each row writes to one of its planes."""
+        """`kv_cache` must be made for these kernels. `features`: what each row writes to the cache's feature plane."""
         self._decoder = decoder  # keeps the structure's memory alive
         self._struct = struct = decoder.struct
         self._kv_cache = kv_cache

@@ -73,7 +73,7 @@ def pack_decoder(
     Each weight is packed, then dropped, so that the model is in memory only once.
 
     Args:
-        kernels: the weights are packed for their path.
+        kernels: the kernels for whose instruction path the weights are packed.
         model: on the CPU; `why_not_native` must be empty for it.
         spec: sizes of the model.
         layers: each layer's attention options.

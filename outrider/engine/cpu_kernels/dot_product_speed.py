@@ -29,7 +29,8 @@ def are_multiply_adds_faster(file: Path, processor: str) -> bool:
 
     Args:
         file: the library.
-        processor: its name, which is part of the result's file name: a container image may start on another processor.
+        processor: this processor's name. It is part of the result's file name, because a container image may start on
+            another processor.
     """
     kept = file.with_name(f"multiply-adds-{processor}")
     try:

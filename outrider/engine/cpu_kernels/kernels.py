@@ -16,7 +16,7 @@ class CpuKernels:
     """
 
     def __init__(self, library: KernelLibrary, num_threads: int) -> None:
-        """`num_threads`: including the caller's. Raises: MemoryError if the system allows no more threads."""
+        """`num_threads` includes the caller's thread. Raises: MemoryError if the system allows no more threads."""
         self.library = library
         self.num_threads = num_threads
         self.team: int = library.functions.outrider_team_create(num_threads)

@@ -21,7 +21,7 @@ class ElementType(IntEnum):
 
     FLOAT32 = 0
     BFLOAT16 = 1
-    INT8 = 2  # for weights only; products with them round the activations to int8 too
+    INT8 = 2  # for weights only; products with such weights round the activations to int8 too
 
 
 class KernelLibrary:

@@ -59,7 +59,7 @@ def compile_library(path: str, progress: Progress = no_progress) -> Path:
 def compile_libraries(
     paths: Mapping[str, tuple[str, ...]], *, progress: Progress = no_progress
 ) -> tuple[dict[str, Path], dict[str, str]]:
-    """Returns libraries by path, and for each path without a library the reason. Compiles libraries not in the cache.
+    """Returns libraries by path, and the reason for each path without a library. Compiles libraries not in the cache.
 
     The first process that needs a library compiles it; the others wait. A cached library needs neither a compiler nor
     write permission.

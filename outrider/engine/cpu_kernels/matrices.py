@@ -136,7 +136,7 @@ def to_float32(words: Words) -> Floats:
 def quantise_rows(weight: Words) -> tuple[npt.NDArray[np.int8], Floats]:
     """Quantises rows to symmetric int8: [n, k] → ([n, k] int8, [n] float32 scales).
 
-    The value of a row with the largest magnitude becomes 127 or -127.
+    The value with the largest magnitude in each row becomes 127 or -127.
     """
     values = to_float32(weight)
     scales = np.maximum(np.abs(values).max(axis=1) / np.float32(127), np.finfo(np.float32).tiny)

@@ -25,7 +25,7 @@ ELEMENT_TYPES = {torch.float32: ElementType.FLOAT32, torch.bfloat16: ElementType
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
-    """Makes a PlainLinear of CPU tensors, which shares their memory if that is contiguous."""
+    """Makes a PlainLinear from CPU tensors. It shares the memory of contiguous tensors."""
     return PlainLinear(words_of(weight), None if bias is None else words_of(bias))
 
 
@@ -99,7 +99,7 @@ def _check_panels(cache: npt.NDArray[np.uint8], num_heads: int, head_dim: int, d
 
 
 def _call(function: Any, *arguments: object) -> None:
-    """Calls a function, named in torch's trace if one is being recorded. Naming takes longer than a small kernel."""
+    """Calls a function. It is named only while torch records a trace, since naming takes longer than small kernels."""
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 as torch itself asks
         with record_function(function.__name__):
             function(*arguments)

@@ -65,7 +65,7 @@ class DecoderPacking:
         add_matrix("down", "mlp.down")
 
     def add_rotation(self, frequencies: Floats, num_positions: int, scaling: float = 1.0) -> tuple[Floats, Floats]:
-        """Adds cosines and sines of the angles, positions times frequencies [head_dim / 2], multiplied by `scaling`.
+        """Adds `scaling` times the cosines and sines of angles, which are positions times `frequencies` [head_dim / 2].
 
         Returns both, each [num_positions, head_dim / 2]. Raises: ModelError if the angles are too large.
         """

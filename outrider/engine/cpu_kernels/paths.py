@@ -38,7 +38,7 @@ REQUIRED_FLAGS: Mapping[str, tuple[str, ...]] = {
 """The x86-64 CPU flags, spelled as in /proc/cpuinfo, that each path's compiler flags require."""
 
 SAME_BITS = {"avx512": "avx512_bf16"}
-"""Maps a path to the one whose bits it computes with other instructions."""
+"""Maps a path to another one that computes the same bits with other instructions."""
 
 PREFERENCE = ("amx", "avx512_bf16", "avx512", "portable")
 
@@ -53,7 +53,7 @@ class KernelChoice:
 
     @property
     def arithmetic(self) -> str:
-        """The path that stands for the bits of these kernels' results. Paths with the same bits share one."""
+        """A path that identifies the bits of these kernels' results. It is the same for paths with the same bits."""
         return SAME_BITS.get(self.path, self.path)
 
     def __str__(self) -> str:
@@ -71,8 +71,8 @@ def choose_kernels(
 ) -> KernelChoice:
     """Returns the best path that this processor supports and whose library is available, or the `wanted` one.
 
-    The first process that needs a library compiles it. What the path needs from the system (AMX tiles) is enabled for
-    this process.
+    The first process that needs a library compiles it. Whatever the path needs from the system, such as AMX tiles, is
+    enabled for this process.
 
     Args:
         wanted: "auto", "torch", or one of PREFERENCE.
@@ -89,7 +89,7 @@ def choose_kernels(
     for path in PREFERENCE if wanted == AUTO else (wanted,):
         lacks = _what_processor_lacks(path, cpu_flags)
         if lacks and wanted == AUTO and path != PREFERENCE[-1]:
-            continue  # no reason is given: most processors have no AMX
+            continue  # no reason is given, because most processors have no AMX
         library, reason = (None, lacks) if lacks else _find_library(path, progress)
         if library is not None and not (reason := _why_not_ready(library)):
             choice = KernelChoice(path=path, library=library, reason="; ".join(reasons))

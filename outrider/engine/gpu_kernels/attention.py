@@ -67,7 +67,7 @@ def _scores(query, keys, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _add_block(largest, total, values, scores, is_seen, value_block):
-    """Adds one block of keys with the online softmax. Rows that see none of these keys keep their bits."""
+    """Adds one block of keys with the online softmax. Rows that see none of these keys stay bitwise unchanged."""
     scores = tl.where(is_seen, scores, float("-inf"))
     new = tl.maximum(largest, tl.max(scores, axis=1))
     base = tl.where(new == float("-inf"), 0.0, new)
@@ -115,7 +115,7 @@ def attend(
     split_totals,  # same
     positions,  # [num_rows] int64
     block_tables,  # int32, the tables of all sequences, concatenated
-    path_starts,  # [num_rows + 1] int64, into path_slots; with HAS_PATHS
+    path_starts,  # [num_rows + 1] int64, into path_slots; used if HAS_PATHS
     path_slots,  # [sum of depths] int64: slots of the drafts on each row's path
     plan,  # [ints] int32, see work_list.py
     scale,

@@ -39,11 +39,11 @@ def _scaled(values, mean_square, weight, epsilon, DTYPE: tl.constexpr, ROUNDS: t
 @triton.jit
 def normalise(
     residual,  # [num_rows, WIDTH]
-    added,  # [num_rows, WIDTH]; with HAS_ADDED
-    total,  # [num_rows, WIDTH]; with HAS_ADDED
+    added,  # [num_rows, WIDTH]; used if HAS_ADDED
+    total,  # [num_rows, WIDTH]; used if HAS_ADDED
     output,  # [num_rows, WIDTH]
     weight,  # [WIDTH]
-    added_weight,  # [WIDTH]; with HAS_ADDED_NORM
+    added_weight,  # [WIDTH]; used if HAS_ADDED_NORM
     epsilon,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,  # WIDTH rounded up to a power of two
@@ -109,7 +109,7 @@ def rotate(
     query,  # [num_rows, NUM_HEADS, 2 * HALF]
     key_cache,  # [num_slots, NUM_KV_HEADS, 2 * HALF]
     value_cache,  # same
-    query_weight,  # [2 * HALF]; with HAS_NORMS
+    query_weight,  # [2 * HALF]; used if HAS_NORMS
     key_weight,  # same
     cosines,  # [num_positions, HALF]
     sines,  # same

@@ -134,10 +134,10 @@ def _last_kept(
 ):  # fmt: skip
     """Returns the key of the token at which the total weight of the tokens, largest key first, reaches `wanted`.
 
-    Only tokens with keys of at least `limit` count; if they do not reach `wanted`, the result is `limit`.
+    Only tokens with keys of at least `limit` are counted; if their total is below `wanted`, the result is `limit`.
 
     `is_reached`: whether the tokens with orders of at least `least` suffice; otherwise the whole row is read.
-    `wanted`: -1 for the fraction top_p of the total mass of the tokens that count.
+    `wanted`: -1 for the fraction top_p of the total mass of the counted tokens.
     """
     is_listed = is_reached & (num_listed <= ROOM)
     end = tl.where(is_listed, num_listed, num_ids).to(tl.int32)

@@ -36,9 +36,9 @@ only cost memory."""
 def multiply(
     rows,  # [num_rows, num_features]
     weight,  # [num_outputs, num_features]
-    bias,  # [num_outputs]; with HAS_BIAS
+    bias,  # [num_outputs]; used if HAS_BIAS
     output,  # [num_rows, num_outputs]
-    parts,  # [num_splits, num_rows, num_outputs] float32; with IS_SPLIT
+    parts,  # [num_splits, num_rows, num_outputs] float32; used if IS_SPLIT
     num_rows,
     num_outputs,
     num_features,
@@ -91,7 +91,7 @@ def multiply(
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def merge_products(
     parts,  # [num_splits, num_rows, num_outputs] float32
-    bias,  # [num_outputs]; with HAS_BIAS
+    bias,  # [num_outputs]; used if HAS_BIAS
     output,  # [num_rows, num_outputs]
     num_splits,
     num_rows,

@@ -75,7 +75,7 @@ def _arrivals(blocks, position, sample, low, high, BLOCKS: tl.constexpr):
 def best_scores(
     values,  # [num_rows, num_ids] float32 after step 4 of SamplingParams, rows `row_stride` apart
     table,  # [8, num_rows] int64, see `TritonDecider.table`
-    limits,  # [num_rows] int64: the order key of the last token that competes; with HAS_LIMITS
+    limits,  # [num_rows] int64: the order key of the last token that competes; used if HAS_LIMITS
     best,  # [num_rows, num_chunks] int64: the order key of each chunk's best score
     row_stride,
     num_ids,

@@ -28,7 +28,7 @@ ITEM_INTS = 7
 -1, and partials per row."""
 MAX_PARTIALS = 1 << 17
 """Maximum number of partial sums in a forward, each for a row, a query head and a split: 68 MB with heads of 128
-values. Tiles are not cut if that would need more."""
+values. Tiles are not cut if cutting would need more sums."""
 ITEMS_PER_PROGRAM = 4
 """Target number of items per program. With items of equal length, programs are idle for at most about a fifth of the
 time."""
@@ -62,7 +62,7 @@ class WorkLists:
         heads_per_kv = num_heads // num_kv_heads
         heads_per_tile = min(heads_per_kv, tile.lines)
         self.rows_per_tile = tile.lines // heads_per_tile
-        self.head_groups = num_kv_heads * -(-heads_per_kv // heads_per_tile)  # every item is computed for each
+        self.head_groups = num_kv_heads * -(-heads_per_kv // heads_per_tile)  # each item is computed once per group
         self.max_partials = MAX_PARTIALS // num_heads  # each partial holds all heads of one row and one split
         sizes = tile.split_keys << np.arange(_NUM_SIZES).repeat(tile.splits_per_size)
         self._split_starts = np.concatenate([[0], np.cumsum(sizes)])

@@ -33,7 +33,7 @@ class KVCacheConfig:
 
     @property
     def size(self) -> tuple[int | None, float | None]:
-        """`memory` in bytes, or as a fraction (see KVRoom); both None if unset. Raises: ValueError if it is invalid."""
+        """`memory` as (bytes, None) or (None, fraction), see KVMemory; (None, None) if unset. Raises: ValueError."""
         memory = self.memory.strip()
         if not memory:
             return None, None

@@ -32,7 +32,7 @@ class SequenceKV:
         """`cache_salt`: only sequences with the same salt share published blocks."""
         self._pool = pool
         self._block_size = pool.block_size
-        self._hashes: BlockHashes = pool.new_hashes(cache_salt)  # of published blocks and prefix hits
+        self._hashes: BlockHashes = pool.new_hashes(cache_salt)  # hashes of published blocks and prefix hits
         # Whether the block of the next token is known to be neither shared nor published. This stays true while tokens
         # are added, because blocks without valid tokens are neither.
         self._owns_tail = False
@@ -72,7 +72,7 @@ class SequenceKV:
         return len(self.block_ids) * self._block_size
 
     def has_reserved(self, num_tokens: int) -> bool:
-        """Returns True only if `reserve(num_tokens)` would do nothing. A False is not certain: call `reserve` then."""
+        """Returns True only if `reserve(num_tokens)` would do nothing. On False, `reserve` may still do nothing."""
         return self._owns_tail and num_tokens <= len(self.block_ids) * self._block_size
 
     def num_blocks_needed(self, num_tokens: int) -> int:

@@ -47,7 +47,7 @@ class KvRequest:
     slots: npt.NDArray[np.int64]  # [num_tokens]
     heads: range  # indices among the rank's own heads
     after: CommandMark  # the rank waits for this mark, because an earlier command may still use the slots
-    payload: bytes | None = None  # the bytes to write, answered with None once they are in the cache; None: a read
+    payload: bytes | None = None  # bytes to write; the answer is None once they are in the cache. None: a read
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ class RankGroup:
             try:
                 member.commands.send(Stop())
             except RankLostError:
-                continue  # it has ended or will be killed
+                continue  # the process has ended or will be killed
         deadline = time.monotonic() + STOP_SECONDS
         for member in self.members:
             try:

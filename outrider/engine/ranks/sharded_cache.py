@@ -62,8 +62,8 @@ class RankFence:
 class ShardedKVCache:
     """A cache whose blocks have the same numbers in every rank. Each rank stores its heads; only rank 0 has features.
 
-    All ranks copy blocks and move slots in the order of steps. A rank may still be at the end of a step, or at copies,
-    that rank 0 has finished. So reads and writes of its heads wait until it has caught up with rank 0.
+    All ranks copy blocks and move slots in the order of steps. Another rank may still be working on a step or on copies
+    that rank 0 has finished. So reads and writes of that rank's heads wait until it has caught up with rank 0.
     """
 
     def __init__(self, local: PagedKVCache, ranks: RankGroup) -> None:
@@ -73,7 +73,7 @@ class ShardedKVCache:
         self.num_blocks = local.num_blocks
         self.block_size = local.block_size
         self.device = local.device
-        self.copies = None  # other ranks' frames pass through main memory
+        self.copies = None  # None, because other ranks' frames pass through main memory
         self.planes = tuple(
             plane if plane.is_feature else replace(plane, num_heads=plane.num_heads * ranks.size)
             for plane in local.planes
@@ -151,4 +151,4 @@ class ShardedKVCache:
 
 
 KVCache: TypeAlias = PagedKVCache | ShardedKVCache
-"""The cache of a model in one process, or of one whose heads are divided among ranks."""
+"""The cache of a model that runs in one process, or of a model whose heads are divided among ranks."""

@@ -37,7 +37,7 @@ class Edits:
     """Bans, biases and penalties of the changed rows, which are the rows of a step that have any.
 
     Entries with equal indices in `places` and `numbers` belong together. The bans of changed row r begin at
-    starts[3 r], its biases at starts[3 r + 1], its penalties at starts[3 r + 2]. Each part has a token at most once.
+    starts[3 r], its biases at starts[3 r + 1], its penalties at starts[3 r + 2]. No part has the same token twice.
     """
 
     starts: Ints  # [3 * num_changed + 1]

@@ -91,10 +91,11 @@ def masses_of(values: Array, largest: Array) -> Array:
 
     Args:
         values: float32, none above its row's largest.
-        largest: float32, broadcasts to the values. If it is infinite, equal values have mass 2^44, all others 0.
+        largest: float32, broadcasts to the values. If it is infinite, values equal to it have mass 2^44, others 0.
     """
     xp = namespace(values)
-    # If a bias exceeds float32 or no token is left, the largest has the difference NaN; a product of bits makes it 0.
+    # If a bias exceeds float32 or no token is left, the largest value is infinite, and its difference from itself is
+    # NaN. Multiplying the bits of that difference by 0 makes it 0.
     x = ((values - largest).view(xp.int32) * (values != largest)).view(xp.float32)
     x = xp.clip(x, min=MIN_LOG_WEIGHT)  # the masses of smaller values round to 0 as well
     exponents = xp.round(x * LOG2_E)

@@ -72,7 +72,7 @@ def _top_p_limits(params: Sequence[SamplingParams], largest: Array, keys: Array,
     masses *= keys >= limits
     shares = _column([row.top_p for row in params], np.float64, keys)
     total = xp.sum(masses, axis=1, keepdims=True)
-    # With the ceiling only integers are compared. The first token, with no mass before it, always stays.
+    # The ceiling makes bounds integers, as masses are. The first token, with no mass before it, always stays.
     bounds = xp.clip(xp.astype(xp.ceil(shares * xp.astype(total, xp.float64)), xp.int64), min=1)
     bounds = xp.where((shares < 1.0) & xp.logical_not(xp.isnan(largest)), bounds, _NEVER_REACHED)
     num_out = xp.sum(total - xp.cumulative_sum(masses, axis=1) >= bounds, axis=1, keepdims=True)

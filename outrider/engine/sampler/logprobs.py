@@ -51,7 +51,7 @@ def split_scored_rows(plan: StepPlan, logits: Array) -> tuple[Array, list[Pendin
     """Splits off the last rows of logits, which belong to sequences whose prompts are scored. Call it before these
     sequences advance.
 
-    Returns the other rows, and the new logprobs of each such sequence. Reading them records their tokens as scored.
+    Returns the other rows, and the new logprobs of each such sequence. Reading these marks their tokens as scored.
     """
     scored: list[Pending[ScoredSequence]] = []
     for item in reversed(plan.scheduled):
@@ -148,5 +148,5 @@ def _logprobs_of_table(table: Sequence[Sequence[float]], nums_top: Sequence[int]
 
 
 def _logprob(value: float, log_total: float) -> float:
-    """Returns the logprob, but at most 0, since rounding may lift that of a certain token one ulp above 0."""
+    """Returns the logprob, but at most 0, since rounding may lift the logprob of a token of probability 1 above 0."""
     return min(0.0, value - log_total)

@@ -41,7 +41,7 @@ def ids_of_keys(keys: Array) -> Array:
 
 
 def first_argmax(values: Array) -> Array:
-    """Returns each row's argmax, in a tie the lowest id. The array API's argmax does not guarantee the lowest.
+    """Returns each row's argmax; a tie gives the lowest id. The array API's argmax does not guarantee the lowest.
 
     [num_rows, num_ids] -> [num_rows] int64; the index of the first NaN if there is one.
     """

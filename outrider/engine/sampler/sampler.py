@@ -125,7 +125,7 @@ class Sampler:
             sample: the sample's index, 0 to n - 1.
             prompt_token_ids: repetition_penalty counts them like generated tokens.
             generated_token_ids: tokens that are already committed.
-            stop_token_ids: cannot be drawn while fewer than min_tokens are generated; include end-of-text ids unless
+            stop_token_ids: tokens that cannot be drawn before min_tokens are generated; include end-of-text ids unless
                 the request ignores them.
             logprobs: None: no logprobs are requested.
 
@@ -152,7 +152,7 @@ class Sampler:
         if constraint is not None:
             constraint.commit(token_ids)
             state.failure = constraint.failure or state.failure
-            has_forbidden = constraint.failure.startswith(CONSTRAINT_VIOLATED)  # e.g. if all tokens were excluded
+            has_forbidden = constraint.failure.startswith(CONSTRAINT_VIOLATED)  # e.g. id 0, drawn if no token is left
             early = [each for place, each in enumerate(token_ids) if penalties.bans_stops(place)]
             if (early and has_forbidden) or any(each in penalties.stop_ids for each in early):
                 state.failure = "the constraint is complete before min_tokens"
@@ -219,7 +219,7 @@ class Sampler:
         return sampling_distribution(self._editor.edit(self._checked(logits, rows), decisions), decisions)
 
     def _checked(self, logits: Array, rows: Sequence[SampleRows]) -> Array:
-        """Returns the logits, once pending masks are done. Raises: InternalError if they do not fit the rows."""
+        """Returns the logits once pending masks are done. Raises: InternalError if the logits do not fit the rows."""
         if self._masks_in_making is not None:
             self._masks_in_making.result()
             self._masks_in_making = None

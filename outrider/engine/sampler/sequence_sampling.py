@@ -47,7 +47,7 @@ class SampleRows(NamedTuple):
         return len(self.draft_token_ids) + 1
 
     def masks(self) -> Masks | None:
-        """Returns bit masks of the tokens that the sample's constraint allows: [num_rows, num_words]. None: all."""
+        """Returns bit masks of the tokens that the sample's constraint allows: [num_rows, num_words]. None if all."""
         constraint = self.state.constraint
         return None if constraint is None else constraint.masks(self.assumed_token_ids, self.draft_token_ids)
 

@@ -28,7 +28,9 @@ def _bits(numbers: Sequence[float]) -> np.ndarray:
 
 
 class TritonDecider:
-    """Decides by kernels that read each logit once; filters read it two more times, or more if many are likely."""
+    """Decides by kernels that read each logit once. Filters read it two more times, or more often if many tokens
+    are likely.
+    """
 
     def __init__(self, editor: LogitEditor) -> None:
         self._editor = editor
@@ -60,8 +62,9 @@ class TritonDecider:
 
     @torch.inference_mode()
     def race(self, logits: Tensor, table: Tensor, winners: Tensor) -> None:
-        """Runs races on rows that need no edits. Each race decides one token per row, without the winners of earlier
-        races. May be captured in a CUDA graph, since it takes nothing from the host. Modifies the logits.
+        """Runs races on rows that need no edits. Each race decides one token per row, from which the winners of
+        earlier races are excluded. This may be captured in a CUDA graph, since it takes nothing from the host. Modifies
+        the logits.
 
         Args:
             logits: [num_rows, vocab_size] float32.

@@ -33,14 +33,15 @@ class DFlash(HeadModel):
         within = {key: value for key, value in (files.config.get("dflash_config") or {}).items() if value is not None}
         check_options(files, within, _FLAGS)
         self._options = {**files.config, **within}
-        # Here and in speculators, a tap has the number of the layer whose input it is; in z-lab's, whose output it is.
+        # In our code and in speculators, a tap has the number of the layer whose input it is. In z-lab's files, it has
+        # the number of the layer whose output it is.
         name, offset = ("aux_hidden_state_layer_ids", 0) if self._layout.is_nested else ("target_layer_ids", 1)
         taps = check_taps(files, name, tuple(tap + offset for tap in self._options.get(name) or ()))
         hidden_size = files.target.hidden_size
         self.reduction = FeatureReduction(
             taps=taps,
             hidden_size=hidden_size,
-            takes_final_norm=not self._layout.is_nested,  # z-lab reads the hidden states of transformers
+            takes_final_norm=not self._layout.is_nested,  # z-lab takes transformers' hidden states; the last is normed
             projection=files.read("fc.weight", self._layout.shape.hidden_size, len(taps) * hidden_size),
         )
 

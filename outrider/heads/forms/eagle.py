@@ -34,7 +34,7 @@ class Eagle(HeadModel):
         is_nested, shape, hidden = self._layout.is_nested, self._layout.shape, self._layout.shape.hidden_size
         self._embedding = files.embedding(hidden)
         self._fusion = files.take_linear({"fusion_fc" if is_nested else "fc": hidden}, 2 * hidden)
-        # The nested layout repeats the target's configuration, so num_layers is the target's; the head has one.
+        # The nested layout repeats the target's configuration, so num_layers is the target's; the head has one layer.
         prefixes = ["transformer."] if is_nested else [f"layers.{index}." for index in range(shape.num_layers)]
         self._layers = [
             DecoderLayer(files, prefix, shape, index, is_normed=index > 0) for index, prefix in enumerate(prefixes)

@@ -1,4 +1,4 @@
-"""Prometheus metrics. A metric that vLLM has as well uses vLLM's name and labels, so that its dashboards work.
+"""Prometheus metrics. A metric that vLLM has as well uses vLLM's name and labels, so that vLLM's dashboards work.
 
 The router counts requests, tokens and the times that clients see; nodes count what their
 engines do. Metrics without a name in vLLM are `outrider:*`. Every series has the label
@@ -110,7 +110,7 @@ class TokenTimes(Collector):
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._num_tokens = 0
-        self._num_times = [0] * (len(ITL_BUCKETS) + 1)  # per bucket; the last one has no upper bound
+        self._num_times = [0] * (len(ITL_BUCKETS) + 1)  # number of times in each bucket; the last has no upper bound
         self._seconds = 0.0
 
     def add(self, num_tokens: int, seconds_since_last: float | None) -> None:
@@ -199,7 +199,7 @@ class EngineMetrics:
         self.add_refused_proposals = family.labelled_counter(
             "outrider:proposals_refused", "Hostile or stale proposals.", "reason"
         )
-        # Takes one value for each current draft node, by address.
+        # `set_breakers` takes one value for each current draft node, by address.
         self.set_breakers = family.labelled_gauge(
             "outrider:draft_breaker_open", "1: the draft node is not waited for.", "target"
         )
@@ -259,7 +259,7 @@ class EngineMetrics:
             self._add_accepted_of(source, number)
 
     def add_look_ahead(self, *, num_tokens: int = 0, num_wasted_tokens: int = 0, lead_seconds: float = 0.0) -> None:
-        """Adds look-ahead figures. Draft nodes know the first two, decode nodes the last."""
+        """Adds look-ahead figures. Draft nodes know the numbers of tokens, decode nodes know `lead_seconds`."""
         self._ahead.inc(num_tokens)
         self._wasted.inc(num_wasted_tokens)
         self._lead.inc(lead_seconds)
@@ -376,7 +376,7 @@ class RouterMetrics:
         self._request_prompt.observe(usage.num_prompt_tokens)
         self._request_generated.observe(usage.num_generated_tokens)
         self._request_longest.observe(num_longest)
-        if usage.num_generated_tokens:  # an aborted request may have none
+        if usage.num_generated_tokens:  # an aborted request may have no tokens
             self._prefill.observe(max(seconds.ttft_seconds - seconds.queue_seconds, 0.0))
             self._decode.observe(max(seconds.e2e_seconds - seconds.ttft_seconds, 0.0))
             self._inference.observe(max(seconds.e2e_seconds - seconds.queue_seconds, 0.0))

@@ -28,10 +28,10 @@ class ProposalRequest:
     num_wanted: int  # 0: only read the tokens
     start: SequenceStart | None = None  # how the sequence samples; None: not known to the proposer
     max_alternatives: int = 0  # number of paths besides the main one that a look-ahead may follow; 0: no look-ahead
-    looks_ahead: bool = False  # whether the update was answered, and branches ahead of the next one are wanted
+    looks_ahead: bool = False  # whether the last update was answered and branches ahead of the next update are wanted
     owner: int = 0  # the decode node; all owners have equal shares of the look-ahead
     features: Features | None = None  # the target's features, for a head; None: the target computes none
-    constraint: GrammarState | None = None  # state after token_ids; None: no constraint, or it is in another process
+    constraint: GrammarState | None = None  # state after token_ids; None: no constraint, or state in another process
     min_reach: float = 0.0  # the draft ends with the first token whose path is less likely than this
 
 
@@ -46,24 +46,24 @@ class Progress(enum.Enum):
 class AheadBranch(NamedTuple):
     """A draft that applies if the text continues with `assumed_token_ids`."""
 
-    assumed_token_ids: tuple[int, ...]  # after the request's committed tokens
-    tree: DraftTree  # after both
+    assumed_token_ids: tuple[int, ...]  # tokens after the request's committed tokens
+    tree: DraftTree  # the draft after all these tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """The answer to a request: a draft after the committed tokens. It is empty if there is no guess, or none yet."""
+    """The answer to a request: a draft after the committed tokens. The draft is empty if there is no guess (yet)."""
 
     sequence_id: int
     tree: DraftTree
     progress: Progress = Progress.DONE
     num_behind: int = 0  # number of committed tokens that are not read yet, if CATCHING_UP
     ahead: tuple[AheadBranch, ...] = ()  # branches to send, if the request looks ahead
-    has_more: bool = False  # look-ahead can continue in another call
+    has_more: bool = False  # whether look-ahead can continue in another call
 
 
 MAX_SEQUENCES = 512
-"""Maximum number of sequences in a draft node, of all decode nodes together. A forward has a row for each."""
+"""Maximum number of sequences in a draft node, of all decode nodes together. A forward has a row for each of them."""
 
 MAX_INDEXED_TOKENS = 1024
 """Maximum number of tokens that a lookup proposer (`ngram` or `suffix`) indexes in one call, which takes 3 to 10 ms.
@@ -84,7 +84,7 @@ class ProposerInfo:
     """The properties of a proposer, which do not change."""
 
     name: str  # the value of ModelInfo.proposer, such as "ngram" or "draft_model:NAME"
-    vocabulary_fingerprint: str = ""  # of the vocabulary that its ids belong to; empty: any vocabulary
+    vocabulary_fingerprint: str = ""  # fingerprint of the only vocabulary that it works on; empty: any vocabulary
     num_extra_tokens: int = NUM_EXTRA_TOKENS  # tokens offered beyond num_wanted, for the next step
     can_look_ahead: bool = False  # whether drafting while the target verifies gains something
     features: FeatureFormat | None = None  # format of the target's features that a head needs; None: it needs none
@@ -105,7 +105,7 @@ class Proposer(Protocol):
 
     @property
     def num_wasted_tokens(self) -> int:
-        """Number of tokens that a model has drafted since its start and that were never committed."""
+        """Number of tokens that the proposer's model has drafted since its start and that were never committed."""
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """Returns one proposal for each request, in their order.

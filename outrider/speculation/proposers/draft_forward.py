@@ -37,8 +37,8 @@ class PathRows:
 
     token_ids: Sequence[int]  # at least one
     start_position: int  # position of the first token; the KV of all tokens before it is in the cache
-    # These blocks cover the rows [0, start_position + len(token_ids) + max_tokens - 1); for a head one row less, plus
-    # its parallel rows.
+    # These blocks cover the rows [0, start_position + len(token_ids) + max_tokens - 1). For a head, they cover one row
+    # less, and its parallel rows in addition.
     block_ids: Sequence[int]
     sampling: object  # the sequence's sampling state, made by `start`
     assumed_token_ids: tuple[int, ...] = ()  # the path's tokens, which count as generated
@@ -46,9 +46,9 @@ class PathRows:
     wants_distribution: bool = False  # whether the next token's distribution is wanted
     features: Features | None = None  # for a head: the features of the committed tokens
     num_committed: int = 0  # for a head: `states` replace features from this position onwards
-    states: tuple[object, ...] = ()  # a head's own hidden states, one for each token from there on
+    states: tuple[object, ...] = ()  # a head's own hidden states, one for each token from `num_committed` onwards
     max_tokens: int = 1  # maximum number of tokens to decide; more than 1 needs a rollout
-    min_reach: float = 0.0  # that of the request; tokens of a rollout after a less likely path are dropped
+    min_reach: float = 0.0  # the request's min_reach; a rollout's tokens after a less likely path are dropped
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Plan:
 
     rows: list[PathRows] = field(default_factory=list)
     paths: list[tuple[PathTree, DraftPath]] = field(default_factory=list)  # one for each of `rows`
-    copies: list[tuple[int, int]] = field(default_factory=list)  # block copies before the forward: from, to
+    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks to copy before the forward: (from, to)
     behind: set[int] = field(default_factory=set)  # sequences whose prefix needs another call
     no_room: set[int] = field(default_factory=set)  # sequences whose draft ends here, as no block is free
     looking_ahead: set[int] = field(default_factory=set)  # sequences with something left to draft ahead
@@ -105,8 +105,8 @@ class DraftForward(Protocol):
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[DraftedToken]:
         """Copies blocks, runs one forward pass, and rolls out the paths that may get more than one token.
 
-        Returns one decision for each element of `rows`, in order. The `following` of a decision has those at later
-        positions.
+        Returns one decision for each element of `rows`, in order. The `following` of a decision
+        has the decisions at later positions.
         """
         if self.kv_cache is not None and block_copies:
             self.kv_cache.copy_blocks(block_copies)
@@ -152,12 +152,13 @@ class DraftForward(Protocol):
         confidences: Array | None = None,
         states: Array | None = None,
     ) -> list[DraftedToken]:
-        """Returns the decision for each of `rows`, which is empty if none is requested. Waits for the device once.
+        """Returns one decision for each of `rows`, empty if the row requests none. Waits for the device once.
 
-        The decisions at later positions, by a parallel head or a rollout, are in its `following`. `logits`:
-        [num_deciding * num_parallel, vocab_size] float32, for the positions after each path, the next one first.
-        Penalties ignore the undecided tokens in between. A head also has `confidences` [num_deciding] float64 at the
-        next positions, and its own hidden `states` [num_deciding, width] before them.
+        Decisions at later positions, by a parallel head or a rollout, are in the `following` of a path's decision.
+        `logits`: [num_deciding * num_parallel, vocab_size] float32, for the positions after each path, the next
+        position first. Penalties ignore the undecided tokens in between. For a head, `confidences` [num_deciding]
+        float64 are its confidences at the next positions, and `states` [num_deciding, width] are its own hidden states
+        before these positions.
         """
         places = [
             (index, ahead) for index, row in enumerate(rows) if row.num_decisions for ahead in range(num_parallel)
@@ -166,7 +167,7 @@ class DraftForward(Protocol):
         asking = [place for place, (index, ahead) in enumerate(places) if rows[index].wants_distribution and not ahead]
         distributions = self._distributions(logits, samples, asking)
         rollout: Pending[dict[int, tuple[DraftedToken, ...]]] = Pending((), lambda _: {})
-        rounds: list[tuple[list[int], Pending[list[int]]]] = []  # by round: places, and the tokens decided there
+        rounds: list[tuple[list[int], Pending[list[int]]]] = []  # for each round: places, and the tokens decided there
         deciding = list(range(len(places)))
         while deciding:
             sampled = self.sampler.decide(logits, [samples[place] for place in deciding])
@@ -204,7 +205,7 @@ class DraftForward(Protocol):
     def _roll_out(
         self, rollouts: Rollouts, rows: Sequence[PathRows], winners: Array, states: Array | None
     ) -> Pending[dict[int, tuple[DraftedToken, ...]]]:
-        """Queues rollouts. Returns each one's decisions after the first token, by its index in `rows`.
+        """Queues rollouts. Returns each path's decisions after its first token, by the path's index in `rows`.
 
         `winners`: [len(rows)] int64, the first tokens.
         """
@@ -305,7 +306,7 @@ def _can_be_rolled_out(row: PathRows) -> bool:
 
 
 def _may_follow(winners: Sequence[int], token_id: int, sample: SampleRows) -> bool:
-    """Returns whether `token_id` is a valid runner-up. It is not if a constraint allows only the earlier winners."""
+    """Returns whether `token_id` is a valid runner-up. It is not valid if a constraint allows only earlier winners."""
     masks = sample.masks()
     return masks is None or (token_id not in winners and bool(masks[0, token_id // 32] >> token_id % 32 & 1))
 

@@ -50,7 +50,7 @@ MAX_FORWARD_ROWS = MAX_FORWARD_LOGITS + MAX_CATCH_UP_ROWS
 """Maximum number of rows in a forward: a draft token for each sequence, the look-ahead, and prefixes."""
 
 MIN_GAIN = 0.03
-"""An incomplete branch is sent if its tokens that have not been sent are expected to gain at least this many tokens."""
+"""An incomplete branch is sent if its unsent tokens are expected to gain at least this number of tokens."""
 
 SHARE_WITH_ANSWERS = 0.25
 """Fraction by which look-ahead may lengthen a forward that computes answers."""
@@ -85,7 +85,7 @@ class DraftModelProposer:
         self.info = replace(info, num_extra_tokens=NUM_EXTRA_TOKENS, can_look_ahead=can_look_ahead)
         self._budget = RowBudget(max_prefix_rows=max_catch_up_rows, prefix_seconds=catch_up_seconds)
         self._clock = clock
-        self._skipped_forward = False  # the last call made no forward, because some requests could be answered without
+        self._skipped_forward = False  # whether the last call skipped the forward to answer some requests at once
         self._trees: dict[int, PathTree] = {}  # by sequence, least recently used first
         self.num_wasted_tokens = 0
 
@@ -141,13 +141,13 @@ class DraftModelProposer:
             tree = PathTree(kv, token_ids, start, max_model_len=max_model_len, sampling=sampling, head=self._head)
         else:
             self._follow(tree, token_ids)
-            del self._trees[request.sequence_id]  # moves it to the end, as the most recently used one
+            del self._trees[request.sequence_id]  # moves the tree to the end, as the most recently used one
         tree.features = request.features
         self._trees[request.sequence_id] = tree
         return tree
 
     def _follow(self, tree: PathTree, token_ids: Sequence[int]) -> None:
-        is_past_prompt = len(tree) >= tree.start.prompt_length  # tokens that belong to the prompt were not generated
+        is_past_prompt = len(tree) >= tree.start.prompt_length  # tokens of the prompt do not count as generated
         new = tree.follow(token_ids)
         self._count_waste(tree)
         if new and is_past_prompt:
@@ -186,7 +186,7 @@ class DraftModelProposer:
             if num_missing > tree.max_path_rows or not (tree.main or self._head is not None):
                 catching_up.append(request.sequence_id)
         first = next(iter(catching_up), None)
-        kept = int(FIRST_SHARE * budget)  # for the first
+        kept = int(FIRST_SHARE * budget)  # rows kept for the first one
         for request, tree in sorted(waiting, key=lambda each: missing[each[0].sequence_id]):
             main, num_missing = tree.main, missing[request.sequence_id]
             is_draft = request.sequence_id not in catching_up
@@ -263,9 +263,9 @@ class DraftModelProposer:
     ) -> bool:
         """Adds the path's next rows to the forward. Returns False if there is no block for them.
 
-        `max_tokens`: number of tokens wanted after the path; if blocks are short, it is reduced to one. `min_reach`:
-        that of the request. `kept`: sequences whose KV is kept; if not even one token has a block, that of others is
-        evicted. None: nothing is evicted.
+        `max_tokens`: number of tokens wanted after the path; if blocks are short, it is reduced to one.
+        `min_reach`: as in the request. `kept`: sequences whose KV is kept while the KV of others is evicted, which
+        happens if there is no block even for one token; None: nothing is evicted.
         """
         missing = tree.missing(path)[:num_rows]
         start = tree.first_missing(path)
@@ -303,7 +303,7 @@ class DraftModelProposer:
         return True
 
     def _evict(self, plan: Plan, busy: Iterable[PathTree]) -> bool:
-        """Frees the blocks of an alternative, or else of the least recently used sequence. Returns whether it did."""
+        """Frees blocks of an alternative or else of the least recently used sequence. Returns whether it freed any."""
         planned = {id(path) for _, path in plan.paths}
         for tree in self._trees.values():
             for path in tree.alternatives:
@@ -374,7 +374,7 @@ class DraftModelProposer:
         )
 
     def _due(self, request: ProposalRequest, tree: PathTree) -> Iterator[AheadBranch]:
-        """Yields branches to send: complete paths, and those that gain enough and doubled since they were last sent."""
+        """Yields branches to send: complete paths, and paths that gain enough and have doubled since the last send."""
         num_wanted = request.num_wanted
         tree.drop_wrong_stale_path()
         for each in tree.paths:
@@ -391,7 +391,7 @@ class DraftModelProposer:
             )
             if is_complete or sum(gains) >= MIN_GAIN:
                 each.num_sent = len(path)
-                # If there is room, the main path's branch begins earlier, as the target may verify less than it asked.
+                # If there is room, the main path's branch begins earlier, as the target may verify less than wanted.
                 limit = max_offered_tokens(num_wanted)
                 start = path.num_assumed or min(num_before, max(0, len(path) - limit))
                 yield AheadBranch(

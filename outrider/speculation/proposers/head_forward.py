@@ -76,7 +76,7 @@ class HeadForward(DraftForward):
             known_token_ids: [vocab_size] bool, as for the target's Sampler.
             constraints: as for the target's Sampler.
             device: a torch device name.
-            kernels: the target's kernels on a CPU, for which a packed head was packed; None: torch computes.
+            kernels: on a CPU, the target's kernels; a packed head must be packed for them. None: torch computes.
         """
         spec = model.spec
         of_cache = None
@@ -224,8 +224,8 @@ def confidences_of(logits: Array, temperatures: Array, target_ids: Array | None)
 def attend_both_ways(batch: InputBatch, num_together: Sequence[int]) -> InputBatch:
     """Returns the batch in which the last `num_together` rows of each sequence attend to each other in both directions.
 
-    These rows also attend to everything before them. For attention, each of them has the position of the last one, and
-    a path that consists of the slots of all of them.
+    These rows also attend to everything before them. For attention, each of these rows has the position of the last
+    one, and its path consists of the slots of all of them.
     """
     arrays = batch.arrays
     positions, path_starts, path_slots = array("q", arrays.positions), array("q", (0,)), array("q")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from outrider.speculation.proposers.base import Proposal, ProposalRequest, Proposer, nothing
 
 COOLDOWN_SECONDS = 1.0
-"""Seconds for which a sequence that made the proposer fail is not asked for again."""
+"""Seconds for which the proposer is not called again for a sequence that made it fail."""
 
 ALL_COOLDOWN_SECONDS = COOLDOWN_SECONDS / 4
 """Seconds without any call after a search that served no sequence. The next search skips sequences in cooldown."""
@@ -24,7 +24,7 @@ OnFailure = Callable[[Exception, int], None]
 class IsolatedProposer:
     """Wraps a `Proposer` and never raises. One thread owns it.
 
-    If a call raises, its batch is divided in halves, which are tried again, until each failing sequence is found. A
+    If a call raises, its batch is divided into halves, which are tried again, until each failing sequence is found. A
     proposer has only a cache of each sequence, so repeated calls cost only time. A failing sequence is forgotten, and
     the proposer is not called for it during `COOLDOWN_SECONDS`, so that it cannot cost the other sequences of its batch
     their drafts in every step.

@@ -30,7 +30,7 @@ gain (measured on chat, extraction and code with a 135M model, greedy and at tem
 """
 
 GRADES = (2, 3, 4, 8)
-"""Grades of drafts, each the minimum length of the match. Drafts after longer matches are likelier to be accepted."""
+"""Grades of drafts. A grade is the minimum length of the match; longer matches make drafts likelier to be accepted."""
 
 FIRST_SEGMENT_TOKENS = 256
 SEGMENT_GROWTH = 4
@@ -47,7 +47,7 @@ _SEED = secrets.randbits(62)
 class NgramSegment:
     """The last position of each n-gram that ends in one segment of a text. It has one writer.
 
-    An open-addressing hash table, which is at most half full. A slot holds the position after an n-gram. The n-gram
+    It is an open-addressing hash table that is at most half full. A slot holds the position after an n-gram. The n-gram
     itself is read from the text, so segments of equal texts may be shared, and nothing else is stored.
     """
 
@@ -83,7 +83,7 @@ class NgramSegment:
         return table[self._slot(table, text, len(text), size)]
 
     def _slot(self, table: array[int], text: Sequence[int], end: int, size: int) -> int:
-        """Returns the slot of the n-gram before `end`, or the free one where it belongs."""
+        """Returns the slot of the n-gram before `end`, or the free slot where the n-gram belongs."""
         ngram = text[end - size : end]
         slot = hash((_SEED, *ngram)) % self._num_slots
         while (position := table[slot]) >= 0 and text[position - size : position] != ngram:
@@ -133,7 +133,7 @@ class NgramIndex:
     def find(self, text: Sequence[int]) -> tuple[int, int]:
         """Looks for the latest earlier occurrence of the longest n-gram that ends the text.
 
-        Returns the position after it, and its grade; (0, 0) if there is none.
+        Returns the position after this occurrence, and the match's grade; (0, 0) if there is none.
         """
         for place, size in enumerate(NGRAM_SIZES):
             if size > len(text):
@@ -147,7 +147,8 @@ class NgramIndex:
     def continuation(self, text: Sequence[int], num_tokens: int) -> tuple[tuple[int, ...], int]:
         """Returns the tokens that followed the occurrence found by `find`, and their grade.
 
-        If they reach the text's end, they are repeated: a text that has begun to repeat itself is assumed to go on.
+        If these tokens reach the text's end, they are repeated, because a text that has begun to repeat itself is
+        assumed to go on.
         """
         start, grade = self.find(text)
         if not start:

@@ -48,7 +48,7 @@ class Prediction:
 
     token_id: int
     share: float  # (0, 1]
-    context_size: int  # one of `CONTEXT_SIZES`: the size of the context that it followed
+    context_size: int  # size of the context that the token followed, one of `CONTEXT_SIZES`
 
 
 class SuffixIndex:
@@ -88,7 +88,7 @@ class SuffixIndex:
         followers = self._followers
         for key, token_id in self._contexts(text, start, end, salt):
             known = followers.get(key)
-            # Two contexts may have the same key, so removing the other one may have removed this count already.
+            # Two contexts may have the same key, so the removal of the other may have removed this count already.
             if isinstance(known, dict):
                 if known.get(token_id, 0) > 1:
                     known[token_id] -= 1
@@ -242,12 +242,12 @@ class SuffixProposer:
         longest = max(CONTEXT_SIZES)
         token_ids: list[int] = []
         parents: list[int] = []
-        # A heap of (-confidence, order, parent, ending of the text with the token).
+        # A heap of (-confidence, order, parent, the text's last tokens including this one).
         waiting: list[tuple[float, int, int, list[int]]] = []
         order = count()
 
         def expand(parent: int, ending: list[int], confidence: float) -> int:
-            """Adds the followers of `ending` to the heap. Returns the size of its longest known context, or 0."""
+            """Adds the followers of `ending` to the heap. Returns the size of the longest known context, or 0."""
             found = self._followers(text, ending, max_children)
             for each in found:
                 if confidence * each.share >= self._min_confidence:
@@ -255,7 +255,7 @@ class SuffixProposer:
                     heappush(waiting, (-confidence * each.share, next(order), parent, ended))
             return found[0].context_size if found else 0
 
-        depths = [0]  # the root's, then each token's
+        depths = [0]  # depth of the root, then of each token
         grade = expand(ROOT, list(text.token_ids[-longest:]), 1.0) if num_wanted > 0 else 0
         while waiting and len(token_ids) < num_wanted + MAX_SIBLINGS:
             negated, _, parent, ending = heappop(waiting)

@@ -35,7 +35,7 @@ class RequestVerifier:
             self._sampler.prepare_masks(rows)
 
     def queue(self, logits: Array, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
-        """Returns the outcome for each draft, in order. Arguments as for `Verifier.queue`; drafts may be empty.
+        """Returns the outcome for each draft, in order. Arguments as for `Verifier.queue`; `drafts` may be empty.
 
         Reading the result waits for the device once, however many methods are used.
         """

@@ -57,7 +57,7 @@ class VllmEngineServicer:
 
     @property
     def is_watched(self) -> bool:
-        """Whether a gateway has checked the router's health recently, so that it is assumed to act on the result."""
+        """Whether a gateway has checked the router's health recently, and is therefore assumed to act on the result."""
         return time.monotonic() - self._watched_at < WATCHED_SECONDS
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -77,7 +77,7 @@ class VllmEngineServicer:
                 try:
                     await live.write(write, answer.render)
                 except PeerLostError as error:
-                    if error.reason == POISON_REQUEST:  # not UNAVAILABLE, which gateways and clients retry
+                    if error.reason == POISON_REQUEST:  # must not become UNAVAILABLE, which gateways and clients retry
                         raise MismatchError(error.message, reason=error.reason) from error
                     raise
 
@@ -97,7 +97,7 @@ class VllmEngineServicer:
         return vllm_engine_pb2.AbortResponse()
 
     async def HealthCheck(self, request: Any, context: Context) -> Any:  # noqa: N802
-        """Reports healthy once a model is served, even if all nodes are lost: requests wait for nodes to return."""
+        """Reports healthy once a model is served, even if all nodes are lost, as requests wait for nodes to return."""
         self._watched_at = time.monotonic()
         async with rpc_errors(context):
             if self._requests.is_handing_over:
@@ -129,7 +129,7 @@ class VllmEngineServicer:
             )
 
     async def GetLoads(self, request: Any, context: Context) -> Any:  # noqa: N802
-        """Reports the load of the whole cluster as one engine's."""
+        """Reports the load of the whole cluster as that of one engine."""
         async with rpc_errors(context):
             cluster = self._requests.cluster_status()
             nodes = [node for node in cluster.nodes if node.role is NodeRole.DECODE]

@@ -1,4 +1,7 @@
-"""The interface of receipt sinks: a directory (`directory.py`) or the routers' store. `keeper.py` makes receipts."""
+"""The interface of receipt sinks, which are a directory (`directory.py`) and the routers' store (`valkey.py`).
+
+`keeper.py` makes receipts.
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class EndedRequest:
 def make_sink(
     config: RouterConfig, *, incarnation: bytes, environ: Mapping[str, str] = os.environ
 ) -> ReceiptSink | None:
-    """Makes the sink that `router.receipts` names; None: no receipts. Raises: ConfigError."""
+    """Makes the sink that `router.receipts` names. Returns None if receipts are off. Raises: ConfigError."""
     match config.receipts:
         case "":
             return None

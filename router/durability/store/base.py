@@ -45,7 +45,7 @@ class StoredRequest:
     fingerprint: str  # of the model
     resume_window_seconds: float
     start_position: int  # position of the first token that the answer generates; the same for all samples
-    request: bytes  # a GenerateRequest with its seed, prompt as token ids; opaque to the store
+    request: bytes  # a GenerateRequest with its seed, and its prompt as token ids; opaque to the store
     numerics: str = ""  # the numerics of all nodes when the request began, if exact; empty otherwise
 
 
@@ -68,7 +68,7 @@ class StoredAnswer:
     """A stored request and the known part of its answer."""
 
     request: StoredRequest
-    token_ids: Mapping[int, tuple[int, ...]]  # by sample; the first is at start_position, without gaps
+    token_ids: Mapping[int, tuple[int, ...]]  # by sample, from start_position, without gaps
     is_ours: bool  # whether this router is the owner
     is_aborted: bool
 
@@ -83,7 +83,7 @@ class Renewal:
 
 
 class SpansRefusedError(StoreError):
-    """The store refused the tokens of these requests only, and has taken all others."""
+    """The store refused the tokens of these requests, but has stored all others."""
 
     def __init__(self, message: str, request_ids: frozenset[str]) -> None:
         super().__init__(message)
@@ -94,7 +94,7 @@ class AnswerStore(Protocol):
     """One router's access to the store. Owned by the event loop.
 
     Every method ends within the store's timeout, and raises StoreError if the store has not answered by then. The
-    operation may still take effect; every method may be repeated.
+    operation may still take effect. Every method may be repeated.
     """
 
     name: str
@@ -129,11 +129,11 @@ class AnswerStore(Protocol):
 
         A claimed request is retained like a running one until `finish`.
 
-        Raises: MismatchError if the request was stored for another model; it then stays with its owner. StoreError.
+        Raises: MismatchError if the request was stored for another model and stays with its owner; StoreError.
         """
 
     async def request_abort(self, request_id: str) -> bool:
-        """Asks the owner to abort the request. Returns False if it is unknown or finished, or this was asked before.
+        """Asks the owner to abort the request. Returns False if it is unknown, finished or already asked to abort.
 
         Raises: StoreError.
         """

@@ -57,7 +57,7 @@ def test_what_is_cancelled_before_its_kv_has_come_is_closed_with_the_draft_nodes
 
 
 def test_the_fallback_learns_a_prompt_while_its_kv_is_transferred(make_scripted_node):
-    """If it read a long prompt only at the first draft, that step would take long."""
+    """If the fallback read a long prompt only at the first draft, that step would take long."""
     fallback = ScriptedProposer([])
     node = node_with(make_scripted_node, proposers=[fallback])
     node.open()  # so that there are steps
