@@ -85,7 +85,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     return FileScheduling(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)  # runs before -k and -m, which must not affect the choice of cases
+@pytest.hookimpl(tryfirst=True)  # runs before pytest applies -k and -m, so that they do not change the cases chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Runs quick folders first, so that simple mistakes show within seconds, and tests of whole clusters last.
 

@@ -37,7 +37,7 @@ class Case:
     constants: Mapping[str, Any]
     max_shared: int  # bytes of shared memory; at 48 KiB, three programs fit on each multiprocessor of an A100
     max_spilled: int  # bytes of spilled registers that a thread stores
-    max_registers: int = 255  # per thread; with 255, the hardware's limit, only `max_spilled` is a bound
+    max_registers: int = 255  # per thread; 255 is the hardware's limit, so then `max_spilled` is the bound
     num_warps: int = 4
     num_stages: int = 2
     multiples_of_16: tuple[str, ...] = ()  # integer arguments that a launch specialises as multiples of 16

@@ -32,7 +32,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 STYLE = {"wrap": 120, "number": True, "plugin": {"tables": {"compact_tables": True}}}
 """mdformat's options, the same as in .mdformat.toml."""
 
-KINDS = {  # by type: how the page describes values of a setting without limits
+KINDS = {  # by type: the page's description of the values, for settings that have no limits
     "bool": "true or false",
     "pathlib.Path | None": "path or null",
     "str": "text",

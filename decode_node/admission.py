@@ -23,10 +23,11 @@ CLAIM_SECONDS = NO_ROOM_RETRY_SECONDS + 1.0
 
 
 class Admission:
-    """Admits a group if there are KV blocks for its prompt and for expected growth, plus a spare one for each sequence.
+    """Admits a group if enough KV blocks are free.
 
-    Expected growth is the running mean of output lengths, bounded by each request's max_tokens. So the pool neither
-    idles for output that never comes nor fills up so far that preemption is the rule.
+    It needs blocks for its prompt, for the expected growth of all sequences, and a spare one for each sequence that is
+    already on the node. Expected growth is the running mean of output lengths, bounded by each request's max_tokens. So
+    the pool neither idles for output that never comes nor fills up so far that preemption is the rule.
     """
 
     def __init__(self, pool: BlockPool, *, max_running_sequences: int, max_model_len: int, vocab_size: int) -> None:

@@ -265,7 +265,7 @@ class DecodeLoop:
             self._cpu_turns.give()
             self._report()
             self._emit_events(None)
-            self._wait_for_a_command()  # nothing fits until a transfer ends, which arrives as a command
+            self._wait_for_a_command()  # nothing fits until a transfer ends or is given up, which arrives as a command
             return None
         self.progress.expect(plan.num_rows)
         self._cpu_turns.keep(self.progress.current_step.expected_seconds)

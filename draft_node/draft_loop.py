@@ -133,7 +133,7 @@ class DraftLoop:
     def load(self) -> NodeLoad:
         return NodeLoad(num_running=self._num_running, tokens_per_second=self._proposed.per_second())
 
-    # The draft loop's thread.
+    # Only the draft loop's thread.
 
     @property
     def has_work(self) -> bool:

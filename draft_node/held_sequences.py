@@ -97,8 +97,9 @@ class _Holding:
 class HeldSequences:
     """The newest state of all sequences, made from updates that are checked by prefix hash. Draft loop's thread only.
 
-    A decode node gets memory while some is free. After that, it takes memory from the node that holds the most, whose
-    least recently updated sequences are evicted. So a single node may use all memory, but cannot keep others out.
+    A decode node gets memory while some is free. After that, a node that holds less than another takes memory from the
+    node that holds the most, whose least recently updated sequences are evicted. So a single node may use all memory,
+    but cannot keep others out.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ class DraftNode(EngineNode[DraftLoop]):
         }
 
     def draft_loop(self) -> DraftLoop:
-        """Returns the loop. Raises: PeerLostError while the node starts or drains, so that callers try another node."""
+        """Returns the loop. Raises: PeerLostError while the node starts or drains; callers may try another node."""
         if self._parts is None or self._state is not NodeState.SERVING:
             raise PeerLostError(f"draft node {self._name} is {self._state.name.lower()}", node=self._name)
         return self._parts

@@ -128,7 +128,7 @@ class TargetParts:
     model: ModelInfo
     tokenizer_files: Mapping[str, bytes]
     description: Mapping[str, object]  # fields of the log line at start
-    ranks: AbstractContextManager[object] = field(default_factory=nullcontext)  # entered while the loop runs
+    ranks: AbstractContextManager[object] = field(default_factory=nullcontext)  # kept open while the loop runs
 
 
 Parts = TypeVar("Parts", bound=TargetParts)

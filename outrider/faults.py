@@ -73,7 +73,7 @@ _HOLD_POLL_SECONDS = 0.002
 
 @dataclass(slots=True)
 class Fault:
-    """The action at one point, and its condition. Thread-safe."""
+    """A fault to inject: what to do when the program reaches `point`, and under which condition. Thread-safe."""
 
     point: str
     action: str  # "kill", "stop", "hang", "hold", "delay"
@@ -185,4 +185,4 @@ def _chosen(environ: Mapping[str, str]) -> Callable[[str], None]:
 
 
 fault_point: Callable[[str], None] = _chosen(os.environ)
-"""Marks a point of `FAULT_POINTS`; does nothing unless the point has a fault."""
+"""Marks a point of `FAULT_POINTS`; does nothing unless a fault is due there."""

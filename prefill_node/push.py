@@ -119,7 +119,7 @@ class KvPush:
         try:
             fault_point("prefill.before_push")
             sender = self._connector.connect(self._address, self._spec)
-        except Exception as error:  # noqa: BLE001 the border of the thread
+        except Exception as error:  # noqa: BLE001 thread boundary: the failure is reported in the outcome
             self._on_ended(PushOutcome(error=_to_outrider_error(error)))
             return
         with self._lock:
@@ -162,7 +162,7 @@ class KvPush:
             fault_point("prefill.committed")
             committed_at = time.monotonic()
             pushed = self._pushed.settle(committed_at)
-        except Exception as failure:  # noqa: BLE001 the border of the thread
+        except Exception as failure:  # noqa: BLE001 thread boundary: the failure is reported in the outcome
             error = _to_outrider_error(failure)
         return PushOutcome(
             connector=sender.connector,
@@ -216,7 +216,7 @@ class KvPush:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """Groups of a chunk's layers. A group fills about one frame and is pushed at once. Features are pushed last."""
+    """Groups of a chunk's layers. A group fills about one frame and is pushed as a whole. Features come last."""
 
     num_layers: int
     tokens_per_frame: int  # for one layer
@@ -241,7 +241,11 @@ class LayerGroups:
 def cut_frames(
     plane: PlaneSpec, heads: range, layers: range, start_token: int, end_token: int, *, max_frame_bytes: int
 ) -> Iterator[Region]:
-    """Cuts layers × tokens of `heads` into frames: by tokens, and by layers only if a token's layers exceed a frame."""
+    """Cuts the region of these heads, layers and tokens into frames.
+
+    A frame has all layers of its tokens, unless one token's data for all layers does not fit into a frame. Then the
+    layers are divided, too.
+    """
     per_layer = len(heads) * plane.bytes_per_head
     assert per_layer <= max_frame_bytes, "one token of one layer fits into a frame"
     num_layers = min(len(layers), max_frame_bytes // per_layer)

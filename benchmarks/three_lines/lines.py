@@ -68,7 +68,7 @@ def remote(round_trip_ms: float) -> str:
 async def compare_lines(comparison: Comparison) -> list[LineFigures]:
     """Runs all lines.
 
-    Raises: InternalError if two lines generate different tokens, PeerLostError if the drafter does not start.
+    Raises: InternalError if two lines generate different tokens, PeerLostError if the drafter does not start or answer.
     """
     figures: list[LineFigures] = []
     engine_cpus = usable_cpus()

@@ -134,7 +134,7 @@ def _measure_pushes(
 def _push_all(
     connector: Connector, config: KvTransferConfig, cache: PagedKVCache, address: str, specs: Sequence[TransferSpec]
 ) -> tuple[list[PushOutcome], float]:
-    """Makes all pushes at once. Returns their outcomes, and the seconds until the last push was committed."""
+    """Runs the pushes of all `specs` together. Returns their outcomes, and the seconds until the last was committed."""
     outcomes: queue.SimpleQueue[PushOutcome] = queue.SimpleQueue()
     groups = LayerGroups.of(PLANES, frame_bytes=config.frame_bytes)
     started = time.perf_counter()

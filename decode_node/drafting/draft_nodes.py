@@ -21,7 +21,7 @@ about fourteen answers in a row have been in time.
 
 MIN_RETRY_SECONDS = 1.0
 MAX_RETRY_SECONDS = 30.0
-"""Seconds until a node without room is tried again. They are doubled after each refusal, up to the maximum."""
+"""Seconds until a node without room is tried again. They are doubled after each refused trial, up to the maximum."""
 
 MAX_UNSOLICITED_IN_A_ROW = 4096
 """Number of consecutive unsolicited answers after which a stream is closed. A few are normal when sequences end."""

@@ -151,7 +151,7 @@ class Assignment:
     node: DraftNodeState
     features: UnackedFeatures | None = None  # None: the node needs none
     acked_length: int = 0
-    sent_length: int = 0  # length of the longest update
+    sent_length: int = 0  # number of the sequence's tokens that the node was sent
     max_wanted: int = 0  # maximum number of draft tokens wanted by any update
     pending: PendingUpdate | None = None
     is_catching_up: bool = False  # whether an answer will follow even without a further update
@@ -269,7 +269,10 @@ class Assignment:
 
 
 def is_well_formed(answer: SequenceProposals, *, vocab_size: int) -> bool:
-    """Returns whether sizes, ids, trees and distributions of an answer are valid for any sequence. Needs no lock."""
+    """Returns whether the sizes, ids, trees and distributions of an answer are valid. Needs no lock.
+
+    `Assignment.is_plausible` checks what depends on the sequence's state.
+    """
     return len(answer.branches) <= MAX_BRANCHES_PER_SEQUENCE and all(
         _is_well_formed(tree, vocab_size) for tree in answer.branches
     )

@@ -130,7 +130,7 @@ class DraftGatherer:
         max_wait_seconds: maximum seconds that a step waits for draft nodes.
         takes_trees: whether drafts may have branches.
         features_of: needed if one of the proposers is a head.
-        clock: seconds, for the duration of calls.
+        clock: returns seconds, for the duration of calls.
         """
         self._client = client
         self._controller = controller

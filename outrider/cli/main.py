@@ -37,7 +37,7 @@ ALIASES = {
 }
 """Outrider's commands, by the names that other servers have for them."""
 NODE_STARTING_COMMANDS = ("up", "demo", "train-head", "fetch", "bench")
-"""Commands that start nodes. An install for clients lacks packages that these commands need."""
+"""Commands that need the packages of nodes, which an install for clients lacks."""
 WRONG_USE, INTERRUPTED = 2, 130
 
 

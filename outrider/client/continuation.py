@@ -125,7 +125,7 @@ class Continuation:
         return self._paused(self._targets.after(step.target), self._resume())
 
     def _paused(self, target: str, request: router_pb2.ResumeRequest) -> Step:
-        """Returns a call after a pause.
+        """Returns a step that makes the call after a pause.
 
         The pause is the time that the router asked for, but at most the rest of the resume window. Once every target
         has been tried, the pause is at least a backoff.

@@ -40,7 +40,7 @@ class StreamRecord:
         """The request's id on its router, for `abort` and for logs."""
         self.num_events = 0
         self._num_brought_tokens = 0 if wanted.request is None else len(wanted.request.generated_token_ids)
-        self.is_resent = False  # whether the current call continues after tokens that an earlier call returned
+        self.is_resent = False  # whether the request was sent again with the tokens that had arrived
         self._started: Started | None = None
         self._summary: Summary | None = None
         self._text: dict[int, list[str]] = {}

@@ -51,7 +51,7 @@ class EventKind(enum.Enum):
     LISTENING = "listening"
     PROGRESS = "progress"
     SERVING = "serving"
-    REFUSED = "refused"  # another process rejected this one and continues without it
+    REFUSED = "refused"  # another process refused this one and continues without it
     DIED = "died"
     FAILED = "failed"
     STOPPING = "stopping"

@@ -15,7 +15,7 @@ from outrider.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 UNNAMED_GPUS = ("",)
-"""Stands for a single GPU whose name is unknown, or which a setting chooses instead of the cluster."""
+"""Stands for a single GPU whose name is unknown, or which is chosen by a setting rather than by the cluster."""
 DEVICE_FILES = Path("/dev")
 GPU_WEIGHTS = {DECODE: 47, PREFILL: 45, DRAFT: 8}
 """Relative shares of a GPU's memory by role: large for a node with all weights of the target, small for a draft model.
@@ -82,7 +82,7 @@ def visible_gpus(environ: Mapping[str, str]) -> Sequence[str] | None:
 def _usable_gpus(wanted: Sequence[str], device: str, environ: Mapping[str, str]) -> Sequence[str]:
     """Returns the GPUs in `cluster.gpus`, otherwise all visible ones, and no GPUs if the device is a CPU.
 
-    Returns UNNAMED_GPUS if the visible GPUs are unknown, or if `device` names a GPU.
+    Returns UNNAMED_GPUS if `device` names a GPU, or if `wanted` is empty and the visible GPUs are unknown.
 
     Raises: ConfigError if a wanted GPU is missing, or if another setting excludes it.
     """
@@ -108,7 +108,7 @@ def _usable_gpus(wanted: Sequence[str], device: str, environ: Mapping[str, str])
 def _memory_shares(
     settings: ResolvedConfig, groups: Sequence[Mapping[str, float]], *, default: float | None
 ) -> dict[str, tuple[str, ...]]:
-    """Returns the setting `kv_cache.memory` of each node, by the node's name.
+    """Returns settings of `kv_cache.memory` by node name; none if the nodes' own settings apply.
 
     `groups` has, for each memory, the relative shares of the nodes that use it. Together these nodes use
     the fraction `default` of the memory, or the fraction in an imported `kv_cache.memory`.

@@ -47,7 +47,8 @@ def parse_role_arguments(
         help="a setting that file, environment and --set override; repeatable",
     )
     arguments = parser.parse_args(argv)
-    if role in ROLES:  # reads a file without a role as this role's, so that warnings name what this role ignores
+    if role in ROLES:
+        # A file without a role belongs to this role, so that warnings name the settings in it that this role ignores.
         arguments.imports = [text if parse_reference(text)[0] else f"{role}={text}" for text in arguments.imports]
     try:
         parse_faults(environ)

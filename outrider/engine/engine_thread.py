@@ -51,7 +51,7 @@ class EngineThread(Generic[Parts]):
         self._may_run.set()
 
     def join(self, timeout_seconds: float) -> None:
-        """Waits for the constructor's `run` to return, which the caller must have arranged.
+        """Waits until the constructor's argument `run` returns. The caller must already have told it to end.
 
         An engine that was never told to run ends at once.
         """

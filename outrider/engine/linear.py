@@ -79,7 +79,7 @@ def _replace(module: nn.Module, make_linear: MakeLinear) -> None:
 
 
 def _join(module: nn.Module, names: Sequence[str], make_linear: MakeLinear) -> None:
-    """Replaces the layers `names` of `module` by shared projections if all exist, and all or none have a bias."""
+    """Replaces the layers `names` of `module` by shared projections if all are plain, and all or none have a bias."""
     layers = [getattr(module, name, None) for name in names]
     plain = [layer for layer in layers if type(layer) is nn.Linear]
     if len(plain) < len(names) or len({(layer.in_features, layer.bias is None) for layer in plain}) != 1:

@@ -43,7 +43,7 @@ class KVMemory:
     def of(cls, device: str, reserved_bytes: int = 0) -> KVMemory:
         """Measures the memory now. `reserved_bytes`: memory that this process will need for other uses than KV.
 
-        On a GPU, the share depends only on this process's own memory, not on what other processes take or free.
+        On a GPU, this process's own memory counts against its share, whatever other processes take or free.
         """
         if device_type(device) == "cpu":
             free = max(free_main_memory_bytes() - reserved_bytes, 0)

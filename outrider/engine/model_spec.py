@@ -19,7 +19,7 @@ class ModelSpec:
     vocab_size: int  # number of rows of the output layer, padding included
     max_model_len: int  # maximum number of tokens in prompt and answer together
     dtype: str  # "float32", "bfloat16", "float16"
-    is_extended: bool = False  # whether rotary embeddings extend the original window; this changes all keys
+    is_extended: bool = False  # whether rotations are those beyond the original window; this changes all keys
     features: PlaneSpec | None = None  # stored per token for a drafter head; see outrider.engine.feature_spec
 
     @property

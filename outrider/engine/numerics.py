@@ -31,7 +31,7 @@ class BatchInvariance(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Numerics:
     """A node's numerics, sent as a string in `ModelInfo.numerics`. Two nodes compute equal bits if their strings are
-    equal and say "exact".
+    equal and their batch invariance is EXACT.
     """
 
     batch_invariance: BatchInvariance

@@ -18,8 +18,8 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 
 MAX_ANGLE = float(1 << 20)
-"""Largest angle in radians. Up to this angle the reduction is exact: the number of quarter turns (20 bits) times the
-first part of pi/2 (33 bits) fits a float64."""
+"""Largest angle in radians. Beyond it the reduction would lose bits: up to here, the number of quarter turns (20 bits)
+times the first part of pi/2 (33 bits) fits a float64."""
 
 _HALF_PI = (1.57079632673412561417e00, 6.07710050630396597660e-11, 2.02226624879595063154e-21)
 _TWO_OVER_PI = 6.36619772367581382433e-01

@@ -30,8 +30,8 @@ from outrider.engine.transfer import page_locked
 Replay = Callable[[], None]
 """Queues captured work again without waiting. The work reads and writes the same addresses as during the capture."""
 GraphCapture = Callable[[Callable[[], object]], Replay]
-"""Runs a function and captures the work that it queues. Other captured work may share the memory that it allocates.
-Raises: RuntimeError if the work cannot be captured; in that case nothing is changed."""
+"""Runs a function and captures the work that it queues. Memory that the function allocates may be shared with other
+captured work. Raises: RuntimeError if the work cannot be captured; in that case nothing is changed."""
 
 
 class Capturable(NamedTuple):

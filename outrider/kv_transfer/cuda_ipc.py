@@ -57,7 +57,7 @@ class SharedGpu:
         return result[0] if result else None
 
     def allocate(self, num_bytes: int) -> tuple[int, bytes]:
-        """Returns pointer and handle of a dropped arena's memory if there is any, otherwise of new memory.
+        """Returns pointer and handle of a dropped arena's memory if any is reusable, otherwise of new memory.
 
         New memory is kept until the process ends, because the driver does not allow freeing memory that another process
         may have mapped. All arenas of a process have the same size.
@@ -165,7 +165,7 @@ class DeviceArenaReader(ArenaReader):
 def open_shared_gpu(copies: CopyStream | None, config: KvTransferConfig) -> SharedGpu | None:
     """Returns the cache's GPU; None if the cache is not on one GPU, or CUDA IPC is unavailable or not accepted.
 
-    Raises: ConfigError if the settings accept only CUDA IPC and it is unavailable.
+    Raises: ConfigError in place of returning None if the settings allow only CUDA IPC.
     """
     if copies is not None and CUDA_IPC in config.accepted:
         try:

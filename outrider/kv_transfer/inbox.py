@@ -252,7 +252,7 @@ class TransferInbox:
     def read(self, transfer_id: bytes, region: Region) -> tuple[FrameHeader, memoryview] | None:
         """Reads KV of tokens that precede the transfer's own.
 
-        Returns None if that KV is not held here, or if the transfer's reads together would exceed its size.
+        Returns None if that KV is not held here, or if the transfer's reads together would exceed the KV's size.
         """
         transfer = self._find(transfer_id)
         if transfer is None:

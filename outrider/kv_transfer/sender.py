@@ -123,7 +123,7 @@ class Sender:
 
     @property
     def num_frames(self) -> int:
-        """Number of frames sent by `put`."""
+        """Number of frames that `put` has sent so far."""
         return self._stream.num_frames
 
     def commit(self) -> CommitResult:
@@ -152,7 +152,7 @@ class Sender:
             stream.close()
 
     def cancel(self) -> DrainState:
-        """Cancels the transfer, also after a failure. Does nothing after a commit. Idempotent.
+        """Cancels the transfer, also after a failure. Does nothing after a successful commit. Idempotent.
 
         Returns DRAINED if the receiver has confirmed that it no longer reads or writes anything of this transfer.
         """

@@ -258,7 +258,7 @@ class SenderStream:
             for message in self._call:
                 self._take(decode_message(message, KvReceiverMessage))
             error: OutriderError = PeerLostError(f"KV receiver {self.address} ended the stream", node=self.address)
-        except (MalformedMessageError, ValueError) as malformed:  # ValueError: an unknown number of an enum
+        except (MalformedMessageError, ValueError) as malformed:  # ValueError: a number that the enum does not define
             self._call.cancel()
             error = PeerLostError(f"KV receiver {self.address}: {malformed}", node=self.address)
         except grpc.RpcError as broken:

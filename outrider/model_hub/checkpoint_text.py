@@ -103,7 +103,7 @@ def read_text(files: Mapping[str, bytes]) -> CheckpointText:
 
 
 def resolved_files(files: Mapping[str, bytes], text: CheckpointText) -> dict[str, bytes]:
-    """Returns the files, changed so that readers with another precedence also find the resolved settings."""
+    """Returns the files, changed so that programs that give other files precedence also get the resolved settings."""
     config = _read_object(files, "tokenizer_config.json")
     config = {name: value for name, value in config.items() if name not in SPECIAL_TOKENS} | dict(text.special_tokens)
     resolved = dict(files) | {TOKENIZER_FILE: text.tokenizer_json, "tokenizer_config.json": json.dumps(config).encode()}

@@ -169,8 +169,8 @@ def open_packed(
 def _pack_apart(config: ModelConfig, progress: Progress) -> None:
     """Packs `config`'s model in another process and waits for its end, which frees all of its memory, torch's included.
 
-    Does nothing if this process has imported torch, and so can pack by itself. If the other process fails, the caller
-    must also pack, which will report the error.
+    Does nothing in the packer, or if this process has imported torch and so can pack by itself. If the other process
+    fails, the caller must also pack, which will report the error.
     """
     if is_packer or "torch" in sys.modules:
         return

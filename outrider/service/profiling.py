@@ -17,7 +17,7 @@ from outrider.v1 import node_pb2_grpc
 from outrider.wire.profile import PROFILE, options_to_proto
 
 END_SECONDS = 30.0
-"""Maximum seconds that an engine needs to finish the current step, close the trace and return the profile."""
+"""Maximum seconds for an engine to finish the current step, close the trace and return the profile."""
 EXPORT_SECONDS = 60.0
 
 

@@ -56,7 +56,7 @@ TEXT_FORMAT = "text/plain; version=0.0.4"
 HANDOVER_SECONDS = 0.5
 """Minimum seconds of a drain, because peers call the process until they learn of the drain from its reports."""
 SPARE_CALLS = 1024
-"""gRPC's own limit, which counts calls of every kind, is twice the configured limit of calls plus this number."""
+"""gRPC's own limit applies to calls of every kind. It is set to twice the configured limit plus this number."""
 MAX_YOUNG_OBJECTS = 10_000
 """Number of young objects that triggers a garbage collection. A large step makes thousands of objects; Python's default
 is 700.

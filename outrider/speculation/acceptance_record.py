@@ -98,7 +98,7 @@ class AcceptanceRecord:
         """Forgets all observations, because the text may have changed in kind."""
         self._decided = [0.0] * self._num_positions
         self._accepted = [0.0] * self._num_positions
-        # Acceptance of the next sibling after a rejected token, over all rejected tokens that had a next sibling.
+        # How often a sibling was accepted instead, over all rejected first children that had siblings.
         self._siblings = Acceptance(SIBLING_ACCEPTANCE, prior_tokens=SIBLING_TOKENS, forgetting=FORGETTING)
         self._chain: list[float] | None = None
 
@@ -142,8 +142,9 @@ class AcceptanceRecord:
     def _through(self, draft: DraftTree) -> list[float]:
         """Returns, for each token of a draft with branches, the probability that the text goes through it.
 
-        This is the parent's probability times the token's acceptance, given that the siblings before it were rejected.
-        It is capped at the probability of the sibling before it, so that the order of siblings is kept.
+        This is the probability that the text goes through the parent and through none of the siblings before the token,
+        times the token's acceptance in this case. It is capped at the probability of the sibling before it, so that the
+        order of siblings is kept.
         """
         sibling = self._siblings.mean
         found: list[float] = []

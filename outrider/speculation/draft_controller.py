@@ -356,7 +356,10 @@ class DraftController:
     def _with_probes(
         self, offer: StepOffer, choice: RowChoice, records: Sequence[AcceptanceRecord], *, max_credit: float
     ) -> Sequence[int]:
-        """Adds one token of each sequence due for a trial, as credit allows. Those longest without rows come first."""
+        """Adds one token for each sequence that is due for a trial, as far as credit allows.
+
+        Sequences that have been without rows for longest come first.
+        """
         due = [
             (record.last_step, place)
             for place, (count, record) in enumerate(zip(choice.num_rows, records, strict=True))

@@ -74,9 +74,9 @@ class DraftSource:
             self._max_debt += DEBT_FACTOR * seconds + DEBT_GROWTH * self._max_debt
 
     def observe_tree_bonus(self, *, expected: float, found: float) -> None:
-        """Learns from a draft's expected gain in tokens.
+        """Updates `tree_bonus` with one draft, from two estimates of its gain in tokens.
 
-        `expected`: gain of a chain, estimated before the call; `found`: gain of the draft, estimated after the call.
+        `expected`: gain of a chain, estimated before the proposer was called; `found`: gain of the finished draft.
         """
         self._num_found += 1
         self.tree_bonus += max(TREE_BONUS_RATE, 1 / self._num_found) * (found - expected - self.tree_bonus)

@@ -143,7 +143,8 @@ class PathTree:
         """Moves the root to the end of `token_ids`, which continue the committed tokens, and returns the new tokens.
 
         The first path that begins with the new tokens becomes the main one. Alternatives that begin with them are kept,
-        without these tokens; other paths are freed. Without such a path, the KV of the longest common prefix is kept.
+        without these tokens; other paths are freed. If no path begins with the new tokens, the KV of the longest common
+        prefix is kept.
         """
         new = tuple(token_ids[len(self) :])
         self._source = token_ids
@@ -190,8 +191,8 @@ class PathTree:
     def best_path(self, *, allow_stale: bool) -> DraftPath:
         """Returns the path to send: the main one, followed by the rest of the stale path if both agree.
 
-        For drawn drafts the stale path counts only until the main path has begun: if the main path happened to draw the
-        same token, this token would be judged by another distribution than the one that it was first drawn from.
+        For drawn drafts, the stale path is used only while the main path is empty. If the main path happened to draw
+        the same token, this token would be verified against another distribution than it was first drawn from.
         """
         main, stale = self.main, self.stale_path
         if not allow_stale or stale is None or len(stale) <= len(main) or not self._is_stale_path_right(stale):
@@ -199,7 +200,7 @@ class PathTree:
         return replace(main, decided=[*main.decided, *stale.decided[len(main) :]])
 
     def drop_wrong_stale_path(self) -> None:
-        """Drops the stale path if it differs from the main path. The part of it that was sent must be sent again."""
+        """Drops the stale path if it differs from the main path, which then counts as sent only up to that point."""
         main, stale = self.main, self.stale_path
         if stale is not None and not self._is_stale_path_right(stale):
             num_right = 0 if self.start.wants_distributions else num_common(main.token_ids, stale.token_ids)
@@ -307,8 +308,7 @@ class PathTree:
     def with_siblings(self, path: DraftPath, start: int, end: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Joins the path's tokens [start, end) with runners-up of the race as their siblings.
 
-        Returns:
-            Ids and parents as in DraftTree, in the order of their probability.
+        Returns ids and parents as in DraftTree, in the order of their probability.
         """
         acceptance = self.acceptance.mean
         reached = 1.0  # probability that the text follows the path up to this place

@@ -44,7 +44,7 @@ class HashedTokens:
         """Hash of all tokens."""
         num_old = max(0, len(token_ids) - history)
         self.extend(token_ids[:num_old])
-        self._behind = self._hasher.copy()  # the hasher after `_num_behind` tokens; longer prefixes have no hash yet
+        self._behind = self._hasher.copy()  # the hasher after `_num_behind` tokens, the longest prefix in `_hashes`
         self._num_behind = num_old
         self._hashes: deque[int] = deque((self.hash,), maxlen=history)
         self.extend(token_ids[num_old:])

@@ -69,7 +69,7 @@ class ProposalTable:
         self._kept.clear()
 
     def _drop_stale(self, committed: HashedTokens) -> None:
-        """Evicts drafts whose prefix or tokens differ from the text, and drafts that end before the text does."""
+        """Evicts drafts whose prefix or tokens differ from the text, and drafts that do not go beyond the text."""
         for key, kept in list(self._kept.items()):
             tree = kept.tree
             if tree.length <= len(committed) and (

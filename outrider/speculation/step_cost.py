@@ -53,9 +53,10 @@ Seconds = npt.NDArray[np.float64]
 class StepCostModel:
     """T(sequences, rows), a step's duration: piecewise linear in rows with the knots `KNOTS`, plus a time per sequence.
 
-    It is fitted by least squares with exponential forgetting. Between observed steps, it is weakly assumed that the
-    line continues straight. So the first steps beyond a cliff (a sudden rise) reveal it, and it is forgotten after a
-    few hundred steps that do not go beyond it. T never falls as rows are added. Not thread-safe.
+    It is fitted by least squares with exponential forgetting. A weak assumption keeps the line straight between the
+    numbers of rows that were observed. So the model learns a cliff (a sudden rise) from the first steps beyond the
+    cliff, and forgets it after a few hundred steps that stay below the cliff. T never falls as rows are added. Not
+    thread-safe.
     """
 
     def __init__(self, *, buckets: Sequence[int] = ()) -> None:

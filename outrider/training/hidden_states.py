@@ -97,7 +97,7 @@ def measure_rows(target: ModelRuntime, *, limit_seconds: float) -> list[list[flo
 
 
 def cache_flush(device: torch.device | str) -> Callable[[], object]:
-    """Returns a function that flushes a processor's caches by reading more data than the last-level cache holds."""
+    """Returns a function that flushes a processor's caches: it reads more than they hold, and waits for the end."""
     unrelated = torch.ones(FLUSHED_BYTES, dtype=torch.uint8, device=device)
     return lambda: unrelated.max().item()
 

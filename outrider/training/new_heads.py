@@ -11,7 +11,7 @@ from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.training.plan import TrainingPlan
 
 Parts = tuple[dict[str, Any], dict[str, Tensor]]
-"""The content of config.json, and tensors by name: weights in float32, ids as integers."""
+"""The content of config.json, and tensors by name, of which all weights are float32."""
 
 
 def new_head(plan: TrainingPlan, target: Target, name: str, counts: Tensor, device: torch.device) -> Checkpoint:
@@ -161,5 +161,5 @@ def _linear(width: int, out: int, gain: float = 1.0) -> Tensor:
 
 
 def _output_layer(target: Target, ids: Tensor) -> Tensor:
-    """Returns the rows of the target's output layer [len(ids), hidden_size], with which training starts."""
+    """Returns the rows of `ids` in the target's output layer [len(ids), hidden_size], with which training starts."""
     return target.output_layer()[ids].float()

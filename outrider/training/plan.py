@@ -41,7 +41,7 @@ class TrainingPlan:
     traffic: Path | None = None  # a folder of kept answers, which are used in place of new ones
     init_from: Path | None = None  # a head to continue from; its feature reduction is not trained
     draft_vocab_size: int = 4096
-    num_steps: int = 4  # number of draft steps that are trained; each uses the head's own states of the step before
+    num_steps: int = 4  # number of trained draft steps; each but the first uses the head's own states of the one before
     batch_size: int = 6  # sequences
     learning_rate: float = 1.2e-3
     concurrency: int = 64  # requests at once

@@ -34,8 +34,8 @@ TrainingPrompt = tuple[str, list[int]]
 async def write_prompt(client: AsyncClient, rng: random.Random, pasted: Sequence[str]) -> TrainingPrompt:
     """Makes a prompt of a random kind, whose user turn the target writes. Raises: OutriderError.
 
-    In the fraction `PASTED_SHARE` of turns of kind "text", the opening words are followed by an earlier answer
-    instead, which is one of `pasted`.
+    There is one exception: in the fraction `PASTED_SHARE` of the turns of kind "text", the opening words are followed
+    by one of `pasted`, i.e. by an earlier answer of the target.
     """
     while True:
         (kind,) = rng.choices(tuple(_TURNS), [turn["weight"] for turn in _TURNS.values()])

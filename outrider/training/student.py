@@ -115,7 +115,7 @@ class Student:
         self._scale: Tensor | None = None  # [num_taps * hidden_size]: feature scales; `export` folds them into fc
 
     def scale_features(self, sample: Tensor) -> None:
-        """Scales each channel of features to the same size, estimated from `sample` [n, num_taps * hidden_size].
+        """Scales all channels of features to one size, with factors from `sample` [n, num_taps * hidden_size].
 
         The estimate uses the median, because the first token's features are a hundred times as large as all others.
         """

@@ -39,7 +39,7 @@ class HistoryPoint:
     step: int
     loss: list[float]  # running means of training losses
     held_out_loss: list[float]
-    acceptance: list[float]  # fraction of held-out rows where the head, after right drafts, chooses the target's token
+    acceptance: list[float]  # fraction of held-out rows where, after right drafts, head and target choose alike
 
 
 class Trainer:

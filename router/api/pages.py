@@ -29,7 +29,7 @@ from router.observe.records import Records
 from router.observe.spans import Span, Step
 
 LOOP_SECONDS = 2.0
-"""Seconds that an HTTP thread waits for the event loop to make a copy."""
+"""Seconds that an HTTP thread waits for its turn, and then for the event loop to make a copy."""
 MAX_SERIAL_DIGITS = 18
 JSON = "application/json"
 CONTENT_TYPES = {

@@ -126,7 +126,7 @@ class RequestRegistry:
     async def begin(self, proto: router_pb2.GenerateRequest, caller: Caller) -> LiveRequest:
         """Charges the caller and starts a request.
 
-        If there is a shared store, a resumable request is in the store when this method returns.
+        A resumable request is in the shared store when this method returns, if there is such a store and it answers.
 
         Raises: OutriderError.
         """

@@ -48,7 +48,7 @@ class _Kept:
 
     running: LiveRequest
     stored: StoredRequest
-    positions: dict[int, int] = field(default_factory=dict)  # next position to append, by sample; at first its start
+    positions: dict[int, int] = field(default_factory=dict)  # by sample: next position to append; if absent, its start
     was_claimed: bool = False  # whether the request was claimed from another router
     has_finished: bool = False  # whether `finish` has been sent to the store
     is_refused: bool = False  # whether the store has refused tokens; after a gap it takes no more

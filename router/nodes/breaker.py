@@ -17,7 +17,7 @@ class Breaker:
     """A circuit breaker for one node. Owned by the event loop.
 
     A failure opens the breaker for a cooldown, which doubles with each further failure. Failures during a cooldown do
-    not count, because a broken session ends many attempts at once. After the cooldown, one request at a time is a
+    not prolong it, because a broken session ends many attempts at once. After the cooldown, one request at a time is a
     trial: success closes the breaker, failure opens it again. The first trial may come during the cooldown
     (`may_be_tried`), if the other nodes have no room.
     """

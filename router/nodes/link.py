@@ -84,7 +84,7 @@ class NodeLink:
         self.state = NodeState.STARTING
         self.refusal = ""  # why the node must not be used; empty if it may be used
         self.last_error = ""  # why the node cannot be reached; empty if it is reachable
-        self.max_model_len = 0  # as of the last approval; 0: never approved
+        self.max_model_len = 0  # as of the last approval; 0: a draft node, or never approved
         self.is_alias = False  # whether another link leads to the same process
         self.num_hedges = 0  # requests also opened on another node because this node is late
         self.breaker = Breaker()

@@ -114,7 +114,7 @@ class Answer:
         return num_new, not was_finished and sample.finished is not None
 
     def finish(self, done: SampleDone) -> None:
-        """Ends a sample, because a node reports its end. Raises: InternalError if the node aborted it."""
+        """Ends a sample, because a node reports its end. Raises: InternalError if the report is not valid."""
         if done.reason is FinishReason.ABORTED:
             raise InternalError("it aborted a sample, which only the router may do")
         self._sample(done.sample).finish(done.reason, stop_token_id=done.stop_token_id)

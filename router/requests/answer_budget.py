@@ -22,7 +22,7 @@ RETRY_SECONDS = 1.0
 STALLED_SECONDS = 1.0
 """Seconds that a client may leave a message unread before its answer can be evicted to free memory."""
 LEFT_SECONDS = 30.0
-"""Seconds after which the answer of an absent client can be evicted: the Python client's default resume window."""
+"""Seconds after which an absent client's ended answer can be evicted: the Python client's default resume window."""
 MAX_FIRST_TOKENS = 512
 """Number of tokens expected of a sample before any answer has ended, unless `max_tokens` is lower."""
 MIN_EXPECTED_TOKENS = 128

@@ -56,7 +56,8 @@ class AttemptNodes:
         self._may_replace = may_take_over
         self._decode_incarnation = place.decode.incarnation
         self._session: DecodeSession | None = None  # None: the group is not open yet, or is closed
-        self._prefill: asyncio.Task[PrefillFigures] | None = None  # None: no call runs whose result is wanted
+        # None: no call is running, or its result is no longer wanted.
+        self._prefill: asyncio.Task[PrefillFigures] | None = None
         self._watched: PrefillLink | None = None  # the node of the running prefill call
 
     @property

@@ -161,7 +161,7 @@ class Deliver(Instruction):
     """Record tokens that the answer has taken, and charge the answer's memory for those that are new to it."""
 
     tokens: SampleTokens
-    num_new: int  # number of new tokens; 0: another attempt has delivered all of them before
+    num_new: int  # number of new tokens; 0: the answer has all of them, or their sample has ended
     is_first: bool  # whether `tokens` are the attempt's first, which show that its nodes work
 
 

@@ -230,7 +230,8 @@ class Request:
             transfer_id=b"" if event.prefill is None else self.shared.limits.new_id(),
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
-            samples=answer.unfinished_samples() or (SampleStart(sample=0),),  # sample 0 if only logprobs are missing
+            # If only prompt logprobs are missing, no sample is unfinished, so sample 0 is started.
+            samples=answer.unfinished_samples() or (SampleStart(sample=0),),
             options=replace(
                 request.options,
                 cache_salt=event.kv_salt,
@@ -276,7 +277,7 @@ class Request:
         self._stop_timer(on.Timer.WINDOW)
 
     def _attach_late(self, _event: on.ReaderAttached) -> None:
-        """Fails the answer, so that its client gets the tokens so far and then an error, because no more will come."""
+        """Fails an unfinished answer, so that its client gets the tokens so far and then an error."""
         self.answer.fail(dropped())
 
     def _detach(self, _event: on.ReaderLeft) -> None:

@@ -90,8 +90,8 @@ class AnswerText:
     """Turns one sample's tokens into the text that may be sent.
 
     It holds back the bytes of an incomplete character and any suffix that could begin a stop
-    string. A stop string must not begin in the text of the first `min_tokens` tokens. This
-    text includes a character of which these tokens have only the first bytes.
+    string. A stop string that begins within the text of the first `min_tokens` tokens is not matched. If the last of
+    these tokens ends in the middle of a character, that whole character belongs to this text.
 
     If one token's text completes several stop strings, the one that begins earliest wins;
     if several begin there, the first in the list wins. After a match nothing more is released.

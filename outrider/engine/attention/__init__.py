@@ -17,7 +17,7 @@ FLASH_ATTN_DTYPES = ("float16", "bfloat16")
 def make_attention_backend(
     name: str = "auto", device: str = "cpu", dtype: str = "float32", *, num_heads: int = 1, num_kv_heads: int = 1
 ) -> AttentionBackend:
-    """Makes a backend. Raises: ConfigError if there is none of this name, or if it cannot run on this device.
+    """Makes a backend. Raises: ConfigError if there is none of this name, or if it cannot run here.
 
     Args:
         name: "torch_sdpa", "triton", "varlen_attn" (FlashAttention in torch), "flash_attn" (FlashAttention in the

@@ -16,9 +16,10 @@ from outrider.engine.cpu_kernels.library_cache import compile_libraries, librari
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 if a source does not compile, otherwise 0.
+    """Returns the exit status.
 
-    A missing compiler is no error, because nodes then use torch's kernels.
+    With `--all` it is 1 if there is no compiler, a source does not compile or the cache cannot be written. Otherwise it
+    is 0, because nodes without a library use torch's kernels.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--all", action="store_true", help="every instruction path, not only this processor's")

@@ -38,7 +38,7 @@ LINK_FLAGS = ("-shared", "-pthread")
 # The library has its own hidden C++ runtime, which cannot conflict with the one that torch loads.
 EXPORTS = "exports.map"
 LINUX_LINK_FLAGS = ("-static-libstdc++", "-static-libgcc", f"-Wl,--version-script={EXPORTS}", "-Wl,-z,defs")
-WARNING_FLAGS = ("-Wall", "-Wextra")  # warnings are stored with the library: tests fail on them, users never see them
+WARNING_FLAGS = ("-Wall", "-Wextra")  # stored with the library; checks/kernels.py fails on warnings
 # GCC 12 warns about its own _mm512_undefined wherever an intrinsic is inlined (GCC bug 105593), about an ABI that no
 # caller sees, and about types local to a source, because a unit includes several sources.
 GCC_WARNING_FLAGS = ("-Wno-maybe-uninitialized", "-Wno-psabi", "-Wno-subobject-linkage")

@@ -49,7 +49,7 @@ class KernelChoice:
 
     path: str  # one of PREFERENCE, or FUSED or TORCH
     library: Path | None  # None for FUSED and TORCH
-    reason: str = ""  # why no better path was chosen; empty for the best one
+    reason: str = ""  # why a better path was not chosen; empty if there is nothing to explain
 
     @property
     def arithmetic(self) -> str:

@@ -142,7 +142,8 @@ def _last_kept(
     is_listed = is_reached & (num_listed <= ROOM)
     end = tl.where(is_listed, num_listed, num_ids).to(tl.int32)
     lowest = tl.maximum(tl.where(is_reached, least, _LOWEST_ORDER), (limit >> 32).to(tl.int32)).to(tl.int64)
-    low_half = (tl.full([], 1, tl.int64) << ID_BITS) - 1  # mask of the bits that ids use; the search drops the others
+    # The search shortens keys: of their low halves, it keeps only the bits in which ids differ.
+    low_half = (tl.full([], 1, tl.int64) << ID_BITS) - 1
     span = ((highest - lowest) << ID_BITS) | low_half
     found = lowest << ID_BITS
     shift = 0

@@ -135,7 +135,7 @@ class PagedKVCache:
             self._planes[plane].write(layers, slots, heads, rows, after)
 
     def _checked(self, plane: str, layers: range, slots: Slots, heads: range | None) -> range:
-        """Checks all bounds and returns the heads, by default all of the plane."""
+        """Checks all bounds and returns `heads`, or all heads of the plane if it is None."""
         spec = find_plane(self.planes, plane)
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= spec.num_layers:
             raise InternalError(f"{layers} is outside the {spec.num_layers} layers of plane {plane}")

@@ -85,8 +85,8 @@ class CopyStream:
             return DeviceBytes(taken.view(torch.uint8).reshape(-1), self)
 
     def scatter(self, rows: Tensor, slots: Slots, payload: Bytes | DeviceBytes, after: Fence) -> None:
-        """Waits for `after`, then writes some slots of [layers, slots, width]. Work that is queued before this returns
-        must not use these slots.
+        """Waits for `after`, then writes some slots of [layers, slots, width]. Work that is queued after the fence and
+        before this returns must not use these slots.
 
         `payload`: [layers * num_slots * width * itemsize] uint8. The caller may reuse it afterwards.
         """

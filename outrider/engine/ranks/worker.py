@@ -94,7 +94,7 @@ class RankWorker:
         cache, slots = self._kv_cache, request.slots
         try:
             if request.payload is None:
-                # On a GPU the read follows all work queued so far, which includes the mark's layers.
+                # On a GPU, the read runs after all work queued so far, which includes the layers up to `request.after`.
                 return cache.read(request.plane, request.layers, slots, heads=request.heads).tobytes()
             cache.write(request.plane, request.layers, slots, request.payload, heads=request.heads)
         except InternalError as error:

@@ -11,7 +11,10 @@ LOWEST_KEY = -(1 << 63)
 
 
 def order_keys(values: Array) -> Array:
-    """Returns a key for each token; the first in order has the largest: [num_rows, num_ids] float32 -> int64."""
+    """Returns a sort key for each token, larger for tokens that come earlier in the order.
+
+    [num_rows, num_ids] float32 -> int64, same shape.
+    """
     keys = lowest_keys(values)
     keys |= _LOW_HALF - namespace(values).arange(values.shape[1], device=values.device)
     return keys

@@ -29,7 +29,7 @@ from outrider.heads.packed_head import PackedHead
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _OF_EAGLE_CONFIG = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm")
-"""Flags of `eagle_config` that must be true."""
+"""Flags of `eagle_config` that must not be false."""
 
 
 class Eagle3(HeadModel):

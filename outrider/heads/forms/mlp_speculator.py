@@ -81,7 +81,7 @@ class MLPSpeculator(HeadModel):
             outputs,
         )
         self._stages = [_Stage(*each) for each in zip(*parts, strict=True)]
-        # The target's state makes up one half of the mean square of the state in the last stage.
+        # The stages' weights together leave the target's state a share of one half in the last stage.
         self._state_weight = 0.5 ** (0.5 / num_stages)
         self._embedding_weight = math.sqrt((1 - self._state_weight**2) * width / 2)
         self.spec = files.spec(self.form, width=width, max_depth=num_stages)

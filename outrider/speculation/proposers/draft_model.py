@@ -50,7 +50,7 @@ MAX_FORWARD_ROWS = MAX_FORWARD_LOGITS + MAX_CATCH_UP_ROWS
 """Maximum number of rows in a forward: a draft token for each sequence, the look-ahead, and prefixes."""
 
 MIN_GAIN = 0.03
-"""An incomplete branch is sent if its unsent tokens are expected to gain at least this number of tokens."""
+"""An incomplete branch is sent only if its unsent tokens are expected to gain at least this number of tokens."""
 
 SHARE_WITH_ANSWERS = 0.25
 """Fraction by which look-ahead may lengthen a forward that computes answers."""
@@ -263,9 +263,9 @@ class DraftModelProposer:
     ) -> bool:
         """Adds the path's next rows to the forward. Returns False if there is no block for them.
 
-        `max_tokens`: number of tokens wanted after the path; if blocks are short, it is reduced to one.
-        `min_reach`: as in the request. `kept`: sequences whose KV is kept while the KV of others is evicted, which
-        happens if there is no block even for one token; None: nothing is evicted.
+        `max_tokens`: number of tokens wanted after the path. The forward may decide fewer, and there may be blocks for
+        only one. `min_reach`: as in the request. `kept`: sequences whose main paths keep their KV while other KV is
+        evicted, which happens if there is no block even for one token; None: nothing is evicted.
         """
         missing = tree.missing(path)[:num_rows]
         start = tree.first_missing(path)

@@ -26,8 +26,8 @@ class IsolatedProposer:
 
     If a call raises, its batch is divided into halves, which are tried again, until each failing sequence is found. A
     proposer has only a cache of each sequence, so repeated calls cost only time. A failing sequence is forgotten, and
-    the proposer is not called for it during `COOLDOWN_SECONDS`, so that it cannot cost the other sequences of its batch
-    their drafts in every step.
+    the proposer is not called for it during `COOLDOWN_SECONDS`, so that it cannot cause the division of the batch in
+    every step.
 
     After `MAX_FAILED_CALLS` failures the remaining requests get no draft in this call, but they are not forgotten. If
     no sequence was served by then, the proposer is not called at all for `ALL_COOLDOWN_SECONDS`.
@@ -48,7 +48,7 @@ class IsolatedProposer:
         return self._proposer.num_wasted_tokens
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """Returns one proposal for each request, which is empty for a sequence that fails or cools down."""
+        """Returns one proposal for each request, empty if the proposer failed or was not called for the sequence."""
         now = self._clock()
         tried = [each for each in requests if self._cooldown_until.get(each.sequence_id, now) <= now]
         found = self._search(tried, now) if tried and self._all_cooldown_until <= now else {}

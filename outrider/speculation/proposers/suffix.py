@@ -242,7 +242,7 @@ class SuffixProposer:
         longest = max(CONTEXT_SIZES)
         token_ids: list[int] = []
         parents: list[int] = []
-        # A heap of (-confidence, order, parent, the text's last tokens including this one).
+        # A heap of candidates: (-confidence, order, parent, the last tokens of the text including the candidate).
         waiting: list[tuple[float, int, int, list[int]]] = []
         order = count()
 

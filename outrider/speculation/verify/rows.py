@@ -74,8 +74,8 @@ def draft_token_masses(sampler: Sampler, logits: Array, drafts: Sequence[DraftRo
 def _masses(values: Array) -> Array:
     xp = namespace(values)
     largest = xp.max(values, axis=1, keepdims=True)
-    # There is no distribution if a logit is NaN, no token is allowed, or a bias is infinite. The race then chooses the
-    # first of the largest values, so this token gets all the mass.
+    # There is no distribution if a logit is NaN, no token is allowed, or a bias exceeds float32's range. The race then
+    # chooses the first of the largest values, so this token gets all the mass.
     is_broken = xp.logical_not(xp.isfinite(largest))
     masses = masses_of(values, largest)
     masses *= xp.logical_not(is_broken)

@@ -169,7 +169,9 @@ def _sampling(params: Any) -> router_pb2.SamplingParams:
 
 
 def _closed(schema: str) -> str:
-    """Closes a schema of tool calls: a call has only a name and parameters, and a tool without parameters takes none.
+    """Makes a schema of tool calls reject unknown keys.
+
+    A call may have only a name and parameters, and the parameters of a tool that declares none must be empty.
 
     Raises: InvalidRequestError.
     """
@@ -203,7 +205,7 @@ class EngineAnswer:
     """
 
     def __init__(self, request: router_pb2.GenerateRequest, *, is_streamed: bool, preface: Sequence[int] = ()) -> None:
-        """`preface`: tokens to send before each sample's own tokens. These are not counted."""
+        """`preface`: tokens to send before each sample's own tokens, which alone are counted."""
         self._preface = preface
         num = num_samples(request.sampling)
         self._completes = [vllm_engine_pb2.GenerateComplete(index=index) for index in range(num)]

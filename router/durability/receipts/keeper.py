@@ -169,7 +169,7 @@ class ReceiptKeeper:
             self._num_lost = 0
 
     def _lose(self, number: int, reason: str) -> None:
-        """Counts lost receipts. Logs only the first loss until all receipts are written again."""
+        """Counts lost receipts. After the first loss, logs no other until writing has recovered and none are lost."""
         if not number:
             return
         self._on_lost(number)
