@@ -1,4 +1,4 @@
-"""Orders the tests, skips those that this machine cannot run, and deselects those of full runs only."""
+"""Orders the tests, skips those that this machine cannot run, and deselects those that only full runs include."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ LONG_FILES = (
     "tests/router/durability/test_two_routers.py",
     "tests/speculation/test_source_order.py",
 )
-"""Test files that take about half a minute each. Alphabetically they would start late, and one worker would still run
-them when the others are done."""
+"""Test files that take about half a minute each. In alphabetical order they would start late, and one worker
+would still run them when the others are done."""
 WAITING_FOLDERS = ("client", "cluster", "kv_transfer", "router", "service")
 """Folders whose tests wait more than they compute."""
 SHARED_CLUSTER = ("tests/e2e/", "tests/training/test_run.py")
@@ -43,10 +43,10 @@ REAL_CLUSTER = (
 """Files that share another cluster, which serves the default model."""
 
 
-# Collections during the imports and the search for tests would take a fifth of their time and free 25 MB.
+# Garbage collections would take a fifth of the time of imports and test collection, and free only 25 MB.
 gc.disable()  # until pytest_collection_finish
 
-# No deadline: on a busy machine, an example may take long.
+# Without a deadline, because one Hypothesis example may take a long time on a busy machine.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
@@ -66,7 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
-    """Sends each file to one worker, so that its fixtures are set up once, and keeps our order of files.
+    """Sends all tests of a file to one worker, so that fixtures are set up once, and keeps our order of files.
 
     Returns None if the command line sets `--dist`, so that xdist schedules by itself.
     """
@@ -85,11 +85,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     return FileScheduling(config, log)
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k and -m, which must not affect the cases chosen from a matrix
+@pytest.hookimpl(tryfirst=True)  # runs before pytest applies -k and -m, so that they do not change the cases chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Runs quick folders first, so that simple mistakes show within seconds, and whole clusters last.
+    """Runs quick folders first, so that simple mistakes show within seconds, and tests of whole clusters last.
 
-    Under xdist the clusters come first: otherwise the other workers would be idle at the end while one runs them.
+    Under xdist the cluster tests come first; otherwise one worker would run them at the end while the others are idle.
     """
     items.sort(key=_order_of_workers(items) if hasattr(config, "workerinput") else _rank)  # stable
     _skip_without_cuda([item for item in items if item.get_closest_marker("gpu")])
@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Excludes the 700,000 objects that exist after the imports from all later garbage collections.
 
-    If tests run GPU kernels in triton's interpreter, the interpreter is made quicker.
+    Also makes triton's interpreter quicker if any of the tests run GPU kernels in it.
     """
     gc.freeze()
     gc.enable()

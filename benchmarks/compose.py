@@ -1,8 +1,8 @@
 """Measures `docker compose up`: image, start, memory, stop, and throughput compared to `outrider up`.
 
     python benchmarks/compose.py                          # warm start, memory, stop
-    python benchmarks/compose.py --cold                   # and a clone, an image without build cache, a new volume
-    python benchmarks/compose.py --throughput --rounds 4  # and both ways of running, pass by pass
+    python benchmarks/compose.py --cold                   # also a clone, an image built without cache, and a new volume
+    python benchmarks/compose.py --throughput --rounds 4  # also both ways of running, in alternating passes
 
 Needs a Docker engine with Compose. It uses its own project, which it removes at the end; `--cold`
 builds with --no-cache, but packages may still come from the engine's cache of downloads unless
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "The three laws of motion are"
 START_SECONDS = 900.0
 COMMAND_SECONDS = 1800.0
-"""Timeout of any command, in seconds. The build without a cache takes longest."""
+"""Timeout of each command, in seconds. The build without a cache takes longest."""
 TAG = "benchmark"
 
 
@@ -103,7 +103,7 @@ class Project:
         figures["image_bytes"] = int(docker("image", "inspect", "--format", "{{.Size}}", f"outrider:{TAG}"))
 
     def measure_starts(self, figures: dict[str, Any], *, num_starts: int) -> None:
-        """Measures starts; the first has a new volume, and thus the model's download. Leaves the project up."""
+        """Measures starts. The first has a new volume, so it downloads the model. Leaves the project running."""
         starts = []
         for number in range(num_starts):
             if number:
@@ -118,7 +118,7 @@ class Project:
         figures["memory_bytes"] = self.memory()
 
     def memory(self) -> dict[str, int]:
-        """Returns each container's memory as the engine reports it, by service."""
+        """Returns each service's memory in bytes, as reported by the Docker engine."""
         found = {}
         for container in self.compose("ps", "--quiet").split():
             service = docker("inspect", "--format", '{{index .Config.Labels "com.docker.compose.service"}}', container)
@@ -133,7 +133,7 @@ class Project:
         figures["exit_codes"] = {line.split()[0]: int(line.split()[1]) for line in states if line.strip()}
 
     def compare(self, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-        """Runs passes of the same load alternately: against the containers, then against `outrider up`."""
+        """Runs passes of the same load, alternately against the containers and against `outrider up`."""
         passes = []
         with outrider_up() as target:
             check_same_model(self.target, target)
@@ -146,7 +146,7 @@ class Project:
 
 
 def check_same_model(containers: str, here: str) -> None:
-    """Checks that both compute in the same dtype, which they do not if native kernels are missing here."""
+    """Checks that both clusters compute in the same dtype. They do not if this machine lacks native kernels."""
     dtypes = []
     for target in (containers, here):
         with Client(target) as client:
@@ -237,7 +237,7 @@ def show(figures: dict[str, Any]) -> None:
 
 
 def by_way(passes: list[dict[str, Any]], level: str) -> tuple[list[float], list[float]]:
-    """Returns tokens per second of each round: with containers, and without."""
+    """Returns the tokens per second of each round, with containers and without."""
     found = {way: [one["tokens_per_second"] for one in passes if (one["way"], one["level"]) == (way, level)]
              for way in ("compose", "outrider up")}  # fmt: skip
     return found["compose"], found["outrider up"]

@@ -1,11 +1,11 @@
-"""Measures the gap in clients' streams if a decode node is killed or stopped in the middle of their answers.
+"""Measures the gap in clients' streams when a decode node is killed or stopped in the middle of their answers.
 
     .venv/bin/python benchmarks/failover.py --rounds 5
 
-It runs local clusters of the default model. Of two decode nodes, the busier one is lost; the supervisor
-restarts a killed node before the next round, and a stopped one is continued. Prompts were computed once
-before, so that all streams start together and have contexts of about the same length at the loss: only
-generated tokens are recomputed elsewhere. `--cold` skips this warm-up.
+It runs local clusters of the default model. Of two decode nodes, the busier one is lost. Before the next
+round, the supervisor restarts a killed node, and this script continues a stopped one. Prompts are computed
+once beforehand. So all streams start together, have contexts of about the same length when the node is lost,
+and recompute only generated tokens elsewhere. `--cold` skips this warm-up.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ AFTER_TOKENS = 16
 MAX_TOKENS = 1400  # enough that no answer ends while others start
 WAIT_SECONDS = 120.0
 LIMITS = {"killed": 1.0, "stopped": 1.5, "stopped, 16 streams": 3.0, "killed, the only one": 5.5}
-"""Required limits of the gaps, in seconds."""
+"""Maximum permitted gap in each case, in seconds."""
 LOSSES = {
     2: {
         "killed": (signal.SIGKILL, 1),
@@ -44,7 +44,7 @@ LOSSES = {
     },
     1: {"killed, the only one": (signal.SIGKILL, 1)},
 }
-"""The cases of each cluster size (number of decode nodes): signal to send, and number of streams."""
+"""The cases, by the cluster's number of decode nodes. Each has the signal to send and the number of streams."""
 
 
 def prompt_of(number: int) -> list[int]:
@@ -75,7 +75,7 @@ class Stream:
                     break
 
     def gap(self, since: float) -> float | None:
-        """Returns the longest time between two deltas from `since` on; None until enough tokens have arrived."""
+        """Returns the longest pause between deltas, from the last before `since` onwards; None if too few follow."""
         before = [at for at in self.arrivals if at <= since]
         after = [at for at in self.arrivals if at > since]
         if not before or len(after) < AFTER_TOKENS:
@@ -108,7 +108,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 def lose(
     cluster: Cluster, client: Client, *, number: signal.Signals, num_streams: int, first: int, is_cold: bool
 ) -> list[float]:
-    """Signals the busiest decode node while streams run. Returns the gap of each stream, in seconds."""
+    """Sends a signal to the busiest decode node while streams run. Returns the gap of each stream, in seconds."""
     for index in range(0 if is_cold else num_streams):
         client.complete(prompt_of(first + index), max_tokens=1)
     streams = [Stream(client, first + index) for index in range(num_streams)]

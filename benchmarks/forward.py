@@ -4,8 +4,8 @@
 
 Variants are interleaved, shape by shape. A shape is sequences x rows: 16x5 verifies four
 draft tokens for each of sixteen sequences. Times are medians, with the minimum in brackets,
-in milliseconds. The floor is the time to read the first variant's weights once, at the memory's
-read speed, measured alternately with the rest: compare medians with medians.
+in milliseconds. The floor is the time to read the first variant's weights once at the memory's
+read speed, which is measured between the passes. Compare the medians of passes with the floor's median.
 `--growth` instead runs one variant through batches of 1 to 64 sequences and contexts
 of 100 to 8000 tokens, and `--svg` draws both curves. `--trees` compares draft trees of six
 tokens with chains of six.
@@ -41,13 +41,13 @@ BLOCK_SIZE = 16
 CONTEXT = 300
 VARIANTS = {
     "native": {},
-    "mapped": {},  # native kernels, with weights mapped from the cache as in nodes
-    "features": {},  # mapped, and three taps reduced to one feature per row
+    "mapped": {},  # native kernels, with weights memory-mapped from the cache, as in nodes
+    "features": {},  # like `mapped`, plus the outputs of three layers (taps), reduced to one feature vector per row
     "int8": {"weights": "int8"},
     "float32": {"dtype": "float32"},
     "torch": {"kernels": "torch"},
 }
-TAPS = FeatureReduction(taps=(2, 15, 27), hidden_size=576, projection=torch.eye(3 * 576)[::3])  # of the default model
+TAPS = FeatureReduction(taps=(2, 15, 27), hidden_size=576, projection=torch.eye(3 * 576)[::3])  # for the default model
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (100, 300, 1000, 2000, 4000, 8000)
 TREES = {
@@ -62,12 +62,12 @@ SECONDS_FOR_SHAPE = 0.6  # per round
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape of a step: the last `num_rows` rows of `context` tokens, for each sequence."""
+    """The shape of a step, which computes the last `num_rows` of `context` tokens of each sequence."""
 
     num_seqs: int
     num_rows: int
     context: int = CONTEXT
-    parents: tuple[int, ...] = ()  # parents of the last rows, if they are a draft tree
+    parents: tuple[int, ...] = ()  # parents of the last rows, if these rows are a draft tree
 
     def __str__(self) -> str:
         if self.num_rows == self.context:
@@ -79,7 +79,7 @@ SHAPES = (Shape(1, 1), Shape(1, 5), Shape(4, 1), Shape(4, 5), Shape(16, 1), Shap
 
 
 class Variant:
-    """A loaded model, and a cache in which each sequence holds `most` tokens."""
+    """A loaded model, and a cache with room for `most` tokens of each sequence."""
 
     def __init__(self, name: str, *, num_seqs: int, most: int) -> None:
         self.name = name
@@ -105,7 +105,7 @@ class Variant:
         return self._forward(rows)
 
     def phases(self, shape: Shape, passes: int = 5) -> dict[str, float]:
-        """Returns the calling thread's milliseconds per pass, by phase; empty if phases are unknown."""
+        """Returns the calling thread's time per pass in milliseconds, by phase; empty if phases are unknown."""
         self.runner.phases.start()
         for _ in range(passes):
             self.seconds(shape)
@@ -201,7 +201,7 @@ def measure_trees(name: str, rounds: int) -> int:
 def measure(
     variants: Sequence[Variant], shapes: Sequence[Shape], rounds: int, memory: MemoryReader
 ) -> tuple[dict[tuple[str, Shape], list[float]], list[float]]:
-    """Returns seconds of each pass, and memory bandwidths in bytes per second measured in between."""
+    """Returns the seconds of each pass, and the memory bandwidths measured in between, in bytes per second."""
     times: dict[tuple[str, Shape], list[float]] = {(v.name, shape): [] for v in variants for shape in shapes}
     bandwidths: list[float] = []
     for _ in range(rounds):
@@ -209,7 +209,7 @@ def measure(
             bandwidths.append(memory.bytes_per_second())
             for variant in variants:
                 until = time.perf_counter() + SECONDS_FOR_SHAPE
-                variant.seconds(shape)  # warm-up: caches hold another shape's rows
+                variant.seconds(shape)  # warm-up, since caches hold another shape's rows
                 while not times[variant.name, shape] or time.perf_counter() < until:
                     times[variant.name, shape].append(variant.seconds(shape))
     return times, bandwidths
@@ -232,7 +232,7 @@ def in_words(seconds: Sequence[float]) -> str:
 
 
 def draw(charts: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> str:
-    """Returns an SVG of charts side by side: milliseconds over a size, with both axes from zero."""
+    """Returns an SVG of charts side by side. Each plots milliseconds against a size; both axes start at zero."""
     width, height, margin = 360, 240, 50
     parts = []
     for index, (title, points) in enumerate(charts):

@@ -2,9 +2,9 @@
 
     python -m benchmarks.host_gap [--sequences 1,8,32,128] [--context 512] [--steps 200]
 
-The loop, scheduler, block tables, sampling states, and batches with their padding and work lists for CUDA graphs are
-the node's own; the device computes nothing, and the tokens are always the same. Times are the thread's CPU time, the
-median of all steps, without drafts. They exclude the driver's time for a graph launch.
+The loop, scheduler, block tables, sampling states and batches (with padding and work lists for CUDA graphs) are the
+node's own. The device computes nothing, and the tokens are always the same. There are no drafts. Times are medians of
+the thread's CPU time over all steps. They exclude the driver's time for a graph launch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TARGET = (0.3, 5.0)
 
 
 class FixedSampler(Sampler):
-    """Always returns the same token. Records the thread's time when the tokens are available."""
+    """Always returns the same token. Records the thread's CPU time at which the tokens are available."""
 
     arrived_at = 0
 
@@ -62,7 +62,7 @@ class FixedSampler(Sampler):
 
 
 class Device:
-    """Replaces a ModelRunner that replays CUDA graphs. Records the thread's time from tokens to the next launch."""
+    """Replaces a ModelRunner that replays CUDA graphs. Records the thread's CPU time from tokens to the next launch."""
 
     is_asynchronous = True
 
@@ -121,7 +121,7 @@ class RunningLoop:
         self.step = self._loop.iterate
 
     def grow(self, num_sequences: int, **sampling: Any) -> None:
-        """Adds sequences, whose prompts share no block, and runs until `num_sequences` decode."""
+        """Adds sequences whose prompts share no block, and runs steps until `num_sequences` of them decode."""
         scheduler = self._engine.scheduler
         for number in range(scheduler.num_running, num_sequences):
             opened = OpenSequenceGroup(
@@ -138,7 +138,7 @@ class RunningLoop:
 
 
 def measure(num_sequences: int, *, context: int, num_steps: int) -> tuple[float, float]:
-    """Returns microseconds of CPU time of the gap, and of a whole step of the engine thread."""
+    """Returns the engine thread's CPU time for the gap and for a whole step, in microseconds."""
     max_tokens = num_steps + WARM_UP_STEPS + 2 * num_sequences + 8
     num_blocks = num_sequences * ((context + max_tokens) // BLOCK_SIZE + 2)
     pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, hash_seed=b"")
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512, metavar="TOKENS", help="default 512")
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="default 200")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # threads that wait for each other would count as the host's time
+    torch.set_num_threads(1)  # time for which threads wait for each other would count as the host's
     counts = [int(each) for each in arguments.sequences.split(",")]
     gaps = []
     print("sequences   gap µs   step µs")

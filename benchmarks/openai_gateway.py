@@ -1,9 +1,10 @@
-"""Measures what the OpenAI gateway adds to an answer of one token: gRPC, HTTP and OpenAI's SDK ask alternately.
+"""Measures the time that the OpenAI gateway adds to a one-token answer by HTTP and by OpenAI's SDK, compared to gRPC.
 
     .venv/bin/python benchmarks/openai_gateway.py --rounds 300
 
-It runs a local cluster of the default model with the same short chat each time, so that its prompt is cached. Times
-are those of a client with an open connection; the order of the three changes from round to round.
+It runs a local cluster of the default model and sends the same short chat each time, so that the prompt is cached.
+Times are those of a client with an open connection. gRPC, HTTP and the SDK take turns, in an order that changes from
+round to round.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ QUESTION = "Why is the sky blue?"
 WARM_UP_ROUNDS = 20
 WAIT_SECONDS = 60.0
 LIMIT_MS = 3.0
-"""Required limit of what the gateway adds to the median, in milliseconds."""
+"""Maximum time that the gateway may add to the median, in milliseconds."""
 
 
 def by_http(url: str, model: str) -> Callable[[], None]:
@@ -50,7 +51,7 @@ def by_http(url: str, model: str) -> Callable[[], None]:
 
 
 def measure(cluster: Cluster, num_rounds: int) -> dict[str, list[float]]:
-    """Returns milliseconds by client."""
+    """Returns the milliseconds of all requests, by client."""
     url = cluster.openai_url
     with (
         Client(cluster.router_address) as client,

@@ -2,8 +2,8 @@
 
     .venv/bin/python -m benchmarks.pictures
 
-It runs a local cluster of the default model with two decode nodes, one of which is killed in the middle of the answer
-whose timeline is shown, and frozen for the overview. Needs Chromium (`make browser`).
+It runs a local cluster of the default model with two decode nodes. For page-request.png, a node is killed in the
+middle of the answer whose timeline is shown; for page-cluster.png, a node is frozen. Needs Chromium (`make browser`).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def take(page: str, fragment: str, name: str) -> None:
 
 @contextlib.contextmanager
 def company(client: Client, number: int) -> Iterator[None]:
-    """Runs other answers at the same time."""
+    """Runs `number` other answers while the block runs."""
     streams = [Stream(client, f"Write a story about {index + 2} foxes.", 2000) for index in range(number)]
     try:
         wait_for(lambda: all(stream.num_tokens for stream in streams), "answers do not begin")
@@ -108,7 +108,7 @@ def all_serve(client: Client) -> Callable[[], bool]:
 
 
 def picture_request(cluster: Cluster, client: Client, page: str) -> None:
-    """Takes the picture of an answer whose decode node is killed, while another answer runs."""
+    """Takes the picture of an answer whose decode node is killed. Another answer runs at the same time."""
     with company(client, 1):
         stream = Stream(client, QUESTION, MAX_TOKENS)
         wait_for(lambda: stream.num_tokens >= BEFORE_TOKENS, "the answer does not begin")

@@ -19,7 +19,7 @@ DATA = ROOT / "benchmarks" / "data" / "peers.json"
 FIGURE = ROOT / "docs" / "figures" / "peers.svg"
 
 COLUMNS = 3
-NAMES_WIDTH, BARS_WIDTH, LABEL_WIDTH, GAP = 160, 150, 52, 14  # pixels, like all that follow
+NAMES_WIDTH, BARS_WIDTH, LABEL_WIDTH, GAP = 160, 150, 52, 14  # in pixels, like all sizes below
 BAR_HEIGHT, BAR_STEP, TITLE_HEIGHT, PANEL_GAP = 14, 22, 44, 22
 MARGIN, CAPTION_HEIGHT = 16, 40
 OURS, OTHERS, ROUND, QUIET = "#0b62c4", "#b4bcc6", "#1c2733", "#5b6673"

@@ -2,11 +2,11 @@
 
     python benchmarks/reference.py [--json FILE]
 
-It prints three figures, all in tokens per second. The floor: measured read bandwidth over weight
-bytes, the speed of a single stream if only reading weights took time.
-`generate`: transformers' own loop, one prompt after the other. Continuous batching:
-transformers' `generate_batch` with 16 prompts at once. Run it right before and after a
-benchmark; machines differ, and so does one machine from hour to hour.
+It prints three figures, all in tokens per second. The floor is the measured read bandwidth divided
+by the bytes of the weights: the speed of a single stream if only reading weights took time.
+`generate` is transformers' own loop, with one prompt after the other. Continuous batching is
+transformers' `generate_batch` with 16 prompts at once. Run this script right before and
+after a benchmark, since machines differ, and one machine's speed changes from hour to hour.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ PAGE_SIZE_TOKENS = 64
 BATCH_TOKENS = 1024
 
 TokenIds = list[int]
-Model = Any  # a transformers model, whose own types are partial
+Model = Any  # a model of transformers, whose type annotations are incomplete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floor:
-    """The speed if each token takes only the reading of every weight once."""
+    """The speed if a token took only the time to read every weight once."""
 
     weight_bytes: int
     bandwidth_bytes_per_second: float
@@ -62,9 +62,9 @@ class SingleStream:
 
     num_prompts: int
     num_generated_tokens: int
-    tokens_per_second: float  # all tokens over all time, including prefill
-    decode_tokens_per_second: float  # median over prompts, after the first token
-    ttft_seconds: float  # median
+    tokens_per_second: float  # all tokens divided by the total time, which includes prefill
+    decode_tokens_per_second: float  # speed of one answer after its first token, as the median over prompts
+    ttft_seconds: float  # median over prompts
     others_cpu_share: float
 
 
@@ -75,7 +75,7 @@ class Batched:
     num_prompts: int
     max_requests_per_batch: int
     num_generated_tokens: int
-    tokens_per_second: float  # all tokens from the first prompt added to the last token
+    tokens_per_second: float  # all tokens divided by the time from adding the first prompt to the last token
     others_cpu_share: float
 
 
@@ -175,7 +175,7 @@ def spread(prompts: Sequence[TokenIds], count: int) -> list[TokenIds]:
 
 
 def measure_floor(model: Model, *, num_threads: int) -> Floor:
-    """Measures the floor. Tied weights count once: the embedding is read completely only as the output layer."""
+    """Measures the floor. Tied weights count once, since only the output layer reads the whole embedding."""
     storages = {p.untyped_storage().data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
     weight_bytes = sum(storages.values())
     bandwidth = read_bandwidth(num_threads)
@@ -218,7 +218,7 @@ class MemoryReader:
 
 
 def read_bandwidth(num_threads: int) -> float:
-    """Returns bytes per second, the best of several passes."""
+    """Returns the read bandwidth in bytes per second, the best of several passes."""
     with MemoryReader(num_threads) as memory:
         return max(memory.bytes_per_second() for _ in range(BANDWIDTH_PASSES))
 
@@ -230,7 +230,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 class _TokenClock(BaseStreamer):
-    """Records when each token arrives. The first call has the prompt."""
+    """Records when each token arrives. The first call of `put` has the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

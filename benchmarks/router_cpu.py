@@ -4,11 +4,11 @@
 
 The router is the real process; its nodes are scripted (`tests.support.router_fakes`) and send one token
 per stream and step, so that only the router is measured. The bare server is a grpc.aio server on
-uvloop that writes one prepared message per token at the same pace: the cost of gRPC itself.
-The relay is a bare server whose pace comes from another process: it reads a message of a
-session's size per step, without parsing it. No router on grpc.aio can cost less. Rounds
-alternate. CPU time grows if other programs share the caches: compare the columns, not runs
-at different times.
+uvloop that writes one prepared message per token at the same pace. It shows the cost of gRPC itself.
+The relay is a bare server whose pace comes from another process: in each step it reads, but does
+not parse, a message as large as that of a decode node's session. No router on grpc.aio can cost
+less than the relay. The three take turns in each round. CPU time grows if other programs share the caches, so
+compare the columns of one run, not runs at different times.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GENERATE = "/outrider.v1.RouterService/Generate"
 PACE = "/benchmark.Pacemaker/Pace"
 SESSION_BYTES_OF_A_STREAM = 30
-"""Bytes per token in a message of a decode node's session, including a share of the report."""
+"""Bytes per stream and token in a message of a decode node's session, including a share of the node's report."""
 START_SECONDS = 60
 STREAM_SECONDS = 600
 
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Alternates router and bare server; prints CPU milliseconds per token of each."""
+    """Drives the router, the relay and the bare server in turn. Prints the CPU milliseconds per token of each."""
     this = [
         sys.executable,
         "-m",
@@ -86,7 +86,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 "relay": (relay, relay_said["address"]),
                 "bare": (bare, bare_said["address"]),
             }
-            for process, address in servers.values():  # warm-up: the first calls import and connect
+            for process, address in servers.values():  # warm-up, since the first calls import and connect
                 drive(process, address, arguments.streams, min(50, arguments.tokens))
             for _ in range(arguments.rounds):
                 for name, (process, address) in servers.items():
@@ -119,7 +119,7 @@ def drive(process: psutil.Process, address: str, num_streams: int, num_tokens: i
 
 @contextmanager
 def started(command: list[str], *, announces: bool = False) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
-    """Yields the process, and its first JSON line on standard output (for a router, the log line that it serves)."""
+    """Yields the process and a JSON line: its first on standard output or, with `announces`, its log line "serving"."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -137,7 +137,7 @@ def started(command: list[str], *, announces: bool = False) -> Iterator[tuple[ps
         else:
             raise RuntimeError(f"{command} ended before it served")
         with ThreadPoolExecutor(1) as drain:
-            drain.submit(lambda: [None for _ in lines])  # a full pipe would block it
+            drain.submit(lambda: [None for _ in lines])  # a full pipe would block the process
             try:
                 yield psutil.Process(process.pid), said
             finally:
@@ -188,7 +188,7 @@ async def serve_relay(arguments: argparse.Namespace) -> None:
 
 
 async def serve_steps() -> asyncio.Event:
-    """Starts a server that writes a one-token delta to each stream per step, up to the requested number.
+    """Starts a server that writes a one-token delta to each stream per step, up to the requested number of tokens.
 
     Returns the event that triggers a step.
     """
@@ -209,7 +209,7 @@ async def serve_steps() -> asyncio.Event:
 async def start_server(method: str, behaviour: Callable[[bytes, grpc.aio.ServicerContext], Awaitable[None]]) -> str:
     """Starts a grpc.aio server with one method, which streams bytes. Returns its address."""
     server = grpc.aio.server(options=server_options())
-    SERVED.append(server)  # without a reference it would shut itself down
+    SERVED.append(server)  # without a reference the server would shut itself down
     service, _, name = method[1:].partition("/")
     handler = grpc.unary_stream_rpc_method_handler(behaviour)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {name: handler}),))

@@ -1,9 +1,9 @@
-"""Measures the sampling of a step, by numpy, torch and the native kernels: milliseconds by logits and settings.
+"""Measures the milliseconds that sampling a step takes in numpy, torch and the native kernels, by logits and settings.
 
     python benchmarks/sampler.py [--vocab-size 49152] [--threads 2] [--rounds 200]
 
-Prints medians over rounds, with the kinds interleaved, including all Python work of a step. Run it
-on a quiet machine: sampling takes some ten microseconds, less than a time slice of another
+Prints medians over rounds in which the three take turns. Times include all Python work of a step. Run
+this on a quiet machine, since sampling takes some ten microseconds, less than a time slice of another
 process.
 """
 
@@ -38,13 +38,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "min_p 0.05": {"min_p": 0.05},
     "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.3},
 }
-STEPS = ((1, 1), (1, 5), (16, 1), (16, 5))  # sequences, rows per sequence
+STEPS = ((1, 1), (1, 5), (16, 1), (16, 5))  # (number of sequences, rows per sequence)
 PROMPT_TOKENS = 1000
 POSITIONS_BETWEEN_ROUNDS = 5
 
 
 def like_a_language_model(rng: np.random.Generator, num_rows: int, vocab_size: int) -> Logits:
-    """Makes logits by which about ten tokens of each row have nearly all of the probability."""
+    """Makes logits that give nearly all of each row's probability to about ten tokens."""
     rows = rng.standard_normal((num_rows, vocab_size)) * 2.2
     rows += np.where(rng.random(rows.shape) < 10 / vocab_size, rng.uniform(5, 14, rows.shape), 0)
     return rows.astype(np.float32)
@@ -62,7 +62,7 @@ KINDS: dict[str, Callable[[np.random.Generator, int, int], Logits]] = {
 
 
 class Timed:
-    """A sampler with the sequences of one kind of step, to be timed."""
+    """A sampler to be timed, with the sequences of one kind of step."""
 
     def __init__(self, sampler: Sampler, params: dict[str, Any], num_sequences: int, num_rows: int) -> None:
         self._sampler = sampler

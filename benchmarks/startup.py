@@ -1,10 +1,10 @@
-"""Measures the start of services, each alone and all by `outrider up`, and their memory afterwards.
+"""Measures how long services take to start, each alone and all together by `outrider up`, and their memory afterwards.
 
     .venv/bin/python benchmarks/startup.py --rounds 5
 
 Times are from the start of the process. Proportional set sizes (PSS) divide a page among the
 processes that map it; resident set sizes (RSS) count it in each. Core seconds are the CPU time
-that the services had used when they were serving; other programs on the machine affect them least.
+that the services had used once they were serving; other programs affect this figure least.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def start_role(role: str) -> Start:
         for said in announcements(reading):
             if "address" in said and not said.get("serving"):
                 listening = time.monotonic() - started
-            if said.get("serving") or (role == "router" and "address" in said):  # a router serves only with nodes
+            if said.get("serving") or (role == "router" and "address" in said):  # without nodes, a router only listens
                 serving = time.monotonic() - started
                 usage = Usage.of([psutil.Process(process.pid)])
                 break
@@ -97,7 +97,7 @@ def announcements(descriptor: int) -> Iterator[dict[str, object]]:
 
 
 def start_all() -> Start:
-    """Runs `outrider up` to its line "serving on"."""
+    """Runs `outrider up` until it prints "serving on"."""
     started = time.monotonic()
     command = [sys.executable, "-m", "outrider.cli.main", "up", "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

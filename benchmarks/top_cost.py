@@ -3,11 +3,13 @@
     .venv/bin/python benchmarks/top_cost.py [--streams 200] [--pairs 12] [--seconds 10]
 
 A local cluster of the default model decodes as many streams as fit into its batch, without drafts and endlessly; the
-others wait, so every window has the same work. In every other window `top` is stopped (SIGSTOP). It draws on a pseudo
-terminal of 120 × 40, whose other end is only read: the cost of a terminal emulator is excluded.
+other streams wait, so every window has the same work. In half of the windows `top` is stopped (SIGSTOP). `top`
+draws on a pseudo terminal of 120 × 40 characters. The terminal's other end is only read, so the cost of a terminal
+emulator is excluded.
 
-CPU time is measured, too: that of `top` itself, and that of the router per report, from 30 watches of an idle cluster
-with ten reports per second. Tokens per second exclude the latter: a stopped `top` still gets its reports.
+CPU time is measured, too: that of `top` itself, and the router's per report. The latter is measured on an idle cluster
+with 30 watches, each of which gets ten reports per second. The figures in tokens per second do not show the cost of
+reports, since a stopped `top` still gets them.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from outrider.cluster.config import ClusterConfig
 from outrider.cluster.plan import Launch
 
 SETTLE_SECONDS = 1.0
-"""Seconds at the start of a window that are not measured."""
+"""Seconds between the start of a window and the start of its measurement."""
 FULL_SECONDS = 30.0
 """Seconds until the batch is full."""
 MAX_TOKENS = 6000  # enough that no answer ends
@@ -106,7 +108,7 @@ async def measure_window(load: Load, seconds: float) -> float:
 
 
 async def seconds_of_a_report(client: AsyncClient, router: psutil.Process) -> float:
-    """Returns CPU seconds of the router per report, while it is otherwise idle."""
+    """Returns the router's CPU seconds per report while the router is otherwise idle."""
     num_reports = 0
 
     async def watch() -> None:
@@ -150,7 +152,7 @@ async def measure(cluster: Cluster, *, num_streams: int, num_pairs: int, seconds
                     shares.append((processor_seconds(top) - before) / seconds)
             os.kill(top.pid, signal.SIGCONT)
         await load.stop()
-        await asyncio.sleep(5.0)  # until nothing is running
+        await asyncio.sleep(5.0)  # waits until nothing is running
         report = await seconds_of_a_report(client, router)
     ratios = [with_it / without for with_it, without in zip(shown, alone, strict=True)]
     spread = stdev(ratios) / num_pairs**0.5

@@ -1,8 +1,9 @@
 """Measures the cost of traces to a router per request: `python benchmarks/trace_cost.py`.
 
 It records one plain request (five spans) repeatedly: with tracing off, for a caller that does not sample, and
-sampled, with export to a collector in another process. `event loop` is the longest delay of a request; `processor`
-is the CPU time of all threads, including the exporter's.
+for one that does, with export to a collector in another process. `event loop` is the wall time that recording takes on
+the event loop, which is the most that it can delay a request; `processor` is the CPU time of all threads, including
+the exporter's.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ ROUNDS = 15
 
 
 def serve_one(records: Records, tracer: Tracer, metadata: tuple[tuple[str, str], ...]) -> None:
-    """Records one request: traces it, and makes the record, which is also made without tracing."""
+    """Traces one request and makes its record, which is made without tracing, too."""
     tracer.enter(metadata)
     record = records.begin("a-request", METRICS)
     record.take_request(REQUEST, model="m")

@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "helm-values.md"
 SCHEMA = CHART / "values.schema.json"
 BEGIN, END = "<!-- made by `make chart` -->", "<!-- end -->"
 VERSIONS = ("1.27", "1.37")
-"""The oldest version that has everything the chart uses, and the newest one with schemas."""
+"""Kubernetes versions: the oldest one that has everything the chart uses, and the newest one that has schemas."""
 OTHERS = {
     "ScaledObject": "keda-scaledobject.json",
     "Certificate": "cert-manager-certificate.json",
@@ -41,9 +41,9 @@ OTHERS = {
 """Kinds that do not belong to Kubernetes, and their files in checks/schemas."""
 ICON = "icon is recommended"
 INFO = 1
-"""The severity of Helm's acceptable messages."""
+"""Helm's severity of an informational message, the highest that is acceptable."""
 
-# Without a cache, it reads a file of one megabyte for every object.
+# Without this cache, kubernetes_validate reads a file of one megabyte for every object.
 kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
 
 
@@ -86,7 +86,7 @@ def faults_of(found: dict[str, Any]) -> Iterator[str]:
 
 
 def schema_text() -> str:
-    """Returns the chart's schema, with our settings' schema for `settings` and each role's `extraSettings`."""
+    """Returns the chart's schema, with the schema of our settings for `settings` and each role's `extraSettings`."""
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     settings = {name: value for name, value in config_schema(sections_of(None)).items() if name != "$schema"}
     schema["$defs"]["settings"] = settings
@@ -138,7 +138,7 @@ def _rows(name: str, found: dict[str, Any], default: Any) -> Iterator[str]:
 
 
 def _default_of(by_role: dict[str, Any], roles: list[str]) -> str:
-    """Formats one default for all roles, or each value with its roles."""
+    """Formats a default: one value if it is the same for all roles, otherwise each value with its roles."""
     texts: dict[str, list[str]] = {}
     for role, value in by_role.items():
         texts.setdefault(json.dumps(value), []).append(role)
@@ -156,7 +156,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the golden renders and the table of values")
     if parser.parse_args().write:
-        SCHEMA.write_text(schema_text(), encoding="utf-8")  # renders are validated against it
+        SCHEMA.write_text(schema_text(), encoding="utf-8")  # first, since a render validates its values against it
         GOLDEN.mkdir(exist_ok=True)
         for name, values in value_sets().items():
             (GOLDEN / f"{name}.yaml").write_text(render_text(values), encoding="utf-8")

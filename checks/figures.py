@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH = 900  # pixels, like all that follow
+WIDTH = 900  # in pixels, like all sizes below
 TOP, ROW, HEAD = 24, 30, 40
 INK, QUIET, LINE, EDGE, FILL = "#1c2733", "#5b6673", "#3d4a58", "#8794a3", "#f3f6f9"
 FONT = 'font-family="Helvetica, Arial, sans-serif" font-size="12"'
@@ -61,7 +61,7 @@ def box(x: float, y: float, width: float, height: float, *, fill: str = FILL, ed
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float, *, color: str = LINE, extra: str = "") -> str:
-    """Draws an arrow with a head in its own colour at its end."""
+    """Draws an arrow that ends with a head of the same colour."""
     return (
         f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" fill="none" stroke="{color}" stroke-width="1.5" '
         f'marker-end="url(#{color[1:]})"{extra}/>'
@@ -69,7 +69,7 @@ def arrow(x1: float, y1: float, x2: float, y2: float, *, color: str = LINE, extr
 
 
 def picture(title: str, height: int, parts: Sequence[str], notes: Sequence[str] = ()) -> str:
-    """Returns the whole file, with notes below the parts."""
+    """Returns the whole SVG file, with notes below the parts."""
     below = [text(20, height + 18 * line, note, color=QUIET, anchor="start") for line, note in enumerate(notes)]
     height += 18 * len(notes)
     heads = "".join(
@@ -206,7 +206,7 @@ def failover() -> str:
 
 
 def chips(x: float, y: float, tokens: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Draws tokens in their colours, side by side; a rejected one is crossed out."""
+    """Draws tokens in their colours, side by side. Rejected tokens are crossed out."""
     for word, color in tokens:
         width = 7 * len(word) + 14
         yield box(x, y, width, 22, fill="#fff", edge=color)

@@ -1,4 +1,4 @@
-"""Tests this project on a machine with a GPU, in one script: stages, each a process with a time limit.
+"""Tests this project on a machine with a GPU, in stages, each of which is a process with a time limit.
 
     python3 checks/gpu_day.py --out OUT                       # everything, 400 s at most
     python3 checks/gpu_day.py --out OUT --stages env,steps    # some stages, in this order
@@ -9,12 +9,12 @@ stage does not stop the others, but makes the exit status 1. CONTRIBUTING.md say
 index needs besides the checkout. What to check, by stage:
 
 - the end of the output: how each stage ended, then every line with `"kind": "failure"`
-- env: the two ceilings `copy_gb_s`, which floors are computed from, and `tflops`
+- env: the two ceilings: `copy_gb_s`, from which floors are computed, and `tflops`
 - smoke: `numerics` begin with `exact` in deterministic mode; graphs are `equal` to eager steps; 0 of 200 answers are
   `differing` at any batch size
 - steps: `ms` of one sequence; `times_floor` and `predicted_ms`; `busy` from 0.9 up, the `pause_ms` between steps,
   and which kernels take `longest`
-- cluster: 8 of 8 the `same` with drafts and after a kill, with `attempts` above 1; `acceptance`, `ttft_ms`,
+- cluster: 8 of 8 answers are the `same` with drafts and after a kill, with `attempts` above 1; `acceptance`, `ttft_ms`,
   `ms_a_token`
 - train: `samples_per_second`
 - handoff: `gb_s` by connector, or why one is `unavailable`
@@ -45,13 +45,13 @@ from checks.gpu_stages.day import Day, write_line  # noqa: E402 found by the lin
 
 SECONDS = 400.0
 STAGES = {"env": 40, "smoke": 60, "steps": 100, "cluster": 75, "train": 70, "handoff": 20, "kernels": 35}
-"""Each stage's part of SECONDS, in order of the stages' value. Time that a stage leaves goes to later ones, so the
-last one, which compiles most, usually has more than twice its part."""
+"""Each stage's share of SECONDS, the most valuable stage first. Time that a stage does not use goes to later ones, so
+the last one, which compiles most, usually has more than twice its share."""
 SHOWN_BYTES = 600
-"""Bytes from the end of a stage's output in the line that reports its failure."""
+"""Number of bytes, from the end of a stage's output, that the line about its failure shows."""
 SCRATCH_PARENTS = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # noqa: S108 only parents of the script's own folder
 WEIGHTS_BYTES = 20 << 30
-"""Space for the random models, and for files written next to them."""
+"""Free space, in bytes, that the random models and the files written next to them need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def run_limited(command: Sequence[str], *, seconds: float, log: Path, environ: M
     """Runs a command, and kills its process group at the time limit. Its output goes to the file `log`."""
     started = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
-        # Not a session of its own: if this script's session is killed, the group is killed, too.
+        # The child gets no session of its own, so that it is killed with this script's session.
         child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=dict(environ), process_group=0)
         status = "cut off"
         try:
@@ -93,13 +93,13 @@ def run_day(
     """Runs the command of each stage, all within `seconds`; returns how each ended (see `Outcome`).
 
     Args:
-        commands: by stage, in order.
-        parts: by stage: its share of the time, relative to the others'. It also gets what earlier stages left.
+        commands: the command of each stage, in order.
+        parts: each stage's share of the time, relative to the others'. A stage also gets what earlier stages left.
         out: the folder for results and the stages' output.
-        seconds: for all stages together.
-        environ: of the commands.
-        node_logs: a folder in which a stage's nodes write their logs, under the stage's name. Their ends are added to
-            the output of a stage that did not pass.
+        seconds: the time limit of all stages together.
+        environ: the commands' environment variables.
+        node_logs: a folder in which a stage's nodes write their logs, under the stage's name. The ends of these logs
+            are added to the output of a stage that did not pass.
     """
     unit = seconds / sum(parts[stage] for stage in commands)
     ends_at = time.monotonic()
@@ -121,7 +121,7 @@ def run_day(
 
 
 def _append_ends(log: Path, folder: Path) -> None:
-    """Appends the last lines of each file in `folder`."""
+    """Appends the last lines of each log in `folder` to `log`."""
     with log.open("a", encoding="utf-8") as file:
         for each in sorted(folder.rglob("*.log")):
             lines = each.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -136,7 +136,9 @@ def run_stage(stage: str, day: Day) -> int:
 
 
 def choose_scratch() -> Path:
-    """Returns a folder for weights: an earlier run's, or one in memory if it fits, as they are read several times."""
+    """Returns a folder for weights: an earlier run's, if there is one. Otherwise prefers one in memory, if the weights
+    fit, since they are read several times.
+    """
     parents = [parent for parent in SCRATCH_PARENTS if os.access(parent, os.W_OK)]
     folders = [parent / f"outrider-gpu-day-{os.getuid()}" for parent in parents]
     with_room = [folder for folder in folders if shutil.disk_usage(folder.parent).free > WEIGHTS_BYTES]
@@ -165,10 +167,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     stages = arguments.stages.split(",")
     if unknown := [stage for stage in stages if stage not in STAGES]:
         parser.error(f"--stages {','.join(unknown)}: choose from {', '.join(STAGES)}")
-    # As a module: a script's folder comes first in its path, and libraries would import its kernels.py.
+    # Run as a module: a script's folder would be the first in sys.path, and libraries would import its kernels.py.
     own = [sys.executable, "-m", "checks.gpu_day", "--out", str(out), "--scratch", str(scratch)]
     own += ["--device", arguments.device, "--model", arguments.model]
-    (out / "results.jsonl").unlink(missing_ok=True)  # from an earlier run
+    (out / "results.jsonl").unlink(missing_ok=True)  # left by an earlier run
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the running stage is stopped
     ended = run_day(
         {stage: [*own, "--stage", stage] for stage in stages},

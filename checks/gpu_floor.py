@@ -3,8 +3,8 @@
     python3 checks/gpu_floor.py                  # the table for Llama-3.1-8B on an H100, in Markdown
     python3 checks/gpu_floor.py --kernels 42 --products 7 --host-ms 0.5 --host-us 20    # for other code
 
-The floor is the time to read all weights except the embedding, and the keys and values of the running sequences, once,
-at the speed of a large copy. The rest of the expected time is an estimate: see `Machine`.
+The floor is the time to read, once and at the speed of a large copy, all weights except the embedding, and the keys and
+values of the running sequences. The rest of the expected time is an estimate: see `Machine`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 BATCHES = (1, 8, 32, 128)
 OTHER_KERNELS = 4
-"""Kernels outside of layers: embedding, choice of rows, last norm, logits as float32."""
+"""Number of kernels outside of layers: embedding, choice of rows, last norm, logits as float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +30,11 @@ class Sizes:
     num_key_value_heads: int
     vocab_size: int
     head_dim: int = 0  # 0: hidden_size / num_attention_heads
-    itemsize: int = 2  # bytes of a weight, and of an element of a key
+    itemsize: int = 2  # bytes of one weight, and of one element of a key or value
 
     @property
     def kv_size(self) -> int:
-        """Elements of a token's key, or of its value, in one layer."""
+        """Number of elements of a token's key, or of its value, in one layer."""
         return self.num_key_value_heads * (self.head_dim or self.hidden_size // self.num_attention_heads)
 
     @property
@@ -43,7 +43,7 @@ class Sizes:
 
     @property
     def layer_weights(self) -> tuple[int, ...]:
-        """Elements of the weights of a layer's fused products: query-key-value, output, gate-up, down."""
+        """Number of weights in each of a layer's fused products: query-key-value, output, gate-up, down."""
         hidden, middle = self.hidden_size, self.intermediate_size
         return (
             hidden * (self.query_size + 2 * self.kv_size),
@@ -54,7 +54,7 @@ class Sizes:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a step reads: all except the embedding's. It reads the output layer, tied or not."""
+        """Bytes of weights that a step reads: all but the embedding's. The output layer's are read even if tied."""
         weights = self.num_hidden_layers * sum(self.layer_weights) + self.hidden_size * self.vocab_size
         return self.itemsize * weights
 
@@ -63,7 +63,7 @@ class Sizes:
         return 2 * self.num_hidden_layers * self.kv_size * self.itemsize
 
     def step_bytes(self, num_seqs: int, context: int) -> int:
-        """Returns the least bytes that a step of `num_seqs` sequences, each of `context` tokens, reads."""
+        """Returns the minimum bytes that a step reads for `num_seqs` sequences of `context` tokens each."""
         return self.weight_bytes + num_seqs * context * self.kv_bytes_per_token
 
 
@@ -81,14 +81,14 @@ LLAMA_8B = Sizes(
 class Machine:
     """A GPU and the overheads of its kernels. Times are guesses until they are measured; bytes are exact.
 
-    Small kernels: 1.3 µs between two kernels of a graph on an H100, as Hazy Research measured (27 May 2025), plus the
-    time of a kernel of a few kilobytes itself.
+    A small kernel costs the 1.3 µs between two kernels of a graph on an H100, as Hazy Research measured (27 May 2025),
+    plus the time of the kernel itself, which handles a few kilobytes.
     """
 
     bytes_per_second: float = 3.0e12
-    flops: float = 0.8e15  # of bfloat16 products
-    product_overhead: float = 1.08  # relative to the time for its bytes
-    product_us: float = 1.5  # to launch one
+    flops: float = 0.8e15  # per second, in bfloat16 products
+    product_overhead: float = 1.08  # the time of a product relative to that of reading its bytes
+    product_us: float = 1.5  # time to launch one product
     small_us: float = 1.9
     small_us_a_row: float = 0.0055
     attention_overhead: float = 1.15
@@ -97,11 +97,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """What a step launches, and the host's work between two steps."""
+    """The kernels that a step launches, and the host's work between two steps."""
 
     products_per_layer: int = 4
     kernels_per_layer: int = 10  # including products, attention and the merge of its splits
-    host_ms: float = 0.1  # half of it measured by benchmarks.host_gap; the other half for the driver's launch and read
+    host_ms: float = 0.1  # half is measured by benchmarks.host_gap; half is for the driver's launch and read
     host_us_per_seq: float = 0.7
     sampler_ms: float = 0.06
     sampler_us_per_seq: float = 1.2
@@ -128,7 +128,7 @@ class Prediction:
 
 
 def floor_ms(sizes: Sizes, num_seqs: int, context: int, bytes_per_second: float) -> float:
-    """Returns the floor: no step is faster, unless its data are in a cache."""
+    """Returns the floor in milliseconds. No step is faster, unless its data are in a cache."""
     return 1e3 * sizes.step_bytes(num_seqs, context) / bytes_per_second
 
 
@@ -157,7 +157,7 @@ def predict(sizes: Sizes, num_seqs: int, context: int, *, machine: Machine, code
 
 
 def table(machine: Machine, code: Code, context: int) -> str:
-    """Returns the table in Markdown."""
+    """Returns the predictions as a table in Markdown."""
     lines = [
         "| sequences | floor, ms | products | small kernels | attention | sampler | host | step, ms | × floor |",
         "| -- | -- | -- | -- | -- | -- | -- | -- | -- |",

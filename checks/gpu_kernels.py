@@ -1,8 +1,8 @@
 """Compiles the Triton kernels for three generations of GPUs and prints their resources; needs neither GPU nor driver.
 
 Exits with 1 if a kernel has a fused multiply-add outside of tensor cores, which would round differently from one kernel
-to the next, or exceeds its bounds. The bounds are for the pinned Triton's compiler: with another version, it prints
-what exceeds them, without failing.
+to the next, or exceeds its bounds. The bounds are for the compiler of the pinned Triton. With another version, this
+check prints which kernels exceed them, without failing.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Case:
 
     name: str
     kernel: Any
-    types: Mapping[str, str]  # of arguments other than constants
+    types: Mapping[str, str]  # types of the arguments that are not constants
     constants: Mapping[str, Any]
-    max_shared: int  # bytes; at 48 KiB, three programs fit on each multiprocessor of an A100
-    max_spilled: int  # bytes stored per thread
-    max_registers: int = 255  # per thread, the hardware's maximum: `max_spilled` is the bound then
+    max_shared: int  # bytes of shared memory; at 48 KiB, three programs fit on each multiprocessor of an A100
+    max_spilled: int  # bytes of spilled registers that a thread stores
+    max_registers: int = 255  # per thread; 255 is the hardware's limit, so then `max_spilled` is the bound
     num_warps: int = 4
     num_stages: int = 2
-    multiples_of_16: tuple[str, ...] = ()  # numbers that the launch would specialise as such
+    multiples_of_16: tuple[str, ...] = ()  # integer arguments that a launch specialises as multiples of 16
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Use:
     """The resources of one compiled kernel."""
 
     registers: int  # per thread
-    shared: int  # bytes
-    spilled: int  # bytes
-    fused: int  # instructions
+    shared: int  # bytes of shared memory
+    spilled: int  # bytes that a thread stores
+    fused: int  # fused multiply-add instructions outside of tensor cores
     products: int  # instructions for tensor cores
 
 
@@ -146,7 +146,7 @@ def cases() -> Iterator[Case]:
 
 
 def _decoder_kernels() -> Iterator[Case]:
-    """Yields kernels between products and attention. Norms have as many weights as a layer of Gemma 3."""
+    """Yields the kernels that run between products and attention. Norms have as many weights as a layer of Gemma 3."""
     types = dict.fromkeys(("residual", "added", "total", "output", "weight", "added_weight"), "*bf16")
     for width in (4096, 8192):
         for has_added_norm in (False, True):
@@ -209,7 +209,7 @@ def _filters() -> Iterator[Case]:
 
 
 def compile_case(case: Case, capability: int) -> Use:
-    """Compiles to PTX, and with ptxas to machine code."""
+    """Compiles a kernel to PTX, and then with ptxas to machine code."""
     names = case.kernel.arg_names
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     types = {name: "constexpr" if name in case.constants else case.types[name] for name in names}
@@ -239,7 +239,7 @@ def compile_case(case: Case, capability: int) -> Use:
         registers=max(map(int, re.findall(r"Used (\d+) registers", report))),
         shared=compiled.metadata.shared,
         spilled=max(map(int, re.findall(r"(\d+) bytes spill stores", report))),
-        # For bfloat16, capability 8.0 has sums and products only as such instructions, with 1 or -0.
+        # Excludes bfloat16: capability 8.0 computes its sums and products as fused ones, with a factor 1 or a term -0.
         fused=len(re.findall(r"\bfma\.(?!rn\.bf16)", ptx)),
         products=len(re.findall(r"\b(?:mma|wgmma|tcgen05\.mma)\.\S*sync", ptx)),
     )

@@ -1,4 +1,4 @@
-"""Checks that the native kernels compile without warnings, for all instruction paths, even unsupported ones."""
+"""Checks that the native kernels compile without warnings for all instruction paths, even those unsupported here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Generates pages from the code (settings, command line, metrics, messages), and draws figures.
 
-Fails if one is stale; `--write` writes them.
+Fails if a page or a figure is stale. With `--write`, writes all of them instead.
 
 .venv/bin/python checks/references.py [--write]
 """
@@ -30,9 +30,9 @@ from outrider.service.telemetry.metrics import EngineMetrics, PrefillMetrics, Ro
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 STYLE = {"wrap": 120, "number": True, "plugin": {"tables": {"compact_tables": True}}}
-"""The same as in .mdformat.toml."""
+"""mdformat's options, the same as in .mdformat.toml."""
 
-KINDS = {  # of values without limits, as written in YAML
+KINDS = {  # by type: the page's description of the values, for settings that have no limits
     "bool": "true or false",
     "pathlib.Path | None": "path or null",
     "str": "text",
@@ -144,7 +144,7 @@ def _argument(action: argparse.Action) -> tuple[str, str]:
 
 
 def _options_of_service(role: str) -> str:
-    """Returns the options in its help, without the settings, which have their own page."""
+    """Returns the options in a service's help, without the settings, which have their own page."""
     text = StringIO()
     with redirect_stdout(text), suppress(SystemExit):
         parse_role_arguments(role, sections_of(role), ["--help"], environ={})

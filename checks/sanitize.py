@@ -20,7 +20,7 @@ from outrider.engine.cpu_kernels.library_cache import LIBRARIES_VARIABLE
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests" / "engine" / "cpu_kernels"
 TURNS = TESTS.parent / "test_cpu_turns.py"
-NOT_OVER_LIBRARIES = ("test_build.py", "test_setup.py", "test_team.py")  # they run compilers, or have own libraries
+NOT_OVER_LIBRARIES = ("test_build.py", "test_setup.py", "test_team.py")  # run compilers or have their own libraries
 SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g")
 MISTAKES = {
     "heap-buffer-overflow": "int outrider_mistake(int n) { int* p = new int[n]; int x = p[n]; delete[] p; return x; }",
@@ -50,7 +50,10 @@ def main() -> int:
 
 
 def sanitizer_environment(compiler: Compiler) -> dict[str, str]:
-    """Returns variables for an unsanitized Python: the runtime must load first, then C++'s, whose throw it wraps."""
+    """Returns environment variables for a Python that is not sanitized itself.
+
+    It must load the sanitizers' runtime first, and then the C++ runtime, whose `throw` the sanitizers wrap.
+    """
     runtimes = [
         subprocess.run(
             [*compiler.command, f"-print-file-name={library}"], check=True, capture_output=True, text=True
@@ -59,7 +62,7 @@ def sanitizer_environment(compiler: Compiler) -> dict[str, str]:
     ]
     return {
         "LD_PRELOAD": " ".join(runtimes),
-        # Leaks would be Python's own, at exit; a failed allocation is an error that tests provoke.
+        # Leaks found at exit would be Python's own. Tests provoke failed allocations, which must return null.
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }

@@ -18,7 +18,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 README = "overview.md"
-"""The README's page on the site, where index.md is the front page."""
+"""The README's page on the site. It cannot be index.md, which is the front page."""
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 PICTURES = (".svg", ".png")
@@ -26,7 +26,7 @@ LANGUAGES = {".proto": "protobuf", ".py": "python", ".yaml": "yaml", ".json": "j
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Expands a folder in the navigation to the list of its documents, followed by these, by name."""
+    """Replaces a folder in the navigation by the page that lists its documents, then these documents, by name."""
     for entry in config.nav or ():
         for title, place in entry.items():
             if isinstance(place, str) and place.endswith("/"):
@@ -35,7 +35,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds files outside docs/ that documents link to, and those that these link to."""
+    """Adds files outside docs/ that documents link to, and those that these files link to in turn."""
     to_read = [_repository_path(file.src_uri) for file in files if file.src_uri.endswith(".md")]
     to_read += ["README.md"]
     for document in to_read:  # grows during the loop
@@ -60,7 +60,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         return f"]({posixpath.relpath(uri, posixpath.dirname(page.file.src_uri) or '.')}{match[2] or ''})"
 
-    # In tables, GitHub reads \| as a bar in code, too; Python-Markdown wants the bar without the backslash there.
+    # In tables, GitHub reads \| as a bar even within code, where Python-Markdown wants a bar without the backslash.
     rows = re.compile(r"^\|.*\|$", re.MULTILINE)
     return _outside_fences(
         markdown,
@@ -90,7 +90,7 @@ def _resolve(document: str, target: str) -> str:
 
 
 def _site_uri(path: str) -> str:
-    """Returns the place of a repository file on the site, as mkdocs names sources."""
+    """Returns the source path by which mkdocs knows a file of the repository."""
     if path == "README.md":
         return README
     if path.startswith("docs/"):
@@ -108,7 +108,7 @@ def _repository_path(uri: str) -> str:
 
 
 def _make_file(path: str, uri: str, config: MkDocsConfig) -> File | None:
-    """Returns None if the repository has nothing at the path."""
+    """Makes the site's file for a path. Returns None if the repository has nothing at the path."""
     source = ROOT / path
     if path.startswith("../"):
         return None

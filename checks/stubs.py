@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def generate(target: Path) -> None:
-    """Raises: SystemExit if protoc rejects the sources."""
+    """Generates the stubs into `target`. Raises: SystemExit if protoc rejects the sources."""
     sources = sorted(str(path.relative_to(PROTOS)) for path in (PROTOS / "outrider").rglob("*.proto"))
     arguments = [f"--{kind}_out={target}" for kind in ("python", "pyi", "grpc_python")]
     well_known = files("grpc_tools") / "_proto"

@@ -1,6 +1,6 @@
 """Runs all tests, and reports at the end which were skipped and why. Arguments go to pytest.
 
-These are the suite with complete matrices and long soaks, the native kernels' tests with
+The tests are the suite with complete matrices and long soaks, the native kernels' tests with
 sanitized libraries, the GPU kernels compiled ahead of time, and clusters of containers. Parts
 that this machine cannot run are skipped and named, which is not a failure; a failed part does
 not stop the next.
@@ -99,7 +99,7 @@ def main() -> int:
 
 
 def why_no_sanitizers() -> str:
-    """Returns the reason, or "" if there is a compiler with sanitizers."""
+    """Returns why there are no sanitizers, or "" if there is a compiler with sanitizers."""
     compiler = find_compiler()
     if compiler is None:
         return "no C++ compiler here"

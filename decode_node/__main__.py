@@ -43,7 +43,10 @@ def main(argv: list[str] | None = None) -> int:
 def make_build(
     config: DecodeNodeConfig, model_config: ModelConfig, server: ServerConfig, security: PeerSecurity
 ) -> Build:
-    """Returns the builder of the node's parts. It runs once the process listens, since loading takes a while."""
+    """Returns the function that builds the node's parts.
+
+    Building takes a while, so that function is called only after the process has begun to listen.
+    """
 
     def build(incarnation: bytes, name: str, emit: Emit) -> DecodeParts:
         from decode_node.admission import Admission

@@ -1,4 +1,4 @@
-"""Admission of sequence groups. Each is answered immediately, since only routers queue requests."""
+"""Admission of sequence groups. Each group is granted or refused immediately, since only routers queue requests."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ HOLD_BACK_SECONDS = 0.5
 """Maximum seconds for which a router that holds its share is turned away, so that others get room first."""
 
 CLAIM_SECONDS = NO_ROOM_RETRY_SECONDS + 1.0
-"""Seconds for which a router counts as waiting for room after a refusal. It asks again before they end."""
+"""Seconds for which a router counts as waiting for room after a refusal. It asks again before they have passed."""
 
 
 class Admission:
-    """The admission test by KV blocks: the prompt's, those for expected growth, and a spare one for each sequence.
+    """Admits a group if enough KV blocks are free.
 
-    Expected growth is the running mean of output lengths, bounded by each request's max_tokens. So the pool neither
-    idles for output that never comes nor fills up until preemption is the rule.
+    It needs blocks for its prompt, for the expected growth of all sequences, and a spare one for each sequence that is
+    already on the node. Expected growth is the running mean of output lengths, bounded by each request's max_tokens. So
+    the pool neither idles for output that never comes nor fills up so far that preemption is the rule.
     """
 
     def __init__(self, pool: BlockPool, *, max_running_sequences: int, max_model_len: int, vocab_size: int) -> None:
@@ -40,7 +41,7 @@ class Admission:
         self._mean_output_tokens += MEAN_OUTPUT_WEIGHT * (num_generated - self._mean_output_tokens)
 
     def why_invalid(self, opened: OpenSequenceGroup, compiled: Future[Any] | None) -> tuple[RejectReason, str] | None:
-        """Returns a permanent reason to reject the group, or None. Routers that validate requests never get one.
+        """Returns a permanent reason to reject the group, or None. A router that validates requests never gets one.
 
         `compiled`: the group's compiled constraint, if it has one.
         """
@@ -106,7 +107,7 @@ class Admission:
         return num_new_blocks + growth + groups.num_sequences
 
     def _growth_of_running(self, sample: Sample) -> int:
-        """Returns the blocks for tokens that the sample is expected to generate, and for known ones without a block."""
+        """Returns how many blocks a sample needs for its expected new tokens and its known tokens without a block."""
         sequence = sample.sequence
         capacity = 0 if sequence.kv is None else sequence.kv.capacity
         num_unreserved = max(0, len(sequence.token_ids) - 1 - capacity)
@@ -114,7 +115,7 @@ class Admission:
         return self._blocks(num_unreserved + int(expected))
 
     def _growth_of_start(self, opened: OpenSequenceGroup, start: SampleStart, *, num_shared: int) -> int:
-        """Returns the blocks for a sample's own known tokens, except the newest, and its expected new tokens."""
+        """Returns how many blocks a sample needs for its own known tokens (except the newest) and its expected ones."""
         num_generated = len(start.generated_token_ids)
         num_own = len(opened.prompt_token_ids) + num_generated - num_shared - 1
         left = opened.options.sampling.max_tokens - num_generated
@@ -144,10 +145,10 @@ def _may_be_answered(options: RequestOptions) -> bool:
 
 
 class FairShares:
-    """The limit of what each router holds while another one waits for room. Engine thread only.
+    """Limits what each router holds while another one waits for room. Engine thread only.
 
     While another session waits, a session is refused if it already holds its share of the blocks or of the sequences.
-    A share is the total divided by the number of sessions that hold or want some. Sessions below their share are
+    A share is the total divided by the number of sessions that hold or want part of it. Sessions below their share are
     admitted as long as there is room. If no session waits, there is no limit. Each open session has at most one claim.
     """
 
@@ -155,7 +156,7 @@ class FairShares:
         self._pool = pool
         self._max_running = max_running_sequences
         self._clock = clock
-        self._claims: dict[int, float] = {}  # by session: the time until which it counts as waiting
+        self._claims: dict[int, float] = {}  # by session id: the time until which the session counts as waiting
 
     def claim(self, session_id: int) -> None:
         """Records that the session was refused for lack of room."""

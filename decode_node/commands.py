@@ -18,13 +18,14 @@ class RouterCommand:
 
     session_id: int
     message: SequenceGroupCommand
-    kv_host: str = ""  # of an open: the host name by which the router reached this node
-    compiled: Future[Any] | None = None  # of an open: its constraint, kept until the group ends: samples start faster
+    # The following belong to an OpenSequenceGroup:
+    kv_host: str = ""  # the host name by which the router reached this node
+    compiled: Future[Any] | None = None  # compiled constraint, kept until the group ends so that samples start faster
 
 
 @dataclass(frozen=True, slots=True)
 class SessionEnded:
-    """The end of a router's lease, by which all groups of its session are freed."""
+    """The end of a router's lease, which frees all groups of its session."""
 
     session_id: int
 
@@ -43,7 +44,7 @@ class TransferFailed:
 
 @dataclass(frozen=True, slots=True)
 class DrainStarted:
-    """The start of a drain, from which on new groups are refused."""
+    """The start of a drain. From then on, new groups are refused."""
 
 
 @dataclass(frozen=True, slots=True)

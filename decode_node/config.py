@@ -12,7 +12,7 @@ from outrider.service.config import SERVICE_SECTIONS
 from outrider.speculation.proposers.factory import LOOKUP_NAMES, NO_PROPOSER
 
 MAX_RUNNING = {"cpu": 64, "cuda": 256}
-"""Default maximum number of sequences in the running batch, by device. A GPU reads the weights once for all."""
+"""Default maximum number of sequences in the running batch, by device. A GPU reads the weights once for all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +70,12 @@ class DecodeNodeConfig:
         "texts as token ids. Its size is limited, and the oldest answers are deleted first. Empty: no answers "
         "are kept.",
     )
-    keep_answers_bytes: int = fixed(256 << 20)  # for all nodes that share the folder; about forty million tokens
-    transfer_timeout_seconds: float = fixed(30.0)  # from one frame of a KV transfer to the next; then it has failed
+    keep_answers_bytes: int = fixed(256 << 20)  # maximum size of the whole folder; about forty million tokens
+    transfer_timeout_seconds: float = fixed(30.0)  # maximum wait for the next frame before a KV transfer fails
     draft_trees: bool = fixed(True)  # whether drafts may have alternatives, which are verified in the same step
-    resolve_interval_seconds: float = fixed(2.0)  # finds new draft nodes soon, and a lookup is cheap
-    draft_wait_seconds: float = fixed(0.002)  # maximum wait of a step for drafts; it is also at most 20 % of a step
-    max_local_prefill_tokens: int = fixed(32)  # maximum missing tokens that are computed instead of transferred
+    resolve_interval_seconds: float = fixed(2.0)  # short, so that new draft nodes are found soon; lookups are cheap
+    draft_wait_seconds: float = fixed(0.002)  # maximum wait of a step for drafts, also limited to 20 % of a step
+    max_local_prefill_tokens: int = fixed(32)  # maximum missing tokens that this node computes itself
 
 
 SECTIONS = {

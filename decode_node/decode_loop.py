@@ -90,16 +90,16 @@ class DecodeLoop:
         self.has_room = self._inbox.has_room
         self._delayed: deque[Command] = deque()  # taken from the inbox while the device computed, and handled later
         self._launched: LaunchedStep | None = None  # the next step, if the device already computes it
-        self._unreported: StepReport | None = None  # report of the last step
+        self._unreported: StepReport | None = None  # the last step's report, if not yet emitted
         self._failed: list[Sample] = []  # samples that failed in the last step; their requests end before the next
         self._stopping = threading.Event()
         self.progress = StepProgress()
         self.is_drained = False  # whether, since DrainStarted, all groups have ended and their events were emitted
 
     def submit(self, command: Command) -> None:
-        """Queues a command. Any thread may call it, for a router's command only if `has_room`.
+        """Queues a command. Any thread may call it. A router's command requires `has_room`.
 
-        An open with a constraint is queued when another thread has compiled the constraint.
+        An OpenSequenceGroup with a constraint is queued once another thread has compiled the constraint.
         """
         match command:
             case RouterCommand(message=OpenSequenceGroup(options=options)) if options.sampling.constraint is not None:
@@ -126,8 +126,9 @@ class DecodeLoop:
     def iterate(self) -> None:
         """Handles commands, then runs one step if there is work, and reports it.
 
-        Groups are granted before the step and before this node's turn, since the prefill of a granted group runs in
-        parallel. If the device already computes the next step, commands wait until `step` handles them.
+        Groups are granted before the step, and before the node waits for its turn on the processors, since the prefill
+        of a granted group runs in parallel. If the device already computes the next step, commands wait until `step`
+        handles them.
         """
         self.progress.begin()
         if self._launched is None:
@@ -141,7 +142,7 @@ class DecodeLoop:
         finally:
             self._cpu_turns.give()  # does nothing after a complete step, which has given the turn back
         if not (self._engine.runner.is_asynchronous and self._engine.scheduler.has_work):
-            self._report()  # otherwise the next step calls it while the device computes
+            self._report()  # otherwise the next step reports while the device computes
         self.progress.end()
 
     def _process_commands(self, *, wait: bool = False) -> None:
@@ -152,7 +153,7 @@ class DecodeLoop:
         self._emit_events(None)
 
     def _process_commands_while_computing(self) -> None:
-        """Reports the last step and handles new commands, which needs no result of the running step.
+        """Reports the last step and handles new commands. Neither needs a result of the running step.
 
         A command that may end a sequence of the running step waits for the step, and so do the commands behind it, so
         that their order is kept.
@@ -247,7 +248,7 @@ class DecodeLoop:
         seconds, nanoseconds = self.progress.clock() - started, self._time.take()
         self._unreported = StepReport(step, verifying, verdicts, seconds, nanoseconds)
         if self._profiler.is_capturing:
-            with self.progress.paused():  # torch's profiler takes seconds to start or stop, which is no slow step
+            with self.progress.paused():  # torch's profiler may take seconds, which must not count as a slow step
                 self._profiler.step_ended(
                     nanoseconds, kind=step_kind(plan), num_rows=plan.num_rows, num_sequences=len(plan.scheduled)
                 )
@@ -264,7 +265,7 @@ class DecodeLoop:
             self._cpu_turns.give()
             self._report()
             self._emit_events(None)
-            self._wait_for_a_command()  # nothing fits until a transfer ends, which arrives as a command
+            self._wait_for_a_command()  # nothing fits until a transfer ends or is given up, which arrives as a command
             return None
         self.progress.expect(plan.num_rows)
         self._cpu_turns.keep(self.progress.current_step.expected_seconds)
@@ -275,7 +276,7 @@ class DecodeLoop:
         return LaunchedStep(plan, planned, logits, launched_at, drafts, preempted)
 
     def _may_launch_next(self) -> bool:
-        """Returns whether the next step may begin before queued commands. Groups they open join a later step."""
+        """Returns whether the next step may begin before queued commands. Their new groups then join a later step."""
         self._delayed += self._inbox.take_batch()
         return not self._stopping.is_set() and all(map(is_safe_during_step, self._delayed))
 
@@ -306,7 +307,7 @@ class DecodeLoop:
     def _handle_commands(self, *, wait: bool) -> None:
         """Handles the commands of one iteration; with `wait`, also waits briefly for one."""
         if self._delayed or not self._inbox.is_empty:
-            self._report()  # a command may end groups, after which they have no further events
+            self._report()  # first, since groups that a command ends have no further events
         while self._delayed:
             self._handle(self._delayed.popleft())
         if wait:
@@ -345,10 +346,10 @@ class DecodeLoop:
     # --- verify and commit ----------------------------------------------------------------
 
     def _commit(self, verifying: Sequence[PlannedSequence], verified: Sequence[Verified]) -> list[Verdict]:
-        """Cuts tokens after a stop, frees rejected slots, ends finished samples, and tells drafters of the others."""
+        """Cuts tokens after a stop, frees rejected slots, ends finished samples, and announces the others' tokens."""
         outcomes = list(zip(verifying, verified, strict=True))
         moved = [pair for item, outcome in outcomes if outcome.path for pair in item.moved_slots(outcome)]
-        if moved:  # before any block is published
+        if moved:  # the KV must be in place before any block is published
             self._engine.kv_cache.move_slots(moved)
         verdicts = [
             apply_stop_conditions(
@@ -378,7 +379,7 @@ class DecodeLoop:
         assert kv is not None
         token_ids.extend(verdict.token_ids)
         # The newest token has no KV yet: it is the first row of the next step. Rejected slots are freed before the
-        # step is reported. If there were no drafts, the next step may have reserved its blocks, which must stay.
+        # step is reported. If there were no drafts, the next step may already have reserved blocks, which must stay.
         if verdict.num_draft_tokens:
             kv.truncate(len(token_ids) - 1)
         else:

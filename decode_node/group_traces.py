@@ -22,7 +22,7 @@ from outrider.session import (
 )
 
 MAX_EVENTS = 32
-"""Maximum events of one span, since the KV of a group may be retried again and again."""
+"""Maximum number of events of one span, since a group's KV transfer may be retried any number of times."""
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class _TracedGroup:
 
 
 class GroupTraces:
-    """The spans of traced requests' groups, each from its group's open to its end. Event loop only."""
+    """The spans of traced requests' groups. A span lasts from its group's open to the group's end. Event loop only."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer

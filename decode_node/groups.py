@@ -14,7 +14,7 @@ from outrider.session import OpenSequenceGroup, SampleStart
 
 
 def cached_table(pool: BlockPool, opened: OpenSequenceGroup, shared_token_ids: Sequence[int]) -> SequenceKV:
-    """Returns a block table with the cached part of the tokens with which all samples begin.
+    """Returns a block table that holds the cached part of the tokens with which all samples begin.
 
     It is empty if prompt logprobs are requested, since the prompt must be computed for them.
     """
@@ -76,7 +76,7 @@ class SequenceGroup:
 
     session_id: int
     opened: OpenSequenceGroup
-    shared_token_ids: tuple[int, ...]  # tokens with which all samples begin, for which KV is reserved
+    shared_token_ids: tuple[int, ...]  # tokens with which all samples begin, and for which KV is reserved
     kv_host: str  # the host name by which the router reached this node
     arrival: int
     kv: SequenceKV | None
@@ -84,8 +84,8 @@ class SequenceGroup:
     is_waiting_for_kv: bool = False
     cancelled_samples: set[int] = field(default_factory=set)  # samples that were cancelled before they started
     samples: dict[int, Sample] = field(default_factory=dict)  # unfinished samples, by index
-    sequence_ids: dict[int, int] = field(default_factory=dict)  # by index, of samples that have not ended
-    followers: list[SampleStart] = field(default_factory=list)  # they start when the first has computed the shared KV
+    sequence_ids: dict[int, int] = field(default_factory=dict)  # ids of samples that have not ended, by index
+    followers: list[SampleStart] = field(default_factory=list)  # samples waiting for the first to compute shared KV
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -98,7 +98,7 @@ class SequenceGroup:
         return self.samples_to_start if self.is_waiting_for_kv else self.followers
 
     def tables(self) -> Iterator[SequenceKV]:
-        """Yields the group's block tables: the reservation's or its samples'."""
+        """Yields the group's block tables: that of the reservation, or those of its samples."""
         if self.kv is not None:
             yield self.kv
         for sample in self.samples.values():
@@ -162,7 +162,7 @@ class GroupTable:
         return list(self._samples.values())
 
     def remove_sample(self, sample: Sample) -> None:
-        """Removes the sample, and its group if it was the last one."""
+        """Removes the sample, and also its group if this was the group's last sample."""
         del sample.group.samples[sample.index]
         del self._samples[sample.sequence.key]
         if not sample.group.samples:

@@ -1,4 +1,4 @@
-"""The queue of commands to the engine thread: this node's own come first, then routers take turns."""
+"""The queue of commands to the engine thread: this node's own commands come first, then routers take turns."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from decode_node.commands import Command, RouterCommand, SessionEnded
 from outrider.session import CancelSequenceGroup, OpenSequenceGroup
 
 MAX_COMMANDS = 128
-"""Limit of one router's queued commands, which the engine thread handles in a few iterations."""
+"""Maximum number of queued commands of one router. The engine thread handles that many in a few iterations."""
 
 MAX_TOKENS = 1 << 20
-"""Number of tokens in one router's queue from which on no further command is read. The last may have any length."""
+"""Number of tokens in one router's queue at which no further command is read. The last command may be of any length."""
 
 MAX_WORK = 4096
-"""Cost limit, in prompt tokens, of the routers' commands handled between two steps: a few milliseconds."""
+"""Maximum cost, in prompt tokens, of the routers' commands handled between two steps. They take a few milliseconds."""
 
 COMMAND_WORK = 128
 """The cost of a command in prompt tokens, in addition to the tokens that it carries."""
@@ -40,7 +40,7 @@ class _RouterQueue:
             self.cancelled.add(command.message.sequence_group_id)
 
     def take(self) -> RouterCommand:
-        """Pops the next command. An open whose cancel is queued, too, is dropped; the cancel then finds no group."""
+        """Pops the next command. Drops an open whose cancel is also queued; the cancel then finds no group."""
         while True:
             command = self.commands.popleft()
             self.num_tokens -= _num_tokens(command)
@@ -65,7 +65,7 @@ class Inbox:
         self._max_tokens = max_tokens
         self._changed = threading.Condition()
         self._own: deque[Command] = deque()
-        self._queues: dict[int, _RouterQueue] = {}  # by session; the first has the next turn, and none is empty
+        self._queues: dict[int, _RouterQueue] = {}  # by session id; the first has the next turn; empty ones are removed
         self._awaited: dict[tuple[int, bytes], list[RouterCommand]] = {}  # see `put_when_compiled`
 
     @property
@@ -83,7 +83,7 @@ class Inbox:
 
     def put(self, command: Command) -> None:
         with self._changed:
-            if isinstance(command, SessionEnded):  # it frees all of the session's groups, so its commands are dropped
+            if isinstance(command, SessionEnded):  # all its groups are freed, so the session's commands are dropped
                 self._queues.pop(command.session_id, None)
                 self._awaited = {key: held for key, held in self._awaited.items() if key[0] != command.session_id}
             if not isinstance(command, RouterCommand):
@@ -97,9 +97,9 @@ class Inbox:
             self._changed.notify()
 
     def put_when_compiled(self, opened: RouterCommand, compiled: Future[Any]) -> None:
-        """Queues an open when its constraint is compiled, unless it is cancelled before.
+        """Queues an open once its constraint is compiled, unless its group is cancelled before that.
 
-        Later commands of the same group wait behind it; those of other groups do not.
+        Later commands of the same group wait behind the open; commands of other groups do not.
         """
         key, commands = _group_of(opened), list[RouterCommand]([opened])
         with self._changed:
@@ -111,11 +111,11 @@ class Inbox:
 
     def _put_awaited(self, key: tuple[int, bytes], commands: list[RouterCommand]) -> None:
         with self._changed:
-            if self._awaited.get(key) is commands:  # else it was cancelled, and perhaps opened again
+            if self._awaited.get(key) is commands:  # otherwise the group was cancelled, and perhaps opened again
                 del self._awaited[key]
                 first, *others = commands
                 self.put(first)
-                for command in others:  # a cancel from another thread comes after these
+                for command in others:  # under the lock, so a cancel from another thread comes after these
                     if command.compiled is not None:
                         self.put_when_compiled(command, command.compiled)
                     else:
@@ -129,7 +129,7 @@ class Inbox:
                 self._changed.wait(timeout_seconds)
 
     def take_batch(self) -> list[Command]:
-        """Returns the commands for one iteration: all of this node's own, and at most MAX_WORK of the routers'."""
+        """Returns the commands for one iteration: all of this node's own, and the routers' up to MAX_WORK."""
         with self._changed:
             commands = list(self._own)
             self._own.clear()

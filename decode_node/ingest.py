@@ -22,8 +22,8 @@ class Ingest:
     def __init__(
         self, receiver: KvReceiver, kv_cache: KVCache, *, host: str, advertise_address: str, security: PeerSecurity
     ) -> None:
-        """`host`: the host that the receiver binds. `advertise_address`: this node's "host" or "host:port" for
-        others; only the host is used.
+        """`host`: the host that the receiver binds. `advertise_address`: the "host" or "host:port" by which others
+        reach this node; only the host is used.
         """
         self.receiver = receiver
         self.inbox = receiver.inbox
@@ -62,16 +62,18 @@ class Ingest:
     def close(self, transfer_id: bytes) -> DrainState:
         """Closes the transfer, without waiting for a write in progress, since steps must go on.
 
-        Returns DRAINED if no further byte is written, or UNKNOWN: then the caller keeps the blocks and tries again.
+        Returns DRAINED if no further byte will be written. If it returns UNKNOWN, the caller keeps the blocks and tries
+        again.
         """
         return self.receiver.close(transfer_id, timeout_seconds=0.0)
 
 
 def kv_host(bound: str, advertised: str, reached: str) -> str:
-    """Returns the host that prefill nodes dial, which may be on other machines than the router.
+    """Returns the host that prefill nodes dial. They may run on other machines than the router.
 
     This is the advertised host if there is one, else the bound interface if there is one, else the host by which the
-    router reached this node. If that is local, it is the address of the interface with a route to other networks.
+    router reached this node. If the router reached it by a local host, the address of the interface with a route to
+    other networks is returned instead.
     """
     if advertised:
         return advertised

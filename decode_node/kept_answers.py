@@ -1,7 +1,7 @@
 """Answers of this node, kept in files for `outrider train-head --from-traffic`.
 
-They are users' texts, kept as tokens, not as features: a trainer can recompute features, and tokens take a thousandth
-of the space (docs/adr/0031-answers-are-kept-as-tokens.md).
+The answers are users' texts. They are kept as tokens rather than features, since a trainer can recompute features, and
+tokens take a thousandth of the space (docs/adr/0031-answers-are-kept-as-tokens.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = get_logger("kept_answers")
 
 
 class KeptAnswers:
-    """A writer thread and its short queue. While the queue is full (a slow disk), answers are dropped and counted."""
+    """A writer thread and its short queue. While a slow disk keeps the queue full, answers are dropped and counted."""
 
     def __init__(self, folder: Path | str, *, max_bytes: int) -> None:
         """Raises: ConfigError if the folder cannot be written to."""
@@ -37,7 +37,7 @@ class KeptAnswers:
         self._thread.start()
 
     def keep(self, token_ids: Sequence[int], *, prompt_length: int, temperature: float) -> None:
-        """Queues a prompt with its answer. It never blocks or raises, since the engine thread calls it."""
+        """Queues a prompt with its answer. Never blocks or raises, since the engine thread calls it."""
         answer = KeptAnswer(list(token_ids[:prompt_length]), list(token_ids[prompt_length:]), temperature, KIND)
         try:
             self._waiting.put_nowait(answer)
@@ -60,7 +60,7 @@ class KeptAnswers:
             except OSError as error:
                 self.num_dropped += 1
                 reason = str(error)
-            if self.num_dropped >= report_at:  # not for each answer: a full disk stays full
+            if self.num_dropped >= report_at:  # warns at each doubling, since a full disk stays full
                 report_at = 2 * self.num_dropped
                 _log.warning("answers could not be kept", num_dropped=self.num_dropped, reason=reason)
         self._writer.close()

@@ -1,4 +1,4 @@
-"""The decode node's metrics, taken at step boundaries and from parts that keep their own totals."""
+"""The decode node's metrics, collected at step boundaries and from parts that keep their own totals."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ REFUSED = {
     "failed": "frames_failed",
     "malformed": "messages_malformed",
 }
-"""The receiver's counter for each exported reason."""
+"""For each reason under which dropped frames are exported, the name of the receiver's counter."""
 
 
 class RecentRates:
-    """The rates of the last ten seconds that the node reports."""
+    """The rates that the node reports, each over the last ten seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.tokens, self.kv_bytes = RecentSum(clock), RecentSum(clock)
@@ -51,7 +51,7 @@ class RecentRates:
         return 1.0 + self._accepted.total() / num_drafts if num_drafts else 0.0
 
     def look_ahead_hit_rate(self) -> float:
-        """Returns the share of steps that requested a draft node's proposals and had one; 0 if none requested any."""
+        """Returns the share of steps with a draft node's proposal among those that requested it; 0 without requests."""
         num_requested = self._requested_steps.total()
         return self._hit_steps.total() / num_requested if num_requested else 0.0
 
@@ -85,7 +85,7 @@ class DecodeMetrics:
                     self.recent.kv_bytes.add(ready.kv_bytes)
                 case _:
                     continue
-        if speculation:  # sums them first, since a counter takes a lock each time
+        if speculation:  # summed first, since each update of a counter takes a lock
             counts = SpeculationCounts.total(speculation)
             self._engine.add_speculation(counts)
             self.recent.add_speculation(counts)
@@ -109,7 +109,7 @@ class DecodeMetrics:
         drafts: DraftClientStatus,
         prefix_lookups: PrefixLookups,
     ) -> None:
-        """Updates gauges and the totals that other parts keep. Called periodically."""
+        """Updates gauges, and counters from the totals that other parts keep. Called periodically."""
         self._engine.set_load(load)
         for reason, name in REFUSED.items():
             if num_new := received[name] - self._received[name]:

@@ -41,7 +41,7 @@ class DecodeParts(TargetParts):
 
 Emit = Callable[[EventsBySession, StepStats | None], None]
 Build = Callable[[bytes, str, Emit], DecodeParts]
-"""(incarnation, node name, emit) → parts. Blocks while it loads the model."""
+"""Builds the parts from the incarnation, the node's name and `emit`. Blocks while the model is loaded."""
 
 
 class DecodeNode(TargetNode[DecodeParts]):
@@ -91,9 +91,9 @@ class DecodeNode(TargetNode[DecodeParts]):
         self._state = NodeState.SERVING
 
     async def drain(self, deadline_seconds: float) -> None:
-        """Refuses new groups. Running ones end, are migrated by their router, or fail at the deadline.
+        """Refuses new groups. Running groups end, are migrated by their router, or fail at the deadline.
 
-        Returns when the last events are sent.
+        Returns when the last events have been sent.
         """
         self._state = NodeState.DRAINING
         self._sessions.report_now()  # so that routers migrate this node's requests soon
@@ -128,15 +128,15 @@ class DecodeNode(TargetNode[DecodeParts]):
             await asyncio.to_thread(parts.groups.kept_answers.close)
 
     async def _until_idle(self, parts: DecodeParts) -> None:
-        # Polled, since the engine thread must not know about event loops. The sleep after the first loop lets the event
-        # loop deliver what the engine thread emitted last.
+        # Polled, since the engine thread must not know about event loops. The sleep between the two polls lets the
+        # event loop deliver what the engine thread emitted last.
         while not parts.loop.is_drained:  # noqa: ASYNC110 see above
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         await asyncio.sleep(DRAIN_POLL_SECONDS)
         while self._sessions.has_unsent_events:  # noqa: ASYNC110 see above
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
-    # --- engine thread ⇄ event loop -------------------------------------------------------
+    # --- between engine thread and event loop ---------------------------------------------
 
     def _emit(self, events: EventsBySession, stats: StepStats | None) -> None:
         """Hands events to the event loop. Called from the engine thread."""

@@ -14,29 +14,31 @@ from outrider.kv_transfer.base import DrainState, TransferStats
 from outrider.session import Granted, KvFailed, KvReady, SequenceGroupEvent
 
 WRITE_SECONDS = 0.5
-"""Seconds to wait for a frame's write, which takes milliseconds. After that, received KV is discarded."""
+"""Maximum seconds to wait for a write in progress, which usually takes milliseconds. After that, received KV is
+discarded.
+"""
 
 
 @dataclass(slots=True)
 class _Filling:
     """The state of filling one reservation with KV."""
 
-    deadline: float  # of the transfer, or of the reservation if it has no transfer; on the owner's clock
-    transfer_id: bytes = b""  # expected by the receiver; empty if the last one has failed
+    deadline: float  # deadline of the transfer, or of the reservation if it has no transfer; on the owner's clock
+    transfer_id: bytes = b""  # transfer that the receiver expects; empty if the last one has failed
     undrained_id: bytes = b""  # a closed transfer that may still have a write in progress
-    next_id: bytes | None = None  # opened once that one has drained; empty: this node computes the KV; None: no change
+    next_id: bytes | None = None  # transfer to open after a drain; empty: this node computes the KV; None: no change
     received_until: int = 0  # token up to which the last transfer has delivered KV; 0: not known
-    keeps_received: bool = False  # whether the next transfer continues from there
+    keeps_received: bool = False  # whether the next transfer continues at `received_until`
     drain_deadline: float = 0.0  # deadline for a write in progress; after it, other blocks are used and nothing is kept
 
 
 class Reservations:
-    """All reservations. Each may see several transfers. Engine thread only.
+    """All reservations. Each may go through several transfers. Engine thread only.
 
-    A further transfer into the same blocks is opened only after the one before is closed and drained. If the router
-    allows it (for nodes with equal numerics), it continues after the tokens that arrived completely; otherwise it
-    brings every token. While a write into the blocks is still in progress, the reservation gets other blocks, or waits
-    if none are free.
+    The next transfer into the same blocks is opened only after the previous one is closed and drained. The next one
+    continues after the tokens that arrived completely if the router allows that (for nodes with equal numerics);
+    otherwise it brings every token. While a write into the blocks is still in progress, the reservation gets other
+    blocks, or waits if none are free.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Reservations:
         clock: Callable[[], float],
         report: Callable[[SequenceGroup, SequenceGroupEvent], None],
     ) -> None:
-        """`timeout_seconds`: maximum time of a transfer without a new frame or a reservation without a transfer."""
+        """`timeout_seconds`: maximum time of a transfer without a new frame, or of a reservation without a transfer."""
         self._ingest = ingest
         self._pool = pool
         self._timeout_seconds = timeout_seconds
@@ -56,7 +58,7 @@ class Reservations:
         self._report = report
         self._fillings: dict[SequenceGroup, _Filling] = {}
         self._by_transfer: dict[bytes, SequenceGroup] = {}
-        self._undrained: dict[bytes, SequenceKV] = {}  # by transfer: blocks of dropped reservations
+        self._undrained: dict[bytes, SequenceKV] = {}  # by transfer id: given-up blocks that may still be written to
 
     def __len__(self) -> int:
         """Returns the number of groups that wait for KV."""
@@ -74,8 +76,8 @@ class Reservations:
         self._open(group, filling, transfer_id)
 
     def retarget(self, group: SequenceGroup, transfer_id: bytes, *, keeps_received: bool = False) -> bool:
-        """Replaces the transfer by another, or by none (empty). Returns True if the group's samples can start and
-        compute what is missing.
+        """Replaces the transfer by another one, or by none if `transfer_id` is empty. Returns True if the group's
+        samples can start and compute what is missing.
 
         `keeps_received`: whether tokens whose KV has arrived completely are kept.
         """
@@ -110,7 +112,7 @@ class Reservations:
         return group
 
     def fail(self, transfer_id: bytes, message: str) -> None:
-        """Records and reports that the transfer has failed. Its blocks wait for another one."""
+        """Records and reports that the transfer has failed. The blocks then wait for another transfer."""
         group = self._by_transfer.get(transfer_id)
         if group is None:
             return
@@ -127,12 +129,12 @@ class Reservations:
         )
 
     def last_idle_behind(self, rank: tuple[int, int]) -> SequenceGroup | None:
-        """Returns the last-ranked group that has received nothing, if it ranks behind `rank`."""
+        """Returns the last-ranked group of those that rank behind `rank` and have received nothing, or None."""
         idle = [
             group
             for group, filling in self._fillings.items()
             if group.rank > rank
-            and not filling.undrained_id  # its blocks would not be free
+            and not filling.undrained_id  # otherwise its blocks could not be freed yet
             and self._ingest.inbox.last_frame_at(filling.transfer_id) is None
         ]
         return max(idle, key=lambda group: group.rank, default=None)
@@ -141,7 +143,7 @@ class Reservations:
         """Fails transfers without progress, opens the next transfers after drained ones, and frees drained blocks.
 
         Returns (groups whose samples can start and compute the rest, groups that waited too long for a new transfer).
-        The caller fails the latter.
+        The caller must fail the latter groups.
         """
         for transfer_id, kv in tuple(self._undrained.items()):
             if self._ingest.close(transfer_id) is DrainState.DRAINED:
@@ -210,7 +212,7 @@ class Reservations:
         if next_id and group.kv.num_tokens < len(group.shared_token_ids):
             self._open(group, filling, next_id)
             return False
-        self._remove(group)  # the node computes the rest, or all of it had arrived
+        self._remove(group)  # all KV has arrived, or this node computes the rest
         self.grant(group, next_id or b"")
         return True
 
@@ -221,7 +223,7 @@ class Reservations:
         assert kv is not None
         if not filling.keeps_received:
             kv.truncate(kv.num_cached_tokens)
-            kv.reserve(len(group.shared_token_ids))  # reserves the blocks again that `truncate` has freed
+            kv.reserve(len(group.shared_token_ids))  # reserves again the blocks that `truncate` has freed
         elif received_until > kv.num_tokens:
             kv.advance(received_until)
 

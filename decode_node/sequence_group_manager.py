@@ -35,7 +35,7 @@ from outrider.wire.answer import pack_logprobs
 
 
 class SequenceGroupManager:
-    """The node's sequence groups, which it admits, starts when the prompt's KV is available, and frees at their end.
+    """Admits the node's sequence groups, starts them when the prompt's KV is available, and frees them at their end.
 
     Every path to the end of a group frees its blocks, scheduler entry, draft state and transfer. A transfer is closed
     (drained) before its blocks are freed.
@@ -71,7 +71,7 @@ class SequenceGroupManager:
         self._events: defaultdict[int, list[SequenceGroupEvent]] = defaultdict(list)  # by session
         self._num_arrived = 0
         self.prefix_lookups = PrefixLookups()  # replaced as a whole, so that other threads may read it
-        self._with_followers: dict[SequenceGroup, None] = {}  # groups whose first sample computes the shared tokens
+        self._with_followers: dict[SequenceGroup, None] = {}  # groups whose first sample still computes shared tokens
         self.is_draining = False  # if true, new groups are refused
 
     @property
@@ -80,7 +80,7 @@ class SequenceGroupManager:
 
     @property
     def num_waiting(self) -> int:
-        """Number of groups whose KV is in transfer, plus that of preempted sequences."""
+        """Number of groups whose KV is in transfer, plus the number of preempted sequences."""
         return len(self._reservations) + self._engine.scheduler.num_waiting
 
     @property
@@ -107,7 +107,7 @@ class SequenceGroupManager:
         self._events[group.session_id].append(event)
 
     def report_scores(self, scores: Iterable[ScoredSequence]) -> None:
-        """Reports prompt logprobs. It is called before the step's tokens are reported, so they come first."""
+        """Reports prompt logprobs. Called before the step's tokens are reported, so that the logprobs come first."""
         for sequence, logprobs in scores:
             (sample,) = self._groups.samples_of([sequence])
             group_id = sample.group.opened.sequence_group_id
@@ -162,7 +162,10 @@ class SequenceGroupManager:
         self._start_samples(group)
 
     def _reject_if_full(self, session_id: int, opened: OpenSequenceGroup, num_blocks: int) -> bool:
-        """Rejects the group if there is no room, or if another router has a claim to it. Returns whether it did so."""
+        """Rejects the group if there is no room, or if another router has a claim to the room.
+
+        Returns whether the group was rejected.
+        """
         pool = self._engine.pool
         is_short = num_blocks > pool.num_free_blocks or len(opened.samples) > self.num_sequences_free
         wait_seconds = 0.0 if is_short else self._fair_shares.hold_back_seconds(session_id, self._groups)
@@ -184,14 +187,14 @@ class SequenceGroupManager:
             sequence_group_id=opened.sequence_group_id,
             reason=RejectReason.NO_ROOM,
             message=message,
-            kv_blocks_needed=min(num_blocks, self._engine.pool.num_blocks),  # an empty node has room for any group
+            kv_blocks_needed=min(num_blocks, self._engine.pool.num_blocks),  # an empty node can take any group
             num_sequences_needed=len(opened.samples),
             wait_seconds=wait_seconds,
         )
         self._events[session_id].append(rejected)
 
     def retarget(self, session_id: int, retarget: RetargetSequenceGroup) -> None:
-        """Fills the reservation by another transfer or by computation. Does nothing unless the group waits for KV."""
+        """Fills the reservation from another transfer or by computation. Does nothing unless the group waits for KV."""
         group = self._groups.find(session_id, retarget.sequence_group_id)
         if group is None or not group.is_waiting_for_kv:
             return
@@ -221,7 +224,7 @@ class SequenceGroupManager:
             self._fail(group, "the KV transfer failed, and the router has started no other one in time")
 
     def reclaim_reservation(self, sequence: EngineSequence) -> bool:
-        """Frees the blocks of one group that ranks behind the sequence and has received no KV, if there is one.
+        """Frees the blocks of one group that ranks behind the sequence and has received no KV, if such a group exists.
 
         The group is rejected as if there had been no room when it arrived. This costs less than preempting a sequence,
         whose KV would have to be recomputed. Returns whether blocks became free.
@@ -242,7 +245,7 @@ class SequenceGroupManager:
         """Starts the samples, which share the blocks of their common tokens (copy on write).
 
         If some of the shared KV is missing, the first sample computes it and the others start after that. A sample
-        computes its own known tokens in its first rows.
+        begins by computing its known tokens that are not shared.
         """
         kv, group.kv = group.kv, None
         assert kv is not None
@@ -257,7 +260,7 @@ class SequenceGroupManager:
         fault_point("decode.before_first_token")
 
     def _start_followers(self, group: SequenceGroup, leader: Sample) -> None:
-        """Starts the other samples when the leader has computed the shared KV, or with a part of it if it has ended."""
+        """Starts the others with the shared KV that the leader computed: all, or a part if the leader ended early."""
         del self._with_followers[group]
         starts, group.followers = group.followers, []
         kv = leader.sequence.kv
@@ -313,7 +316,7 @@ class SequenceGroupManager:
 
     def cancel(self, session_id: int, cancel: CancelSequenceGroup) -> None:
         group = self._groups.find(session_id, cancel.sequence_group_id)
-        if group is None:  # it has ended meanwhile
+        if group is None:  # the group has already ended
             return
         if not cancel.samples:
             self._free(group)

@@ -1,4 +1,4 @@
-"""The routers' sessions: one stream per router, which is also its lease."""
+"""The routers' sessions. Each router has one stream, which is also its lease."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from outrider.v1 import session_pb2, session_pb2_grpc
 from outrider.wire.session import command_from_proto, report_message_to_proto
 
 MAX_UNSENT_EVENTS = 65_536
-"""Maximum unsent events for one router: those of many seconds of a large batch."""
+"""Maximum number of unsent events for one router. A large batch takes many seconds to produce that many."""
 
 REPORT_SECONDS = 0.2  # the longest interval between two reports to a router
 HELLO_SECONDS = 10.0
@@ -143,7 +143,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
         _log.info("session opened", router=session.router, session=session.session_id)
         reader: asyncio.Task[None] | None = None
         try:
-            # Written before anything is read: gRPC cannot end a call with a status during the first write.
+            # Written before anything is read, since gRPC cannot end a call with a status during the first write.
             await self._write_hello(session, write)
             reader = asyncio.create_task(self._read_commands(session, kv_host, commands))
             reader.add_done_callback(lambda done: _end_writer(done, session))
@@ -154,7 +154,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
                 await write(report_message_to_proto(self._report(), merged))
                 if any(isinstance(event, Granted) for event in merged):
                     fault_point("decode.granted")
-                del session.events[: len(events)]  # not before they are written, since a drain waits for that
+                del session.events[: len(events)]  # only once they are written, since a drain waits for an empty list
         except asyncio.CancelledError:
             if session.failure is None:
                 raise
@@ -218,7 +218,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
     async def _until_silent(
         self, session: RouterSession, commands: AsyncIterator[session_pb2.SessionCommand]
     ) -> AsyncIterator[session_pb2.SessionCommand]:
-        """Yields messages. Raises: PeerLostError if none comes in time: TCP does not notice a SIGSTOP of the peer."""
+        """Yields messages. Raises: PeerLostError if none comes in time, since TCP does not notice a stopped peer."""
         while True:
             try:
                 async with asyncio.timeout(self._timeout_seconds):
@@ -232,7 +232,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
             yield proto
 
     async def _wait_for_events(self, session: RouterSession) -> None:
-        """Waits for an event, at most `REPORT_SECONDS`."""
+        """Waits for an event, for at most `REPORT_SECONDS`."""
         with contextlib.suppress(TimeoutError):  # a report without events shows that this node is alive
             async with asyncio.timeout(REPORT_SECONDS):
                 await session.wake.wait()
@@ -259,7 +259,7 @@ def _end_unread(session: RouterSession) -> None:
 def merge_tokens(events: Sequence[SequenceGroupEvent]) -> list[SequenceGroupEvent]:
     """Merges all SampleTokens of one sample into the first one. The other events keep their order."""
     of_tokens = [(event.sequence_group_id, event.sample) for event in events if isinstance(event, SampleTokens)]
-    if len(set(of_tokens)) == len(of_tokens):  # at most one for each sample: one step
+    if len(set(of_tokens)) == len(of_tokens):  # at most one for each sample: nothing to merge
         return list(events)
     merged: list[SequenceGroupEvent] = []
     places: dict[tuple[bytes, int], int] = {}  # (group, sample) → index in `merged` of its first tokens

@@ -32,7 +32,7 @@ class PlannedSequence(NamedTuple):
 
     @classmethod
     def of(cls, scheduled: Scheduled, sample: Sample, draft: RankedDraft | None) -> PlannedSequence:
-        """Returns the planned sequence with its draft cut to the granted rows, depth first."""
+        """Returns the planned sequence with its draft cut to the granted rows and in depth-first order."""
         if draft is None or not scheduled.num_draft_tokens:
             return cls(scheduled, sample, NO_DRAFT)
         return cls(scheduled, sample, draft.tree.cut(scheduled.num_draft_tokens).depth_first())
@@ -52,7 +52,7 @@ class PlannedSequence(NamedTuple):
         )
 
     def draft_rows(self) -> DraftRows:
-        """Returns the rows for the verifier: it decides the token after the known ones and after each draft token."""
+        """Returns rows for the verifier, which decides the token after the known ones and after each draft token."""
         sample, draft = self.sample, self.draft
         rows = SampleRows(sample.sampling, len(sample.sequence.token_ids), draft.token_ids)
         return DraftRows(rows, draft.distributions, sample.group.opened.options.verification_method, draft.parents)
@@ -96,8 +96,8 @@ def apply_stop_conditions(
 ) -> Verdict:
     """Returns the verified tokens up to the first one that ends the sample.
 
-    If that is a stop token and also the last one allowed, the reason is STOP. `num_tokens_left`: tokens left of
-    max_tokens, at least 1.
+    If that token is a stop token and also the last one allowed, the reason is STOP. `num_tokens_left`: the number of
+    tokens left of max_tokens, at least 1.
     """
     token_ids, num_draft_tokens = verified.token_ids, len(draft.token_ids)
     num_accepted = len(token_ids) - 1
@@ -143,11 +143,11 @@ class StepStats:
     """The statistics of a step, which the engine thread passes to the event loop for its metrics."""
 
     seconds: float
-    nanoseconds: Mapping[str, int]  # by outrider.profile.Part, since the end of the step before
+    nanoseconds: Mapping[str, int]  # by outrider.profile.Part, since the end of the previous step
     num_rows: int
     num_generated_tokens: int
     preempted_groups: Sequence[tuple[int, bytes]]  # session and sequence group of each preempted sequence
-    num_drafts_by_method: Mapping[VerificationMethod, int] = field(default_factory=dict)  # verified
+    num_drafts_by_method: Mapping[VerificationMethod, int] = field(default_factory=dict)  # verified drafts
     num_draft_tokens_by_source: Mapping[str, int] = field(default_factory=dict)
     num_accepted_by_source: Mapping[str, int] = field(default_factory=dict)
 
@@ -163,8 +163,8 @@ class StepReport:
     """The committed verdicts of a step that are not reported yet. They are reported before the next step commits."""
 
     step: LaunchedStep
-    verifying: Sequence[PlannedSequence]  # those of the step whose next token was decided
-    verdicts: Sequence[Verdict]  # on each of `verifying`
+    verifying: Sequence[PlannedSequence]  # the step's sequences whose next token was decided
+    verdicts: Sequence[Verdict]  # one for each of `verifying`
     seconds: float
     nanoseconds: Mapping[str, int]  # see StepStats
 
@@ -172,7 +172,7 @@ class StepReport:
         """Yields events in the order of the batch, each sample's tokens before its end."""
         requested, hits = self.step.drafts.requested, self.step.drafts.hits
         for (_, sample, _), verdict in zip(self.verifying, self.verdicts, strict=True):
-            if sample.sampling.failure:  # its tokens do not satisfy its constraint
+            if sample.sampling.failure:  # the tokens do not satisfy the sample's constraint
                 continue
             sequence, group, token_ids = sample.sequence, sample.group, verdict.token_ids
             group_id = group.opened.sequence_group_id
@@ -203,7 +203,7 @@ class StepReport:
                 sequence.kv.publish(sequence.token_ids)
 
     def stats(self) -> StepStats:
-        """Returns the statistics, which are counted here rather than in the commit: by now a device is busy again."""
+        """Returns the statistics. They are counted here, not in the commit, since by now the device is busy again."""
         num_tokens, num_accepted = Counter[str](), Counter[str]()
         num_by_method = Counter[VerificationMethod]()
         for item, verdict in zip(self.verifying, self.verdicts, strict=True):

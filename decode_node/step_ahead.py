@@ -1,8 +1,8 @@
 """The next step of plain decoding, laid out while a device computes the current one.
 
 Consecutive steps of plain decoding differ only in one token per sequence, so the next batch is laid out ahead, without
-token ids. If every sequence continues, it is launched as soon as the ids are known, and the host commits and reports
-them while the device computes again. The batch is the one that would have been planned otherwise.
+token ids. If every sequence continues, that batch is launched as soon as the ids are known, and the host commits and
+reports them while the device computes again. Planning after the commit would have given the same batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def lay_out_next(step: LaunchedStep, engine: Engine) -> InputBatch | None:
     for item in planned:
         sequence = item.scheduled.sequence
         kv, position = sequence.kv, len(sequence.token_ids)
-        if kv is None or not kv.has_reserved(position):  # a fork shares its last block
+        if kv is None or not kv.has_reserved(position):  # e.g. a fork that shares its last block
             return None
         kv.reserve(position + 1)
         rows.append(SequenceRows((UNKNOWN_TOKEN_ID,), position, kv.block_table(), 1))

@@ -1,1 +1,1 @@
-"""The draft node: committed tokens in, proposals out."""
+"""The draft node, which receives committed tokens and answers with proposals."""

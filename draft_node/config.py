@@ -12,7 +12,7 @@ from outrider.speculation.draft_stream import MAX_BRANCHES_PER_SEQUENCE
 from outrider.speculation.proposers.factory import LOOKUP_NAMES, PROPOSER_NAMES, PROPOSER_SUMMARY
 
 MAX_ALTERNATIVES = MAX_BRANCHES_PER_SEQUENCE - 1
-"""Maximum alternatives per sequence, which fit one message together with the main path."""
+"""Maximum number of alternative paths per sequence. Together with the main path, they fit into one message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +43,10 @@ class DraftNodeConfig:
             raise ValueError(f"proposer {self.proposer} needs draft_node.model")
 
     def draft_model(self, model: ModelConfig) -> ModelConfig:
-        """Returns the draft model's configuration: the section `model` with `draft_node.model`, in one process.
+        """Returns the draft model's configuration: the section `model` with `draft_node.model` as id, in one process.
 
-        Its window is the model's own. For a head this is the target, whose weights complete those of the head's folder.
+        Its context window is the draft model's own. For a head, the configuration is the target's, since the target's
+        weights complete those in the head's folder.
         """
         if self.proposer == "head":
             return replace(model, head=self.model)

@@ -1,9 +1,9 @@
 """READ FIRST. The draft node's engine thread: receive newest states → catch up → propose → look ahead → push.
 
 One thread runs `DraftLoop.step` repeatedly, for all decode nodes together. A step makes at most one forward pass and a
-rollout, and takes a limited number of updates from each decode node, so a new state never waits longer than that.
-Sequences that wait for a draft come first. While the targets of the others verify, their next drafts are made ahead,
-until the target is expected to be done.
+rollout, and takes a limited number of updates from each decode node, so a new state never waits longer than one
+such step. Sequences that wait for a draft come first. The next drafts of the others are made ahead while their targets
+verify, until the target is expected to be done.
 
 The event loop (`DraftServicer`) only moves messages between the streams and the peers' mailboxes. No state here is
 essential: the decode node sends a sequence again if its prefix is not known here, and continues without drafts if it
@@ -40,7 +40,7 @@ IDLE_SECONDS = 0.5
 
 TIME_SMOOTHING = 0.2
 TIME_FADING = 0.95
-"""Weight of a look-ahead step in the running mean of their durations, and factor by which other steps reduce it."""
+"""Weight of a look-ahead step in the mean duration of such steps; the factor by which each other step multiplies it."""
 
 _log = get_logger("draft_loop")
 
@@ -56,7 +56,7 @@ class DraftStepStats:
     num_waiting: int  # sequences without an answer yet
     num_requests: int
     num_proposed_tokens: int  # in answers
-    num_ahead_tokens: int  # in branches ahead; a branch that has grown counts again
+    num_ahead_tokens: int  # in look-ahead branches; a branch that has grown counts again
     num_wasted_tokens: int  # drafted by a model, and now known not to be committed
 
 
@@ -75,7 +75,7 @@ class DraftLoop:
         on_step: Callable[[DraftStepStats], None] = lambda _stats: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_alternatives`: maximum paths of a sequence that look-ahead follows; 0: there is no look-ahead."""
+        """`max_alternatives`: maximum number of paths per sequence that look-ahead follows; 0 disables it."""
         self._proposer = IsolatedProposer(proposer, on_failure=self._log_failure, clock=clock)
         self._max_alternatives = max_alternatives
         self._on_step = on_step
@@ -133,7 +133,7 @@ class DraftLoop:
     def load(self) -> NodeLoad:
         return NodeLoad(num_running=self._num_running, tokens_per_second=self._proposed.per_second())
 
-    # The draft loop's thread.
+    # Only the draft loop's thread.
 
     @property
     def has_work(self) -> bool:
@@ -154,8 +154,8 @@ class DraftLoop:
         """Takes newest states and sends proposals. The next step continues unfinished drafts."""
         self.step_started_at = started = self._clock()
         self._apply(self._take_updates())
-        refused, self._refused = self._refused, []  # unknown prefixes, no room, invalid updates
-        requests = self._requests(started)  # unanswered updates, then look-ahead
+        refused, self._refused = self._refused, []  # for unknown prefixes, lack of room, or invalid updates
+        requests = self._requests(started)  # for unanswered updates, then for look-ahead
         num_wasted = self._proposer.num_wasted_tokens
         proposals = self._proposer.propose(requests)  # bounded work: at most one forward pass and a rollout
         answers = self._answers(requests, proposals)
@@ -173,7 +173,7 @@ class DraftLoop:
             self._ahead_seconds *= TIME_FADING
 
     def _take_updates(self) -> list[tuple[DraftPeer, ReceivedUpdate]]:
-        """Takes a limited number of updates from each peer, so one that sends many delays only its own answers."""
+        """Takes a limited number of updates from each peer, so a peer that sends many delays only itself."""
         with self._changed:
             self._has_changes = False
             peers = list(self._peers.values())
@@ -201,7 +201,7 @@ class DraftLoop:
                 self._pending[outcome.key] = outcome
 
     def _refuse_pending(self, held: HeldSequence) -> None:
-        """Answers an unanswered update with NO_ROOM, since its decode node sends no further one before the answer."""
+        """Answers an unanswered update with NO_ROOM, as the decode node sends no further update before the answer."""
         if held.key in self._pending:
             self._refused.append((held.peer, SequenceProposals(held.sequence_id, DraftStatus.NO_ROOM)))
 
@@ -238,7 +238,7 @@ class DraftLoop:
         return is_able and held.num_wanted > 0 and now + self._ahead_seconds < held.look_ahead_deadline
 
     def _num_offered(self, held: HeldSequence, *, looks_ahead: bool) -> int:
-        """Returns the number of tokens to offer: without look-ahead some more than wanted, never past max_tokens."""
+        """Returns the number of tokens to offer, never past max_tokens. Look-ahead offers no more than wanted."""
         if held.num_wanted <= 0:
             return 0
         offered = wanted = min(held.num_wanted, MAX_BRANCH_TOKENS)
@@ -297,7 +297,7 @@ class DraftLoop:
 
     def _finish(self, started: float, num_requests: int, answers: Answers, num_wasted_tokens: int) -> DraftStepStats:
         now = self._clock()
-        num_tokens = dict.fromkeys((False, True), 0)  # by whether ahead
+        num_tokens = dict.fromkeys((False, True), 0)  # by whether they are in look-ahead branches
         for _, answer in answers:
             num_tokens[answer.status is DraftStatus.AHEAD] += sum(map(len, answer.branches))
         self._proposed.add(sum(num_tokens.values()))
@@ -323,7 +323,7 @@ class DraftLoop:
 def _to_send(tree: DraftTree, held: HeldSequence, *assumed_token_ids: int) -> DraftTree:
     """Returns the draft with its prefix's hash, cut before the first id that the target does not have.
 
-    Ids differ if vocabularies are padded. The draft is empty if an assumed token has such an id.
+    Such ids occur if vocabularies are padded. The draft is empty if an assumed token has such an id.
     """
     vocab_size = held.peer.hello.vocab_size
     num_known = 0

@@ -21,19 +21,19 @@ from outrider.speculation.draft_stream import (
 from outrider.speculation.draft_tree import DraftTree
 
 MAX_WAITING = 65_536
-"""Maximum number of waiting updates and answers. A peer that never reads its answers reaches it."""
+"""Maximum number of waiting updates and answers. A peer that never reads its answers reaches that number."""
 
 MAX_WAITING_TOKENS = 1 << 18
 MAX_WAITING_FEATURE_BYTES = 4 * MAX_FEATURE_BYTES_PER_MESSAGE
-"""Tokens, and bytes of features, in waiting updates at which the peer's stream is no longer read."""
+"""Number of tokens, and bytes of features, in a peer's waiting updates at which its stream is no longer read."""
 
 MAX_UPDATES_PER_STEP = 256
 MAX_TOKENS_PER_STEP = 1 << 16
-"""Maximum updates and tokens of one peer in a step: some milliseconds of work, during which other peers wait."""
+"""Maximum number of updates and tokens of one peer in a step. They take some milliseconds, while other peers wait."""
 
 
 class ReceivedUpdate(NamedTuple):
-    """The newest state of a sequence, and the time (clock seconds) at which its target should have verified."""
+    """The newest state of a sequence, and the time (clock seconds) at which its target's current step should end."""
 
     update: SequenceUpdate
     look_ahead_deadline: float
@@ -45,10 +45,12 @@ class _Unsent:
 
     answer: SequenceProposals | None = None
     acked_length: int = 0  # length of the state that `ahead` was made from
-    ahead: dict[tuple[int, int | None], DraftTree] = field(default_factory=dict)  # by length and hash
+    ahead: dict[tuple[int, int | None], DraftTree] = field(default_factory=dict)  # by length and hash of the prefix
 
     def put(self, answer: SequenceProposals) -> None:
-        """Adds an answer, which replaces everything older, or branches, which replace those with the same prefix."""
+        """Adds an answer or look-ahead branches. An answer replaces everything older; a branch replaces an older one
+        with the same prefix.
+        """
         if answer.status is not DraftStatus.AHEAD:
             self.answer = answer
             self.ahead.clear()
@@ -109,7 +111,7 @@ class DraftPeer:
         return bool(self._updates)
 
     def take_updates(self) -> list[ReceivedUpdate]:
-        """Takes the oldest updates, as many as one step may handle."""
+        """Takes the oldest updates, up to the limits for one step."""
         taken: list[ReceivedUpdate] = []
         num_tokens = 0
         with self._lock:
@@ -127,7 +129,7 @@ class DraftPeer:
         self._num_feature_bytes += sign * len(update.features)
 
     def answer(self, answers: Sequence[SequenceProposals]) -> None:
-        """Adds answers to the unsent ones. A newer answer replaces an older one of its sequence."""
+        """Adds answers to the unsent ones. A newer answer replaces an older one of the same sequence."""
         if not answers:
             return
         with self._lock:
@@ -141,7 +143,7 @@ class DraftPeer:
             self._unsent.pop(sequence_id, None)
 
     def take_answers(self) -> list[SequenceProposals]:
-        """Takes as many answers as one message may have, the oldest first; empty if there are none."""
+        """Takes as many answers as one message may hold, the oldest first; empty if there are none."""
         taken: list[SequenceProposals] = []
         num_branches = 0
         with self._lock:

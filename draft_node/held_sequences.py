@@ -23,10 +23,10 @@ BYTES_PER_TOKEN = 48
 """Bytes of memory per token: an integer, and its references in lists of the node and of a draft model's proposer."""
 
 BYTES_PER_SEQUENCE = 16_384
-"""Bytes of memory per sequence: hashes of its last lengths, sampling parameters, estimates."""
+"""Bytes of memory per sequence: hashes of its longest prefixes, sampling parameters, estimates."""
 
 MAX_FEATURE_BYTES = 1 << 30
-"""Maximum bytes of all sequences' features for a head: those of 128 thousand tokens of 4096 bfloat16 numbers."""
+"""Maximum bytes of all sequences' features for a head: enough for 131,072 tokens with 4096 bfloat16 numbers each."""
 
 
 def max_held_bytes(*, has_head: bool) -> int:
@@ -49,12 +49,12 @@ class HeldFeatures:
         return len(self._data) // self._format.bytes_per_token
 
     def extend(self, start: int, payload: bytes) -> None:
-        """Adds features of the tokens from `start` on, which is at most `len(self)`. Features already held stay."""
+        """Adds features of the tokens from `start` (at most `len(self)`) on. Features already held stay unchanged."""
         assert start <= len(self), "no gap"
         self._data += memoryview(payload)[len(self._data) - start * self._format.bytes_per_token :]
 
     def read(self, start: int, end: int) -> Words:
-        """Returns a copy of tokens [start, end): [end - start, width] of the format's dtype (see WORDS)."""
+        """Returns a copy of the features of tokens [start, end): [end - start, width], in the format's dtype."""
         size = self._format.bytes_per_token
         rows = np.frombuffer(self._data[start * size : end * size], dtype=WORDS[self._format.dtype])
         return rows.reshape(-1, self._format.width)
@@ -64,12 +64,12 @@ class HeldFeatures:
 class HeldSequence:
     """The state of one sequence on the draft node."""
 
-    key: int  # its id for the proposer; never used twice
+    key: int  # the sequence's id for the proposer; never used twice
     peer: DraftPeer
-    sequence_id: int  # the peer's id for it
+    sequence_id: int  # the peer's id for the sequence
     start: SequenceStart
     tokens: HashedTokens
-    features: HeldFeatures | None = None  # None: the node needs none
+    features: HeldFeatures | None = None  # None if this node needs no features
     num_wanted: int = 0
     min_reach: float = 0.0  # see ProposalRequest
     look_ahead_deadline: float = 0.0  # time (clock seconds) at which its target should have verified the last answer
@@ -85,7 +85,7 @@ class HeldSequence:
 class _Holding:
     """The sequences of one decode node, and the memory that they use."""
 
-    sequences: dict[int, HeldSequence] = field(default_factory=dict)  # by its ids, least recently updated first
+    sequences: dict[int, HeldSequence] = field(default_factory=dict)  # by the node's ids, least recently updated first
     used: list[int] = field(default_factory=lambda: [0, 0, 0])  # sequences, tokens, features
 
     def count(self, held: HeldSequence, sign: int) -> None:
@@ -95,10 +95,11 @@ class _Holding:
 
 
 class HeldSequences:
-    """The newest state of all sequences, from updates checked by prefix hash. Draft loop's thread only.
+    """The newest state of all sequences, made from updates that are checked by prefix hash. Draft loop's thread only.
 
-    A decode node gets memory while there is some. When it is used up, a node that holds less than another one gets that
-    of the other's least recently updated sequence. So a single node may use all memory, but cannot keep others out.
+    A decode node gets memory while some is free. After that, a node that holds less than another takes memory from the
+    node that holds the most, whose least recently updated sequences are evicted. So a single node may use all memory,
+    but cannot keep others out.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class HeldSequences:
         return sum(len(holding.sequences) for holding in self._holdings.values())
 
     def apply(self, peer: DraftPeer, update: SequenceUpdate) -> HeldSequence | DraftStatus:
-        """Applies an update. Returns the sequence, or the reason of a refusal, by which the sequence is forgotten."""
+        """Applies an update. Returns the sequence, or the reason for a refusal; a refused sequence is forgotten."""
         held = self._take_out(peer, update.sequence_id)
         outcome = self._updated(peer, held, update)
         if held is not None and outcome is not held:
@@ -187,7 +188,7 @@ class HeldSequences:
         return held
 
     def _make_room(self, peer: DraftPeer, needed: tuple[int, int, int]) -> bool:
-        """Makes room for (sequences, tokens, features). Returns False if the peer would then hold the most."""
+        """Makes room for (sequences, tokens, features). Returns False if the peer itself would hold the most."""
         own = self._holdings.get(peer.peer_id, _Holding())
         own_share = self._share(map(add, own.used, needed))
         while self._share(map(sum, zip(needed, *(each.used for each in self._holdings.values()), strict=True))) > 1.0:
@@ -205,7 +206,7 @@ class HeldSequences:
 
 
 def _continues(tokens: HashedTokens, update: SequenceUpdate) -> bool:
-    """Returns whether the update's tokens agree with those held, without a gap."""
+    """Returns whether the update's tokens agree with the held ones and leave no gap."""
     num_overlapping = len(tokens) - update.start_length
     if not 0 <= num_overlapping <= len(update.token_ids):
         return False

@@ -26,7 +26,7 @@ from outrider.speculation.proposers.base import Proposer
 from outrider.v1 import draft_pb2_grpc, node_pb2_grpc
 
 MIN_EXPECTED_STEP_SECONDS = 1.0
-"""Minimum expected seconds of a step, since a step that computes a long prefix may follow a short one."""
+"""Lower limit of a step's expected seconds, since a step that computes a long prefix may follow a short one."""
 
 
 class DraftNode(EngineNode[DraftLoop]):
@@ -44,7 +44,7 @@ class DraftNode(EngineNode[DraftLoop]):
         tracer: Tracer = NO_TRACER,
         on_loop_failure: Callable[[Exception], None] = end_process,
     ) -> None:
-        """`make_proposer` is called in the draft loop's thread. `name`: the default is role and address."""
+        """`make_proposer` is called in the draft loop's thread. `name`: by default, the role and the address."""
         super().__init__(
             NodeRole.DRAFT,
             build=self._build_loop,
@@ -103,7 +103,7 @@ class DraftNode(EngineNode[DraftLoop]):
         }
 
     def draft_loop(self) -> DraftLoop:
-        """Returns the loop. Raises: PeerLostError while the node starts or drains, so that callers try another node."""
+        """Returns the loop. Raises: PeerLostError while the node starts or drains; callers may try another node."""
         if self._parts is None or self._state is not NodeState.SERVING:
             raise PeerLostError(f"draft node {self._name} is {self._state.name.lower()}", node=self._name)
         return self._parts

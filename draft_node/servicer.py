@@ -24,7 +24,7 @@ from outrider.wire.node import info_to_proto
 HELLO_TIMEOUT_SECONDS = 5.0
 
 UPDATES_AT_ONCE = 256
-"""Updates that are converted before the event loop may do other work: about a millisecond."""
+"""Number of updates that are converted before the event loop may do other work. They take about a millisecond."""
 
 DraftContext = grpc.aio.ServicerContext[draft_pb2.DraftUpdate, draft_pb2.DraftProposals]
 
@@ -32,12 +32,12 @@ _log = get_logger("draft_node")
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """The service. The call of a decode node reads its newest states and writes the newest answers."""
+    """The service. The call of each decode node reads that node's newest states and writes the newest answers."""
 
     def __init__(
         self, draft_loop: Callable[[], DraftLoop], info: Callable[[], NodeInfo], tracer: Tracer = NO_TRACER
     ) -> None:
-        """`draft_loop` raises PeerLostError unless the node serves."""
+        """`draft_loop` raises PeerLostError unless the node is serving."""
         self._draft_loop = draft_loop
         self._info = info
         self._tracer = tracer
@@ -75,14 +75,14 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                     if task.done():
                         await task  # raises the error that ended it
             finally:
-                # There is no await before these, since a second cancellation could interrupt it.
+                # No await may come before these calls, since a second cancellation could interrupt it.
                 reader.cancel()
-                writer.cancel()  # it may be blocked by a peer that does not read
+                writer.cancel()  # the writer may be blocked by a peer that does not read
                 loop.disconnect(peer)
                 traces.end()
                 del self._open[peer]
                 if self._is_closing and not self._open:
-                    self._all_gone.set()  # before gRPC has ended the call, which an unread stream delays
+                    self._all_gone.set()  # does not wait for gRPC to end the call, which an unread stream delays
                 _log.info("decode node disconnected", node=hello.name)
                 await asyncio.gather(reader, writer, return_exceptions=True)
 
@@ -97,8 +97,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def _read_hello(
         self, request_iterator: AsyncIterator[draft_pb2.DraftUpdate]
     ) -> tuple[DraftHello, draft_pb2.DraftUpdate]:
-        """Returns the hello and its message. Raises: InvalidRequestError if none comes in time, MismatchError if it
-        does not fit this node.
+        """Returns the hello and the message that carries it. Raises: InvalidRequestError if none comes in time,
+        MismatchError if the hello does not fit this node.
         """
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_SECONDS):
@@ -108,14 +108,14 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         if first is None or not first.HasField("hello"):
             raise InvalidRequestError("the first message must carry the hello", field="hello")
         hello = hello_from_proto(first.hello)
-        self._draft_loop()  # raises unless the node serves
+        self._draft_loop()  # raises unless the node is serving
         check_fits(hello, self._info())
         return hello, first
 
     async def _write_answers(
         self, peer: DraftPeer, wake: asyncio.Event, context: DraftContext, traces: SequenceTraces
     ) -> None:
-        """Writes messages until the node closes. Each is made from the newest answers once the last one is written."""
+        """Writes messages until the node closes. Each is made from the newest answers when the previous one is sent."""
         while not self._is_closing:
             await wake.wait()
             wake.clear()

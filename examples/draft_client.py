@@ -1,9 +1,10 @@
-"""Uses a draft node alone: drafts for any engine that can verify them (docs/protocol.md, "Draft stream").
+"""Uses only a draft node, which drafts for any engine that can verify drafts (docs/protocol.md, "Draft stream").
 
 python examples/draft_client.py HOST:PORT
 
-It needs no target model: a fixed text stands in for one. The client sends the text's beginning as a prompt and then,
-step by step, the tokens that a target would have committed. It prints branches as they arrive, including look-ahead.
+The example needs no target model: a fixed text stands in for one. The client sends the text's beginning as a prompt and
+then, step by step, the tokens that a target would have committed. It prints branches as they arrive, including those of
+look-ahead.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def prefix_hash(token_ids: Sequence[int]) -> int:
 
 
 def hello(model: node_pb2.ModelInfo) -> draft_pb2.DraftUpdate:
-    """Makes the first message. An engine sends its own vocabulary, which must match; this client sends the node's."""
+    """Makes the first message. An engine sends its own vocabulary, which must match; this client copies the node's."""
     return draft_pb2.DraftUpdate(
         hello=draft_pb2.DraftHello(
             protocol_version=PROTOCOL_VERSION,
@@ -65,7 +66,7 @@ def update(num_committed: int, num_acknowledged: int) -> draft_pb2.DraftUpdate:
 
 
 def num_accepted(branch: draft_pb2.Branch, num_committed: int) -> int:
-    """Returns how many tokens a target that writes TEXT would accept after the committed ones; 0 for another prefix."""
+    """Returns how many tokens a target that writes TEXT would accept after the committed ones; 0 if prefixes differ."""
     if branch.length > num_committed or branch.prefix_hash != prefix_hash(TEXT[: branch.length]):
         return 0
     num_agreeing = 0
@@ -103,13 +104,13 @@ def main(target: str) -> None:
         outgoing.put(update(PROMPT_LENGTH, 0))
         incoming = draft_pb2_grpc.DraftServiceStub(channel).Draft(iter(outgoing), timeout=60)
         num_committed = PROMPT_LENGTH
-        for message in incoming:  # the first has the node's hello and no answers
+        for message in incoming:  # the first message has the node's hello and no answers
             for answer in message.sequences:
                 for branch in answer.branches:
                     print(f"  after {branch.length:3}: {list(branch.token_ids)}")
                 match answer.status:
                     case draft_pb2.DRAFT_STATUS_AHEAD | draft_pb2.DRAFT_STATUS_CATCHING_UP:
-                        continue  # not an answer, or not the last one
+                        continue  # look-ahead is no answer, and after CATCHING_UP another answer comes
                     case draft_pb2.DRAFT_STATUS_UNKNOWN_PREFIX:
                         outgoing.put(update(num_committed, 0))
                         continue

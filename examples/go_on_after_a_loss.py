@@ -1,4 +1,4 @@
-"""An answer that survives the loss of its node: the tokens so far are sent back with the next attempt.
+"""Continues an answer after the loss of its node: the next attempt sends back the tokens that have arrived.
 
 With a seed (or temperature 0) the answer is the same as that of an undisturbed call.
 

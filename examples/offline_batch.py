@@ -1,4 +1,4 @@
-"""A batch of prompts without a server: the script starts the processes and stops them at its end.
+"""A batch of prompts without a running server: the script starts the processes and stops them at its end.
 
 python examples/offline_batch.py [MODEL]
 """

@@ -1,4 +1,4 @@
-"""The cluster's nodes, once a second.
+"""Prints the cluster's nodes once a second.
 
 python examples/watch_cluster.py [HOST:PORT [COUNT]]
 """

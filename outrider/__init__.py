@@ -19,7 +19,7 @@ _OFFLINE = {
     "CompletionOutput": "outputs",
     "Logprob": "outputs",
 }
-"""Modules of `outrider.llm` by the names that they define. A module is imported when its name is first used. See
+"""Names, each with the module of `outrider.llm` that defines it and is imported when the name is first used. See
 `__init__.pyi`.
 """
 

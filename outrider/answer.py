@@ -1,7 +1,7 @@
 """The events of one answer, as values with the names and the order of the public API.
 
 One Started comes first, then for each sample its Deltas and one Finished (samples interleaved), then one Summary. The
-router makes these and the client gets them. The proto mirror is `router.proto`; `outrider.wire.answer` converts.
+router makes the events and the client gets them. `router.proto` mirrors them; `outrider.wire.answer` converts.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Started:
 
 
 class Delta(NamedTuple):
-    """What one sample has generated since the client's last Delta. Nearly every token makes one, so it is a tuple,
-    which is created fastest.
+    """What one sample has generated since the client's last Delta. A Delta is made for nearly every token, so it is a
+    tuple, which is the fastest to create.
     """
 
     sample: int
-    start_position: int  # position of token_ids[0], or of the next token if there is none
+    start_position: int  # position of token_ids[0], or of the next token if token_ids is empty
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()

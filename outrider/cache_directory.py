@@ -15,7 +15,7 @@ LOCK_POLL_SECONDS = 0.05
 REPORT_SECONDS = 1.0
 """Seconds between two calls of `while_waiting`."""
 KEPT_SECONDS = 30 * 24 * 3600
-"""Seconds for which unused entries stay in a cache."""
+"""Seconds for which unused entries are kept in a cache."""
 
 
 def user_cache_directory() -> Path:
@@ -54,7 +54,7 @@ def locked(path: Path, *, while_waiting: Callable[[], object], seconds: float = 
 
 
 def remove_unused(paths: Iterable[Path]) -> None:
-    """Removes files and folders that were not modified for `KEPT_SECONDS`; their users touch them.
+    """Removes files and folders that have not been modified for `KEPT_SECONDS`. Whoever uses an entry touches it.
 
     Another process may remove them at the same time.
     """

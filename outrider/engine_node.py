@@ -1,4 +1,4 @@
-"""The common part of nodes with an engine: a thread that computes behind one event loop, and the node's reports."""
+"""The part that nodes with an engine share: a thread that computes beside the event loop, and the node's reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _log = get_logger("engine")
 
 
 def end_process(error: Exception) -> None:
-    """Ends the process after a bug or a lost rank, since its state must not serve anything.
+    """Ends the process after a bug or a lost rank, since nothing may be served from the process's state any more.
 
     The process's supervisor starts another one.
     """
@@ -42,9 +42,9 @@ def end_process(error: Exception) -> None:
 
 
 def event_loop_clock() -> Callable[[], int]:
-    """Returns a clock of the main thread's processor time in nanoseconds; `ServiceProcess` runs the event loop there.
+    """Returns a clock of the CPU time, in nanoseconds, of the main thread, where `ServiceProcess` runs the event loop.
 
-    Readable from any thread. Always 0 on systems that do not show one thread's time to another.
+    Any thread may read the clock. It is always 0 on systems where a thread cannot read another thread's time.
     """
     main_thread = threading.main_thread().ident
     if main_thread is None or not hasattr(time, "pthread_getcpuclockid"):
@@ -72,8 +72,8 @@ class EngineNode(Generic[Built]):
         configured_name: str = "",
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """`build`, `run`, `on_failure`: see `EngineThread`. `configured_name`: if empty, the name is made of role and
-        address.
+        """`build`, `run`, `on_failure`: see `EngineThread`. `configured_name`: the node's name; if empty, the name
+        is made of role and address.
         """
         self._role = role
         self._configured_name = configured_name
@@ -127,8 +127,8 @@ class TargetParts:
     loop: EngineLoop
     model: ModelInfo
     tokenizer_files: Mapping[str, bytes]
-    description: Mapping[str, object]  # for the log line at start
-    ranks: AbstractContextManager[object] = field(default_factory=nullcontext)  # entered while the loop runs
+    description: Mapping[str, object]  # fields of the log line at start
+    ranks: AbstractContextManager[object] = field(default_factory=nullcontext)  # kept open while the loop runs
 
 
 Parts = TypeVar("Parts", bound=TargetParts)

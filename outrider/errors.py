@@ -6,15 +6,15 @@ OutriderError
 ├── OutOfRangeError          OUT_OF_RANGE         a position that the answer does not have
 ├── AlreadyRunningError      ALREADY_EXISTS
 ├── CapacityError            RESOURCE_EXHAUSTED   carries retry_after_seconds
-├── NotSupportedError        UNIMPLEMENTED        a later version may
+├── NotSupportedError        UNIMPLEMENTED        a later version may support it
 ├── UnauthenticatedError     UNAUTHENTICATED      no token, or an unknown one
-├── NotAllowedError          PERMISSION_DENIED    known, but not for this
-├── MismatchError            FAILED_PRECONDITION  two sides that do not fit; names both
-├── AbortedError             ABORTED              taken over or given up
+├── NotAllowedError          PERMISSION_DENIED    a known caller without this permission
+├── MismatchError            FAILED_PRECONDITION  two sides that do not match; names both
+├── AbortedError             ABORTED              work taken over or given up
 ├── PeerLostError            UNAVAILABLE          carries the node and retry_after_seconds
 │   └── StoreError           UNAVAILABLE          the router's store
-├── ConfigError              (none)               a setting; names it and the fix
-├── ModelError               (none)               weights or architecture; names the file
+├── ConfigError              (none)               an invalid setting; names it and the fix
+├── ModelError               (none)               a model that cannot be served; names the file
 └── InternalError            INTERNAL             a bug; logged with its traceback
 
 `outrider.rpc.status` maps this tree to gRPC statuses with rich details, and
@@ -119,7 +119,7 @@ class AbortedError(OutriderError):
 
 
 class PeerLostError(OutriderError):
-    """A node died, froze or drained away; `node` is its name."""
+    """A node that died, froze or drained away; `node` is its name."""
 
     reason = "NODE_LOST"
 
@@ -138,13 +138,13 @@ RESUMED_ELSEWHERE = "RESUMED_ELSEWHERE"
 
 
 class StoreError(PeerLostError):
-    """The router's store did not answer in time, or refused."""
+    """A failure of the router's store, which did not answer in time or refused the request."""
 
     reason = "STORE_LOST"
 
 
 class ConfigError(OutriderError):
-    """An invalid setting: the message names it, its source and the fix."""
+    """An invalid setting. The message names the setting, its source and the fix."""
 
     reason = "BAD_CONFIG"
 

@@ -1,4 +1,4 @@
-"""The package's extras, by module: clients and routers install without the dependencies of nodes."""
+"""The package's extras by module. They let clients and routers be installed without the dependencies of nodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXTRAS = {module: extra for extra, modules in _MODULES.items() for module in mod
 
 
 def explain_missing(error: ModuleNotFoundError, *, starts_nodes: bool) -> str:
-    """Returns what to install; for a command that starts nodes, all dependencies of nodes.
+    """Returns a message that says what to install. `starts_nodes`: whether the command needs the dependencies of nodes.
 
     Raises: the error itself, if no extra installs the module.
     """
@@ -48,7 +48,10 @@ def require(extra: str) -> None:
 
 
 def run_role(role: str, main: Callable[[], int]) -> Never:
-    """Ends the process with the status of `main`. Prints one line for a missing extra (1) or an invalid setting (2)."""
+    """Ends the process with the status of `main`.
+
+    If an extra is missing or a setting is invalid, prints one line and ends the process with status 1 or 2.
+    """
     try:
         sys.exit(main())
     except ModuleNotFoundError as error:
@@ -59,7 +62,7 @@ def run_role(role: str, main: Callable[[], int]) -> Never:
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs an extra. It needs no index for an installed Outrider, which pip keeps."""
+    """Returns the command that installs an extra. If Outrider is installed, pip keeps it and needs no index for it."""
     try:
         distribution("outrider")
     except PackageNotFoundError:  # a source tree that was not installed

@@ -1,14 +1,15 @@
 """Named fault points, at which tests make a process die, stop, hang or slow down. Torch-free.
 
-Inert unless the variable OUTRIDER_FAULTS is set when the process starts:
+They do nothing unless the variable OUTRIDER_FAULTS is set when the process starts:
 
     OUTRIDER_FAULTS="decode.granted=kill; prefill.before_commit:2=stop; decode.step:*=delay:50"
 
-The prefill node stops when it is about to commit for the second time. Without a number a fault happens at the first
-time, with `*` every time. A fault happens in the thread that reaches its point. With OUTRIDER_FAULTS_ONCE=PATH each
-fault happens once in all processes and restarts that share the path: the file PATH.POINT records that it has, and holds
-the process's id. A test that writes this file first disarms the point, and rearms it by removing the file. `hold` waits
-until the file is emptied, which leaves the point disarmed, or removed, which leaves it armed.
+In this example, the prefill node stops when it is about to commit for the second time. Without a number a fault
+happens the first time that its point is reached, with `*` every time. It happens in the thread that reaches the point.
+With OUTRIDER_FAULTS_ONCE=PATH each fault happens only once in all processes and restarts that share the path: the file
+PATH.POINT records that the fault has happened, and holds the process's id. A test can disarm a point by writing this
+file first, and rearm it by removing the file. `hold` waits until the file is emptied, which leaves the point disarmed,
+or removed, which leaves it armed.
 """
 
 from __future__ import annotations
@@ -72,13 +73,13 @@ _HOLD_POLL_SECONDS = 0.002
 
 @dataclass(slots=True)
 class Fault:
-    """The action at one point, and its condition. Thread-safe."""
+    """A fault to inject: what to do when the program reaches `point`, and under which condition. Thread-safe."""
 
     point: str
     action: str  # "kill", "stop", "hang", "hold", "delay"
     delay_seconds: float = 0.0
     nth: int | None = 1  # None: every time
-    once_path: str = ""  # a file that records that it has happened; empty: no record
+    once_path: str = ""  # a file that records that the fault has happened; empty: no record
     _num_reached: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -97,7 +98,7 @@ class Fault:
         path = Path(self.once_path)
         if path.exists():
             return False
-        # The file appears with its content, so that it cannot be filled again after a test has emptied it.
+        # The file appears together with its content: a later write could refill a file that a test has emptied.
         own = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
         own.write_text(str(os.getpid()))
         try:
@@ -184,4 +185,4 @@ def _chosen(environ: Mapping[str, str]) -> Callable[[str], None]:
 
 
 fault_point: Callable[[str], None] = _chosen(os.environ)
-"""Marks a point of `FAULT_POINTS`; does nothing unless the point has a fault."""
+"""Marks a point of `FAULT_POINTS`; does nothing unless a fault is due there."""

@@ -1,7 +1,7 @@
 """Standard output and error that neither fail nor block, whatever happens to the disk, terminal or reader behind them.
 
-A full disk, a closed pipe or a stopped reader must not affect the code that writes a log line, be it the request that
-the line describes or the supervisor of other processes.
+A full disk, a closed pipe or a stopped reader must not affect the code that writes a log line: neither the request
+that the line describes nor the supervisor of other processes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ DRAIN_SECONDS = 1.0
 
 
 class LossyStream(io.TextIOBase):
-    """A stream whose thread does the writing; lines that cannot be written are dropped and counted. Thread-safe.
+    """A stream that writes in its own thread; lines that cannot be written are dropped and counted. Thread-safe.
 
-    Lines are lost while writing fails, and when `MAX_PENDING_CHARACTERS` wait behind a blocked writer.
+    Lines are lost while writing fails, and when `MAX_PENDING_CHARACTERS` characters wait behind a blocked writer.
     """
 
     encoding = "utf-8"
@@ -39,7 +39,7 @@ class LossyStream(io.TextIOBase):
     def __init__(
         self, write: Callable[[str], object], *, is_terminal: bool = False, descriptor: int | None = None
     ) -> None:
-        """`write` writes all of a text or raises; it may block. `descriptor`: its file descriptor, if it has one."""
+        """`write` writes all of a text or raises; it may block. `descriptor`: the stream's file descriptor, if any."""
         self.on_lost: Callable[[int], object] = lambda number: self.write(f"{number} lines were lost\n")
         """Callback with the number of lost lines; the writer's thread calls it when writing works again."""
         self.num_lost_lines = 0
@@ -49,7 +49,7 @@ class LossyStream(io.TextIOBase):
         self._changed = threading.Condition()  # reentrant: a finalizer may write while its thread holds the lock
         self._pending: deque[str] = deque()  # including the text being written
         self._num_pending = 0  # characters
-        self._num_unreported = 0  # lost lines that are not reported
+        self._num_unreported = 0  # lost lines that are not yet reported
         self._thread: threading.Thread | None = None
 
     def isatty(self) -> bool:
@@ -79,7 +79,7 @@ class LossyStream(io.TextIOBase):
         return len(text)
 
     def drain(self, seconds: float = DRAIN_SECONDS) -> None:
-        """Waits until everything is written or lost, at most this long."""
+        """Waits until everything is written or lost, for at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._pending, seconds)
 
@@ -138,8 +138,8 @@ class _Descriptor:
 
 
 def lossy(stream: TextIO | None) -> LossyStream:
-    """Returns a lossy stream with the same destination. For None (`sys.stderr` if it was closed) the stream discards
-    everything.
+    """Returns a lossy stream with the same destination. If `stream` is None, as `sys.stderr` is if it
+    was closed at the start, everything is discarded.
     """
     if stream is None or stream.closed:
         return LossyStream(len)
@@ -155,17 +155,17 @@ def guard_standard_streams() -> None:
     """Makes `sys.stdout` and `sys.stderr` lossy, except streams that a test has put there. Call it first in a process.
 
     A closed descriptor becomes the null device, so that no file or connection gets its number, to which libraries
-    write. Standard error that is a pipe or terminal no longer blocks libraries either.
+    write. If standard error is a pipe or terminal, it no longer blocks libraries either.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number: this one
     _unblock(2)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is getattr(sys, f"__{name}__"):
-            # Python has no stream if the descriptor was closed at the start; it may have been reused since.
+            # Python has no stream if the descriptor was closed at the start; by now its number may be in use again.
             target = descriptor if getattr(sys, name) is not None else os.open(os.devnull, os.O_WRONLY)
             write = _Descriptor(target).write
             setattr(sys, name, LossyStream(write, is_terminal=os.isatty(target), descriptor=target))
@@ -178,7 +178,7 @@ def _unblock(descriptor: int) -> None:
     """
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISFIFO(mode) or os.isatty(descriptor):
-        with suppress(OSError):  # there is no reader, or it belongs to another user
+        with suppress(OSError):  # the pipe has no reader, or the pipe or terminal belongs to another user
             fresh = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
             os.dup2(fresh, descriptor)
             os.close(fresh)

@@ -1,7 +1,7 @@
 """The identity and the state of nodes, as values.
 
-The proto mirrors are `node.proto`, and for what clients see (Model, NodeStatus, ClusterStatus) `router.proto`;
-`outrider.wire.node` and `outrider.wire.cluster` convert.
+They mirror messages of `node.proto`; those that clients see (Model, NodeStatus, ClusterStatus) mirror `router.proto`.
+`outrider.wire.node` and `outrider.wire.cluster` convert between values and messages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class FeatureFormat:
     """The format in which features of a target's tokens are sent to a drafter head; fields as in node.proto."""
 
-    fingerprint: str  # the reduction's (see outrider.engine.feature_spec)
+    fingerprint: str  # fingerprint of the reduction (see outrider.engine.feature_spec)
     width: int
     dtype: str
     taps: tuple[int, ...] = ()
@@ -45,7 +45,7 @@ class FeatureFormat:
         return self.width * DTYPE_BYTES[self.dtype]
 
     def __str__(self) -> str:
-        taps = ", ".join(map(str, self.taps[:MAX_NAMED_TAPS]))  # input from a peer is untrusted
+        taps = ", ".join(map(str, self.taps[:MAX_NAMED_TAPS]))  # limited, since input from a peer is untrusted
         return f"{self.fingerprint[:16]} ({self.width} numbers of {self.dtype[:16]}, taps {taps})"
 
 
@@ -142,7 +142,7 @@ class ClusterStatus:
     num_requests_waiting: int
     num_waiting_tokens: int = 0
     oldest_wait_seconds: float = 0.0
-    num_moves: int = 0  # since the router's start
+    num_moves: int = 0  # number of moves since the router's start
 
     def by_role(self) -> Mapping[NodeRole, tuple[NodeStatus, ...]]:
         return {role: tuple(node for node in self.nodes if node.role is role) for role in NodeRole}

@@ -9,14 +9,17 @@ from dataclasses import dataclass
 NODES_KEY = "outrider-nodes"
 """Key of the trailer with the value of `format_node_versions`."""
 MAX_TEXT = 1024
-"""Maximum characters of `format_node_versions`: trailers share 8 KiB with a status's details."""
+"""Maximum characters of `format_node_versions`, because all trailers and a status's details share 8 KiB."""
 _MAX_PART = 100
 """Maximum characters of a name, role, version or numerics in `format_node_versions`; nodes choose them freely."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeVersion:
-    """A node as it was when it worked on a request. What another one must equal to compute the same tokens."""
+    """A node as it was when it worked on a request.
+
+    Another node computes the same tokens only if its version and numerics are equal.
+    """
 
     name: str
     role: str  # "prefill", "decode"

@@ -1,5 +1,5 @@
-"""Commands for Outrider's own child processes: they import Outrider's modules, not those of the working folder, and end
-with this process.
+"""Commands for Outrider's own child processes, which import Outrider's modules, not those of the working folder, and
+which end when this process ends.
 
 `python -m router` looks in the working folder first, and a web service may have a router.py of its own.
 """
@@ -25,9 +25,10 @@ def module_command(module: str) -> list[str]:
 
 
 def kill_with_parent(command: Sequence[str]) -> list[str]:
-    """Returns the command for a process that gets SIGKILL when the thread that starts it ends in any way.
+    """Returns the command for a process that gets SIGKILL when the thread that starts it ends for any reason.
 
-    A watcher of a pipe would not be enough: it does not run in a child that is stopped by SIGSTOP.
+    A thread in the child that watches a pipe would not be enough: such a thread does not run while SIGSTOP stops the
+    child.
     """
     return [sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), *command]
 
@@ -35,7 +36,7 @@ def kill_with_parent(command: Sequence[str]) -> list[str]:
 def without_working_folder(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns an environment for Outrider's processes and their children.
 
-    `PYTHONPATH` in it does not name the working folder either, e.g. as ".", unless Outrider's packages are there.
+    Its `PYTHONPATH` does not name the working folder, e.g. as ".", unless Outrider's packages are in that folder.
     """
     others = {name: value for name, value in environ.items() if name != SEARCH_PATH}
     entries = environ.get(SEARCH_PATH, "").split(os.pathsep)

@@ -8,14 +8,14 @@ from outrider.request import RequestOptions
 from outrider.session import Granted, OpenSequenceGroup
 
 MAX_SCORED_ROWS = 32
-"""Maximum rows of a step with logits for prompt logprobs: the output layer over a whole chunk would take as long as the
-other layers, and other requests would wait for it.
+"""Maximum number of rows per step whose logits are computed for prompt logprobs. For a whole chunk, the output layer
+would take as long as all other layers, and other requests would wait for it.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCall:
-    """One prompt's KV, to be computed and pushed into one reservation."""
+    """A call to compute one prompt's KV and to push it into one reservation."""
 
     sequence_group_id: bytes  # 16 bytes
     transfer_id: bytes  # 16 bytes
@@ -23,16 +23,16 @@ class PrefillCall:
     token_ids: tuple[int, ...]  # the tokens to compute KV for, from position 0
     kv_address: str  # host:port of the decode node's KV ingest
     decode_incarnation: bytes
-    held_prefix_length: int  # tokens from the start that need no push
+    held_prefix_length: int  # number of tokens from the start whose KV needs no push
     fingerprint: str
     options: RequestOptions
-    may_read_held: bool = False  # whether the KV that the decode node holds may be read, as its numerics are equal
+    may_read_held: bool = False  # whether the decode node's held KV may be read, because its numerics are equal
     scored_token_ids: tuple[int, ...] = ()  # the prompt's tokens without the first, if their logprobs are wanted
     traceparent: str = ""  # the call's span, sent in its metadata; empty: not traced
 
     @property
     def max_outstanding_tokens(self) -> int:
-        """The tokens for which others wait. If the call is scored, they do so for one step's rows only."""
+        """Number of tokens that other calls wait for: all, or one step's rows if prompt logprobs are wanted."""
         return MAX_SCORED_ROWS if self.scored_token_ids else len(self.token_ids)
 
     @classmethod
@@ -70,11 +70,11 @@ MAX_TIMED_PARTS = 128
 
 @dataclass(frozen=True, slots=True)
 class TimedPart:
-    """The time of a part of a call: some tokens of the prompt in one forward pass, or their KV of one group of
-    layers, from its first frame's beginning to its last acknowledgement.
+    """The time of one part of a call. A part is a forward pass over some tokens of the prompt, or the push of their KV
+    for one group of layers, from the beginning of the first frame to the last acknowledgement.
     """
 
-    start_seconds: float  # since the call's arrival at the node; the next one too
+    start_seconds: float  # both times count from the call's arrival at the node
     end_seconds: float
     amount: int  # tokens, or bytes
 
@@ -91,7 +91,7 @@ class PrefillFigures:
     kv_bytes: int = 0
     transfer_seconds: float = 0.0
     exposed_seconds: float = 0.0
-    prompt_logprobs: bytes = b""  # of scored_token_ids, packed (`outrider.wire.answer.pack_logprobs`)
-    call_seconds: float = 0.0  # from the call's arrival at the node to its answer
-    chunks: tuple[TimedPart, ...] = ()  # in order, at most MAX_TIMED_PARTS; the next one too
+    prompt_logprobs: bytes = b""  # logprobs of scored_token_ids, packed by `outrider.wire.answer.pack_logprobs`
+    call_seconds: float = 0.0  # seconds from the call's arrival at the node to its answer
+    chunks: tuple[TimedPart, ...] = ()  # forward passes, in order; like `pushed`, at most MAX_TIMED_PARTS parts
     pushed: tuple[TimedPart, ...] = ()

@@ -10,7 +10,7 @@ from outrider.errors import InvalidRequestError
 
 DEFAULT_NUM_STEPS = 50
 MAX_STEPS = 1000
-MAX_TRACED_STEPS = 200  # a trace has thousands of events for each step
+MAX_TRACED_STEPS = 200  # few, as a trace has thousands of events for each step
 DEFAULT_TIMEOUT_SECONDS = 30.0
 MAX_TIMEOUT_SECONDS = 600.0
 
@@ -45,7 +45,7 @@ class Part(enum.StrEnum):
 
 
 class StepKind(enum.StrEnum):
-    """DECODE: one row for each sequence. VERIFY: draft tokens among them. PROMPT: prompt tokens among them."""
+    """DECODE: one row for each sequence. VERIFY: rows include draft tokens. PROMPT: rows include prompt tokens."""
 
     DECODE = "decode"
     VERIFY = "verify"
@@ -59,8 +59,8 @@ class ProfiledStep:
     kind: StepKind
     num_rows: int
     num_sequences: int
-    nanoseconds: Mapping[str, int]  # by part; "forward.NAME" for the forward's phases
-    event_loop_nanoseconds: int  # the event loop's processor time meanwhile, e.g. for gRPC, in parallel with the step
+    nanoseconds: Mapping[str, int]  # time of each part; "forward.NAME" for the forward's phases
+    event_loop_nanoseconds: int  # processor time that the event loop used during the step, e.g. for gRPC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class ProfileOptions:
     """The options of a profile. Raises: InvalidRequestError, which names the field."""
 
     num_steps: int = DEFAULT_NUM_STEPS
-    num_traced_steps: int = 0  # after the others, since tracing slows the steps
+    num_traced_steps: int = 0  # traced steps come after all others, since tracing slows them
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 
     def __post_init__(self) -> None:
@@ -88,10 +88,10 @@ class Profile:
     node: str = ""
     steps: tuple[ProfiledStep, ...] = ()
     num_traced_steps: int = 0
-    seconds: float = 0.0  # from the request to the last step
+    seconds: float = 0.0  # time from the request to the last step
     timed_out: bool = False
-    kv_bytes_per_token: int = 0  # keys and values in the node's cache
-    feature_bytes_per_token: int = 0  # for a drafter head, in addition
+    kv_bytes_per_token: int = 0  # size of a token's keys and values in the node's cache
+    feature_bytes_per_token: int = 0  # additional size of a token's features for a drafter head
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Captured:
     it.
     """
 
-    profile: Profile  # without the event loop's part: node, seconds, timed_out
+    profile: Profile  # without the fields that the event loop sets: node, seconds, timed_out
     export_trace: Callable[[], bytes] | None = None
 
 
@@ -127,7 +127,7 @@ class EndProfile:
 
 
 def parts_in_order(steps: Sequence[ProfiledStep]) -> list[str]:
-    """Returns the parts in the order of a step, the forward's phases by name in its place, without idle time."""
+    """Returns the parts except idle time, in the order of a step. The forward's phases, by name, replace FORWARD."""
     found = {part for step in steps for part in step.nanoseconds} - {Part.IDLE}
     order: dict[str, int] = {part: index for index, part in enumerate(Part)}
     return sorted(found, key=lambda part: (order.get(part, order[Part.FORWARD]), part == FORWARD_REST, part))

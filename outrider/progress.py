@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total); total 0 is unknown.
+"""Called as progress(stage, done, total); a total of 0 means that it is unknown.
 
 Stages: "download" (bytes), "convert" (steps), "wait" (bytes that another process has so far), "check" (bytes),
-"kernels" (compiled files), "weights" (tensors, or bytes of packed ones), "gpu" (waits for a turn to load on a GPU).
+"kernels" (compiled files), "weights" (tensors, or bytes of packed weights), "gpu" (waits for a turn to load on a GPU).
 """
 
 

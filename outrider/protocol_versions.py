@@ -1,7 +1,7 @@
 """Versions of the internal protocol, and the choice of the one that two processes speak. Torch-free.
 
 Every hello carries a range, so that a rollout may mix versions: a release that changes the protocol still speaks the
-version before, and the next release does not.
+previous version; the release after it no longer does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SUPPORTED_VERSIONS = ProtocolVersions(oldest=3, newest=4)
 
 
 def negotiate(ours: ProtocolVersions, theirs: ProtocolVersions, *, us: str, them: str) -> int:
-    """Returns the newest version that both sides speak; both find the same one from the other's hello.
+    """Returns the newest version that both sides speak. Each side computes the same version from the other's hello.
 
     Args:
         ours: this process's versions.
@@ -40,7 +40,7 @@ def negotiate(ours: ProtocolVersions, theirs: ProtocolVersions, *, us: str, them
         us: this process, for the message, e.g. "decode node decode@h:1".
         them: the peer, for the message.
 
-    Raises: MismatchError that names both ranges, if they do not overlap.
+    Raises: MismatchError, which names both ranges, if the ranges do not overlap.
     """
     newest = min(ours.newest, theirs.newest)
     if newest < max(ours.oldest, theirs.oldest):

@@ -20,7 +20,7 @@ class FinishReason(enum.Enum):
 
 
 class LogprobsMode(enum.Enum):
-    """The distribution of logprobs (see LogprobsMode in the public API)."""
+    """The distribution to which logprobs refer (see LogprobsMode in the public API)."""
 
     MODEL = "model"
     SAMPLED = "sampled"
@@ -35,7 +35,7 @@ class VerificationMethod(enum.StrEnum):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether committed tokens do not have the target model's distribution."""
+        """Whether the distribution of committed tokens may differ from the target model's."""
         return self is VerificationMethod.TYPICAL
 
     @property
@@ -55,10 +55,10 @@ class ConstraintKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The constraint of an answer, from its first generated token to its end."""
+    """A constraint on an answer, from its first generated token to its end."""
 
     kind: ConstraintKind
-    text: str = ""  # for every kind except CHOICE
+    text: str = ""  # the schema, expression or grammar; empty for CHOICE
     options: tuple[str, ...] = ()  # for CHOICE
 
 
@@ -66,7 +66,7 @@ class Constraint:
 class ChatMessage:
     role: str  # "system", "user", "assistant", or another role that the model's template knows
     content: str
-    members: Mapping[str, Any] = field(default_factory=dict, hash=False)  # name, tool_calls and others that it reads
+    members: Mapping[str, Any] = field(default_factory=dict, hash=False)  # name, tool_calls and others for the template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +74,16 @@ class SamplingParams:
     """Parameters of sampling; SamplingParams in the public API gives the order of the steps."""
 
     seed: int  # uint64
-    max_tokens: int  # >= 1, for each sample
-    temperature: float = 1.0  # below GREEDY_TEMPERATURE: the largest logit
+    max_tokens: int  # maximum for each sample, at least 1
+    temperature: float = 1.0  # below GREEDY_TEMPERATURE, the largest logit is chosen
     top_p: float = 1.0  # (0, 1]
     top_k: int = 0  # 0 keeps the whole vocabulary
     min_p: float = 0.0  # [0, 1]
     presence_penalty: float = 0.0  # [-2, 2]
     frequency_penalty: float = 0.0  # [-2, 2]
     repetition_penalty: float = 1.0  # > 0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias), by rising id
-    n: int = 1  # samples, 1 to 64
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias), ids ascending
+    n: int = 1  # number of samples, 1 to 64
     min_tokens: int = 0
     constraint: Constraint | None = None
 
@@ -93,7 +93,7 @@ class SamplingParams:
 
     @property
     def field_at_fault(self) -> str:
-        """The API's field of a request that a node cannot serve: its constraint, or else its prompt."""
+        """The API's field to name if a node cannot serve the request: its constraint, or else its prompt."""
         return "prompt" if self.constraint is None else f"sampling.{self.constraint.kind}"
 
     @property
@@ -116,9 +116,9 @@ class StopStrings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobsRequest:
-    """Logprobs of each generated token."""
+    """The logprobs to return for each generated token."""
 
-    num_top: int  # 0 to 20 alternatives
+    num_top: int  # number of alternatives, 0 to 20
     mode: LogprobsMode = LogprobsMode.MODEL
 
 
@@ -129,7 +129,7 @@ class OutputOptions:
     skip_special_tokens: bool = True
     echo: bool = False
     token_ids_only: bool = False
-    token_bytes: bool = False  # with each logprob, the bytes that the token adds to the text
+    token_bytes: bool = False  # whether each logprob has the bytes that its token adds to the text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,17 +137,17 @@ class RequestOptions:
     """How a request is computed; passed unchanged from node to node (RequestOptions in node.proto)."""
 
     sampling: SamplingParams
-    stop_token_ids: tuple[int, ...] = ()  # end-of-text ids included unless ignored
+    stop_token_ids: tuple[int, ...] = ()  # includes end-of-text ids, unless the request ignores them
     logprobs: LogprobsRequest | None = None
     num_speculative_tokens: int | None = None  # None: the decode node's setting; 0: plain decoding
-    verification_method: VerificationMethod = VerificationMethod.COUPLED  # always at temperature 0
+    verification_method: VerificationMethod = VerificationMethod.COUPLED  # always COUPLED at temperature 0
     priority: int = 0  # higher goes first
-    cache_salt: bytes = b""  # only requests of the same salt share cached KV; at most MAX_CACHE_SALT_BYTES
+    cache_salt: bytes = b""  # only requests with the same salt share cached KV; at most MAX_CACHE_SALT_BYTES
     prompt_logprobs: int | None = None  # 0 to 20 alternatives for each prompt token; None: no prompt logprobs
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether its tokens are a function of model, prompt, parameters and seed, and not of drafts."""
+        """Whether the request's tokens depend on model, prompt, parameters and seed only, and not on drafts."""
         return self.verification_method is VerificationMethod.COUPLED
 
 
@@ -159,8 +159,8 @@ class TokenLogprobs:
     logprob: float  # natural logarithm; NaN for the prompt's first token, which follows nothing
     rank: int  # 1 + number of strictly more likely tokens
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
-    token_bytes: bytes = b""  # bytes that it adds to the text, perhaps part of a character; empty unless requested
-    top_bytes: tuple[bytes, ...] = ()  # the same for each of `top`
+    token_bytes: bytes = b""  # bytes that the token adds to the text, maybe part of a character; empty unless requested
+    top_bytes: tuple[bytes, ...] = ()  # the bytes of each token of `top`
 
     @property
     def gap(self) -> float | None:

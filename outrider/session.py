@@ -1,4 +1,4 @@
-"""The messages between router and decode node about a sequence group, as values.
+"""The messages between router and decode node about a sequence group, as plain Python values.
 
 A sequence group is one request in one attempt: a prompt and its n samples. The proto mirror is `session.proto`;
 `outrider.wire.session` converts.
@@ -32,8 +32,8 @@ class OpenSequenceGroup:
     request_id: str  # for logs only
     prompt_token_ids: tuple[int, ...]
     options: RequestOptions
-    samples: tuple[SampleStart, ...]  # at least one, ascending, below sampling.n
-    traceparent: str = ""  # the attempt's span; on the decode node the group's own; empty: not traced
+    samples: tuple[SampleStart, ...]  # at least one, ordered by sample index; each index is below sampling.n
+    traceparent: str = ""  # the attempt's span, replaced by the group's span in the decode node; empty: not traced
 
     def known_token_ids(self, start: SampleStart) -> tuple[int, ...]:
         """Returns the prompt, then the sample's tokens from before this attempt."""
@@ -42,8 +42,8 @@ class OpenSequenceGroup:
     def shared_token_ids(self) -> tuple[int, ...]:
         """Returns the tokens that all samples begin with, for which KV is reserved and transferred.
 
-        The last known token of the shortest sample is not among them, since it is a row of its first step: a single
-        sample shares everything but its last token. Each sample computes its own rest.
+        The last known token of the shortest sample is not among them, since that sample's first step computes it.
+        So a single sample shares all tokens but its last one. Each sample computes the rest of its own tokens.
         """
         starts = [start.generated_token_ids for start in self.samples]
         shortest = min(starts, key=len)
@@ -58,17 +58,17 @@ class OpenSequenceGroup:
 class RetargetSequenceGroup:
     """Router → decode node: try again to fill the reservation.
 
-    Answered by a new Granted; ignored for a group that does not wait for KV.
+    The answer is a new Granted. The message is ignored if the group does not wait for KV.
     """
 
     sequence_group_id: bytes
     transfer_id: bytes  # 16 random bytes; empty: the node computes what is missing
-    keeps_received: bool = False  # whether completely received tokens stay: the next node has equal numerics
+    keeps_received: bool = False  # whether completely received tokens are kept, as the next node has equal numerics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelSequenceGroup:
-    """Router → decode node: stop these samples, or all if empty. No event follows."""
+    """Router → decode node: stop these samples, or all if `samples` is empty. No event follows."""
 
     sequence_group_id: bytes
     samples: tuple[int, ...] = ()
@@ -76,9 +76,9 @@ class CancelSequenceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted:
-    """The answer to an Open and a Retarget.
+    """The answer to an Open or a Retarget.
 
-    The KV to transfer is that of the shared tokens: the first sample's known tokens without the last
+    The KV to transfer is that of the shared tokens, i.e. of the first sample's known tokens without the last
     `num_tokens_to_compute`.
     """
 
@@ -97,8 +97,8 @@ class RejectReason(enum.Enum):
 
 
 NO_ROOM_RETRY_SECONDS = 5.0
-"""Seconds after which a router that was rejected for lack of room asks again even if no report shows room; its claim
-then ends.
+"""Seconds after which a router that was rejected for lack of room asks again even if no report shows room. A second
+later the node stops counting it as waiting (see `Rejected`).
 """
 
 
@@ -106,21 +106,22 @@ then ends.
 class Rejected:
     """The refusal of an Open; the node keeps nothing.
 
-    A router does not poll a node without room (NO_ROOM) with whole prompts. It opens this group, or one that is no
-    smaller, there again when `wait_seconds` have passed and a later report of the node shows room:
+    A router does not poll a node without room (NO_ROOM) with whole prompts. It opens this group again on
+    this node, or another group that is not smaller, when `wait_seconds` have passed and a later report of the node
+    shows room:
 
         load.kv_blocks_free >= kv_blocks_needed and load.num_sequences_free >= num_sequences_needed
 
     or after `NO_ROOM_RETRY_SECONDS`. The figures describe the moment of the rejection: less is needed when other
-    sequences end. Until the router is admitted (or that time and a second have passed) the node counts it as waiting,
-    and refuses routers that hold more than their share.
+    sequences end. Until the router is admitted (or `NO_ROOM_RETRY_SECONDS` and one more second have passed) the node
+    counts it as waiting, and refuses routers that hold more than their share.
     """
 
     sequence_group_id: bytes
     reason: RejectReason
     message: str
-    kv_blocks_needed: int = 0  # NO_ROOM: free blocks with which it would have been admitted
-    num_sequences_needed: int = 0  # NO_ROOM: its samples
+    kv_blocks_needed: int = 0  # NO_ROOM: number of free blocks with which the group would have been admitted
+    num_sequences_needed: int = 0  # NO_ROOM: number of the group's samples
     wait_seconds: float = 0.0  # NO_ROOM: minimum wait, because another router waits for room
 
 
@@ -144,7 +145,7 @@ class KvFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationCounts:
-    """Counts that can be added. `acceptance_histogram[i]`: verifications with i accepted draft tokens."""
+    """Counts that can be added. `acceptance_histogram[i]`: number of verifications with i accepted draft tokens."""
 
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
@@ -155,7 +156,7 @@ class SpeculationCounts:
 
     @classmethod
     def total(cls, parts: Sequence[SpeculationCounts]) -> SpeculationCounts:
-        """Returns the sum. Most verifications of a step share a few values, each of which is looked at once."""
+        """Returns the sum. Most of a step's parts are the same few objects, so each is added once, times its count."""
         values = {id(part): part for part in parts}
         times = [(values[key], number) for key, number in Counter(map(id, parts)).items()]
         histogram = [0] * max((len(part.acceptance_histogram) for part, _ in times), default=0)
@@ -177,10 +178,10 @@ NO_SPECULATION = SpeculationCounts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobs:
-    """The next logprobs of the prompt's tokens, if the node computes them: all come before the first SampleTokens."""
+    """The next part of the prompt's logprobs, if the node computes them. All parts precede the first SampleTokens."""
 
     sequence_group_id: bytes
-    packed: bytes  # by `outrider.wire.answer.pack_logprobs`
+    packed: bytes  # packed by `outrider.wire.answer.pack_logprobs`
 
 
 class SampleTokens(NamedTuple):
@@ -207,7 +208,7 @@ class SampleDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceGroupFailed:
-    """The end of a group that the node failed and freed; `code` is a google.rpc.Code."""
+    """The end of a group that has failed. The node has freed it. `code` is a google.rpc.Code."""
 
     sequence_group_id: bytes
     code: int

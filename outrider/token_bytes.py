@@ -13,21 +13,22 @@ from tokenizers import Tokenizer, decoders
 from outrider.errors import NotSupportedError
 
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
-"""A token of ByteFallback, which alone is part of a character."""
+"""Matches a ByteFallback token, which by itself may be only part of a character."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """The bytes of one tokenizer's tokens: those that a token adds after other tokens."""
+    """The bytes that each token of one tokenizer adds to a text when it follows other tokens."""
 
-    of_id: list[bytes]  # by id; empty if there is no token
+    of_id: list[bytes]  # by token id; empty for an id without a token
     special_ids: frozenset[int]
-    is_byte_level: bool  # whether any tokens decode to their joined bytes, even at the beginning of a text
+    is_byte_level: bool  # whether a token sequence, even at the start of a text, decodes to its tokens' joined bytes
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TokenBytes:
-        """Reads the bytes from a tokenizer, in about 0.1 s. Raises: NotSupportedError that names a decoder with unknown
-        bytes.
+        """Reads the bytes from a tokenizer, in about 0.1 s.
+
+        Raises: NotSupportedError, which names the tokenizer's decoder, if the bytes cannot be derived from it.
         """
         parts = [] if tokenizer.decoder is None else list(_parts(json.loads(tokenizer.decoder.__getstate__())))
         is_byte_level = [part["type"] for part in parts] == ["ByteLevel"]
@@ -53,14 +54,14 @@ def _parts(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _byte_level(token: str) -> bytes:
     try:
         return token.translate(_BYTES).encode("latin-1")
-    except UnicodeEncodeError:  # an added token, in plain text
+    except UnicodeEncodeError:  # an added token, which is plain text
         return token.encode()
 
 
 def _by_steps(parts: list[dict[str, Any]]) -> Callable[[str], bytes]:
-    """Returns a function that applies a decoder's `parts` to one token, up to Fuse: later ones apply to joined text.
+    """Returns a function that applies to one token those of a decoder's `parts` that come before Fuse.
 
-    Raises: NotSupportedError if a part is unknown or there are none.
+    Later parts apply to joined text. Raises: NotSupportedError if a part is unknown or there are no parts.
     """
     kinds = [part["type"] for part in parts]
     num_steps = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
@@ -82,7 +83,7 @@ def _by_steps(parts: list[dict[str, Any]]) -> Callable[[str], bytes]:
 
 
 def _step(part: dict[str, Any]) -> Callable[[str], str] | None:
-    """Returns the function by which a part of a decoder changes a token after the first one; None if unknown."""
+    """Returns the function that a decoder's part applies to every token but the first; None if the part is unknown."""
     match part:
         case {"type": "Replace", "pattern": {"String": old}, "content": new}:
             return lambda token: token.replace(old, new)
@@ -95,7 +96,7 @@ def _step(part: dict[str, Any]) -> Callable[[str], str] | None:
 
 
 def _byte_table() -> dict[int, int]:
-    """Returns the byte that each character stands for in GPT-2's alphabet; 256, beyond all bytes, for none."""
+    """Returns a table that translates GPT-2's alphabet to bytes. A character that stands for no byte becomes 256."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     hidden = [byte for byte in range(256) if byte not in printable]
     return dict.fromkeys(hidden, 256) | {256 + index: byte for index, byte in enumerate(hidden)}

@@ -1,1 +1,1 @@
-"""The prefill node: prompt → KV frames. READ FIRST: prefill_loop.py."""
+"""The prefill node, which turns prompts into KV frames. Read prefill_loop.py first."""

@@ -41,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: PeerSecurity) -> Build:
-    """Returns the builder of the node's parts. It runs once the process listens, since loading takes a while."""
+    """Returns the function that builds the node's parts.
+
+    It is called when the process already listens, because loading takes a while.
+    """
 
     def build(emit: Emit) -> PrefillParts:
         from outrider.engine.engine import PromptEngine

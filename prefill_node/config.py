@@ -26,7 +26,7 @@ class PrefillNodeConfig:
         at_most=1024,
         help="Maximum number of prompts that are computed at the same time. null: 16, or 64 on a GPU.",
     )
-    max_waiting: int = fixed(256)  # prompts; as many as a router queues, so that the router refuses first
+    max_waiting: int = fixed(256)  # number of prompts, as many as a router queues, so that the router refuses first
 
 
 SECTIONS = {

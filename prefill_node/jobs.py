@@ -1,4 +1,4 @@
-"""Messages between event loop, engine thread and the pushes' threads. All are frozen and picklable."""
+"""Messages between the event loop, the engine thread and the push threads. All are frozen and picklable."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class PrefillJob:
 
 @dataclass(frozen=True, slots=True)
 class CancelJob:
-    """A cancel by the caller, after which no answer follows."""
+    """The caller's command to cancel a job. No answer follows."""
 
     job_id: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushOutcome:
-    """The result of a push, which no longer reads KV. Times are on the monotonic clock."""
+    """The result of a push that has ended and no longer reads KV. Times are on the monotonic clock."""
 
     connector: str = ""
     kv_bytes: int = 0

@@ -27,7 +27,7 @@ from prefill_node.servicer import PendingJobs, PrefillServicer, ServedModel
 from prefill_node.statistics import StepStats
 
 LAST_ANSWERS_SECONDS = 0.5
-"""Seconds to send the last answers at the end of a drain or after a failure of the engine thread."""
+"""Seconds allowed for sending the last answers at the end of a drain or after a failure of the engine thread."""
 STOP_SECONDS = 5.0
 
 _log = get_logger("prefill_node")
@@ -42,7 +42,7 @@ class PrefillParts(TargetParts):
 
 
 Build = Callable[[Emit], PrefillParts]
-"""emit → parts. Blocks while it loads the model."""
+"""A function that builds the node's parts, given `emit`. It blocks while the model loads."""
 
 
 class PrefillNode(TargetNode[PrefillParts]):
@@ -94,7 +94,7 @@ class PrefillNode(TargetNode[PrefillParts]):
         self._state = NodeState.SERVING
 
     async def drain(self, deadline_seconds: float) -> None:
-        """Waits for jobs to end; fails them at the deadline. New ones are refused once routers know of the drain."""
+        """Waits for jobs to end; at the deadline, fails the rest. Refuses new jobs once routers know of the drain."""
         self._state = NodeState.DRAINING
         try:
             async with asyncio.timeout(deadline_seconds):

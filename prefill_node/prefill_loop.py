@@ -47,7 +47,7 @@ from prefill_node.statistics import PromptTokens, StepStats
 from prefill_node.task import Chunk, PrefillTask, chunk_rows
 from prefill_node.turn import PrefillTurn
 
-MAX_PUSHES = 64  # at most 32 to one decode node; each has three threads and may outlast its job's computation
+MAX_PUSHES = 64  # at most 32 go to one decode node; each push has three threads and may outlast its job's computation
 STOP_SECONDS = 2.0
 log = get_logger("prefill_node")
 
@@ -69,7 +69,7 @@ class PrefillLoop:
         cpu_turns: CpuTurns | None = None,
         max_pushes: int = MAX_PUSHES,
     ) -> None:
-        """`max_pushes`: limit of jobs that are computed or pushed; the others wait (`PushSlots`)."""
+        """`max_pushes`: maximum number of jobs that are computed or pushed; the others wait (`PushSlots`)."""
         self.progress = StepProgress()
         self.prompt_tokens = PromptTokens()
         self._engine = engine
@@ -88,7 +88,7 @@ class PrefillLoop:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._tasks: dict[int, PrefillTask] = {}
         self._slots = PushSlots(max_pushes)
-        self._chunks: deque[Chunk] = deque()  # launched chunks that are not known to be computed, in order
+        self._chunks: deque[Chunk] = deque()  # launched chunks that are not yet known to be computed, in order
         self._last_end = 0.0  # end of the last chunk, monotonic seconds
         self._ended: list[JobEnded] = []
         self._is_stopped = False
@@ -114,15 +114,15 @@ class PrefillLoop:
         """Runs one iteration. Waits for a command if there is nothing to compute."""
         self.progress.begin()
         self._take_commands()
-        self._answer()  # jobs whose push has ended
+        self._answer()  # answers jobs whose push has ended
         plan = self._plan()
         self._begin(self._tasks[each.key] for each in plan.admitted)  # pushes start with the KV in the prefix cache
-        needs_logits = any(item.scored_token_ids for item in plan.scheduled)  # the host waits for logits
+        needs_logits = any(item.scored_token_ids for item in plan.scheduled)  # the host then waits for the logits
         runs_ahead = self._engine.runner.is_asynchronous and bool(plan.scheduled) and not needs_logits
         was_computing = self._finish_chunks(num_ahead=runs_ahead)
         if plan.scheduled:
             self._launch(plan, runs_ahead=runs_ahead)  # one forward pass, whose layers are offered to pushes
-            self._finish_chunks(num_ahead=runs_ahead)  # jobs whose last chunk is computed only wait for their push
+            self._finish_chunks(num_ahead=runs_ahead)  # after this, a fully computed job waits only for its push
         else:
             self._turn.give()
             if not was_computing and not plan.admitted and not self._is_stopped:
@@ -139,7 +139,7 @@ class PrefillLoop:
         """Reports a computed chunk to metrics and profiler."""
         stats = StepStats(num_rows=plan.num_rows, seconds=seconds, nanoseconds=self._time.take())
         if self._profiler.is_capturing:
-            with self.progress.paused():  # torch's profiler takes seconds to start or stop, which is no slow step
+            with self.progress.paused():  # starting or stopping torch's profiler takes seconds, but is not a slow step
                 self._profiler.step_ended(
                     stats.nanoseconds,
                     kind=StepKind.PROMPT,
@@ -169,7 +169,7 @@ class PrefillLoop:
     # ---- commands
 
     def _take_commands(self) -> None:
-        while not self._inbox.empty():  # `get` does not block after this, since no other thread takes commands
+        while not self._inbox.empty():  # so `get` does not block: no other thread takes commands
             self._handle(self._inbox.get())
         self._time.mark(Part.COMMANDS)
 
@@ -204,7 +204,7 @@ class PrefillLoop:
                 self._scheduler.add(task.sequence)
 
     def _held_prefix_read(self, command: HeldPrefixRead) -> None:
-        """Begins to compute the rest of a prompt, or all of it, at once, since others may wait for its blocks."""
+        """Starts computing the rest of a prompt, or all of it, without queueing, as others may wait for its blocks."""
         if (task := self._tasks.get(command.job_id)) is not None and not task.is_cancelled:
             task.end_reading(has_read=command.has_read)
             self._scheduler.add_running(task.sequence)
@@ -213,13 +213,13 @@ class PrefillLoop:
     def _cancel(self, job_id: int) -> None:
         task = self._tasks.get(job_id)
         if task is None:
-            return  # it has just ended
+            return  # the job has just ended
         task.is_cancelled = True
         self._stop_computing(task)
         if task.push is None:
             self._forget(task)
         else:
-            task.push.interrupt()  # PushEnded follows, which frees its blocks
+            task.push.interrupt()  # the PushEnded that follows frees the task's blocks
 
     def _stop(self) -> None:
         self._is_stopped = True
@@ -266,7 +266,7 @@ class PrefillLoop:
                 end_token=len(call.token_ids),
                 planes=self._engine.kv_cache.planes,
             ),
-            # These do not change later: blocks for the whole prompt are reserved, and follow the shared ones.
+            # The ids do not change later: shared blocks come first, and blocks for the rest of the prompt are reserved.
             block_ids=kv.block_ids,
             on_ended=lambda outcome: self._push_ended(job_id, outcome),
             read_from=kv.num_tokens if task.is_reading else None,
@@ -282,7 +282,7 @@ class PrefillLoop:
         self._inbox.put(PushEnded(job_id, outcome))
 
     def _launch(self, plan: StepPlan, *, runs_ahead: bool) -> None:
-        """Launches the forward pass and publishes its blocks at once, since their readers are queued behind it."""
+        """Launches the forward pass. Publishes its blocks at once, since passes that read them are queued behind it."""
         self._turn.take()
         if not runs_ahead:
             self.progress.expect(plan.num_rows)
@@ -313,7 +313,7 @@ class PrefillLoop:
         self._time.mark(Part.COMMIT)
 
     def _layer_done(self, plan: StepPlan, layer: int) -> None:
-        """Offers one more layer of the chunk's KV, now in the cache. Called during the forward pass."""
+        """Offers the chunk's KV of a group of layers if `layer` is its last. Called during the forward pass."""
         self._time.mark(Part.FORWARD)
         for item in plan.scheduled:
             if (layers := self._layers.ending_at(layer, num_tokens=item.num_rows)) is not None:
@@ -330,7 +330,7 @@ class PrefillLoop:
         self._time.mark(Part.HAND_OFF)
 
     def _finish_chunks(self, *, num_ahead: int) -> bool:
-        """Waits until the device has at most `num_ahead` chunks left. Returns False if it had no more than that."""
+        """Waits until the device has at most `num_ahead` chunks left. Returns whether it had more before."""
         has_waited = len(self._chunks) > num_ahead
         while len(self._chunks) > num_ahead:
             self._finish(self._chunks[0])

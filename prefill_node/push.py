@@ -1,8 +1,8 @@
 """The push of one transfer, in its own thread: it reads, hashes and sends KV while the forward pass continues.
 
 The engine thread only says which layers and tokens are in the cache; this thread gathers the rows when they can be
-sent. Their blocks stay pinned until the push has ended. So a slow decode node never delays the engine, and takes no
-memory except the window that all pushes to it share.
+sent. Their blocks stay pinned until the push has ended. So a slow decode node never delays the engine, and costs no
+memory beyond the window that all pushes to it share.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ log = get_logger("prefill_node")
 class _Available:
     """A range of KV that is in the cache and will not change."""
 
-    planes: tuple[PlaneSpec, ...]  # all have these layers
+    planes: tuple[PlaneSpec, ...]  # planes that all have `layers`
     layers: range
     start_token: int
     end_token: int
-    written: Any  # the fence of the cache after which it is written
+    written: Any  # a fence of the cache; once it is reached, the range is written
 
 
 class KvPush:
     """The push of one transfer. `offer`, `finish` and `interrupt` never block.
 
-    `on_ended` is called exactly once, by the push's thread at its end. After that, no KV is read or written.
+    `on_ended` is called exactly once, by the push's thread at its end. After that, the push reads and writes no KV.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class KvPush:
         kv_cache: KVCache,
         address: str,
         spec: TransferSpec,
-        block_ids: Sequence[int],  # of the prompt's tokens from position 0
+        block_ids: Sequence[int],  # blocks of the prompt's tokens from position 0
         on_ended: Callable[[PushOutcome], None],
         read_from: int | None = None,
         on_read: Callable[[bool], None] = lambda _has_read: None,
     ) -> None:
-        """`read_from`: the first token of the held prefix to read from the decode node before anything is sent. After
-        that, `on_read(success)` is called once.
+        """`read_from`: position of the first held token to read from the decode node before anything is sent. After the
+        read, `on_read(success)` is called once.
         """
         self._connector = connector
         self._kv_cache = kv_cache
@@ -74,7 +74,7 @@ class KvPush:
         self._read_from = read_from
         self._on_read = on_read
         self._on_ended = on_ended
-        # None ends the push: all has been offered, the push is interrupted, or the receiver has ended the transfer.
+        # None ends the push, because all has been offered, the push is interrupted, or the receiver ended the transfer.
         self._items: queue.SimpleQueue[_Available | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._sender: Sender | None = None
@@ -87,7 +87,7 @@ class KvPush:
         self._thread.start()
 
     def offer(self, layers: range | None, start_token: int, end_token: int) -> None:
-        """Offers KV that is in the cache, or that a GPU will write. Tokens that the transfer does not have are skipped.
+        """Offers KV that is in the cache, or that a GPU will write. Tokens outside the transfer are skipped.
 
         `layers`: None stands for the features, which a forward pass writes at its end.
         """
@@ -97,7 +97,7 @@ class KvPush:
             self._items.put(_Available(planes, layers, start_token, end_token, self._kv_cache.fence()))
 
     def finish(self) -> None:
-        """Makes the push commit the transfer when everything offered is sent."""
+        """Makes the push commit the transfer when everything offered has been sent."""
         self._items.put(None)
 
     def interrupt(self) -> None:
@@ -106,7 +106,7 @@ class KvPush:
             self._is_interrupted = True
             sender = self._sender
         self._items.put(None)
-        if sender is not None:  # otherwise it is connecting, and ends after that
+        if sender is not None:  # otherwise the push is still connecting and ends once connected
             sender.interrupt()
 
     def join(self, timeout_seconds: float) -> None:
@@ -119,7 +119,7 @@ class KvPush:
         try:
             fault_point("prefill.before_push")
             sender = self._connector.connect(self._address, self._spec)
-        except Exception as error:  # noqa: BLE001 the border of the thread
+        except Exception as error:  # noqa: BLE001 thread boundary: the failure is reported in the outcome
             self._on_ended(PushOutcome(error=_to_outrider_error(error)))
             return
         with self._lock:
@@ -162,7 +162,7 @@ class KvPush:
             fault_point("prefill.committed")
             committed_at = time.monotonic()
             pushed = self._pushed.settle(committed_at)
-        except Exception as failure:  # noqa: BLE001 the border of the thread
+        except Exception as failure:  # noqa: BLE001 thread boundary: the failure is reported in the outcome
             error = _to_outrider_error(failure)
         return PushOutcome(
             connector=sender.connector,
@@ -182,7 +182,7 @@ class KvPush:
             raise AbortedError("the decode node no longer expects the transfer", reason="TRANSFER_UNKNOWN")
 
     def _available(self, sender: Sender) -> Iterator[_Available]:
-        """Yields what is offered until the end. Meanwhile it keeps the receiver's timeout from expiring."""
+        """Yields the offered ranges until the end. While waiting, keeps the receiver's timeout from expiring."""
         while True:
             try:
                 item = self._items.get(timeout=sender.keep_alive_seconds)
@@ -216,21 +216,21 @@ class KvPush:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """The groups of a chunk's layers that are pushed together, each as large as a frame. Features are pushed last."""
+    """Groups of a chunk's layers. A group fills about one frame and is pushed as a whole. Features come last."""
 
     num_layers: int
     tokens_per_frame: int  # for one layer
 
     @classmethod
     def of(cls, planes: Sequence[PlaneSpec], *, frame_bytes: int) -> LayerGroups:
-        """Returns the groups for these planes, which have the same layers except for features."""
+        """Returns the groups for these planes. All planes except features must have the same layers."""
         layered = [plane for plane in planes if not plane.is_feature]
         num_layers = layered[0].num_layers
         assert all(plane.num_layers == num_layers for plane in layered)
         return cls(num_layers, frame_bytes // max(plane.bytes_per_token_per_layer for plane in layered))
 
     def ending_at(self, layer: int, *, num_tokens: int) -> range | None:
-        """Returns the group that ends with this layer, for a sequence's tokens of the chunk; None if none does."""
+        """Returns the group that ends with this layer, or None. `num_tokens`: a sequence's tokens in the chunk."""
         size = min(max(self.tokens_per_frame // num_tokens, 1), self.num_layers)
         is_last = layer == self.num_layers - 1
         if (layer + 1) % size and not is_last:
@@ -241,7 +241,11 @@ class LayerGroups:
 def cut_frames(
     plane: PlaneSpec, heads: range, layers: range, start_token: int, end_token: int, *, max_frame_bytes: int
 ) -> Iterator[Region]:
-    """Cuts layers × tokens of `heads` into frames: by tokens, and by layers only if one token of all is too large."""
+    """Cuts the region of these heads, layers and tokens into frames.
+
+    A frame has all layers of its tokens, unless one token's data for all layers does not fit into a frame. Then the
+    layers are divided, too.
+    """
     per_layer = len(heads) * plane.bytes_per_head
     assert per_layer <= max_frame_bytes, "one token of one layer fits into a frame"
     num_layers = min(len(layers), max_frame_bytes // per_layer)
@@ -257,7 +261,7 @@ def cut_frames(
 
 
 def add_part(parts: list[TimedPart], part: TimedPart) -> None:
-    """Appends a part. Once there are MAX_TIMED_PARTS, it is merged into the last one."""
+    """Appends a part, or merges it into the last one if there are already MAX_TIMED_PARTS."""
     if len(parts) < MAX_TIMED_PARTS:
         parts.append(part)
     else:
@@ -275,7 +279,7 @@ class PushedParts:
         self._lock = threading.Lock()
         self._parts: list[TimedPart] = []
         self._waiting: deque[tuple[int, int]] = deque()  # (index, last frame) of parts that are not acknowledged
-        self._acknowledged = (0, 0.0)  # the newest frame, and its time
+        self._acknowledged = (0, 0.0)  # the newest acknowledged frame, and the time of its acknowledgement
 
     def add(self, start: float, num_bytes: int, *, last_frame: int) -> None:
         """Adds a sent part. `last_frame`: the number of its last frame in the push, from 1."""
@@ -293,7 +297,7 @@ class PushedParts:
             self._end(frame, now)
 
     def settle(self, committed_at: float) -> tuple[TimedPart, ...]:
-        """Returns all parts. The answer to a commit acknowledges every frame."""
+        """Returns all parts. Those not yet acknowledged end at the commit, whose answer acknowledges every frame."""
         with self._lock:
             if self._waiting:
                 self._end(self._waiting[-1][1], committed_at)

@@ -12,9 +12,9 @@ from prefill_node.task import PrefillTask
 class PushSlots:
     """At most `max_pushes` jobs are computed or pushed; the others wait, by priority, then by arrival.
 
-    A decode node gets a further slot only while it holds fewer than are free (dynamic thresholds: Choudhury and Hahne,
-    1998). So one that receives nothing holds at most half of the slots, and two of them at most a third each. Owned
-    by the engine thread.
+    A decode node gets a further slot only while it holds fewer slots than are free (dynamic thresholds: Choudhury and
+    Hahne, 1998). So a decode node that receives nothing holds at most half of the slots, and two such nodes at most a
+    third each. Owned by the engine thread.
     """
 
     def __init__(self, max_pushes: int) -> None:
@@ -22,7 +22,7 @@ class PushSlots:
         self._num_taken: Counter[str] = Counter()  # by KV address
         self._waiting: dict[str, list[tuple[int, int, PrefillTask]]] = {}  # by KV address, in order
         self.num_waiting = 0
-        """Readable from any thread."""
+        """Number of waiting tasks. Readable from any thread."""
 
     def add(self, task: PrefillTask) -> None:
         """Adds a task, which waits until `take` yields it."""
@@ -30,7 +30,7 @@ class PushSlots:
         self.num_waiting += 1
 
     def take(self) -> Iterator[PrefillTask]:
-        """Yields the tasks that get a slot, which they hold until they leave."""
+        """Yields the tasks that get a slot. Each holds its slot until `leave` is called."""
         while True:
             num_free = self._max_pushes - self._num_taken.total()
             heads = [waiting[0] for address, waiting in self._waiting.items() if self._num_taken[address] < num_free]

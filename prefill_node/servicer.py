@@ -1,4 +1,4 @@
-"""PrefillService: the conversion and check of calls, the jobs behind them, and their spans."""
+"""PrefillService: converts and checks calls, runs their jobs, and records their spans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from prefill_node.jobs import CancelJob, Command, JobEnded, PrefillJob
 
 
 class PendingJobs:
-    """The jobs that wait or run, by id, at most `max_jobs`. Event loop only."""
+    """At most `max_jobs` waiting or running jobs, by id. Used only on the event loop."""
 
     def __init__(self, *, submit: Callable[[Command], None], max_jobs: int) -> None:
         self._submit = submit
@@ -39,7 +39,7 @@ class PendingJobs:
         return len(self._waiting)
 
     async def run(self, call: PrefillCall) -> PrefillFigures:
-        """Runs one job, from queue to commit. If this is cancelled, its computation and push end.
+        """Runs one job, from queue to commit. If the coroutine is cancelled, the job's computation and push end.
 
         Raises: PeerLostError when draining, CapacityError if the queue is full, or the error that ended the job.
         """
@@ -54,7 +54,7 @@ class PendingJobs:
         try:
             return await future
         finally:
-            if self._waiting.pop(job.job_id, None) is not None:  # cancelled before the job's end
+            if self._waiting.pop(job.job_id, None) is not None:  # the call was cancelled before the job ended
                 self._submit(CancelJob(job.job_id))
 
     def deliver(self, ended: Sequence[JobEnded]) -> None:
@@ -68,7 +68,7 @@ class PendingJobs:
                 future.set_result(end.result)
 
     def fail_all(self, error: OutriderError) -> None:
-        """Fails all jobs, for a drain's deadline or an engine that has failed."""
+        """Fails all jobs, because a drain's deadline has passed or the engine has failed."""
         self.deliver([JobEnded(job_id, error) for job_id in self._waiting])
 
     def start_draining(self) -> None:
@@ -86,11 +86,11 @@ class ServedModel:
 
     node_name: str
     info: ModelInfo
-    max_tokens: int  # limit of one prompt: the model's window and the size of the KV pool
+    max_tokens: int  # maximum tokens of one prompt: the model's window or the KV pool's size if smaller
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """PrefillService. Until `serve` is called, when the model is loaded, routers are asked to retry."""
+    """PrefillService. Until the model is loaded and `serve` is called, it asks routers to retry."""
 
     def __init__(self, tracer: Tracer = NO_TRACER) -> None:
         self._tracer = tracer
@@ -154,7 +154,7 @@ def check_call(call: PrefillCall, served: ServedModel) -> None:
 async def traced(
     tracer: Tracer, call: PrefillCall, metadata: Metadata | None, job: Awaitable[PrefillFigures]
 ) -> PrefillFigures:
-    """Awaits the job, and records spans for the call and its push, even if it fails. `metadata`: the router's."""
+    """Awaits the job, and records spans for the call and its push, even if it fails. `metadata`: that of the call."""
     whole = tracer.join("prefill", caller_of_call(metadata))
     if not whole.is_recording():
         return await job

@@ -21,11 +21,11 @@ class StepStats:
 
 
 class PromptTokens:
-    """The numbers of outstanding and recently computed tokens. The engine thread writes them, any thread reads them."""
+    """The numbers of outstanding and recently computed tokens. The engine thread writes them; any thread reads them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._lock = threading.Lock()
-        self._outstanding: dict[int, int] = {}  # job → prompt tokens that are not computed
+        self._outstanding: dict[int, int] = {}  # prompt tokens that are not computed yet, by job id
         self._clock = clock
         self._busy: deque[tuple[float, float]] = deque()  # (start, end) of each past period with outstanding tokens
         self._busy_since: float | None = None  # start of the current period
@@ -54,7 +54,10 @@ class PromptTokens:
             return sum(self._outstanding.values())
 
     def saturation(self) -> float:
-        """Returns the fraction (0 to 1) of ten seconds with outstanding tokens, even if the process is younger."""
+        """Returns the fraction (0 to 1) of the last ten seconds in which tokens were outstanding.
+
+        If the process is younger, the time before its start counts as idle.
+        """
         with self._lock:
             now = self._clock()
             self._forget_old(now)

@@ -16,7 +16,7 @@ from prefill_node.jobs import PrefillJob, PushOutcome
 from prefill_node.push import KvPush
 
 MIN_READ_TOKENS = 64
-"""Minimum tokens of a held prefix to read from the decode node. Fewer are computed: reading costs a round trip."""
+"""Minimum number of held tokens to read from the decode node. Fewer are computed, as reading costs a round trip."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,15 +25,15 @@ class PrefillTask:
 
     job: PrefillJob
     sequence: EngineSequence
-    push: KvPush | None = None  # set when the job is admitted
-    pinned: SequenceKV | None = None  # blocks that the push may still read when computation has ended
-    has_slot: bool = False  # whether it has a slot, i.e. is computed or pushed
-    is_reading: bool = False  # whether its push writes the held prefix into its blocks
+    push: KvPush | None = None  # None until the push starts
+    pinned: SequenceKV | None = None  # blocks that the push may still use after the computation has ended
+    has_slot: bool = False  # whether the job has a slot, i.e. may be computed and pushed
+    is_reading: bool = False  # whether the push is writing the held prefix into the job's blocks
     is_cancelled: bool = False
     num_cached_tokens: int = 0
     num_read_tokens: int = 0
     prompt_logprobs: list[bytes] = field(default_factory=list)  # packed, in pieces
-    chunks: list[TimedPart] = field(default_factory=list)  # on the monotonic clock
+    chunks: list[TimedPart] = field(default_factory=list)  # computed chunks, with times on the monotonic clock
     compute_ended_at: float | None = None
 
     @classmethod
@@ -53,7 +53,7 @@ class PrefillTask:
 
     @property
     def num_outstanding_tokens(self) -> int:
-        """Number of tokens that are not computed, at most those for which other requests wait."""
+        """Number of tokens that are not computed yet, limited to those for which other requests wait."""
         num_known = self.num_cached_tokens + self.num_read_tokens + self._num_computed_tokens
         return min(len(self.sequence.token_ids) - num_known, self.job.call.max_outstanding_tokens)
 
@@ -62,9 +62,9 @@ class PrefillTask:
         return sum(chunk.amount for chunk in self.chunks)
 
     def reserve_to_read(self, pool: BlockPool) -> bool:
-        """Reserves blocks for the whole prompt, so that its push can read the held prefix from the decode node.
+        """Reserves blocks for the whole prompt, into which the push can read the held prefix from the decode node.
 
-        Returns False if the job may not read, would gain too little, or finds no room.
+        Returns False if the job may not read, if reading would gain too little, or if there is no room.
         """
         call, tokens = self.job.call, self.sequence.token_ids
         if not call.may_read_held or self.sequence.scoring is not None:
@@ -80,7 +80,7 @@ class PrefillTask:
         return True
 
     def end_reading(self, *, has_read: bool) -> None:
-        """Ends reading, after which the push writes no block. The tokens are valid only if all arrived (`has_read`)."""
+        """Ends reading: the push writes no more blocks. The tokens read are valid only if all arrived (`has_read`)."""
         kv, num_held = self.sequence.kv, self.job.call.held_prefix_length
         assert kv is not None
         self.is_reading = False
@@ -93,7 +93,7 @@ class PrefillTask:
         kv = self.sequence.kv
         if kv is None or self.push is None or self.pinned is not None:
             return
-        if self.is_reading:  # keeps blocks without valid tokens, too
+        if self.is_reading:  # also keeps the blocks without valid tokens, which the push may still write
             self.pinned, self.sequence.kv = kv, None
         else:
             self.pinned = kv.fork()
@@ -141,8 +141,8 @@ class Chunk(NamedTuple):
 
     plan: StepPlan
     launched_at: float  # monotonic seconds
-    seconds: float  # duration of the launch without waits for turns
-    end: Any  # a fence of the cache if a device computes asynchronously; None if all is computed
+    seconds: float  # duration of the launch, excluding waits for turns
+    end: Any  # the cache's fence after the chunk if a device computes asynchronously; None if already computed
 
 
 def chunk_rows(item: Scheduled) -> SequenceRows:

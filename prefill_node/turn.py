@@ -8,7 +8,7 @@ from outrider.engine.step_progress import StepProgress
 from outrider.profile import Part
 
 TURN_SECONDS = 0.12
-"""Seconds that nodes on the same processors wait for a turn of this node, and for the layer that it computes to end.
+"""Seconds after which a turn ends at the end of a layer, if other nodes on the same processors wait.
 
 A shorter turn makes running answers faster and first tokens later.
 """
@@ -19,14 +19,14 @@ WAIT_SECONDS = 0.1
 class PrefillTurn:
     """The turns in which chunks are computed. A turn ends after a chunk or between two layers.
 
-    After a chunk that has ended a prompt, the turn continues if there is another chunk. Otherwise a decode node would
+    After a chunk that completes a prompt, the turn continues if there is another chunk. Otherwise a decode node would
     get the processors at once and compute a step without that prompt, whose KV is still in transfer, and the prompt's
     first token would come a chunk later. The turn ends when the KV has arrived. Other threads may only set the public
     attributes.
     """
 
     def __init__(self, turns: CpuTurns, clock: StepClock, progress: StepProgress, *, num_layers: int) -> None:
-        self.kv_has_arrived = False  # since other nodes' last turn; set by any thread
+        self.kv_has_arrived = False  # whether KV has arrived since this node last gave its turn back; set by any thread
         self.is_stopping = False  # if true, the node continues without a turn; set by any thread
         self._turns = turns
         self._clock = clock
@@ -49,7 +49,7 @@ class PrefillTurn:
         return self._turns.keep(self._progress.current_step.expected_seconds / self._num_layers)
 
     def yield_turn(self) -> None:
-        """Lets others compute between two layers if the turn is over, and waits for the next one."""
+        """Lets others compute between two layers if the turn is over, and waits for the next turn."""
         if not self.keep() or self._is_over():
             self._clock.mark(Part.FORWARD)
             self.give()
@@ -57,7 +57,7 @@ class PrefillTurn:
             self.keep()
 
     def end_chunk(self, *, continues: bool) -> None:
-        """Ends the turn unless it may continue. `continues`: the chunk has ended a prompt, and there is another one."""
+        """Ends the turn unless it may continue. `continues`: the chunk completed a prompt, and another follows."""
         if not continues or self._is_over():
             self.give()
 

@@ -7,7 +7,7 @@ from outrider.extras import run_role
 
 
 def main() -> int:
-    """Raises: ConfigError."""
+    """Builds and runs a router, and returns the exit status. Raises: ConfigError."""
     from outrider.service.server import ServiceProcess
     from router.api.clients import TokenFile
     from router.config import SECTIONS, RouterConfig

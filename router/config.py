@@ -17,7 +17,7 @@ STORE = "store"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """The router's settings. A target is host:port; a name that resolves to several addresses is several nodes."""
+    """The router's settings. A target is host:port; a name with several addresses stands for several nodes."""
 
     prefill_targets: tuple[str, ...] = setting(
         (), help="Addresses (host:port) of prefill nodes. Empty: decode nodes compute prompts."
@@ -85,16 +85,18 @@ class RouterConfig:
         "rejection: only their distribution is exact. typical: LOSSY, the tokens do not have the model's "
         "distribution.",
     )
-    tls: TlsConfig = field(default_factory=TlsConfig)  # if clients see another certificate than nodes do
+    tls: TlsConfig = field(default_factory=TlsConfig)  # set if clients and nodes see different certificates
 
     min_waiting_tokens: int = fixed(256 << 10)  # prompt tokens that may wait even if `max_waiting` is small
     tokens_per_waiting: int = fixed(1024)  # prompt tokens that may wait for each of `max_waiting` requests
-    prefill_outstanding_tokens: int = fixed(1024)  # uncached, for a prefill node that does not report its chunk size
-    open_timeout_seconds: float = fixed(10.0)  # for a decode node to grant or reject, which it does between steps
-    kv_ready_timeout_seconds: float = fixed(10.0)  # from a prefill's end to complete KV; its last frames take less
-    resolve_interval_seconds: float = fixed(2.0)  # finds new containers soon, and a lookup is cheap
-    store_lease_seconds: float = fixed(2.0)  # unrenewed requests then have no owner: about when a router's loss shows
-    store_append_seconds: float = fixed(0.2)  # tokens that a lost router has not stored are recomputed
+    # Maximum outstanding uncached tokens on a prefill node that does not report its chunk size.
+    prefill_outstanding_tokens: int = fixed(1024)
+    open_timeout_seconds: float = fixed(10.0)  # time for a decode node to grant or reject, which it does between steps
+    kv_ready_timeout_seconds: float = fixed(10.0)  # from a prefill's end to complete KV; the last frames need less
+    resolve_interval_seconds: float = fixed(2.0)  # short, so that new containers are found soon; a lookup is cheap
+    # A request that is not renewed for this long has no owner. A router's loss shows after about this time.
+    store_lease_seconds: float = fixed(2.0)
+    store_append_seconds: float = fixed(0.2)  # tokens not yet stored when a router is lost are recomputed
     tokenizer_threads: int = fixed(2)  # encoding a prompt takes milliseconds; more threads would take CPUs from nodes
 
     @property

@@ -46,7 +46,7 @@ FINAL_STATUS_SECONDS = 0.5
 HANDOVER_SECONDS = 1.0
 """Seconds during which a draining router still accepts requests, while load balancers already see NOT_SERVING."""
 GATEWAY_HANDOVER_SECONDS = 5.0
-"""Seconds of the handover if a gateway checks the router's health. It asks each second, and leaves after 3 failures."""
+"""Seconds of the handover if a gateway checks the router's health. It checks each second, and leaves at 3 failures."""
 
 _INCARNATION_BYTES = 16
 
@@ -54,7 +54,7 @@ _log = get_logger("router")
 
 
 class Router:
-    """The router process's service (`outrider.service.server.FrontService`), SERVING while a decode node is."""
+    """The router process's service (`outrider.service.server.FrontService`). SERVING while a decode node serves."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class Router:
     ) -> None:
         """Builds the parts that need no node.
 
-        `store` replaces the one that `config` names. `shows_text`: whether the router's page shows the text of answers.
-        `reasoning_parser`: the parser of the gateways that call the router. Raises: ConfigError.
+        `store` is used instead of the store that `config` names. `shows_text`: whether the router's page shows the text
+        of answers. `reasoning_parser`: the parser of the gateways that call the router. Raises: ConfigError.
         """
         self._config = config
         self._tracer = tracer
@@ -103,7 +103,7 @@ class Router:
         self._name = identity.name
         self._clock: LoopClock | None = None
         self._receipt_sink = make_sink(config, incarnation=identity.incarnation)
-        self._receipts: ReceiptKeeper | None = None  # None: not started, or `router.receipts` is empty
+        self._receipts: ReceiptKeeper | None = None  # None: the router has not started, or `router.receipts` is empty
 
     def add_to(self, server: grpc.aio.Server) -> None:
         router_pb2_grpc.add_RouterServiceServicer_to_server(self.servicer, server)
@@ -158,11 +158,11 @@ class Router:
         return RouterPages(self.requests, self.nodes, self._records, loop=asyncio.get_running_loop())
 
     def follow_readiness(self, tell: Callable[[bool], None]) -> None:
-        tell(bool(self.nodes.decode_nodes))  # without prefill nodes, decode nodes compute prompts, too
+        tell(bool(self.nodes.decode_nodes))  # prefill nodes are not required, because decode nodes can compute prompts
         self.nodes.on_change(lambda: tell(bool(self.nodes.decode_nodes)))
 
     async def drain(self, deadline_seconds: float) -> None:
-        """Refuses new requests after the handover period; at the deadline fails all that are left, also queued ones."""
+        """Refuses new requests after the handover period. At the deadline, fails the rest, queued or not."""
         deadline = asyncio.get_running_loop().time() + deadline_seconds
         self.requests.is_handing_over = True
         has_gateway = self._vllm_engine is not None and self._vllm_engine.is_watched
@@ -214,12 +214,12 @@ class Router:
 
 
 def _stopping() -> PeerLostError:
-    """Returns the error on which clients with a resume window continue at another router."""
+    """Returns the error that makes clients with a resume window continue at another router."""
     return PeerLostError("the router is stopping", reason="DRAINING")
 
 
 def _make_vllm_engine(requests: RequestRegistry, reasoning_parser: str) -> VllmEngineServicer | None:
-    """Makes the service by which gateways use the router as a vLLM engine; None: smg-grpc-proto is not installed."""
+    """Makes the service by which gateways use the router as a vLLM engine. None if smg-grpc-proto is missing."""
     try:
         from router.api.vllm_engine.servicer import VllmEngineServicer
     except ImportError:

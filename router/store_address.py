@@ -32,7 +32,10 @@ class ValkeyAddress:
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Parses `valkey[s]://[[user][:password]@]host[:port][/database]`. Raises: ValueError, without the password."""
+        """Parses `valkey[s]://[[user][:password]@]host[:port][/database]`.
+
+        Raises: ValueError, whose message does not contain the password.
+        """
         expected = f"store must be {MEMORY} or valkey://host:port/database (valkeys:// for TLS)"
         try:
             parts = urlsplit(url)
@@ -61,7 +64,7 @@ class ValkeyAddress:
 def store_address(url: str, environ: Mapping[str, str] = os.environ) -> ValkeyAddress:
     """Returns the store's address; a password in the environment overrides one in the URL.
 
-    Raises: ConfigError, also if the Valkey client is missing.
+    Raises: ConfigError if the URL is invalid or the Valkey client is not installed.
     """
     try:
         address = ValkeyAddress.parse(url)

@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 STEP = "decode.step"
 START_SECONDS = 300.0
 SUPERVISION = Supervision(end_seconds=60.0, restart_seconds=0.1, stable_seconds=0.1)
-"""Processes have time to end by themselves on a busy machine. Those that die are restarted at once."""
+"""Lets processes end by themselves even on a busy machine, and immediately restarts those that die."""
 
 
 def pytest_configure():
-    """Restores Ctrl-C, which tests send. Shells ignore it in background jobs, and children inherit that."""
+    """Lets SIGINT, which tests send, take effect: shells ignore it in background jobs, and children inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
 def is_full(request):
-    """Whether whole matrices and long soaks run, as in `make test-all`."""
+    """Returns whether whole matrices and long soaks run, as in `make test-all`."""
     return request.config.getoption("--full")
 
 
 class RunningCluster:
-    """A cluster and a client of it, with helpers of tests."""
+    """A cluster and a client of it, with helpers for tests."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RunningCluster:
     ) -> None:
         self.cluster = cluster
         self.points = points
-        self.collector = collector  # the collector of traces, which only callers begin
+        self.collector = collector  # gets the spans of requests whose callers begin a trace
         self.receipts = receipts  # the folder of the router's receipts
         self.router_address = cluster.router_address
         self.client = Client(self.router_address)
@@ -62,7 +62,7 @@ class RunningCluster:
         return first_status(self.client)
 
     def wait_for(self, condition, *, timeout_seconds=60.0, what="the condition"):
-        """Looks at each new cluster status until `condition(status)`; returns how long that took."""
+        """Reads cluster statuses until `condition(status)` is true; returns the seconds that this took."""
         started = time.monotonic()
         with contextlib.closing(self.client.watch_cluster(interval_seconds=0.1)) as statuses:
             for status in statuses:
@@ -147,7 +147,7 @@ def start_cluster(tiny_model, tmp_path_factory):
         launch = Launch(
             overrides=(
                 f"model.id={model or tiny_model}",
-                # The steps of a tiny model are so short that drafts rarely pay.
+                # The steps of a tiny model are so short that drafts are rarely worth verifying.
                 *(() if model else ("model.num_threads=1", "decode_node.draft_rows=all", "kv_cache.memory=24MiB")),
                 *overrides,
             ),
@@ -197,7 +197,7 @@ def real(start_cluster, tmp_path_factory):
 
 @pytest.fixture
 def store_server(tmp_path):
-    """An empty server of Valkey's protocol."""
+    """An empty server that speaks Valkey's protocol."""
     with store_servers.StoreServer(tmp_path) as server:
         yield server
 
@@ -213,13 +213,13 @@ def tls_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def certificate(tls_folder):
-    """The TlsConfig of a server on 127.0.0.1 that requires no certificate; its clients need `tls_folder / "ca.pem"`."""
+    """The TlsConfig of a server on 127.0.0.1 without client certificates; clients need `tls_folder / "ca.pem"`."""
     return TlsConfig(certificate=tls_folder / "node.pem", private_key=tls_folder / "node-key.pem")
 
 
 @pytest.fixture
 def fixed_step_times(monkeypatch):
-    """Gives steps and draft calls fixed times, on which drafting and verification depend."""
+    """Gives steps and draft calls fixed times, since drafting and verification depend on them."""
     from outrider.speculation.ask_cost import CallCost
     from outrider.speculation.step_cost import StepCostModel
 
@@ -265,6 +265,6 @@ def one_thread():
 
 @pytest.fixture
 def light_training(one_thread, monkeypatch):
-    """Makes `train-head` use one thread, and time steps without reading 128 MiB first to empty the caches."""
+    """Makes `train-head` use one thread, and no longer read 128 MiB to empty the caches before it times steps."""
     monkeypatch.setattr("outrider.training.run.usable_cpus", lambda: (0,))
     monkeypatch.setattr("outrider.training.hidden_states.FLUSHED_BYTES", 1024)

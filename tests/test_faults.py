@@ -1,4 +1,4 @@
-"""Fault points: what the variable means, that processes really die of it, and that code and list agree."""
+"""Fault points: what the variable means, that it really kills processes, and that code and list agree."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def start(faults, *points, once=""):
 
 
 def outcome(faults, *points, once=""):
-    """(status, points passed)"""
+    """Returns (exit status, points passed)."""
     process = start(faults, *points, once=once)
     out, _ = process.communicate(timeout=PATIENCE_SECONDS)
     return process.returncode, out.split()
@@ -140,7 +140,7 @@ def test_a_thread_is_held_where_a_test_has_armed_the_point(tmp_path):
     process = start("decode.step:*=hold", "decode.step", "decode.step", once=once)
     try:
         assert process.stderr.readline() == "fault decode.step: hold\n"
-        file.unlink()  # the first goes on; the point stays armed
+        file.unlink()  # the process passes the point once; the point stays armed
         assert process.stderr.readline() == "fault decode.step: hold\n"
         assert file.read_text() == str(process.pid)
         with pytest.raises(subprocess.TimeoutExpired):
@@ -160,7 +160,7 @@ def test_a_delay_comes_every_time(capsys):
 
 
 def placed_points():
-    """Of every call in the services and in the shared package."""
+    """Yields the point of every call of `fault_point` in the services and in the shared package."""
     for folder in ("outrider", "router", "prefill_node", "decode_node", "draft_node"):
         texts = (path.read_text() for path in (ROOT / folder).rglob("*.py"))
         for text in filter(lambda text: "fault_point(" in text, texts):

@@ -15,7 +15,7 @@ WAIT_SECONDS = 30.0
 
 
 class Disk:
-    """What a stream writes to: it may be full, or hang."""
+    """A file that a stream writes to. It may be full, or hang."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -98,7 +98,7 @@ FROM_C = (
 
 
 def run(*, more: str = "", seconds: float = WAIT_SECONDS, **streams) -> tuple[int, bytes]:
-    """Exit status, and what came by descriptor 3."""
+    """Returns the exit status, and what was written to descriptor 3."""
     reader, writer = os.pipe()
     command = [sys.executable, "-c", f"import os\nos.dup2({writer}, 3)\n" + PROGRAM.format(more=more)]
     process = subprocess.Popen(command, pass_fds=(writer,), **streams)

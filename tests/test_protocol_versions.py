@@ -1,4 +1,4 @@
-"""The version that two processes speak with each other, by their ranges."""
+"""The protocol version that two processes choose from the ranges that they support."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_ranges_that_do_not_overlap_are_refused_by_name(theirs):
 
 
 def test_a_peer_that_names_no_range_speaks_one_version():
-    """As processes of version 1 do."""
+    """Processes of version 1 name no range."""
     proto = info_to_proto(
         NodeInfo(incarnation=bytes(16), name="d", role=NodeRole.DRAFT, state=NodeState.SERVING, version="0")
     )

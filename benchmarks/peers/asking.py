@@ -107,12 +107,12 @@ class LineServer:
         self._ids = itertools.count()
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
         self._writing = threading.Lock()
-        self._end = ""  # why the process's output is no longer read; empty while it is
+        self._end = ""  # why the process's output is no longer read; empty while it is still read
         self.is_ready = False
         threading.Thread(target=self._read, daemon=True).start()
 
     def stream(self, prompt: Sequence[int]) -> Iterator[list[int]]:
-        """A `Stream`."""
+        """Yields the new token ids of one answer; see `Stream`."""
         answer: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         with self._writing:
             if self._end:

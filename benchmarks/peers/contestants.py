@@ -42,7 +42,7 @@ def install(
 ) -> tuple[list[Contestant], list[SessionResult]]:
     """Installs peers. Returns those that can take part, and the failures of the others.
 
-    `names`: NAME or NAME:DTYPE of PEERS.
+    `names`: each is NAME or NAME:DTYPE, where NAME is a key of PEERS.
     """
     contestants, failures = [], []
     for name, _, dtype in (entry.partition(":") for entry in names):

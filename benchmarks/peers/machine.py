@@ -37,7 +37,7 @@ def count_weights(model: Path) -> int:
 
 
 def measure_floor(num_weights: int, *, num_threads: int) -> Mapping[str, float]:
-    """Returns tokens per second by dtype if only reading every weight once took time, and the memory bandwidth."""
+    """Returns the memory bandwidth and, by dtype, tokens per second if a token took only the time to read weights."""
     bandwidth = read_bandwidth(num_threads)
     floors = {dtype: bandwidth / (num_weights * size) for dtype, size in BYTES_PER_WEIGHT.items()}
     return {"bandwidth_bytes_per_second": bandwidth, **floors}

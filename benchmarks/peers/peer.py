@@ -15,7 +15,7 @@ from outrider.bench.load import AnswerSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Settings of a peer's start. `speculation`: whether it uses prompt lookup."""
+    """The settings with which a peer is started. `speculation`: whether it uses prompt lookup."""
 
     model: Path  # directory with config.json, model.safetensors and tokenizer.json
     dtype: str  # "auto", "float32", "bfloat16", "int8"
@@ -37,17 +37,17 @@ class Server:
 
 
 class Peer(Protocol):
-    """A kind of server. Every method may raise PeerError. It must leave nothing behind that affects the next peer."""
+    """A kind of server. It must leave nothing behind that affects the next peer. Every method may raise PeerError."""
 
     name: str
-    has_lookup: bool  # prompt lookup
-    max_clients: int  # concurrently; 0: any number
+    has_lookup: bool  # whether it supports prompt lookup
+    max_clients: int  # maximum number of concurrent clients; 0: any number
 
     def dtypes(self, cpu_flags: frozenset[str]) -> tuple[str, ...]:
-        """Returns the dtypes to measure by default: all that could be the peer's fastest on this processor."""
+        """Returns the dtypes to measure by default: those that may be the peer's fastest on this processor."""
 
     def install(self, model: Path) -> None:
-        """Downloads, builds and converts what the peer needs into the peers' cache, unless it is there."""
+        """Downloads, builds and converts what the peer needs into the peers' cache, unless it is already there."""
 
     def start(self, setup: Setup) -> AbstractContextManager[Server]:
         """Returns a context manager that runs the server, and ends all of its processes on exit."""
@@ -57,5 +57,5 @@ Started = Iterator[Server]
 
 
 def native_dtypes(cpu_flags: frozenset[str]) -> tuple[str, ...]:
-    """Returns bfloat16 if the processor multiplies it natively; otherwise float32, too, which may be faster."""
+    """Returns bfloat16. Adds float32, which may be faster, if the processor does not multiply bfloat16 natively."""
     return ("bfloat16",) if "avx512_bf16" in cpu_flags else ("bfloat16", "float32")

@@ -107,5 +107,5 @@ class LlamaCpp:
 
 
 def _token_ids(event: Any) -> list[int]:
-    """Returns the new token ids in an event; none in the last one, which is empty in a stream."""
+    """Returns the new token ids in an event of a stream. The last event, which has `stop`, contains none."""
     return [] if event.get("stop") else list(event.get("tokens") or ())

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching. Its KV cache keeps OpenVINO's default of 8 bits.
+"""OpenVINO GenAI's continuous batching. Its KV cache has 8 bits per element, OpenVINO's default.
 
 With dtype int8, weights are exported in 8 bits, and OpenVINO chooses how it computes with them.
 """
@@ -16,7 +16,7 @@ from process import ServerProcess, run_logged
 
 REQUIREMENTS = ("openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "torch==2.13.0")
 WITHOUT = ("torchvision",)
-"""Packages that text models do not need. A build for another version of torch would make the export fail."""
+"""Packages to uninstall. Text models do not need them, and builds for another version of torch make the export fail."""
 SCRIPT = Path(__file__).resolve().parent / "serve_openvino.py"
 
 
@@ -29,7 +29,7 @@ class OpenVino:
         self._environment = Environment("openvino")
 
     def dtypes(self, cpu_flags: frozenset[str]) -> tuple[str, ...]:
-        """Returns bfloat16 if the processor computes in it, otherwise float32, as OpenVINO would."""
+        """Returns the dtype that OpenVINO would choose: bfloat16 if the processor computes in it, otherwise float32."""
         return ("bfloat16",) if "avx512_bf16" in cpu_flags else ("float32",)
 
     def install(self, model: Path) -> None:
@@ -39,7 +39,7 @@ class OpenVino:
 
     def _export(self, model: Path, weights: str) -> None:
         exported = self._exported(model, weights)
-        if (exported / "openvino_tokenizer.xml").exists():  # the last file of an export
+        if (exported / "openvino_tokenizer.xml").exists():  # an export writes this file last
             return
         shutil.rmtree(exported, ignore_errors=True)
         command = [str(self._environment.directory / "bin" / "optimum-cli"), "export", "openvino"]

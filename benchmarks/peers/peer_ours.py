@@ -31,7 +31,7 @@ class Ours:
         return ("auto",)
 
     def install(self, model: Path) -> None:
-        """Does nothing: this environment has Outrider."""
+        """Does nothing, since this environment already has Outrider."""
 
     @contextmanager
     def start(self, setup: Setup) -> Started:
@@ -58,7 +58,7 @@ def _router(status: Path) -> str:
     """Returns the router's address, or "" while the cluster starts."""
     try:
         value: dict[str, Any] = json.loads(status.read_text(encoding="utf-8"))
-    except ValueError:  # it is being written
+    except ValueError:  # the status file is being written
         return ""
     return str(value.get("router") or "")
 

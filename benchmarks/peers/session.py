@@ -25,16 +25,16 @@ SINGLE_PROMPTS = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelResult:
-    """The figures of `num_clients` clients, each of which sends its next prompt when its last answer has ended."""
+    """The figures of `num_clients` clients, each of which sends its next prompt when its previous answer has ended."""
 
     num_clients: int
     num_requests: int
-    tokens_per_second: float  # all answers over the wall time, including prefill
-    stream_tokens_per_second: float  # median over answers, after the first token
-    stream_by_kind: dict[str, float]  # the same for each kind of prompt
+    tokens_per_second: float  # tokens of all answers divided by the wall time, which includes prefill
+    stream_tokens_per_second: float  # speed of one answer after its first token, as the median over answers
+    stream_by_kind: dict[str, float]  # `stream_tokens_per_second` by kind of prompt
     ttft_p50_milliseconds: float
-    ttft_by_kind: dict[str, float]  # ms, median over answers, for each kind of prompt
-    others_cpu_share: float  # share of all cores used by other processes than the peer and the client
+    ttft_by_kind: dict[str, float]  # median over answers in milliseconds, by kind of prompt
+    others_cpu_share: float  # share of all cores used by processes other than the peer and the client
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +47,10 @@ class SessionResult:
     round: int
     error: str = ""
     start_seconds: float = 0.0
-    resident_mib: float = 0.0  # all processes, after the last level
-    load_average: float = 0.0  # over the minute before
+    resident_mib: float = 0.0  # memory of all of the peer's processes, after the last level
+    load_average: float = 0.0  # over the minute before the session
     levels: dict[int, LevelResult] = field(default_factory=dict)
-    first_answer: tuple[int, ...] = ()  # token ids, to check that peers compute the same
+    first_answer: tuple[int, ...] = ()  # token ids, to check that all peers compute the same answer
 
 
 def run_session(

@@ -42,7 +42,7 @@ class Row:
         ]
 
     def cells_of_lengths(self, lengths: Sequence[int]) -> list[str]:
-        """Returns for each length, without speculation, ms to the first token and (in brackets) tokens/s after it."""
+        """Returns peer, dtype, and by length ms to the first token (and tokens/s after it), without speculation."""
         sessions = [*self.plain, *self.lookup]
         times = [
             f"{_of(self.plain, 1, lambda level, kind=str(length): level.ttft_by_kind.get(kind))} "
@@ -53,7 +53,7 @@ class Row:
 
 
 def as_text(sessions: Sequence[SessionResult], prompt_tokens: Sequence[int] | None = None) -> str:
-    """Returns a Markdown table, then one line per failure. `prompt_tokens`: lengths that name kinds of prompts."""
+    """Returns a Markdown table, then one line per failure. `prompt_tokens`: the lengths, if kinds are lengths."""
     headings: Sequence[str] = HEADINGS
     if prompt_tokens:
         headings = ("peer", "dtype", *(f"{number} tokens" for number in prompt_tokens))
@@ -81,7 +81,7 @@ def _rows(sessions: Sequence[SessionResult]) -> list[Row]:
 
 
 def _of(sessions: Sequence[SessionResult], clients: int, read: Callable[[LevelResult], float | None]) -> str:
-    """Returns the median over the rounds with a value, or else "failed" if a session failed."""
+    """Returns the median over rounds with a value. Without any value: "failed" if a session failed, else NOTHING."""
     levels = [session.levels[clients] for session in sessions if clients in session.levels]
     values = [value for level in levels if (value := read(level)) is not None]
     if values:

@@ -1,7 +1,7 @@
 """`python -m benchmarks.three_lines`: compares plain decoding, a drafter beside the target, and remote drafters.
 
-All lines run the same prompts, interleaved. With --simulated, target and drafter have set step times: on one machine a
-real drafter may have to share the target's processors.
+Each of these ways to decode is a line. All lines run the same prompts, interleaved. With --simulated, target and
+drafter have fixed step times, since on one machine a real drafter may have to share the target's processors.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _pair(arguments: argparse.Namespace) -> Pair:
 
     cpus = tuple(cpu for cpu in usable_cpus() if cpu not in arguments.draft_cpus)
     prepare_environment(cpus if arguments.draft_cpus else ())
-    # Only now, since these modules import torch.
+    # Imported only after `prepare_environment`, since these modules import torch.
     from benchmarks.three_lines.models import ModelPair
     from outrider.engine.kv_cache.config import KVCacheConfig
     from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig

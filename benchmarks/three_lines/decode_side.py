@@ -40,7 +40,7 @@ MAX_WAIT_SECONDS = 0.002
 
 
 class NoIngest:
-    """A replacement for the KV ingest of a node that computes every prompt itself."""
+    """Replaces the KV ingest, since this node computes every prompt itself."""
 
     def address(self, reached_host: str) -> str:
         return reached_host
@@ -89,7 +89,7 @@ class Passed:
 
 
 class LineNode:
-    """Runs the real decode loop in the caller's thread, as its engine thread."""
+    """Runs the real decode loop, with the caller's thread as the engine thread."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class LineNode:
         beside: TimedProposer | None = None,
         takes_trees: bool = False,
     ) -> None:
-        """`client`: connects to a remote drafter. `beside`: a drafter in this process. Neither: plain decoding."""
+        """`client`: connects to a remote drafter. `beside`: a drafter in this process. Without both: plain decoding."""
         self.passed = Passed()
         self._engine = engine
         num_speculative_tokens = 0 if client is None and beside is None else pair.num_speculative_tokens
@@ -142,7 +142,7 @@ class LineNode:
     def answer(self, prompts: Sequence[Sequence[int]], *, temperature: float, max_tokens: int) -> list[list[int]]:
         """Answers all prompts concurrently. Returns the answers' token ids, in order.
 
-        `passed` excludes the work until all prompts are computed, since prefill does not depend on the line.
+        `passed` excludes the work until all prompts are computed, since prefill is the same in every line.
         """
         self._texts, self._num_done = {}, 0
         counted, self.passed = self.passed, Passed()

@@ -1,4 +1,4 @@
-"""TCP links on loopback with a set delay, to emulate the network between two machines.
+"""TCP links on loopback with a fixed delay, to emulate the network between two machines.
 
 `python -m benchmarks.three_lines.delayed_link PORT CPUS MS...` runs one link to PORT for each round trip of MS
 milliseconds. It is a separate process because a network takes no processor time of the target. It prints the links'
@@ -18,7 +18,7 @@ CHUNK_BYTES = 65_536
 
 @contextlib.asynccontextmanager
 async def delayed_link(port: int, *, round_trip_seconds: float) -> AsyncIterator[int]:
-    """Yields a port of 127.0.0.1 on which it listens. Forwards all data to and from `port`, half the round trip later.
+    """Yields a port of 127.0.0.1 on which it listens. Forwards all data to and from `port`, half a round trip later.
 
     Nothing is lost, reordered or limited in bandwidth.
     """
@@ -62,7 +62,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, d
         under_way.put_nowait((loop.time() + delay, b""))
         await delivery
     except ConnectionError:
-        pass  # one end has gone, so the other is closed
+        pass  # one end is gone, so the other end is closed, too
     finally:
         delivery.cancel()
         writer.close()

@@ -1,5 +1,5 @@
-"""A draft node as a process: `python -m benchmarks.three_lines.drafter`, with `simulated NOISES SIMULATION` or
-`models SETTINGS`, all in JSON.
+"""A draft node as a process: `python -m benchmarks.three_lines.drafter`, with the arguments
+`simulated NOISES SIMULATION` or `models SETTINGS`, whose values are JSON.
 
 It prints its port on 127.0.0.1 as its first line, and serves until its standard input is closed.
 """

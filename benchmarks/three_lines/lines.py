@@ -51,14 +51,14 @@ class LineFigures:
     line: str
     temperature: float
     tokens_per_second: float
-    speedup: float  # over the plain line
-    predicted: float  # the speedup by the speed model, with the line's hit rate
-    explained: float  # the speedup by the speed model, with measured times and the line's draft length
+    speedup: float  # relative to the plain line
+    predicted: float  # the speedup that the speed model predicts for the line's hit rate
+    explained: float  # the same prediction, with measured times and the line's draft length
     acceptance_rate: float
     hit_rate: float
     tokens_per_step: float  # per sequence
-    draft_tokens_per_step: float  # verified draft tokens per sequence
-    step_seconds: float  # from one step to the next
+    draft_tokens_per_step: float  # verified draft tokens, per sequence
+    step_seconds: float  # mean time from one step to the next
 
 
 def remote(round_trip_ms: float) -> str:
@@ -66,10 +66,13 @@ def remote(round_trip_ms: float) -> str:
 
 
 async def compare_lines(comparison: Comparison) -> list[LineFigures]:
-    """Runs all lines. Raises: InternalError if two lines generate different tokens; PeerLostError without a drafter."""
+    """Runs all lines.
+
+    Raises: InternalError if two lines generate different tokens, PeerLostError if the drafter does not start or answer.
+    """
     figures: list[LineFigures] = []
     engine_cpus = usable_cpus()
-    if comparison.pair.draft_cpus:  # this thread, and threads that it starts, do the network's work
+    if comparison.pair.draft_cpus:  # for the network's work, which this thread and those that it starts do
         os.sched_setaffinity(0, comparison.pair.draft_cpus)
     with ThreadPoolExecutor(1, "engine", os.sched_setaffinity, (0, engine_cpus)) as engine_thread:
         for temperature in comparison.temperatures:
@@ -101,7 +104,7 @@ async def _at_temperature(
             engine = pair.engine()
             client = await stack.enter_async_context(_connected(link, pair, engine))
             nodes[remote(round_trip_ms)] = LineNode(pair, engine, client=client, takes_trees=pair.takes_trees)
-        for node in nodes.values():  # a process's first steps are slow
+        for node in nodes.values():  # warm-up, since a process's first steps are slow
             await answer(node, -1, WARM_UP_TOKENS)
             node.passed = Passed()
         beside.seconds, beside.num_tokens = 0.0, 0

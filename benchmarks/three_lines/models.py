@@ -39,10 +39,10 @@ MAX_ROWS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPair:
-    """A target model and a draft node's proposer, with a model of its own if it needs one."""
+    """A target model and a draft node's proposer, which has a model of its own if it needs one."""
 
     model: LoadedModel
-    reduction: FeatureSpec | None  # a head's; None: another proposer
+    reduction: FeatureSpec | None  # how a head's features are computed; None if the proposer is not a head
     proposer_name: str
     settings: ProposerSettings
     kv_cache: KVCacheConfig
@@ -154,7 +154,7 @@ class ModelPair:
 
 
 def _encoded(prompts: Sequence[BenchPrompt], tokenizer_files: Mapping[str, bytes]) -> Iterator[list[int]]:
-    """Encodes prompts as a router does: messages by the model's chat template, if it has one."""
+    """Encodes prompts as a router does: messages with the model's chat template, if it has one."""
     from tokenizers import Tokenizer
 
     checkpoint = read_text(tokenizer_files)

@@ -1,4 +1,4 @@
-"""A target and a drafter, as the three lines need them: simulated ones, or real models."""
+"""A target and a drafter, simulated or real, from which the lines of a comparison are made."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pair(Protocol):
 
     @property
     def vocabulary_fingerprint(self) -> str:
-        """The fingerprint of the target's vocabulary; empty if any drafter is accepted."""
+        """The fingerprint of the target's vocabulary; empty if drafters of every vocabulary are accepted."""
 
     @property
     def max_model_len(self) -> int: ...
@@ -40,26 +40,26 @@ class Pair(Protocol):
 
     @property
     def takes_trees(self) -> bool:
-        """Whether drafts may be trees, as they may by default on a decode node."""
+        """Whether drafts may be trees, which is a decode node's default."""
 
     def engine(self) -> Engine:
         """Returns a new engine of the target, with a KV cache for one line."""
 
     @property
     def features(self) -> FeatureFormat | None:
-        """The format of the features that the target sends to the drafter; None if it needs none."""
+        """The format of the features that the target sends to the drafter; None if the drafter needs none."""
 
     def feature_plane(self, engine: Engine) -> FeaturePlane | None:
         """Returns the plane that features are read from, or None if the drafter needs none."""
 
     def drafter_beside(self, engine: Engine, *, temperature: float) -> tuple[Proposer, FeaturesOf | None]:
-        """Returns a drafter for the target's process, and the function that returns a sequence's features, if any."""
+        """Returns a drafter for the target's process, and a function that returns a sequence's features, if needed."""
 
     def drafter_arguments(self, *, temperature: float) -> Sequence[str]:
         """Returns arguments of `python -m benchmarks.three_lines.drafter`, which runs the same drafter in a process."""
 
     def speed_model(self, measured: SpeedModel) -> SpeedModel:
-        """Returns the model for predictions, with the times and acceptance that were set, or else `measured`."""
+        """Returns the speed model for predictions: a simulation's fixed times and acceptance, or `measured`."""
 
     def prompts(self, number: int, num_sequences: int) -> list[list[int]]:
-        """Returns the prompts' token ids for the round of this number; the warm-up has -1."""
+        """Returns the token ids of the prompts of round `number`. The warm-up is round -1."""

@@ -1,4 +1,4 @@
-"""A drafter head with set acceptance by depth. Its features are zeros, but they are transferred like real ones."""
+"""A drafter head with fixed acceptance at each depth. Its features are zeros, but are transferred like real ones."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class SimulatedFeaturePlane:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedHeadForward(DraftForward):
-    """A `DraftForward` that selects its model by depth: the number of the head's own states before a row."""
+    """A `DraftForward` that selects its model by depth: how many of the head's own states precede a row."""
 
     pool: BlockPool
     kv_cache: SimulatedKVCache
-    models: Sequence[SimulatedModel]  # by depth; the last one is for all further depths
+    models: Sequence[SimulatedModel]  # by depth; the last one serves all greater depths, too
     time: SetTime
     sampler: Sampler
     max_model_len: int
@@ -60,7 +60,7 @@ class SimulatedHeadForward(DraftForward):
         with self.time.forward(sum(len(row.token_ids) for row in rows)):
             if block_copies:
                 self.kv_cache.copy_blocks(block_copies)
-            for row in rows:  # write all rows before any is read
+            for row in rows:  # all rows are written before any is read
                 self.kv_cache.slots[self._slots(row, row.start_position - 1, self._end(row))] = row.token_ids
             found = [self._logits(row) for row in rows if row.num_decisions]
             if not found:
@@ -80,6 +80,6 @@ class SimulatedHeadForward(DraftForward):
         return max(0, row.start_position + len(row.token_ids) - row.num_committed)
 
     def _slots(self, row: PathRows, start: int, end: int) -> np.ndarray:
-        """Returns the slots of rows `start` to `end`. The first token has no row: row p is of token p + 1."""
+        """Returns the slots of rows [start, end). Row p belongs to token p + 1, since the first token has no row."""
         places, size = np.arange(start, end), self.pool.block_size
         return np.asarray(np.asarray(row.block_ids)[places // size] * size + places % size)

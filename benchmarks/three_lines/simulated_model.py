@@ -1,7 +1,7 @@
-"""A model with pseudorandom logits and a set duration of forwards, to measure everything around a model.
+"""A model with pseudorandom logits and forwards of a fixed duration, to measure everything around a model.
 
-The logits are a hash of the text. A drafter has the target's logits plus noise, which is a hash of the text, too, so
-that it can only guess what the target decides.
+The logits depend on a hash of the text. A drafter has the target's logits plus noise that depends on the text, too, so
+that the drafter can only guess what the target decides.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy.typing as npt
 from outrider.engine.input_batch import InputBatch
 
 ORDER = 8
-"""Number of last tokens on which the next token depends."""
+"""Number of most recent tokens on which the next token depends."""
 
 SPREAD = 3.0
-"""Standard deviation of logits: the likeliest of 512 ids has about two fifths of the mass on average."""
+"""Standard deviation of the logits, at which the likeliest of 512 ids has on average two fifths of the probability."""
 
 CALIBRATION_TEXTS = 2000
 
@@ -46,7 +46,7 @@ class SimulatedModel:
 
 
 def noise_for(acceptance: float, *, temperature: float, vocab_size: int = 512) -> float:
-    """Returns the noise with which a drafter that runs the target's own races reaches this acceptance.
+    """Returns the noise at which a drafter that draws with the target's random numbers reaches this acceptance.
 
     Args:
         acceptance: Acceptance rate of a draft token after accepted ones, above 0 and below 1.
@@ -99,7 +99,7 @@ class SetTime:
 
     @contextlib.contextmanager
     def forward(self, num_rows: int) -> Iterator[None]:
-        """Runs one forward: sleeps on exit until its set time has passed, which includes the time of the block."""
+        """Runs the block as one forward: on exit, sleeps for the part of the fixed time that the block did not take."""
         started_at = time.perf_counter()
         is_next = self.hides_overhead and started_at - self._ended_at < self.seconds
         ends_at = (self._ended_at if is_next else started_at) + self.seconds + self.row_seconds * (num_rows - 1)

@@ -49,20 +49,20 @@ PROMPT_TOKENS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """The set times and the acceptance of one comparison."""
+    """The fixed times and the acceptance of one comparison."""
 
-    step_seconds: float = 0.030  # the target's step with one row
-    row_seconds: float = 0.0  # each further row
-    token_seconds: float = 0.002  # one draft token: forward and decision
-    acceptance: Sequence[float] = (0.8,)  # after accepted tokens, by depth; the last value is for all further depths
-    is_head: bool = False  # it needs the target's features; tokens drafted ahead of them count as deeper
+    step_seconds: float = 0.030  # duration of the target's step with one row
+    row_seconds: float = 0.0  # duration of each further row
+    token_seconds: float = 0.002  # duration of one draft token: forward and decision
+    acceptance: Sequence[float] = (0.8,)  # rate after accepted tokens, by depth; the last one is for all greater depths
+    is_head: bool = False  # a head needs the target's features; tokens drafted beyond them count as deeper
     num_speculative_tokens: int = 8
     vocab_size: int = 512
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPair:
-    """A pair of simulated models with set step times."""
+    """A pair of simulated models with fixed step times."""
 
     simulation: Simulation
 
@@ -187,7 +187,7 @@ def _sampler(simulation: Simulation) -> Sampler:
 
 
 def _kernels() -> CpuKernels | None:
-    """Returns this machine's native kernels with one thread, or None if torch decides tokens."""
+    """Returns this machine's native kernels with one thread, or None if there are none; torch then decides tokens."""
     config = ModelConfig(num_threads=1)
     choice = choose_model_kernels(config, "cpu")
     return start_kernels(choice, config) if choice.library is not None else None

@@ -1,8 +1,8 @@
 """The expected speedup of speculation over plain decoding, from acceptance, times and hit rate.
 
 A verification of k draft tokens, each accepted with probability a if those before it are, commits
-E = (1 - a^(k+1)) / (1 - a) tokens on average (Leviathan et al. 2022). If rows cost time, steps with drafts have a
-duration of their own.
+E = (1 - a^(k+1)) / (1 - a) tokens on average (Leviathan et al. 2022). If further rows take time, steps with drafts
+take longer than plain ones, and have their own duration in the model.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedModel:
-    acceptance: float  # of a draft token after accepted ones
-    num_draft_tokens: float  # k: verified in a step
-    step_seconds: float  # the target's plain step
-    token_seconds: float  # one token of the drafter
-    verify_seconds: float = 0.0  # the target's step with drafts; 0: equal to `step_seconds`
+    acceptance: float  # a: probability that a draft token is accepted if those before it are
+    num_draft_tokens: float  # k: draft tokens verified in a step
+    step_seconds: float  # duration of the target's plain step
+    token_seconds: float  # the drafter's time for one draft token
+    verify_seconds: float = 0.0  # duration of the target's step with drafts; 0: equal to `step_seconds`
 
     @property
     def tokens_per_verification(self) -> float:
@@ -24,7 +24,7 @@ class SpeedModel:
         return expected_tokens(self.acceptance, self.num_draft_tokens)
 
     def colocated(self, drafted_share: float = 1.0) -> float:
-        """Returns the speedup if the target waits for the drafter. Steps for which there is no draft are plain."""
+        """Returns the speedup if the target waits for the drafter. Steps without a draft are plain."""
         drafted_seconds = self._verify_seconds + self.num_draft_tokens * self.token_seconds
         seconds = drafted_share * drafted_seconds + (1.0 - drafted_share) * self.step_seconds
         return (drafted_share * self.tokens_per_verification + 1.0 - drafted_share) * self.step_seconds / seconds

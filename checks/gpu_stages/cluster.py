@@ -23,7 +23,7 @@ START_SECONDS = 100.0
 NUM_ANSWERS = 8
 TEMPERATURES = (0.0, 0.8)
 KILL_SHARE = 0.4
-"""Share of the time of the previous answers after which a node is killed: all answers are then in progress."""
+"""Share of the previous answers' duration after which a node is killed, so that all answers are in progress."""
 
 
 def run(day: Day) -> None:
@@ -36,7 +36,7 @@ def run(day: Day) -> None:
     settings += ["model.deterministic=true"]
     try:
         _ask(day, model, settings)
-    except OutriderError as error:  # with default sizes, as users get them
+    except OutriderError as error:  # the default sizes, which users get, do not work
         day.expect(f"a cluster on one GPU with default memory: {error}", False)
         _ask(day, model, [*settings, "kv_cache.memory=4GiB"])
 
@@ -68,7 +68,7 @@ def _ask(day: Day, model: Path, settings: list[str]) -> None:
                     cluster.kill("decode-0")
                 return [each.result() for each in asked]
 
-            answers(speculation=True)  # warm-up: late compilations and allocations
+            answers(speculation=True)  # warm-up, since the first answers compile and allocate
             plain = answers(speculation=False)
             _tell(day, "plain", plain, plain, num_tokens)
             drafted = answers(speculation=True)

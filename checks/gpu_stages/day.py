@@ -17,7 +17,8 @@ from typing import Any
 WINDOW = 4096
 """Context length of the random models, in tokens."""
 FAILURE_LENGTH = 400
-"""Characters of a failure in the results. The stage's output has all: pages if a kernel does not compile."""
+"""Maximum number of characters of a failure in the results. The stage's output has the whole text, which is several
+pages long if a kernel does not compile."""
 SHAPES: dict[str, dict[str, int]] = {
     "8b": {  # Llama-3.1-8B
         "hidden_size": 4096,
@@ -27,7 +28,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8,
         "vocab_size": 128_256,
     },
-    "0.5b": {  # Qwen2.5-0.5B, as a Llama
+    "0.5b": {  # the sizes of Qwen2.5-0.5B, for a Llama
         "hidden_size": 896,
         "intermediate_size": 4864,
         "num_hidden_layers": 24,
@@ -46,12 +47,12 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 """Sizes of the random models, named as in transformers' configuration."""
 INITIAL_RANGES = {"8b": 0.01, "0.5b": 0.02, "tiny": 0.05}
-"""Standard deviations of the weights. With larger ones, deep and wide models amplify rounding, so that loading would
-compare them with float32 on the CPU (see `check_paged_forward`), which takes half a minute."""
+"""Standard deviations of the weights. With larger ones, deep and wide models amplify rounding so much that loading
+compares them with float32 on the CPU (see `check_paged_forward`), which takes half a minute."""
 
 
 def write_line(path: Path, **values: Any) -> None:
-    """Appends one line of JSON, and waits until it is on disk: the next operation may crash the machine."""
+    """Appends one line of JSON, and waits until it is on disk, since the next operation may crash the machine."""
     line = json.dumps({"at": round(time.time(), 1), **values})
     print(line, flush=True)
     with path.open("a", encoding="utf-8") as file:
@@ -64,10 +65,10 @@ def write_line(path: Path, **values: Any) -> None:
 class Day:
     """The context of one stage."""
 
-    out: Path  # results, at most eight files
+    out: Path  # folder for results, which gets at most eight files
     device: str  # "cuda" or "cpu"
     stage: str
-    scratch: Path  # weights, logs of nodes
+    scratch: Path  # folder for weights and for logs of nodes
     model: str = ""  # a model's folder or id for the stage `steps`; empty: random weights
     failures: list[str] = field(default_factory=list)  # expectations that did not hold
 
@@ -117,7 +118,7 @@ class Day:
         if (path / "complete").exists():
             return path
         started = time.monotonic()
-        shutil.rmtree(path, ignore_errors=True)  # from a stage that was cut off
+        shutil.rmtree(path, ignore_errors=True)  # left by a stage that was cut off
         make_tiny_model(path)  # for its tokenizer and chat template
         (path / "model.safetensors").unlink()
         tokenizer = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
@@ -128,7 +129,7 @@ class Day:
         torch.manual_seed(1)
         with torch.device(self.device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(path, max_shard_size="2GB")  # files are hashed in parallel
+        model.save_pretrained(path, max_shard_size="2GB")  # several files, which are hashed in parallel
         (path / "complete").touch()
         self.tell("weights", shape=shape, seconds=round(time.monotonic() - started, 1), folder=str(path))
         return path

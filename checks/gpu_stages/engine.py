@@ -33,7 +33,7 @@ class OpenEngine:
         return self.runner.forward(build_input_batch(rows, self.cache.block_size))
 
     def fill(self) -> None:
-        """Fills the cache with random keys and values on a GPU: zeros would make it faster than it is."""
+        """Fills the cache with random keys and values, since zeros would make a GPU faster than it is."""
         for plane in self.loaded.spec.planes:
             for layer in self.cache.layers(plane.name):
                 layer.normal_()
@@ -49,9 +49,9 @@ def open_engine(
     num_rows: int = 256,
     loaded: LoadedModel | None = None,
 ) -> OpenEngine:
-    """`num_rows` is that of the largest step. `loaded` is an earlier call's model for the same arguments.
+    """Opens a model. `num_rows`: rows of the largest step. `loaded`: an earlier call's model for the same arguments.
 
-    On a CPU torch computes the model, except in deterministic mode, for which only the native kernels work there.
+    On a CPU, torch computes the model, except in deterministic mode, which only the native kernels support there.
     """
     config = ModelConfig(
         id=str(model),
@@ -70,7 +70,7 @@ def open_engine(
         num_rows=num_rows,
         graphs=GraphShapes() if graphs else None,
     )
-    if day.is_gpu:  # elsewhere a node only warns
+    if day.is_gpu:  # failures here, whereas a node would only warn
         day.expect(f"the decoder is fused, not {loaded.kernels}", loaded.fused is not None)
         day.expect("steps are captured as graphs", bool(runner.padded_rows) == graphs)
     return OpenEngine(loaded, cache, runner)

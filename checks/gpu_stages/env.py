@@ -1,4 +1,4 @@
-"""The machine's hardware and software, and its two ceilings: memory bandwidth and matrix products."""
+"""The machine's hardware and software, and its two ceilings: memory bandwidth and speed of matrix products."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from checks.gpu_stages.day import Day
 
 PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy", "grpcio", "protobuf", "accelerate", "safetensors")
 CARRIED = Path(__file__).resolve().parent.parent / "gpu_wheels.txt"
-"""Packages that the machine lacks."""
+"""File that lists packages that the machine lacks, so that they are carried to it."""
 PRODUCT_SIZE = 8192
 COPY_BYTES = 1 << 30
 
@@ -57,7 +57,7 @@ def run(day: Day) -> None:
 
 
 def bytes_per_second(device: str) -> float:
-    """Returns the bandwidth of a large copy, reads plus writes: the best of ten."""
+    """Returns the bandwidth of a large copy, in bytes read and written per second: the best of ten."""
     import time
 
     import torch
@@ -79,7 +79,7 @@ def bytes_per_second(device: str) -> float:
 
 
 def _product_flops() -> float:
-    """Returns floating-point operations per second of a large bfloat16 product: the median of six."""
+    """Returns the floating-point operations per second of a large bfloat16 product: the median of six."""
     import torch
 
     left = torch.randn((PRODUCT_SIZE, PRODUCT_SIZE), device="cuda", dtype=torch.bfloat16)
@@ -97,8 +97,8 @@ def _product_flops() -> float:
 def adopt_kernels() -> dict[str, str]:
     """Returns the state of native CPU kernels by instruction path: "here", "carried" or "absent".
 
-    Their names depend on the C library's version. Those built elsewhere, against an older one, work here, too: they are
-    renamed for this machine.
+    The names of kernel libraries depend on the C library's version. Libraries built elsewhere against an older version
+    work here, too, so they are renamed for this machine.
     """
     from outrider.engine.cpu_kernels.compiler import path_flags
     from outrider.engine.cpu_kernels.library_cache import CACHED_LIBRARY, _key, libraries_directory
@@ -115,7 +115,7 @@ def adopt_kernels() -> dict[str, str]:
 
 
 def _version(package: str) -> str:
-    """Returns the version, or "" if the package is not installed."""
+    """Returns a package's version, or "" if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -123,7 +123,7 @@ def _version(package: str) -> str:
 
 
 def _free_gib(folder: Path) -> int | None:
-    """Returns None if there is no such folder."""
+    """Returns the free space in GiB, or None if there is no such folder."""
     try:
         return shutil.disk_usage(folder).free >> 30
     except OSError:

@@ -1,7 +1,7 @@
 """Transfers KV of Llama-3.1-8B between two processes of this machine, by each connector.
 
-Both sides are those of nodes: a `KvPush` over one cache, a `KvReceiver` over the other. A rate is for whole pushes,
-from connecting to the reply to the commit. Afterwards the receiver's keys and values must equal the sender's.
+Both sides are the nodes' own classes: a `KvPush` for one cache, a `KvReceiver` for the other. Rates are for whole
+pushes, from connecting to the reply to the commit. Afterwards the receiver's keys and values must equal the sender's.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Yields figures for each connector and number of concurrent pushes, as JSON values.
 
-    In their place, "unavailable" says why this machine lacks a connector, and "error" what went wrong.
+    Instead of figures, "unavailable" says why this machine lacks a connector, or "error" says what went wrong.
 
     Args:
-        device: of the sender's cache.
-        to_device: of the receiver's cache, in another process.
+        device: the device of the sender's cache.
+        to_device: the device of the receiver's cache, in another process.
         connectors: as in settings, without "auto".
         at_once: numbers of prompts that are pushed concurrently.
         num_rounds: measured rounds, after one that connects and allocates memory.
-        num_tokens: of each prompt, a multiple of BLOCK_SIZE.
+        num_tokens: number of tokens of each prompt, a multiple of BLOCK_SIZE.
     """
     cache = _open_cache(device, max(at_once) * num_tokens)
     for plane in cache.planes:
@@ -114,7 +114,7 @@ def _measure_pushes(
     for _ in range(1 + num_rounds):
         specs = [_new_spec(num_tokens) for _ in range(num_pushes)]
         peer.send(specs)
-        peer.recv()  # the receiver now expects them
+        peer.recv()  # after this reply, the receiver expects the pushes
         outcomes, seconds = _push_all(connector, config, cache, address, specs)
         if errors := [each.error for each in outcomes if each.error is not None]:
             return {"error": str(errors[0])}
@@ -134,7 +134,7 @@ def _measure_pushes(
 def _push_all(
     connector: Connector, config: KvTransferConfig, cache: PagedKVCache, address: str, specs: Sequence[TransferSpec]
 ) -> tuple[list[PushOutcome], float]:
-    """Pushes all at once; returns their outcomes, and the seconds until the last one was committed."""
+    """Runs the pushes of all `specs` together. Returns their outcomes, and the seconds until the last was committed."""
     outcomes: queue.SimpleQueue[PushOutcome] = queue.SimpleQueue()
     groups = LayerGroups.of(PLANES, frame_bytes=config.frame_bytes)
     started = time.perf_counter()
@@ -148,7 +148,7 @@ def _push_all(
             on_ended=outcomes.put,
         )
         push.start()
-        for layer in range(groups.num_layers):  # as after the forward pass of a whole prompt
+        for layer in range(groups.num_layers):  # as a node does after the forward pass of a whole prompt
             if (layers := groups.ending_at(layer, num_tokens=spec.end_token)) is not None:
                 push.offer(layers, 0, spec.end_token)
         push.finish()
@@ -167,13 +167,13 @@ def _new_spec(num_tokens: int) -> TransferSpec:
 
 
 def _blocks(place: int, num_tokens: int) -> range:
-    """Returns the blocks of one of several concurrent pushes, in either cache."""
+    """Returns the block ids of the push at index `place`, which are the same in both caches."""
     num_blocks = num_tokens // BLOCK_SIZE
     return range(place * num_blocks, (place + 1) * num_blocks)
 
 
 def _digest(cache: PagedKVCache, blocks: range) -> str:
-    """Returns the digest of all keys and values in these blocks."""
+    """Returns a digest of all keys and values in these blocks."""
     digest, slots = xxhash.xxh3_64(), slots_of(blocks, len(blocks) * BLOCK_SIZE, BLOCK_SIZE)
     for plane in cache.planes:
         for layer in range(plane.num_layers):
@@ -196,7 +196,7 @@ def _receiving_process(device: str, num_blocks: int) -> Iterator[Connection]:
 
 
 def _receive(peer: Connection, device: str, num_blocks: int) -> None:
-    """Runs the receiving process: sends its port, opens transfers that it is sent, and replies to None with digests."""
+    """Runs the receiving process. It sends its port, opens transfers that it gets, and answers None with digests."""
     cache = _open_cache(device, num_blocks * BLOCK_SIZE)
     receiver = KvReceiver(
         incarnation=INCARNATION,
@@ -219,7 +219,7 @@ def _receive(peer: Connection, device: str, num_blocks: int) -> None:
             for layer in cache.layers(plane.name):
                 layer.zero_()
         if cache.copies is not None:
-            torch.cuda.synchronize(device)  # another stream writes the frames
+            torch.cuda.synchronize(device)  # since frames are written in another CUDA stream
         for place, each in enumerate(specs):
             receiver.inbox.open(each, ReservedBlocks(cache, _blocks(place, each.end_token)))
         peer.send(len(specs))

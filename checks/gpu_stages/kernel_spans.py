@@ -1,4 +1,4 @@
-"""Times at which a GPU computed, by torch's profiler."""
+"""The times at which a GPU computed, according to torch's profiler."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 
 def kernel_spans(step: Callable[[], object], num_steps: int) -> list[tuple[float, float, str]]:
-    """Returns start and end, in microseconds, and name of each kernel and copy of `num_steps` steps."""
+    """Returns the start and end in microseconds, and the name, of each kernel and copy of `num_steps` steps."""
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -20,7 +20,7 @@ def kernel_spans(step: Callable[[], object], num_steps: int) -> list[tuple[float
 
 
 def busy_and_pauses(spans: Sequence[tuple[float, float]]) -> tuple[float, list[float]]:
-    """Returns the time in which any kernel ran, and the pauses between. `spans` are (start, end) and may overlap."""
+    """Returns the total time in which any kernel ran, and the pauses. `spans` are (start, end) and may overlap."""
     busy, pauses, until = 0.0, [], float("-inf")
     for start, end in sorted(spans):
         if start > until > float("-inf"):

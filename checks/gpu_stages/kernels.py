@@ -1,7 +1,8 @@
-"""Runs the project's tests of GPU kernels: on a GPU all of them, in several processes, since Triton compiles in each.
+"""Runs the project's GPU kernel tests. On a GPU, all of them run, in several processes that compile in parallel.
 
-On a CPU a few run in Triton's interpreter. That of Triton 3.6 needs numpy below 2.4, which `make gpu-replica` installs
-into its own folder, since the machine's numpy is newer; compiled kernels work with either.
+On a CPU, a few tests run in Triton's interpreter. The interpreter of Triton 3.6 needs numpy below 2.4. Since the
+machine's numpy is newer, `make gpu-replica` installs an older one into a folder of its own. Compiled kernels work with
+both versions.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from checks.gpu_stages.day import Day
 
 GPU_TESTS = ("tests/gpu", "tests/engine/gpu_kernels", "tests/contract/test_attention_backends.py")
 CHOSEN = "frames_arrive or bits_in_a_tree_and_in_a_chain or (waits_for_the_gpu_once and triton)"
-"""The tests that run on a CPU."""
+"""Expression for pytest that selects the tests to run on a CPU."""
 NUM_WORKERS = 12
 TEST_SECONDS = 90
 MAX_NAMED = 40
@@ -27,7 +28,7 @@ def run(day: Day) -> None:
     if day.is_gpu:
         _run_tests(day, "-m", "gpu", "-n", str(NUM_WORKERS), "--dist", "worksteal", *GPU_TESTS)
         return
-    # The GPU's are all collected, too, so that missing packages are noticed.
+    # All GPU tests are collected, too, so that missing packages are noticed.
     _run_tests(day, "-m", "not gpu", "-n", "0", "-k", CHOSEN, *GPU_TESTS, "tests/engine/test_gpu_step.py")
 
 

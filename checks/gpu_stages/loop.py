@@ -1,4 +1,4 @@
-"""Times the decode node's own loop on a GPU, without sockets: a step with all of the host's work between two."""
+"""Times the decode node's own loop on a GPU, without sockets: each step with all of the host's work before the next."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_WARM_UP_STEPS = 20
 NUM_STEPS = 60
 NUM_PROFILED_STEPS = 10
 MIN_BUSY = 0.9
-"""Minimum share of the time in which the GPU must compute."""
+"""Minimum share of a step's time during which the GPU must compute."""
 
 
 def measure_loop(
@@ -39,7 +39,7 @@ def measure_loop(
             sampler=engine.loaded.open_sampler(),
         ),
         context=context,
-        max_tokens=len(batches) * steps_of_each + 2 * most * -(-context // 256),  # includes steps with prompts
+        max_tokens=len(batches) * steps_of_each + 2 * most * -(-context // 256),  # enough for steps with prompts, too
         max_sequences=most,
     )
     for num_seqs in batches:

@@ -1,7 +1,7 @@
-"""Runs the whole path once, with a small model, deterministic or not: load, checks, capture, forward, sample.
+"""Runs the whole path with a small model, in deterministic mode and without it: load, checks, capture, forward, sample.
 
-In deterministic mode a row has the same bits in any batch, as a graph and without: answers are compared over batch
-sizes, each time with other sequences in the batch and prompts cut into other chunks.
+In deterministic mode, a row has the same bits in any batch, with CUDA graphs and without them. So answers are compared
+across batch sizes, each time with different sequences in the batch and with prompts cut into different chunks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ANSWER_TOKENS = 12
 BATCH_SIZES = (1, 3, 16, 64)
 MAX_PROMPT_TOKENS = 40
 MAX_BLOCKS = 4
-"""Blocks of one answer with its prompt."""
+"""Maximum number of KV blocks of one answer with its prompt."""
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8},
@@ -73,19 +73,19 @@ def _run(day: Day, path: Path, *, deterministic: bool) -> None:
 
 
 def _compare(graphed: OpenEngine, plain: OpenEngine) -> tuple[int, float, int]:
-    """Returns (steps with equal logits, largest difference, steps): prompts, decoding, verification, mixed steps."""
+    """Compares logits in four kinds of steps. Returns (number of equal steps, largest difference, number of steps)."""
     import torch
 
     num_equal, worst, num_all = 0, 0.0, 0
     for num_seqs in (1, 3, 8, 30):
         places = list(tables(num_seqs, 16 * MAX_BLOCKS, 16))
-        for lengths in (
+        for lengths in (  # prompts, decoding, verification, and both decoding and a prompt's chunk
             [9] * num_seqs,
             [1] * num_seqs,
             [5] * num_seqs,
             [1 + 8 * (seq == 0) for seq in range(num_seqs)],
         ):
-            # The first step writes the keys and values that the others read.
+            # The first of these four steps writes the keys and values that the others read.
             start = 0 if num_all % 4 == 0 else 9
             rows = [
                 SequenceRows([7 + seq + index for index in range(length)], start, table, 1 if start == 0 else length)
@@ -145,7 +145,7 @@ def _compare_answers(day: Day, engine: OpenEngine) -> None:
 def _answer(
     engine: OpenEngine, sampler: Sampler, group: Sequence[int], prompts: Sequence[Sequence[int]], cuts: Sequence[int]
 ) -> dict[int, list[int]]:
-    """Returns answers of one batch, by prompt number. `cuts` are tokens of each prompt in the first of two chunks."""
+    """Returns answers of one batch, by prompt number. `cuts`: the length of the first of each prompt's two chunks."""
     places = dict(zip(group, tables(len(group), 16 * MAX_BLOCKS, 16), strict=True))
     states = {
         each: sampler.start(

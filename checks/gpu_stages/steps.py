@@ -1,6 +1,7 @@
-"""Times steps of the 8B shape against the floor of their bytes: with graphs and without, profiled, and with prompts.
+"""Times and profiles steps of the 8B shape, with graphs and without, and compares them to their floor (see gpu_floor).
 
-A step is timed completely: batch, forward, race, and its tokens on the host. The decode node's loop then runs them.
+A step's time includes everything: batch, forward pass, sampling, and the copy of its tokens to the host. Then the
+decode node's own loop is timed with such steps. Whole prompts are timed, too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from outrider.request import SamplingParams
 BLOCK_SIZE = 16
 SAMPLING: dict[str, Any] = {"temperature": 0.8}
 CHUNK = 32
-"""Prompt tokens in a mixed step."""
+"""Number of prompt tokens in a mixed step."""
 LONGEST_PROMPT = WINDOW - 16
 SHOWN_KERNELS, SHOWN_NAME = 12, 48
 """Number of kernels that a profile shows, and of characters of their names."""
@@ -32,7 +33,7 @@ SHOWN_KERNELS, SHOWN_NAME = 12, 48
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A step: `num_rows` of each sequence after `context` tokens, and a chunk of one more prompt."""
+    """A step: `num_rows` rows of each sequence at `context` tokens, and `chunk` tokens of one more prompt."""
 
     name: str
     num_seqs: int
@@ -42,7 +43,7 @@ class Case:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of a sequence, or of the prompt."""
+        """Maximum number of tokens of a sequence or of the further prompt."""
         return self.context + self.num_rows
 
     @property
@@ -121,7 +122,7 @@ class _Steps:
             self._profile(case)
 
     def _measure(self, case: Case, sampling: dict[str, Any]) -> None:
-        """Measures the median of 30 steps, 8 without graphs and 3 on a CPU, after three uncounted ones."""
+        """Measures the median of 30 steps (8 without graphs, 3 on a CPU) after three uncounted ones."""
         times = self._times(self._step_of(case, sampling), 3 if not self._day.is_gpu else 30 if self._graphs else 8)
         ms = 1e3 * median(times)
         floor = floor_ms(self._sizes, case.num_seqs, case.context, self._bandwidth)
@@ -139,9 +140,10 @@ class _Steps:
         )
 
     def _profile(self, case: Case) -> None:
-        """Records how many kernels a step has, the share of it that the device computes, and the longest kernels.
+        """Records a step's number of kernels, the share of its time that the device computes, and its longest kernels.
 
-        The profiler slows the host down, so the share is of an unprofiled step; only pauses come from the profile.
+        The profiler slows the host down, so the share is relative to the time of an unprofiled step. The pauses are
+        those of profiled steps.
         """
         num_steps = 5
         step = self._step_of(case, {})
@@ -161,7 +163,7 @@ class _Steps:
             step_ms=round(1e3 * step_seconds, 3),
             pause_ms=round(1e-3 * median(sorted(pauses_us)[1 - num_steps :]), 3),  # between two steps
             kernels=len(kernels) // num_steps,
-            longest=[  # name, count, µs per step
+            longest=[  # (name, count per step, µs per step)
                 (name, len(times) // num_steps, round(sum(times) / num_steps)) for name, times in longest
             ],
         )
@@ -194,7 +196,7 @@ class _Steps:
 
 
 def _prompts(day: Day, engine: OpenEngine, sizes: Sizes) -> None:
-    """Times whole prompts, each in one forward pass; the host's part is the time until it is queued."""
+    """Times whole prompts, each in one forward pass; the host's part is the time until the pass is queued."""
     import torch
 
     for length in (64, 512, LONGEST_PROMPT) if day.is_gpu else (64,):
@@ -209,7 +211,7 @@ def _prompts(day: Day, engine: OpenEngine, sizes: Sizes) -> None:
             times.append((time.perf_counter() - started, queued))
         seconds, queued = median(times[1:])
         flops = 2 * length * sizes.num_hidden_layers * sum(sizes.layer_weights)
-        flops += 2 * length**2 * sizes.num_hidden_layers * sizes.query_size  # half of all pairs, two products
+        flops += 2 * length**2 * sizes.num_hidden_layers * sizes.query_size  # two products for half of all pairs
         day.tell(
             "prompt",
             tokens=length,

@@ -19,7 +19,7 @@ BATCH_SIZE = 6
 
 
 def _texts(number: int) -> Iterator[str]:
-    """Yields texts: a model with random weights would write longer ones than training uses."""
+    """Yields random texts, since a model with random weights would write longer ones than training uses."""
     rng = random.Random(1)  # noqa: S311 no secret
     return ("".join(rng.choices("abcdefghij ", k=rng.randint(20, 80))) for _ in range(number))
 
@@ -61,12 +61,12 @@ def run(day: Day) -> None:
 
 
 def texts_of(line: str) -> tuple[int, int] | None:
-    """Returns (texts, tokens) whose features are computed, if the line of train-head reports them."""
+    """Returns the numbers of (texts, tokens) whose features are computed, if this line of train-head reports them."""
     found = re.search(r"features of (\d+) texts, (\d+) tokens", line)
     return None if found is None else (int(found[1]), int(found[2]))
 
 
 def steps_of(line: str) -> tuple[int, int] | None:
-    """Returns (seconds, steps) of training so far, if the line of train-head reports them."""
+    """Returns (seconds, steps) of training so far, if this line of train-head reports them."""
     found = re.search(r"training (\d+) s, step (\d+)", line)
     return None if found is None else (int(found[1]), int(found[2]))

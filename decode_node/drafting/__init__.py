@@ -1,1 +1,1 @@
-"""Drafts for steps: the client of draft nodes, its bookkeeping, and what is gathered before each step."""
+"""Drafts for steps: the client of draft nodes, its bookkeeping, and the gathering of drafts before each step."""

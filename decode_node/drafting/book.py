@@ -23,18 +23,18 @@ from outrider.speculation.draft_tree import DraftTree, RankedDraft
 from outrider.speculation.prefix_hash import HashedTokens
 
 MAX_TOKENS_PER_UPDATE = 4096
-"""Maximum tokens of one update. More are sent in pieces, each after the one before was acknowledged."""
+"""Maximum tokens of one update. More tokens take several updates, each sent after the previous one is acknowledged."""
 
 MAX_TOKENS_PER_MESSAGE = 16_384
 
 MAX_COPIED_BYTES = 1 << 20
-"""Maximum bytes of features that a step copies from their plane, also of those that a node has lost."""
+"""Maximum bytes of features that a step copies from their plane, including those that a node has lost."""
 
 MAX_ALL_UNACKED_BYTES = 64 << 20
-"""Bytes of all sequences' unacknowledged features at which no more are copied."""
+"""Total bytes of unacknowledged features, of all sequences, at which no more are copied."""
 
 UNANSWERED_SECONDS = 10.0
-"""Seconds after which an unanswered update counts as lost; the stream is opened again."""
+"""Seconds after which an unanswered update counts as lost, and the stream is opened again."""
 
 
 @dataclass(slots=True)
@@ -70,10 +70,10 @@ class DraftBook:
     """The newest state of every sequence, for any number of draft nodes. Guarded by its owner's lock.
 
     A sequence has at most one unanswered update. So a node that was suspended, for however long, finds one message when
-    it resumes, and the next one is made from the newest state then.
+    it resumes, and the next message is made from the state that is newest then.
 
-    One node serves a sequence at a time: first the connected node with the fewest sequences, then another one if that
-    is lost, late or full, or sends an invalid answer. Each such assignment has its own stream id.
+    One node serves a sequence at a time: first the connected node with the fewest sequences, then another one if the
+    first is lost, late or full, or sends an invalid answer. Each such assignment has its own stream id.
     """
 
     def __init__(self, *, clock: Callable[[], float], feature_bytes: int = 0) -> None:
@@ -81,7 +81,7 @@ class DraftBook:
         self._clock = clock
         self._feature_bytes = feature_bytes
         self.nodes = DraftNodes()
-        self._sequences: dict[int, DraftedSequence] = {}  # by the engine's id
+        self._sequences: dict[int, DraftedSequence] = {}  # by the engine's sequence id
         self._served: dict[int, Assignment] = {}  # by stream id
         self._unserved: dict[DraftedSequence, None] = {}  # sequences for which no node has room
         self._stream_ids = itertools.count(1)
@@ -109,10 +109,10 @@ class DraftBook:
         """Returns the features to copy for nodes that need them, at most `MAX_COPIED_BYTES`.
 
         Sequences that lack the fewest features come first; among equals, the newest one. A head can draft only when it
-        has all features, so many transfers at a time would all end too late. A transfer that could not end before its
-        sequence does is not begun.
+        has all features, so many transfers at a time would all end too late. No transfer is begun for a sequence that
+        would end first.
 
-        `available`: the number of tokens, from the first on, with features in the plane, by sequence id.
+        `available`: by sequence id, how many of the sequence's first tokens have features in the plane.
         """
         missing: list[tuple[int, int, FeatureRange]] = []
         for sequence_id, num_available in available.items():
@@ -134,7 +134,7 @@ class DraftBook:
         return cut
 
     def add_features(self, copied: FeatureRange, payload: bytes) -> None:
-        """Adds the bytes of one of `missing_features`; ignored if its node has lost the sequence in the meantime."""
+        """Adds the bytes of a range of `missing_features`, unless the node has meanwhile lost the sequence."""
         drafted = self._sequences.get(copied.sequence_id)
         if drafted is not None:
             drafted.add_features(copied.start, payload)
@@ -147,7 +147,7 @@ class DraftBook:
             return
         self._unserved.pop(drafted, None)
         if drafted.assignment is not None:
-            drafted.assignment.node.retry_at = 0.0  # a node without room has some again
+            drafted.assignment.node.retry_at = 0.0  # if the node was full, it now has room again
             self._unassign(drafted.assignment)
 
     def find(self, sequence_ids: Iterable[int], *, wait_seconds: float) -> StepDrafts:
@@ -188,14 +188,14 @@ class DraftBook:
         self.nodes.remove(node)
 
     def connected(self, node: DraftNodeState, *, needs_features: bool = False) -> None:
-        """Records that a stream is open. Its node knows no sequence yet. `needs_features`: whether it has a head."""
+        """Records that a stream is open. The node knows no sequence yet. `needs_features`: whether it has a head."""
         node.is_connected = True
         node.needs_features = needs_features
         node.retry_seconds = 0.0
         self._assign_unserved(self._clock())
 
     def disconnected(self, node: DraftNodeState) -> None:
-        """Records that the stream has ended. Its sequences move to other nodes, which get all their tokens."""
+        """Records that the stream has ended. The node's sequences are sent to other nodes, from the first token on."""
         node.disconnected()
         self._move_away(node, keep=0)
 
@@ -213,7 +213,7 @@ class DraftBook:
         for stream_id in tuple(node.dirty):
             served = self._served[stream_id]
             if served.pending is None and now < served.ready_at:
-                continue  # it stays in `dirty` until then
+                continue  # the sequence stays in `dirty` until then
             if served.pending is None and served.sequence.is_dirty:
                 if tokens_left <= 0 or feature_bytes_left < self._feature_bytes:
                     break
@@ -227,16 +227,16 @@ class DraftBook:
                 tokens_left -= len(update.token_ids)
                 feature_bytes_left -= len(update.features)
                 updates.append(update)
-            del node.dirty[stream_id]  # the answer adds it again if there is more to send
+            del node.dirty[stream_id]  # the answer adds the id again if there is more to send
         return updates
 
     def take_answer(self, node: DraftNodeState, answer: SequenceProposals, *, is_well_formed: bool) -> bool:
-        """Applies an answer if it is due and plausible. It never raises, since a peer's input is not trusted.
+        """Applies an answer if it is due and plausible. Never raises, since a peer's input is not trusted.
 
         Args:
             node: the node on whose stream the answer came.
             answer: the parsed message.
-            is_well_formed: the result of the function of that name.
+            is_well_formed: the result of the function `is_well_formed` for this answer.
 
         Returns:
             False if the answer was invalid; then the node no longer serves this sequence.
@@ -303,7 +303,7 @@ class DraftBook:
     # Private.
 
     def _may_come(self, drafted: DraftedSequence, now: float, wait_seconds: float) -> bool:
-        """Returns whether a draft may arrive in time, by the usual duration of the node's answers.
+        """Returns whether a draft may arrive in time, judging by the usual duration of the node's answers.
 
         Steps wait neither for a sequence that had no draft last time nor for a late node.
         """
@@ -346,7 +346,7 @@ class DraftBook:
         self._mark_dirty(drafted)
 
     def _assign_unserved(self, now: float) -> None:
-        # Those refused least often come first, so that one that is too long for every node does not delay others.
+        # The least often refused come first, so that a sequence that is too long for every node does not delay others.
         for drafted in sorted(self._unserved, key=lambda each: each.num_refusals):
             self._assign(drafted, now)
 

@@ -2,7 +2,7 @@
 
 Two threads use it. The engine thread calls `open`, `update`, `close` and `take`, which do no I/O. The event loop owns
 one bidirectional stream for each draft node (`link`). Both share the `DraftBook`, which has the newest state of every
-sequence and is guarded by one lock. A message is made from it when a stream can be written.
+sequence and is guarded by one lock. A message is made from this state when a stream can be written.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class FeaturePlane:
     plane: PlaneSpec
 
     def read(self, ranges: Sequence[tuple[SequenceKV, int, int]]) -> list[bytes]:
-        """Copies the features of tokens [start, end) of each table, whose KV must exist, from the device in one copy.
+        """Copies features of tokens [start, end) of each block table from the device in one read. Their KV must exist.
 
-        Engine thread only, since a block may get another sequence between two steps. Returns bytes in wire format.
+        Engine thread only, since a block may pass to another sequence between two steps. Returns bytes in wire format.
         """
         slots = [kv.slot(place) for kv, start, end in ranges for place in range(start, end)]
         rows = self.kv_cache.read(self.plane.name, range(1), np.asarray(slots, dtype=np.int64))
@@ -57,7 +57,7 @@ class FeaturePlane:
 
 
 class DraftClient:
-    """The client of all draft nodes behind `addresses`. An address may be a name of several nodes.
+    """The client of all draft nodes behind `addresses`. An address may be a name shared by several nodes.
 
     Every node can serve every sequence. `start`, `stop`, `links` and `status` belong to the event loop; `open`,
     `update`, `close` and `take` to the engine thread. No method raises because of a draft node.
@@ -87,7 +87,7 @@ class DraftClient:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """Begins to connect, without waiting for it."""
+        """Begins to connect, without waiting for connections."""
         self._loop = asyncio.get_running_loop()
         self._nodes.start()
 
@@ -114,7 +114,7 @@ class DraftClient:
         *,
         min_reach: float = 0.0,
     ) -> None:
-        """Records what a step has committed. An update is (sequence id, new token ids, draft tokens wanted next).
+        """Records what a step has committed. An update is (sequence id, new token ids, number of draft tokens wanted).
 
         `tables`: block tables of the sequences' features, by id; all tokens but the newest have features.
         `min_reach`: see ProposalRequest.
@@ -129,7 +129,7 @@ class DraftClient:
         self._wake()
 
     def _copy_features(self, tables: Mapping[int, SequenceKV]) -> Iterable[tuple[FeatureRange, bytes]]:
-        """Copies as many features as one step may, without the lock, since on a GPU it waits for the copy."""
+        """Copies as many features as one step may. The copy runs without the lock, since on a GPU it takes a while."""
         assert self._feature_plane is not None
         with self._changed:
             ranges = self._book.missing_features({key: kv.num_tokens for key, kv in tables.items()})

@@ -7,24 +7,24 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 LATE_STEPS = 4.0
-"""Number of steps above which the duration of a node's answers makes it late."""
+"""Maximum duration of a node's answers, in steps. A node whose answers take longer is late."""
 
 MIN_STEP_SECONDS = 0.0125
-"""Minimum seconds that a step counts as: a pause of some milliseconds on either machine must not make a node late."""
+"""Seconds that a shorter step counts as, so that a pause of some milliseconds on either machine makes no node late."""
 
 SMOOTHING = 0.2
 
 LOST_SECONDS = 1.0
-"""Maximum seconds that an answer counts as. The end of a stream counts as such an answer, after which the node is late
-until about fourteen answers in a row were in time.
+"""Seconds that a slower answer counts as. The end of a stream counts as such an answer, so that the node is late until
+about fourteen answers in a row have been in time.
 """
 
 MIN_RETRY_SECONDS = 1.0
 MAX_RETRY_SECONDS = 30.0
-"""Seconds until a node without room is tried again. They are doubled after each refusal, up to the maximum."""
+"""Seconds until a node without room is tried again. They are doubled after each refused trial, up to the maximum."""
 
 MAX_UNSOLICITED_IN_A_ROW = 4096
-"""Consecutive unsolicited answers after which a stream is closed. A few are normal: their sequence has just ended."""
+"""Number of consecutive unsolicited answers after which a stream is closed. A few are normal when sequences end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,18 +34,18 @@ class DraftNodeState:
     node_id: int  # never used twice
     rank: int  # breaks ties between nodes with equally many sequences, lowest first
     is_connected: bool = False
-    needs_features: bool = False  # while it is connected
+    needs_features: bool = False  # False while the node is not connected
     num_sequences: int = 0
     closed: list[int] = field(default_factory=list)  # ended stream ids that are not announced to the node yet
     dirty: dict[int, None] = field(default_factory=dict)  # stream ids of sequences that may have something to send
-    unanswered: dict[int, float] = field(default_factory=dict)  # stream id → when its update was sent, in order
+    unanswered: dict[int, float] = field(default_factory=dict)  # by stream id: when its update was sent, oldest first
     answer_seconds: float = 0.0  # running mean
     was_relieved: bool = False  # whether all its sequences but one were moved because it is late
     num_unsolicited: int = 0  # in a row
     retry_seconds: float = 0.0  # 0: the node is not known to be full
     retry_at: float = 0.0
-    trial: int | None = None  # stream id of the sequence that tries whether there is room again
-    refused_length: int = 0  # tokens of the shortest sequence refused since the node last had room for all
+    trial: int | None = None  # stream id of the sequence that tests whether there is room again
+    refused_length: int = 0  # length of the shortest sequence refused since the node last had room for all
 
     def unanswered_seconds(self, now: float) -> float:
         """Returns the age of the oldest unanswered update."""
@@ -64,19 +64,19 @@ class DraftNodeState:
         self.closed.clear()
         self.unanswered.clear()
 
-    # A node that has refused a sequence gets one trial sequence at a time until none is waiting any more. It may refuse
-    # a long sequence at any time, so sequences of less than half the refused length are not held back.
+    # A node that has refused a sequence gets one trial sequence at a time until no sequence waits any more. It may
+    # refuse a long sequence at any time, so sequences of less than half the refused length are not held back.
 
     def seems_full(self, length: int) -> bool:
-        """Returns whether it has no room for `length` tokens, judging by its refusals."""
+        """Returns whether the node has no room for `length` tokens, judging by its refusals."""
         return self.retry_seconds > 0.0 and 2 * length >= self.refused_length
 
     def has_room(self, now: float, length: int) -> bool:
-        """Returns whether it may be given one more sequence of `length` tokens."""
+        """Returns whether the node may be given one more sequence of `length` tokens."""
         return not self.seems_full(length) or (self.trial is None and now >= self.retry_at)
 
     def observe_refusal(self, stream_id: int, now: float, length: int) -> None:
-        """Records that it had no room for a sequence of `length` tokens."""
+        """Records that the node had no room for a sequence of `length` tokens."""
         is_first = self.retry_seconds == 0.0
         self.refused_length = length if is_first else min(self.refused_length, length)
         if is_first or stream_id == self.trial:
@@ -84,7 +84,7 @@ class DraftNodeState:
             self.retry_at = now + self.retry_seconds
 
     def observe_acceptance(self, stream_id: int, now: float, *, others_wait: bool) -> bool:
-        """Records that it had room for a sequence. Returns whether that was the trial, so that the next may follow."""
+        """Records that the node had room for a sequence. Returns True if it was the trial, so the next may follow."""
         if stream_id != self.trial:
             return False
         self.trial = None
@@ -94,7 +94,7 @@ class DraftNodeState:
 
     @property
     def is_flooding(self) -> bool:
-        """Whether it keeps sending unsolicited answers."""
+        """Whether the node keeps sending unsolicited answers."""
         return self.num_unsolicited > MAX_UNSOLICITED_IN_A_ROW
 
 
@@ -104,8 +104,8 @@ class DraftNodes:
     def __init__(self) -> None:
         self._nodes: list[DraftNodeState] = []
         self._num_ever = 0
-        self._long_step_seconds = MIN_STEP_SECONDS  # running mean of durations, each at least that
-        self.step_seconds = 0.0  # running mean of the duration of steps; 0: there was none
+        self._long_step_seconds = MIN_STEP_SECONDS  # running mean; a shorter step counts as MIN_STEP_SECONDS
+        self.step_seconds = 0.0  # running mean of the durations of steps; 0: no step has run
 
     def __iter__(self) -> Iterator[DraftNodeState]:
         return iter(self._nodes)
@@ -119,7 +119,7 @@ class DraftNodes:
     def add(self, *, rank: int = 0) -> DraftNodeState:
         """Adds a node. `rank` decides between nodes with equally many sequences.
 
-        As decode nodes rank draft nodes differently, they do not all begin with the same one.
+        Since decode nodes rank draft nodes differently, they do not all begin with the same draft node.
         """
         self._num_ever += 1
         node = DraftNodeState(self._num_ever, rank)
@@ -130,7 +130,7 @@ class DraftNodes:
         self._nodes.remove(node)
 
     def is_late(self, node: DraftNodeState, now: float) -> bool:
-        """Returns whether its answers take too long for steps to wait for them."""
+        """Returns whether the node's answers take too long for steps to wait for them."""
         delay = max(node.answer_seconds, node.unanswered_seconds(now))
         return delay > LATE_STEPS * self._long_step_seconds
 

@@ -24,32 +24,33 @@ from outrider.speculation.proposal_table import ProposalTable
 from outrider.speculation.token_distribution import TokenDistribution
 
 MAX_TOKENS_AHEAD = 64
-"""Maximum number of tokens from the committed ones to the start of a branch: a node drafts beyond its own draft."""
+"""Maximum number of tokens between the committed ones and the start of a branch. There are such tokens if a node drafts
+beyond its own draft."""
 
 KEEP_UP_TOKENS = 32
 """Number of new tokens after which a node gets an update even if the sequence wants no drafts."""
 
 RESEND_SECONDS = 1.0
-"""Minimum seconds between two transmissions of a sequence from its start to the same node."""
+"""Minimum seconds between two transmissions of a whole sequence to the same node."""
 
 MAX_UNACKED_BYTES = 1 << 20
 """Bytes of a sequence's unacknowledged features at which no more are copied from the plane."""
 
 
 class UnackedFeatures:
-    """Copies of features that the draft node has not acknowledged, without a gap. Guarded by the book's lock."""
+    """Copies of contiguous features that the draft node has not acknowledged. Guarded by the book's lock."""
 
     __slots__ = ("_data", "_size", "num_acked", "num_sent")
 
     def __init__(self, bytes_per_token: int) -> None:
         self._size = bytes_per_token
         self._data = bytearray()
-        self.num_acked = 0  # number of acknowledged tokens; `_data` begins there
+        self.num_acked = 0  # number of acknowledged tokens; `_data` begins with the next token's features
         self.num_sent = 0  # number of tokens sent, which is the maximum that can be acknowledged
 
     @property
     def end(self) -> int:
-        """The first token whose features must still be copied. Those before are acknowledged, or held here."""
+        """The first token whose features must still be copied. Earlier features are acknowledged, or held here."""
         return self.num_acked + len(self._data) // self._size
 
     @property
@@ -62,14 +63,14 @@ class UnackedFeatures:
         return (MAX_UNACKED_BYTES - len(self._data)) // self._size
 
     def add(self, start: int, payload: bytes) -> bool:
-        """Adds copies from the plane. Returns False, and adds none, if `start` is not `end`, as after `reset`."""
+        """Adds copies from the plane. Returns False, and adds nothing, if `start` is not `end`, e.g. after `reset`."""
         if start != self.end:
             return False
         self._data += payload
         return True
 
     def take(self, end: int, max_bytes: int) -> tuple[bytes, int]:
-        """Returns the features of tokens from `num_acked` to `end` for an update, and their end. They stay here."""
+        """Returns, but keeps, features of tokens from `num_acked` to at most `end`, and the token where they end."""
         end = max(self.num_acked, min(end, self.end, self.num_acked + max_bytes // self._size))
         self.num_sent = max(self.num_sent, end)
         return bytes(memoryview(self._data)[: (end - self.num_acked) * self._size]), end
@@ -87,7 +88,7 @@ class UnackedFeatures:
 
 
 class PendingUpdate(NamedTuple):
-    """The update of a sequence that is not answered yet."""
+    """An update of a sequence that the node has not answered yet."""
 
     length: int
     num_wanted: int
@@ -103,9 +104,9 @@ class DraftedSequence:
     committed: HashedTokens
     num_wanted: int
     assignment: Assignment | None = None
-    is_dirty: bool = True  # whether its node was not sent everything
+    is_dirty: bool = True  # whether there is something to send to its node
     refused: set[int] = field(default_factory=set)  # ids of nodes that have sent invalid answers for it
-    num_refusals: int = 0  # by nodes without room
+    num_refusals: int = 0  # number of refusals by nodes without room
     trees: ProposalTable = field(default_factory=ProposalTable)
 
     def commit(self, token_ids: Sequence[int], *, num_wanted: int) -> None:
@@ -121,11 +122,11 @@ class DraftedSequence:
 
     @property
     def num_left(self) -> int:
-        """The number of tokens that it may still generate."""
+        """The number of tokens that the sequence may still generate."""
         return self.start.prompt_length + self.start.options.sampling.max_tokens - len(self.committed)
 
     def add_features(self, start: int, payload: bytes) -> None:
-        """Adds features of the tokens from `start` on."""
+        """Adds the features of tokens from `start` on."""
         features = self.assignment.features if self.assignment is not None else None
         if features is not None and features.add(start, payload):
             self.is_dirty |= self.num_wanted > 0 or features.end - features.num_acked >= KEEP_UP_TOKENS
@@ -134,7 +135,7 @@ class DraftedSequence:
         """Keeps drafts that were received, if they may still be used."""
         num_committed = len(self.committed.token_ids)
         for tree in trees:
-            if num_committed - tree.length < len(tree.token_ids):  # otherwise all its tokens are in the past
+            if num_committed - tree.length < len(tree.token_ids):  # otherwise all its positions are committed
                 self.trees.add(tree, self.committed, now=now)
 
 
@@ -150,11 +151,11 @@ class Assignment:
     node: DraftNodeState
     features: UnackedFeatures | None = None  # None: the node needs none
     acked_length: int = 0
-    sent_length: int = 0  # maximum length of all updates
+    sent_length: int = 0  # number of the sequence's tokens that the node was sent
     max_wanted: int = 0  # maximum number of draft tokens wanted by any update
     pending: PendingUpdate | None = None
-    is_catching_up: bool = False  # an answer will follow, even without a further update
-    had_no_draft: bool = False  # the last answer had no draft, or none yet
+    is_catching_up: bool = False  # whether an answer will follow even without a further update
+    had_no_draft: bool = False  # whether the last answer had no draft (yet)
     resent_at: float = float("-inf")
     ready_at: float = 0.0  # time before which nothing is sent
     num_ahead_allowed: int = 0  # look-ahead branches that the node may still send
@@ -164,8 +165,8 @@ class Assignment:
     ) -> SequenceUpdate:
         """Returns an update with at most `max_tokens` tokens that the node does not have, and with features.
 
-        Drafts are only asked for if the node then has all tokens. Features may lag behind: those copied so far are
-        sent, at most `max_feature_bytes` of them.
+        Drafts are asked for only if the node will then have all tokens. Features may lag behind: those copied so far
+        are sent, at most `max_feature_bytes` of them.
         """
         assert self.pending is None, "at most one update is unanswered"
         drafted = self.sequence
@@ -194,7 +195,8 @@ class Assignment:
             num_wanted,
             feature_start=feature_start,
             features=payload,
-            # Whether a drawn draft is judged must not depend on its tokens, and one that ends sooner arrives sooner.
+            # `min_reach` ends unlikely drafts early, so that they arrive sooner. But whether a drawn draft is judged
+            # must not depend on its tokens.
             min_reach=0.0 if drafted.start.wants_distributions else min_reach,
         )
 
@@ -213,8 +215,9 @@ class Assignment:
             num_since = num_committed - tree.length
             if -num_since > MAX_TOKENS_AHEAD:
                 return False
-            # A stale branch is not checked by hash, since the hash of a much shorter prefix costs its whole length.
-            # A branch after assumed tokens stays valid if the assumption has turned out wrong before it arrives.
+            # A stale branch is not checked by hash, since hashing a much shorter prefix takes time in proportion to the
+            # prefix's length.
+            # A branch after assumed tokens stays valid even if the assumption has turned out wrong in the meantime.
             is_assumption = answer.status is DraftStatus.AHEAD and tree.length > answer.acked_length
             serves = 0 <= num_since < num_tokens
             if serves and not is_assumption and tree.prefix_hash != committed.hash_at(tree.length):
@@ -241,7 +244,7 @@ class Assignment:
                 self.pending = None
             return None
         self.sequence.keep(answer.branches, now)
-        if pending is None:  # catching up has ended
+        if pending is None:  # catching up has now ended
             self.is_catching_up = False
             self.had_no_draft = not answer.branches
         elif is_of_newest:
@@ -266,7 +269,10 @@ class Assignment:
 
 
 def is_well_formed(answer: SequenceProposals, *, vocab_size: int) -> bool:
-    """Returns whether sizes, ids, trees and distributions of an answer are valid for any sequence. Needs no lock."""
+    """Returns whether the sizes, ids, trees and distributions of an answer are valid. Needs no lock.
+
+    `Assignment.is_plausible` checks what depends on the sequence's state.
+    """
     return len(answer.branches) <= MAX_BRANCHES_PER_SEQUENCE and all(
         _is_well_formed(tree, vocab_size) for tree in answer.branches
     )

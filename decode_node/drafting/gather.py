@@ -22,7 +22,7 @@ WAIT_SHARE_OF_STEP = 0.2
 """Maximum share of the last step's duration for which a step waits for draft nodes."""
 
 FeaturesOf = Callable[[EngineSequence], Features]
-"""Returns a sequence's features for a head, which the target's forward passes have computed."""
+"""Returns the features of a sequence that the target's forward passes have computed for a head."""
 
 _log = get_logger("drafts")
 
@@ -33,7 +33,7 @@ def log_failed_proposer(error: Exception, sequence_id: int) -> None:
 
 
 class LocalProposer:
-    """A proposer in this process, with the number of tokens of each sequence that it has read. Engine thread only."""
+    """A proposer in this process, and how many tokens of each sequence it has read. Engine thread only."""
 
     def __init__(self, proposer: Proposer, features_of: FeaturesOf | None = None) -> None:
         self.source = proposer.info.name
@@ -62,7 +62,7 @@ class LocalProposer:
         """Returns a request for a draft after the newest token of the sample.
 
         `min_reach`: see ProposalRequest. It does not apply to drafts that are drawn. Otherwise a call's duration would
-        depend on drawn tokens that are not verified, whose random words are used again for later tokens at their
+        depend on drawn tokens that are not verified, whose random words are used again for later tokens at the same
         positions.
         """
         return ProposalRequest(
@@ -125,12 +125,12 @@ class DraftGatherer:
     ) -> None:
         """Args:
         client: the client of draft nodes; None if there are none.
-        controller: it decides which source is asked and which tokens are verified.
+        controller: decides which sources are asked and which tokens are verified.
         proposers: the proposers of this process, whose names differ.
         max_wait_seconds: maximum seconds that a step waits for draft nodes.
         takes_trees: whether drafts may have branches.
         features_of: needed if one of the proposers is a head.
-        clock: seconds, for the duration of calls.
+        clock: returns seconds, for the duration of calls.
         """
         self._client = client
         self._controller = controller
@@ -140,7 +140,7 @@ class DraftGatherer:
         self._clock = clock
         self._last_step_seconds = 0.0
         self._drafts: dict[int, list[RankedDraft]] = {}  # unverified drafts of this step, by sequence
-        self._starts: dict[int, SequenceStart] = {}  # open sequences that may have drafts
+        self._starts: dict[int, SequenceStart] = {}  # by sequence: the start of each open sequence that may have drafts
 
     def open(self, sequence_id: int, opened: OpenSequenceGroup, start: SampleStart) -> None:
         """Announces a sequence when it is granted, so that drafters read the prompt during its prefill."""
@@ -154,7 +154,7 @@ class DraftGatherer:
             options=options,
             sample=start.sample,
             prompt_length=len(opened.prompt_token_ids),
-            takes_trees=self._takes_trees and _is_coupled(options),  # other methods verify one path
+            takes_trees=self._takes_trees and _is_coupled(options),  # otherwise only a single path is verified
             traceparent=opened.traceparent,
         )
         for local in self._local:
@@ -180,7 +180,7 @@ class DraftGatherer:
         return any(sample.may_draft for sample in samples)
 
     def gather(self, samples: Sequence[Sample], *, may_wait: bool = True) -> StepDrafts:
-        """Finds drafts for samples whose next row is a decode row. Waits within its budget, or not at all."""
+        """Finds drafts for samples whose next row is a decode row. With `may_wait`, waits within its budget."""
         if self._controller.num_speculative_tokens <= 0:
             return StepDrafts()
         drafts = StepDrafts()
@@ -195,7 +195,7 @@ class DraftGatherer:
         return drafts
 
     def _ask(self, local: LocalProposer, samples: Sequence[Sample], best: dict[int, RankedDraft]) -> None:
-        """Asks a proposer for drafts of the sequences for which it pays, and keeps the better drafts in `best`."""
+        """Asks a proposer for the drafts that are worth their cost, and keeps each sequence's best draft in `best`."""
         controller, source = self._controller, local.source
         if local.needs_constraint:
             samples = [sample for sample in samples if sample.sampling.constraint is not None]
@@ -237,13 +237,13 @@ class DraftGatherer:
     ) -> dict[int, int]:
         """Returns how many of each draft's first tokens the step verifies, by sequence id.
 
-        `samples`: those of the room's sequences. `num_waiting`: prompts that wait for the step's processors.
+        `samples`: the samples of the sequences in `room`. `num_waiting`: prompts that wait for the step's processors.
         """
         limits = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
         return self._controller.choose(drafts.ranked, limits, room, num_waiting=num_waiting)
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
-        """Records the accepted tokens of a verified draft: their indices, from the root on."""
+        """Records which tokens of a verified draft were accepted. `accepted`: their indices, from the root on."""
         self._controller.observe_verdict(sequence_id, draft, accepted)
         self._warn_if_misloaded(draft.source)
         others = [each for each in self._drafts.get(sequence_id, ()) if each.tree.source != draft.source]
@@ -259,7 +259,10 @@ class DraftGatherer:
         )
 
     def announce(self, committed: Iterable[tuple[Sample, tuple[int, ...]]]) -> None:
-        """Judges unverified drafts by committed tokens, and sends these and the number wanted next to draft nodes."""
+        """Judges unverified drafts by the committed tokens.
+
+        Sends draft nodes the committed tokens and the number of draft tokens that are wanted next.
+        """
         if self._controller.num_speculative_tokens <= 0:
             return
         committed = list(committed)

@@ -32,7 +32,7 @@ from outrider.wire.node import info_from_proto
 FIRST_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0
 STABLE_SECONDS = 10.0
-"""Seconds after which a stream counts as stable. After its end the backoff begins anew."""
+"""Seconds after which a stream counts as stable. When a stable stream ends, the backoff begins anew."""
 
 REFUSED_BACKOFF_SECONDS = 10.0
 HELLO_TIMEOUT_SECONDS = 5.0
@@ -41,7 +41,7 @@ LOOK_SECONDS = 0.25
 """Seconds between two checks for deferred updates that have become due."""
 
 ANSWERS_AT_ONCE = 64
-"""Answers handled before the event loop may do other work, for example send tokens: about two milliseconds."""
+"""Number of answers handled before the event loop may do other work, such as sending tokens. They take about 2 ms."""
 
 DraftCall = grpc.aio.StreamStreamCall[draft_pb2.DraftUpdate, draft_pb2.DraftProposals]
 
@@ -72,7 +72,7 @@ class DraftLink:
         self._others = others
         self._open_channel = open_channel
         self._wake = asyncio.Event()
-        self.wake = self._wake.set  # makes it send new updates; event loop only
+        self.wake = self._wake.set  # makes the stream send new updates; event loop only
         with changed:
             self.node = book.nodes.add(rank=draft_rank(hello, address))
 
@@ -81,7 +81,7 @@ class DraftLink:
         return self.node.is_connected
 
     async def run(self) -> None:
-        """Keeps the stream connected until it is cancelled; then removes the node from the book."""
+        """Keeps the stream connected until cancelled. Then removes the node from the book."""
         try:
             await self._stay_connected()
         finally:
@@ -167,7 +167,7 @@ class DraftLink:
             for task in tasks:
                 task.cancel()
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-        for outcome in reversed(outcomes):  # the reader's error comes first: it says best why the stream has ended
+        for outcome in reversed(outcomes):  # reader's error first, since it says best why the stream has ended
             if isinstance(outcome, Exception):
                 raise outcome
 
@@ -188,7 +188,7 @@ class DraftLink:
                     f"{self.address} did not answer an update for {UNANSWERED_SECONDS:g} s", node=self.address
                 )
             if updates:
-                async with asyncio.timeout(UNANSWERED_SECONDS):  # it blocks if the node does not read
+                async with asyncio.timeout(UNANSWERED_SECONDS):  # a write blocks if the node does not read
                     await call.write(updates_to_proto(updates, step_seconds=step_seconds))
 
     async def _read(self, call: DraftCall) -> None:
@@ -225,5 +225,5 @@ class DraftLink:
 
 
 def draft_rank(hello: DraftHello, address: str) -> int:
-    """Returns a rank by rendezvous hashing: a decode node's order of draft nodes stays as nodes join and leave."""
+    """Returns a rank by rendezvous hashing. A decode node's order of draft nodes is kept when nodes join or leave."""
     return xxhash.xxh3_64_intdigest(hello.incarnation + address.encode())

@@ -1,4 +1,4 @@
-"""The proposers in the decode node's process: a lookup, the grammar's, and a head that reads features in the cache."""
+"""The proposers in the decode node's process: a lookup, the grammar proposer, and a head that reads cached features."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_CATCH_UP_ROWS = 256
 
 
 def open_local_proposers(config: DecodeNodeConfig) -> list[IsolatedProposer]:
-    """Opens proposers that need no features: the lookup of `decode_node.local_lookup`, if any, and the grammar's."""
+    """Opens proposers that need no features: the `decode_node.local_lookup`, if any, and the grammar proposer."""
     name = config.local_lookup
     proposers = [*([] if name == NO_PROPOSER else [make_proposer(name)]), GrammarProposer()]
     return [IsolatedProposer(proposer, on_failure=log_failed_proposer) for proposer in proposers]
@@ -35,7 +35,7 @@ def open_local_proposers(config: DecodeNodeConfig) -> list[IsolatedProposer]:
 class PlaneFeatures:
     """The `Features` of all computed tokens of a sequence on this node. Engine thread only."""
 
-    rows: Array  # [num_slots, width], of the cache
+    rows: Array  # the cache's features, [num_slots, width]
     sequence: EngineSequence
 
     def __len__(self) -> int:
@@ -46,8 +46,8 @@ class PlaneFeatures:
         assert kv is not None
         slots = [kv.slot(place) for place in range(start, end)]
         if slots == list(range(slots[0], slots[-1] + 1)):
-            # A slice keeps the interpreter's lock. A copy would release it to the event loop, and then wait while
-            # that sends the tokens of the last step. The head's kernels, which come next, run in parallel with it.
+            # Slicing keeps the interpreter's lock. A copy would release the lock, and then wait while the event loop
+            # sends the tokens of the last step. The head's kernels, which come next, run in parallel with that.
             return self.rows[slots[0] : slots[-1] + 1]
         return self.rows[ids_like(slots, self.rows)]
 
@@ -57,8 +57,8 @@ def open_local_head(
 ) -> tuple[IsolatedProposer | None, FeaturesOf | None]:
     """Opens the head's proposer. Returns (None, None) if there is no head or this process does not run it.
 
-    `kv_cache` has the plane of its features. Raises: what `load_head` raises, and ConfigError if the head has other
-    features than `model`.
+    `kv_cache` has the plane of the head's features. Raises: what `load_head` raises, and ConfigError if the head needs
+    other features than `model` computes.
     """
     folder = head.folder
     if folder is None or not config.local_head or not config.num_speculative_tokens:

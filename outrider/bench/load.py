@@ -36,14 +36,14 @@ class RequestRecord:
     finished_at: float
     token_times: tuple[tuple[float, int], ...] = ()  # (arrival of a delta, number of its tokens)
     token_ids: tuple[int, ...] = ()  # of sample 0
-    error: str = ""  # the reason; empty if answered
+    error: str = ""  # the error's reason; empty if answered
     error_message: str = ""
     usage: Usage = field(default_factory=Usage)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples."""
+        """Number of tokens of all samples."""
         return sum(count for _, count in self.token_times)
 
 
@@ -61,14 +61,14 @@ OnDone = Callable[[RequestRecord], None]
 
 
 class AnswerSource(Protocol):
-    """Requests one answer from a server. `benchmarks/peers` has askers for other servers."""
+    """Requests one answer from a server. `benchmarks/peers` has sources for other servers."""
 
     async def ask(self, prompt: BenchPrompt, *, index: int, speculation: bool) -> RequestRecord:
-        """Returns the answer; a failed one is a record with `error`, never an exception."""
+        """Returns a record of the answer. A failed answer gives a record with `error`, never an exception."""
 
 
 class LoadGenerator:
-    """Sends load to one server through one asker. Not thread-safe: it belongs to one event loop."""
+    """Sends load to one server through `asker`. Not thread-safe: it belongs to one event loop."""
 
     def __init__(self, asker: AnswerSource, *, seed: int = 0) -> None:
         """`seed` is for open-loop arrivals."""
@@ -78,7 +78,7 @@ class LoadGenerator:
     async def run(
         self, prompts: Sequence[BenchPrompt], level: Level, *, speculation: bool, on_done: OnDone = lambda _: None
     ) -> Pass:
-        """Sends every prompt once. A failed answer is a record with `error`, never an exception."""
+        """Sends every prompt once. A failed answer gives a record with `error`, never an exception."""
         started_at = time.monotonic()
         if level.is_open_loop:
             records = await self._open_loop(prompts, level.value, speculation=speculation, on_done=on_done)
@@ -89,7 +89,7 @@ class LoadGenerator:
     async def _closed_loop(
         self, prompts: Sequence[BenchPrompt], num_clients: int, *, speculation: bool, on_done: OnDone
     ) -> list[RequestRecord]:
-        """Runs clients, each of which sends its next prompt when its last answer has ended."""
+        """Runs clients, each of which sends its next prompt when its previous answer has ended."""
         waiting = iter(enumerate(prompts))
         records: dict[int, RequestRecord] = {}
 
@@ -106,7 +106,7 @@ class LoadGenerator:
     async def _open_loop(
         self, prompts: Sequence[BenchPrompt], rate: float, *, speculation: bool, on_done: OnDone
     ) -> list[RequestRecord]:
-        """Sends at Poisson arrivals (the same in every run): late answers delay no arrival."""
+        """Sends requests at Poisson arrival times, which are the same in every run. Late answers delay no request."""
         gaps = random.Random(self._seed)  # noqa: S311 arrivals, not secrets
 
         async def client(index: int, prompt: BenchPrompt) -> RequestRecord:

@@ -16,14 +16,14 @@ from outrider.engine.processor import processor_fields, usable_cpus, within_quot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineInfo:
-    """Facts about the machine that figures depend on."""
+    """Facts about the machine that affect the figures."""
 
     processor: str
     num_cores: int
     memory_bytes: int
     system: str
     python: str
-    commit: str  # of the working tree, with "-dirty" if it has changes; empty outside git
+    commit: str  # checked-out commit, with "-dirty" if files have changed; empty outside git
 
 
 def describe_machine() -> MachineInfo:
@@ -49,10 +49,10 @@ def _commit() -> str:
 
 
 class CpuMeter:
-    """Splits busy CPU time into this process's and the cluster's, and that of other programs. Needs psutil.
+    """Splits busy CPU time into that of this process and the cluster, and that of other programs. Needs psutil.
 
-    `pids` are processes of the cluster; their descendants count, too. A process that ends before
-    `stop` counts as another program's from its last reading on.
+    `pids` are processes of the cluster; their descendants count, too. If a process ends before
+    `stop`, its CPU time since the start of the measurement counts as another program's.
     """
 
     def __init__(self, pids: tuple[int, ...]) -> None:
@@ -109,15 +109,15 @@ def _machine_busy_seconds() -> float:
     import psutil
 
     times = psutil.cpu_times()
-    # user time includes guest time
+    # Guest time is not added, since user time includes it.
     return float(sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq")))
 
 
 def pids_behind(target: str) -> tuple[int, ...]:
-    """Returns the process of `outrider up` whose router listens at `target`, the ancestor of all nodes.
+    """Returns the id of the `outrider up` process whose router listens at `target`. All nodes descend from it.
 
-    Empty if the cluster is elsewhere, or was started otherwise, or if packages of nodes are not installed: CPU time
-    cannot be attributed then.
+    Returns an empty tuple if the cluster is on another machine or was started in another way, or if the nodes' packages
+    are not installed. CPU time cannot be attributed then.
     """
     host, _, port = target.rpartition(":")
     if not port.isdigit() or host not in {"127.0.0.1", "localhost", "[::1]"} or find_spec("psutil") is None:

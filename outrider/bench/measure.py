@@ -22,7 +22,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Percentiles | None:
-        """Returns None if there are no values."""
+        """Returns the percentiles, or None if there are no values."""
         if not values:
             return None
         hundredths = quantiles(values if len(values) > 1 else [*values] * 2, n=100, method="inclusive")
@@ -37,15 +37,15 @@ class LevelFigures:
     speculation: bool
     num_requests: int
     errors: Mapping[str, int]  # by reason
-    error_messages: Mapping[str, str]  # by reason, the first one
+    error_messages: Mapping[str, str]  # by reason: the first message
     num_generated_tokens: int
     num_prompt_tokens: int
     num_cached_tokens: int
     wall_seconds: float
-    requests_per_second: float  # answers without error over the wall time
-    tokens_per_second: float  # generated tokens of all answers over the wall time
+    requests_per_second: float  # answers without error, divided by the wall time
+    tokens_per_second: float  # generated tokens of all answers, divided by the wall time
     stream_tokens_per_second: float  # median over answers, from the first delta to the last
-    ttft_seconds: Percentiles | None  # request sent to first tokens
+    ttft_seconds: Percentiles | None  # from sending the request to the first tokens
     itl_seconds: Percentiles | None  # between consecutive deltas of an answer
     e2e_seconds: Percentiles | None
     acceptance_rate: float  # accepted / drafted

@@ -23,7 +23,7 @@ def as_json(
     model: dict[str, Any],
     command: Sequence[str],
 ) -> dict[str, Any]:
-    """Returns JSON values only; durations are in seconds."""
+    """Returns the report, with JSON values only. Durations are in seconds."""
     return {
         "schema_version": SCHEMA_VERSION,
         "command": list(command),
@@ -36,7 +36,7 @@ def as_json(
 
 
 def as_text(result: BenchResult, *, machine: MachineInfo, model: dict[str, Any]) -> str:
-    """Returns several lines, without a trailing newline."""
+    """Returns the table as several lines, without a trailing newline."""
     memory = f"{machine.memory_bytes / 2**30:.0f} GiB"
     lines = [
         f"{machine.processor}, {machine.num_cores} cores, {memory}, {machine.system}, commit {machine.commit or '?'}",
@@ -126,7 +126,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 class LineProgress:
-    """Progress on a terminal: one line, rewritten. Other outputs get one line per pass."""
+    """Shows progress: one line that is rewritten on a terminal, one line per pass on other outputs."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -23,10 +23,10 @@ class BenchPlan:
     levels: tuple[Level, ...]
     modes: tuple[bool, ...]
     rounds: int = 1
-    # Both modes get identical prompts, so that answers can be compared, but the second mode
-    # finds them in the prefix caches. Otherwise each prompt is new.
+    # Whether both modes get identical prompts. Answers can then be compared, but the second mode finds the
+    # prompts in the prefix caches. If false, each prompt is new.
     same_prompts: bool = False
-    # A prefix of every prompt, so that a router that has seen an earlier run does not know it.
+    # A prefix of every prompt, so that prompts are new to a router that has seen an earlier run.
     run_mark: str = ""
 
 
@@ -38,7 +38,7 @@ async def run_bench(
     cluster_pids: tuple[int, ...],
     progress: LineProgress,
 ) -> BenchResult:
-    """Runs the plan. Passes of one level alternate between the modes, as does the mode that goes first."""
+    """Runs the plan. Passes of one level alternate between the modes, which take turns in going first."""
     await _warm_up(client, plan, options, progress=progress)
     load = LoadGenerator(RouterAnswerSource(client, options), seed=options.seed)
     figures: list[LevelFigures] = []
@@ -75,7 +75,7 @@ def prompt_groups(plan: BenchPlan, level: Level) -> list[tuple[BenchPrompt, ...]
 
 
 async def _warm_up(client: AsyncClient, plan: BenchPlan, options: AnswerOptions, *, progress: LineProgress) -> None:
-    """Runs a few short answers together in every mode, not counted."""
+    """Runs a few short requests concurrently in every mode. They are not counted."""
     short = replace(options, max_tokens=min(WARM_UP_TOKENS, options.max_tokens))
     load = LoadGenerator(RouterAnswerSource(client, short), seed=options.seed)
     level = Level(is_open_loop=False, value=WARM_UP_PROMPTS)

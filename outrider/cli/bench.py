@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_plan(arguments: argparse.Namespace) -> BenchPlan:
-    """Raises: InvalidRequestError if the prompts cannot be read."""
+    """Makes the plan. Raises: InvalidRequestError if the prompts cannot be read."""
     compares = arguments.kind == "compare"
     starts_cluster = arguments.target is None
     concurrencies = arguments.concurrency or (() if arguments.rate else DEFAULT_CONCURRENCY)

@@ -15,7 +15,7 @@ HELP = "/reset clears the conversation, /exit or Ctrl-D quits, Ctrl-C stops an a
 
 
 CHAT_SAMPLING = GenerateOptions(temperature=0.7)
-"""Defaults if neither the user nor the model sets sampling: small models ramble at the API's default of 1."""
+"""Defaults if neither the user nor the model sets sampling, since small models ramble at the API's default of 1."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

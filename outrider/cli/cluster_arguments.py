@@ -24,11 +24,11 @@ CLUSTER_FLAGS = {
 }
 """Flags, each with the setting that it sets."""
 WITHOUT_PREFIX_CACHE = "kv_cache.prefix_cache=false"
-"""Override for commands that send a prompt twice: both runs then do the same work, including the KV transfer."""
+"""Override for commands that send a prompt twice, so that both runs do the same work, including the KV transfer."""
 
 
 def add_cluster_arguments(parser: argparse.ArgumentParser, **defaults: object) -> None:
-    """Adds the flags of commands that start a cluster. They set settings and override file and environment.
+    """Adds the flags of commands that start a cluster. Flags override the settings of file and environment.
 
     `defaults` are the command's own defaults of flags, such as `port=0`.
     """

@@ -1,4 +1,4 @@
-"""`outrider config`: effective settings as YAML that is a valid configuration file; imports; the JSON schema."""
+"""`outrider config`: prints effective settings as a valid YAML file, imports other servers' files, prints a schema."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from outrider.errors import ConfigError
 from outrider.service.config import GatewayConfig
 
 SECRETS = ("api_key", "hf_token")
-"""Keys of other servers whose values are hidden."""
+"""Keys in other servers' files. Their values are hidden."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def _print_schema(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    """Prints the table. If a key has an error, nothing is written. Raises: ConfigError for such a key."""
+    """Prints the table of keys; writes the settings unless a key has an error. Raises: ConfigError for such a key."""
     sections = sections_of(arguments.role)
     arguments.imports = []
     explicit = load_arguments(arguments, sections, role=arguments.role)
@@ -85,7 +85,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _table(keys: Sequence[Translated]) -> Iterator[str]:
-    """Yields a line for each key, and one for each further setting that it sets."""
+    """Yields a line for each key, and one for each further setting that the key sets."""
     rows = [("line", "key", "value", "result", "setting", "note")]
     for key in keys:
         settings = [f"{name}: {format_value(value)}" for name, value in key.settings.items()] or [""]
@@ -112,7 +112,7 @@ def _written(keys: Sequence[Translated]) -> Iterator[str]:
 def sections_of(role: str | None) -> dict[str, type]:
     """Returns the sections that a service reads, or all without a role.
 
-    Their modules are imported lazily: an install of the router lacks packages that nodes import.
+    The sections' modules are imported lazily, since an install of the router lacks packages that nodes import.
     """
     if role is not None:
         sections: dict[str, type] = importlib.import_module(f"{role}.config").SECTIONS
@@ -124,7 +124,7 @@ def sections_of(role: str | None) -> dict[str, type]:
 
 
 def _lines(values: Mapping[str, Any], sources: Mapping[str, str], prefix: str = "") -> Iterator[str]:
-    """Yields the lines of a YAML file with the source of each value, by its key."""
+    """Yields the lines of a YAML file with the source of each value. `sources` is indexed by full key."""
     indent = "  " * prefix.count(".")
     for name, value in values.items():
         key = f"{prefix}{name}"

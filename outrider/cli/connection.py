@@ -16,7 +16,7 @@ SYSTEM = "system"
 
 
 def targets(text: str) -> str:
-    """Parses a flag's targets into the form for clients. Raises: argparse.ArgumentTypeError."""
+    """Parses a flag's targets into the form that clients take. Raises: argparse.ArgumentTypeError."""
     try:
         return ",".join(Targets(text).all)
     except ValueError as error:
@@ -24,7 +24,7 @@ def targets(text: str) -> str:
 
 
 def add_target_argument(parser: argparse.ArgumentParser, *, flag: str = "--target") -> None:
-    """Adds the flag, whose `dest` is `target` under any name."""
+    """Adds the flag. Its `dest` is `target`, whatever the flag's name."""
     parser.add_argument(
         flag,
         dest="target",
@@ -74,7 +74,7 @@ def read_tls(arguments: argparse.Namespace) -> TlsConfig | None:
 
 
 def read_token(arguments: argparse.Namespace) -> str | None:
-    """Raises: ConfigError if the file cannot be read or does not contain exactly one token."""
+    """Returns the token, if a file is given. Raises: ConfigError unless the file is readable and has just one token."""
     if arguments.token_file is None:
         return None
     try:
@@ -89,7 +89,7 @@ def read_token(arguments: argparse.Namespace) -> str | None:
 
 
 def read_connection(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns a client's arguments. Raises: ConfigError as `read_tls` and `read_token`, or for a token without TLS."""
+    """Returns a client's arguments. Raises: ConfigError like `read_tls` and `read_token`, or if a token lacks TLS."""
     tls, token = read_tls(arguments), read_token(arguments)
     if token is not None and tls is None:
         raise ConfigError("--token-file needs --tls or --authority: without TLS, anybody on the network could read it")

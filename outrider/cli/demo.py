@@ -44,7 +44,7 @@ class DemoPrompt:
 DEMO_PROMPTS = tuple(
     DemoPrompt(**json.loads(line)) for line in Path(__file__).with_name("demo_prompts.jsonl").open(encoding="utf-8")
 )
-"""Prompts of different kinds, of about 240 tokens each in the default model's chat template; one is sampled."""
+"""Prompts of different kinds, each of about 240 tokens in the default model's chat template. One uses sampling."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,7 +117,7 @@ def _answer_twice(client: Client, prompt: DemoPrompt, max_tokens: int) -> tuple[
 def _answer_with_killed_node(
     cluster: Cluster, client: Client, prompt: DemoPrompt, twin: RequestRecord
 ) -> RequestRecord:
-    """Repeats the twin's request, and kills the decode node that computes it after half of the answer."""
+    """Repeats the twin's request. After half of the answer, kills the decode node that computes it."""
     is_alive = True
 
     def kill(num_tokens: int) -> None:
@@ -128,12 +128,12 @@ def _answer_with_killed_node(
 
     sys.stdout.write(f"\n=== {prompt.name} again; its decode node will be killed (SIGKILL) ===\n")
     answer = _answer(client, prompt, len(twin.token_ids), has_speculation=True, on_tokens=kill)
-    cluster.wait_serving()  # a node that is stopped during its start has another exit status
+    cluster.wait_serving()  # stopping a node during its start would change its exit status
     return answer
 
 
 def _busiest_decode_node(cluster: Cluster, client: Client) -> str:
-    """Returns the cluster's name of the decode node with the most running sequences. Raises: NotFoundError."""
+    """Returns the name of the decode node with the most running sequences. Raises: NotFoundError."""
     with contextlib.closing(client.watch_cluster()) as statuses:
         decodes = next(statuses).by_role()[NodeRole.DECODE]
     target = max(decodes, key=lambda node: node.load.num_running).target
@@ -151,7 +151,7 @@ def _answer(
     has_speculation: bool,
     on_tokens: Callable[[int], None] = lambda _num_tokens: None,
 ) -> RequestRecord:
-    """`on_tokens` is called after each delta with the number of tokens so far."""
+    """Requests and prints an answer. `on_tokens` is called after each delta with the number of tokens so far."""
     sys.stdout.write(f"\n--- {prompt.name}, {_mode(has_speculation=has_speculation)} ---\n")
     sys.stdout.flush()
     options = _options(prompt, max_tokens, has_speculation=has_speculation)

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises: ConfigError for a wrong setting of any role; NotFoundError, ModelError."""
+    """Fetches the models. Raises: ConfigError for a wrong setting of any role; NotFoundError, ModelError."""
     sections = load_arguments(arguments, sections_of(None)).sections
     printer = EventPrinter(sys.stderr)
     _fetch(sections["model"], "model", printer)

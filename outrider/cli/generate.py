@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         if name in options and not arguments.json:
             raise InvalidRequestError(f"{flag} needs --json", field=name)
     prompt = _prompt(arguments)
-    make_request(prompt, options)  # validates them before any request is sent
+    make_request(prompt, options)  # validates both before any request is sent
     connection = read_connection(arguments)
     if arguments.timeout_seconds is not None:
         connection["timeout_seconds"] = arguments.timeout_seconds
@@ -96,7 +96,7 @@ def _prompt(arguments: argparse.Namespace) -> Prompt:
 
 
 def _logprobs_to_json(value: TokenLogprobs) -> dict[str, Any]:
-    """Converts to JSON. If a token's text is part of a character, it contains U+FFFD, and only its bytes are exact."""
+    """Converts to JSON. If a token is only a part of a character, its text has U+FFFD, and only its bytes are exact."""
     entry = dataclasses.asdict(value)
     del entry["token_bytes"], entry["top_bytes"]
     if value.token_bytes:

@@ -35,14 +35,14 @@ ALIASES = {
     **dict.fromkeys(("complete", "completion", "prompt"), "generate"),
     **dict.fromkeys(("stats", "status", "ps"), "top"),
 }
-"""Outrider's commands, by the names that other servers use for them."""
+"""Outrider's commands, by the names that other servers have for them."""
 NODE_STARTING_COMMANDS = ("up", "demo", "train-head", "fetch", "bench")
-"""Commands that start nodes; an install for clients lacks the packages for them."""
+"""Commands that need the packages of nodes, which an install for clients lacks."""
 WRONG_USE, INTERRUPTED = 2, 130
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports a wrong command line in one line, where argparse prints all flags first."""
+    """A parser that reports a wrong command line in one line; argparse would print all flags first."""
 
     def error(self, message: str) -> Never:
         self.exit(WRONG_USE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parse(argv, chosen)
         status = int(arguments.run(arguments))
-        sys.stdout.flush()  # its errors are handled here, too
+        sys.stdout.flush()  # so that its errors are handled here, too
     except BrokenPipeError:  # the reader of the output is gone
         _drop_output()
         return 1
@@ -89,7 +89,7 @@ def _describe_error(error: OutriderError | ModuleNotFoundError | UnicodeError | 
 
 
 def _open_streams() -> None:
-    """Replaces closed standard streams by /dev/null; streams without UTF-8 print question marks."""
+    """Replaces closed standard streams by /dev/null. Makes stdout print "?" for characters that it cannot encode."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
@@ -99,7 +99,7 @@ def _open_streams() -> None:
 
 
 def _drop_output() -> None:
-    """Drops what standard output no longer accepts, so that the interpreter does not report it at exit."""
+    """Drops buffered output that can no longer be written, so that the interpreter reports no error at exit."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         return
@@ -113,7 +113,7 @@ def _say(line: str) -> None:
 
 
 def parse(argv: Sequence[str], chosen: str) -> argparse.Namespace:
-    """Parses the command line. A wrong one ends the process with one line on stderr and status 2."""
+    """Parses the command line. A wrong command line ends the process with one line on stderr and status 2."""
     parser = make_parser(chosen)
     if chosen and chosen not in COMMANDS:
         other = ALIASES.get(chosen) or difflib.get_close_matches(chosen, COMMANDS, n=1, cutoff=0.0)[0]
@@ -140,7 +140,7 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def make_parser(chosen: str) -> argparse.ArgumentParser:
-    """Makes a parser with the flags of the chosen command only, to avoid the others' imports."""
+    """Makes a parser with the flags of the chosen command only, to avoid the other commands' imports."""
     parser = _Parser(prog="outrider", description="A language-model server in four gRPC services.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"outrider {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

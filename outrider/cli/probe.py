@@ -49,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0: SERVING, 1: anything else.
+    """Returns the exit status: 0 for SERVING, 1 for anything else.
 
-    Raises: PeerLostError without an answer, NotFoundError if the process has no such service,
+    Raises: PeerLostError if there is no answer, NotFoundError if the process has no such service,
     InvalidRequestError for an invalid timeout, ConfigError for a file that cannot be read.
     """
     tls = read_tls(arguments)

@@ -1,4 +1,4 @@
-"""`outrider profile`: how running nodes, and requests, spend the wall-clock time."""
+"""`outrider profile`: how running nodes and their requests spend wall-clock time."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.page:
         requests = list(request_times(arguments.page, ended_serials(arguments.page) - ended))
         seconds = time.monotonic() - started_at
-        whole = [each for each in requests if each["age"] <= seconds]  # the others had steps before the profile
+        whole = [each for each in requests if each["age"] <= seconds]  # others had steps before the profile began
         _show(["", *request_lines(whole or requests, profiles)])
     if any(not profile.steps for profile in profiles):
         sys.stdout.flush()
@@ -131,9 +131,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find_nodes(router: str, role: str | None, *, tls: TlsConfig | None = None, token: str | None = None) -> list[str]:
-    """Returns host:port of the role's serving nodes, or of all roles whose engines can be profiled.
+    """Returns host:port of the role's serving nodes; without a role, those of all roles whose engines can be profiled.
 
-    Raises: NotFoundError; PeerLostError without a router.
+    Raises: NotFoundError; PeerLostError if no router answers.
     """
     with Client(router, tls=tls, token=token) as client, contextlib.closing(client.watch_cluster()) as statuses:
         by_role = next(statuses).by_role()

@@ -1,4 +1,4 @@
-"""The tables of `outrider profile`: engine threads and requests; each adds up to the wall-clock time."""
+"""The tables of `outrider profile`: engine threads and requests. Each table adds up to the wall-clock time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Column:
     steps: Sequence[ProfiledStep]
 
     def cell(self, nanoseconds: int) -> str:
-        """Returns the share of the node's time, and milliseconds per step: means add up, medians do not."""
+        """Returns the share of the node's time, and mean milliseconds per step. Means add up; medians would not."""
         return f"{nanoseconds / max(covered(self.profile), 1):.1%}{nanoseconds / len(self.steps) / 1e6:>11.3f}"
 
     def spent(self, part: str) -> int:
@@ -66,7 +66,8 @@ def engine_lines(profiles: Sequence[Profile]) -> Iterator[str]:
 
 
 def request_lines(requests: Sequence[RequestTimes], profiles: Sequence[Profile]) -> Iterator[str]:
-    """Yields the mean request from arrival to last token. Steps are split in the engines' average proportions.
+    """Yields the times of a mean request, from arrival to last token. Steps are split in the engines' average
+    proportions.
 
     Time that neither the router's timeline nor the steps explain has its own row.
     """
@@ -102,7 +103,7 @@ def request_lines(requests: Sequence[RequestTimes], profiles: Sequence[Profile])
 
 
 def _mean_step(profiles: Iterable[Profile], nodes: Collection[str]) -> Mapping[str, float]:
-    """Returns seconds per step of these nodes by part, without idle time, for a step that a request waits for."""
+    """Returns the mean seconds per step of these nodes by part, without idle time, in which no request waits."""
     steps = [step for profile in profiles if profile.node in nodes for step in profile.steps]
     return {part: fmean(step.nanoseconds.get(part, 0) for step in steps) / 1e9 for part in parts_in_order(steps)}
 
@@ -113,6 +114,6 @@ def _shape(steps: Sequence[ProfiledStep]) -> str:
 
 
 def _row(name: str, cells: Iterable[str]) -> str:
-    """Formats a row; a long address is cut to its end, which has the port."""
+    """Formats a row. Only the end of a long address is shown, since it has the port."""
     ends = (cell[1 - COLUMN_WIDTH :] for cell in cells)
     return f"  {name:<{NAME_WIDTH}.{NAME_WIDTH}}" + "".join(f"{end:>{COLUMN_WIDTH}}" for end in ends)

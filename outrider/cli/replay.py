@@ -24,7 +24,7 @@ from outrider.receipt import ABORTED, FAILED, Receipt, find_receipt, read_receip
 STORE_SECONDS = 10.0
 """Seconds that the store may take to find a receipt."""
 IDENTICAL, DIFFERENT, NOT_REPLAYABLE = 0, 1, 3
-"""Exit statuses. Every error has the status 1, too."""
+"""Exit statuses. Every error also has status 1."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The exit status: of several receipts, DIFFERENT before NOT_REPLAYABLE."""
+    """Returns the exit status. If there are several receipts, DIFFERENT takes precedence over NOT_REPLAYABLE."""
     path = Path(arguments.receipt)
     receipts: Iterable[Receipt] = read_receipts(path) if path.is_file() else [_find(arguments)]
     results: Counter[int] = Counter()
@@ -91,7 +91,7 @@ def _replay(client: Client, receipt: Receipt) -> int:
 
 
 def _say(text: str, file: TextIO | None = None) -> None:
-    """Writes a line to standard output or `file`, without control characters of receipts and nodes."""
+    """Writes a line to standard output or `file`. Replaces control characters, which receipts and nodes may contain."""
     (file or sys.stdout).write(f"{printable(text)}\n")
 
 
@@ -109,12 +109,12 @@ def _token_text(client: Client, token_id: int | None) -> str:
         return "the end"
     try:
         return f"{token_id} {client.detokenize([token_id], skip_special_tokens=False)!r}"
-    except OutriderError:  # a receipt may contain any number
+    except OutriderError:  # a receipt may contain numbers that are no token ids
         return str(token_id)
 
 
 def _node_lines(receipt: Receipt, nodes: tuple[NodeVersion, ...]) -> Iterator[str]:
-    """Yields a line for each difference between the nodes of the receipt and the present ones."""
+    """Yields lines that compare the receipt's nodes with `nodes`, which computed the answer now."""
     if not nodes:
         yield "the router does not say which nodes computed it now"
         return

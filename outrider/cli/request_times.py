@@ -18,13 +18,15 @@ MAX_PAGE_BYTES = 32 << 20
 ENDED = "finished"
 BEFORE_PREFILL = ("encode", "queue", "open")
 MAX_NUMBER = 1e9
-"""Upper limit for seconds and tokens: no request reaches it, and sums below it are finite."""
+"""Upper limit for seconds and tokens: no request reaches it, and sums of numbers below it are finite."""
 
 T = TypeVar("T")
 
 
 RequestTimes = Mapping[str, Any]
-"""A finished request's nodes, counts, and seconds of the router's clock. `encode` to `decoding` are in order."""
+"""A finished request's nodes, counts and durations, in seconds of the router's clock. The durations from `encode` to
+`decoding` are listed in chronological order.
+"""
 
 
 def ended_serials(page: str) -> set[int]:
@@ -33,7 +35,9 @@ def ended_serials(page: str) -> set[int]:
 
 
 def request_times(page: str, serials: set[int]) -> Iterator[RequestTimes]:
-    """Yields times of requests computed in one attempt by a prefill and a decode node, if the page has them completely.
+    """Yields the times of requests that a prefill node and a decode node computed in one attempt.
+
+    Requests whose times the page does not have completely are left out.
 
     Raises: PeerLostError.
     """
@@ -41,9 +45,9 @@ def request_times(page: str, serials: set[int]) -> Iterator[RequestTimes]:
 
 
 def _times(request: Any) -> RequestTimes | None:
-    """`request` is None if the page no longer has it.
+    """Returns the times, or None if they are incomplete. `request` is None if the page no longer has it.
 
-    Raises: ValueError, TypeError, KeyError or IndexError if it does not have the expected form.
+    Raises: ValueError, TypeError, KeyError or IndexError if the request does not have the expected form.
     """
     if request is None or request["attempts"] != 1 or request["num_dropped_steps"]:
         return None
@@ -61,11 +65,11 @@ def _times(request: Any) -> RequestTimes | None:
     numbers: dict[str, Any] = {
         "num_prompt_tokens": request["num_prompt_tokens"],
         "num_chunks": len(chunks),  # forward passes of the prefill node
-        "num_steps": len({step["at"] for step in request["steps"]}),  # of the decode node
+        "num_steps": len({step["at"] for step in request["steps"]}),  # steps of the decode node
         **{kind: sum(span["end"] - span["start"] for span in spans.get(kind, ())) for kind in BEFORE_PREFILL},
         "prefill": computed_at - prefills[0]["start"],  # from the call to the end of the last chunk
-        "transfer": pushed_at - computed_at,  # until the decode node has acknowledged the last frame of KV
-        "commit": decoding_at - pushed_at,  # until the decode node reports that all KV has arrived
+        "transfer": pushed_at - computed_at,  # from then on until the decode node has acknowledged the last KV frame
+        "commit": decoding_at - pushed_at,  # from then on until the decode node reports that all KV has arrived
         "first_token": first_token_at - decoding_at,
         "decoding": request["steps"][-1]["at"] - first_token_at,  # from the first token to the last
         "total": request["e2e_seconds"],
@@ -77,7 +81,7 @@ def _times(request: Any) -> RequestTimes | None:
 
 
 def _get(page: str, path: str, parse: Callable[[Any], T]) -> T:
-    """Returns what `parse` makes of the JSON at this path, or of None if the page has none. Raises: PeerLostError."""
+    """Returns `parse` of the JSON at this path, or `parse(None)` if there is no such path. Raises: PeerLostError."""
     url = f"{page if '://' in page else f'http://{page}'}".rstrip("/") + "/api/requests" + path
     try:
         try:

@@ -14,7 +14,10 @@ from outrider.client import GenerateOptions, Model
 
 
 def text_or_file(value: str) -> str:
-    """Returns the text, or a file's content for `@FILE`. Raises: argparse.ArgumentTypeError if it is unreadable."""
+    """Returns the text, or for `@FILE` the content of the file.
+
+    Raises: argparse.ArgumentTypeError if the file is unreadable.
+    """
     if not value.startswith("@"):
         return value
     try:
@@ -24,7 +27,7 @@ def text_or_file(value: str) -> str:
 
 
 def json_object(value: str) -> Any:
-    """Raises: argparse.ArgumentTypeError."""
+    """Parses a JSON object, given as text or as `@FILE`. Raises: argparse.ArgumentTypeError."""
     with contextlib.suppress(ValueError):
         found = json.loads(text_or_file(value))
         if isinstance(found, dict):
@@ -33,7 +36,7 @@ def json_object(value: str) -> Any:
 
 
 def seconds(value: str) -> float:
-    """Raises: argparse.ArgumentTypeError; ValueError if it is not a number."""
+    """Parses a positive number of seconds. Raises: argparse.ArgumentTypeError; ValueError if `value` is no number."""
     if not 0 < (found := float(value)) < math.inf:
         raise argparse.ArgumentTypeError(f"a number of seconds above 0 is required, not {value}")
     return found
@@ -65,7 +68,7 @@ _VALUES: dict[str, tuple[Callable[[str], Any], str, str]] = {
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds flags whose `dest` is the option's name."""
+    """Adds a flag for each option. The flag's `dest` is the option's name."""
     for name, (kind, metavar, text) in _VALUES.items():
         flag = "--timeout" if name == "timeout_seconds" else "--" + name.replace("_", "-")
         parser.add_argument(flag, type=kind, metavar=metavar, dest=name, help=text)

@@ -1,4 +1,4 @@
-"""`outrider top`: the cluster on a terminal, once a second, as a router reports it (WatchCluster)."""
+"""`outrider top`: shows the cluster on a terminal once a second, as a router reports it (WatchCluster)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LATE_SECONDS = 1.5
 """Seconds that a report may be overdue before the last figures are marked as old."""
 
 AWAY = (PeerLostError, CapacityError, AbortedError, InternalError)
-"""Temporary errors: no router there, too many watches, no answer in time, a connection that breaks oddly."""
+"""Temporary errors: no router answers, too many watches exist, no answer comes in time, a connection breaks oddly."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0, also after q, Esc and Ctrl-C, which is how it ends; 143 after SIGTERM. Raises: OutriderError."""
+    """Returns the exit status: 0 after q, Esc or Ctrl-C, 143 after SIGTERM. Raises: OutriderError."""
     interval = arguments.interval
     if not MIN_INTERVAL_SECONDS <= interval <= MAX_INTERVAL_SECONDS:
         limits = f"{MIN_INTERVAL_SECONDS:g} to {MAX_INTERVAL_SECONDS:g}"
@@ -89,10 +89,10 @@ def _make_console(*, is_terminal: bool) -> Console:
 
 
 class WatchedCluster:
-    """The reports of a router, or of one of several targets that answers."""
+    """The reports of a router. If there are several targets, it watches one that answers."""
 
     def __init__(self, targets: str, *, interval_seconds: float, **connection: Any) -> None:
-        """`connection` has arguments of the client. Raises: ValueError without a target."""
+        """`connection`: further arguments of the client. Raises: ValueError if there is no target."""
         self._targets = Targets(targets)
         self.interval_seconds = interval_seconds
         self._connection = connection
@@ -115,7 +115,7 @@ class WatchedCluster:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def take_one(self) -> None:
-        """Takes one report of the first target that answers. Raises: the last target's OutriderError if none does."""
+        """Takes one report of the first target that answers. Raises: the last target's OutriderError if all fail."""
         while True:
             try:
                 async with aclosing(self._reports()) as reports:
@@ -128,7 +128,7 @@ class WatchedCluster:
                 return
 
     async def _reports(self) -> AsyncGenerator[None, None]:
-        """Yields after each report is added to the history. Raises: OutriderError, whenever reports end."""
+        """Yields after each report is added to the history. Always ends with an OutriderError, unless it is closed."""
         target, interval = self._targets.current, self.interval_seconds
         has_model = False
         async with (
@@ -145,7 +145,7 @@ class WatchedCluster:
                 if status is None:
                     raise PeerLostError(f"{target} has ended its reports", node=target)
                 if not has_model:
-                    with suppress(*AWAY):  # it has none until a node is serving
+                    with suppress(*AWAY):  # the router has no model until a node is serving
                         self._model = await client.model()
                         has_model = True
                 self._error = ""
@@ -171,7 +171,7 @@ async def _print(cluster: WatchedCluster, console: Console) -> None:
 
 @contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Silences stderr: gRPC's C core writes to it, across the screen. Exceptions are reported afterwards."""
+    """Silences stderr, since gRPC's C core would write across the screen. Exceptions are reported afterwards."""
     kept, nowhere = os.dup(STDERR), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, STDERR)
     try:
@@ -183,7 +183,7 @@ def _without_stderr() -> Iterator[None]:
 
 
 def _mode() -> list[Any] | None:
-    """Returns the mode of the terminal that keys come from; None if there is none."""
+    """Returns the mode of the terminal that keys come from; None if standard input is no terminal."""
     return termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
 
 
@@ -236,5 +236,5 @@ async def _show(cluster: WatchedCluster, console: Console) -> None:
         _set_mode(mode)
         following.cancel()
         await asyncio.wait({following})
-    if not following.cancelled():  # cancelled by a key
+    if not following.cancelled():  # a key press cancels the task; otherwise the task has failed
         following.result()

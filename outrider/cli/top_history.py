@@ -33,7 +33,7 @@ class Trail:
             self._points.pop()
         self._points.append(_Point(bucket, at, value))
         while len(self._points) > 2 and self._points[0].bucket <= bucket - self._num_buckets:
-            self._points.popleft()  # two remain, however far apart reports are: a rise needs two
+            self._points.popleft()  # two points always remain, since a rise needs two
 
     def add_count(self, at: float, count: float) -> None:
         """Adds a counter's value; a lower value means that the counter was reset."""
@@ -56,7 +56,7 @@ class Trail:
         return self.rise / seconds if seconds > 0.0 else None
 
     def by_bucket(self) -> list[float | None]:
-        """Returns the value of every bucket, up to the last one with a value; None if there was no report."""
+        """Returns the value of every bucket up to the last one with a value; None for a bucket without a report."""
         if not self._points:
             return [None] * self._num_buckets
         first = self._points[-1].bucket - self._num_buckets + 1
@@ -80,7 +80,7 @@ class History:
 
     def __init__(self) -> None:
         self.status: ClusterStatus | None = None
-        self.at = 0.0  # of the last report
+        self.at = 0.0  # time of the last report
         self._moves = Trail(bucket_seconds=1.0, num_buckets=MOVE_SECONDS + 1)
         self._nodes: dict[str, NodeTrail] = {}
 
@@ -102,7 +102,7 @@ class History:
 
     @property
     def moves_in_last_minute(self) -> int:
-        """Migrations in the last minute, as far as it was watched."""
+        """Number of migrations in the last minute, or in the part of it that was watched."""
         return int(self._moves.rise)
 
     def of(self, name: str) -> NodeTrail:

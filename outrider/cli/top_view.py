@@ -1,7 +1,7 @@
-"""The view of `outrider top`: a value in, lines of text out, independent of terminals and routers.
+"""The view of `outrider top`: turns a `History` into lines of text, independently of terminals and routers.
 
-Names, conditions and errors come from elsewhere: they become `Text`, never markup, and unprintable characters are
-escaped.
+Names, conditions and errors come from other processes. They therefore become `Text`, never markup, and their
+unprintable characters are escaped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outrider.cli.top_history import History, NodeTrail
 from outrider.node import ClusterStatus, Model, NodeRole, NodeState, NodeStatus
 
 MAX_WORDS = 300
-"""Maximum characters that are shown of a text from another process."""
+"""Maximum number of characters shown of a text from another process."""
 MAX_PROBLEMS = 6
 MIN_NAME_WIDTH, MAX_NAME_WIDTH = 12, 32
 FULL_KV = 0.9
@@ -40,13 +40,13 @@ _REPORTING = (NodeState.SERVING, NodeState.DRAINING)
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """A renderable of any width; a narrow one has fewer columns."""
+    """A Rich renderable of any width. On a narrow terminal it has fewer columns."""
 
     history: History
     target: str
     model: Model | None = None  # None: the router has not reported one yet
-    error: str = ""  # why there are no new figures; else empty
-    age_seconds: float = 0.0  # of the last figures
+    error: str = ""  # why there are no new figures; empty if there are
+    age_seconds: float = 0.0  # age of the last figures
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from self._head()
@@ -144,7 +144,7 @@ class _Column:
 
 
 FIRST_EXTRA = 9
-"""The rank from which on complete names take precedence over a column."""
+"""Columns of this rank or a higher one are shown only if complete names still fit."""
 
 _COLUMNS = (
     _Column("STATE", 11, 1, is_left=True),
@@ -204,7 +204,7 @@ def _fitting(width: int, nodes: Sequence[NodeStatus]) -> tuple[int, list[_Column
 
 
 def _row(name: str, name_width: int, columns: Sequence[_Column], cells: Sequence[_Cell], style: str) -> Text:
-    """Formats a row; of a name that is too long, the end is shown, because names differ there."""
+    """Formats a row. If a name is too long, only its end is shown, because names differ there."""
     if cell_len(name) > name_width:
         name = f"…{name[-name_width:]}"
     while cell_len(name) > name_width:
@@ -239,7 +239,7 @@ def _state_word(node: NodeStatus) -> str:
 
 
 def _kv_use(node: NodeStatus) -> float | None:
-    """Returns the used share of the KV cache, 0 to 1; None if the node has none."""
+    """Returns the used share of the KV cache, 0 to 1; None if the node has no cache."""
     total = node.load.kv_blocks_total
     return min(max(1.0 - node.load.kv_blocks_free / total, 0.0), 1.0) if total else None
 

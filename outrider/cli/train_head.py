@@ -1,4 +1,4 @@
-"""`outrider train-head`: trains a drafter head for a model; needs nothing but that model.
+"""`outrider train-head`: trains a drafter head for a model and needs nothing but that model.
 
 Ctrl-C or a kill loses little: the same command continues where the run stopped.
 """
@@ -20,7 +20,7 @@ from outrider.cluster.event_printer import EventPrinter
 from outrider.config.arguments import load_arguments
 from outrider.errors import ConfigError
 
-PLAN_ARGUMENTS = {  # by the plan's field: flag, type, metavariable, help
+PLAN_ARGUMENTS = {  # for each field of the plan: flag, type, metavariable, help
     "form": ("--form", str, "FORM", "form of the head: eagle3 (default), medusa or mlp"),
     "minutes": ("--minutes", float, "N", "minutes that the whole run should take; default 60"),
     "prompts": ("--prompts", Path, "FILE", 'JSONL: {"text": …} or {"messages": […]}; default: the model writes them'),
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises: OutriderError."""
+    """Trains the head. Raises: OutriderError."""
     from outrider.training.plan import TrainingPlan
     from outrider.training.run import train_head  # imports torch
 
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         printer.say(f"interrupted; the same command continues with the data in {plan.work}")
         raise
     except BrokenPipeError:
-        raise  # from the terminal, not from the run
+        raise  # the error comes from the terminal, not from the run
     except OSError as error:  # a full disk
         raise ConfigError(f"{error}; afterwards, the same command continues with the data in {plan.work}") from error
     return 0

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-hashes",
         dest="router.token_file",
         metavar="FILE",
-        type=lambda text: Path(text).absolute(),  # never null or empty, which would disable authentication
+        type=lambda text: Path(text).absolute(),  # null or an empty path would disable authentication
         help="require tokens of clients; a line of the file is NAME sha256:HEX [priority=N] [rate=N], where HEX is the "
         "SHA-256 of a token",
     )
@@ -83,7 +83,7 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
     by_role = {role: load(role) for role, _ in map(parse_reference, arguments.imports) if role}
     write_warnings("outrider", [text for each in (common, *by_role.values()) for text in each.warnings])
     sections = common.sections
-    drafting = by_role.get(DECODE, common)  # its file chooses the drafter, for all nodes
+    drafting = by_role.get(DECODE, common)  # the decode nodes' file chooses the drafter for all nodes
     heads = [text for text in drafting.overrides if text.startswith(f"{HEAD}=")]
     overrides = [*common.overrides, *heads, *given_settings(arguments)]
     if tls is not None:
@@ -94,7 +94,7 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
         overrides = [*(f"security.tls.{name}={path}" for name, path in files.items()), *overrides]
     config: ClusterConfig = drafting.sections["cluster"]
     _check_heads(getattr(arguments, HEAD), config.draft_choice)
-    if config.port:  # reported at once, not only after the weights are loaded
+    if config.port:  # a port in use is reported at once, not only after loading
         for index in range(config.routers):
             probe_port(sections["server"].host, config.port + index, "choose another with --port")
     if config.openai_port is not None:
@@ -116,7 +116,7 @@ def make_cluster(arguments: argparse.Namespace, *, tls: Path | None = None) -> C
 
 
 def _check_heads(head: Path | None, draft: DraftChoice) -> None:
-    """Reports errors of heads before any node starts. Raises: ConfigError."""
+    """Checks the choice of a head before any node starts. Raises: ConfigError."""
     if head and draft.proposer in (NO_PROPOSER, "head"):
         raise ConfigError(f"--head makes decode nodes draft, and --draft {draft.proposer} prevents that: choose one")
     folder = str(head or (draft.model_id if draft.proposer == "head" else AUTO_HEAD))
@@ -125,7 +125,7 @@ def _check_heads(head: Path | None, draft: DraftChoice) -> None:
 
 
 def _check_gateway(port: int, sections: Mapping[str, Any], *, has_tls: bool) -> None:
-    """Raises: ConfigError if the OpenAI gateway could never reach a router."""
+    """Checks the settings of the OpenAI gateway. Raises: ConfigError if it could never reach a router."""
     require_gateway()
     require_engine_protocol()
     router = sections["router"]

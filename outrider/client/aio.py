@@ -76,7 +76,7 @@ class AsyncGenerateStream(BaseStream):
             self._call = self._open()
 
     async def trailers(self) -> dict[str, str]:
-        """Returns the last call's trailers (docs/protocol.md) when it has ended; none if it was cancelled."""
+        """Waits for the last call's end and returns its trailers (docs/protocol.md), none if the call was cancelled."""
         return {key: value for key, value in await self._call.trailing_metadata() if isinstance(value, str)}
 
     def cancel(self) -> None:
@@ -101,7 +101,9 @@ class AsyncGenerateStream(BaseStream):
 
 
 class AsyncClient(BaseClient[AsyncGenerateStream]):
-    """An asynchronous client with the arguments of `Client`, for one event loop. Raises OutriderErrors, no gRPC errors.
+    """An asynchronous client with the arguments of `Client`, for one event loop.
+
+    Raises OutriderErrors, not gRPC errors.
 
     Cancelling a task that waits for an answer stops the request on all nodes.
     """
@@ -172,7 +174,9 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         await self.close()
 
     async def _abort_anywhere(self, request_id: str) -> None:
-        """Asks routers to abort a request until one has. An unreachable one drops it when its resume window ends."""
+        """Asks routers in turn to abort a request, until one has done so. A router that cannot be reached drops
+        the request when the resume window ends.
+        """
         request = router_pb2.AbortRequest(request_id=request_id)
         for target in self._targets.in_order():
             with contextlib.suppress(grpc.RpcError):

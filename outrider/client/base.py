@@ -26,7 +26,7 @@ from outrider.rpc.tls import TlsConfig, client_credentials
 from outrider.v1 import router_pb2, router_pb2_grpc
 
 DEFAULT_TIMEOUT_SECONDS = 30.0
-"""Default timeout in seconds of calls that answer at once. Generation has none by default."""
+"""Default timeout in seconds of calls that answer at once. Generation has no timeout by default."""
 ABORT_SECONDS = 1.0
 """Seconds that the end of a stream may wait for a router to confirm that it has stopped the request."""
 
@@ -71,7 +71,7 @@ class BaseClient(Generic[StreamT]):
     """The base of both clients: a channel to every target, and the open streams."""
 
     _make_stream: type[StreamT]
-    _open_channel: Callable[..., Any]  # as a staticmethod
+    _open_channel: Callable[..., Any]  # subclasses set it as a staticmethod
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class BaseClient(Generic[StreamT]):
 
     @property
     def target(self) -> str:
-        """The target that answered last, or the first one if none has."""
+        """The target that answered last, or the first one if none has answered yet."""
         return self._targets.current
 
     # ------------------------------------------------------------ streams
@@ -128,7 +128,7 @@ class BaseClient(Generic[StreamT]):
         """Streams the rest of an answer that was started with a resume window.
 
         `next_positions` maps a sample to the position of the first token wanted; a sample that is
-        left out starts at the end of the prompt. The stream that had the answer before, in any
+        left out starts at the end of the prompt. The previous stream of this answer, in whichever
         process, ends with AbortedError. `resume_window_seconds` limits how long this stream tries
         to continue after its connection breaks.
         """

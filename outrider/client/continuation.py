@@ -1,10 +1,10 @@
 """Continues a Generate stream after a failed call: chooses the next router, call and time.
 
 A request with a resume window is resumed, on its router first and then on the others, until
-its window has passed. If a router does not know it (because the first one died before it
-stored the request, or there is no shared store), it is sent again, with the tokens that have
-arrived and the seed of Started. A request without a window is sent again only if nothing of
-its answer has arrived.
+its window has passed. If a router does not know the request (because the first router died
+before storing it, or there is no shared store), the request is sent again, with the tokens that
+have arrived and the seed of Started. A request without a window is sent again only if nothing
+of its answer has arrived.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Continuation:
         self._attempts = attempts
         self._num_events = 0  # the record's number of events when the last call began
         self._num_failures = 0  # since the last event
-        self._lost_at: float | None = None  # time of the first lost call since the last event; if resumable
+        self._lost_at: float | None = None  # time of the first lost call since the last event; set only if resumable
         self._not_before: dict[str, float] = {}  # by target: the monotonic time before which it must not be called
         self._is_draining = False  # whether a router has reported, since the last event, that it is draining
         self._is_over = False  # whether the request was rejected, or resumed by another stream
@@ -125,9 +125,10 @@ class Continuation:
         return self._paused(self._targets.after(step.target), self._resume())
 
     def _paused(self, target: str, request: router_pb2.ResumeRequest) -> Step:
-        """Returns a call with a pause: a backoff once every target was tried, and at least what the router asked for.
+        """Returns a step that makes the call after a pause.
 
-        A pause that the router asked for is cut to the rest of the resume window.
+        The pause is the time that the router asked for, but at most the rest of the resume window. Once every target
+        has been tried, the pause is at least a backoff.
         """
         assert self._window_seconds is not None
         self._num_failures += 1
@@ -146,7 +147,10 @@ class Continuation:
         )
 
     def _resend(self, error: OutriderError) -> Step:
-        """Returns a call that sends the request again, to a router that does not know it. Raises: `error`."""
+        """Returns a call that sends the request again, since the router does not know it.
+
+        Raises: `error` if this stream does not have the request, or if a part of the answer has arrived and `n` > 1.
+        """
         record = self._record
         if self._request is None:
             raise error
@@ -177,14 +181,14 @@ class Continuation:
         if isinstance(error, PeerLostError) and error.reason == UNREACHABLE:
             self._num_failures += 1
             target = self._targets.after(self.step.target)
-            if self._num_failures % len(self._targets):  # another target is untried
+            if self._num_failures % len(self._targets):  # there is an untried target
                 record.discard_started()
                 return Step(target, request)
             return self._next_attempt(error, target)
         return self._next_attempt(error, self.step.target)
 
     def _next_attempt(self, error: OutriderError, target: str) -> Step:
-        """Returns the next attempt by the retry policy. Raises: `error` if the policy gives up."""
+        """Returns the next attempt according to the retry policy. Raises: `error` if the policy gives up."""
         seconds = self._attempts.next_after(error)
         if seconds is None:
             raise error

@@ -1,4 +1,4 @@
-"""Reads prompts in the forms that callers use: OpenAI's chat messages, and token ids of numpy and torch."""
+"""Reads prompts in the forms that callers use: OpenAI's chat messages, and token ids from numpy and torch."""
 
 # ruff: noqa: TRY004 a wrong type is a ValueError here: callers add the name of the field
 
@@ -24,9 +24,9 @@ def is_chat(prompt: Any) -> bool:
 
 
 def read_message(message: Any) -> ChatMessage:
-    """Converts a ChatMessage, or an OpenAI message with a role and text, as a dict or an object of OpenAI's client.
+    """Converts an OpenAI message (a dict or an object of OpenAI's client) with a role and text to a ChatMessage.
 
-    Raises: ValueError for anything else.
+    Returns a ChatMessage unchanged. Raises: ValueError for anything else.
     """
     if isinstance(message, ChatMessage):
         return message
@@ -55,7 +55,7 @@ def _text_of(part: Any) -> str:
 
 
 def read_token_ids(prompt: Any, *, other: str = "a list of messages") -> list[int]:
-    """Returns token ids as a list. `other` names the caller's third form of a prompt. Raises: ValueError."""
+    """Returns token ids as a list. `other`: what errors name as the third form of a prompt. Raises: ValueError."""
     if isinstance(prompt, (bytes, bytearray)):
         raise ValueError("a prompt must be text, not bytes: decode them")
     if isinstance(prompt, Mapping):

@@ -64,7 +64,7 @@ class GenerateOptions(ChatOptions, total=False):
     skip_special_tokens: bool
     echo: bool
     token_ids_only: bool
-    token_bytes: bool  # with each logprob of the answer
+    token_bytes: bool  # whether each logprob of the answer has its token's bytes
     logprobs_mode: str  # "model", "sampled"
     # speculation
     speculation: bool
@@ -102,8 +102,8 @@ _FIELDS = {
 def make_request(prompt: Prompt, options: GenerateOptions) -> router_pb2.GenerateRequest:
     """Makes a request.
 
-    Raises: InvalidRequestError for values that do not fit their field and for two constraints; TypeError for an option
-    that does not exist.
+    Raises: InvalidRequestError for values that do not fit their field, and if two constraints are given; TypeError for
+    an option that does not exist.
     """
     known = GenerateOptions.__annotations__
     for name in options:
@@ -219,8 +219,8 @@ def to_duration(seconds: float, *, field: str) -> duration_pb2.Duration:
 def _assign(message: Any, path: str, value: Any, *, name: str = "") -> None:
     """Sets the field at a path such as "stop.strings". None leaves it unset, and does not create submessages.
 
-    A single text or number becomes a list of one if the field is a list. Raises: InvalidRequestError for the field
-    `name`, by default `path`.
+    A single text or number becomes a list of one if the field is a list. Raises: InvalidRequestError, which
+    names the field `name`, by default `path`.
     """
     if value is None:
         return

@@ -40,13 +40,13 @@ class StreamRecord:
         """The request's id on its router, for `abort` and for logs."""
         self.num_events = 0
         self._num_brought_tokens = 0 if wanted.request is None else len(wanted.request.generated_token_ids)
-        self.is_resent = False  # whether the current call continues after tokens that an earlier one returned
+        self.is_resent = False  # whether the request was sent again with the tokens that had arrived
         self._started: Started | None = None
         self._summary: Summary | None = None
         self._text: dict[int, list[str]] = {}
         self._token_ids: dict[int, list[int]] = {}
         self._next_positions = dict(wanted.next_positions)
-        self._ended_texts: set[int] = set()  # samples whose held-back text has arrived
+        self._ended_texts: set[int] = set()  # samples whose final text, in a Delta without tokens, has arrived
         self.finished: dict[int, Finished] = {}
         """The finished samples, by index."""
 
@@ -75,12 +75,15 @@ class StreamRecord:
         before = self._started
         if before is not None and (before.seed, before.num_prompt_tokens) != (started.seed, started.num_prompt_tokens):
             raise InternalError(f"{started.router} resumed another request instead of {self.request_id!r}")
-        if before is not None and not started.prompt_logprobs:  # the resumed call did not ask for them again
+        if before is not None and not started.prompt_logprobs:  # the resumed call did not ask for these again
             started = replace(started, prompt_logprobs=before.prompt_logprobs)
         self._started = started
 
     def _take_delta(self, delta: Delta) -> Delta | None:
-        """Returns the Delta, or None if it has only text and a resumed call repeats it: positions count only tokens."""
+        """Returns the Delta, or None if a resumed call repeats a Delta of text only.
+
+        Positions do not reveal such a repeat, since they count only tokens.
+        """
         sample = delta.sample
         expected = self._next_positions.get(sample, delta.start_position)
         if delta.start_position != expected:
@@ -95,7 +98,7 @@ class StreamRecord:
         return delta
 
     def next_positions(self) -> dict[int, int]:
-        """Returns the positions by sample, as Resume takes them. A missing sample means the end of the prompt."""
+        """Returns the next position of each sample, as Resume takes them. A missing sample starts after the prompt."""
         if self._num_brought_tokens and self._started is not None:
             first = self._started.num_prompt_tokens + self._num_brought_tokens
             return {0: first, **self._next_positions}

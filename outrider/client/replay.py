@@ -1,4 +1,4 @@
-"""Computes a receipt's answer again without drafts, and compares the two token by token (`outrider replay`)."""
+"""Computes a receipt's answer again without drafts, and compares both answers token by token (`outrider replay`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Comparison:
     recorded: ReceiptSample
     num_alike: int = 0
     is_different: bool = False
-    computed: int | None = None  # the token that differs; None: the answer has ended
+    computed: int | None = None  # the new answer's token that differs; None: that answer has ended
     gap: float | None = None  # between the two best logprobs at that position, as the sampler saw them; None: unknown
 
     @property
@@ -35,7 +35,7 @@ class Comparison:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is left to compare. The tokens that a truncated receipt lacks are unknown."""
+        """Whether nothing is left to compare. The comparison with a truncated receipt ends at its last token."""
         return self.is_different or (self.expected is None and not self.recorded.is_whole)
 
     def take(self, delta: Delta) -> None:
@@ -81,7 +81,7 @@ def replay(client: Client, receipt: Receipt) -> tuple[list[Comparison], tuple[No
     request = _request_of(receipt)
     for field in ("request_id", "model", "priority", "resume_window"):  # no token depends on these
         request.ClearField(field)
-    request.output.ClearField("prompt_logprobs")  # skip_special_tokens stays: stop strings match against the text
+    request.output.ClearField("prompt_logprobs")  # skip_special_tokens is kept, since it affects stop strings
     request.speculation.enabled = False
     request.output.top_logprobs = 2
     request.output.logprobs_mode = router_pb2.LOGPROBS_MODE_SAMPLED

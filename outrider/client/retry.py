@@ -48,7 +48,7 @@ ONE_ATTEMPT = RetryPolicy(max_attempts=1)
 
 def _may_work_later(error: OutriderError, num_attempts: int) -> bool:
     if isinstance(error, AlreadyRunningError):
-        # Another attempt of this client's may still run: its connection broke, and the router has not noticed yet.
+        # An earlier attempt of this client may still run, if its connection broke and the router has not noticed yet.
         return num_attempts > 1
     return isinstance(error, (CapacityError, PeerLostError)) and error.reason != POISON_REQUEST
 

@@ -65,11 +65,11 @@ class GenerateStream(BaseStream):
         if self._cancelled.wait(step.pause_seconds):
             return
         self._call = self._open()
-        if self._cancelled.is_set():  # meanwhile, so that `cancel` has only cancelled the previous call
+        if self._cancelled.is_set():  # was set meanwhile, so `cancel` only cancelled the previous call
             self._call.cancel()
 
     def trailers(self) -> dict[str, str]:
-        """Returns the last call's trailers (docs/protocol.md) when it has ended; none if it was cancelled."""
+        """Waits for the last call's end and returns its trailers (docs/protocol.md), none if the call was cancelled."""
         return {key: value for key, value in self._call.trailing_metadata() or () if isinstance(value, str)}
 
     def cancel(self) -> None:
@@ -88,20 +88,20 @@ class GenerateStream(BaseStream):
 
 
 class Client(BaseClient[GenerateStream]):
-    """A client of one router, or of several with the same nodes. Thread-safe. Raises OutriderErrors, no gRPC errors.
+    """A client of one router, or of several with the same nodes. Thread-safe. Raises OutriderErrors, not gRPC errors.
 
     `target` is "host:port", or several of them as a sequence or separated by commas. With
-    several, calls go to the one that answered last, or to the next one if it cannot be reached,
-    and streams of `generate` have a resume window, so that they survive the loss of a router.
+    several, calls go to the one that answered last, or to the next one if that cannot be reached.
+    Streams of `generate` then have a resume window, so that they survive the loss of a router.
 
-    `tls=None` means plaintext, `tls=TlsConfig()` TLS that trusts the system's authorities.
+    `tls=None` means plaintext; `tls=TlsConfig()` means TLS that trusts the system's authorities.
     `token` is sent with every call as `authorization: Bearer …` and requires TLS. `retry`
-    decides which failed calls are repeated; by default none is. `timeout_seconds` applies to
+    decides which failed calls are repeated; by default, none are. `timeout_seconds` applies to
     calls that answer at once. A request's own timeout is an option of `generate` and
     `complete`, and covers all of its attempts together.
 
     Raises: ConfigError for a file of `tls` that cannot be read, and for a token without TLS;
-    ValueError without a target, and for a timeout, here or of a request, that is not above 0.
+    ValueError if there is no target, or if a timeout, here or of a request, is not above 0.
     """
 
     _make_stream = GenerateStream
@@ -168,7 +168,9 @@ class Client(BaseClient[GenerateStream]):
         self.close()
 
     def _abort_anywhere(self, request_id: str) -> None:
-        """Asks routers to abort a request until one has. An unreachable one drops it when its resume window ends."""
+        """Asks routers in turn to abort a request, until one has done so. A router that cannot be reached drops
+        the request when the resume window ends.
+        """
         request = router_pb2.AbortRequest(request_id=request_id)
         for target in self._targets.in_order():
             with contextlib.suppress(grpc.RpcError):

@@ -14,7 +14,7 @@ _MULTI_ADDRESS_SCHEMES = ("ipv4:", "ipv6:")  # schemes of gRPC whose targets may
 
 
 class Targets:
-    """A client's targets. Calls try `current`, the one that answered last, first. Shared by the client's threads."""
+    """A client's targets. Calls first try `current`, the one that answered last. Shared by the client's threads."""
 
     def __init__(self, targets: str | Sequence[str]) -> None:
         """`targets` is one target, several separated by commas, or a sequence.
@@ -43,7 +43,7 @@ class Targets:
 
 
 def normalize_target(target: str) -> str:
-    """Returns a target for gRPC: adds the default port, and removes http://. Raises: ValueError."""
+    """Returns a target for gRPC: adds the default port if there is none, and removes http://. Raises: ValueError."""
     scheme, is_url, rest = target.partition("://")
     if is_url and scheme.lower() in ("https", "grpcs"):
         raise ValueError(f"{target}: a target must be HOST:PORT; tls (in commands --tls, --authority) turns TLS on")

@@ -33,8 +33,8 @@ _MODULES = {
     "Cluster": "cluster",
     "Launch": "plan",
 }
-"""Modules by the names that they define. A module is imported when a name is first used, since a client needs only the
-settings.
+"""Names, each with the module that defines it. A module is imported when one of its names is first used, since a client
+needs only the settings.
 """
 
 

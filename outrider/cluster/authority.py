@@ -1,6 +1,6 @@
 """A temporary certificate authority in a folder, so that one flag turns on mutual TLS.
 
-Its key is never written to disk, so no one can issue another certificate.
+The authority's key is never written to disk, so no one can issue another certificate.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ class Authority:
 
 
 def prepare_tls_folder(folder: Path, config: SecurityConfig) -> TlsConfig:
-    """Returns the TLS settings between the services of a cluster, using the folder's files if it has all of them.
+    """Returns the TLS settings for calls between the services of a cluster. Uses the folder's files if all exist.
 
-    Otherwise writes an authority, `node.pem` for the services, and `client.pem` for clients and operators, with their
-    keys, valid for 30 days. Raises: ConfigError for a folder that has only some of the files, or expired ones.
+    If there are none, writes an authority, `node.pem` for the services, and `client.pem` for clients and operators,
+    with their keys, valid for 30 days. Raises: ConfigError for a folder that has only some of the files, or expired
+    ones.
     """
     folder = folder.absolute()
     there = [name for name in FILES if (folder / name).exists()]
@@ -88,8 +89,8 @@ def prepare_tls_folder(folder: Path, config: SecurityConfig) -> TlsConfig:
 
 
 def _can_be_certified(name: str) -> bool:
-    """Whether the name is an address, or a DNS name in normal form. A host name may be neither, since DNS names contain
-    no underscore.
+    """Returns whether the name is an address, or a DNS name in normal form. A host name with an underscore, for
+    example, is neither.
     """
     try:
         return ip_of(name) is not None or idna.encode(name, uts46=True).decode() == name

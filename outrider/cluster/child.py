@@ -39,11 +39,11 @@ class NodeProcess:
     role: str  # "decode_node"
     state: ChildState
     pid: int  # 0 if there is no process
-    address: str  # host:port; empty until it listens
+    address: str  # host:port; empty until the process listens
     metrics_address: str | None
     num_restarts: int
     log_path: Path
-    description: Mapping[str, Any] = field(default_factory=dict)  # as announced at the end of its start
+    description: Mapping[str, Any] = field(default_factory=dict)  # announced when the process began to serve
 
 
 class EventKind(enum.Enum):
@@ -51,7 +51,7 @@ class EventKind(enum.Enum):
     LISTENING = "listening"
     PROGRESS = "progress"
     SERVING = "serving"
-    REFUSED = "refused"  # by another process, which continues without it
+    REFUSED = "refused"  # another process refused this one and continues without it
     DIED = "died"
     FAILED = "failed"
     STOPPING = "stopping"
@@ -70,7 +70,7 @@ class ClusterEvent:
 
 
 class Child:
-    """Owned by the supervisor's thread, except `send_signal`, which takes the cluster's lock."""
+    """A child process. Owned by the supervisor's thread, except `send_signal`, which needs the cluster's lock."""
 
     def __init__(self, spec: ChildSpec, log_path: Path) -> None:
         self.spec = spec
@@ -84,14 +84,14 @@ class Child:
         self.exit_status: int | None = None
         self.num_restarts = 0
         self.num_failures = 0
-        self.refused_by: set[str] = set()  # names of routers that are still waiting for nodes
+        self.refused_by: set[str] = set()  # names of routers that refused this node before they ever served
         self.start_at = 0.0
         self.serving_since: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._announced: FileIO | None = None  # the pipe of announcements, while the process runs
         self._buffer = b""
-        self._failure = ""  # as announced
-        self._log: FileIO | None = None  # while the process runs
+        self._failure = ""  # the announced cause of failure
+        self._log: FileIO | None = None  # the open log, while the process runs
         self._log_start = 0  # offset in the log at which this process's output begins
 
     @property
@@ -108,10 +108,10 @@ class Child:
         return self.serving_since is None and self.num_restarts == 0
 
     def spawn(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Starts the process. The calling thread must outlive it. Raises: OSError.
+        """Starts the process. The calling thread must outlive the process. Raises: OSError.
 
-        If no log can be opened, it starts without one: a full disk, or a cleaner of temporary files, must not prevent
-        a restart.
+        If no log can be opened, the process starts without one, since a full disk or a cleaner of temporary files must
+        not prevent a restart.
         """
         log = self._open_log()
         log_start = log.seek(0, os.SEEK_END)
@@ -152,16 +152,16 @@ class Child:
     def bound_log(self, max_bytes: int) -> None:
         """Moves a log that has grown beyond `max_bytes` to `LOG.1`, which is overwritten. Raises: OSError.
 
-        It is copied and truncated: the process and its libraries continue to append to the same file, even if its name
-        was removed.
+        The log is copied and truncated, since the process and its libraries continue to append to the same file, even
+        if its name was removed.
         """
         if self._log is None or os.fstat(self._log.fileno()).st_size <= max_bytes:
             return
         try:
             self._log.seek(-max_bytes, os.SEEK_END)
-            recent = self._log.read(max_bytes)  # no more, however fast the log grows
+            recent = self._log.read(max_bytes)  # at most this much, however fast the log grows
             self.log_path.with_name(f"{self.log_path.name}.1").write_bytes(recent)
-        finally:  # on a full disk, too: truncation frees space
+        finally:  # a full disk also needs the truncation, which frees space
             self._log.truncate(0)
             self._log_start = 0
 
@@ -187,14 +187,16 @@ class Child:
         return status
 
     def send_signal(self, number: signal.Signals) -> bool:
-        """Returns False if there is no process. A child keeps its pid until reaped, so no other process is hit."""
+        """Sends the signal. Returns False if there is no process. A child keeps its pid until it is reaped, so no other
+        process can be hit.
+        """
         if self._process is None or self._process.poll() is not None:
             return False
         self._process.send_signal(number)
         return True
 
     def failure_reason(self) -> str:
-        """Returns the announced cause of failure, or else the log's last line that is an error or not a structured
+        """Returns the announced cause of failure, or else the log's last line that is an error or is not a structured
         event.
         """
         if self._failure:

@@ -22,20 +22,20 @@ from outrider.cluster.plan import GATEWAY, ROUTER, Launch, child_command, plan_c
 from outrider.errors import ConfigError, InternalError, NotFoundError, PeerLostError
 from outrider.extras import require
 
-require("node")  # its children import this extra's packages
+require("node")  # the children import this extra's packages
 TICK_SECONDS = 0.05
 START_SECONDS = 600.0
-"""Default timeout of `wait_serving`: a first start may download the model."""
+"""Default timeout of `wait_serving` in seconds. It is long, since a first start may download the model."""
 SIGNAL_SECONDS = 0.5
-"""Interval of joins in `stop`: a signal just before a join of the main thread is handled only after it."""
+"""Seconds of each join in `stop`. A signal that arrives just before the main thread joins is handled after the join."""
 NODE_TERM_SHARE = 0.4
-"""Nodes get SIGTERM when routers and gateway have ended, at the latest after this share of their shutdown time."""
+"""Nodes get SIGTERM when the routers have ended, or after this share of the time that routers and gateway may take."""
 
 
 class Cluster:
     """A local cluster. As a context manager, it is serving inside the block and stopped after it.
 
-    One thread spawns, watches and reaps all children, and outlives them: the kernel ties the
+    One thread spawns, watches and reaps all children, and outlives them, because the kernel ties the
     parent-death signal to the thread that spawned them. All methods may be called from any
     thread.
     """
@@ -72,7 +72,7 @@ class Cluster:
     def start(self) -> None:
         """Starts the children; returns at once. Raises: ConfigError if there is no folder for logs."""
         assert self._thread is None, "a cluster starts once"
-        is_chosen = self.launch.log_directory is not None  # by the user: it may exist already
+        is_chosen = self.launch.log_directory is not None  # the user chose it, so it may exist already
         remove_stale_folders()
         try:
             self.log_directory.mkdir(mode=0o700, parents=True, exist_ok=is_chosen)
@@ -101,7 +101,7 @@ class Cluster:
 
     @property
     def router_address(self) -> str:
-        """The target for clients: the addresses of several routers are separated by commas.
+        """The target for clients. If there are several routers, their addresses are separated by commas.
 
         Raises: InternalError until every router listens.
         """
@@ -132,7 +132,7 @@ class Cluster:
             if not child.send_signal(number):
                 raise NotFoundError(f"{name} is not running")
             if number == signal.SIGKILL:
-                child.state = ChildState.STOPPING  # it no longer serves, though its death is noticed only later
+                child.state = ChildState.STOPPING  # the child no longer serves, though its death is noticed later
 
     def stop(self) -> dict[str, int]:
         """Stops everything within about 4.5 s; returns the exit statuses by name. Idempotent."""
@@ -147,14 +147,15 @@ class Cluster:
 
     @property
     def exit_statuses(self) -> dict[str, int]:
-        """Exit statuses of the children's last ended processes; a negative one is a signal's number."""
+        """The exit status of each child's last process that ended; if a signal ended it, minus the signal's number."""
         return {child.name: child.exit_status for child in self._children if child.exit_status is not None}
 
     @property
     def has_ended_well(self) -> bool:
         """Whether no process ended by itself, by SIGKILL or with an error.
 
-        One that was not serving yet may still have been importing modules: SIGTERM then ends it without a message.
+        A process that was not serving yet may also have ended by SIGTERM, since it may still have been importing
+        modules.
         """
         return all(
             child.exit_status in (None, 0) or (child.exit_status == -signal.SIGTERM and child.serving_since is None)
@@ -275,7 +276,7 @@ class Cluster:
         before = [other for other in self._children if other is not child]
         if any(other.is_one_shot and other.state is not ChildState.ENDED for other in before):
             return False
-        if child.role == GATEWAY:  # it asks routers for their model, and retries only after a second
+        if child.role == GATEWAY:  # it asks routers for their model, and would retry only after a second
             return all(other.serving_since for other in before if other.role == ROUTER)
         if child.role == ROUTER:  # it can wait for nodes that are not serving yet
             nodes = [other for other in before if other.role not in (ROUTER, GATEWAY)]
@@ -311,7 +312,7 @@ class Cluster:
         self._change_state(child, ChildState.STARTING, EventKind.STARTING, f"pid {child.pid}")
 
     def _stop_children(self) -> None:
-        """Sends SIGTERM to routers and gateway, then to nodes, and SIGKILL to each at its deadline, even if frozen."""
+        """Sends SIGTERM to routers and gateway, then to nodes; SIGKILL ends those that exceed their deadline."""
         running = [child for child in self._children if child.is_running]
         routers = [child for child in running if child.role == ROUTER]
         first = [*routers, *(child for child in running if child.role == GATEWAY)]

@@ -58,7 +58,7 @@ class ClusterConfig:
 
     @property
     def computing_nodes(self) -> dict[str, str]:
-        """The role of each node that has a model, by its name, such as "decode-0"."""
+        """The role of each node that has a model, by the node's name, such as "decode-0"."""
         num_drafts = self.draft_nodes if self.draft_choice.model_id else 0  # prompt lookup needs no nodes
         counts = {DECODE: self.decode_nodes, PREFILL: self.prefill_nodes, DRAFT: num_drafts}
         return {name: role for role, count in counts.items() for name in node_names(role, count)}
@@ -71,10 +71,10 @@ def node_names(role: str, count: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervision:
-    """Timeouts and restart delays; tests use others."""
+    """Timeouts and restart delays. Tests use other values."""
 
     end_seconds: float = 1.5  # from the end of a process's drain to SIGKILL
-    restart_seconds: float = 1.0  # wait before a second restart; doubled for each further one
+    restart_seconds: float = 1.0  # delay before a second restart; doubled for each further one
     max_restart_seconds: float = 30.0
     max_log_bytes: int = 8 << 20  # per process; the same amount of older output is kept in a second file
     stable_seconds: float = 60.0  # after serving for this long, the restart delay is reset
@@ -82,7 +82,7 @@ class Supervision:
     def restart_delay(self, num_failures: int, *, has_served: bool) -> float:
         """Returns the seconds before a restart after consecutive failures: doubled each time, up to a limit.
 
-        Returns 0 after the first failure of a child that has served: requests wait for it.
+        Returns 0 after the first failure of a child that has served, since requests wait for it.
         """
         if num_failures == 0 and has_served:
             return 0.0

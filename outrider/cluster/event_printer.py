@@ -26,13 +26,13 @@ class EventPrinter:
         self._stream = stream
         self._is_terminal = stream.isatty()
         self._lock = threading.Lock()
-        self._bars: dict[str, tuple[ClusterEvent, float]] = {}  # by process, with the start time of the stage
+        self._bars: dict[str, tuple[ClusterEvent, float]] = {}  # last event and stage's start time, by process
         self._drawn_at = 0.0
         self._drawn: ClusterEvent | None = None
         self._bar_length = 0
 
     def show(self, event: ClusterEvent) -> None:
-        """Prints the event, unless it is a failed start: `wait_serving` raises that to its caller."""
+        """Prints the event, unless it reports a failed start, which `wait_serving` raises to its caller."""
         if event.kind is EventKind.FAILED:
             return
         if event.kind is EventKind.PROGRESS:

@@ -1,4 +1,4 @@
-"""Temporary folders of clusters. Their supervisor locks them; those that it leaves behind are removed a day later."""
+"""Temporary folders of clusters. A supervisor locks those of its cluster; any left behind are removed after a day."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from pathlib import Path
 
 PREFIX = "outrider-"
 OURS = re.compile(PREFIX + r"\d+-([0-9a-f]{8}|turns-\w{8})")
-"""Matches temporary folders' names, but not those that users choose for logs, such as outrider-2026-11-26."""
+"""Matches the names of temporary folders, but not log folders named by users, such as outrider-2026-11-26."""
 KEPT_SECONDS = 86_400.0
-"""Seconds that a temporary folder keeps the logs of a cluster that could not start or was killed."""
+"""Seconds for which the temporary folder of a cluster that was killed or could not start is kept, with its logs."""
 
 
 def shared_memory_directory() -> Path:
-    """Returns a directory in memory: on a disk, write-back of a mapped file would stall the processes that use it."""
+    """Returns a directory in memory if there is one, otherwise the system's temporary directory.
+
+    On a disk, the write-back of a mapped file would stall the processes that use the file.
+    """
     shared = Path("/dev/shm")  # noqa: S108 names in it are random
     return shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def hold(folder: Path, lock: int = fcntl.LOCK_SH) -> int:
-    """Returns a descriptor that keeps other supervisors from removing the folder until closed. Raises: OSError."""
+    """Returns a file descriptor. Until it is closed, other supervisors cannot remove the folder. Raises: OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
@@ -36,7 +39,7 @@ def hold(folder: Path, lock: int = fcntl.LOCK_SH) -> int:
 
 
 def remove_stale_folders() -> None:
-    """Removes folders of this user's clusters whose supervisor was killed or could not start, after a day."""
+    """Removes folders, at least a day old, of this user's clusters that were killed or could not start."""
     for folder in {Path(tempfile.gettempdir()), shared_memory_directory()}:
         for path in folder.glob(f"{PREFIX}*"):
             with contextlib.suppress(OSError):

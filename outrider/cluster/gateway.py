@@ -1,7 +1,7 @@
-"""`python -m outrider.cluster.gateway`: OpenAI's API over HTTP, by the SMG gateway in front of routers.
+"""`python -m outrider.cluster.gateway`: serves OpenAI's API over HTTP with the SMG gateway, in front of routers.
 
-The gateway runs in this process and handles its signals: after SIGTERM, running answers may end during the drain. A
-thread announces when it can answer.
+The gateway runs in this process and handles its signals: after SIGTERM, answers in progress may end during the drain. A
+thread announces when the gateway can answer.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ MODULE = "outrider.cluster.gateway"
 TICK_SECONDS = 0.1
 PROBE_SECONDS = 2.0
 MAX_BODY_BYTES = 16 * 1024 * 1024
-"""Largest HTTP request in bytes. A router takes 2 MiB, in which token ids need less space than their text."""
+"""Maximum size of an HTTP request in bytes. A router accepts only 2 MiB, but it receives token ids, which need less
+space than their text.
+"""
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
-"""The gateway asks a model hub for a tokenizer that is not on its machine before it asks the router. This hub never
-answers, since nothing listens on the discard port.
+"""The gateway's environment. For a tokenizer that is not on its machine, the gateway asks a model hub before it asks
+the router. This hub never answers, since nothing listens on the discard port.
 """
 
 _log = get_logger("gateway")
@@ -74,7 +76,7 @@ def main() -> int:
 
 
 def _announce(ports: GatewayPorts, drain_seconds: float) -> None:
-    """Announces the gateway's addresses, and then that it can answer."""
+    """Announces the gateway's addresses at once and, as soon as it can answer, that it is serving."""
     address = host_port(ports.host, ports.port)
     metrics_address = host_port(ports.metrics_host, ports.metrics_port)
     where = {"role": MODULE, "address": address, "metrics_address": metrics_address, "pid": os.getpid()}
@@ -86,7 +88,7 @@ def _announce(ports: GatewayPorts, drain_seconds: float) -> None:
 
 
 def choose_ports(server: ServerConfig) -> GatewayPorts:
-    """Picks free ports if the settings leave them open. Metrics are on loopback unless they have a port.
+    """Picks free ports where the settings name none. Metrics are served on loopback only, unless their port is set.
 
     Raises: ConfigError if a configured port is taken.
     """
@@ -112,14 +114,14 @@ def _free_port(host: str) -> int:
 
 
 def served_model(ports: GatewayPorts) -> str | None:
-    """Returns the model's name for clients, once the gateway has a healthy router and its tokenizer; else None."""
+    """Returns the model's name for clients, or None until the gateway has a healthy router and its tokenizer."""
     url = f"http://{host_port(loopback() if is_wildcard(ports.host) else ports.host, ports.port)}"
     ask = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
     try:
         ask(f"{url}/readiness", timeout=PROBE_SECONDS).close()
         with ask(f"{url}/v1/models", timeout=PROBE_SECONDS) as answer:
             models = json.load(answer)["data"]
-    except (OSError, http.client.HTTPException):  # it is not listening yet, or answers with an error
+    except (OSError, http.client.HTTPException):  # the gateway is not listening yet, or answers with an error
         return None
     return str(models[0]["id"]) if models else None
 
@@ -135,65 +137,67 @@ class GatewayPorts:
 
 
 def require_engine_protocol() -> None:
-    """Raises: ConfigError if the protocol between the gateway and routers of this installation cannot be imported."""
+    """Checks that the protocol between the gateway and routers can be imported. Raises: ConfigError otherwise."""
     try:
-        _ = importlib.import_module("smg_grpc_proto").vllm_engine_pb2_grpc  # imported on first use
-    except Exception as error:  # not installed, or incompatible with the installed protobuf and grpc
+        _ = importlib.import_module("smg_grpc_proto").vllm_engine_pb2_grpc  # the attribute is imported on first use
+    except Exception as error:  # the package is missing, or incompatible with the installed protobuf and grpc
         raise ConfigError(
             f"smg-grpc-proto cannot be imported ({error}); {install_command('openai')} brings it"
         ) from error
 
 
 def require_gateway() -> None:
-    """Raises: ConfigError if smg is not installed."""
+    """Checks that smg is installed. Raises: ConfigError otherwise."""
     if importlib.util.find_spec("smg") is None:
         raise ConfigError(f"the OpenAI API needs the SMG gateway, which is not installed: {install_command('openai')}")
 
 
 def may_trace(telemetry: TelemetryConfig) -> bool:
-    """Whether the gateway can export traces: its exporter has no TLS, and https:// would prevent its start."""
+    """Returns whether the gateway can export traces. Its exporter has no TLS, so with https:// smg would not start."""
     return telemetry.otlp_endpoint.startswith("http://")
 
 
 def gateway_arguments(
     config: GatewayConfig, telemetry: TelemetryConfig, ports: GatewayPorts, drain_seconds: float
 ) -> list[str]:
-    """Returns arguments for a gateway in front of `config.router_targets`. Comments describe smg's defaults.
+    """Returns smg's arguments for a gateway in front of `config.router_targets`.
 
-    Raises: ConfigError for keys that cannot be read.
+    The comments say what smg would do without an argument.
+
+    Raises: ConfigError if the key file cannot be read or has no keys.
     """
     flags = ["--host", ports.host, "--port", str(ports.port)]
     flags += ["--prometheus-host", ports.metrics_host, "--prometheus-port", str(ports.metrics_port)]
     flags += ["--worker-urls", *(f"grpc://{target}" for target in config.router_targets)]
     flags += ["--policy", "round_robin"]  # routers themselves place requests by load and cached prefix
-    flags += ["--disable-retries"]  # overload would be reported only after five tries; routers retry by themselves
-    flags += ["--disable-circuit-breaker"]  # ten failures would reject everything for a minute
-    # A lost router would be used again only after up to two minutes.
+    flags += ["--disable-retries"]  # smg would report overload only after five tries; routers retry by themselves
+    flags += ["--disable-circuit-breaker"]  # after ten failures, smg would reject everything for a minute
+    # After a lost router is back, smg would not use it again for up to two minutes.
     flags += ["--health-check-interval-secs", "1", "--health-success-threshold", "1"]
     flags += ["--health-check-timeout-secs", "2"]
-    flags += ["--worker-startup-check-interval", "1"]  # a router that starts later would be detected after 30 s
+    flags += ["--worker-startup-check-interval", "1"]  # smg would find a router that starts later only after 30 s
     flags += ["--shutdown-grace-period-secs", str(math.ceil(drain_seconds))]
     flags += ["--max-payload-size", str(MAX_BODY_BYTES)]
-    # Administration (adding workers, flushing caches) would be open to every caller: this key is given to no one.
+    # Without a key, every caller could administer the gateway (add workers, flush caches). Nobody is told this key.
     flags += ["--control-plane-api-keys", f"outrider:outrider:admin:{secrets.token_hex(16)}"]
     if config.tool_call_parser:
         flags += ["--tool-call-parser", config.tool_call_parser]
-    flags += ["--reasoning-parser", config.reasoning_parser or NO_PARSER]  # smg would choose by model
-    # A client's own id would become the request's, by whose form routers tell completions from chats.
+    flags += ["--reasoning-parser", config.reasoning_parser or NO_PARSER]  # smg would choose one by model
+    # smg would take a request's id from the client, but routers tell completions from chats by the form of the id.
     flags += ["--request-id-headers", "x-outrider-request-id"]
     for number, key in enumerate(_read_keys(config)):
-        flags += ["--tenant-api-key", f"client-{number}:{key}"]  # --api-key would also open administration
+        flags += ["--tenant-api-key", f"client-{number}:{key}"]  # a key in --api-key could also administer smg
     traces = telemetry.otlp_endpoint if may_trace(telemetry) else ""
     if traces:
         flags += ["--enable-trace", "--otlp-traces-endpoint", traces]
-    is_verbose = telemetry.log_level == "debug" or bool(traces)  # below "info", smg makes no spans
-    flags += ["--log-level", "info" if is_verbose else "warn"]  # info: two lines per request
+    is_verbose = telemetry.log_level == "debug" or bool(traces)  # at "warn", smg makes no spans
+    flags += ["--log-level", "info" if is_verbose else "warn"]  # "info" logs two lines per request
     flags += [] if telemetry.log_format == "text" else ["--log-json"]
     return [*flags, *config.extra_arguments]
 
 
 def _read_keys(config: GatewayConfig) -> list[str]:
-    """Reads `key_file`. Raises: ConfigError, also if the file has no key, which would disable authentication."""
+    """Reads the keys in `key_file`. Raises: ConfigError, also for a file without keys, which would let everyone in."""
     if config.key_file is None:
         return []
     try:

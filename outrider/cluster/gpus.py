@@ -15,15 +15,17 @@ from outrider.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 UNNAMED_GPUS = ("",)
-"""Stands for one GPU whose name is unknown, or that the cluster cannot choose."""
+"""Stands for a single GPU whose name is unknown, or which is chosen by a setting rather than by the cluster."""
 DEVICE_FILES = Path("/dev")
 GPU_WEIGHTS = {DECODE: 47, PREFILL: 45, DRAFT: 8}
-"""Shares by which nodes divide the memory of a GPU: a node with the target has all of its weights, and a draft model is
-small. A node gets the GPU with the smallest sum of shares, so that a draft model shares with a prefill node rather than
-a decode node.
+"""Relative shares of a GPU's memory by role: large for a node with all weights of the target, small for a draft model.
+A node gets the GPU on which the shares of earlier nodes have the smallest sum, so a draft model shares a GPU with a
+prefill node rather than with a decode node.
 """
 KV_WEIGHTS = {DECODE: 60, PREFILL: 25}
-"""Shares by which roles divide main memory for KV: answers grow on decode nodes, and prompts leave prefill nodes."""
+"""Relative shares of main memory for KV caches by role. Decode nodes get more, because answers grow on them, whereas
+prompts leave prefill nodes.
+"""
 
 
 def assign_gpus(
@@ -33,14 +35,15 @@ def assign_gpus(
     *,
     environ: Mapping[str, str] = os.environ,
 ) -> tuple[dict[str, dict[str, str]], dict[str, tuple[str, ...]]]:
-    """Returns `Launch.node_environ` and `node_overrides`: GPUs for the computing nodes, from `cluster.gpus` or all
-    visible ones, and shares of their memory.
+    """Returns `Launch.node_environ` and `Launch.node_overrides`, which give each computing node its GPUs (out of
+    `cluster.gpus`, or of all visible ones) and its share of their memory.
 
-    Each node gets its own GPU, or its own `model.tensor_parallel_size` GPUs, while there are enough; others share. A
-    `model.device` such as cuda:1 is one GPU for all. `kv_cache.memory` is per node, unless it comes from another
-    server's file or argument: it is then for the nodes of a GPU together, or for all on a CPU.
+    Each node gets its own GPU, or its own `model.tensor_parallel_size` GPUs, while there are enough; further nodes
+    share GPUs. If `model.device` names one GPU, such as cuda:1, all nodes share it. `kv_cache.memory` is per node.
+    If it comes from another server's file or argument, however, all nodes on a GPU share it; on a CPU all nodes do.
 
-    `settings` have the sections `model` and `kv_cache`; `by_role` has those of roles that differ. Raises: ConfigError.
+    `settings` has the sections `model` and `kv_cache`; `by_role` has the settings of roles whose sections differ.
+    Raises: ConfigError.
     """
     nodes, gpus = config.computing_nodes, _usable_gpus(config.gpus, settings.sections["model"].device, environ)
     if not gpus:
@@ -65,10 +68,10 @@ def assign_gpus(
 
 
 def visible_gpus(environ: Mapping[str, str]) -> Sequence[str] | None:
-    """Returns the GPUs visible in this environment, named as in CUDA_VISIBLE_DEVICES: numbers, UUIDs, MIG parts.
+    """Returns the GPUs visible in this environment, named as in CUDA_VISIBLE_DEVICES: by number, UUID or MIG part.
 
-    A container has only its own GPUs' device files. None means that there are no such files, as in WSL, so the GPUs are
-    unknown.
+    Without that variable, device files are counted; a container has only those of its own GPUs. Returns None if there
+    are no such files, as in WSL, because the GPUs are then unknown.
     """
     if VISIBLE in environ:
         names = [name.strip() for name in environ[VISIBLE].split(",")]
@@ -77,9 +80,11 @@ def visible_gpus(environ: Mapping[str, str]) -> Sequence[str] | None:
 
 
 def _usable_gpus(wanted: Sequence[str], device: str, environ: Mapping[str, str]) -> Sequence[str]:
-    """Returns the GPUs of `cluster.gpus`, or all visible ones, or UNNAMED_GPUS; none if the device is the CPU.
+    """Returns the GPUs in `cluster.gpus`, otherwise all visible ones, and no GPUs if the device is a CPU.
 
-    Raises: ConfigError for a wanted GPU that is missing, or excluded by another setting.
+    Returns UNNAMED_GPUS if `device` names a GPU, or if `wanted` is empty and the visible GPUs are unknown.
+
+    Raises: ConfigError if a wanted GPU is missing, or if another setting excludes it.
     """
     if device not in ("auto", "cuda"):
         if wanted:
@@ -103,8 +108,10 @@ def _usable_gpus(wanted: Sequence[str], device: str, environ: Mapping[str, str])
 def _memory_shares(
     settings: ResolvedConfig, groups: Sequence[Mapping[str, float]], *, default: float | None
 ) -> dict[str, tuple[str, ...]]:
-    """Returns settings by node name. `groups`: shares of the nodes of each memory, of which they use the part `default`
-    together.
+    """Returns settings of `kv_cache.memory` by node name; none if the nodes' own settings apply.
+
+    `groups` has, for each memory, the relative shares of the nodes that use it. Together these nodes use
+    the fraction `default` of the memory, or the fraction in an imported `kv_cache.memory`.
     """
     memory, is_imported = settings.sections["kv_cache"], "kv_cache.memory" in settings.imported
     fraction = memory.size[1] if is_imported else default
@@ -114,5 +121,5 @@ def _memory_shares(
     for group in groups:
         for name, weight in group.items():
             share = 100 * fraction * weight / sum(group.values())
-            shares[name] = min(share, shares.get(name, share))  # a model on several GPUs uses the same part of each
+            shares[name] = min(share, shares.get(name, share))  # a model on several GPUs uses the same fraction of each
     return {name: (f"kv_cache.memory={share:g}%",) for name, share in shares.items()}

@@ -1,7 +1,7 @@
 """`python -m outrider.cluster.locate_model`: downloads and converts the model once, with progress, before nodes start.
 
-It is a separate process because the conversion of the default model takes half a gigabyte of memory, which the end of
-the process frees.
+A separate process does this because the conversion of the default model takes half a gigabyte of memory, which is freed
+when the process ends.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ DRAIN_SECONDS = 1.5
 class Launch:
     """Settings for all processes of a cluster. `overrides` are strings such as "decode_node.max_running_sequences=8".
 
-    `node_overrides` are for single processes, by name ("decode-0"), and take precedence over those for all; those for
-    all processes of a role take precedence over both.
+    `node_overrides` are for single processes, by name ("decode-0"), and take precedence over `overrides`.
+    `role_overrides` are for all processes of a role and take precedence over both.
     """
 
     config_file: Path | None = None
@@ -36,10 +36,10 @@ class Launch:
     node_overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     role_overrides: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    node_environ: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # on top of `environ`, by node name
-    log_directory: Path | None = None  # None: a temporary one, removed if the cluster ends without errors
+    node_environ: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # added to `environ`, by node name
+    log_directory: Path | None = None  # None: a temporary directory, removed if the cluster ends without errors
     command: Callable[[str], Sequence[str]] = module_command  # by role
-    locate_model: bool = True  # by a process that runs before all others and reports a download's progress
+    locate_model: bool = True  # whether a process runs before all others, locates the model and reports progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def plan_children(config: ClusterConfig, launch: Launch) -> list[ChildSpec]:
 
 
 def router_ports(config: ClusterConfig) -> dict[str, int]:
-    """Returns ports by the router's name: consecutive, or all 0."""
+    """Returns each router's port by its name: consecutive ports, or all 0 if no port is configured."""
     names = ["router"] if config.routers == 1 else [f"router-{index}" for index in range(config.routers)]
     return {name: config.port + index if config.port else 0 for index, name in enumerate(names)}
 
@@ -78,10 +78,11 @@ def child_command(
     bound: Mapping[str, int | None],
     turns_file: Path,
 ) -> list[str]:
-    """Returns the command line: the cluster's own choices as defaults, the user's settings above them, and ports.
+    """Returns a process's command line: the cluster's own choices as defaults, the user's settings, which override
+    them, and ports.
 
-    `targets` are addresses by role. `bound` has "port" and "metrics_port" of an earlier process.
-    `turns_file` is for nodes on the same processors.
+    `targets` has the other processes' addresses by role. `bound` has the "port" and "metrics_port" of the process that
+    this one replaces, if any. `turns_file` is for nodes that share their processors.
     """
     command = list(launch.command(spec.role))
     if launch.config_file is not None:
@@ -91,12 +92,12 @@ def child_command(
         command += ["--default", f"{key}={_text(value)}"]
     settings = [*launch.overrides]
     settings += [*launch.node_overrides.get(spec.name, ()), *launch.role_overrides.get(spec.role, ())]
-    if not spec.is_one_shot:  # overrides every source: a port from them would be the same for all processes
+    if not spec.is_one_shot:  # overrides ports of other sources, which would be the same for all processes
         wanted = config.openai_port if spec.role == GATEWAY else router_ports(config).get(spec.name, 0)
         ports = {"port": wanted or 0}
         ports |= {name: port for name, port in bound.items() if port is not None}
         settings += [f"server.{name}={port}" for name, port in ports.items()]
-    if spec.role == GATEWAY:  # it does not authenticate its clients
+    if spec.role == GATEWAY:  # the gateway does not authenticate its clients, so only this machine may reach it
         settings.append(f"server.host={loopback()}")
     for setting in settings:
         command += ["--set", setting]
@@ -106,7 +107,7 @@ def child_command(
 def _chosen(
     spec: ChildSpec, config: ClusterConfig, targets: Mapping[str, Sequence[str]], turns_file: Path
 ) -> dict[str, Any]:
-    """Returns the cluster's own settings for one process."""
+    """Returns the settings that the cluster itself chooses for one process, by key."""
     role = spec.role
     chosen: dict[str, Any] = {"server.drain_seconds": DRAIN_SECONDS, "server.metrics_port": 0}
     cpus = usable_cpus()

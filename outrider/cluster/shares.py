@@ -1,4 +1,4 @@
-"""Divides processors and threads between the computing nodes of a local cluster."""
+"""Divides processors and threads among the computing nodes of a local cluster."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from outrider.cluster.config import DECODE, DRAFT, PREFILL, ClusterConfig
 from outrider.engine.processor import usable_cpus, within_quota
 
 FEWEST_TO_DIVIDE = 6
-"""With fewer processors than this, all roles share them, because processors of an idle role would be wasted."""
+"""Minimum number of processors to be divided among roles. With fewer, all roles share them, because processors of an
+idle role would be wasted.
+"""
 
 
 def divide_cpus(config: ClusterConfig, cpus: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """Returns processors, one per thread, by the name of each computing process (see `ClusterConfig.computing_nodes`).
 
-    Few processors are shared by all processes: prefill and decode nodes take turns (see
-    outrider.engine.cpu_turns), and a draft model runs next to them; a phase of a native step
-    waits for no thread that has lost its core, so sharing costs time but never stalls. With more,
-    decode nodes come first and get half of them, since every token waits for a decode step;
-    prefill nodes get the rest, so that no chunk delays a running decode (decode nodes get it if
-    there are none); a draft model takes an eighth of all from the rest; and one processor stays
-    free for router, n-gram drafter and clients.
+    If there are few processors, all processes share them: prefill and decode nodes take turns (see
+    outrider.engine.cpu_turns), and a draft model runs next to them. Sharing costs time but never stalls, because a
+    phase of a native step waits for no thread that has lost its core.
+
+    Otherwise one processor stays free for the router, the n-gram drafter and clients, and a draft model gets an eighth
+    of all. Of the remaining ones, decode nodes get half, since every token waits for a decode step, and prefill nodes
+    get the other half, so that no chunk delays a running decode. Without prefill nodes, decode nodes get both halves.
 
     Args:
         config: the numbers of nodes.

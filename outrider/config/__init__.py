@@ -1,4 +1,4 @@
-"""Settings: frozen dataclasses, filled from defaults < YAML file < other servers' files < environment < `--set`.
+"""Settings: frozen dataclasses. Precedence: defaults < YAML file < other servers' files < environment < `--set`.
 
 A role's configuration consists of a few *sections*, each a frozen dataclass whose fields are
 declared with `setting()` (or are such dataclasses themselves):
@@ -9,5 +9,5 @@ declared with `setting()` (or are such dataclasses themselves):
 
 A key is a dotted path, `decode_node.max_running_sequences`; its environment variable is
 `OUTRIDER_DECODE_NODE__MAX_RUNNING_SEQUENCES`. All roles may share one file: a role ignores
-the sections of other roles, and nothing else.
+only the sections of other roles.
 """

@@ -26,7 +26,7 @@ def parse_role_arguments(
     *,
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:
-    """Parses a role's command line: `--config FILE`, `--set KEY=VALUE`, `--help` with every key.
+    """Parses a role's command line: `--config FILE`, `--set KEY=VALUE`, or `--help`, which lists every key.
 
     An error ends the process with status 2 and one line on stderr.
     """
@@ -47,7 +47,8 @@ def parse_role_arguments(
         help="a setting that file, environment and --set override; repeatable",
     )
     arguments = parser.parse_args(argv)
-    if role in ROLES:  # imported files are for this process, whose warnings then name what its role does not use
+    if role in ROLES:
+        # A file without a role belongs to this role, so that warnings name the settings in it that this role ignores.
         arguments.imports = [text if parse_reference(text)[0] else f"{role}={text}" for text in arguments.imports]
     try:
         parse_faults(environ)
@@ -60,7 +61,7 @@ def parse_role_arguments(
 
 
 def add_settings_arguments(parser: argparse.ArgumentParser, environ: Mapping[str, str] = os.environ) -> None:
-    """Adds the arguments of commands with settings, for `load_arguments`. A flag whose `dest` is a key sets it."""
+    """Adds the arguments that `load_arguments` reads. Any other flag whose `dest` is a setting's key sets that key."""
     default = environ.get(CONFIG_FILE_VARIABLE)
     parser.add_argument(
         "--config",
@@ -84,7 +85,7 @@ def add_settings_arguments(parser: argparse.ArgumentParser, environ: Mapping[str
 
 
 def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str], sections: Mapping[str, type]) -> None:
-    """Adds flags that are settings, by their keys. They take the values of `--set`, except empty ones."""
+    """Adds `flags`, which maps flag names to settings. A flag takes the same values as `--set`, except empty ones."""
     known = {info.key: info for info in describe_settings(sections)}
     for flag, key in flags.items():
         info = known[key]
@@ -96,8 +97,8 @@ def add_setting_flags(parser: argparse.ArgumentParser, flags: Mapping[str, str],
 
 
 def _checked_text(info: SettingInfo, text: str) -> str:
-    """Returns the text unchanged. Raises: argparse.ArgumentTypeError if the setting cannot have this value."""
-    if not text.strip():  # as from an unset variable: it would turn off a setting that may be null
+    """Returns the text unchanged. Raises: argparse.ArgumentTypeError if it is not a valid value of the setting."""
+    if not text.strip():  # from an unset shell variable; would turn off a setting that may be null
         raise argparse.ArgumentTypeError(f"a value is missing for {info.key}")
     try:
         checked(info, Entry(key=info.key, value=from_text(info.kind, text, ""), source=""))
@@ -107,12 +108,12 @@ def _checked_text(info: SettingInfo, text: str) -> str:
 
 
 def given_settings(arguments: argparse.Namespace) -> list[str]:
-    """Returns settings in the form of `--set`: flags that are settings, then `--set`."""
+    """Returns the given settings in the form of `--set`: those of flags first, then those of `--set` itself."""
     return [*(f"{entry.key}={entry.value}" for entry in _flag_entries(arguments)), *arguments.overrides]
 
 
 def _flag_entries(arguments: argparse.Namespace) -> list[Entry]:
-    """Returns the flags that were given. Errors name them as the user wrote them."""
+    """Returns an entry for each given flag of a setting. Errors name a flag as the user wrote it."""
     given = vars(arguments)
     names = {key: f"{flag} " for flag, key in given.items() if flag.startswith("--")}
     return [
@@ -129,7 +130,7 @@ def load_arguments(
     environ: Mapping[str, str] = os.environ,
     role: str | None = None,
 ) -> ResolvedConfig:
-    """Returns the sections for a command line with the flags of `add_settings_arguments`, and optionally vLLM's.
+    """Loads the settings from a command line with the flags of `add_settings_arguments`, and optionally vLLM's.
 
     Raises: ConfigError.
     """

@@ -28,16 +28,16 @@ OTHER_VARIABLES = frozenset(
     ENVIRONMENT_PREFIX + name
     for name in (
         *("CONFIG", "TARGET", "CACHE_DIR", "STORE_PASSWORD", "KERNEL_LIBRARIES"),
-        *("ANNOUNCE_FD", "PARENT_PID"),  # between processes of a cluster
+        *("ANNOUNCE_FD", "PARENT_PID"),  # passed between processes of a cluster
         *("FAULTS", "FAULTS_ONCE", "SOAK_REQUESTS", "PEERS_DIR", "COMPOSE_TEST_START_SECONDS"),  # for tests
         *("ROUTER_PORT", "SHM_SIZE", "TAG", "TLS_DIR"),  # for compose.yaml
     )
 )
-"""Variables with the prefix that are not settings."""
+"""Environment variables that have the prefix but are not settings."""
 KUBERNETES_VARIABLE = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_\w+)=.*|\w+_PORT=\w+://.*")
 """Matches variables that Kubernetes sets in every pod for a service with a name such as outrider-router."""
 DRAFTER_KEYS = ("cluster.draft", "model.head", "draft_node.proposer")
-"""Settings that choose the drafter: if one of them overrides a speculative_config, all of that is ignored."""
+"""Settings that choose the drafter. If one of them overrides an imported speculative_config, all of it is ignored."""
 
 Layer = dict[str, Entry]
 """The settings of one source, by key. Values in sections of other roles are not converted."""
@@ -49,9 +49,9 @@ class ResolvedConfig:
 
     sections: dict[str, Any]
     sources: dict[str, str]  # by key
-    imported: dict[str, Any]  # effective values from other servers' files and arguments, by key, also of `elsewhere`
+    imported: dict[str, Any]  # effective values from other servers, by key, also for other roles' sections
     elsewhere: Layer  # unconverted values in sections of other roles
-    warnings: list[str]  # what imported files and arguments set without effect
+    warnings: list[str]  # one for each imported key without effect and each unknown environment variable
 
     @property
     def overrides(self) -> list[str]:
@@ -71,10 +71,11 @@ def load_config(
     arguments: Sequence[Entry] = (),
     role: str | None = None,
 ) -> ResolvedConfig:
-    """Returns one instance per section. `overrides` and `defaults` are "decode_node.max_running_sequences=32"; `flags`,
-    from a command line, have lower precedence than `overrides`.
+    """Loads the settings of all sections.
 
-    `imports` are files of other servers, for one `role` as "prefill=FILE"; `arguments` are vLLM's.
+    `overrides` and `defaults` are texts such as "decode_node.max_running_sequences=32". `flags` are settings from flags
+    of a command line, over which `overrides` take precedence. `imports` are files of other servers; "prefill=FILE" is
+    used only if `role` is the prefill node. `arguments` are vLLM's.
 
     Raises: ConfigError, naming the key, its source and the nearest valid key or the allowed range.
     """
@@ -119,12 +120,12 @@ def parse_reference(text: str) -> tuple[str | None, Path]:
 
 
 def environment_name(key: str) -> str:
-    """Converts `decode_node.draft_targets` to `OUTRIDER_DECODE_NODE__DRAFT_TARGETS`."""
+    """Returns a key's environment variable: OUTRIDER_DECODE_NODE__DRAFT_TARGETS for decode_node.draft_targets."""
     return ENVIRONMENT_PREFIX + key.upper().replace(".", "__")
 
 
 def _variables(environ: Mapping[str, str]) -> Iterator[Entry]:
-    """Yields variables that name a section and a key; an unknown key is an error, as everywhere."""
+    """Yields an entry for each variable that names a section and a key. Unknown keys are errors later."""
     for name in sorted(environ):
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
         if name.startswith(ENVIRONMENT_PREFIX) and "." in key:
@@ -141,8 +142,9 @@ def _settings(texts: Sequence[str], flag: str) -> Iterator[Entry]:
 
 
 def _settings_of(keys: Sequence[Translated], above: Layer) -> list[Entry]:
-    """Returns imported settings that `above` does not set. The settings of a speculative_config are taken all together
-    or not at all.
+    """Returns the imported settings that the layer `above` does not override.
+
+    If `above` chooses the drafter, an imported speculative_config is ignored as a whole.
     """
     has_draft = not above.keys().isdisjoint(DRAFTER_KEYS)
     return [
@@ -162,7 +164,7 @@ class _Known:
         self.settings = {info.key: info for info in describe_settings(sections)}
 
     def lacks(self, key: Translated) -> bool:
-        """Whether a key sets only settings of other roles."""
+        """Returns whether a key sets only settings of other roles."""
         return bool(key.settings) and self.settings.keys().isdisjoint(key.settings)
 
     def unknown_variables(self, environ: Mapping[str, str]) -> Iterator[str]:
@@ -180,7 +182,7 @@ class _Known:
                 yield problem
 
     def take(self, entries: Iterable[Entry], *, is_text: bool = False) -> Layer:
-        """Returns entries by key, the last one of each. `is_text`: they are from a command line or the environment.
+        """Returns the last entry of each key, by key. `is_text`: whether entries are from a command line or variables.
 
         Raises: ConfigError for an unknown key.
         """
@@ -206,7 +208,7 @@ class _Known:
         return {name: self._build(name, kind(), values) for name, kind in self._sections.items()}
 
     def _build(self, prefix: str, section: Any, values: Layer) -> Any:
-        """Returns `section`, which holds the defaults, with the values of keys below `prefix`."""
+        """Returns a copy of `section`, which holds the defaults, with the values of the keys below `prefix`."""
         changes: dict[str, Any] = {}
         sources: dict[str, str] = {}  # by field
         for item in setting_fields(section):
@@ -223,7 +225,7 @@ class _Known:
 
 
 def _take_file(known: _Known, file: Path | None) -> Layer:
-    """Raises: ConfigError, also for a file of another program, which it names."""
+    """Reads the configuration file. Raises: ConfigError; for another program's file, the error names that program."""
     entries = [] if file is None else read_entries(file)
     try:
         return known.take(entries)
@@ -236,7 +238,7 @@ def _take_file(known: _Known, file: Path | None) -> Layer:
 
 
 def _read(entry: Entry, kind: Any, *, is_text: bool) -> Entry:
-    """Converts by the setting's type: quoted text becomes a number if one is wanted, and a number becomes text."""
+    """Converts an entry to the setting's type: quoted text to a number, for example, or a number to text."""
     has_text = not {str, Path}.isdisjoint(options_of(kind))
     if isinstance(entry.value, str) and (is_text or not has_text):
         return replace(entry, value=from_text(kind, entry.value, entry.source))
@@ -246,6 +248,6 @@ def _read(entry: Entry, kind: Any, *, is_text: bool) -> Entry:
 
 
 def _sources_named(message: str, sources: Mapping[str, str]) -> str:
-    """Returns the sources of the fields that a message names; all sources if it names none of them."""
+    """Returns the sources of the fields that a message names, or all sources if it names no field."""
     named = [source for name, source in sources.items() if re.search(rf"\b{name}\b", message)]
     return ", ".join(dict.fromkeys(named or sources.values()))

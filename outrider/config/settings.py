@@ -20,7 +20,7 @@ class Limits:
     choices: tuple[Any, ...] | None = None
 
     def allow(self, value: Any) -> bool:
-        """Whether a value of the right type is in range; numbers must be finite."""
+        """Returns whether a value, already of the right type, is allowed. Numbers must also be finite."""
         if self.choices is not None and value not in self.choices:
             return False
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -63,7 +63,7 @@ def setting_fields(section: Any) -> list[Field[Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingInfo:
-    """A key, as files, `--help` and the schema describe it."""
+    """What files, `--help` and the schema say about a key."""
 
     key: str
     kind: Any  # its declared type
@@ -113,7 +113,7 @@ FORMER_KEYS = {
 
 
 def unknown_key(key: str, known: Collection[str]) -> str:
-    """Describes an unknown key: what has replaced it, or its known part and the nearest name that could follow."""
+    """Returns an error message for an unknown key, with its replacement or the nearest key in the same group."""
     if key in FORMER_KEYS:
         return f"{key} is not a setting any more: {FORMER_KEYS[key]}"
     names, owner = key.split("."), ""

@@ -1,4 +1,4 @@
-"""Converts text of files and variables to values of the declared types, and back."""
+"""Converts text from files and variables to values of the declared types, and back."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from outrider.errors import ConfigError
 
 
 def is_null(value: Any) -> bool:
-    """Whether a variable, flag or file leaves an optional setting empty."""
+    """Returns whether this value, from a variable, flag or file, leaves an optional setting empty."""
     return str(value).strip().lower() in ("null", "none", "~", "")
 
 
 def from_text(kind: Any, text: str, source: str) -> Any:
-    """Converts a variable, a flag or quoted text to the type of a field: unchanged for text, else parsed as YAML.
+    """Converts a variable, a flag or quoted text to a field's type.
+
+    The value of a text field is kept as it is; other values are parsed as YAML.
 
     Raises: ConfigError.
     """
@@ -45,7 +47,7 @@ def from_text(kind: Any, text: str, source: str) -> Any:
 
 
 def _parts(text: str) -> list[str]:
-    """Splits a list, with or without brackets. Commas in quotes or brackets, as in `[::1]:50051`, do not separate."""
+    """Splits a list, with or without outer brackets, at commas outside quotes and inner brackets (`[::1]:50051`)."""
     inner = re.fullmatch(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]", text.strip())
     found = re.findall(r"""(?:"[^"]*"|'[^']*'|\[[^\]]*\]|[^,])+""", text if inner is None else inner[1])
     return [part.strip() for part in found if part.strip()]
@@ -77,7 +79,7 @@ def _convert(value: Any, kind: Any) -> Any:
     if typing.get_origin(kind) is tuple and isinstance(value, (list, tuple)):
         return tuple(_convert(part, typing.get_args(kind)[0]) for part in value)
     if kind is float and not isinstance(value, bool):
-        return float(value)  # strings, too: YAML 1.1 reads 1e-3 as one
+        return float(value)  # also from a string, because YAML 1.1 reads 1e-3 as a string
     if kind is int and not isinstance(value, int) and (number := float(value)).is_integer():
         return int(number)  # Helm writes 1e+06 for a million
     if kind is Path and isinstance(value, str):
@@ -88,7 +90,7 @@ def _convert(value: Any, kind: Any) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """Formats a value as YAML on one line, without the password of a URL."""
+    """Formats a value as YAML on one line, without passwords in URLs."""
     import yaml
 
     return without_passwords(

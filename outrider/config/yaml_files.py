@@ -1,4 +1,4 @@
-"""Reads YAML files as entries with line numbers. JSON is YAML."""
+"""Reads YAML files, and so JSON files too, as entries with line numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.errors import ConfigError
 
-if TYPE_CHECKING:  # a client has settings (TLS) but reads no files: yaml is imported only to read them
+if TYPE_CHECKING:  # clients have settings (TLS) but read no files, so yaml is imported only where files are read
     import yaml
 
 NULL, MERGE = "tag:yaml.org,2002:null", "tag:yaml.org,2002:merge"
@@ -20,23 +20,23 @@ BLANK = re.compile(r"\$\{\w+(:?[-+?][^}]*)?\}|\$\(\w+\)|^\$\w+(?=[/:]|$)|\{\{[^}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A value and its source. Keys of groups are flattened: `kv_cache.memory`."""
+    """A value and its source. Keys in groups are flattened: `kv_cache.memory`."""
 
     key: str
     value: Any  # as in the source; None for a group whose entries follow
     source: str  # "outrider.yaml:3", "--set kv_cache.memory=1GiB"
     is_group: bool = False  # its entries follow
-    text: str | None = None  # of a value in a file: as it is written there, such as 0123 or 1.10; else None
+    text: str | None = None  # how a file spells a single value, such as 0123 or 1.10; otherwise None
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """Returns entries in file order, as PyYAML reads them. Raises: ConfigError with the line for an unreadable file."""
+    """Returns entries in file order, as PyYAML reads them. Raises: ConfigError, with the line of invalid YAML."""
     import yaml
 
     text = ""
     try:
         text = path.read_text(encoding="utf-8")
-        if re.match(r"\ufeff?\s*[{\[]", text):  # JSON allows tabs outside strings
+        if re.match(r"\ufeff?\s*[{\[]", text):  # JSON, unlike YAML, allows tabs outside strings
             text = re.sub(r'"(?:\\.|[^"\\])*"|\t', lambda found: found[0] if found[0] != "\t" else " ", text)
         loader = yaml.SafeLoader(text)
         try:
@@ -93,10 +93,10 @@ def _entries(
     _merge(loader, node)
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
-        if not isinstance(key_node, yaml.ScalarNode):  # as for {{ .Values.name }}
+        if not isinstance(key_node, yaml.ScalarNode):  # for example {{ .Values.name }}
             raise ConfigError(f"{path}:{line}: a group or list cannot be a key; render a template first")
         key = prefix + key_node.value
-        if not prefix and key.startswith(("x-", ".")):  # Compose and others keep fragments for aliases there
+        if not prefix and key.startswith(("x-", ".")):  # Compose and others keep aliased fragments in such keys
             continue
         source, same = f"{path}:{line}", key.replace("-", "_")  # other servers' files use dashes
         if same in lines:
@@ -105,7 +105,7 @@ def _entries(
         if not isinstance(value_node, yaml.MappingNode) or not value_node.value:
             try:
                 value = loader.construct_object(value_node, deep=True)
-            except ValueError as error:  # such as March 32
+            except ValueError as error:  # for example an impossible date
                 raise ConfigError(f"{source}: {key} is not a value: {error}") from error
             for part in value if isinstance(value, list) else [value]:
                 if isinstance(part, str) and BLANK.search(part):
@@ -120,11 +120,11 @@ def _entries(
 
 
 def _merge(loader: yaml.SafeLoader, node: yaml.MappingNode) -> None:
-    """Replaces `<<` by the keys that it merges. The group's own keys override them."""
+    """Replaces `<<` with the keys that it merges. The group's own keys override them."""
     num_own = sum(key_node.tag != MERGE for key_node, _ in node.value)
     if num_own == len(node.value):
         return
-    loader.flatten_mapping(node)  # puts them before the group's own, of which the last counts
+    loader.flatten_mapping(node)  # puts the merged keys before the group's own; of equal merged keys the last counts
     first = len(node.value) - num_own
     brought = {str(loader.construct_object(pair[0], deep=True)): pair for pair in node.value[:first]}
     for key_node, _ in node.value[first:]:

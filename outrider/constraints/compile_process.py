@@ -1,9 +1,10 @@
-"""A process that compiles constraints for a router. Some would take minutes, and a thread cannot be killed.
+"""A process that compiles constraints for a router. Some constraints would take minutes, and a thread cannot be killed.
 
     python -m outrider.constraints.compile_process
 
-It reads lines of JSON: the first describes the tokenizer, the others are constraints. It answers each line with
-another: null, or an error message. The system ends it if a constraint takes too much processor time or memory.
+It reads lines of JSON: the first describes the tokenizer, the others are constraints. It answers each line with a
+line of JSON: null, or an error message. The system kills the process if a constraint takes too much processor time or
+memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from outrider.request import Constraint, ConstraintKind
 MAX_CPU_SECONDS = 0.5
 """Seconds of processor time that one compilation may take."""
 MAX_MEMORY_BYTES = 4 << 30
-"""Bytes of address space, most of which is never touched."""
+"""Maximum size of the process's address space in bytes, most of which is never touched."""
 LOCATE_SECONDS = 0.1
 """Seconds that may be spent on locating the faulty part of a schema."""
 
@@ -53,7 +54,10 @@ def _answer(message: str | None) -> None:
 
 
 def why_invalid(tokenizer: LLTokenizer, constraint: Constraint) -> str | None:
-    """Returns why a constraint is invalid, with the place in a schema, or None. Ends the process at MAX_CPU_SECONDS."""
+    """Returns why a constraint is invalid (for a schema, with the place of the fault), or None if it is valid.
+
+    The system kills the process if a compilation takes MAX_CPU_SECONDS.
+    """
     message = _error(tokenizer, constraint)
     if message is None or constraint.kind is not ConstraintKind.JSON_SCHEMA:
         return message
@@ -71,7 +75,7 @@ def why_invalid(tokenizer: LLTokenizer, constraint: Constraint) -> str | None:
 
 
 def _error(tokenizer: LLTokenizer, constraint: Constraint) -> str | None:
-    signal.setitimer(signal.ITIMER_VIRTUAL, MAX_CPU_SECONDS)  # SIGVTALRM ends the process
+    signal.setitimer(signal.ITIMER_VIRTUAL, MAX_CPU_SECONDS)  # then SIGVTALRM ends the process
     try:
         compile_grammar(tokenizer, constraint)
     except InvalidRequestError as error:

@@ -1,4 +1,4 @@
-"""Compiled grammars of a node, each sample's state in one, and the masks of allowed tokens."""
+"""The compiled grammars of a node, the state of each sample in its grammar, and the masks of allowed tokens."""
 
 from __future__ import annotations
 
@@ -25,37 +25,45 @@ T = TypeVar("T")
 Masks = npt.NDArray[np.int32]
 """[num_rows, num_words]: bit i of word w says whether token 32 w + i is allowed. Words cover the vocabulary."""
 ALL_ALLOWED = -1
-"""A word of a mask that allows all of its tokens."""
+"""The word of a mask that allows all of its 32 tokens."""
 
 NUM_THREADS = 2
-"""Threads that compile constraints: with two, a slow one does not delay the next."""
+"""Number of threads that compile constraints. With two, a slow constraint does not delay the next one."""
 MAX_COMPILED = 32
-"""Number of the newest grammars that are kept compiled, in addition to those in use."""
+"""Number of recently compiled grammars that are kept in addition to those in use."""
 MAX_CACHED_MASKS = 256
-"""Maximum number of cached masks of one sample between two commits; 6 KB each with 49,152 tokens."""
+"""Maximum number of cached masks of one sample between two commits. A mask for 49,152 tokens takes 6 KB."""
 MASK_SECONDS = 0.004
-"""Processor time that the masks of one sample in one step may take on average; 0.00005 to 0.001 is usual."""
+"""Processor time in seconds that one sample's masks may take per step on average; 0.00005 to 0.001 is usual."""
 TOKEN_SECONDS = 0.0005
-"""Processor time that a committed token, or the search for a forced one, may take; 0.00001 to 0.0001 is usual."""
+"""Processor time in seconds that a committed token, or the search for a forced one, may take; 0.00001 to 0.0001 is
+usual.
+"""
 MAX_DEBT_SECONDS = 0.07
-"""Processor time beyond allowances that all grammars of a node may take together, since other sequences wait."""
+"""Maximum debt in seconds of all grammars of a node together. A debt is the processor time taken beyond the allowances
+above (see Debt), while other sequences had to wait.
+"""
 MAX_OWN_DEBT_SECONDS = 0.02
-"""Debt up to which a grammar may always continue, whatever the debt of the others."""
+"""Debt in seconds up to which a grammar may always continue, however large the debt of the others is."""
 FORGIVEN_SHARE = 0.02
-"""Fraction of wall-clock time by which debts shrink, so that a grammar that was too slow is served again later."""
+"""Seconds by which a debt shrinks per second of wall-clock time, so that a grammar that was too slow is served again
+later.
+"""
 CONSTRAINT_VIOLATED = "a generated token does not follow the constraint"
-"""Beginning of the failure after a forbidden token that a client sent, or that was drawn when none was allowed."""
+"""Start of the failure message for a forbidden token, sent by a client, or drawn when no token was allowed."""
 _LEXER = "lexer error"
-"""Part of the lexer's errors. All samples of a grammar share its states, so another sample may have caused one."""
+"""Text that all errors of the lexer contain. All samples of a grammar share the lexer's states, so another sample may
+have caused an error.
+"""
 
 
 class Debt:
-    """Processor time beyond the allowance, minus what wall-clock time has forgiven. Thread-safe."""
+    """Processor time taken beyond allowances, minus FORGIVEN_SHARE of the wall-clock time since then. Thread-safe."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._forgiven_at = clock()  # when the debt will be 0
+        self._forgiven_at = clock()  # the time at which the debt will be 0
 
     @property
     def seconds(self) -> float:
@@ -68,7 +76,7 @@ class Debt:
 
 
 class CompiledGrammar:
-    """One grammar for all samples that follow it, and their cost. Thread-safe."""
+    """A compiled grammar, shared by all samples that follow it, and its debt. Thread-safe."""
 
     def __init__(
         self,
@@ -77,7 +85,7 @@ class CompiledGrammar:
         own: Debt,
         common: Debt,
     ) -> None:
-        """`common`: the debt of all grammars of a node. Raises: the errors of `compile`."""
+        """`own`: this grammar's debt; `common`: that of all grammars of a node. Raises: any error of `compile`."""
         self._compile = compile
         self._lock = threading.Lock()
         self._own = own
@@ -85,14 +93,14 @@ class CompiledGrammar:
         self.beginning = compile()  # a matcher that has consumed nothing; it is copied, never changed
 
     def renewed(self, failed: LLMatcher) -> LLMatcher:
-        """Returns the start state with an empty lexer; compiles again unless another sample has replaced `failed`."""
+        """Returns the start state with an empty lexer, compiled anew unless another sample has replaced `failed`."""
         with self._lock:
             if self.beginning is failed:
                 self.beginning = self._compile()
             return self.beginning
 
     def spend(self, seconds: float, *, due: float) -> None:
-        """Counts work that took `seconds` of a processor and has an allowance of `due`."""
+        """Accounts for work that took `seconds` of processor time and had an allowance of `due` seconds."""
         self._own.add(seconds - due)
         if seconds > due:
             self._common.add(seconds - due)
@@ -103,7 +111,7 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Compiles constraints for one tokenizer, which its first use reads in about 0.4 s. Thread-safe."""
+    """Compiles constraints for one tokenizer. The first use reads the tokenizer in about 0.4 s. Thread-safe."""
 
     def __init__(self, tokenizer_json: bytes, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """`vocab_size`: width of the logits."""
@@ -114,7 +122,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._debt = Debt()
         self._newest: deque[Future[CompiledGrammar]] = deque(maxlen=MAX_COMPILED)  # finished ones
-        # Includes those and any others that are still referenced.
+        # All compilations that are still referenced: those in `_newest`, unfinished ones, and those that samples use.
         self._compiled: WeakValueDictionary[Constraint, Future[CompiledGrammar]] = WeakValueDictionary()
 
     @cached_property
@@ -125,20 +133,20 @@ class GrammarCompiler:
         )
 
     def warm_up(self) -> None:
-        """Reads the tokenizer in advance, which takes long and holds the interpreter's lock."""
+        """Reads the tokenizer in advance, because that takes long and holds the interpreter's lock."""
         with suppress(NotSupportedError):
             _ = self._tokenizer
 
     def prepare(self, constraint: Constraint) -> Future[CompiledGrammar]:
-        """Compiles a constraint in another thread; `start` is quick once that is done, as long as the result is kept.
+        """Compiles a constraint in another thread. Once that is done, `start` is quick as long as the result is kept.
 
-        The future's exception is what `start` raises.
+        If the future has an exception, `start` raises the same one.
         """
         with self._lock:
             compiled = self._compiled.get(constraint)
             if compiled is None:
                 compiled = self._compiled[constraint] = self._threads.submit(self._compile, constraint)
-                compiled.add_done_callback(self._newest.append)  # not sooner: waiting ones would push it out
+                compiled.add_done_callback(self._newest.append)  # only finished compilations push out older ones
         return compiled
 
     def _compile(self, constraint: Constraint) -> CompiledGrammar:
@@ -146,10 +154,10 @@ class GrammarCompiler:
         return CompiledGrammar(compile_again, own=Debt(), common=self._debt)
 
     def start(self, constraint: Constraint, generated_token_ids: Sequence[int] = ()) -> GrammarState:
-        """Returns the state of a new sample that has already generated these tokens.
+        """Returns the state of a sample that has generated these tokens so far.
 
-        Raises: InvalidRequestError for a constraint that cannot be compiled, NotSupportedError for a tokenizer whose
-        tokens are not known as bytes.
+        Raises: InvalidRequestError if the constraint cannot be compiled, NotSupportedError if the bytes of the
+        tokenizer's tokens are not known.
         """
         sequence = GrammarState(self.prepare(constraint), self._tokenizer)
         sequence.commit(generated_token_ids)
@@ -157,10 +165,10 @@ class GrammarCompiler:
 
 
 class GrammarState:
-    """One sample's state in its grammar: a function of the tokens that it has generated. Not thread-safe.
+    """The state of one sample in its grammar, determined by the tokens that the sample generated. Not thread-safe.
 
-    A matcher follows the committed tokens, goes along drafts, and comes back. After the grammar's end only
-    end-of-text tokens are allowed, any number of them.
+    A matcher follows the committed tokens. For masks it also follows drafts, and is then rolled back. After the
+    grammar's end only end-of-text tokens are allowed, any number of them.
     """
 
     def __init__(self, compiled: Future[CompiledGrammar], tokenizer: LLTokenizer) -> None:
@@ -173,8 +181,8 @@ class GrammarState:
         self._num_words = -(-tokenizer.vocab_size // 32)
         self._eos_token_ids = frozenset(tokenizer.eos_tokens)
         self._token_ids: list[int] = []  # consumed
-        self._masks: dict[tuple[tuple[int, ...], tuple[int, ...]], Masks] = {}  # by assumed and draft tokens
-        self._dead_ends: dict[tuple[int, ...], str] = {}  # paths after which there is no mask, and the error
+        self._masks: dict[tuple[tuple[int, ...], tuple[int, ...]], Masks] = {}  # by (assumed tokens, draft tokens)
+        self._dead_ends: dict[tuple[int, ...], str] = {}  # by path of tokens: why there is no mask after it
 
     def commit(self, token_ids: Sequence[int]) -> None:
         """Consumes generated tokens. A token that the grammar does not allow is a failure."""
@@ -196,10 +204,10 @@ class GrammarState:
                 self.failure = f"{CONSTRAINT_VIOLATED}: {token_id}, after {len(self._token_ids)} others"
 
     def masks(self, assumed_token_ids: tuple[int, ...], draft_token_ids: tuple[int, ...]) -> Masks:
-        """Returns the masks after the assumed tokens and each draft after them: [len(draft_token_ids) + 1, num_words].
+        """Returns the masks after the assumed tokens and after each draft that follows them.
 
-        A row after a token that the grammar forbids cannot be reached: its mask allows everything. The result must
-        not be changed; it may be that of an earlier call.
+        The result is [len(draft_token_ids) + 1, num_words]. A row after a token that the grammar forbids cannot be
+        reached, so its mask allows everything. The result must not be changed, since calls may share it.
         """
         key = assumed_token_ids, draft_token_ids
         masks = self._masks.get(key)
@@ -215,7 +223,7 @@ class GrammarState:
         return masks
 
     def forced_tokens(self) -> list[int]:
-        """Returns the tokens of the text that alone can follow; empty if there is a choice."""
+        """Returns the tokens of the only text that can follow; empty if there is a choice."""
         if self.failure or self._matcher.is_stopped() or self._grammar.is_too_slow:
             return []
         started = time.thread_time()
@@ -234,7 +242,7 @@ class GrammarState:
         return True
 
     def _fill(self, masks: Masks, path: tuple[int, ...], *, num_assumed: int) -> None:
-        """Fills the reachable rows; the first row follows `num_assumed` tokens of the path."""
+        """Fills the masks of reachable rows. The first row's mask applies after `num_assumed` tokens of the path."""
         num_tokens, error = self._try(lambda: self._follow(masks, path, num_assumed=num_assumed))
         if error:
             masks[max(num_tokens - num_assumed, 0) :] = 0
@@ -262,10 +270,10 @@ class GrammarState:
         return num_tokens
 
     def _try(self, action: Callable[[], T]) -> tuple[T, str]:
-        """Returns the result of an action of the matcher, and its error; "" if there is none.
+        """Performs an action of the matcher. Returns the action's result and the matcher's error; "" if there is none.
 
-        If the lexer is full, the action is repeated with an empty one: other samples or earlier drafts may have
-        filled it.
+        If the lexer is full, the action is repeated with an empty lexer, because other samples or earlier drafts may
+        have filled it.
         """
         result, error = action(), self._take_error()
         if _LEXER in error and not self.failure:

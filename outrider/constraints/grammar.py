@@ -1,9 +1,9 @@
-"""Constraints by llguidance: grammars over the bytes of a vocabulary's tokens. Needs neither torch nor numpy.
+"""Constraints as llguidance's grammars over the bytes of a vocabulary's tokens. Needs neither torch nor numpy.
 
 llguidance (https://github.com/guidance-ai/llguidance) parses with Earley's algorithm over derivatives of regular
-expressions. Its limits count work, not time, so that all nodes refuse the same grammars. In some cases compilation
-has no such limit (intersections of patterns), so routers compile in a process that they can kill, and send only
-constraints that compiled to nodes.
+expressions. Its limits count work, not time, so that all nodes refuse the same grammars. Some compilations have no such
+limit (intersections of patterns). Routers therefore compile in a process that they can kill, and send nodes only those
+constraints that compiled.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 NUMERICS = f"llguidance {version('llguidance')}, compact"
-"""The version of the masks: nodes with equal values allow the same tokens."""
+"""Identifies how masks are computed: nodes with equal values allow the same tokens."""
 
 MAX_MESSAGE_LENGTH = 500
 MAX_SPELLINGS = 512
-"""Number of texts whose tokens are cached: the samples of one grammar reach the same texts."""
+"""Maximum number of texts whose tokens are cached. The cache helps since samples of a grammar reach the same texts."""
 
-# A mask takes at most about 0.1 s, even if only one long text can follow; the states of one grammar's lexer take
-# about 40 MB.
+# With these limits a mask takes at most about 0.1 s, even if only one long text can follow, and the states of one
+# grammar's lexer take at most about 40 MB.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=100_000, step_max_items=3_000, max_lexer_states=20_000, verbose_errors=False
 )
 
-# Compact: a small model that may write whitespace between JSON's tokens may write nothing else. A schema's own
-# "x-guidance" takes precedence.
+# Compact JSON, because a small model that is allowed whitespace between JSON's tokens may write nothing but whitespace.
+# A schema's own "x-guidance" takes precedence.
 _JSON_DEFAULTS: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 
 _FORMAT_LENGTHS = {"date-time": 35, "time": 24, "duration": 40}
-"""Maximum number of characters in a text of these formats, whose digits are unlimited otherwise."""
+"""Maximum number of characters in a text of these formats, because their number of digits is otherwise unlimited."""
 _FORMATS = (*_FORMAT_LENGTHS, "date", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 _UNLIMITED: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
@@ -51,7 +51,7 @@ _UNLIMITED: dict[str, tuple[Any, ...]] = {
     "unevaluatedItems": (True, {}),
     **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ({},)),
 }
-"""Values of keywords unknown to llguidance that limit nothing, as generators of schemas write them."""
+"""Keywords that llguidance does not know, with their values that limit nothing. Schema generators write them."""
 NAMED_SCHEMA_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values map the user's own names to schemas."""
 DATA_KEYWORDS = ("const", "enum", "default", "examples", "example", "x-guidance")
@@ -64,7 +64,7 @@ def grammar_text(constraint: Constraint) -> str:
         case ConstraintKind.JSON_SCHEMA:
             try:
                 schema = _without_annotations(json.loads(constraint.text))
-                text = json.dumps({} if schema is True else schema)  # `true` is not an object
+                text = json.dumps({} if schema is True else schema)  # `true` allows everything but is not an object
                 return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_DEFAULTS)
             except (ValueError, RecursionError) as error:
                 raise invalid(constraint, str(error)) from error
@@ -74,12 +74,13 @@ def grammar_text(constraint: Constraint) -> str:
             return LLMatcher.grammar_from_lark(constraint.text)
         case ConstraintKind.CHOICE:
             texts = (json.dumps(option, ensure_ascii=False) for option in constraint.options)
-            options = " | ".join(text.replace("\x7f", "\\u007f") for text in texts)  # Lark has no control characters
+            options = " | ".join(text.replace("\x7f", "\\u007f") for text in texts)  # Lark rejects control characters
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {options}\n")
 
 
 def _without_annotations(schema: Any, *, is_named: bool = False) -> Any:
-    """Returns the schema without parts that constrain nothing and that llguidance refuses. Limits `_FORMAT_LENGTHS`.
+    """Returns the schema without the parts that llguidance refuses although they constrain nothing. Limits texts to
+    `_FORMAT_LENGTHS`.
 
     An unknown `format` is an annotation in JSON Schema. `is_named`: whether this is a mapping from names to schemas.
     """
@@ -97,7 +98,7 @@ def _without_annotations(schema: Any, *, is_named: bool = False) -> Any:
             case "$schema" if isinstance(value, str) and "//json-schema.org/" not in value:
                 continue  # a dialect that llguidance would fetch
             case "$dynamicAnchor" | "$recursiveAnchor":
-                continue  # names for references
+                continue  # such a keyword only names a part for references
         is_data = keyword in DATA_KEYWORDS
         part = value if is_data else _without_annotations(value, is_named=keyword in NAMED_SCHEMA_KEYWORDS)
         if part not in _UNLIMITED.get(keyword, ()):
@@ -120,7 +121,8 @@ def invalid(constraint: Constraint, message: str) -> InvalidRequestError:
 
 
 def open_tokenizer(tokenizer_json: str, *, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Opens a tokenizer, in about 0.4 s. `vocab_size`: width of the logits; a tokenizer may have more or fewer ids.
+    """Opens a tokenizer, which takes about 0.4 s. `vocab_size`: width of the logits, which may differ from the
+    tokenizer's number of ids.
 
     Raises: NotSupportedError.
     """
@@ -134,14 +136,14 @@ def open_tokenizer(tokenizer_json: str, *, vocab_size: int, eos_token_ids: Seque
 
 
 _PREFIX_MARKS = ('"Prepend"', '"Metaspace"', '"add_prefix_space": true', '"add_prefix_space":true')
-"""Parts of a tokenizer.json that may put a space before a text."""
+"""Text in a tokenizer.json that may mean that the tokenizer puts a space before a text."""
 
 
 class _Tokens:
     """A model's tokens as llguidance expects them, and its tokenizer's encoding of forced text.
 
     llguidance's own reader assumes that each added token of the form <...> has no text. Here only special tokens have
-    none: clients do not see those, so other tokens spell a text that looks like one.
+    no text: clients do not see them, so a text that looks like a special token is spelled with other tokens.
     """
 
     is_tokenizer_wrapper = True
@@ -169,7 +171,9 @@ class _Tokens:
         return self._spell(text)
 
     def _encode(self, text: str) -> list[int]:
-        """Returns the tokenizer's own tokens, as far as they have the text's bytes and the model has rows for them."""
+        """Returns the tokens of a text: the tokenizer's own, up to the first one that differs from the text or has no
+        logit, and then the longest tokens for the remaining bytes.
+        """
         wanted, num_bytes = text.encode(), 0
         found: list[int] = []
         for token_id in self._tokenizer.encode(text, add_special_tokens=False).ids:
@@ -178,7 +182,7 @@ class _Tokens:
                 break
             found.append(token_id)
             num_bytes += len(part)
-        while num_bytes < len(wanted):  # after normalization, for example: takes the longest tokens of these bytes
+        while num_bytes < len(wanted):  # for example, if the tokenizer normalized the text
             sizes = range(min(self._longest, len(wanted) - num_bytes), 0, -1)
             size = next((size for size in sizes if wanted[num_bytes : num_bytes + size] in self._ids), 0)
             found += [self._ids[wanted[num_bytes : num_bytes + size]]] if size else []
@@ -205,7 +209,7 @@ def _without_prefix(part: Any) -> Any:
 def compile_grammar(tokenizer: LLTokenizer, constraint: Constraint) -> LLMatcher:
     """Returns a matcher at the grammar's start. Releases the interpreter's lock.
 
-    Raises: InvalidRequestError, also if the first mask takes too much work, so that no engine tries it.
+    Raises: InvalidRequestError, also if the first mask takes too much work, so that no engine tries to compute it.
     """
     matcher = LLMatcher(tokenizer, grammar_text(constraint), log_level=0, limits=_LIMITS)
     first = matcher.deep_copy()

@@ -21,7 +21,7 @@ CHUNK_VALUES = 1 << 17
 """Number of values that a CPU processes at a time, so that intermediate results fit its cache."""
 
 without_warnings = np.errstate(all="ignore")
-"""Decorator for functions whose logits may be infinite or NaN: numpy would warn about them, torch does not."""
+"""Decorator for functions whose logits may be infinite or NaN. numpy would warn about such values; torch does not."""
 
 
 def to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
@@ -60,7 +60,7 @@ def ids_like(values: Sequence[int], array: Array) -> Array:
 
 
 def largest_keys(keys: Array, number: int) -> Array:
-    """Returns the largest keys of each row in descending order: [num_rows, n] int64 -> [num_rows, number <= n]."""
+    """Returns the `number` largest keys of each row, in descending order: [num_rows, n] int64 -> [num_rows, number]."""
     if not isinstance(keys, np.ndarray):
         return keys.topk(number, dim=1).values
     start = keys.shape[1] - number
@@ -70,7 +70,7 @@ def largest_keys(keys: Array, number: int) -> Array:
 
 
 def map_row_chunks(function: Callable[..., Array], values: Array, *others: Any) -> Array:
-    """Returns function(values, *others), computed for a few rows at a time on a CPU, and for all rows on other devices.
+    """Returns function(values, *others), computed for a few rows at a time on a CPU, otherwise for all rows at once.
 
     Args:
         function: maps arrays to one array; a row of the result depends on the same row of the arguments only.

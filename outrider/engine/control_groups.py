@@ -1,4 +1,4 @@
-"""The Linux control groups, v1 and v2, that limit this process, read from the file system. Torch-free."""
+"""Reads from the file system which Linux control groups, v1 and v2, limit this process. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 def control_groups(
     controller: str, *, groups: Path = GROUPS, membership: Path = MEMBERSHIP
 ) -> Iterator[tuple[int, Path]]:
-    """Yields (version, folder) of each group of this process that may set a limit for the controller; on systems other
-    than Linux, none.
+    """Yields (version, folder) of each group of this process that may set a limit for the controller. Yields nothing on
+    systems other than Linux.
 
-    Inside a container, the container's group is the root of the hierarchy and has another name than on the host, so a
-    yielded folder may not exist.
+    Inside a container, the container's group is the root of the hierarchy and does not have the same name as on the
+    host, so a yielded folder may not exist.
     """
     try:
         lines = membership.read_text().splitlines()

@@ -21,7 +21,7 @@ from outrider.errors import ConfigError
 
 MIN_LEASE_SECONDS = 0.5
 LEASE_FACTOR = 3.0
-"""Ratio of a lease to the expected duration of a step: other programs on the processors may delay the holder."""
+"""Ratio of a lease to the expected duration of a step. Other programs on the processors may delay the holder."""
 
 TURN_TAKEN_OVER = "the turn of a node on the same processors expired; this node took it over"
 """Log message for `on_turn_taken_over`."""
@@ -30,7 +30,7 @@ _NOT_TAKEN, _TAKEN, _TAKEN_FROM_ANOTHER = range(3)
 
 
 class CpuTurns:
-    """The turns of a node that shares its processors with no other node. Engine thread only."""
+    """The turns of a node that shares its processors with no other node. For the engine thread only."""
 
     def __init__(self, description: str = "none") -> None:
         """`description`: the path of the turns file, or "none" and the reason; shown to users."""
@@ -109,7 +109,7 @@ class SharedTurns(CpuTurns):
         self._short_calls.outrider_turns_give(self._address, self._slot, self._lease(0.0))
 
     def _lease(self, expected_seconds: float) -> int:
-        """Returns the lease in nanoseconds. The library limits it further."""
+        """Returns the duration of a lease in nanoseconds. The library caps it."""
         return round(max(LEASE_FACTOR * expected_seconds, self._min_lease_seconds) * 1e9)
 
 
@@ -122,8 +122,8 @@ def open_turns(
 ) -> CpuTurns:
     """Opens the turns shared by nodes with the same path and the same `cpus`.
 
-    Turns are not shared if the path is empty, if torch computes the model, or if the node has fewer threads than
-    processors, since its turns would leave some processors idle.
+    The node does not share turns if the path is empty, if torch computes the model, or if it has fewer threads than
+    processors, because its turns would then leave some processors idle.
 
     Raises: ConfigError if the file cannot be used.
     """

@@ -1,7 +1,7 @@
 """Batch-invariant linear layers and norms for a transformers model on a GPU.
 
-torch computes the remaining operations, which are elementwise: activations, rotations and sums. If a model has any
-other operation that depends on the batch, loading detects it: it compares rows over several batches
+torch computes the remaining operations, which are elementwise: activations, rotations and sums. If any other operation
+of a model depends on the batch, this is detected at load by comparing rows over several batches
 (`model_hub.support.depends_on_batch`).
 """
 
@@ -52,7 +52,7 @@ def make_deterministic(model: nn.Module) -> None:
 
 
 def deterministic_kernels(dtype: str, capability: str) -> str:
-    """Returns what a row's bits depend on, for a node's numerics. `capability`: the GPU's, such as "sm_90"."""
+    """Returns a text for a node's numerics, with all that a row's bits depend on. `capability`: such as "sm_90"."""
     tile = Tile()
     return (
         f"triton {triton.__version__} {capability} {dtype}, splits of {tile.split_keys} keys and "

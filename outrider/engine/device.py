@@ -21,7 +21,7 @@ def device_type(device: str) -> str:
 
 
 def has_gpu_driver() -> bool:
-    """Returns whether torch may find a GPU; its CPU build never does. Does not import torch, which takes a second."""
+    """Returns whether torch may find a GPU; torch's CPU build never does. Does not import torch, to save a second."""
     with suppress(PackageNotFoundError):
         if version("torch").endswith("+cpu"):
             return False

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptEngine:
-    """Block pool, scheduler, KV cache and runner of one model. One owner thread."""
+    """Block pool, scheduler, KV cache and runner of one model. Only one thread, its owner, may use it."""
 
     pool: BlockPool
     scheduler: Scheduler

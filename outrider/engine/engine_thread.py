@@ -38,8 +38,9 @@ class EngineThread(Generic[Parts]):
         self._built: Future[Parts] = Future()
 
     async def build(self) -> Parts:
-        """Starts the thread and returns the result of `build`. Steps start only with `run`. Raises: any error of
-        `build`.
+        """Starts the thread, which builds the engine, and returns the engine. No steps run before `run` is called.
+
+        Raises: any error of the constructor's `build`.
         """
         self._built.set_running_or_notify_cancel()  # a cancelled waiter does not cancel the build
         self._thread.start()
@@ -50,7 +51,10 @@ class EngineThread(Generic[Parts]):
         self._may_run.set()
 
     def join(self, timeout_seconds: float) -> None:
-        """Waits for `run` to return, which the caller must have arranged. An engine that never started ends at once."""
+        """Waits until the constructor's argument `run` returns. The caller must already have told it to end.
+
+        An engine that was never told to run ends at once.
+        """
         if not self._may_run.is_set():
             self._is_given_up = True
             self._may_run.set()

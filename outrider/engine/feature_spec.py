@@ -25,9 +25,9 @@ from outrider.node import FeatureFormat
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FeatureSpec:
-    """A reduction without its weights, which FeatureReduction (torch) or PackedReduction (native kernels) holds."""
+    """A reduction without its weights. A subclass holds them: FeatureReduction (torch), PackedReduction (native)."""
 
-    taps: tuple[int, ...]  # layers after which the residual stream is read: 0 … num_layers, in the head's order
+    taps: tuple[int, ...]  # after how many layers the residual stream is read: 0 … num_layers, in the head's order
     hidden_size: int  # the target's
     takes_final_norm: bool = False  # whether the tap after the last layer is read after the target's final norm
     epsilon: float = 1e-6  # added to the norms' mean square

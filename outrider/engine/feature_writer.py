@@ -1,4 +1,4 @@
-"""Writes the features of a model that torch computes. The fused decoder or module hooks give it hidden states."""
+"""Writes the features of a model that torch computes. Hidden states come from the fused decoder or module hooks."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class FeatureWriter:
                 hooks.callback(self._hook(tap).remove)
             yield
             rows = torch.cat([self._taps[tap] for tap in self._features.taps], dim=-1)
-        self._plane.index_copy_(0, slots, self._reduced(rows))  # [num_rows, num_taps * hidden_size]
+        self._plane.index_copy_(0, slots, self._reduced(rows))  # rows: [num_rows, num_taps * hidden_size]
 
     def record_tap(self, tap: int, states: Tensor, normed: Tensor | None = None) -> None:
-        """Records the residual stream [num_rows, hidden_size] after `tap` layers. `normed`: the same after the final
+        """Records the residual stream [num_rows, hidden_size] after `tap` layers. `normed`: the stream after the final
         norm, if this is the last layer.
         """
         if tap in self._features.taps:
@@ -78,7 +78,7 @@ class FeatureWriter:
         return last.register_forward_hook(after)
 
     def _reduced(self, taps: Tensor) -> Tensor:
-        """Reduces taps like FeatureReduction, but with the native kernels if the layers use them: [num_rows, width]."""
+        """Reduces taps as FeatureReduction does, with native kernels if the layers use them: [num_rows, width]."""
         if self._native_layers is None:
             return self._features(taps)
         layers, reduction = self._native_layers, self._packed

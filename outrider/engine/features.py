@@ -15,8 +15,8 @@ _TENSORS = ("tap_norms", "norm", "projection", "bias")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FeatureReduction(FeatureSpec):
-    """A function from the target's hidden states to a head's features. Its weights belong to the head's checkpoint, and
-    the target's node computes it.
+    """A function from the target's hidden states to a head's features. Its weights come from the head's checkpoint, but
+    a node with the target evaluates the function.
 
     taps [num_rows, num_taps * hidden_size] → tap norms or norm, if present → projection → [num_rows, width]. Width and
     fingerprint are computed from the tensors.
@@ -35,7 +35,7 @@ class FeatureReduction(FeatureSpec):
         object.__setattr__(self, "fingerprint", self.fingerprint_of(values))
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> FeatureReduction:
-        """Returns a copy with its tensors moved. The fingerprint stays that of the checkpoint's values."""
+        """Returns a copy with its tensors moved. The copy keeps the fingerprint of the checkpoint's values."""
         moved = copy(self)
         for name in _TENSORS:
             if (tensor := getattr(self, name)) is not None:

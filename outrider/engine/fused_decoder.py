@@ -40,11 +40,11 @@ class _Layer:
     output: _Linear
     gate_up: _Linear
     down: _Linear
-    head_norms: tuple[Norm, Norm] | None  # for queries and keys
+    head_norms: tuple[Norm, Norm] | None  # norms of each query head and of each key head
     post_attention_norm: Norm | None  # applied to the output of attention before it is added to the residual stream
-    mlp_norm: Norm  # applied after that sum
+    mlp_norm: Norm  # applied to the residual stream after that addition
     post_mlp_norm: Norm | None  # applied to the output of the MLP before it is added to the residual stream
-    next_norm: Norm  # applied after that sum: the next layer's first norm, or the final one
+    next_norm: Norm  # the next layer's first norm, or the final one, applied after that addition
     angles: tuple[Tensor, Tensor]  # cosines and sines, [num_positions, head_dim / 2] each
     options: AttentionOptions
 
@@ -55,10 +55,10 @@ class FusedDecoder:
     def __init__(
         self, model: PreTrainedModel, spec: ModelSpec, layers: Sequence[AttentionOptions], *, is_deterministic: bool
     ) -> None:
-        """Joins the weights of `model`, which `gpu_kernels.why_not_fused` must support.
+        """Joins the weights of `model`, for which `gpu_kernels.why_not_fused` must return an empty string.
 
-        The modules keep views of the joined weights, so the model is in memory once, and transformers can still compute
-        it.
+        The model's modules keep views of the joined weights, so the weights are in memory only once, and transformers
+        can still run the model.
 
         Args:
             model: the model, on its device.
@@ -76,7 +76,7 @@ class FusedDecoder:
         self._epsilon: float = config.rms_norm_eps
         self._is_gemma = config.model_type.startswith("gemma")
         kinds = config.layer_types if self._is_gemma else [None] * spec.num_layers
-        # Covers the rows that pad a batch, and the probe at load, which may go beyond a small window.
+        # Enough for the rows that pad a batch, and for the probe at load, which may exceed a small context window.
         num_positions = max(spec.max_model_len, MAX_BUCKET_ROWS)
         angles = {kind: _angles(base.rotary_emb, num_positions, head.weight, kind) for kind in set(kinds)}
         norms = [self._norm(norm) for norm in (*(layer.input_layernorm for layer in base.layers), base.norm)]
@@ -85,7 +85,7 @@ class FusedDecoder:
             self._layer(layer, norm, angles[kind], options)
             for layer, norm, kind, options in zip(base.layers, norms[1:], kinds, layers, strict=True)
         ]
-        torch.cuda.empty_cache()  # frees the separate weights
+        torch.cuda.empty_cache()  # returns the memory of the separate weights to the GPU
 
     def _norm(self, module: Any) -> Norm:
         weight = module.weight.detach()
@@ -153,7 +153,7 @@ class FusedDecoder:
 
 
 def _join(*modules: nn.Linear) -> _Linear:
-    """Joins projections of one input. Each module's weight and bias become views of the joined tensors."""
+    """Joins projections of the same input. Each module's weight and bias become views of the joined tensors."""
     weight = _joined([module.weight for module in modules])
     biases = [module.bias for module in modules if module.bias is not None]
     return weight, _joined(biases) if biases else None
@@ -170,5 +170,5 @@ def _angles(rotary: Any, num_positions: int, like: Tensor, layer_type: str | Non
     """Returns the model's own cosines and sines of every position, in its dtype: [num_positions, head_dim / 2] each."""
     positions = torch.arange(num_positions, device=like.device).unsqueeze(0)
     both = rotary(like, positions) if layer_type is None else rotary(like, positions, layer_type)
-    cosines, sines = (each[0].chunk(2, -1)[0].clone() for each in both)  # both halves are equal
+    cosines, sines = (each[0].chunk(2, -1)[0].clone() for each in both)  # the second half repeats the first
     return cosines, sines

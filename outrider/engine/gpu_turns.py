@@ -11,8 +11,8 @@ from outrider.engine.device import device_type
 from outrider.progress import Progress
 
 TURN_SECONDS = 600.0
-"""Seconds that a process waits for others to load their models. After that it loads at the same time as they do, which
-is safe because memory is measured per process."""
+"""Maximum number of seconds that a process waits for others to load their models. After that it loads at the same time
+as they do, which is safe because memory is measured per process."""
 
 
 @contextlib.contextmanager
@@ -20,7 +20,7 @@ def loading_turn(devices: Sequence[str], progress: Progress) -> Iterator[None]:
     """Holds the locks of these GPUs while this process loads a model, tries its steps and allocates its KV cache.
 
     So the memory peaks of several processes do not coincide. Locks are files in the cache directory, which containers
-    may share, and are named by the GPU's UUID, which is the same in all of them. All processes take locks in the same
+    may share, and are named by the GPU's UUID, the same in all containers. All processes take locks in the same
     order, and the system releases those of a process that dies. Nothing is locked for a CPU. If no file can be written,
     or after TURN_SECONDS, the process continues without the lock and says so on standard error. While it waits, it
     reports stage "gpu" to `progress` every second.

@@ -12,13 +12,13 @@ MAX_BUCKET_ROWS = 256
 MAX_MEAN_DEPTH = 16
 """Maximum mean depth of draft tree paths over the rows of a step."""
 MIN_TREE_ROWS = 4
-"""Minimum number of rows in a bucket with trees: three (a known token, two siblings), rounded to a power of two."""
+"""Minimum number of rows in a bucket with trees: three (a known token, two siblings), rounded up to a power of two."""
 MAX_TABLE_BLOCKS = 1 << 20
-"""Maximum number of entries in all block tables of a batch, 4 bytes each. Shared blocks count once per sequence."""
+"""Maximum number of entries in all block tables of a batch together, 4 bytes each. A block counts once per sequence."""
 ROLLOUT_TOKENS = (1, 2, 3, 4, 5, 7)
 """Lengths in tokens of the rollouts that have graphs (see `rollouts`). Other lengths are rounded up."""
 MAX_ROLLED_SEQUENCES = 32
-"""Maximum number of sequences in a rollout. With more, launches and the host take only a small part of the time."""
+"""Maximum number of sequences in a rollout. Above it, launches and the host take only a small part of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class GraphShapes:
-    """A description of the steps of a node that are captured."""
+    """A description of the steps of a node that are captured as CUDA graphs."""
 
     max_rows: int = MAX_BUCKET_ROWS
     has_trees: bool = False
     has_rollouts: bool = False  # whether a draft model's rollouts are captured too, in graphs of their own
-    is_profile_run: bool = False  # whether only the largest of each kind are captured; they take as much memory as all
+    is_profile_run: bool = False  # whether to capture only each kind's largest graph; these need as much memory as all
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ class GraphShapes:
         return len(self.buckets) + num_rolled
 
     def bucket_of(self, batch: InputBatch) -> Bucket | None:
-        """Returns the smallest bucket that holds the batch, or None if it is not padded, like long prompt chunks."""
+        """Returns the smallest bucket that holds the batch, or None if no bucket does (long prompt chunks)."""
         num_rows = _power_of_two(batch.num_rows)
         if batch.has_trees:
             num_rows = max(num_rows, MIN_TREE_ROWS)
@@ -74,8 +74,8 @@ class GraphShapes:
 def pad(batch: InputBatch, bucket: Bucket, scratch_block: int) -> InputBatch:
     """Pads the batch with one sequence that has the missing rows, and then with sequences without rows.
 
-    The first of them starts at position 0, and all entries of its block table are the scratch block. The result has as
-    many logits as rows: those of the batch come first, and the remaining ones repeat the last row.
+    The sequence with the missing rows starts at position 0, and all entries of its block table are the scratch block.
+    The result has as many logits as rows: the batch's logits come first, and the remaining ones repeat the last row.
     """
     arrays, size = batch.arrays, batch.block_size
     num_rows = bucket.num_rows - batch.num_rows

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class SequenceRows(NamedTuple):
     """One sequence's part of a forward pass: consecutive tokens, known ones first, then drafts.
 
-    Drafts may form a tree. Keys and values still go to the slots of consecutive positions in row order, but a draft's
-    position follows from its depth, so the two differ.
+    Drafts may form a tree. Keys and values still go to the slots of consecutive positions in row order. But a draft's
+    position follows from its depth in the tree, so its slot may be that of another position.
     """
 
     token_ids: Sequence[int]  # at least one; if an array, int64
@@ -41,17 +41,17 @@ class BatchFields(Generic[Values]):
     token_ids: Values  # [num_rows] int64
     positions: Values  # [num_rows] int64, absolute
     slot_mapping: Values  # [num_rows] int64, block_id * block_size + offset
-    logits_rows: Values  # [num_logits] int64, ascending; in a padded batch [num_rows], and the last one repeats
+    logits_rows: Values  # [num_logits] int64, ascending; in a padded batch [num_rows], with the last row repeated
     query_start_loc: Values  # [num_seqs + 1] int32
     seq_lens: Values  # [num_seqs] int32, this step's rows included
     table_starts: Values  # [num_seqs + 1] int32, into block_tables
-    # The path of each row in a draft tree: the slots of the drafts that it sees, its own last. Both fields are empty in
-    # a batch without trees.
+    # The path of each row in a draft tree: the slots of the drafts that the row sees, its own slot last. Both fields
+    # are empty in a batch without trees.
     path_starts: Values  # [num_rows + 1] int64, into path_slots
     path_slots: Values  # [sum of depths] int64
-    # The attention backend's plan for the batch (see AttentionBackend.plan). Empty: none.
+    # The attention backend's plan for the batch (see AttentionBackend.plan). Empty if there is none.
     attention_plan: Values  # int32
-    # Last, because in a padded batch it is the only field whose length does not follow from the number of rows.
+    # This is the last field, because in a padded batch the lengths of all others follow from the number of rows.
     block_tables: Values  # [blocks in use by all sequences] int32, end to end
 
 
@@ -72,13 +72,13 @@ class InputBatch:
     times as long as in a tight loop.
     """
 
-    arrays: BatchFields[array[int]]  # their lengths must not change: tensors and kernels hold addresses
+    arrays: BatchFields[array[int]]  # lengths must not change, because tensors and kernels hold addresses
     block_size: int
     is_padded: bool = False  # see `graph_shapes.pad`; a forward then uses all of logits_rows
     _tensors: dict[str, BatchFields[Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Leaves the tensors out: another process makes its own."""
+        """Pickles the batch without its tensors, because another process makes its own."""
         return InputBatch, (self.arrays, self.block_size, self.is_padded)
 
     @property
@@ -100,7 +100,7 @@ class InputBatch:
 
     @property
     def selects_logits(self) -> bool:
-        """Whether a forward must select the rows that have logits, because not all do or some are repeated."""
+        """Whether a forward must select the rows that have logits, because not all have any or some are repeated."""
         return self.is_padded or self.num_logits < self.num_rows
 
     def with_plan(self, plan: array[int]) -> InputBatch:
@@ -114,7 +114,7 @@ class InputBatch:
         return slots_of(table, num_tokens, self.block_size)
 
     def on(self, device: torch.device | str) -> BatchFields[Tensor]:
-        """Returns the fields as tensors on `device`: views of the arrays on a CPU, otherwise a copy, made once."""
+        """Returns the fields as tensors on `device`: views of the arrays on a CPU, otherwise copies, made only once."""
         name = str(device)
         if name not in self._tensors:
             if name == "cpu":
@@ -153,8 +153,8 @@ class InputBatch:
 def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBatch:
     """Lays `rows` end to end.
 
-    Raises: ValueError, a bug of the caller, if there are none, or if a sequence has no rows, too few blocks for them,
-    more logits than rows, or invalid parents.
+    Raises: ValueError, a bug of the caller, if there are no sequences, or if a sequence has no rows, too few blocks for
+    its rows, more logits than rows, or invalid parents.
     """
     if not rows:
         raise ValueError("a forward pass needs at least one sequence")
@@ -218,7 +218,7 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
 def _place_tree(
     index: int, seq: SequenceRows, positions: array[int], slots: array[int], paths: dict[int, list[int]]
 ) -> None:
-    """Sets the drafts' positions, which end `positions`, from their depths, and adds each draft's path."""
+    """Sets the drafts' positions, the last entries of `positions`, according to their depths, and adds their paths."""
     num_drafts = len(seq.parents)
     if num_drafts >= len(seq.token_ids):
         raise ValueError(f"sequence {index}: {num_drafts} drafts need more than {len(seq.token_ids)} rows")
@@ -250,7 +250,7 @@ def _dtype(values: array[int]) -> torch.dtype:
 
 
 def _view(values: array[int]) -> Tensor:
-    """Returns a tensor over the array's memory, which it keeps alive."""
+    """Returns a tensor that shares the array's memory and keeps it alive."""
     import torch
 
     return torch.frombuffer(values, dtype=_dtype(values)) if values else torch.empty(0, dtype=_dtype(values))

@@ -22,15 +22,16 @@ MakeNorm = Callable[[Tensor, float], nn.Module]
 """Makes a norm from a weight [width] float32 and the epsilon added to the mean square."""
 
 _ALLOWED_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
-"""Allowed difference of a norm's outputs by dtype, relative to the output and, if one is added to the weight, also to
-the output for a weight of one. It covers rounding, but not another function."""
+"""Allowed difference between the outputs of two norms, by dtype. It is relative to the output; if the norm adds one to
+its weight, it is relative to the sum of the output and the output for a weight of one. It allows for rounding, but not
+for a different function."""
 
 
 class SharedProjection(nn.Module):
     """One of several projections of the same input. The first one that is called computes all of them.
 
-    It passes the products to its siblings in `_last`, a tuple that is replaced as a whole: a sibling that finds
-    products of another input, for example from another thread, computes its own and is still correct.
+    It passes the products to its siblings in a tuple in `_last`, which is always replaced as a whole. A sibling that
+    finds the products of another input, for example from another thread, computes its own, so its result is correct.
     """
 
     def __init__(self, joined: nn.Module, sizes: Sequence[int], index: int, last: list[tuple[Tensor, ...]]) -> None:
@@ -55,10 +56,10 @@ class SharedProjection(nn.Module):
 def replace_linear_layers(model: nn.Module, make_linear: MakeLinear) -> None:
     """Replaces every plain nn.Linear in `model`.
 
-    Old weights are freed layer by layer, so memory holds those of at most one joint product and the new layers. A
-    weight that another module shares (an embedding tied to the output layer) stays there in its plain form. The
-    remaining tensors are copied out of the checkpoint's mapping, since a single view would keep the whole file
-    resident.
+    Old weights are freed layer by layer, so memory holds the new layers and the old weights of at most one joint
+    product. A weight that another module shares (an embedding tied to the output layer) stays in that module in its
+    plain form. The remaining tensors are copied out of the checkpoint's mapping, since a single view would keep the
+    whole file resident.
     """
     _replace(model, make_linear)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -78,7 +79,7 @@ def _replace(module: nn.Module, make_linear: MakeLinear) -> None:
 
 
 def _join(module: nn.Module, names: Sequence[str], make_linear: MakeLinear) -> None:
-    """Replaces the layers `names` of `module` by shared projections if all exist, and all or none have a bias."""
+    """Replaces the layers `names` of `module` by shared projections if all are plain, and all or none have a bias."""
     layers = [getattr(module, name, None) for name in names]
     plain = [layer for layer in layers if type(layer) is nn.Linear]
     if len(plain) < len(names) or len({(layer.in_features, layer.bias is None) for layer in plain}) != 1:
@@ -107,11 +108,11 @@ def replace_norms(model: nn.Module, make_norm: MakeNorm) -> None:
 
 
 def _as_norm(module: Any, make_norm: MakeNorm) -> nn.Module | None:
-    """Returns our norm that computes what `module` does on random rows, or None if there is none.
+    """Returns our norm that computes the same as `module` on random rows, or None if neither candidate does.
 
     The rows include the cases that tell norms apart: one has a mean, which a layer norm subtracts, and one is so small
-    that epsilon matters. Outputs are compared one by one: a trained norm has weights in the hundreds and some near
-    zero, and differences of the latter would be lost in a tolerance relative to the largest output.
+    that epsilon matters. Outputs are compared one by one, because a trained norm has some weights in the hundreds and
+    some near zero. A tolerance relative to the largest output would hide differences at those near zero.
     """
     weight: Any = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))

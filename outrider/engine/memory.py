@@ -17,16 +17,16 @@ from outrider.engine.model_spec import ModelSpec
 from outrider.errors import ConfigError
 
 CPU_SHARE, GPU_SHARE = 0.2, 0.92
-"""Default shares of memory for KV. Main memory has other users. On a GPU, as in vLLM, a part is left for uses that are
-not measured, such as samplers, heads and fragmentation."""
+"""Default shares of memory for KV. The share of main memory is small, because other programs use it too. On a GPU, as
+in vLLM, a part is left for uses that are not measured, such as samplers, heads and fragmentation."""
 DEFAULT_WINDOWS = 2
-"""Number of full windows that KV may hold beyond its share if that much main memory is free. With two, the longest
+"""Number of full windows for which KV may exceed its share if that much main memory is free. With two, the longest
 request leaves room for others."""
 CONTEXT_BYTES = 600 << 20
 """Estimated bytes that a GPU's driver takes for a process (context, code, library workspaces)."""
 WINDOW_STEP = 1024
-"""Tokens of which a window limited by memory is a multiple, so that it stays the same after a restart with slightly
-different memory."""
+"""A window that is limited by memory is a multiple of this number of tokens, so that it stays the same after a restart
+with slightly more or less free memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +37,13 @@ class KVMemory:
     whole_bytes: int  # memory of which KV gets a share: the free main memory, or all memory of a GPU
     own_bytes: int = 0  # the part of that share that the process needs for weights, steps and the driver
     default_share: float = CPU_SHARE
-    num_windows: int = DEFAULT_WINDOWS  # that KV may hold beyond its share; 0 if other processes rely on theirs
+    num_windows: int = DEFAULT_WINDOWS  # windows for which KV may exceed its share; 0 if others rely on their shares
 
     @classmethod
     def of(cls, device: str, reserved_bytes: int = 0) -> KVMemory:
-        """Returns the memory as it is now. `reserved_bytes`: memory that this process will need for other uses than KV.
+        """Measures the memory now. `reserved_bytes`: memory that this process will need for other uses than KV.
 
-        On a GPU, the share depends only on this process's own memory, not on what other processes take or free.
+        On a GPU, this process's own memory counts against its share, whatever other processes take or free.
         """
         if device_type(device) == "cpu":
             free = max(free_main_memory_bytes() - reserved_bytes, 0)
@@ -66,11 +66,11 @@ class KVMemory:
 
 
 def pool_size(spec: ModelSpec, config: KVCacheConfig, room: KVMemory, *, may_shorten: bool = False) -> tuple[int, int]:
-    """Returns the number of blocks in a pool of `config`, and the tokens of the longest sequence in it.
+    """Returns the number of blocks in a pool of `config`, and the maximum number of tokens in a sequence.
 
-    The longest sequence is normally the model's window, of which the pool must hold at least one, so that the longest
-    request can run. If less fits and `may_shorten` is set, the longest sequence is a smaller multiple of WINDOW_STEP,
-    which is reported on standard error.
+    The maximum is normally the model's window. The pool must hold at least one window, so that the longest request can
+    run. If less fits and `may_shorten` is set, the maximum is the largest multiple of WINDOW_STEP that fits, which is
+    reported on standard error.
 
     Raises: ConfigError, which names the setting and the fix, if the window does not fit and may not be shortened.
     """
@@ -106,9 +106,9 @@ def free_main_memory_bytes(
 ) -> int:
     """Returns the machine's available memory, or less if a control group of this process has less left below its limit.
 
-    The system counts all file pages as reclaimable. Those that this process maps, above all its weights, are read in
-    every step, so they do not count as free here. `mapped_bytes`: their resident size; by default as the system
-    reports.
+    The OS counts all file pages as reclaimable. Those that this process maps, above all its weights, are read in
+    every step, so they do not count as free here. `mapped_bytes`: the resident size of the mapped pages; by
+    default as the OS reports.
     """
     mapped = int(psutil.Process().memory_info().shared) if mapped_bytes is None else mapped_bytes
     available: int = psutil.virtual_memory().available - mapped
@@ -128,5 +128,5 @@ def _left_in_groups(groups: Path, membership: Path, mapped: int) -> Iterator[int
             used = int((folder / usage).read_text())
             rows = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
             inactive, active = (int(rows[f"{prefix}{kind}_file"]) for kind in ("inactive", "active"))
-            # Page cache is reclaimed when memory is needed, except the pages mapped here.
+            # Page cache is reclaimed when memory is needed, except the pages that this process maps.
             yield bound - used + min(inactive, max(0, inactive + active - mapped))

@@ -29,11 +29,12 @@ def make_runner(
     graphs: GraphShapes | None = None,
     features: FeatureSpec | None = None,
 ) -> ModelRunner:
-    """Makes a runner over this cache. Several may share one model, each with its own cache and backend.
+    """Makes a runner over this cache. Several runners may share one model, each with its own cache and
+    backend.
 
     `attention`: the backend of a model that torch computes. Native kernels have their own.
 
-    `graphs`: the steps that `capture_graphs` captures, on a GPU with our own attention; None: no steps.
+    `graphs`: steps that `capture_graphs` captures as CUDA graphs, if our own attention runs on a GPU; None: no steps.
 
     `features`: the features to write for every row, for a drafter head. The cache must have a plane for them.
     """
@@ -49,7 +50,7 @@ def warm_up(runner: ModelRunner, kv_cache: PagedKVCache, max_model_len: int) -> 
     memory or compilation. On a GPU it also runs steps at the end of the window, where attention needs the most memory
     and splits keys. Then it captures the runner's graphs.
 
-    Call it before any block is allocated, because it writes to the first ones.
+    Call it before any block is allocated, because it writes to the first blocks.
     """
     block_size = kv_cache.block_size
 

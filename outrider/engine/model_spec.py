@@ -16,10 +16,10 @@ class ModelSpec:
     num_heads: int  # query heads
     num_kv_heads: int
     head_dim: int
-    vocab_size: int  # rows of the output layer, padding included
-    max_model_len: int  # tokens of prompt and answer together
+    vocab_size: int  # number of rows of the output layer, padding included
+    max_model_len: int  # maximum number of tokens in prompt and answer together
     dtype: str  # "float32", "bfloat16", "float16"
-    is_extended: bool = False  # whether its rotations are for a window beyond the original one; that changes all keys
+    is_extended: bool = False  # whether rotations are those beyond the original window; this changes all keys
     features: PlaneSpec | None = None  # stored per token for a drafter head; see outrider.engine.feature_spec
 
     @property

@@ -126,8 +126,8 @@ def attention_over(
     batch: InputBatch,
     on_layer_done: Callable[[int], None] | None = None,
 ) -> LayerAttention:
-    """Returns the attention function of one forward pass. It writes a layer's new keys and values to the cache, then
-    attends over the cache.
+    """Returns the attention function of one forward pass. The function writes a layer's new keys and values to the
+    cache, then attends over the cache.
     """
     plan = attention.prepare(batch)
     slots = batch.on(kv_cache.device).slot_mapping

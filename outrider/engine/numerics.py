@@ -9,8 +9,8 @@ from outrider.constraints import grammar
 
 KERNELS_REVISION = 2
 """Revision of the native kernels' arithmetic. Raise it whenever the same model and tokens give other bits than before.
-Nodes of two revisions can serve together, like nodes of two instruction paths: they exchange data in the same
-format."""
+Nodes with different revisions can serve together, as can nodes with different instruction paths, because they exchange
+data in the same format."""
 LAYERS_REVISION = 2
 """Revision of the arithmetic of the native layers that replace single layers of a transformers model."""
 
@@ -22,7 +22,7 @@ class BatchInvariance(StrEnum):
     """A row's logits have the same bits in every batch, so the tokens are always the same."""
 
     UP_TO_TIES = "exact up to ties"
-    """Logits differ by float32 rounding: the tokens are the same unless two candidates are closer than that."""
+    """Logits differ by float32 rounding, so tokens are the same unless two candidates differ by less than that."""
 
     BATCH_DEPENDENT = "batch-dependent"
     """Logits differ by bfloat16 rounding between batches, which may change about one greedy decision in fifty."""
@@ -31,7 +31,7 @@ class BatchInvariance(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Numerics:
     """A node's numerics, sent as a string in `ModelInfo.numerics`. Two nodes compute equal bits if their strings are
-    equal and say "exact".
+    equal and their batch invariance is EXACT.
     """
 
     batch_invariance: BatchInvariance
@@ -55,8 +55,8 @@ def native_numerics(
         path: the instruction path.
         by_layers: whether transformers runs the model with native layers, which rounds differently from a native
             decoder.
-        has_int8_weights: whether weights, and the rows they multiply, are rounded to int8. That does not depend on the
-            batch.
+        has_int8_weights: whether weights, and the rows they multiply, are rounded to int8. The rounding does not
+            depend on the batch.
         batch_invariance: not EXACT if torch computes a part that depends on the batch.
     """
     of_int8 = ["lossy int8 weights and activations"] * has_int8_weights
@@ -73,7 +73,7 @@ def torch_numerics(dtype: str, device_type: str, *, num_ranks: int = 1) -> Numer
     """Returns the numerics of torch's own kernels; `dtype` is "float32" or "bfloat16", `device_type` "cpu" or "cuda".
 
     `num_ranks`: number of processes that share the model. Each sums its part of a product, so the order of sums depends
-    on the number.
+    on this number.
     """
     kernels = f"torch {dtype}" if device_type == "cpu" else f"{device_type} {dtype}"
     return Numerics(torch_batch_invariance(dtype), kernels if num_ranks == 1 else f"{kernels}, {num_ranks} ranks")

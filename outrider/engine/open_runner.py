@@ -1,4 +1,4 @@
-"""Opens a runner and a KV cache in the memory that steps leave free, which is measured first on a GPU."""
+"""Opens a runner and a KV cache in the memory that steps leave free. On a GPU, that memory is measured first."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def open_runner(
     """Returns a cache in the memory that the largest step (`num_rows` rows) leaves free, a warmed-up runner over it,
     and the window, which is the number of tokens of the longest sequence.
 
-    `attention`: the name of a backend in settings, for a model that torch computes.
+    `attention`: the name of an attention backend, as in settings, for a model that torch computes.
 
     `num_logits`: the maximum number of rows with logits in a step.
 

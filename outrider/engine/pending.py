@@ -15,9 +15,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Pending(Generic[Result]):
-    """A result that a device may still be computing. `finish` makes it from the arrays' values on the host."""
+    """A result that a device may still be computing. `finish` makes the result from the arrays' values on the host."""
 
-    arrays: tuple[Array, ...]  # all of one kind, on a device int64 or float64; may be empty
+    arrays: tuple[Array, ...]  # all numpy arrays or all tensors, on a GPU int64 or float64; may be empty
     finish: Callable[[Arrays], Result]  # takes the values of the arrays, in the same shapes
 
 

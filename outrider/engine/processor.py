@@ -10,7 +10,7 @@ from outrider.engine.control_groups import cpu_quota
 from outrider.errors import ConfigError
 
 ENVIRONMENT = {
-    # Number of spins of an OpenMP thread at a barrier before it sleeps; few, since nodes share cores (ADR 12).
+    # Number of spins of an OpenMP thread at a barrier before it sleeps. It is small because nodes share cores (ADR 12).
     "GOMP_SPINCOUNT": "2000",
     # torch's buffers use transparent huge pages if the system allows them.
     "THP_MEM_ALLOC_ENABLE": "1",
@@ -28,13 +28,13 @@ def usable_cpus() -> list[int]:
 def within_quota(cpus: Sequence[int]) -> list[int]:
     """Returns as many of `cpus` as a container's CPU limit (`docker run --cpus 2`) can keep busy.
 
-    The limit does not name processors. Use only the number of the result, and let threads run on all processors.
+    The limit does not name processors. Use only the length of the result, and let threads run on all processors.
     """
     return list(cpus[: cpu_quota()])
 
 
 def processor_fields() -> dict[str, str]:
-    """Returns the fields of the first processor in /proc/cpuinfo by name, or nothing on other systems than Linux."""
+    """Returns the fields of the first processor in /proc/cpuinfo by name; empty on systems other than Linux."""
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
     except OSError:
@@ -49,7 +49,7 @@ def prepare_environment(cpus: Sequence[int] = ()) -> None:
     Variables that the user has set take precedence. `cpus`: the processors that this process and every thread that it
     starts may use from now on; empty: no change.
 
-    Raises: ConfigError if the process may not use one of them.
+    Raises: ConfigError if the process may not use one of these processors.
     """
     if cpus:
         try:

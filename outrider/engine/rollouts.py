@@ -33,7 +33,7 @@ _POSITION, _SLOT, _DEPTH = range(TABLE_WORDS, TABLE_WORDS + 3)
 
 
 class RolloutForward(NamedTuple):
-    """The forward pass of a rollout for each token. It must read everything that varies from device memory."""
+    """The forward pass that a rollout runs once per token. It must read everything that varies from device memory."""
 
     forward: Callable[[InputBatch, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     """forward(batch, states [n, width], depths [n] int64, temperatures [n, 1] float32) returns the drafter's own hidden
@@ -47,7 +47,7 @@ class RolloutForward(NamedTuple):
 class RolloutSequence(NamedTuple):
     """One sequence's request to a rollout."""
 
-    decision: Decision  # the last one, made before the rollout
+    decision: Decision  # the last decision before the rollout
     num_tokens: int  # at least 1, at most `Rollouts.max_tokens`
     position: int  # position at which the decided token is fed
     block_ids: Sequence[int]  # covers [0, position + num_tokens)
@@ -61,14 +61,14 @@ class _Shape:
     batch: InputBatch
     buffer: Tensor  # [bytes] uint8, the batch's fields
     words: Tensor  # [max_tokens, TABLE_WORDS + 3, num_seqs] int64: see `Rollouts.queue`
-    states: Tensor  # [1 + max_tokens, num_seqs, width]: entry 0 is from before the rollout
-    decided: Tensor  # [1 + max_tokens, num_races, num_seqs] int64: entry 0 is from before it
+    states: Tensor  # [1 + max_tokens, num_seqs, width]; entry 0: the states before the rollout
+    decided: Tensor  # [1 + max_tokens, num_races, num_seqs] int64; entry 0: the tokens before the rollout
     confidences: Tensor  # [max_tokens, num_seqs] float64
     replays: dict[int, Replay] = field(default_factory=dict)  # by number of tokens
 
 
 class Rollouts:
-    """The rollout graphs of one drafter. One owner thread."""
+    """The rollout graphs of one drafter. Only one thread may use them."""
 
     token_counts = ROLLOUT_TOKENS
     max_tokens = token_counts[-1]  # per sequence in a rollout
@@ -85,10 +85,11 @@ class Rollouts:
         max_model_len: int,
         num_races: int,
     ) -> None:
-        """Captures all graphs over the cache's scratch block. The forward is not kept (see `StepGraphs.capture_all`).
+        """Captures all graphs over the cache's scratch block. Keeps no reference to the forward: see
+        `StepGraphs.capture_all`.
 
-        `sampler`: must decide with our Triton kernels. `num_races`: races per position: one for the winner, and one for
-        each runner-up.
+        `sampler`: must decide with our Triton kernels. `num_races`: number of races per position, one for the winner
+        and one for each runner-up.
         """
         assert isinstance(sampler.decider, TritonDecider)
         self._decider = sampler.decider
@@ -97,7 +98,7 @@ class Rollouts:
         self._device = torch.device(kv_cache.device)
         self._plan = rolling.plan
         self._shapes: dict[int, _Shape] = {}  # by number of sequences
-        for power in reversed(range(self.max_sequences.bit_length())):  # largest first: others reuse its memory
+        for power in reversed(range(self.max_sequences.bit_length())):  # largest first, so that others reuse its memory
             self._shapes[1 << power] = shape = self._new_shape(1 << power, rolling, max_model_len, num_races)
             for num_tokens in reversed(self.token_counts):
                 shape.replays[num_tokens] = capture(partial(self._roll, rolling, shape, num_tokens))
@@ -124,14 +125,14 @@ class Rollouts:
         """Queues one rollout; the host does not wait. Read its results before queueing the next.
 
         Args:
-            sequences: at least one, at most `max_sequences`; none may edit logits, for example by penalties.
+            sequences: at least one, at most `max_sequences`. They must not edit logits, for example by penalties.
             winners: the tokens decided last, [len(sequences)] int64.
-            states: a head's own hidden states before these tokens, [len(sequences), width].
+            states: a head's own hidden states from which these tokens were decided, [len(sequences), width].
 
         Returns:
-            The winner of each race [n, num_races, num_seqs] int64, confidences [n, num_seqs] float64, and own hidden
-            states before these tokens [n, num_seqs, width]. There may be more tokens n than any sequence wants, and
-            more sequences than were given.
+            The winner of each race [n, num_races, num_seqs] int64, confidences [n, num_seqs] float64, and a
+            head's own hidden states from which these tokens were decided [n, num_seqs, width]. The number n of tokens
+            may exceed what any sequence wants, and num_seqs may exceed len(sequences).
         """
         number = len(sequences)
         shape = self._shapes[1 << (number - 1).bit_length()]
@@ -169,7 +170,7 @@ class Rollouts:
         """Runs a rollout. This is the function that is captured."""
         fields = shape.batch.on(self._device)
         temperatures = shape.words[0, 4].to(torch.int32).view(torch.float32)[:, None]
-        temperatures = torch.where(temperatures > 0.0, temperatures, 1.0)  # 1 for a greedy row
+        temperatures = torch.where(temperatures > 0.0, temperatures, 1.0)  # a greedy row has 0 there
         for token, words in enumerate(shape.words[:num_tokens].unbind(0)):
             fields.token_ids.copy_(shape.decided[token, 0])
             fields.positions.copy_(words[_POSITION])

@@ -1,7 +1,8 @@
 """Cosines and sines of rotary position embeddings, with equal bits on every machine.
 
-Libraries choose their cosine by processor, and the results differ in the last bit. Here every step is an addition,
-subtraction or multiplication of float64, which IEEE 754 defines to the last bit (numpy's polyval is Horner's scheme).
+Libraries choose an implementation of cosine for the processor, and their results differ in the last bit. Here every
+step is an addition, subtraction or multiplication of float64, which IEEE 754 defines to the last bit (numpy's polyval
+is Horner's scheme).
 
 The reduction is Cody and Waite's, and the polynomials are those of fdlibm (Sun, 1993). They are accurate to one unit in
 the last place of float64, before the result is rounded to float32.
@@ -17,8 +18,8 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 
 MAX_ANGLE = float(1 << 20)
-"""Largest angle in radians. Up to here the reduction is exact: the number of quarter turns (20 bits) times the first
-part of pi/2 (33 bits) fits a float64."""
+"""Largest angle in radians. Beyond it the reduction would lose bits: up to here, the number of quarter turns (20 bits)
+times the first part of pi/2 (33 bits) fits a float64."""
 
 _HALF_PI = (1.57079632673412561417e00, 6.07710050630396597660e-11, 2.02226624879595063154e-21)
 _TWO_OVER_PI = 6.36619772367581382433e-01
@@ -60,7 +61,7 @@ def cosines_and_sines(angles: Floats) -> tuple[Floats, Floats]:
         raise ValueError(f"angles from {x.min():g} to {x.max():g} cannot be rotated exactly, only 0 to {MAX_ANGLE:g}")
     quarters = np.rint(x * _TWO_OVER_PI)
     for part in _HALF_PI:
-        x -= quarters * part  # now within pi/4 of 0
+        x -= quarters * part  # after the last part, x is within pi/4 of 0
     squares = x * x
     sines = x + x * squares * np.polyval(_SINE, squares)
     cosines = 1.0 - squares * 0.5 + squares * squares * np.polyval(_COSINE, squares)

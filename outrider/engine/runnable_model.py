@@ -23,14 +23,14 @@ class RunnableModel:
     """The part of a loaded model that a runner uses (see outrider.model_hub.loaded_model.LoadedModel)."""
 
     model: PreTrainedModel | None  # transformers' model, in eval mode, with our attention; None for a NativeDecoder
-    native: NativeDecoder | NativeLayers | None  # computes instead of `model`, or computes its layers
+    native: NativeDecoder | NativeLayers | None  # replaces `model`, or computes some of its layers; None: not native
     device: str  # torch's name
     spec: ModelSpec
-    fused: FusedDecoder | None = None  # computes `model` on a GPU from its modules' weights
+    fused: FusedDecoder | None = None  # computes on a GPU what `model` would, with the weights of its modules
 
     @property
     def cpu_kernels(self) -> CpuKernels | None:
-        """The kernels that compute the model, for other work on this node; None without native kernels."""
+        """The kernels that compute the model, for other work on this node; None if they are not native."""
         return None if self.native is None else self.native.kernels
 
     def make_cache(self, num_blocks: int, block_size: int) -> PagedKVCache:

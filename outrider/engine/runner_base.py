@@ -18,7 +18,7 @@ class ModelRunner(Protocol):
     the defaults here.
     """
 
-    attention_name: str  # the backend's name, or "native"
+    attention_name: str  # name of the attention backend, or "native"
     padded_rows: tuple[int, ...] = ()  # row counts to which steps are padded, ascending; larger steps are not padded
     phases: ForwardPhases = ForwardPhases()
     can_be_traced: bool = False  # whether torch computes forwards, so that its profiler sees them
@@ -27,7 +27,7 @@ class ModelRunner(Protocol):
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
         """Writes the rows' KV into the cache and returns the logits of `batch.logits_rows`.
 
-        Features are in the cache when it returns, but not yet when the last layer is reported.
+        Features are in the cache when `forward` returns, but not yet when `on_layer_done` reports the last layer.
 
         `on_layer_done(layer)` is called from this thread for each layer in order, once the layer's keys and values are
         in the cache, so that they can be pushed while later layers compute.
@@ -39,7 +39,8 @@ class ModelRunner(Protocol):
     def prepare_ahead(self, batch: InputBatch) -> InputBatch:
         """Does the host's preparation of a batch for `forward`: returns it padded and planned, but not uploaded.
 
-        Its token ids may still be set. Its logits may have more rows, which follow those of the batch.
+        The result's token ids may still be changed. Because of the padding, `forward` may return additional rows of
+        logits after those of the batch.
         """
         return batch
 

@@ -19,7 +19,7 @@ class PromptScoring:
     have logits.
     """
 
-    token_ids: Sequence[int]  # of the prompt, without the first token: entry i follows row i
+    token_ids: Sequence[int]  # the prompt's tokens without the first: entry i follows row i
     num_top: int  # number of alternatives per token, 0 to 20
     num_done: int = 0  # number of logprobs computed so far, from the first entry on
 
@@ -34,7 +34,7 @@ class EngineSequence:
 
     key: int  # unique among the sequences of a scheduler
     token_ids: list[int]  # prompt and committed tokens, from position 0
-    kv: SequenceKV | None = None  # None: the sequence waits, and nothing is computed
+    kv: SequenceKV | None = None  # None: the sequence waits, and none of its KV is computed
     priority: int = 0  # higher runs first
     arrival: int = 0  # lower is older; ties are broken by key
     needs_logits: bool = True  # whether the last known token is always fed, even if it is in the prefix cache
@@ -87,7 +87,7 @@ class StepReservation:
     sequences: Sequence[EngineSequence] = ()  # sequences with one token to feed; each may verify drafts
     prompts: Sequence[EngineSequence] = ()  # sequences with more tokens to feed
     max_draft_rows: int = 0
-    num_rows: int = 0  # rows of the step without drafts, prompts included
+    num_rows: int = 0  # number of rows of the step, including prompts but not drafts
     admitted: list[EngineSequence] = field(default_factory=list)
     preempted: list[EngineSequence] = field(default_factory=list)
     copies: dict[EngineSequence, list[tuple[int, int]]] = field(default_factory=dict)
@@ -98,12 +98,12 @@ class StepReservation:
 class StepPlan:
     """The work of one step. All its blocks are reserved. Copy `block_copies` before the forward pass.
 
-    A block may be the source of one pair and the destination of a later one, so read all sources first or copy in
+    A block may be the source of one pair and the destination of a later pair, so read all sources first or copy in
     order.
     """
 
-    scheduled: tuple[Scheduled, ...] = ()  # sequences with one row first, then prompt chunks, scored ones last
-    admitted: tuple[EngineSequence, ...] = ()  # moved from waiting to running; may have nothing to compute
+    scheduled: tuple[Scheduled, ...] = ()  # first sequences with one row, then prompt chunks, then scored prompts
+    admitted: tuple[EngineSequence, ...] = ()  # moved from waiting to running; some may have nothing to compute
     preempted: tuple[EngineSequence, ...] = ()  # moved from running to waiting; their KV is freed
     block_copies: tuple[tuple[int, int], ...] = ()  # (source, destination) block ids
 
@@ -118,8 +118,8 @@ class Scheduler:
 
     Running sequences get their blocks first; then waiting ones are admitted while blocks last. Rows are assigned in
     this order: one for each sequence that has only its newest token to feed (`reserve`), then drafts, as the caller
-    chooses, then prompt chunks (`assign_rows`). Drafts leave at least half of the remaining rows to chunks, so neither
-    starves.
+    chooses, then prompt chunks (`assign_rows`). Prompt chunks may take at least half of the rows that remain for drafts
+    and chunks, so neither starves.
 
     If blocks are short, they are taken in this order: from drafts and blocks reserved ahead, from what the caller can
     reclaim, and from whole sequences, which are preempted: the lowest priority first, then the latest arrival, but
@@ -140,8 +140,8 @@ class Scheduler:
         self._reserve_blocks = reserve_blocks_per_running
         self._running: list[EngineSequence] = []  # sorted by _running_rank
         self._waiting: list[EngineSequence] = []  # sorted by _waiting_rank
-        self._first_row = 0  # where round-robin assignment of single rows begins
-        self._refused: tuple[EngineSequence, int] | None = None  # head of the queue, blocks available then
+        self._first_row = 0  # index where the round-robin assignment of single rows begins
+        self._refused: tuple[EngineSequence, int] | None = None  # (queue's head, blocks available when it was refused)
 
     @property
     def running(self) -> Sequence[EngineSequence]:
@@ -189,8 +189,8 @@ class Scheduler:
     def reserve(self, *, reclaim: Callable[[EngineSequence], bool] = lambda _sequence: False) -> StepReservation:
         """Plans the first half of a step: reserves blocks for known tokens, preempts and admits, and assigns rows.
 
-        `reclaim(sequence)` frees blocks of work outside the scheduler that ranks below the sequence; it returns False
-        if there are none. The result is empty if no sequence runs, or if the blocks needed are held only by such work.
+        `reclaim(sequence)` frees blocks of work that is outside the scheduler and ranks below the sequence; it returns
+        False if it found none. The result is empty if no sequence runs, or if only outside work holds needed blocks.
         """
         room = StepReservation()
         for sequence in tuple(self._running):
@@ -203,7 +203,7 @@ class Scheduler:
         return room
 
     def assign_rows(self, room: StepReservation, num_drafts: Mapping[int, int]) -> StepPlan:
-        """Plans the second half. `num_drafts`: draft tokens by sequence key, at most `room.max_draft_rows` in all.
+        """Plans a step's second half. `num_drafts`: draft tokens by sequence key, at most `room.max_draft_rows` in all.
 
         A sequence that lacks blocks for its drafts verifies fewer. Do not use `room` again.
         """
@@ -247,7 +247,7 @@ class Scheduler:
     def _reserve_known(
         self, sequence: EngineSequence, room: StepReservation, reclaim: Callable[[EngineSequence], bool]
     ) -> None:
-        """Reserves blocks for all known tokens of a running sequence, or else preempts it or skips it in this step."""
+        """Reserves blocks for a sequence's known tokens, by preemption if needed. At worst preempts or skips it."""
         assert sequence.kv is not None
         while True:
             try:
@@ -273,7 +273,7 @@ class Scheduler:
         return self._pool.num_blocks_for(len(sequence.token_ids)) <= self._pool.num_blocks
 
     def _release_slack(self) -> bool:
-        """Releases blocks past the known tokens, reserved for drafts or ahead. Returns False if there were none."""
+        """Releases blocks reserved past the known tokens, e.g. for drafts. Returns False if there were none."""
         before = self._pool.num_free_blocks
         for sequence in self._running:
             assert sequence.kv is not None
@@ -298,13 +298,13 @@ class Scheduler:
         room.preempted.append(sequence)
 
     def _admit(self, room: StepReservation) -> None:
-        """Admits waiting sequences in order, each with blocks for all its known tokens. None overtakes the first one.
+        """Admits waiting sequences strictly in order, each with blocks for all its known tokens.
 
         A prompt that would get no rows in this step keeps waiting, so that it can reuse blocks published meanwhile.
         """
         while self._waiting and len(self._running) < self._max_running:
             sequence = self._waiting[0]
-            kept_back = self._reserve_blocks * len(self._running)  # for the growth of running sequences
+            kept_back = self._reserve_blocks * len(self._running)  # blocks for the growth of running sequences
             available = self._pool.num_free_blocks - kept_back
             was_refused = self._refused is not None and self._refused[0] is sequence and available <= self._refused[1]
             if self._running and (was_refused or not self._has_rows_for(sequence)):
@@ -325,7 +325,7 @@ class Scheduler:
             room.admitted.append(sequence)
 
     def _has_rows_for(self, sequence: EngineSequence) -> bool:
-        """Returns whether running prompts of higher rank leave rows to this sequence, or it needs only one row."""
+        """Returns whether running prompts of higher rank leave rows to this sequence, or it needs just one row."""
         if sequence.num_uncomputed == 1:
             return True
         rank = _running_rank(sequence)
@@ -367,13 +367,13 @@ class Scheduler:
         room.num_rows = len(singles) + min(num_prompt_rows, budget)
 
     def _in_turn(self, singles: list[EngineSequence], *, num_rows: int) -> list[EngineSequence]:
-        """Selects `num_rows` sequences in round-robin order, continuing after the previous step's last."""
+        """Selects `num_rows` sequences in round-robin order, beginning after the previous step's last sequence."""
         first = self._first_row % len(singles)
         self._first_row = first + num_rows
         return (singles[first:] + singles[:first])[:num_rows]
 
     def _grant_drafts(self, sequence: EngineSequence, num_drafts: int) -> int:
-        """Reserves slots for up to `num_drafts` drafts, as many as free blocks allow. Never preempts."""
+        """Reserves slots for as many of the drafts as free blocks allow, and returns their number. Never preempts."""
         assert sequence.kv is not None
         num_known = len(sequence.token_ids)
         if sequence.kv.has_reserved(num_known + num_drafts):
@@ -382,12 +382,12 @@ class Scheduler:
         num_granted = min(num_drafts, spare + self._pool.num_free_blocks * self._pool.block_size)
         if num_granted > 0:
             copies = sequence.kv.reserve(num_known + num_granted)
-            assert not copies  # copied with the blocks of the known tokens
+            assert not copies  # if a block was shared, reserving the known tokens has already copied it
         return num_granted
 
 
 def _num_prompt_rows(prompts: Sequence[EngineSequence]) -> int:
-    """Returns the number of rows that these prompts would get in a step without a limit."""
+    """Returns the number of rows that these prompts would get in a step if only scored rows were limited."""
     num_scored = sum(prompt.num_uncomputed for prompt in prompts if prompt.scoring is not None)
     return sum(prompt.num_uncomputed for prompt in prompts if prompt.scoring is None) + min(num_scored, MAX_SCORED_ROWS)
 

@@ -9,7 +9,7 @@ from outrider.profile import Part
 
 
 class StepClock:
-    """A clock of nanoseconds by part of a step. Engine thread only.
+    """A clock that counts the nanoseconds of each part of a step. Engine thread only.
 
     `mark(part)` attributes the time since the last mark to that part, so the parts add up to the elapsed time.
     """
@@ -23,7 +23,7 @@ class StepClock:
         self._last = now()
 
     def mark(self, part: Part) -> int:
-        """Attributes the time since the last mark to `part`, and returns it."""
+        """Attributes the time since the last mark to `part`, and returns that time."""
         now = self._now()
         passed, self._last = now - self._last, now
         self._spent[part] = self._spent.get(part, 0) + passed
@@ -49,14 +49,14 @@ class StepClock:
 class ForwardPhases:
     """A measurement of forward passes by named phase, taken inside native kernels. Engine thread only.
 
-    This default measures no phases: torch's operations appear in a trace instead, and a GPU only queues them.
+    This default measures no phases: torch's operations appear in a trace instead, and are only queued on a GPU.
     """
 
     def start(self) -> None:
         """Starts measuring forward passes."""
 
     def take(self) -> Mapping[str, int]:
-        """Returns nanoseconds by phase of the forwards since the last `take`, except callbacks between layers."""
+        """Returns the nanoseconds of each phase since the last `take`, without callbacks between layers."""
         return {}
 
     def stop(self) -> None:

@@ -3,10 +3,10 @@
 All graphs read one buffer and write one logits tensor, at the addresses of their capture. A batch is padded to its
 bucket's number of rows with a sequence that writes to a scratch block, which no other sequence uses, and with sequences
 without rows. So a padded batch is an ordinary batch, and padding changes no other row. Block tables may have any
-length: they are the last field of the buffer, end to end, and a step uploads only the part in use.
+length: they are stored end to end in the last field of the buffer, and a step uploads only the part in use.
 
-All graphs are captured before the first request. They share memory, because one is replayed at a time and its only
-result is in the logits tensor.
+All graphs are captured before the first request. They share memory, because only one is replayed at a time and its
+only result is in the logits tensor.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from outrider.engine.transfer import page_locked
 Replay = Callable[[], None]
 """Queues captured work again without waiting. The work reads and writes the same addresses as during the capture."""
 GraphCapture = Callable[[Callable[[], object]], Replay]
-"""Runs a function and captures the work that it queues. Other captured work may share the memory that it allocates.
-Raises: RuntimeError if the work cannot be captured; nothing is changed then."""
+"""Runs a function and captures the work that it queues. Memory that the function allocates may be shared with other
+captured work. Raises: RuntimeError if the work cannot be captured; in that case nothing is changed."""
 
 
 class Capturable(NamedTuple):
@@ -44,7 +44,7 @@ class Capturable(NamedTuple):
 
 
 class StepGraphs:
-    """The graphs of a runner's padded steps, one per bucket. One owner thread."""
+    """The graphs of a runner's padded steps, one per bucket. Only one thread may use them."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class StepGraphs:
         """Captures a graph for each bucket, with steps that write to the scratch block only.
 
         `forward` returns the logits of a batch's `logits_rows`. It gets a batch whose tensors are on `device`, and must
-        read everything that differs within a bucket from them. No reference to it is kept: graphs and their runner
-        would form a reference cycle, so that device memory would be freed only by a garbage collection.
+        read from them everything that differs between batches of a bucket. No reference to `forward` is kept, because
+        graphs and their runner would form a reference cycle, whose device memory only a garbage collection would free.
 
         If a capture fails, for example because the model's control flow depends on values on the device, nothing is
         captured: a warning gives the reason, and `run` finds no graph.
@@ -96,7 +96,7 @@ class StepGraphs:
         for bucket in self._shapes.buckets:
             padded = self._padded(nothing, bucket)
             packed = padded.packed()
-            if self._logits is None:  # the first bucket is the largest
+            if self._logits is None:  # at the first bucket, which is the largest
                 num_bytes = len(packed) + MAX_TABLE_BLOCKS * padded.arrays.block_tables.itemsize
                 self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             self._upload(packed)
@@ -107,8 +107,8 @@ class StepGraphs:
             self._graphs[bucket] = self._capture(partial(_write_logits, forward, padded, logits))
 
     def padded(self, batch: InputBatch) -> InputBatch | None:
-        """Returns the batch as `run` would upload it, or None if no graph has its shape. Its token ids may still be
-        set.
+        """Returns the batch as `run` would upload it, or None if no graph has its shape. The result's token ids may
+        still be changed.
         """
         bucket = self._shapes.bucket_of(batch)
         return self._padded(batch, bucket) if bucket is not None and bucket in self._graphs else None
@@ -116,7 +116,7 @@ class StepGraphs:
     @torch.inference_mode()
     def run(self, batch: InputBatch) -> Tensor | None:
         """Replays the batch's graph. Returns logits [num_logits, vocab_size] float32, valid until the next call; None
-        if no graph has its shape.
+        if no graph has the batch's shape.
         """
         padded = batch if batch.is_padded else self.padded(batch)
         if padded is None or self._logits is None:
@@ -138,13 +138,13 @@ def _write_logits(forward: Callable[[InputBatch], Tensor], padded: InputBatch, l
 
 
 def cuda_graphs(device: torch.device) -> GraphCapture:
-    """Returns a capture function for `device`. Its graphs share a memory pool, and a stream because cuBLAS has a
-    workspace per stream.
+    """Returns a capture function for `device`. Its graphs share a memory pool. They also share a stream, because cuBLAS
+    has a workspace per stream.
     """
     with torch.cuda.device(device):
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
-    failed: list[torch.cuda.CUDAGraph] = []  # kept because torch's allocators still identify their stream by them
+    failed: list[torch.cuda.CUDAGraph] = []  # kept: to identify streams, torch's allocators still use them
 
     def capture(run: Callable[[], object]) -> Replay:
         """Runs the function once on the capture's stream, to compile kernels and allocate workspaces, then captures it.
@@ -167,7 +167,7 @@ def cuda_graphs(device: torch.device) -> GraphCapture:
                     run()
             except RuntimeError:
                 failed.append(graph)
-                with suppress(RuntimeError):  # it has ended already if the capture itself did not fail
+                with suppress(RuntimeError):  # the allocation has ended already if the capture itself did not fail
                     torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)  # noqa: SLF001 there is no other way
                 raise
 
@@ -193,7 +193,7 @@ def _waits_are_errors() -> Iterator[None]:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Disables garbage collection: it could free device memory or destroy other graphs, and the capture would fail."""
+    """Disables garbage collection, which could make the capture fail by freeing device memory or destroying graphs."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

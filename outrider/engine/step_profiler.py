@@ -17,7 +17,7 @@ class StepProfiler:
     """A profiler that runs one capture at a time. Engine thread only. Without a capture it costs one comparison per
     step.
 
-    A step is timed or traced, never both: torch's profiler slows down every operation, which timings would include.
+    A step is timed or traced, never both, because torch's profiler slows down every operation and so changes timings.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class StepProfiler:
         return self._capture is not None
 
     def begin(self, capture: Capture) -> None:
-        """Starts a capture. If another one is running, it ends."""
+        """Ends the running capture, if any, and starts this one."""
         self.end()
         self._capture = capture
         self._steps = []
@@ -59,7 +59,7 @@ class StepProfiler:
         self.clock.restart()
 
     def end(self, capture: Capture | None = None) -> None:
-        """Ends the current capture and delivers what it has so far. With `capture`, only if that is the current one."""
+        """Ends the current capture and delivers its steps so far. `capture`: the only one to end; None: ends any."""
         current = self._capture
         if current is None or capture not in (None, current):
             return
@@ -78,7 +78,7 @@ class StepProfiler:
         self.clock.restart()
 
     def step_ended(self, nanoseconds: Mapping[str, int], *, kind: StepKind, num_rows: int, num_sequences: int) -> None:
-        """Records a step. `nanoseconds`: the clock's time by part."""
+        """Records a step. `nanoseconds`: the time of each part, from the clock."""
         if self._capture is None:
             return
         options = self._capture.options
@@ -103,7 +103,7 @@ class StepProfiler:
             self.end()
 
     def _split_forward(self, nanoseconds: Mapping[str, int]) -> Mapping[str, int]:
-        """Replaces the forward part by its phases and the rest."""
+        """Replaces the forward part by its phases and the remaining time."""
         phases = self._phases.take()
         if not phases:
             return nanoseconds

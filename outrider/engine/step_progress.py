@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-FIRST_STEP_SECONDS = 1.0  # minimum expected duration if no step of the bucket is known: a busy machine is slow
-NEWEST_WEIGHT = 0.2  # of a new duration in the moving average
-OUTLIER_FACTOR = 3.0  # a duration counts as at most this many expected ones: the process may have been frozen
+FIRST_STEP_SECONDS = 1.0  # minimum expected duration in a bucket without steps, since the machine may be busy
+NEWEST_WEIGHT = 0.2  # weight of a new duration in the moving average
+OUTLIER_FACTOR = 3.0  # a duration counts as at most this multiple of the average: the process may have been frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class StepProgress:
         self.num_steps = 0  # steps with a forward pass, since the start
 
     def begin(self) -> None:
-        """Begins a step. Until its rows are known, it is expected to take as long as the last one."""
+        """Begins a step. Until its number of rows is known, it is expected to take as long as the last one."""
         self._has_rows = False
         self.current_step = StepSnapshot(self.current_step.mark + 1, self._expected_seconds(), self.clock())
 
     def expect(self, num_rows: int) -> None:
-        """Sets the number of rows of the current step's forward pass: it gets a new mark and expected duration."""
+        """Sets the current forward pass's number of rows, and gives the step a new mark and expected duration."""
         self.num_steps += 1
         self._has_rows = True
         self._bucket = num_rows.bit_length()
@@ -76,7 +76,7 @@ class StepProgress:
         self.current_step = StepSnapshot(current_step.mark)
 
     def age_seconds(self, current_step: StepSnapshot | None = None) -> float:
-        """Returns the age of a snapshot, without pauses; by default that of the current one. Report both together."""
+        """Returns the age, without pauses, of a snapshot (by default the current one). Report it with that snapshot."""
         started = (current_step or self.current_step).started
         return 0.0 if started is None else max(0.0, self.clock() - started)
 

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 
 class TorchTrace:
-    """A trace from construction to `stop`. Call both in the engine thread: torch records the calling thread."""
+    """A trace from construction to `stop`. Call both in the engine thread, since torch records the calling thread."""
 
     def __init__(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -22,8 +22,8 @@ class TorchTrace:
         self._step = self._enter()
 
     def step_ended(self) -> None:
-        """Ends the current step and begins the next. In the trace, a step is one bar, which includes the time before
-        it.
+        """Ends the current step and begins the next. In the trace, a step is one bar, which includes the time since
+        the step before it.
         """
         self._num_steps += 1
         self._step.__exit__(None, None, None)

@@ -18,7 +18,7 @@ from torch import Tensor
 def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:
     """Returns a tensor of the array's dtype and shape on `device`; on the CPU it may share the array's memory.
 
-    A GPU copies it from page-locked memory, after the work already queued; the host does not wait.
+    A GPU copies the array from page-locked memory, after the work already queued; the host does not wait.
     """
     return page_locked(values, device).to(device, non_blocking=True)
 
@@ -35,7 +35,7 @@ def empty_page_locked(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def download_all(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
-    """Returns the values of tensors on one device, in one transfer; on a GPU they must be int64 or float64."""
+    """Returns the values of tensors on one device, in one transfer. On a GPU the tensors must be int64 or float64."""
     if tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
     numbers = download(torch.cat([tensor.reshape(-1).view(torch.int64) for tensor in tensors]))
@@ -48,6 +48,6 @@ def download_all(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
 
 
 def download(numbers: Tensor) -> npt.NDArray[np.int64]:
-    """Returns the values of a tensor [n] int64. Only here does the host wait for all work queued on a GPU."""
+    """Returns the values of a tensor [n] int64. Nothing else makes the host wait for all work queued on a GPU."""
     array: npt.NDArray[np.int64] = numbers.cpu().numpy()
     return array

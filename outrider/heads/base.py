@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """attend(layer, query, key, value, scaling) writes the rows' keys and values to the head's paged cache and attends
-causally over it. query: [num_rows, num_heads, head_dim]; key, value: [num_rows, num_kv_heads, head_dim]; all are
-rotated. Returns [num_rows, num_heads, head_dim]."""
+causally over it. query: [num_rows, num_heads, head_dim]; key, value: [num_rows, num_kv_heads, head_dim]. Query and
+key are already rotated. Returns [num_rows, num_heads, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadRows:
-    """The rows of one forward, of all sequences one after the other.
+    """The rows of one forward, sequence after sequence.
 
     The row of position p has token p + 1 and the feature of token p. The first token of a text has no row.
     """
@@ -35,7 +35,7 @@ class HeadRows:
     features: Tensor  # [num_rows, width]: the target's feature, or the head's own hidden state of the row before
     depths: Tensor  # [num_rows] int64: 0 for a row with the target's feature, else the distance to the last such row
     positions: Tensor  # [num_rows] int64: positions of the features
-    first_needed: int = 0  # earlier rows need only keys and values; above 0 only in training of one-layer heads
+    first_needed: int = 0  # rows before it need only keys and values; above 0 only in training of one-layer heads
 
 
 class HeadModel(ABC):
@@ -45,15 +45,16 @@ class HeadModel(ABC):
     `reduction`, and `load` reads all other weights. Both raise ConfigError for an unsupported head and ModelError for
     damaged files.
 
-    A head with `spec.num_parallel` > 1 drafts from parallel rows. They follow the last true row in the same forward,
-    with the next positions and depths 1, 2, …; the last `num_parallel` of all rows draft the tokens after the newest.
+    A head with `spec.num_parallel` > 1 drafts from parallel rows. They follow the last true row, which has a feature of
+    the target, in the same forward. Their positions are the next ones and their depths 1, 2, …. The last `num_parallel`
+    of all rows draft the tokens after the newest.
     Parallel rows leave nothing behind: the next true rows overwrite their keys and values.
     """
 
     form: str  # name of the form, and value of `speculators_model_type` in the layout of speculators
-    architectures: Collection[str] = ()  # other layouts name exactly one, which is among these
+    architectures: Collection[str] = ()  # in layouts other than speculators', config.json names exactly one of these
     reduction: FeatureReduction
-    suits_kernels: bool = False  # whether native kernels can compute it, see `pack`
+    suits_kernels: bool = False  # whether native kernels can compute the head, see `pack`
     spec: HeadSpec  # set by `load`
     target_ids: Tensor | None = None  # [draft_vocab_size] int64: the target's id of each logit; None: the ids are equal
     parallel_feature: Tensor | None = None  # [width]: the input of parallel rows in place of a feature
@@ -83,14 +84,14 @@ class HeadModel(ABC):
         """
 
     def pack(self, kernels: CpuKernels) -> PackedHead:
-        """Packs the head for these kernels and drops its weights: torch cannot compute it any more."""
+        """Packs the head for these kernels and drops its weights, so torch can no longer compute it."""
         raise NotImplementedError
 
 
 def at_each_depth(compute: Callable[..., Tensor], depths: Tensor, *values: Tensor) -> Tensor:
-    """Calls `compute(depth, *values)` once for the rows at each depth; returns its results in the order of rows.
+    """Calls `compute(depth, *values)` once for the rows of each depth; returns the results in the order of rows.
 
-    `depths`: [num_rows] int64. The first dimension of `values` and results is rows.
+    `depths`: [num_rows] int64. The first dimension of `values` and of results is the row.
     """
     found = sorted(set(depths.tolist()))
     if len(found) == 1:

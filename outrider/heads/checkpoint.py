@@ -21,17 +21,17 @@ from outrider.model_hub.window import MAX_WINDOW
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A folder with config.json and safetensors files. These are mapped, so unread tensors take no memory."""
+    """A folder with config.json and safetensors files, which are mapped, so that unread tensors take no memory."""
 
     folder: Path
     config: Mapping[str, Any]
-    config_json: bytes = field(repr=False)  # the content of the file
+    config_json: bytes = field(repr=False)  # the content of config.json
     _tensors: Mapping[str, Callable[[], Tensor]] = field(repr=False)  # by name
 
     @classmethod
     def open(cls, folder: Path, weights: Iterable[Path] | None = None) -> Checkpoint:
         """Opens a folder. `weights`: the files to read; None: all. Raises: ModelError for a missing or damaged file."""
-        folder = folder.absolute()  # "." has no name. Links are kept, because they may later point to another head.
+        folder = folder.absolute()  # "." has no name. Links are not resolved: they may later point to another head.
         if not (folder / "config.json").is_file():
             raise ModelError(f"{folder} has no config.json")
         tensors: dict[str, Callable[[], Tensor]] = {}
@@ -55,7 +55,7 @@ class Checkpoint:
         return frozenset(self._tensors)
 
     def mapped(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """Returns a tensor in the memory of its file. Raises: ModelError if it is missing or has another shape."""
+        """Returns a tensor in its file's mapped memory. Raises: ModelError if it is missing or has another shape."""
         if name not in self._tensors:
             other = "" if self._tensors else ": weights are read from *.safetensors only; convert other files"
             raise ModelError(f"{self.folder} has no tensor {name}{other}")
@@ -99,7 +99,7 @@ class Target:
         return min(int(self.config["max_position_embeddings"]), MAX_WINDOW)
 
     def last_hidden_state(self) -> FeatureReduction:
-        """Returns the reduction of heads that have the same input as the target's output layer."""
+        """Returns the reduction for heads that have the same input as the target's output layer."""
         return FeatureReduction(taps=(self.num_layers,), hidden_size=self.hidden_size, takes_final_norm=True)
 
     def embedding(self) -> Tensor:
@@ -111,7 +111,7 @@ class Target:
         raise ModelError(f"{self.checkpoint.folder} has no tensor {' or '.join(names)}")
 
     def output_layer(self) -> Tensor:
-        """Returns [vocab_size, hidden_size]: the embedding, if they are tied. Raises: as `embedding`."""
+        """Returns [vocab_size, hidden_size]: the embedding if the two are tied. Raises: what `embedding` raises."""
         if "lm_head.weight" in self.checkpoint.tensor_names:
             return self.checkpoint.mapped("lm_head.weight")
         return self.embedding()

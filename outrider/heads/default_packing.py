@@ -31,7 +31,7 @@ _READ = (
 
 
 def pack_default_head(folder: Path, target: Path, kernels: CpuKernels, max_model_len: int) -> PackedHead:
-    """Packs this head as `Eagle3.pack` does. `target`: the folder of the default model."""
+    """Packs the default model's head as `Eagle3.pack` would. `target`: the folder of the default model."""
     about, tensors = read_json(folder / "config.json"), map_tensors(folder / "model.safetensors")
     layer = about["transformer_layer_config"]
     digest = hashlib.sha256((folder / "config.json").read_bytes())

@@ -14,7 +14,7 @@ from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.heads.spec import HeadSpec
 
 _NEVER_READ = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
-"""Endings of tensors that are never read: they belong to training or repeat another tensor."""
+"""Endings of the names of tensors that are never read, because they serve only training or repeat another tensor."""
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -23,7 +23,7 @@ class Place(NamedTuple):
     """The rows of a loaded weight that hold a stored tensor's values."""
 
     weight: Tensor
-    rows: slice  # the rows of `weight` that hold them
+    rows: slice  # the rows of `weight` that hold the values
     kept: Tensor | None = None  # [n] int64: the rows of the stored tensor that were kept; None: all
 
 
@@ -39,7 +39,7 @@ class HeadFiles:
         self.target = target
         self.device = device
         self.dtype = dtype
-        self.target_dtype: torch.dtype | None = None  # the dtype of the target's own tensors; None: `dtype`
+        self.target_dtype: torch.dtype | None = None  # dtype of the target's tensors as returned; None: `dtype`
         self._stored = {name: name for name in checkpoint.tensor_names if not name.endswith(_NEVER_READ)}
         self._left = set(self._stored)
         self._digest = hashlib.sha256(checkpoint.config_json)
@@ -71,14 +71,14 @@ class HeadFiles:
         return self._placed(name, tensor.clone())
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Reads weights to the head's device and dtype. Arguments and errors are those of `read`."""
+        """Reads weights and converts them to the head's device and dtype. Arguments and errors are those of `read`."""
         return self._placed(name, self.read(name, *shape).to(self.device, self.dtype))
 
     def take_if(self, name: str, *shape: int) -> Tensor | None:
         return self.take(name, *shape) if name in self._stored else None
 
     def take_linear(self, sizes: Mapping[str, int], width: int) -> Linear:
-        """Takes several projections of one input as one layer. `sizes`: the number of outputs by name.
+        """Takes several projections of one input as one layer. `sizes`: each projection's number of outputs, by name.
 
         If the checkpoint has biases for only some of them, the other biases are zero.
         """
@@ -96,7 +96,7 @@ class HeadFiles:
         return self._placed(name, self.places[self._stored[name]].weight[rows], rows)
 
     def drop(self, *names: str) -> None:
-        """Marks tensors as known, though the form does not need them."""
+        """Marks tensors as known although the form does not need them, so that `spec` does not refuse them."""
         self._left -= {self._stored.get(name, name) for name in names}
 
     def _mapped(self, name: str, *shape: int) -> Tensor:
@@ -117,7 +117,7 @@ class HeadFiles:
             self.places[self._stored.get(name, name)] = Place(joined, slice(start, start := start + len(tensor)))
         return joined
 
-    # --- what most heads have -------------------------------------------------------------
+    # --- tensors that most heads have -----------------------------------------------------
 
     def embedding(self, width: int) -> Tensor:
         """Takes the head's embedding [vocab_size, width], or the target's if it has none."""
@@ -125,7 +125,7 @@ class HeadFiles:
         return self.target_embedding(width) if own is None else own
 
     def output_layer(self, width: int, target_ids: Tensor | None = None) -> Linear:
-        """Takes the head's output layer, or, if it has none, the target's rows of the ids that it drafts."""
+        """Takes the head's output layer, or, if it has none, the target's rows for the ids that it drafts."""
         num_ids = self.target.vocab_size if target_ids is None else len(target_ids)
         own = self.take_if("lm_head.weight", num_ids, width)
         return self.target_output(width, target_ids) if own is None else Linear(own)
@@ -138,9 +138,9 @@ class HeadFiles:
         return Linear(weight if target_ids is None else weight[target_ids])
 
     def target_ids(self, size: int) -> Tensor | None:
-        """Returns [size] int64: the target's id of each of the head's ids; None if they are equal.
+        """Returns [size] int64: the target's id for each of the head's ids; None if the ids are equal.
 
-        The tensor `d2t` holds the differences between them.
+        The tensor `d2t` holds the differences between the target's ids and the head's.
         """
         if size == self.target.vocab_size and "d2t" not in self._stored:
             return None
@@ -172,11 +172,11 @@ class HeadFiles:
     # --- errors, and the result -----------------------------------------------------------
 
     def refusal(self, name: str, value: object, allowed: str) -> ConfigError:
-        """Returns the error for a field of the configuration that is not supported."""
+        """Returns the error for a field of the configuration whose value is not supported."""
         return ConfigError(f"head {self.folder}: {name} is {value!r}; supported: {allowed}")
 
     def check_fits(self, **pairs: tuple[int, int]) -> None:
-        """Compares values (head's, target's) by name. Raises: ConfigError, which names all differences."""
+        """Checks that each pair (head's, target's) is equal. Raises: ConfigError, which names all differences."""
         wrong = [
             f"{name} {head} of the head, {target} of the target"
             for name, (head, target) in pairs.items()
@@ -186,7 +186,7 @@ class HeadFiles:
             raise ConfigError(f"head {self.folder} was made for another target: {'; '.join(wrong)}")
 
     def spec(self, form: str, **fields: Any) -> HeadSpec:
-        """Returns the spec of a head that has read all its tensors. It can draft in the whole window of its target.
+        """Returns the spec of a head that has read all its tensors. The head can draft in its target's whole window.
 
         `fields`: other fields of HeadSpec. Raises: ConfigError, which names tensors that the form does not know.
         """

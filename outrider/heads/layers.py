@@ -1,4 +1,4 @@
-"""Decoder layers of the Llama family (RMS norm, rotary positions, grouped query heads, SwiGLU), over rows."""
+"""Decoder layers of the Llama family (RMS norm, rotary positions, grouped query heads, SwiGLU) for rows of tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.heads.base import Attend
 from outrider.heads.head_files import HeadFiles
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_DEFAULT_BASE, _DEFAULT_EPSILON = 10_000.0, 1e-6  # those of Llama and Qwen3
+_DEFAULT_BASE, _DEFAULT_EPSILON = 10_000.0, 1e-6  # the defaults of Llama and Qwen3
 _EVERY_LAYER_ATTENDS = "full_attention"
 
 
@@ -57,11 +57,14 @@ class LayerShape:
 
 
 class Rotation:
-    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) of whole heads, which pairs their halves."""
+    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864) of whole heads.
+
+    A value in the first half of a head is rotated together with the value at the same index of the second half.
+    """
 
     def __init__(self, files: HeadFiles, config: Mapping[str, Any], head_dim: int) -> None:
         """Raises: ConfigError if angles depend on the text's length or only a part of each head is rotated."""
-        # Older files have the base at the top level, and no rope type if it is the default one.
+        # Older files have the base at the top level, and no rope type if it is the default type.
         rope = {"rope_theta": config.get("rope_theta", _DEFAULT_BASE)}
         rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -89,7 +92,7 @@ class Rotation:
 
 
 def rotate(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates heads [num_rows, num_heads, head_dim] by the result of `Rotation.at`."""
+    """Rotates heads [num_rows, num_heads, head_dim] by angles from `Rotation.at`."""
     cosines, sines = angles
     first, second = heads.chunk(2, -1)
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], -1).to(heads.dtype)
@@ -98,7 +101,7 @@ def rotate(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 class DecoderLayer:
     """A layer of attention and a SwiGLU feed-forward part, each after a norm and added to the residual stream.
 
-    Queries and keys are normalised by head if the checkpoint has such norms.
+    Queries and keys are normalised per head if the checkpoint has such norms.
     """
 
     def __init__(
@@ -140,7 +143,7 @@ class DecoderLayer:
         """Computes the layer for rows [num_rows, hidden_size]; returns the same shape.
 
         `attention_input`: the input of attention; None: `normed(rows)`. `places`: the indices of `rows` among the rows
-        of `attention_input`; None: all of them.
+        of `attention_input`; None: the two have the same rows.
         """
         head_dim = self._shape.head_dim
         projected = self._projections(self.normed(rows) if attention_input is None else attention_input)

@@ -14,14 +14,14 @@ from outrider.heads.spec import HeadSpec
 _LAYER_TYPES = ("llama", "qwen3")
 _HARMLESS = frozenset(
     {"use_cache", "tie_word_embeddings", "embed_requires_grad", "return_dict", "output_hidden_states", "qk_norm"}
-    | {"attention_bias", "mlp_bias", "bias", "has_no_defaults_at_init"}  # the tensors tell these four
+    | {"attention_bias", "mlp_bias", "bias", "has_no_defaults_at_init"}  # these four follow from the tensors
     | {"do_sample", "initializer_factor", "partial_rotary_factor"}  # `Rotation` checks the last one
 )
 """Options of published configurations that have no effect here or are read elsewhere."""
 
 _SCALE = re.compile("scal|multiplier|factor")
 _BOUND = re.compile("cap(ping)?$|limit|clip")
-"""Patterns of names of numbers that change the result, unless a scale is 1 or a bound is 0."""
+"""Patterns of the names of numeric options that change the result unless the scale is 1 or the bound is 0."""
 
 MAX_PARALLEL = 64
 """The largest number of tokens that one forward may draft."""
@@ -31,14 +31,14 @@ MAX_PARALLEL = 64
 class Layout:
     """A head's configuration in either layout, checked against the target."""
 
-    is_nested: bool  # the layout of speculators
+    is_nested: bool  # whether it has the layout of speculators
     layer_config: Mapping[str, Any]  # the part of config.json that describes decoder layers
     shape: LayerShape
     draft_vocab_size: int
 
     @classmethod
     def read(cls, files: HeadFiles, *flags: str) -> Layout:
-        """Reads a head's configuration. `flags`: names of options that its form knows.
+        """Reads a head's configuration. `flags`: names of options that the head's form knows.
 
         Raises: ConfigError for an unknown option, or if the head does not fit the target.
         """
@@ -62,7 +62,7 @@ class Layout:
 
     def spec(self, files: HeadFiles, form: str, **fields: Any) -> HeadSpec:
         """Returns `HeadFiles.spec` of a head with layers of this shape."""
-        # A head's own max_position_embeddings is ignored: it tells only how long the texts of its training were.
+        # A head's own max_position_embeddings is ignored, since it only gives the length of the texts in its training.
         shape = self.shape
         names = ("num_layers", "num_heads", "num_kv_heads", "head_dim")
         own = {name: getattr(shape, name) for name in names}
@@ -70,7 +70,7 @@ class Layout:
 
 
 def check_options(files: HeadFiles, part: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Refuses unknown options that may change the result: flags that are true, scales and bounds.
+    """Refuses unknown options that may change the result: true flags, scales other than 1, bounds other than 0.
 
     `known`: names of options that the form reads. Raises: ConfigError.
     """

@@ -9,7 +9,7 @@ from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 
 AUTO_HEAD = "auto"
 DEFAULT_HEAD = Path(__file__).with_name("smollm2-135m-eagle3")
-"""The folder of the default model's head. `outrider train-head` made it; its report.md tells how."""
+"""The folder of the default model's head, which `outrider train-head` made. The folder's report.md tells how."""
 
 
 def head_folder(config: ModelConfig) -> Path | None:

@@ -21,16 +21,16 @@ from outrider.engine.step_graphs import StepGraphs, cuda_graphs
 from outrider.heads.base import HeadModel, HeadRows
 
 MAX_GRAPH_ROWS = 64
-"""Number of rows of the largest captured forward. With 128,256 ids its logits take 33 MB."""
+"""Maximum number of rows of a forward that is captured as a CUDA graph. Its logits take 33 MB with 128,256 ids."""
 
 
 class ModuleHeadSteps:
-    """Computes the forwards of one head over its own cache. Logits are numpy arrays on a CPU, else tensors."""
+    """Computes the forwards of one head over the head's own cache. Logits are numpy arrays on a CPU, else tensors."""
 
     def __init__(
         self, model: HeadModel, kv_cache: PagedKVCache | None, *, device: str, kernels: CpuKernels | None
     ) -> None:
-        """`kv_cache`: None if the head keeps no KV. `kernels`: compute attention; None: a backend for the device."""
+        """`kv_cache`: None if the head keeps no KV. `kernels`: compute attention; None: the device's backend does."""
         self.parallel_feature = model.parallel_feature
         self._model = model
         self._kv_cache = kv_cache
@@ -45,11 +45,11 @@ class ModuleHeadSteps:
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether `compute` reads no host values that differ between batches of the same shape."""
+        """Whether a graph can capture `compute`: it reads no host values that differ between batches of one shape."""
         return self._kv_cache is not None and self._attention.can_be_captured and self._model.spec.num_parallel == 1
 
     def capture_graphs(self) -> None:
-        """Captures forwards of few rows as CUDA graphs, before any block is allocated."""
+        """Captures forwards of up to MAX_GRAPH_ROWS rows as CUDA graphs. Call it before any block is allocated."""
         assert self._kv_cache is not None
         self._states = torch.zeros((MAX_GRAPH_ROWS, self._model.spec.width), dtype=self.dtype, device=self._device)
         self._depths = torch.zeros(MAX_GRAPH_ROWS, dtype=torch.int64, device=self._device)
@@ -64,7 +64,7 @@ class ModuleHeadSteps:
         self._graphs.capture_all(self._compute_in_place)
 
     def _compute_in_place(self, batch: InputBatch) -> Tensor:
-        """Computes the logits of a padded batch, for capture. Overwrites the features in `_states` with own states."""
+        """Computes a padded batch's logits, for capture. Replaces features in `_states` by the head's own states."""
         states = self._states[: batch.num_rows]
         hidden, logits = self.compute(batch, states, self._depths[: batch.num_rows], batch)
         states.copy_(hidden)
@@ -76,13 +76,13 @@ class ModuleHeadSteps:
 
     @property
     def target_ids(self) -> Array | None:
-        """[draft_vocab_size]: the target's id of each logit; None: the ids are equal."""
+        """[draft_vocab_size]: the target's token id of each logit; None if head and target have the same ids."""
         return None if self._model.target_ids is None else self._as_logits_are(self._model.target_ids)
 
     def rows(self, values: Array) -> Tensor:
         """Returns features on the head's device and in its dtype."""
         tensor = tensor_of(values)
-        # `to` releases the interpreter's lock even if it has nothing to do, see PlaneFeatures.
+        # `to` releases the interpreter's lock even if nothing changes, and then waits for it (see PlaneFeatures.read).
         is_fit = tensor.dtype == self.dtype and tensor.device == self._device
         return tensor if is_fit else tensor.to(self._device, self.dtype)
 
@@ -92,10 +92,11 @@ class ModuleHeadSteps:
     ) -> tuple[Tensor, Array]:
         """Computes one forward of rows with `features` [num_rows, width] at `depths` [num_rows] (see HeadRows).
 
-        `attended`: the same rows, with positions and paths as attention uses them.
+        `attended`: the same rows, with the positions and paths that attention uses; or `batch` if they are equal.
 
-        Returns own hidden states [num_logits, width], and logits of the target's vocabulary [num_logits, vocab_size]
-        float32, -inf for ids that the head does not draft. Results of a captured forward are valid until the next one.
+        Returns (the head's own hidden states [num_logits, width], logits over the target's vocabulary
+        [num_logits, vocab_size] float32). Logits are -inf for ids that the head does not draft. The results of a
+        captured forward are valid until the next forward.
         """
         at_depths = ids_like(depths, features)
         if self._graphs is not None and batch.num_rows <= MAX_GRAPH_ROWS:
@@ -110,7 +111,7 @@ class ModuleHeadSteps:
     def compute(
         self, batch: InputBatch, features: Tensor, depths: Tensor, attended: InputBatch
     ) -> tuple[Tensor, Tensor]:
-        """Computes `forward` with depths on the device. It can be captured if `can_be_captured` is true."""
+        """Computes `forward` with depths on the device. A graph can capture this if `can_be_captured` is true."""
         planned = attended if self._kv_cache is None else self._attention.plan(attended)
         fed = (planned if attended is batch else batch).on(self._device)
         over_cache = None if self._kv_cache is None else attention_over(self._kv_cache, self._attention, planned)

@@ -1,7 +1,7 @@
-"""READ FIRST: opens the head that `model.head` names, in nodes of its target. Torch-free once it is packed.
+"""READ FIRST: opens the head that `model.head` names, in nodes that run its target. Torch-free once it is packed.
 
-Native kernels read a head like their model, from packed weights, which are mapped. The first process that finds none
-packs the checkpoint (see outrider.model_hub.open).
+Native kernels read a head from packed weights, which are mapped like those of their model. The first process that
+finds no packed weights packs the checkpoint (see outrider.model_hub.open).
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ class TargetHead:
     """The head that `model.head` names. A packed head is opened once, for both its reduction and its drafts."""
 
     def __init__(self, config: ModelConfig) -> None:
-        """Raises: ConfigError if the folder does not exist. Its files are read later."""
+        """Finds the head's folder, whose files are read later. Raises: ConfigError if it does not exist."""
         self.folder = head_folder(config)
         self.cuda_graphs = config.cuda_graphs
         self._packed: PackedHead | None = None
 
     def packed(self, model: LoadedModel) -> PackedHead | None:
-        """Returns the result of `open_packed_head`; None if there is no head. All calls must pass the same model."""
+        """Returns the result of `open_packed_head`, or None if there is no head. All calls must pass the same model."""
         if self._packed is None and self.folder is not None:
             self._packed = open_packed_head(self.folder, model)
         return self._packed
 
     def reduction(self, model: LoadedModel) -> FeatureSpec | None:
-        """Returns the reduction that the model computes for the head; None: no head. Raises: as `open_packed_head`."""
+        """Returns the reduction to features that the model computes for the head, or None if there is no head.
+
+        Raises: as `open_packed_head`.
+        """
         if self.folder is None:
             return None
         if (packed := self.packed(model)) is not None:
@@ -52,7 +55,7 @@ class TargetHead:
 
 
 def open_packed_head(folder: Path, model: LoadedModel) -> PackedHead | None:
-    """Opens the head of this folder for the kernels of its target. Several processes may call it at once.
+    """Opens the head in this folder for the kernels that compute its target. Several processes may call it at once.
 
     Returns None if torch computes the head or its target, or if packed weights are not kept. Raises: as
     `open.open_head`.
@@ -73,18 +76,18 @@ def open_packed_head(folder: Path, model: LoadedModel) -> PackedHead | None:
                 from outrider.heads.checkpoint import Target
                 from outrider.heads.open import pack_head
             head = pack_head(folder, Target.open(model.directory), TORCH_DTYPES[model.spec.dtype], model.cpu_kernels)
-        if head is None or _content_hash(folder) != content:  # its files have been replaced meanwhile
+        if head is None or _content_hash(folder) != content:  # unequal if files were replaced meanwhile
             return None
         return head.as_packed()
 
     key = model.packed_key.derive_key(str(folder.absolute()), content)
-    # It is read in parts, because a prefill node reads only its reduction.
+    # The packed head is read in parts, because a prefill node reads only the reduction.
     packed, _ = open_packed(key, pack, is_read_in_parts=True)
     return None if packed is None else PackedHead.of_packed(packed)
 
 
 def _content_hash(folder: Path) -> str:
-    """Returns a hash of a head's files. Missing files count as empty: opening the head reports them.
+    """Returns a hash of a head's files. Missing files count as empty, because opening the head reports them.
 
     Raises: ModelError for a file that cannot be read.
     """
@@ -98,5 +101,5 @@ def _content_hash(folder: Path) -> str:
 
 
 def _file_hash(path: Path) -> str:
-    with path.open("rb") as file:  # in pieces, because it may have gigabytes
+    with path.open("rb") as file:  # is read in pieces, because it may have gigabytes
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

@@ -23,9 +23,9 @@ def open_head(
 ) -> HeadModel:
     """Opens the head of this folder.
 
-    `torch_dtype`: the dtype of a head that native kernels cannot compute; None: `dtype`.
+    `torch_dtype`: the dtype to use in place of `dtype` if native kernels cannot compute the head; None: `dtype`.
 
-    Raises: ConfigError if the head is of another target or not supported, ModelError for damaged files.
+    Raises: ConfigError if the head is for another target or not supported, ModelError for damaged files.
     """
     with opened(Checkpoint.open(folder), target, device, dtype) as (head, files):
         if torch_dtype is not None and not head.suits_kernels:
@@ -53,9 +53,10 @@ def read_reduction(folder: Path, target: Target) -> FeatureReduction:
 def opened(
     checkpoint: Checkpoint, target: Target, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[HeadModel, HeadFiles]]:
-    """Yields a head that is not loaded yet, and its files.
+    """Yields a head whose weights are not loaded yet, and its files.
 
-    Other exceptions in the block, e.g. of libraries for a missing field or one of a wrong type, become a ModelError.
+    Exceptions in the block that are not OutriderErrors, e.g. a library's for a missing field or a field of a wrong
+    type, become ModelErrors.
     """
     files = HeadFiles(checkpoint, target, device, dtype)
     try:
@@ -67,7 +68,7 @@ def opened(
 
 
 def _form_of(files: HeadFiles) -> type[HeadModel]:
-    """Returns the form of a configuration. Raises: ConfigError if it is unknown."""
+    """Returns the class for the form of head that the configuration describes. Raises: ConfigError if none matches."""
     config = files.config
     kind = config.get("speculators_model_type")
     for form in FORMS:

@@ -1,4 +1,4 @@
-"""Heads for native kernels, with everything that a proposer needs of them. Torch-free."""
+"""Heads for native kernels, with everything that a proposer needs to know about them. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class PackedHead:
 
     spec: HeadSpec
     reduction: PackedReduction
-    weights: DecoderWeights  # with "target_ids" if the head's ids differ from the target's
+    weights: DecoderWeights  # has a blob "target_ids" if the head's ids differ from the target's
 
     @property
     def target_ids(self) -> npt.NDArray[np.int64] | None:
-        """[draft_vocab_size]: the target's id of each logit; None: the ids are equal."""
+        """[draft_vocab_size]: the target's token id of each logit; None if head and target have the same ids."""
         blob = self.weights.blobs.get("target_ids")
         return None if blob is None else blob.view(np.int64)
 
@@ -52,7 +52,7 @@ class PackedHead:
 
 
 class NativeHeadSteps:
-    """Computes the forwards of a packed head over its own cache, which was made for these kernels. Not thread-safe."""
+    """Computes the forwards of a packed head over the head's own cache, made for the same kernels. Not thread-safe."""
 
     parallel_feature = None
 

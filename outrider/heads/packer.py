@@ -16,11 +16,11 @@ from outrider.model_hub.config import ModelConfig
 
 
 def main() -> int:
-    """Returns 1 if something cannot be packed. The process that started this one will report why."""
+    """Packs model and head. Returns the exit status: 1 if one cannot be packed; the parent process then says why."""
     guard_standard_streams()
     config: ModelConfig = pickle.load(sys.stdin.buffer)  # noqa: S301 from the process that started this one
     steps = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # output of libraries must not be read as progress
+    os.dup2(2, 1)  # so that output of libraries is not read as progress
     from outrider.heads.of_target import TargetHead
     from outrider.model_hub.open import open_model
 
@@ -35,4 +35,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # torch would take a second to shut down
+    os._exit(main())  # skips torch's shutdown, which takes a second

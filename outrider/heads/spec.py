@@ -18,18 +18,18 @@ class HeadSpec:
     num_heads: int = 0  # query heads
     num_kv_heads: int = 0
     head_dim: int = 0
-    width: int  # of features, and of own hidden states, which replace features for later tokens
+    width: int  # size of features and of the head's own hidden states, which replace features for later draft tokens
     vocab_size: int  # of the target
     max_model_len: int  # tokens
     dtype: str
-    max_depth: int | None = None  # number of tokens that it can draft after the last true feature; None: unlimited
-    num_parallel: int = 1  # number of tokens drafted by one forward; if above 1, only after true features
-    num_masks: int = 0  # number of parallel rows with the mask token
+    max_depth: int | None = None  # maximum number of tokens drafted after the target's last feature; None: unlimited
+    num_parallel: int = 1  # number of tokens drafted by one forward; above 1, each forward needs the target's features
+    num_masks: int = 0  # number of parallel rows (see HeadModel) with the mask token
     mask_token_id: int = 0
     attends_both_ways: bool = False  # whether parallel rows begin with the newest token and attend to each other
 
     def parallel_tokens(self, token_id: int) -> tuple[int, ...]:
-        """Returns the token ids of the parallel rows after the newest token, `token_id`; empty if there are none."""
+        """Returns the token ids of the parallel rows; empty if there are none. `token_id`: the newest token's."""
         newest = (token_id,) if self.attends_both_ways else ()
         return (*newest, *(self.mask_token_id,) * self.num_masks)
 

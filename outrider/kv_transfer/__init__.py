@@ -1,1 +1,1 @@
-"""Moves KV from prefill to decode nodes: `base` has the shared values, `receiver` and `connectors` the two ends."""
+"""Moves KV from prefill nodes (senders, see `connectors`) to decode nodes (see `receiver`). Both ends share `base`."""

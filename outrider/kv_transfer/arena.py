@@ -1,10 +1,11 @@
 """The shared-memory arena, which belongs to the sender; the receiver maps it read-only.
 
 No process ever writes into another one's memory, so a sender that was frozen (SIGSTOP) and
-continues too late does no harm. The file is in /dev/shm under a random name until the
-receiver has mapped it, and has proved that by the nonce that it read; then it is unlinked,
-and its memory lives as long as the two mappings. The sender holds a lock on it, which ends
-with its process: an unlocked file was left by a killed sender, and is removed.
+continues too late does no harm. The file has a random name in /dev/shm. Once the receiver
+has proved that it has mapped the file, by returning the nonce that the file holds, the file
+is unlinked, and its memory lives as long as the two mappings. The sender holds a lock on the
+file, which ends with the sender's process. So an unlocked file was left by a killed sender,
+and is removed.
 (`multiprocessing.shared_memory` is unsuitable: its resource tracker unlinks segments of
 other processes and outlives its process.)
 
@@ -43,9 +44,9 @@ MAX_ARENA_BYTES = 1 << 30
 IDLE_SECONDS = 60.0
 """Seconds without a transfer after which both sides drop an arena."""
 MAX_IDLE = 16
-"""Number of idle arenas that a receiver keeps mapped."""
+"""Maximum number of idle arenas that a receiver keeps mapped."""
 MIN_SWEPT_SECONDS = 60.0
-"""Minimum age of a file that `sweep` removes, in seconds: the sender of a younger one may be about to lock it."""
+"""Minimum age in seconds of a file that `sweep` removes, because a younger file's sender may be about to lock it."""
 
 
 def arena_path(directory: str, arena_id: bytes) -> Path:
@@ -57,7 +58,7 @@ def sweep(directory: str) -> int:
     """Removes files left by killed senders of this user. Returns their number."""
     num_removed = 0
     for path in Path(directory).glob(f"{NAME_PREFIX}*"):
-        with contextlib.suppress(OSError), open_own_file(path) as (descriptor, status):  # an error if its sender lives
+        with contextlib.suppress(OSError), open_own_file(path) as (descriptor, status):  # fails if the sender lives
             if time.time() - status.st_mtime >= MIN_SWEPT_SECONDS:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
@@ -67,7 +68,7 @@ def sweep(directory: str) -> int:
 
 @contextlib.contextmanager
 def open_own_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
-    """Opens the file for reading: (descriptor, status). Raises: OSError if it is gone or belongs to another user."""
+    """Opens the file and yields (descriptor, status). Raises: OSError if it is gone or belongs to another user."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
@@ -81,9 +82,9 @@ def open_own_file(path: Path) -> Iterator[tuple[int, os.stat_result]]:
 class Arena:
     """The sender's side, whose slots are taken, filled, sent and released. Thread-safe.
 
-    The memory of each slot is reserved when it is first needed (`posix_fallocate`), so that a
-    full /dev/shm is an error that can be handled rather than a SIGBUS. It is freed once this
-    object is gone and the receiver has unmapped it.
+    The memory of each slot is reserved when the slot is first needed (`posix_fallocate`), so
+    that a full /dev/shm is an error that can be handled rather than a SIGBUS. All memory is
+    freed once this object is gone and the receiver has unmapped the file.
     """
 
     def __init__(self, *, directory: str, num_bytes: int, slot_bytes: int, has_slots: bool = True) -> None:
@@ -111,21 +112,21 @@ class Arena:
         self._free = [HEAD_BYTES]
         self._num_reserved = 1
         self._has_slots = has_slots
-        self._taken: dict[int, object] = {}  # the owner of each taken slot, by offset; None: quarantined
+        self._taken: dict[int, object] = {}  # owner of each taken slot, by offset; None if quarantined
 
     def unlink(self) -> None:
         """Unlinks the file; mappings stay valid. Idempotent."""
         self._path.unlink(missing_ok=True)
 
     def retire(self) -> None:
-        """Grants no more slots, and wakes the callers that wait for one."""
+        """Unlinks the file, stops granting slots, and wakes the callers that wait for a slot."""
         self.unlink()
         self.free_slots.close()
 
     def quarantine(self, owner: object) -> None:
         """Keeps the owner's slots taken until the receiver acknowledges them, if ever.
 
-        The receiver was not drained, so it may still read them.
+        The receiver may still read these slots, because it has not confirmed that the transfer is drained.
         """
         with self._lock:
             self._taken.update({offset: None for offset, of in self._taken.items() if of is owner})
@@ -137,7 +138,10 @@ class Arena:
             return 4 * list(self._taken.values()).count(None) >= self.num_slots
 
     def take(self, owner: object) -> int | None:
-        """Takes a slot, for 1 taken from `free_slots`. Returns its offset; None if there is no memory for another."""
+        """Takes a slot and returns its offset, or None if there is no memory for another slot.
+
+        Call it after taking 1 from `free_slots`.
+        """
         with self._lock:
             if not self._free and not self._reserve():
                 self.num_slots -= 1
@@ -181,15 +185,15 @@ class ArenaMapping:
     arena_id: bytes
     nonce: bytes
     num_bytes: int
-    copy_out: Callable[[int, int], Payload]  # (offset, number of bytes)
+    copy_out: Callable[[int, int], Payload]  # takes (offset, number of bytes)
     num_users: int = 0
     idle_since: float = 0.0
 
     def copy(self, offset: int, length: int) -> Payload | None:
         """Returns a private copy; None if the range is not within the slots.
 
-        The sender can change its pages at any time. With a copy, the bytes that are checked are the bytes that are
-        written.
+        The sender can change its pages at any time. The copy makes sure that the bytes that are checked are the bytes
+        that are written.
         """
         is_inside = offset >= HEAD_BYTES and offset + length <= self.num_bytes
         return self.copy_out(offset, length) if is_inside else None
@@ -198,8 +202,9 @@ class ArenaMapping:
 class ArenaReader:
     """The arenas that a receiver has mapped. A mapping outlives a transfer, so that the next one can use it.
 
-    Whenever a transfer begins or ends, mappings that were not used for IDLE_SECONDS are dropped, and the longest idle
-    ones beyond MAX_IDLE. Their sender then offers a new arena. Thread-safe.
+    Whenever a transfer begins or ends, mappings that have not been used for IDLE_SECONDS are dropped. If more than
+    MAX_IDLE idle mappings are left, those that have been idle longest are dropped, too. Their senders then offer new
+    arenas. Thread-safe.
     """
 
     def __init__(self, directory: str) -> None:
@@ -247,7 +252,7 @@ class ArenaReader:
         return ArenaMapping(arena_id, mapping[:NONCE_BYTES], num_bytes, copy_out)
 
     def _drop_idle(self) -> None:
-        """Drops idle mappings. Their memory is freed with its last view. Needs the lock."""
+        """Drops idle mappings. Their memory is freed when its last view is gone. Needs the lock."""
         idle = [mapping for mapping in self._mappings.values() if mapping.num_users == 0]
         idle.sort(key=lambda mapping: mapping.idle_since)
         horizon = time.monotonic() - IDLE_SECONDS

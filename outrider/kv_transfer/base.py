@@ -39,7 +39,8 @@ MAX_FRAME_BYTES = 8 << 20
 
 PLANE_NAME_BYTES = 16
 PACKED_REGION = struct.Struct(f"<{PLANE_NAME_BYTES}sIIIIHH")
-"""Wire format of a region: plane (UTF-8, zero-padded); start, end of layers, tokens, heads (unsigned little-endian)."""
+"""Wire format of a region: the plane's name (UTF-8, zero-padded), then start and end of its layers, tokens and heads
+(unsigned little-endian)."""
 
 
 class DrainState(enum.Enum):
@@ -51,10 +52,10 @@ class DrainState(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSpec:
-    """The content that a receiver expects of one transfer. Positions are absolute; 0 is the first prompt token."""
+    """The content that a receiver expects in one transfer. Positions are absolute; 0 is the first prompt token."""
 
     transfer_id: bytes  # 16 random bytes
-    incarnation: bytes  # of the receiving process, 16 random bytes
+    incarnation: bytes  # id of the receiving process, 16 random bytes
     start_token: int
     end_token: int  # exclusive; if equal to start_token, the transfer consists of its commit only
     planes: tuple[PlaneSpec, ...]
@@ -107,8 +108,8 @@ class FrameHeader:
     """The header of a frame, which precedes its payload.
 
     The payload is contiguous: [num_layers, num_tokens, num_heads, head_dim] in the plane's
-    dtype. It does not depend on block sizes, nor on the number of devices that share the
-    heads, so these may differ between sender and receiver.
+    dtype. Its layout does not depend on block sizes, nor on the number of devices among which
+    heads are divided, so these may differ between sender and receiver.
     """
 
     transfer_id: bytes
@@ -130,12 +131,12 @@ class FrameHeader:
 
 
 def checksum_of(payload: Payload) -> int:
-    """Returns the payload's xxh3-64; on a GPU, another checksum. Both ends of a transfer have payloads of one kind."""
+    """Returns the payload's xxh3-64 or, on a GPU, another checksum. Both ends have the same kind of payload."""
     return xxhash.xxh3_64_intdigest(payload) if isinstance(payload, memoryview) else payload.checksum()
 
 
 def frames_digest(frames: Mapping[Region, int]) -> int:
-    """Returns one checksum of all frames, whatever their order. `frames`: their payloads' checksums, by region."""
+    """Returns one checksum of all frames, in any order. `frames`: the checksums of their payloads, by region."""
     return xxhash.xxh3_64_intdigest(
         b"".join(sorted(region.pack() + checksum.to_bytes(8, "little") for region, checksum in frames.items()))
     )
@@ -161,4 +162,4 @@ class CommitState(enum.IntEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitResult:
     state: CommitState
-    complete_until: int = 0  # if INCOMPLETE: all KV before this token has arrived; end_token if the digests differ
+    complete_until: int = 0  # if INCOMPLETE: all KV before this token has arrived; end_token if only digests differ

@@ -8,9 +8,9 @@ from outrider.config.settings import fixed, setting
 
 CUDA_IPC = "cuda_ipc"
 CONNECTORS = (CUDA_IPC, "shared_memory", "grpc")
-"""Connectors, which are ways to carry payload; the best first."""
+"""Names of the connectors, i.e. of the ways to carry payload, the best first."""
 PROGRESS_SECONDS = 10.0
-"""Seconds of silence after which receivers treat a sender as failed, and by default senders a receiver."""
+"""Seconds of silence after which a receiver treats its sender as failed; senders treat receivers alike by default."""
 ARENA_DIRECTORY = "/dev/shm"  # noqa: S108 a file system for shared memory
 
 
@@ -29,16 +29,16 @@ class KvTransferConfig:
         0, at_least=0, at_most=65535, help="Port on which a decode node receives KV. 0: the system chooses."
     )
     host: str = setting("", help="Interface on which a decode node receives KV. Empty: the one of the server.")
-    arena_bytes: int = fixed(32 << 20)  # main or GPU memory shared with each decode node, as needed
-    frame_bytes: int = fixed(2 << 20)  # largest payload of a frame, and a slot of the arena: copies of it are cheap
-    device_frame_bytes: int = fixed(4 << 20)  # likewise by CUDA IPC, where a frame costs more than its bytes
-    window_bytes: int = fixed(16 << 20)  # unacknowledged payload by grpc to one decode node: it keeps a link busy
-    connect_seconds: float = fixed(5.0)  # for a decode node to attach; it serves, so this is a round trip
-    progress_seconds: float = fixed(PROGRESS_SECONDS)  # a decode node that acknowledges nothing for so long is lost
-    arena_directory: str = fixed(ARENA_DIRECTORY)  # where memory can be shared with the decode node
+    arena_bytes: int = fixed(32 << 20)  # maximum main or GPU memory shared with each decode node
+    frame_bytes: int = fixed(2 << 20)  # maximum payload of a frame, and slot size of an arena; cheap to copy
+    device_frame_bytes: int = fixed(4 << 20)  # the same for CUDA IPC, where a frame costs more than copying its bytes
+    window_bytes: int = fixed(16 << 20)  # maximum unacknowledged payload to a node by grpc; enough for a busy link
+    connect_seconds: float = fixed(5.0)  # maximum for a serving decode node to attach, which takes one round trip
+    progress_seconds: float = fixed(PROGRESS_SECONDS)  # a decode node that is silent for longer counts as lost
+    arena_directory: str = fixed(ARENA_DIRECTORY)  # folder of the arenas' files, shared with decode nodes
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "host", self.host.strip("[]"))  # written around an IPv6 address before a port
+        object.__setattr__(self, "host", self.host.strip("[]"))  # brackets enclose an IPv6 address before a port
 
     @property
     def accepted(self) -> tuple[str, ...]:
@@ -47,5 +47,8 @@ class KvTransferConfig:
 
     @property
     def keep_alive_seconds(self) -> float:
-        """Seconds between keep-alive messages of an idle sender. Receivers do not know its `progress_seconds`."""
+        """Seconds between an idle sender's keep-alives.
+
+        The interval suits all receivers, which use PROGRESS_SECONDS, not the sender's `progress_seconds`.
+        """
         return min(self.progress_seconds, PROGRESS_SECONDS) / 4

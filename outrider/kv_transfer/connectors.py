@@ -42,7 +42,7 @@ class Connector:
         self._config = config
         self._lock = threading.Lock()
         self._links: OrderedDict[str, tuple[grpc.Channel, SharedWindow]] = OrderedDict()  # most recently used last
-        self._material: TlsMaterial | None = None  # the certificates of these channels
+        self._material: TlsMaterial | None = None  # the certificates with which these channels were opened
 
     def connect(self, address: str, spec: TransferSpec) -> Sender:
         """Attaches to the transfer that the receiver at host:port has opened.
@@ -86,7 +86,7 @@ class Connector:
         material = self._security.material
         with self._lock:
             if material is not self._material:
-                self._links.clear()  # each connection ends with its last transfer
+                self._links.clear()  # each connection closes after its last transfer
                 self._material = material
             link = self._links.get(address)
             if link is None:
@@ -94,5 +94,5 @@ class Connector:
                 link = self._links[address] = (channel, SharedWindow(self._config.window_bytes))
             self._links.move_to_end(address)
             if len(self._links) > MAX_CHANNELS:
-                self._links.popitem(last=False)[1][0].close()  # decode nodes come and go
+                self._links.popitem(last=False)[1][0].close()  # the least recently used link, since nodes come and go
             return link

@@ -47,7 +47,7 @@ class Coverage:
         is_there = np.ones(end - start, dtype=np.bool_)
         for plane in self._spec.planes:
             arrived = self._arrived[plane.name]
-            if sum(map(len, arrived)) < plane.num_heads:  # the ranges are disjoint
+            if sum(map(len, arrived)) < plane.num_heads:  # ranges are disjoint, so heads are missing
                 return start
             for tokens in arrived.values():
                 is_there &= tokens.all(axis=0)

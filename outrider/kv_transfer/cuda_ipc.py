@@ -1,10 +1,11 @@
 """Connector `cuda_ipc`: payload in memory of the sender's GPU, which the receiver maps with CUDA IPC.
 
 It works like an arena in shared memory: the sender owns it, and the receiver only copies from it to its own memory.
-The slots are not in the file, which instead gives processes of this user on this machine the handle of their memory.
-The CUDA driver allocates that memory: memory from torch would also share other data in the same allocation.
+The slots are not in the file. Instead, the file gives this user's processes on this machine the handle of the slots'
+memory. The CUDA driver allocates that memory, because memory from torch would also share other data in the same
+allocation.
 
-    file      handle of the memory 64s, nonce 16s; a receiver locks it while it has the memory mapped
+    file      handle of the memory 64s, nonce 16s; a receiver locks the file while it has the memory mapped
     memory    the nonce at 0, the slots from 4096 on
 """
 
@@ -26,16 +27,17 @@ if TYPE_CHECKING:
     from outrider.engine.kv_cache.tensor_planes import CopyStream, DeviceBytes
 
 DESCRIPTION = struct.Struct(f"<64s{NONCE_BYTES}s")
-"""Format of the file. It must not begin with the nonce: an older receiver would read zeros from it as shared memory."""
+"""Format of the file. It must not begin with the nonce, or older receivers would take the file for shared memory and
+read zeros from it."""
 ALLOCATION_BYTES = 2 << 20
 """Granularity in which the driver shares memory, in bytes: other data in the same unit would be shared too."""
-LAZY_ENABLE_PEER_ACCESS = 1  # of CUipcMem_flags: another GPU's memory can be mapped if the two have peer access
+LAZY_ENABLE_PEER_ACCESS = 1  # of CUipcMem_flags: allows mapping memory of another GPU that has peer access
 
 log = get_logger("kv_transfer")
 
 
 class SharedGpu:
-    """Shares memory of the GPU with the KV cache, and maps memory of other processes. Thread-safe; raises OSError."""
+    """Shares memory on the KV cache's GPU, and maps memory of other processes. Thread-safe. Methods raise OSError."""
 
     def __init__(self, copies: CopyStream, driver: Any) -> None:
         """`copies`: the cache's stream. `driver`: `cuda.bindings.driver`, a dependency of torch's builds for CUDA."""
@@ -43,19 +45,19 @@ class SharedGpu:
         self._driver = driver
         self._context: Any = None
         self._context = self.call("cuDevicePrimaryCtxRetain", self.call("cuDeviceGet", copies.device.index or 0))
-        self.left: list[ReusableMemory] = []  # memory of dropped arenas, for later ones
+        self.left: list[ReusableMemory] = []  # memory of dropped arenas, which later arenas reuse
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Calls a function of the driver in torch's context and returns its result."""
         if self._context is not None:
-            self._driver.cuCtxSetCurrent(self._context)  # the context is per thread, and any thread may call
+            self._driver.cuCtxSetCurrent(self._context)  # the context is set per thread, and any thread may call this
         error, *result = getattr(self._driver, name)(*arguments)
         if int(error):
             raise OSError(f"{name}: {error.name}")
         return result[0] if result else None
 
     def allocate(self, num_bytes: int) -> tuple[int, bytes]:
-        """Returns pointer and handle of a dropped arena's memory if there is any, otherwise of new memory.
+        """Returns pointer and handle of a dropped arena's memory if any is reusable, otherwise of new memory.
 
         New memory is kept until the process ends, because the driver does not allow freeing memory that another process
         may have mapped. All arenas of a process have the same size.
@@ -68,7 +70,7 @@ class SharedGpu:
         pointer = int(self.call("cuMemAlloc", -(-num_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES))
         try:
             return pointer, bytes(self.call("cuIpcGetMemHandle", pointer).reserved)
-        except OSError:  # a GPU or system without CUDA IPC, so no process can have mapped it
+        except OSError:  # there is no CUDA IPC, so no process can have mapped the memory
             self.call("cuMemFree", pointer)
             raise
 
@@ -89,20 +91,20 @@ class ReusableMemory(NamedTuple):
     pointer: int
     handle: bytes
     file: int  # descriptor of the arena's file
-    taken: dict[int, object]  # the slots that were not acknowledged, as in the arena
+    taken: dict[int, object]  # the unacknowledged slots: the same dict as the arena's
 
     def is_reusable(self) -> bool:
-        """Returns whether no process reads it: all slots are acknowledged, or the receiver unmapped it or ended."""
+        """Returns whether nobody reads the memory: all slots are acknowledged, or the receiver unmapped it or ended."""
         try:
             if self.taken:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return False  # the receiver may be frozen and read it later
+            return False  # the receiver may be frozen, and read the memory later
         return True
 
 
 class DeviceArena(Arena):
-    """The sender's side. After it is dropped, a later arena uses its memory."""
+    """The sender's side. After it is dropped, a later arena may reuse its memory."""
 
     def __init__(self, gpu: SharedGpu, config: KvTransferConfig) -> None:
         slots = {"num_bytes": config.arena_bytes, "slot_bytes": config.device_frame_bytes}
@@ -125,7 +127,7 @@ class DeviceArena(Arena):
 
 
 class DeviceArenaReader(ArenaReader):
-    """Maps arenas of GPUs. Senders use shared memory if that fails; the first failure is logged as a warning."""
+    """Maps arenas of GPUs. If mapping fails, senders use shared memory; the first failure is logged as a warning."""
 
     def __init__(self, gpu: SharedGpu, directory: str) -> None:
         super().__init__(directory)
@@ -140,7 +142,7 @@ class DeviceArenaReader(ArenaReader):
             copy_out = functools.partial(self._copy_out, pointer)
             mapping = ArenaMapping(arena_id, nonce, num_bytes, copy_out)
             weakref.finalize(mapping, self._unmap, pointer, os.dup(descriptor)).atexit = False
-            if copy_out(0, NONCE_BYTES).to_host() != nonce:  # read like frames, from GPU to GPU
+            if copy_out(0, NONCE_BYTES).to_host() != nonce:  # the nonce is copied as frames are, from GPU to GPU
                 raise OSError("the nonce that was read is not the one that was written")
         except OSError as error:
             if not self._has_warned:
@@ -163,7 +165,7 @@ class DeviceArenaReader(ArenaReader):
 def open_shared_gpu(copies: CopyStream | None, config: KvTransferConfig) -> SharedGpu | None:
     """Returns the cache's GPU; None if the cache is not on one GPU, or CUDA IPC is unavailable or not accepted.
 
-    Raises: ConfigError if the settings accept only CUDA IPC and it is unavailable.
+    Raises: ConfigError in place of returning None if the settings allow only CUDA IPC.
     """
     if copies is not None and CUDA_IPC in config.accepted:
         try:

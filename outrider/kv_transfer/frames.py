@@ -1,4 +1,4 @@
-"""The KV wire: one bidirectional gRPC stream of raw bytes for each transfer.
+"""The wire protocol of KV: one bidirectional gRPC stream of raw bytes for each transfer.
 
 The sender sends a KvHello, then any number of reads, then any number of frames, KvCommit, KvCancel and KvAlive. The
 receiver answers each KvHello with a KvWelcome, each read with a frame or KvNotHeld, each frame with a KvAck, KvCommit
@@ -33,7 +33,7 @@ MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + 65_536
 """Maximum size of a frame with its payload, in bytes."""
 
 MAX_OTHER_BYTES = 4096
-"""Maximum size of any other message, in bytes: parsed, many small fields take much more memory than their bytes."""
+"""Maximum size of any other message, in bytes. It is low, as many small fields take much more memory when parsed."""
 
 CANCEL = KvSenderMessage(cancel=KvCancel()).SerializeToString()
 ALIVE = KvSenderMessage(alive=KvAlive()).SerializeToString()
@@ -59,12 +59,12 @@ class MalformedMessageError(OutriderError):
 class Frame:
     sequence: int  # the frame's number, from 1, which its acknowledgement repeats; 0 in an answer to a read
     header: FrameHeader
-    offset: int  # of the payload in the arena; 0 if it is in `payload`
+    offset: int  # of the payload in the arena; 0 if the message carries it in `payload`
     payload: memoryview
 
 
 def encode_frame(sequence: int, header: FrameHeader, payload: memoryview | None, *, offset: int = 0) -> bytes:
-    """Encodes a frame, followed by its payload unless that is None, because it is in the arena."""
+    """Encodes a frame, followed by its payload. `payload`: None if it is in the arena, at `offset`."""
     body = b"".join(
         (
             _IDS.pack(header.transfer_id, header.incarnation),
@@ -76,7 +76,7 @@ def encode_frame(sequence: int, header: FrameHeader, payload: memoryview | None,
 
 
 def decode_message(message: bytes, others: type[Others]) -> Frame | Others:
-    """Decodes a frame, with a view of the message as payload, or one of `others`. Raises: MalformedMessageError."""
+    """Decodes a frame, whose payload is a view of the message, or one of `others`. Raises: MalformedMessageError."""
     try:
         if message[0] == 0:
             return _decode_frame(message)
@@ -119,5 +119,5 @@ def _decode_frame(message: bytes) -> Frame:
 
 
 def _check(sequence: int, body: bytes | memoryview) -> int:
-    # Because of a flipped bit in the header, an intact payload could be written to the wrong place.
+    # Without this check, a flipped bit in a header could direct an intact payload to the wrong place.
     return xxhash.xxh32_intdigest(body, seed=sequence)

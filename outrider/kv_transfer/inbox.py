@@ -2,10 +2,10 @@
 
 All connectors deliver here, so these rules hold for all of them:
 
-- a frame belongs to the transfer that its own header names; a frame of another
-  incarnation, of an unknown transfer, or of one that has ended is dropped and counted;
+- a frame belongs to the transfer that its own header names; a frame for another
+  incarnation, for an unknown transfer or for one that has ended is dropped and counted;
 - bounds, length and checksum are checked before a byte is written;
-- cells are written only once: an equal frame is a duplicate, and a different one for the
+- a (layer, token, head) cell is written only once: an equal frame is a duplicate, and a different one for the
   same cells is refused;
 - after `close` has returned DRAINED, nothing is written or read any more.
 """
@@ -38,7 +38,7 @@ from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.service.telemetry.logging import get_logger
 
 NUM_REMEMBERED_COMMITS = 4096
-"""Number of most recent commits that can be answered again after their transfer was closed."""
+"""Number of the most recent commits that can be answered again after their transfers have been closed."""
 
 log = get_logger("kv_transfer")
 
@@ -47,12 +47,12 @@ class Disposition(enum.IntEnum):
     """The receiver's decision about a frame."""
 
     WRITTEN = 1
-    DUPLICATE = 2  # equal to one that was written
+    DUPLICATE = 2  # equal to a frame that was written
     STALE = 3  # for another transfer or incarnation, or for a transfer that has ended
     CORRUPT = 4  # truncated or altered
     OUT_OF_BOUNDS = 5
     CONFLICTING = 6  # overlaps written cells, with other bytes or another cut
-    FAILED = 7  # writing it failed, and so the transfer has failed
+    FAILED = 7  # writing the frame failed, and with it the transfer
 
     @property
     def is_refusal(self) -> bool:
@@ -87,9 +87,9 @@ class _Transfer:
     is_attached: bool = False
     coverage: Coverage = field(init=False)
     arrived: dict[Region, int] = field(default_factory=dict)  # checksums of the frames, by region
-    num_copying: int = 0  # running writes and reads of blocks
-    has_failed_write: bool = False  # whether a write failed, so that `coverage` has a cell that was not written
-    readable_bytes: int = field(init=False)  # how much KV of tokens before the transfer's own the sender may still read
+    num_copying: int = 0  # number of running writes and reads of blocks
+    has_failed_write: bool = False  # whether a write failed, so that `coverage` has cells that were not written
+    readable_bytes: int = field(init=False)  # bytes of KV before `spec.start_token` that the sender may still read
     payload_bytes: int = 0
     first_frame_at: float | None = None
     last_frame_at: float | None = None
@@ -109,7 +109,7 @@ class _Transfer:
 
 
 class TransferInbox:
-    """The transfers that one process expects. Thread-safe. Callbacks run in the caller's thread, without locks."""
+    """The transfers that one process expects. Thread-safe. Callbacks run in the caller's thread, with no lock held."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class TransferInbox:
         self._on_complete = on_complete
         self._on_failed = on_failed
         self._clock = clock
-        self._lock = threading.Lock()  # guards the next three; never held while a transfer's lock is acquired
+        self._lock = threading.Lock()  # guards the next three fields; never held while a transfer's lock is acquired
         self._transfers: dict[bytes, _Transfer] = {}
         self._commits: OrderedDict[bytes, None] = OrderedDict()
         self._counts: Counter[str] = Counter()
@@ -131,7 +131,7 @@ class TransferInbox:
     # ---- the owner's side
 
     def open(self, spec: TransferSpec, blocks: ReservedBlocks) -> None:
-        """Adds a transfer, whose id must be new. Call this before its grant is announced."""
+        """Adds a transfer, whose id must be new. Call this before a `Granted` announces it."""
         assert spec.incarnation == self.incarnation, "a transfer is addressed to this process"
         with self._lock:
             assert spec.transfer_id not in self._transfers, "a transfer_id is used once"
@@ -140,8 +140,8 @@ class TransferInbox:
     def close(self, transfer_id: bytes, *, timeout_seconds: float = 10.0) -> DrainState:
         """Removes a transfer, whatever its state, and waits for the writes in flight. Idempotent.
 
-        Returns UNKNOWN after a timeout: the transfer is kept, and its blocks must not be reused. After the return no
-        callback for the transfer begins, except `on_complete` for a commit that was being answered.
+        Returns UNKNOWN after a timeout: the transfer is kept, and its blocks must not be reused. After `close` has
+        returned, no callback for the transfer begins, except `on_complete` for a commit that was being answered.
         """
         transfer = self._find(transfer_id)
         if transfer is None:
@@ -191,7 +191,7 @@ class TransferInbox:
         if incarnation != self.incarnation:
             return AttachState.WRONG_INCARNATION
         transfer = self._find(transfer_id)
-        if transfer is None:  # looked up before the commits: it may be committed and closed in between
+        if transfer is None:  # looked up before commits: between the two, it may be committed and closed
             return AttachState.ATTACHED if self.was_committed(transfer_id) else AttachState.UNKNOWN
         with transfer.changed:
             if transfer.state is TransferState.COMMITTED:
@@ -250,9 +250,9 @@ class TransferInbox:
         return Disposition.WRITTEN
 
     def read(self, transfer_id: bytes, region: Region) -> tuple[FrameHeader, memoryview] | None:
-        """Reads KV of tokens before the transfer's own.
+        """Reads KV of tokens that precede the transfer's own.
 
-        Returns None if it is not held here, or if the transfer's reads together would exceed the size of that KV.
+        Returns None if that KV is not held here, or if the transfer's reads together would exceed the KV's size.
         """
         transfer = self._find(transfer_id)
         if transfer is None:
@@ -262,7 +262,7 @@ class TransferInbox:
             return None
         num_bytes = region.num_bytes(plane)
         with transfer.changed:
-            is_open = transfer.state is TransferState.OPEN  # afterwards its blocks may belong to another sequence
+            is_open = transfer.state is TransferState.OPEN  # otherwise its blocks may belong to another sequence
             if not is_open or num_bytes > min(transfer.readable_bytes, MAX_FRAME_BYTES):
                 return None
             transfer.readable_bytes -= num_bytes
@@ -277,7 +277,7 @@ class TransferInbox:
         """Commits the transfer and answers COMMITTED, also when asked again. INCOMPLETE leaves the transfer open.
 
         A transfer is complete if every token of every layer of every plane has arrived, and if the `frames_digest` of
-        the arrived frames is `digest`, that of the frames that were sent.
+        the arrived frames equals `digest`, the digest of the sent frames.
         """
         transfer = self._find(transfer_id)
         if transfer is None:
@@ -307,7 +307,7 @@ class TransferInbox:
         return CommitResult(state=CommitState.COMMITTED)
 
     def fail(self, transfer_id: bytes, reason: str) -> None:
-        """Fails a transfer that cannot complete, and reports that once. Does nothing if it has ended."""
+        """Fails a transfer that cannot complete, and reports that once. Does nothing if the transfer has ended."""
         transfer = self._find(transfer_id)
         if transfer is None:
             return

@@ -32,7 +32,7 @@ class KvReceiver:
     """Receives transfers for one process; their states are in `inbox`.
 
     Each stream occupies one thread. At most one stream is attached to each transfer that the owner has opened. At most
-    `max_unattached` others may wait, each for `HELLO_SECONDS`; one more displaces the oldest, so that silent or
+    `max_unattached` others may wait, each for `HELLO_SECONDS`; another one displaces the oldest, so that silent or
     dishonest peers cannot keep honest senders out. Callbacks run in these threads and must be quick: they only put an
     event into the owner's queue.
     """
@@ -53,9 +53,9 @@ class KvReceiver:
         gpu: SharedGpu | None = None,
         security: PeerSecurity = PLAINTEXT,
     ) -> None:
-        """`progress_seconds`: a sender that is silent for longer has failed (keep-alives come four times as often).
+        """`progress_seconds`: a sender that is silent for longer has failed (it sends keep-alives four times as often).
 
-        `max_senders`: the number of streams from which on more are refused. `gpu`: the GPU with the KV cache, if it can
+        `max_senders`: the maximum number of streams; more are refused. `gpu`: the GPU with the KV cache, if it can
         map other processes' memory.
         """
         self._address = f"[{host}]" if ":" in host else host
@@ -135,7 +135,7 @@ class KvReceiver:
             for message in requests:
                 self._move_deadline(stream)
                 reply = stream.handle(message)
-                self._move_deadline(stream)  # starts the peer's time to read the reply
+                self._move_deadline(stream)  # from now on the peer has time to read the reply
                 if reply is not None:
                     yield reply
                     self._move_deadline(stream)
@@ -149,7 +149,7 @@ class KvReceiver:
             stream.deadline = time.monotonic() + self._progress_seconds
 
     def _watch(self) -> None:
-        """Ends streams past their deadline: TCP does not notice a frozen peer (SIGSTOP), which occupies a thread."""
+        """Ends streams past their deadlines. TCP does not notice a frozen peer (SIGSTOP), which occupies a thread."""
         while not self._is_stopped.wait(min(self._progress_seconds, HELLO_SECONDS) / 4):
             now = time.monotonic()
             for stream in list(self._streams):

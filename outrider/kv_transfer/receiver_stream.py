@@ -34,7 +34,7 @@ from outrider.v1.kv_pb2 import (
 DRAIN_SECONDS = 10.0
 """Seconds to wait for the writes in flight of a cancelled transfer before answering the sender."""
 MAX_FALSE_HELLOS = 8
-"""Number of failed hellos that end a stream. An honest sender needs one hello for each of up to three connectors."""
+"""Number of failed hellos after which a stream ends. An honest sender needs at most one per connector, i.e. three."""
 
 
 class ReceiverStream:
@@ -48,9 +48,9 @@ class ReceiverStream:
         cancel: Callable[[], object],
         deadline: float = math.inf,
     ) -> None:
-        """`readers`: the accepted connectors, each with its reader of arenas; None if it needs none.
+        """`readers`: the arena reader of each accepted connector, by name; None for a connector without arenas.
 
-        `deadline`: time.monotonic by which the sender's next message must come.
+        `deadline`: the time.monotonic by which the sender's next message must have arrived.
         """
         self.deadline = deadline
         self._inbox = inbox
@@ -68,13 +68,13 @@ class ReceiverStream:
         return self.transfer_id is not None
 
     def handle(self, message: bytes) -> bytes | None:
-        """Handles a message and returns the answer, if any. Counts malformed messages. The first must be a hello."""
+        """Handles a message (first a hello) and returns the answer, if any. Counts malformed messages."""
         try:
             answer = self._answer(decode_message(message, KvSenderMessage))
         except MalformedMessageError:  # if it was a frame, the commit will be incomplete
             self._inbox.count("messages_malformed")
             if not self.is_attached:
-                self.cancel()  # the peer is no sender of ours
+                self.cancel()  # the peer is not one of our senders
             return None
         return answer.SerializeToString() if isinstance(answer, KvReceiverMessage) else answer
 
@@ -121,7 +121,7 @@ class ReceiverStream:
             if end_reason is not None:  # the stream ended while it was being attached
                 self._inbox.fail(hello.transfer_id, end_reason)
         elif hello.transfer_id != self.transfer_id:
-            return KvWelcome(state=_on_wire(AttachState.BUSY))  # one stream, one transfer
+            return KvWelcome(state=_on_wire(AttachState.BUSY))  # a stream serves one transfer only
         self._release_arena()
         self._connector = connector
         reader = self._readers[connector]
@@ -172,5 +172,5 @@ class ReceiverStream:
 
 
 def _on_wire(member: enum.IntEnum) -> Any:
-    """Converts to kv.proto's enum, which has the same numbers."""
+    """Converts an enum member to the number of kv.proto's enum, which is the same."""
     return member.value

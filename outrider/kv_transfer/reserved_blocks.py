@@ -11,15 +11,18 @@ from outrider.kv_transfer.base import Payload, Region
 
 
 class ReservedBlocks:
-    """The blocks that one transfer writes to. The engine thread creates it after allocating them; any thread uses it.
+    """The blocks that one transfer writes to.
+
+    The engine thread creates this object after allocating the blocks; any thread may use it.
 
     Forwards may run at the same time: reserved blocks are in no running sequence's block table, and they are freed only
-    after all copies have ended. GPU work that was queued before the reservation may still use them, so writes wait for
-    it, with one fence for all frames. No method waits for the token loop. An exception fails the transfer.
+    after all copies have ended. GPU work that was queued before the reservation may still use the blocks, so writes
+    wait for that work, with one fence for all frames. No method waits for the token loop. An exception fails the
+    transfer.
     """
 
     def __init__(self, kv_cache: KVCache, block_ids: Sequence[int]) -> None:
-        self._kv_cache: Any = kv_cache  # the kind of payload depends on the kind of cache
+        self._kv_cache: Any = kv_cache  # Any, as the type of payload depends on the cache
         self._slots = slots_of(block_ids, len(block_ids) * kv_cache.block_size, kv_cache.block_size)
         self._reserved = kv_cache.fence()
 
@@ -35,7 +38,7 @@ class ReservedBlocks:
         return memoryview(self._kv_cache.read(region.plane, region.layers, slots, after, heads=region.heads))
 
     def take(self, region: Region, after: Any) -> Any:
-        """Reads the same as DeviceBytes, on the cache's GPU. Returns before the GPU has copied them."""
+        """Reads what `read` does, as DeviceBytes on the cache's GPU. Returns before the GPU has copied them."""
         return self._kv_cache.take(region.plane, region.layers, self._slots_of(region), after, heads=region.heads)
 
     def _slots_of(self, region: Region) -> Slots:

@@ -27,7 +27,7 @@ from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.kv_transfer.sender_stream import SenderStream
 
 READ_AHEAD = 4
-"""Number of regions that are requested ahead of the one being waited for. It bounds memory, in frames."""
+"""Maximum number of requested regions that have not been taken yet. It limits memory, as each may be a whole frame."""
 
 
 class Sender:
@@ -49,7 +49,7 @@ class Sender:
         arena: Arena | None,
         reopen: Callable[[], SenderStream],
     ) -> None:
-        """`arena`: its slots carry the payload; None: the stream's messages do, which works between any two hosts.
+        """`arena`: the arena whose slots carry the payload; None: messages carry it, which works between any two hosts.
 
         `reopen`: opens another stream to the same receiver, to ask for a lost answer to the commit.
         """
@@ -62,17 +62,17 @@ class Sender:
         self._reopen = reopen
         self._sent: dict[Region, int] = {}  # checksums of the frames, by region
         self._drain: DrainState | None = None
-        self.keep_alive_seconds = stream.keep_alive_seconds  # between calls of `keep_alive` while nothing is put
+        self.keep_alive_seconds = stream.keep_alive_seconds  # between calls of `keep_alive` without a `put`
         self.keep_alive = stream.keep_alive
         self.interrupt = stream.interrupt
         self.when_ended = stream.when_ended
         self.when_acknowledged = stream.when_acknowledged
 
     def put(self, region: Region, payload: Any) -> None:
-        """Sends one frame of at most `max_frame_bytes`, given as DeviceBytes for CUDA IPC, otherwise as any buffer.
+        """Sends one frame. `payload`: at most `max_frame_bytes`, as DeviceBytes for CUDA IPC, otherwise in any buffer.
 
-        Raises: PeerLostError if the stream ended or made no progress; AbortedError if the receiver has refused this
-        transfer, which may be closed or failed, or one of its frames, without which it never completes.
+        Raises: PeerLostError if the stream ended or made no progress; AbortedError if the receiver has refused a
+        frame, so that the transfer can never complete, or the whole transfer, for example because it is closed.
         """
         view: Payload = payload if self.connector == CUDA_IPC else memoryview(payload).cast("B")
         assert len(view) <= self.max_frame_bytes, "frames are cut to max_frame_bytes"
@@ -87,13 +87,13 @@ class Sender:
         self.payload_bytes += len(view)
 
     def _put_inline(self, header: FrameHeader, payload: memoryview) -> None:
-        """Sends the payload in the frame's message, within the window of all streams to the receiver."""
+        """Sends the payload in the frame's message, within the window that all streams to the receiver share."""
         window = self._stream.window
         self._stream.wait_for_room(len(payload), window)
         self._stream.send(header, payload, release=partial(window.give_back, len(payload)))
 
     def _put_in_slot(self, arena: Arena, header: FrameHeader, payload: Payload) -> None:
-        """Sends the payload's place in the arena. An acknowledged slot is free for any transfer to it."""
+        """Writes the payload to the arena and sends its place. The acknowledgement frees the slot for any transfer."""
         offset = None
         while offset is None:
             self._stream.wait_for_room(1, arena.free_slots)
@@ -104,8 +104,8 @@ class Sender:
     def read(self, regions: Iterable[Region], blocks: ReservedBlocks) -> None:
         """Fetches the receiver's KV of tokens before `spec.start_token`. Call it before the first `put`.
 
-        Each region is checked like a frame, then written to `blocks`. Raises: AbortedError if the receiver does not
-        hold a region or it was altered in transit, after which the transfer can continue; PeerLostError.
+        Each region is checked like a frame, then written to `blocks`. Raises: PeerLostError; AbortedError if the
+        receiver does not hold a region or a region was altered in transit, after which the transfer can continue.
         """
         asked: deque[Region] = deque()
         for region in regions:
@@ -123,7 +123,7 @@ class Sender:
 
     @property
     def num_frames(self) -> int:
-        """Number of frames that were put."""
+        """Number of frames that `put` has sent so far."""
         return self._stream.num_frames
 
     def commit(self) -> CommitResult:
@@ -152,7 +152,7 @@ class Sender:
             stream.close()
 
     def cancel(self) -> DrainState:
-        """Cancels the transfer, also after a failure. Does nothing after a commit. Idempotent.
+        """Cancels the transfer, also after a failure. Does nothing after a successful commit. Idempotent.
 
         Returns DRAINED if the receiver has confirmed that it no longer reads or writes anything of this transfer.
         """
@@ -163,7 +163,7 @@ class Sender:
         return self._drain
 
     def _abandon(self) -> None:
-        """Frees what an undrained receiver cannot read any more: messages, but not slots, which are quarantined."""
+        """Frees the room of messages. Quarantines slots, because an undrained receiver may still read them."""
         if self._arena is None:
             self._stream.release_all()
         else:

@@ -29,11 +29,11 @@ from outrider.kv_transfer.shared_window import SharedWindow
 from outrider.v1.kv_pb2 import KvAck, KvCommit, KvHello, KvReceiverMessage, KvSenderMessage, KvWelcome
 
 MAX_UNACKNOWLEDGED_FRAMES = 256
-"""Maximum number of frames in flight: their acknowledgements always fit into the stream's flow-control window."""
+"""Maximum number of frames in flight. So many acknowledgements always fit into the stream's flow-control window."""
 
 
 class SenderStream:
-    """One gRPC call. Belongs to one thread, except its own reader thread and `interrupt`.
+    """One gRPC call. Belongs to one thread, but has its own reader thread, and any thread may call `interrupt`.
 
     Every wait ends with an error after `progress_seconds` without a message from the receiver.
     """
@@ -46,7 +46,7 @@ class SenderStream:
         window: SharedWindow,
         config: KvTransferConfig,
     ) -> None:
-        """`window`: for payload in messages; all streams to the address share it."""
+        """`window`: limits payload in messages; all streams to the address share it."""
         self.address = address
         self._tell_acknowledged: Callable[[int], None] = lambda _frame: None
         self.window = window
@@ -55,15 +55,15 @@ class SenderStream:
         self._progress_seconds = config.progress_seconds
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
-        self._in_flight: dict[int, Callable[[], None]] = {}  # by frame number, the function that frees its room
-        self.num_frames = 0  # frames sent; also the number of the last one
+        self._in_flight: dict[int, Callable[[], None]] = {}  # by frame number, the function that frees the frame's room
+        self.num_frames = 0  # frames sent; also the number of the last frame
         self._last_heard = time.monotonic()
         self._broken: OutriderError | None = None  # set when the call has ended
         self._refused: OutriderError | None = None  # set by a refused frame or `interrupt`
         self._tell_end: Callable[[], None] = lambda: None  # called without the lock
         self._welcomes: list[KvWelcome] = []
-        self._num_asked = 0  # requested regions that are not answered yet
-        self._held: deque[Frame | None] = deque()  # answers; None: the receiver does not hold the region
+        self._num_asked = 0  # number of requested regions that are not answered yet
+        self._held: deque[Frame | None] = deque()  # answers to requests; None: the receiver does not hold the region
         self._answers: list[CommitResult] = []
         self._drain: DrainState | None = None
         push: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(METHOD)
@@ -75,10 +75,10 @@ class SenderStream:
     def hello(self, spec: TransferSpec, **arena: Any) -> bytes | None:
         """Attaches to the transfer. Returns the nonce that the receiver has read from the offered arena.
 
-        `arena`: fields of KvHello that describe it. Returns None if the receiver does not accept this connector.
+        `arena`: fields of KvHello that describe the arena. Returns None if the receiver does not accept this connector.
 
-        Raises: AbortedError if the receiver has no such transfer or it has another sender; PeerLostError if the
-        receiver does not answer or is another process.
+        Raises: AbortedError if the receiver has no such transfer, or if another sender is attached to it; PeerLostError
+        if the receiver does not answer or is another process.
         """
         self._welcomes.clear()
         hello = KvHello(
@@ -108,7 +108,7 @@ class SenderStream:
         """Waits until it has taken this amount of the window. Raises: PeerLostError, AbortedError.
 
         Until this stream has a frame in flight, messages to any stream that shares the window show that the receiver
-        is alive; then only messages to this stream do. Keep-alives are sent meanwhile.
+        is alive; after that, only messages to this stream do. Keep-alives are sent meanwhile.
         """
         wake = self._wake
 
@@ -157,7 +157,7 @@ class SenderStream:
         self._outgoing.put(ALIVE)
 
     def commit(self, digest: int) -> CommitResult:
-        """Requests the commit. It arrives after all frames, so its answer acknowledges them all.
+        """Requests the commit. The request arrives after all frames, so its answer acknowledges them all.
 
         Raises: PeerLostError, AbortedError.
         """
@@ -168,7 +168,7 @@ class SenderStream:
         return self._answers[-1]
 
     def cancel(self) -> DrainState:
-        """Cancels the transfer and ends the stream. Returns DRAINED if the receiver confirms that in time."""
+        """Cancels the transfer and ends the stream. Returns DRAINED if the receiver confirms this state in time."""
         self._outgoing.put(CANCEL)
         with self._changed:
             self._last_heard = time.monotonic()
@@ -195,7 +195,7 @@ class SenderStream:
         self._tell_if_ended()
 
     def when_ended(self, tell: Callable[[], None]) -> None:
-        """Calls `tell` when the stream has ended, so that every later `put` and `commit` raises; at once if it has.
+        """Calls `tell` when the stream has ended, at once if it already has. After the end, `put` and `commit` raise.
 
         `tell` is called from any thread, perhaps more than once, and must not block.
         """
@@ -258,7 +258,7 @@ class SenderStream:
             for message in self._call:
                 self._take(decode_message(message, KvReceiverMessage))
             error: OutriderError = PeerLostError(f"KV receiver {self.address} ended the stream", node=self.address)
-        except (MalformedMessageError, ValueError) as malformed:  # ValueError: an enum's number is unknown
+        except (MalformedMessageError, ValueError) as malformed:  # ValueError: a number that the enum does not define
             self._call.cancel()
             error = PeerLostError(f"KV receiver {self.address}: {malformed}", node=self.address)
         except grpc.RpcError as broken:
@@ -278,7 +278,7 @@ class SenderStream:
         with self._changed:
             self._last_heard = time.monotonic()
             if isinstance(message, Frame) or message.HasField("not_held"):
-                if not self._num_asked:  # answers use memory, each up to a frame
+                if not self._num_asked:  # unlimited answers could fill the memory
                     raise MalformedMessageError("received KV that was not requested")
                 self._num_asked -= 1
                 self._held.append(message if isinstance(message, Frame) else None)

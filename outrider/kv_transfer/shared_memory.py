@@ -27,15 +27,15 @@ class _Offered:
 
     arena: Arena | None  # None: the receiver could not attach to it
     address: str
-    used_at: float  # monotonic seconds of the last transfer; of the offer if the receiver could not attach
+    used_at: float  # clock time of the last transfer, or of the offer if the receiver could not attach
 
 
 class ArenaSource:
-    """Offers one arena to each receiving process, which all of its transfers share. Thread-safe.
+    """Offers one arena to each receiving process, for all transfers to that process. Thread-safe.
 
     An arena is dropped if its receiver is lost, if another process answers at its address, or
-    after IDLE_SECONDS without a transfer, when the receiver has dropped it, too. After the same
-    time a receiver that could not attach, or for which there was no memory, is asked again.
+    after IDLE_SECONDS without a transfer, when the receiver has dropped it, too. A receiver
+    that could not attach, or for which there was no memory, gets another offer after IDLE_SECONDS.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class ArenaSource:
 
     def _remember(self, incarnation: bytes, offered: _Offered) -> None:
         """Records what was offered. Running senders keep the arena that they use. Needs the lock."""
-        self._offered.pop(incarnation, None)  # it may have had another address
+        self._offered.pop(incarnation, None)  # this process may have had another address
         for other in [key for key, known in self._offered.items() if known.address == offered.address]:
             del self._offered[other]
         self._offered[incarnation] = offered
-        if len(self._offered) > MAX_RECEIVERS:  # decode nodes come and go
+        if len(self._offered) > MAX_RECEIVERS:  # limited, as decode nodes come and go
             self._offered.popitem(last=False)
 
     def _drop_idle(self) -> None:
-        """Drops arenas that were not used for IDLE_SECONDS. Needs the lock."""
+        """Drops arenas that have not been used for IDLE_SECONDS. Needs the lock."""
         horizon = self._clock() - IDLE_SECONDS
         while self._offered and next(iter(self._offered.values())).used_at <= horizon:
             self._offered.popitem(last=False)

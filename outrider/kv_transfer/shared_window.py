@@ -12,7 +12,7 @@ from outrider.errors import PeerLostError
 class SharedWindow:
     """A window, in bytes or in slots, that bounds what a receiver has not acknowledged. Thread-safe.
 
-    Streams call it with their own lock held, so it calls a stream's `wake` without holding its lock.
+    Streams call the window with their own locks held, so the window calls `wake` without holding its lock.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -23,7 +23,7 @@ class SharedWindow:
         self._is_closed = False
 
     def take(self, num_bytes: int, wake: Callable[[], None]) -> bool:
-        """Takes part of the window. Returns False if it must wait; `wake` is called when it may try again.
+        """Takes part of the window. Returns False if the caller must wait; `wake` is called when it may try again.
 
         If nothing of the window is taken, one caller may take more than the whole window. Raises: PeerLostError after
         `close`.
@@ -45,14 +45,14 @@ class SharedWindow:
         self._wake_next()
 
     def give_back(self, num_bytes: int) -> None:
-        """Returns to the window what has been acknowledged, or never will be."""
+        """Returns to the window bytes or slots that have been acknowledged, or that never will be."""
         if num_bytes:
             with self._lock:
                 self._num_free += num_bytes
             self._wake_next()
 
     def close(self) -> None:
-        """Grants nothing any more, and wakes the waiting callers one after the other."""
+        """Makes `take` raise PeerLostError from now on, and wakes the waiting callers one after the other."""
         self._is_closed = True
         self._wake_next()
 

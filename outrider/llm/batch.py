@@ -23,7 +23,7 @@ class Batch:
     """Sends requests to a router from `num_outstanding` threads. gRPC's asyncio is not used, because it allows only one
     event loop per process, which the caller may need.
 
-    Its context manager stops, on exit and on Ctrl-C, all requests that still run, here and on all nodes.
+    As a context manager it stops all requests that still run, here and on all nodes, on exit and on Ctrl-C.
     """
 
     def __init__(self, target: str, *, num_outstanding: int) -> None:
@@ -101,7 +101,7 @@ class Batch:
         return self._decoded[token_id]
 
     def _retry_while_full(self, call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
-        """Repeats a call while the router's queues are full, without a time limit: a few long prompts can fill them."""
+        """Repeats a call without a time limit while the router's queues are full. A few long prompts can fill them."""
         while True:
             try:
                 return call(*arguments, **options)

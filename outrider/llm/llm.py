@@ -35,9 +35,9 @@ from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 from outrider.model_hub.locate import is_available_locally, locate_model
 
 SEED_BITS = 53
-"""Bits of a seed that the LLM draws, as many as the router's have."""
+"""Number of bits of a seed that the LLM draws, as many as in the seeds that routers draw."""
 NUM_WAITING = 64
-"""Requests that wait at the router, in addition to those that fit the decode nodes. Less than `router.max_waiting`."""
+"""Number of requests that wait at the router while others fill the decode nodes; less than `router.max_waiting`."""
 VLLM_DEFAULTS = (("gpu_memory_utilization", 0.9), ("gpu_memory_utilization", 0.92))
 """Arguments with vLLM's default values. They are ignored, so that our own defaults apply."""
 AUTHENTICATION_SETTINGS = ("router.token_file", "router.tls.", "security.tls.")
@@ -60,7 +60,7 @@ _UNSUPPORTED_ARGUMENTS = {
 
 
 class LLM:
-    """A model in child processes, which end with this process, however it ends. Thread-safe.
+    """A model in child processes, which end when this process ends in any way. Thread-safe.
 
     It is closed at the end of its `with` block, by `close`, when it is garbage collected, or at the interpreter's exit.
     Ctrl-C in `generate` aborts the requests on all nodes and raises KeyboardInterrupt; the LLM stays usable.
@@ -81,8 +81,8 @@ class LLM:
         Args:
             model: a directory, a Hugging Face id, or the default model.
             draft: as in `outrider up --draft`: none, ngram, suffix, draft_model:ID or head:DIR; by default ngram.
-            seed: source of the seeds of requests without one, in their order, so that a script gets the same answers
-                each time. None: random seeds.
+            seed: seeds the generator that draws, in order, a seed for each request that has none, so that a script
+                gets the same answers each time. None: random seeds.
             settings: as in `outrider up --set`, for example {"decode_node.max_running_sequences": 8}.
             log_dir: folder for each process's log.
             engine_args: vLLM's arguments that have an equivalent (docs/offline.md).
@@ -111,7 +111,7 @@ class LLM:
         cluster.on_event = partial(_show, EventPrinter(lossy(sys.stderr)))
         self._seeds = None if seed is None else random.Random(seed)  # noqa: S311 no secrets
         self._request_ids = itertools.count()
-        self._finalizer = weakref.finalize(self, _stop, cluster)  # also at the interpreter's exit
+        self._finalizer = weakref.finalize(self, _stop, cluster)  # runs at the interpreter's exit, too
         try:
             cluster.start()
             cluster.wait_serving()
@@ -137,7 +137,7 @@ class LLM:
             use_tqdm: whether to show progress on standard error, or a replacement for `tqdm`.
             unsupported: vLLM's other arguments, accepted only with their defaults.
 
-        Raises: ValueError, before anything is generated, that names a prompt that exceeds the model's window, or an
+        Raises: ValueError, before anything is generated, that names a prompt that exceeds the model's window or an
         invalid parameter; RuntimeError after `close`; PeerLostError, without any answer, if nodes end repeatedly.
         """
         _check_arguments("generate", unsupported)
@@ -253,7 +253,7 @@ def _load(engine_args: Mapping[str, Any], overrides: Sequence[str]) -> ResolvedC
     the LLM's requests.
     """
     kinds = {"cluster": ClusterConfig, "model": ModelConfig, "kv_cache": KVCacheConfig}
-    file = os.environ.get(CONFIG_FILE_VARIABLE)  # read by every process
+    file = os.environ.get(CONFIG_FILE_VARIABLE)  # every process of the cluster reads it
     if "port" in engine_args:
         raise ConfigError("LLM() port: an LLM does not serve HTTP; use outrider up --openai PORT")
     given = {name: value for name, value in engine_args.items() if (name, value) not in VLLM_DEFAULTS}
@@ -274,7 +274,10 @@ def _load(engine_args: Mapping[str, Any], overrides: Sequence[str]) -> ResolvedC
 
 
 def _stop(cluster: Cluster) -> bool:
-    """Stops the cluster. Returns whether Ctrl-C interrupted it, which nothing would catch at the interpreter's exit."""
+    """Stops the cluster. Returns whether Ctrl-C interrupted that.
+
+    It does not raise KeyboardInterrupt, because nothing would catch this at the interpreter's exit.
+    """
     try:
         cluster.stop()
     except KeyboardInterrupt:

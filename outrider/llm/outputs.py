@@ -13,7 +13,7 @@ from outrider.llm.sampling_params import SamplingParams
 from outrider.request import FinishReason, TokenLogprobs
 
 Decode = Callable[[int], str | None]
-"""Returns the text of a token, or None if `detokenize` is false."""
+"""A function that returns the text of a token, or None if `detokenize` is false."""
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class Logprob:
 
 
 LogprobsTable = list[dict[int, Logprob] | None]
-"""Logprobs by position, then by token id: the token itself, then the most likely ones. A prompt's first entry is
+"""For each position, logprobs by token id: of the token itself, then of the most likely ones. A prompt's first entry is
 None."""
 
 
@@ -46,7 +46,7 @@ class RequestOutput:
     """The answer to one prompt."""
 
     request_id: str
-    prompt: str | None  # None for token ids without a text
+    prompt: str | None  # None if the caller gave token ids without a text
     prompt_token_ids: list[int]
     prompt_logprobs: LogprobsTable | None
     outputs: list[CompletionOutput]

@@ -28,8 +28,8 @@ Source = tuple[Prompt, str | None]
 class Request:
     """One prompt of a batch, with its parameters."""
 
-    name: str  # its name in errors, for example "prompts[3]"
-    content: Prompt  # token ids once encoded
+    name: str  # the prompt's name in errors, for example "prompts[3]"
+    content: Prompt  # token ids after encoding
     text: str | None  # None: unknown
     params: SamplingParams
     options: GenerateOptions
@@ -48,7 +48,7 @@ def read_conversations(messages: Sequence[Any]) -> list[Source]:
 
 
 def convert_each(name: str, read: Callable[[Any], Any], items: Any) -> list[Any]:
-    """Returns `read` of each item. Raises: ValueError that names the item, for example "prompts[3]"."""
+    """Returns the results of `read` for all items. Raises: ValueError that names the item, for example "prompts[3]"."""
     results = []
     for index, item in enumerate(items):
         try:

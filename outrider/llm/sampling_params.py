@@ -6,21 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, cast
 
-if TYPE_CHECKING:  # gRPC is imported only with an LLM
+if TYPE_CHECKING:  # gRPC is not imported before an LLM is used
     from outrider.client.options import GenerateOptions
 
 _OPTIONS = {"logprobs": "top_logprobs", "include_stop_str_in_output": "include_match"}
-"""Fields for which the client's option has another name, with that name."""
+"""The names of the client's options, by field, where they differ from the field's name."""
 _CONVERTED = ("detokenize", "structured_outputs", "guided_decoding")
 
 
 def unsupported(default: Any, instead: str) -> Any:
-    """Declares a field of vLLM's that is accepted only with its default. `instead` says what to do instead."""
+    """Declares one of vLLM's fields that is accepted only with its default. `instead` says what to do instead."""
     return field(default=default, metadata={"instead": instead})
 
 
 def check_supported(params: StructuredOutputsParams | SamplingParams) -> None:
-    """Checks that unsupported fields have their defaults. Raises: ValueError that names one that has not."""
+    """Checks that unsupported fields have their defaults. Raises: ValueError that names a field with another value."""
     for item in fields(params):
         value = getattr(params, item.name)
         if "instead" in item.metadata and value not in (item.default, None, []):
@@ -61,10 +61,10 @@ class StructuredOutputsParams:
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """Parameters of how tokens are chosen and where an answer ends.
+    """Parameters that determine how tokens are chosen and where an answer ends.
 
-    Raises: ValueError if a field has no equivalent. `LLM.generate` raises it for values that are out of range, which
-    the router checks (router.proto).
+    Raises: ValueError if a field has no equivalent. `LLM.generate` raises ValueError for values that are out of range,
+    which the router checks (router.proto).
     """
 
     n: int = 1

@@ -29,7 +29,7 @@ TEXT_FILES = (
     "generation_config.json",
     "config.json",
 )
-"""Files that define a checkpoint's text settings, with the templates in TEMPLATE_FOLDER. Only the first is required."""
+"""Files that, with templates in TEMPLATE_FOLDER, define a checkpoint's text settings. Only the first is required."""
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
 """The template for chats with tools, if a checkpoint has a separate one."""
@@ -45,15 +45,15 @@ _SAMPLING_RANGES: dict[str, tuple[type[float], float, float]] = {
     "min_p": (float, 0.0, 1.0),
     "repetition_penalty": (float, _MIN_FLOAT32, _MAX_FLOAT32),
 }
-"""The type, and the contract's smallest and largest value, of each parameter that a generation_config.json may name."""
+"""The type, smallest and largest value of each parameter of a generation_config.json, according to the public API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointText:
     """A checkpoint's text settings. Ids are the tokenizer's; a model may have fewer or more rows."""
 
-    tokenizer_json: bytes  # with the added tokens of all files
-    vocabulary: Mapping[int, str]  # every id with an entry there, added tokens included
+    tokenizer_json: bytes  # tokenizer.json with the added tokens of all files
+    vocabulary: Mapping[int, str]  # every id with an entry in `tokenizer_json`, added tokens included
     own_vocabulary: Mapping[int, str]  # of the original tokenizer.json, without other files' additions
     special_tokens: Mapping[str, str]  # by name, such as "bos_token"
     chat_templates: Mapping[str, str]  # by name, such as "default"
@@ -103,7 +103,7 @@ def read_text(files: Mapping[str, bytes]) -> CheckpointText:
 
 
 def resolved_files(files: Mapping[str, bytes], text: CheckpointText) -> dict[str, bytes]:
-    """Returns the files, changed so that readers with another precedence also find the resolved settings."""
+    """Returns the files, changed so that programs that give other files precedence also get the resolved settings."""
     config = _read_object(files, "tokenizer_config.json")
     config = {name: value for name, value in config.items() if name not in SPECIAL_TOKENS} | dict(text.special_tokens)
     resolved = dict(files) | {TOKENIZER_FILE: text.tokenizer_json, "tokenizer_config.json": json.dumps(config).encode()}
@@ -119,12 +119,13 @@ def _one_template(templates: Mapping[str, str]) -> str:
     if TOOL_TEMPLATE not in templates:
         return templates[DEFAULT_TEMPLATE]
     for_tools, for_others = (templates[name].removesuffix("\n") for name in (TOOL_TEMPLATE, DEFAULT_TEMPLATE))
-    # A newline after a block is trimmed, so that each template begins a line; nothing trims text before an output.
+    # Jinja trims the newline after a block tag, so each template begins a line. Jinja trims spaces before block tags,
+    # but not before the empty outputs.
     return f"{{% if tools %}}\n{for_tools}{{{{ '' }}}}{{% else %}}\n{for_others}{{{{ '' }}}}{{% endif %}}"
 
 
 def read_vocabulary(tokenizer_json: bytes) -> dict[int, str]:
-    """Returns every id with an entry in a tokenizer.json, with added tokens. Raises: ModelError if it is invalid."""
+    """Returns the token of every id in a tokenizer.json, added tokens included. Raises: ModelError if it is invalid."""
     try:
         tokenizer: dict[str, Any] = json.loads(tokenizer_json)
         entries = tokenizer["model"]["vocab"]
@@ -141,8 +142,9 @@ def read_vocabulary(tokenizer_json: bytes) -> dict[int, str]:
 def vocabulary_fingerprint(strings: Mapping[int, str]) -> str:
     """Returns the SHA-256 in hexadecimal over every (id, string) of a vocabulary, ids ascending.
 
-    Draft and target models are compatible if and only if these are equal for their tokenizer.json: a special token that
-    only one of them adds, such as one for padding, is never drafted. Padding ids, which have no entry, do not count.
+    Draft and target models are compatible if and only if the fingerprints of their original tokenizer.json are equal. A
+    special token that other files add to only one of the models, e.g. for padding, is never drafted. Padding ids, which
+    have no entry, do not count.
     """
     digest = hashlib.sha256()
     for token_id, string in sorted(strings.items()):
@@ -193,9 +195,9 @@ def _with_added_tokens(
 
 
 def _special_tokens(config: Mapping[str, Any], older: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """Returns (special tokens by name, transformers' first, then the checkpoint's own; those without a name).
+    """Returns (special tokens by name, transformers' names first, then the checkpoint's; special tokens without names).
 
-    `older`: special_tokens_map.json, which precedes tokenizer_config.json for transformers' names only.
+    `older`: special_tokens_map.json, which takes precedence over tokenizer_config.json for transformers' names only.
     """
     extra = config.get("extra_special_tokens")
     if not extra and "additional_special_tokens" in config:
@@ -230,7 +232,7 @@ def _content(value: Any) -> str:
 
 
 def _chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns templates by name. Separate files replace tokenizer_config.json's; chat_template.json is oldest."""
+    """Returns templates by name: from separate files, else tokenizer_config.json, else the older chat_template.json."""
     found: Any = {
         Path(name).stem: source.decode(errors="replace")
         for name, source in files.items()
@@ -250,9 +252,9 @@ def _chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
 def _eos_token_ids(config: Mapping[str, Any]) -> set[int]:
     """Returns a configuration's end-of-text ids.
 
-    transformers' `generate` reads generation_config alone, which is made from the model's configuration if a checkpoint
-    has none. Chat models often name the end of a turn in one file and the end of a text in another; a server must use
-    all.
+    transformers' `generate` reads only the generation_config, which is made from the model's configuration if the
+    checkpoint has no such file. Chat models often name the end of a turn in one file and the end of a text in
+    another; a server must use all these ids.
     """
     found: set[int] = set()
     for source in (config, _mapping(config.get("text_config"))):
@@ -266,7 +268,7 @@ def _eos_token_ids(config: Mapping[str, Any]) -> set[int]:
 
 
 def _default_sampling(generation_config: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the sampling defaults without values outside the contract. Like vLLM it ignores `do_sample`."""
+    """Returns the sampling defaults that the public API allows. `do_sample` is ignored, as in vLLM."""
     found: dict[str, float] = {}
     for name, (kind, smallest, largest) in _SAMPLING_RANGES.items():
         value = generation_config.get(name)
@@ -276,7 +278,7 @@ def _default_sampling(generation_config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object; {} if the file is absent. Raises: ModelError if it is not one."""
+    """Reads a JSON object; {} if the file is absent. Raises: ModelError if it contains anything else."""
     return _object(path.read_bytes(), str(path)) if path.is_file() else {}
 
 

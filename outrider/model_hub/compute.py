@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 PROMPT_ROWS = {"cpu": 256, "cuda": 4096}
 """Prompt tokens per forward pass, by device type. On a CPU, more than 256 rows are no faster per row, and other nodes
-on its processors would wait longer. A GPU needs thousands of rows to be fully used, and reads keys less often then."""
+on its processors would wait longer. A GPU needs thousands of rows to be fully used, and then also reads keys less
+often."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRuntime:
-    """A warmed-up model. Enter `ranks` while the node computes: it watches other ranks' processes and ends them."""
+    """A warmed-up model. `ranks` must be entered while the node computes: it watches and ends the other ranks."""
 
     model: LoadedModel
     kv_cache: KVCache
@@ -85,18 +86,19 @@ def open_model_runtime(
     on_rank_lost: Callable[[RankLostError], None],
     progress: Progress = no_progress,
 ) -> ModelRuntime:
-    """Loads the model and makes its cache, in this process or in `model.tensor_parallel_size` ones, of which this is
-    rank 0.
+    """Loads the model and makes its cache, in this process or in `model.tensor_parallel_size` processes, of
+    which this one is rank 0.
 
-    `max_rows_per_step`: None if all rows are prompt rows, whose number is PROMPT_ROWS.
+    `max_rows_per_step`: None if all rows are prompt rows; then their maximum is PROMPT_ROWS.
 
-    `graphs`: steps to capture, if `model.cuda_graphs` and the device allow it; the cache leaves memory for them.
+    `graphs`: steps to capture as CUDA graphs, if `model.cuda_graphs` and the device allow it; the cache leaves memory
+    for the graphs.
 
     `main_memory_bytes`: other main memory that the node may need, which a cache in main memory leaves free.
 
-    `features`: returns, for the loaded model, the reduction whose features are stored for every row in a cache plane.
+    `features`: takes the loaded model and returns the reduction whose features a cache plane stores for every row.
 
-    `on_rank_lost`: called from a separate thread; no step can be computed any more.
+    `on_rank_lost`: called from a separate thread if a rank is lost, after which no step can be computed.
 
     The window is shorter than the model's if memory is short and `model.max_model_len` is not set.
 

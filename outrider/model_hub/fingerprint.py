@@ -21,11 +21,12 @@ from outrider.model_hub.checkpoint_text import TOKENIZER_FILE, read_json
 
 LENGTH_BYTES = 8
 FORMATS = ("model.safetensors", "pytorch_model.bin")
-"""Weight files in transformers' order of preference: one file of this name, or those in the index next to it."""
+"""Weight files in transformers' order of preference: either one file of this name, or several that the index
+NAME.index.json lists."""
 MIN_CACHED_AGE_SECONDS = 2.0
-"""Minimum age of a file's last change for caching its hash: a later change may get the same time stamp otherwise."""
+"""Minimum seconds from a file's last change to caching its hash. Sooner, another change may keep the time stamp."""
 VOLATILE_KEYS = frozenset({"_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"})
-"""Keys of config.json about how it was saved, not about the model."""
+"""Keys of config.json that tell how the file was saved, not what the model is."""
 
 
 def model_fingerprint(directory: Path, *, dtype: str, cache: Path) -> str:
@@ -54,7 +55,7 @@ def model_fingerprint(directory: Path, *, dtype: str, cache: Path) -> str:
 
 
 def canonical_json(value: dict[str, Any]) -> bytes:
-    """Returns one text for equal configurations, at any depth: sorted keys, no volatile ones."""
+    """Returns the same text for equal configurations: keys are sorted and VOLATILE_KEYS removed, at any depth."""
 
     def strip(node: Any) -> Any:
         if isinstance(node, dict):
@@ -65,7 +66,7 @@ def canonical_json(value: dict[str, Any]) -> bytes:
 
 
 def weight_names(directory: Path) -> tuple[str, ...]:
-    """Returns this checkpoint's FORMATS: its config.json may name another file. Raises: ModelError."""
+    """Returns the file names to try: FORMATS, unless config.json names another weight file. Raises: ModelError."""
     name = read_json(directory / "config.json").get("transformers_weights")
     return (name.removesuffix(".index.json"),) if isinstance(name, str) else FORMATS
 
@@ -94,10 +95,10 @@ def indexed_files(index: Path) -> list[str]:
 
 
 def check_weight_files(directory: Path) -> list[str]:
-    """Checks the weight files. Raises: ModelError that names the missing, truncated or invalid file, and the fix.
+    """Checks the weight files. Returns their state, which differs once any of them has changed.
 
-    A loader reports a damaged file without saying which of a model's files it is. Returns the state of the files, which
-    differs once any of them has changed.
+    Raises: ModelError that names the missing, truncated or invalid file, and the fix. A loader's own error would not
+    say which of the files is damaged.
     """
     files = weight_files(directory)
     for path in files:
@@ -107,7 +108,7 @@ def check_weight_files(directory: Path) -> list[str]:
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Returns (offset of the data, description of each tensor) of a safetensors file. Raises: ModelError, see above."""
+    """Returns (offset of the data, description of each tensor) of a safetensors file. Raises: ModelError if damaged."""
     size, why = path.stat().st_size, ""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -135,7 +136,7 @@ def file_sha256(path: Path) -> str:
 
 
 def cached_sha256(path: Path, cache: Path) -> str:
-    """Returns a file's SHA-256, cached in `cache` while the file's size, inode, and both change times stay the same.
+    """Returns a file's SHA-256, cached in `cache` while its size, device, inode, mtime and ctime stay the same.
 
     An edit in place changes the ctime even if it restores the modification time. If the cache cannot be written, the
     file is read each time.
@@ -160,7 +161,7 @@ def _state(path: Path) -> str:
 
 
 def _remember(entry: Path, content: str) -> None:
-    """Writes the entry atomically and removes entries that were not used for long. Raises: OSError."""
+    """Writes the entry atomically and removes entries that have not been used for a long time. Raises: OSError."""
     entry.parent.mkdir(parents=True, exist_ok=True)
     remove_unused(entry.parent.iterdir())
     unfinished = entry.with_suffix(f".{os.getpid()}-{time.monotonic_ns()}")

@@ -16,7 +16,10 @@ TRITON = "triton"
 
 
 def choose_model_kernels(config: ModelConfig, device: str, *, progress: Progress = no_progress) -> KernelChoice:
-    """Returns the choice for `model.kernels`; FUSED is not for all architectures. May compile. Raises: ConfigError."""
+    """Returns the kernels that `model.kernels` selects. May compile them. Raises: ConfigError.
+
+    If FUSED is returned, the architecture may still be unsuitable for fused kernels.
+    """
     if config.tensor_parallel_size > 1:
         return fall_back_to_torch(config, f"model.tensor_parallel_size is {config.tensor_parallel_size}")
     if device_type(device) != "cpu":
@@ -34,7 +37,7 @@ def choose_attention(config: ModelConfig, device: str) -> str:
     if not config.deterministic:
         return config.attention
     if device_type(device) == "cpu":
-        return config.attention  # native kernels, as `check_deterministic` ensures
+        return config.attention  # `check_deterministic` ensures native kernels
     if config.attention not in (AUTO, TRITON):
         raise ConfigError(f"model.attention {config.attention} is not deterministic: set it to auto or triton")
     return TRITON
@@ -53,14 +56,14 @@ def check_deterministic(config: ModelConfig, device: str, kernels: KernelChoice)
 
 
 def fall_back_to_torch(config: ModelConfig, reason: str) -> KernelChoice:
-    """Returns the choice of torch's kernels for `reason`. Raises: ConfigError with it if a native path is set."""
+    """Returns torch's kernels, chosen for `reason`. Raises: ConfigError with the reason if other kernels are set."""
     if config.kernels not in (AUTO, TORCH):
         raise ConfigError(f"model.kernels {config.kernels} is not available: {reason}; use auto or torch")
     return KernelChoice(path=TORCH, library=None, reason=reason)
 
 
 def start_kernels(choice: KernelChoice, config: ModelConfig) -> CpuKernels:
-    """Starts the chosen library, with the configured threads, by default one per usable processor."""
+    """Starts the chosen library with the configured number of threads, by default one per usable processor."""
     assert choice.library is not None, "torch's kernels need no start"
     return CpuKernels(KernelLibrary(choice.library), config.num_threads or len(within_quota(usable_cpus())))
 

@@ -1,4 +1,4 @@
-"""Loads a model's weights into memory and checks that it can be served."""
+"""Loads a model's weights into memory and checks that the model can be served."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
 
     def exact() -> Tensor:
         if getattr(hf_config, "quantization_config", None):
-            return expected  # quantized weights are not for float32 arithmetic
+            return expected  # models with quantized weights do not compute in float32
         directory, own_config = location.directory, copy.deepcopy(hf_config)
         return float32_logits(_load_weights(directory, own_config, TORCH_DTYPES[dtype], "cpu", progress, num_ranks=1))
 
@@ -130,7 +130,11 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
 
 
 def _numerics(config: ModelConfig, kernels: KernelChoice, model: RunnableModel) -> Numerics:
-    """Returns the numerics: exact, unless torch computes a part that is not, or depended on the batch in a test."""
+    """Returns the numerics.
+
+    They are exact unless torch computes the model without `model.deterministic`, or parts of it depended on the batch
+    in a test.
+    """
     dtype = model.spec.dtype
     if model.native is not None:
         by_layers = isinstance(model.native, NativeLayers)
@@ -166,7 +170,7 @@ def _make_runnable(
 ) -> RunnableModel:
     """Returns a native decoder if the model's shape is supported, else the model with native layers, or torch's model.
 
-    `model` stays usable as it was if it is fused, or torch's without `model.deterministic`.
+    `model` itself can still be used if kernels are fused, or are torch's without `model.deterministic`.
     """
     runnable = RunnableModel(model=model, native=None, device=device, spec=spec)
     if kernels.path == FUSED:
@@ -185,15 +189,15 @@ def _make_runnable(
         return replace(runnable, model=None, native=decoder)
     native = NativeLayers(started, quantise=quantise)
     native.replace_in(model)
-    torch.set_num_threads(1)  # torch's remaining work is light, and rounds differently where threads' parts meet
+    torch.set_num_threads(1)  # torch's remaining work is light, and its rounding depends on how threads divide it
     return replace(runnable, native=native)
 
 
 def resolve_dtype(name: str, device: str, config: PretrainedConfig, *, is_native: bool) -> str:
     """Returns the dtype of weights, KV and activations.
 
-    "auto" is the checkpoint's own, but float32 on a CPU without native kernels, where torch's bfloat16 kernels make a
-    decision depend on the rest of the batch.
+    "auto" is the checkpoint's own dtype, but float32 on a CPU without native kernels, because torch's bfloat16 kernels
+    make decisions depend on the rest of the batch.
     """
     if name != "auto":
         return name
@@ -224,10 +228,11 @@ def _load_weights(
     num_ranks: int,
     moves_one_by_one: bool = False,
 ) -> PreTrainedModel:
-    """Loads the weights, or with several ranks this rank's shard, by transformers' plan for the model.
+    """Loads the weights, or with several ranks this rank's shard, by transformers' plan.
 
-    `moves_one_by_one`: whether to load to the CPU, and move tensors to the device one by one. transformers would
-    allocate all weights as one piece of device memory, in which weights that are joined later leave holes.
+    `moves_one_by_one`: whether to load to the CPU, and move tensors to the device one by one. Otherwise
+    transformers allocates one piece of device memory for all weights, and weights that are joined later leave holes in
+    it.
     """
     register_attention()
     at_first = "cpu" if moves_one_by_one else device
@@ -247,7 +252,7 @@ def _load_weights(
             )
         except Exception as error:  # architectures may raise anything
             why = f"{type(error).__name__}: {error}"
-            if "ignore_mismatched_sizes" in why:  # the rest refers to a report that is not shown
+            if "ignore_mismatched_sizes" in why:  # the message refers to a report that is not shown
                 why = "its weights have other shapes than its config.json says"
             raise ModelError(f"{architecture_name(config)} cannot be loaded from {directory}: {why}") from error
     model: PreTrainedModel = loaded[0]

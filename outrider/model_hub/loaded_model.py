@@ -35,14 +35,14 @@ class LoadedModel(RunnableModel):
     kernels: KernelChoice
     info: ModelInfo
     tokenizer_files: dict[str, bytes]  # by file name
-    known_token_ids: npt.NDArray[np.bool_]  # [vocab_size]: ids that the tokenizer has
+    known_token_ids: npt.NDArray[np.bool_]  # [vocab_size]: whether the tokenizer has the id
     constraints: GrammarCompiler  # for its vocabulary
     directory: Path
-    weights_source: str  # for users: "checkpoint", or "packed weights, mapped"
-    packed_key: PackedKey | None = None  # key of its packed weights, if they are cached; its head's are cached with it
+    weights_source: str  # shown to users: "checkpoint", or "packed weights, mapped"
+    packed_key: PackedKey | None = None  # key of its packed weights, if they are cached; the head's key derives from it
 
     def with_features(self, features: FeatureSpec | None) -> LoadedModel:
-        """Returns the model with this reduction's plane in its cache, and its format in `info`."""
+        """Returns the model with a cache plane for this reduction's features, and with their format in `info`."""
         if features is None:
             return self
         dtype = self.spec.dtype
@@ -53,7 +53,7 @@ class LoadedModel(RunnableModel):
         )
 
     def with_window(self, max_model_len: int) -> LoadedModel:
-        """Returns the model with this longest sequence, in tokens, in its specification and `info`."""
+        """Returns the model with this maximum sequence length, in tokens, in its `spec` and `info`."""
         return replace(
             self,
             spec=replace(self.spec, max_model_len=max_model_len),
@@ -61,7 +61,7 @@ class LoadedModel(RunnableModel):
         )
 
     def open_sampler(self) -> Sampler:
-        """Opens a warmed-up sampler for its logits."""
+        """Opens a sampler for the model's logits and warms it up."""
         sampler = Sampler(
             vocab_size=self.info.vocab_size,
             known_token_ids=self.known_token_ids,
@@ -74,7 +74,7 @@ class LoadedModel(RunnableModel):
 
     @property
     def num_threads(self) -> int:
-        """Threads of one forward pass."""
+        """Number of threads that compute one forward pass."""
         if self.native is not None:
             return self.native.kernels.num_threads
         import torch
@@ -83,7 +83,7 @@ class LoadedModel(RunnableModel):
 
 
 ReductionOf = Callable[[LoadedModel], "FeatureSpec | None"]
-"""Returns the reduction of a model's head, possibly packed for the model's kernels."""
+"""A function that returns the reduction of a model's head, possibly packed for the model's kernels."""
 
 
 def describe_model(
@@ -96,9 +96,9 @@ def describe_model(
     weights_source: str,
     packed_key: PackedKey | None = None,
 ) -> LoadedModel:
-    """Adds the information in the tokenizer and other files. Raises: ModelError if one is damaged."""
+    """Adds the information in the tokenizer and other files to the model. Raises: ModelError if a file is damaged."""
     directory, spec = location.directory, model.spec
-    # Rounded weights and activations, or other rotations, make another model, whose KV must not be shared.
+    # Rounded weights and activations, or other rotations, make a different model, whose KV must not be shared.
     arithmetic = ", ".join([spec.dtype, *["W8A8"] * (config.weights == INT8), *["extended window"] * spec.is_extended])
     tokenizer_files, text = open_text(directory)
     info = ModelInfo(

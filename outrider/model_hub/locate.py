@@ -15,7 +15,7 @@ from outrider.progress import Progress, no_progress
 
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 DOWNLOADED = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
-"""Files of a hub model to download with the weights that transformers loads; repositories often have other formats."""
+"""Files of a hub model to download besides the weights that transformers loads; many repositories have more formats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

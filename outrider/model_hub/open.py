@@ -2,7 +2,7 @@
 
 Packed weights are mapped, without torch, transformers, packing or checks, and nodes of one machine share them. If
 there are none, a node starts a process that packs them and ends (`packed_weights.PACKER`). If that fails, the node
-packs them itself and stores them for the next one. The default model is packed without torch (`default_packing`);
+packs them itself and stores them for the next node. The default model is packed without torch (`default_packing`);
 others are loaded with torch and transformers by outrider.model_hub.load.
 """
 
@@ -45,8 +45,8 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
         key = PackedKey.of(config, location.directory, kernels)
     except (ModelError, OSError):
         return _load(config, kernels, progress)  # reports what is wrong with the checkpoint
-    start = cache(lambda: start_kernels(kernels, config))  # one team for packing and for serving
-    loaded: list[LoadedModel] = []  # by torch; empty if there were packed weights
+    start = cache(lambda: start_kernels(kernels, config))  # one team of threads for packing and for serving
+    loaded: list[LoadedModel] = []  # the model, if torch has loaded it
 
     def pack() -> Packed | None:
         made: tuple[ModelSpec, DecoderWeights] | None = None
@@ -81,7 +81,7 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
 
 
 def _load(config: ModelConfig, kernels: KernelChoice, progress: Progress) -> LoadedModel:
-    """Loads with torch, which only the default model in bfloat16 on native kernels does not need."""
+    """Loads the model with torch. Only the default model in bfloat16 on native kernels does not need this."""
     with needs_torch(f"model.id {config.id!r} (dtype {config.dtype}; {kernels})"):
         from outrider.model_hub.load import load_model
     return load_model(config, progress=progress)

@@ -1,8 +1,9 @@
 """Packed weights in the user's cache: written once, mapped read-only by every node whose kernels read them.
 
-Each is a folder, complete or absent: `weights`, all blobs end to end, and `header.json`, with their names and a hash of
-each file. Nodes of one machine share the pages of a mapped file. A folder's key (`PackedKey`) covers everything that
-the bytes depend on, so cached weights need not be checked against the model or head again.
+Each model or head has a folder, which is complete or absent. In it, `weights` has all blobs end to end; `header.json`
+has the blobs' names and a hash of each file. Nodes of one machine share the pages of a mapped file. A
+folder's key (`PackedKey`) covers everything that the bytes depend on, so cached weights need not be checked against the
+model or head again.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ PACKING_MODULES = (
     *("engine/cpu_kernels", "engine/feature_spec.py", "engine/features.py", "engine/model_runner.py"),
     *("engine/numerics.py", "engine/rotation.py", "heads", "heads/forms", "model_hub"),
 )
-"""Modules of the package that determine a file's content, or whether it passed the check at load."""
+"""Modules of the package that determine what is packed, or whether a model passes the check at load."""
 
 PACKER = "outrider.heads.packer"
-"""The process that packs a model and its head. This package does not import its code, since nodes run without torch."""
+"""The module of the process that packs a model and its head. Not imported here, because nodes run without torch."""
 is_packer = False
-"""Whether this process is the packer, which sets it."""
+"""Whether this process is the packer, which sets this to True."""
 
 WAIT_SECONDS = 1800.0
-"""Seconds to wait for another process that packs the same weights. A killed one does not delay the others."""
+"""Seconds to wait for another process that packs the same weights. A killed process does not delay others."""
 
 MAX_OLD_VERSIONS = 2
-"""Number of older versions of a model or head, the most recently used ones, that are kept beside the new one."""
+"""Maximum number of older versions of a model or head that are kept: the most recently used ones."""
 
 _PAGE, _LINE = 4096, 64
 _HASHED_AT_ONCE = 64 << 20
@@ -66,7 +67,7 @@ _SPARE_BYTES = 64 << 20
 class PackedKey:
     """The location of packed weights. Covers everything that the bytes depend on: model, settings and packing code."""
 
-    config: ModelConfig  # settings with which another process packs the same
+    config: ModelConfig  # settings with which another process packs the same weights
     cache: Path
     model: str
     code: str
@@ -77,14 +78,17 @@ class PackedKey:
         assert kernels.library is not None, "torch's weights are not packed"
         model = (
             model_fingerprint(directory, dtype=config.dtype, cache=cache_directory(config)),
-            file_sha256(directory / "config.json"),  # includes what a fingerprint omits, such as its dtype
+            file_sha256(directory / "config.json"),  # includes what a fingerprint omits, such as the dtype
             (config.weights, config.max_model_len, kernels.path),
         )
         code = (file_sha256(kernels.library), _source_hash(), _version("torch"), _version("transformers"))
         return cls(config, cache_directory(config) / "packed", _digest(model), _digest(code))
 
     def derive_key(self, name: str, content: str) -> PackedKey:
-        """Makes the key of data that the same code makes for this model from `content`. Older versions share `name`."""
+        """Makes the key of other data of this model, which the same code packs from `content`.
+
+        All versions of this data share `name`.
+        """
         return replace(self, model=_digest((self.model, name)), code=_digest((self.code, content)))
 
     @property
@@ -93,7 +97,7 @@ class PackedKey:
 
     @property
     def refused(self) -> Path:
-        """A file that exists if the kernels cannot compute the model or head."""
+        """The path of a file that exists if the kernels cannot compute the model or head."""
         return self.cache / f"{self.model}-{self.code}.refused"
 
     def can_be_packed(self) -> bool:
@@ -107,7 +111,7 @@ class PackedKey:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The content of a folder."""
+    """The content of a folder of packed weights."""
 
     about: Mapping[str, Any]  # JSON values
     blobs: Mapping[str, np.ndarray]  # each [num_bytes] uint8, aligned to 64 bytes or more
@@ -120,13 +124,13 @@ def open_packed(
     is_read_in_parts: bool = False,
     progress: Progress = no_progress,
 ) -> tuple[Packed | None, str]:
-    """Maps weights packed earlier, or now by another process; else calls `pack` and stores its result for others.
+    """Maps weights that are packed or being packed by another process; else calls `pack` and stores its result.
 
     Any number of processes may call it concurrently: one packs, the others wait for it and report stage "wait". If the
     cache cannot be used, the result of `pack`, possibly None, is returned with the reason.
 
-    `is_read_in_parts`: whether only pages that this process reads become resident. By default all pages do, which a
-    model needs: they must count as used when its KV cache is sized (see outrider.engine.memory).
+    `is_read_in_parts`: whether only pages that this process reads become resident. By default all pages do,
+    which a model needs: its pages must count as used when its KV cache is sized (see outrider.engine.memory).
     """
     read = partial(read_packed, key.folder, is_read_in_parts=is_read_in_parts, progress=progress)
     if (packed := read()) is not None:
@@ -165,8 +169,8 @@ def open_packed(
 def _pack_apart(config: ModelConfig, progress: Progress) -> None:
     """Packs `config`'s model in another process and waits for its end, which frees all of its memory, torch's included.
 
-    A process that has imported torch packs by itself, and so does the caller if the other process fails; it then
-    reports the error.
+    Does nothing in the packer, or if this process has imported torch and so can pack by itself. If the other process
+    fails, the caller must also pack, which will report the error.
     """
     if is_packer or "torch" in sys.modules:
         return
@@ -182,7 +186,7 @@ def _pack_apart(config: ModelConfig, progress: Progress) -> None:
                 to.write(pickle.dumps(config))
             for line in packer.stdout:
                 said = re.fullmatch(rb"step (\w+) (\d+) (\d+)\n", line)
-                if said is not None:  # otherwise printed at interpreter start
+                if said is not None:  # other lines were printed at interpreter start
                     progress(said[1].decode(), int(said[2]), int(said[3]))
         problem = f"status {packer.returncode}" if packer.returncode else ""
     except OSError as error:  # the process cannot start, or ended before it read the configuration
@@ -192,7 +196,7 @@ def _pack_apart(config: ModelConfig, progress: Progress) -> None:
 
 
 def read_packed(folder: Path, *, is_read_in_parts: bool = False, progress: Progress = no_progress) -> Packed | None:
-    """Maps the weights and compares every byte's hash with the header; None if they are absent or damaged."""
+    """Maps the weights and compares the hash of all bytes with the header's; None if they are absent or damaged."""
     try:
         header = json.loads((folder / HEADER).read_bytes())
         if header.pop("hash") != _header_hash(header):
@@ -203,7 +207,7 @@ def read_packed(folder: Path, *, is_read_in_parts: bool = False, progress: Progr
             memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    with contextlib.suppress(OSError):  # no huge pages for files
+    with contextlib.suppress(OSError):  # the system may have no huge pages for files
         memory.madvise(mmap.MADV_NOHUGEPAGE if is_read_in_parts else mmap.MADV_HUGEPAGE)
     data = np.frombuffer(memory, dtype=np.uint8)  # keeps the mapping alive; read-only
     digest = xxhash.xxh3_128()
@@ -214,7 +218,7 @@ def read_packed(folder: Path, *, is_read_in_parts: bool = False, progress: Progr
         return None
     if is_read_in_parts:
         memory.madvise(mmap.MADV_DONTNEED)
-    with contextlib.suppress(OSError):  # this user may only read the cache
+    with contextlib.suppress(OSError):  # this user may have no right to write to the cache
         os.utime(folder)
     blobs = {name: data[offset : offset + num_bytes] for name, (offset, num_bytes) in header["blobs"].items()}
     return Packed(header["about"], blobs)
@@ -256,7 +260,7 @@ def write_packed(key: PackedKey, packed: Packed) -> None:
 
 
 def _version(package: str) -> str:
-    """Returns a package's version; empty if it is missing, since what was packed then was packed without it."""
+    """Returns a package's version; empty if it is not installed, because then weights are packed without it."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -272,11 +276,14 @@ def _header_hash(header: dict[str, Any]) -> str:
 
 
 def _remove_old(key: PackedKey) -> None:
-    """Removes a model's other versions, entries unused for long, and the remains of killed processes."""
+    """Removes a model's other versions beyond MAX_OLD_VERSIONS, and its `.refused` files.
+
+    Also removes the remains of killed processes, and all entries that have not been used for a long time.
+    """
     for path in key.cache.glob(f".{key.model}-*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in key.cache.glob(f"{key.model}-*.refused"):
-        with contextlib.suppress(OSError):  # for example in a shared folder
+        with contextlib.suppress(OSError):  # another user may own it, in a shared folder
             path.unlink()
     remove_unused(path for path in key.cache.iterdir() if path.suffix != ".lock")
     same = [path for path in key.cache.glob(f"{key.model}-*") if path.is_dir() and path != key.folder]

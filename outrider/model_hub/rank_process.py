@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the rank. Returns the exit status."""
     guard_standard_streams()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # sent to a process group: rank 0 says when to stop
+        signal.signal(number, signal.SIG_IGN)  # the process group gets these too, but rank 0 stops the ranks
     commands, kv = (socket.socket(fileno=int(descriptor)) for descriptor in argv)
     try:
         _work(commands, kv)

@@ -36,7 +36,7 @@ from outrider.own_modules import kill_with_parent, module_command
 from outrider.progress import Progress, no_progress
 
 TIMEOUT_SECONDS = 60.0
-"""Seconds that a collective or a message may take. Ranks do the same work at the same time, so none waits long."""
+"""Seconds that a collective or a message may take. Ranks do the same work at the same time, so no rank waits long."""
 
 
 class LeadingRunner(ModuleSteps):
@@ -70,7 +70,7 @@ def open_ranks(
     progress: Progress = no_progress,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> tuple[LoadedModel, ShardedKVCache, LeadingRunner, RankGroup]:
-    """Opens rank 0's part of `open_model_runtime`'s result, for two or more ranks. One group at a time in a process.
+    """Opens rank 0's part of `open_model_runtime`'s result, for two or more ranks. A process has one group at a time.
 
     Rank 0 alone makes `features`, since each rank has whole hidden states; the others have no plane for them. The other
     ranks end with the calling thread (see `outrider.own_modules.kill_with_parent`).
@@ -92,7 +92,7 @@ def open_ranks(
         max_rows_per_step=max_rows_per_step,
         timeout_seconds=timeout_seconds,
     )
-    # A KV request may first wait for a step on the other side.
+    # Twice the time, because a KV request may first wait for a step on the other side.
     ranks = RankGroup(answer_seconds=2 * timeout_seconds, on_lost=rank_lost, release=release.close)
     devices = [device_of_rank(config, rank) for rank in range(config.tensor_parallel_size)]
     turn = ExitStack()
@@ -130,10 +130,10 @@ def open_ranks(
 def _pool_size(
     model: LoadedModel, kv_cache: KVCacheConfig, rooms: Sequence[KVMemory], *, may_shorten: bool
 ) -> tuple[int, int]:
-    """Returns `pool_size` of each rank's cache. A size in bytes is for the whole model's cache.
+    """Returns the `pool_size` of each rank's cache. A configured size in bytes is for the caches of all ranks together.
 
-    Ranks on a CPU share its memory. On GPUs, the one with the least room counts, with the needs of rank 0, which are
-    the largest: its heads and all features.
+    Ranks on a CPU share its memory. On GPUs, the rank with the least room decides. All ranks are sized like
+    rank 0, which needs the most, because it stores all features in addition to its heads.
     """
     spec, (num_bytes, fraction) = model.spec, kv_cache.size
     if num_bytes is not None or device_type(model.device) == "cpu":

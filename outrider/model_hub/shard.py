@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from outrider.model_hub.loaded_model import LoadedModel
 
 START_SECONDS = 600.0
-"""Seconds for another rank to start, and to load its shard."""
+"""Maximum seconds that another rank may take to start, and then to load its shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The first message to a rank, which answers None once it has imported what it needs, and joins.
+    """The first message to a rank. The rank answers None once it has imported what it needs, then joins the others.
 
-    After loading its shard it sends the memory available for KV, and receives the number of blocks to allocate.
+    After loading its shard, the rank sends the memory available for KV, and receives the number of blocks to allocate.
     """
 
     config: ModelConfig
@@ -39,7 +39,7 @@ class Shard:
 
     model: LoadedModel
     attention: AttentionBackend
-    room: KVMemory  # on its GPU
+    room: KVMemory  # memory available for KV on the rank's device
 
 
 def open_shard(start: Start, *, progress: Progress = no_progress) -> Shard:

@@ -1,4 +1,4 @@
-"""Checks at load, by running it, that a decoder can be served.
+"""Checks at load that a decoder can be served, by running it.
 
 Each layer must store plain keys and values for each token, and use transformers' AttentionInterface only for causal
 attention with a scale, a window and a soft cap. Other models are refused with an error that names them.
@@ -29,30 +29,31 @@ from outrider.model_hub.window import Window
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _MEAN_TOLERANCE = 0.3
-"""Bound on the mean difference of all rows, as a fraction of the bound on one row. It detects faults that affect every
-row, but each by less than its bound."""
+"""Bound on the mean difference of all rows, as a fraction of the bound on one row. It detects faults that change
+every row, but by less than the bound on one row."""
 _OWN_MULTIPLE, _OWN_MARGIN = 3.0, 0.1
-"""Bound on the mean difference for a model that amplifies rounding: this multiple of transformers' own difference, plus
-this fraction of the bound on a row. Of two correct paths, one may choose other experts for twice as many rows."""
+"""Bound on our logits' mean difference from float32 for a model that amplifies rounding: this multiple of the mean
+difference of transformers' own logits, plus this fraction of the bound on one row. It is a multiple because, of two
+correct paths, one may choose other experts for twice as many rows."""
 _UNRELATED_FRACTION = 0.5
 """Bound on the mean difference, as a fraction of the mean difference between unrelated logits."""
 _PROBE_TOKENS = 40
-"""Tokens of each sequence of the probe, several blocks in each half. For far positions only rotations are compared."""
+"""Number of tokens of each probed sequence: several blocks per half. At far positions only rotations are compared."""
 SPLIT_CONTEXT = 1200
-"""Number of tokens for which our GPU kernels split contexts and products in passes of few rows, but not of many."""
+"""Number of tokens with which our GPU kernels split contexts and products in passes of few rows, but not of many."""
 _COMPARED_ROWS = 32
 _ROWS_ALONE = 8
 _COMPARED_BLOCK = 16
 _COMPARED_CHUNK = 200
-"""Rows per chunk: fewer than the number from which on our GPU kernels no longer split."""
+"""Number of rows per chunk, so few that our GPU kernels still split contexts and products."""
 
 
 def check_config(config: PretrainedConfig, device: str) -> None:
-    """Refuses models that are unsuitable by their configuration. Raises: ModelError that names the architecture.
+    """Refuses models whose configuration makes them unsuitable. Raises: ModelError that names the architecture.
 
-    Quantized weights are left to transformers' quantizers, whose kernels are for GPUs. On a CPU all are refused: some
-    of them dequantize to two or four times the memory, some fail in the first forward, and methods that transformers
-    does not know are skipped.
+    Quantized weights are left to transformers' quantizers, whose kernels are for GPUs. On a CPU all
+    quantized weights are refused, because some are dequantized to two or four times the memory, some fail in the first
+    forward, and transformers skips methods that it does not know.
     """
     name = architecture_name(config)
     if device_type(device) == "cpu" and (method := _quantization_method(config)):
@@ -129,7 +130,7 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> t
 
 
 def _why_not_paged(model: PreTrainedModel, token_ids: Tensor) -> str:
-    """Returns why a model that uses AttentionInterface does not run with our attention. Tries its own forward."""
+    """Returns why a model that uses AttentionInterface does not run with ours. Tries the model's own forward."""
     try:
         _own_forward(model, token_ids)
     except Exception as error:  # noqa: BLE001 architectures may raise anything
@@ -142,11 +143,11 @@ def check_paged_forward(
 ) -> None:
     """Compares our forward with `expected`, which `reference_logits` returned before parts of the model were replaced.
 
-    The allowed difference is larger if the weights were rounded (`is_lossy`). If the logits differ by more than usual,
+    The allowed difference is larger if the weights were rounded (`is_lossy`). If the logits differ by more than that,
     the model may amplify rounding, for example by its choice of experts. Then `exact` is called, which returns logits
     in float32, and our logits may differ from these by little more than `expected` does.
 
-    Raises: ModelError if the difference is larger.
+    Raises: ModelError if the difference is larger than allowed.
     """
     spec = model.spec
     allowed = allowed_difference(spec.dtype, is_lossy=is_lossy)
@@ -174,17 +175,17 @@ def check_paged_forward(
 
 
 def _differences(logits: Tensor, reference: Tensor) -> Tensor:
-    """Returns the largest difference of each row, relative to the largest logit of all."""
+    """Returns the largest difference of each row, relative to the largest logit of all rows of the reference."""
     return (logits - reference).abs().amax(-1).flatten() / reference.abs().max().clamp_min(1e-6)
 
 
 def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa", *, num_tokens: int = 64) -> bool:
-    """Returns whether some rows' logits have other bits in another batch, tested on random tokens at load.
+    """Returns whether the bits of some rows' logits depend on the batch, tested on random tokens at load.
 
-    The last rows of a sequence are computed in one pass with all earlier rows; one by one; together with other
-    sequences, one of which is at the end of the window; and as a path of a draft tree. With SPLIT_CONTEXT tokens,
+    The last rows of a sequence are computed in four ways: in one pass with all earlier rows, one by one, together with
+    other sequences (one of them at the end of the window), and as a path of a draft tree. With SPLIT_CONTEXT tokens,
     kernels that split long contexts or wide products do so in some of these passes and not in others. Equal bits prove
-    nothing about other batches; unequal ones prove that the model depends on the other rows.
+    nothing about other batches; unequal bits prove that the model depends on the other rows.
     """
     spec = model.spec
     num_tokens = min(num_tokens, spec.max_model_len)
@@ -223,7 +224,7 @@ def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa", *, num
 
 
 def _quantization_method(config: PretrainedConfig) -> str:
-    """Returns the method in config.json, such as "awq"; empty for plain weights."""
+    """Returns the quantization method that config.json names, such as "awq"; empty for plain weights."""
     quantization = getattr(config, "quantization_config", None)
     if not quantization:
         return ""
@@ -231,7 +232,7 @@ def _quantization_method(config: PretrainedConfig) -> str:
 
 
 def architecture_name(config: PretrainedConfig) -> str:
-    """Returns the class that a checkpoint names, or its model type."""
+    """Returns the class that a checkpoint names or, if it names none, its model type."""
     architectures = getattr(config, "architectures", None)
     return str(architectures[0]) if architectures else str(config.model_type)
 
@@ -239,7 +240,7 @@ def architecture_name(config: PretrainedConfig) -> str:
 def _recorder(name: str, layers: dict[int, tuple[tuple[int, int, int], AttentionOptions]]) -> LayerAttention:
     """Makes an attention function that computes nothing and records in `layers` each layer's options.
 
-    It returns zeros, and raises ModelError if a layer cannot be served. `name`: the architecture's.
+    The function returns zeros, and raises ModelError if a layer cannot be served. `name`: the architecture's name.
     """
 
     def record(
@@ -280,7 +281,7 @@ def reference_logits(model: PreTrainedModel, vocab_size: int) -> Tensor:
 def float32_logits(model: PreTrainedModel) -> Tensor:
     """Computes `reference_logits` in float32 arithmetic, with a CPU model that is not used afterwards.
 
-    A layer is float32 only while it computes, so that only one is in memory in both types.
+    Each layer is float32 only while it computes, so that only one layer at a time takes the memory of float32.
     """
     dtype = model.dtype
     layers = next((module for module in model.modules() if isinstance(module, nn.ModuleList)), nn.ModuleList())

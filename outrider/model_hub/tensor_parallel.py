@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Environment variables. Ranks are processes of one machine, so nothing listens on its other interfaces."""
+"""Environment variables that make ranks listen on loopback only, because all are processes of one machine."""
 
 
 def check_tensor_parallel(config: ModelConfig, model: PretrainedConfig) -> None:
@@ -60,7 +60,7 @@ def join(config: ModelConfig, rank: int, store: Path, *, timeout_seconds: float)
     num_ranks = config.tensor_parallel_size
     for name, value in LOOPBACK.items():
         os.environ.setdefault(name, value)
-    os.environ["LOCAL_RANK"] = str(rank)  # transformers derives its device from it
+    os.environ["LOCAL_RANK"] = str(rank)  # transformers derives the device from it
     torch.set_num_threads(config.num_threads or max(len(within_quota(usable_cpus())) // num_ranks, 1))
     device = device_of_rank(config, rank)
     is_cuda = device_type(device) == "cuda"
@@ -87,7 +87,7 @@ def own_rank(config: ModelConfig) -> int:
 
 
 def device_of_rank(config: ModelConfig, rank: int) -> str:
-    """Returns a rank's device. Each rank has its own GPU; on a CPU all share it."""
+    """Returns a rank's device: a GPU of its own, or the CPU, which all ranks share."""
     device = resolve_device(config.device)
     return f"cuda:{rank}" if device_type(device) == "cuda" else device
 
@@ -99,7 +99,7 @@ def set_collective_timeout(model: PreTrainedModel, *, timeout_seconds: float) ->
 
 
 def check_split(spec: ModelSpec, config: PretrainedConfig, num_ranks: int) -> None:
-    """Raises ModelError if the plan does not divide keys and values: each rank would then store all of them."""
+    """Raises ModelError if transformers does not divide keys and values: each rank would then store all of them."""
     text = config.get_text_config(decoder=True)
     whole = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if spec.num_kv_heads * num_ranks != whole:

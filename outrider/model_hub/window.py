@@ -1,8 +1,8 @@
-"""The tokens that a model's positions allow, by its configuration. Torch-free.
+"""The maximum sequence length that a model's configuration allows for its position encoding. Torch-free.
 
 Some rotations depend on the length of the longest sequence in a batch ("longrope", "dynamic"): beyond the original
-window all angles change, including those of keys in the cache. Such a model is served with one choice for all
-sequences, by `model.max_model_len`: its rotations within the original window, or those beyond it.
+window all angles change, including those of keys in the cache. Such a model is served with the same rotations
+for all sequences, either those within the original window or those beyond it, depending on `model.max_model_len`.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ if TYPE_CHECKING:
 MAX_WINDOW = 1 << 20
 """Longest window in tokens. Later positions cannot be rotated exactly (outrider.engine.rotation.MAX_ANGLE)."""
 _MAX_PRODUCT = 1 << 62
-"""Window in tokens to which the product with an excessive factor is limited."""
+"""Maximum product of a window and a configured factor, in tokens; limits excessive factors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
     """The window that is served."""
 
-    max_model_len: int  # tokens of a sequence
-    is_extended: bool = False  # whether it exceeds the original window of length-dependent rotations
+    max_model_len: int  # maximum number of tokens of a sequence
+    is_extended: bool = False  # whether max_model_len exceeds the original window of length-dependent rotations
 
 
 def resolve_window(config: PretrainedConfig | SimpleNamespace, wanted: int = 0) -> Window:
-    """Returns the window of a decoder with this (text) configuration. `wanted`: model.max_model_len, 0 for the model's
-    own.
+    """Returns the window of a decoder with this (text) configuration.
 
-    As in vLLM it is the window that the configuration states, times the factor of a "linear" rotation, or the original
-    one times the factor of a "yarn" rotation. By default it is the original one if rotations depend on the length, and
-    never more than MAX_WINDOW.
+    `wanted`: model.max_model_len; 0 for the model's own window. The own window is the same as in vLLM. It is the window
+    that the configuration states, multiplied by the factor of a "linear" rotation. With a "yarn" rotation, it is the
+    original window multiplied by the factor. If rotations depend on the length, it is the original window. No window
+    exceeds MAX_WINDOW.
 
-    Raises: ConfigError if the model does not have that window, ModelError if the configuration's numbers are invalid.
+    Raises: ConfigError if `wanted` is too long for the model, or if it is 0 and the configuration states no window;
+    ModelError if the configuration's numbers are invalid.
     """
     stated = int(_positive(getattr(config, "max_position_embeddings", None), "max_position_embeddings"))
     limits = [_limits(rotation, stated, layers) for layers, rotation in _rotations(config)]
@@ -58,9 +59,9 @@ def resolve_window(config: PretrainedConfig | SimpleNamespace, wanted: int = 0) 
 
 
 def fix_rotations(config: PretrainedConfig) -> None:
-    """Replaces length-dependent rotations by those of the extended window, for all lengths; in place.
+    """Changes length-dependent rotations, in place, to those of the extended window, which then hold for all lengths.
 
-    Raises: ModelError if the configuration does not define them.
+    Raises: ModelError if the configuration does not define those of the extended window.
     """
     for _, rotation in _rotations(config):
         if _kind(rotation) == "longrope":
@@ -73,7 +74,7 @@ def fix_rotations(config: PretrainedConfig) -> None:
             factor = _positive(rotation.get("factor"), "factor", 1.0)
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             num_dims = int(head_dim * rotation.get("partial_rotary_factor", 1.0))
-            # As transformers does for a sequence of factor times the original window.
+            # This is what transformers computes for a sequence that is `factor` times as long as the original window.
             scale = (factor * factor - (factor - 1.0)) ** (num_dims / (num_dims - 2))
             rotation["rope_theta"] *= scale
             rotation["rope_type"] = "default"
@@ -81,7 +82,7 @@ def fix_rotations(config: PretrainedConfig) -> None:
 
 
 def _rotations(config: PretrainedConfig | SimpleNamespace) -> list[tuple[str, dict[str, Any]]]:
-    """Returns (the type of its layers, its parameters) of each rotation; ("", …) if a model has only one."""
+    """Returns (type of layers, parameters) of each rotation; the type is "" if the model has only one rotation."""
     parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     by_layer = [(layers, rotation) for layers, rotation in parameters.items() if isinstance(rotation, dict)]
     return by_layer or [("", parameters)] * bool(parameters)
@@ -92,7 +93,7 @@ def _kind(rotation: Mapping[str, Any]) -> str:
 
 
 def _limits(rotation: Mapping[str, Any], stated: int, layers: str) -> tuple[int, int]:
-    """Returns (default window, largest window) of a rotation; 0: no limit, for example if layers see few tokens."""
+    """Returns (default window, largest window) of a rotation; 0 means no limit, e.g. if layers attend to few tokens."""
     kind = _kind(rotation)
     factor = max(_positive(rotation.get("factor"), "factor", 1.0), 1.0)
     original = _positive(rotation.get("original_max_position_embeddings"), "original_max_position_embeddings", stated)
@@ -110,7 +111,7 @@ def _limits(rotation: Mapping[str, Any], stated: int, layers: str) -> tuple[int,
 
 
 def _positive(value: Any, name: str, default: float = 0.0) -> float:
-    """Returns the number. Raises: ModelError if it is not positive."""
+    """Returns the number, or `default` for None. Raises: ModelError if it is not positive."""
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:

@@ -1,3 +1,3 @@
-"""The RPC code that clients and servers share: channels, credentials, and errors as statuses. No server, logs or
-metrics.
+"""The RPC code that clients and servers share: channels, credentials, and the conversion of errors to statuses. It
+contains no server, logs or metrics.
 """

@@ -1,4 +1,4 @@
-"""The only factory of gRPC channels and of server options."""
+"""Makes gRPC channels and the options of servers. No other module makes them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def server_options(
 ) -> ChannelOptions:
     """Returns the options of a grpc.aio server.
 
-    Clients may ping: with gRPC's defaults a client that pings every second is disconnected with
-    ENHANCE_YOUR_CALM. A client that floods is disconnected after 100 pings that each came within
-    20 ms of the previous one, since each costs some microseconds. The port is never shared: with
-    SO_REUSEPORT a second server on it would silently take half of the connections.
+    Clients may ping every second; with gRPC's defaults, they would be disconnected with ENHANCE_YOUR_CALM. Since each
+    ping costs some microseconds, a client is still disconnected after 100 pings that each came within 20 ms of the
+    previous one. The port is never shared, because with SO_REUSEPORT a second server on it would silently take half of
+    the connections.
 
     `max_connection_age_seconds`: after this time (gRPC varies it by a tenth) a client is asked to
     reconnect; running calls continue over the old connection for as long as they take.
@@ -38,7 +38,8 @@ def server_options(
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 30_000),
     ]
-    if max_connection_age_seconds is not None:  # no grace period: gRPC's default is unlimited, so streams are not cut
+    if max_connection_age_seconds is not None:
+        # The grace period keeps gRPC's default, which is unlimited, so that streams are not cut.
         options.append(("grpc.max_connection_age_ms", round(max_connection_age_seconds * 1e3)))
     return options
 
@@ -58,20 +59,20 @@ def channel_options(
         ("grpc.keepalive_timeout_ms", 3_000 if is_replaceable else 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # Despite its name also the timeout of one attempt to connect: a busy server needs a moment.
+        # Despite its name, this is also the timeout of one attempt to connect. A busy server needs a moment to answer.
         ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
     if not bulk:
-        # gRPC's own pings, for measuring, block the keepalive until they time out: after a minute by default.
-        # Behind payload on a slow network an answer may take as long.
+        # gRPC's own measuring pings block the keepalive until they time out, by default after a minute. Bulk channels
+        # keep this default, because on a slow network an answer may wait that long behind payload.
         options.append(("grpc.http2.ping_timeout_ms", 3_000 if is_replaceable else 15_000))
     else:
         options += [
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.http2.max_frame_size", 1 << 20),
-            # Even so, equal arguments share a connection within one pool key; make them unequal.
+            # Even so, channels with equal arguments would share a connection. This number makes the arguments unequal.
             ("outrider.channel_id", next(_channel_ids)),
         ]
     return options
@@ -84,10 +85,10 @@ def open_channel(
     server_name: str = "",
     is_replaceable: bool = False,
 ) -> grpc.aio.Channel:
-    """Opens a channel to "host:port" (or any gRPC target), plaintext without credentials. It connects on first use,
-    without a proxy.
+    """Opens a channel to "host:port" (or any gRPC target). Without credentials, it is plaintext. It connects on first
+    use and never through a proxy.
 
-    `server_name`: the name required in the other side's certificate, if not the address.
+    `server_name`: the name required in the other side's certificate, if it differs from the address.
     """
     options = channel_options(is_replaceable=is_replaceable)
     if credentials is None:

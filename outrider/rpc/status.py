@@ -1,4 +1,6 @@
-"""`outrider.errors` ⇄ gRPC statuses with rich details (google.rpc.Status). No other module uses status codes."""
+"""Converts `outrider.errors` to gRPC statuses with rich details (google.rpc.Status), and back. No other module uses
+status codes.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from outrider import errors
 ERROR_DOMAIN = "outrider"
 DETAILS_KEY = "grpc-status-details-bin"
 UNREACHABLE = "UNREACHABLE"
-"""Reason of a PeerLostError for a status of gRPC itself: no answer, or a broken connection."""
+"""Reason of a PeerLostError if gRPC itself made the status, because there was no answer or the connection broke."""
 MAX_MESSAGE_BYTES = 1024
-"""Maximum bytes of an error's message: it is twice in the trailers, for which clients have 8 KiB by default."""
+"""Maximum bytes of an error's message. It appears twice in the trailers, which clients limit to 8 KiB by default."""
 
 _CODES: dict[type[errors.OutriderError], grpc.StatusCode] = {
     errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -39,7 +41,7 @@ _KINDS: dict[grpc.StatusCode, type[errors.OutriderError]] = {
 
 
 def status_code(error: BaseException) -> grpc.StatusCode:
-    """Returns the status code; INTERNAL for internal errors and errors from outside `outrider.errors`."""
+    """Returns an error's status code. It is INTERNAL for internal errors and errors from outside `outrider.errors`."""
     for kind in type(error).__mro__:
         if kind in _CODES:
             return _CODES[kind]
@@ -47,7 +49,7 @@ def status_code(error: BaseException) -> grpc.StatusCode:
 
 
 def to_status(error: BaseException) -> status_pb2.Status:
-    """Returns the google.rpc.Status of an error. INTERNAL has no details of the error."""
+    """Returns the google.rpc.Status of an error. A status INTERNAL reveals nothing about the error."""
     code = status_code(error)
     if not isinstance(error, errors.OutriderError) or code is grpc.StatusCode.INTERNAL:
         details = [_pack(error_details_pb2.ErrorInfo(reason=errors.InternalError.reason, domain=ERROR_DOMAIN))]
@@ -69,10 +71,11 @@ def to_status(error: BaseException) -> status_pb2.Status:
 
 
 def from_rpc_error(error: grpc.RpcError, *, target: str = "") -> errors.OutriderError:
-    """Returns the error that the other side raised. Statuses that gRPC itself makes have no details.
+    """Returns the error that the other side raised.
 
-    Cancelled calls become AbortedError; passed deadlines AbortedError with reason
-    DEADLINE_EXCEEDED; an unreachable peer PeerLostError with reason UNREACHABLE.
+    Statuses that gRPC itself makes have no details and are converted by their code: a cancelled call becomes an
+    AbortedError, a passed deadline an AbortedError with reason DEADLINE_EXCEEDED, and an unreachable peer a
+    PeerLostError with reason UNREACHABLE.
     """
     code = error.code() if callable(getattr(error, "code", None)) else grpc.StatusCode.UNKNOWN
     message = (error.details() if callable(getattr(error, "details", None)) else None) or code.name
@@ -89,20 +92,20 @@ def from_rpc_error(error: grpc.RpcError, *, target: str = "") -> errors.Outrider
         arguments["retry_after_seconds"] = 1.0 if retry_after_seconds is None else retry_after_seconds
     if kind is errors.PeerLostError:
         arguments["node"] = info.metadata.get("node", target)
-        if not info.reason:  # made by gRPC itself: there was no answer
+        if not info.reason:  # gRPC itself made the status, because there was no answer
             arguments["reason"] = UNREACHABLE
             message = f"{target} cannot be reached: {message}" if target else message
     return kind(message, **arguments)
 
 
 def _truncate(message: str) -> str:
-    """Truncates a message: it may contain names and values from a client, of any length."""
+    """Truncates a message, because it may contain names and values of any length from a client."""
     data = message.encode(errors="replace")
     return message if len(data) <= MAX_MESSAGE_BYTES else data[: MAX_MESSAGE_BYTES - 3].decode(errors="ignore") + "…"
 
 
 def _parse_details(error: grpc.RpcError) -> tuple[error_details_pb2.ErrorInfo, str, float | None]:
-    """Returns (ErrorInfo, field, retry delay in seconds), each empty or None if the status has none."""
+    """Returns (ErrorInfo, field, retry delay in seconds). Those that the status does not contain are empty or None."""
     info, field, retry_after_seconds = error_details_pb2.ErrorInfo(), "", None
     status = status_pb2.Status()
     read_trailing: Any = getattr(error, "trailing_metadata", None)
@@ -120,7 +123,7 @@ def _parse_details(error: grpc.RpcError) -> tuple[error_details_pb2.ErrorInfo, s
             else:
                 detail.Unpack(info)
     except (ValueError, DecodeError):
-        pass  # ignores details that do not parse
+        pass  # details that do not parse are ignored
     return info, field, retry_after_seconds
 
 

@@ -17,7 +17,7 @@ from outrider.errors import ConfigError
 from outrider.rpc.channels import open_channel, open_sync_channel
 
 AuthContext = Mapping[str, Any]
-"""`ServicerContext.auth_context()`: lists of bytes by property (grpcio's stubs have another type)."""
+"""The type of `ServicerContext.auth_context()`: lists of bytes by property name. grpcio's stubs have another type."""
 
 OPERATOR_NAME = "outrider-operator"
 """DNS name in the certificates of operators, who may also call NodeService (`outrider profile`)."""
@@ -25,7 +25,7 @@ OPERATOR_NAME = "outrider-operator"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsConfig:
-    """Files in PEM form. On a server, certificate and private key turn TLS on; on a client, any of them does."""
+    """Files in PEM form. A server uses TLS if certificate and private key are set, a client if any file is set."""
 
     certificate: Path | None = setting(None, help="Certificate chain of this side.")
     private_key: Path | None = setting(None, help="Private key of this side.")
@@ -95,7 +95,7 @@ def client_credentials(tls: TlsConfig | None, token: str | None) -> grpc.Channel
 
 
 class TlsFiles:
-    """The latest files of a `TlsConfig` that are readable and match. Thread-safe.
+    """The latest contents of a `TlsConfig`'s files that were readable and matched each other. Thread-safe.
 
     Files are checked on every connection, so a renewed certificate needs no restart. Half-written files
     and a certificate without its key are rejected: the previous contents stay in use, and `on_refused` gets the reason.
@@ -126,16 +126,16 @@ class TlsFiles:
             return self._material
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Returns a server's credentials; with an authority clients must show a certificate. Raises: ConfigError."""
+        """Returns a server's credentials. With an authority, clients must show a certificate. Raises: ConfigError."""
         if self._config.certificate is None:
             raise ConfigError("tls: a server needs a certificate and its private key")
         in_force = self.newest()
 
         def renewed() -> Any:  # the stubs do not allow None
-            """Called before each handshake; returns None if nothing has changed.
+            """Returns the new configuration, or None if nothing has changed. gRPC calls this before each handshake.
 
-            gRPC's core (1.85) crashes if a configuration is replaced while another handshake fails: when it was
-            replaced each time, a few hundred plaintext connections in parallel ended a process.
+            gRPC's core (1.85) crashes if the configuration is replaced while another handshake fails. When every
+            handshake replaced it, a few hundred parallel plaintext connections crashed a process.
             """
             nonlocal in_force
             newest = self.newest()
@@ -152,7 +152,7 @@ class TlsFiles:
 
 
 def _check_pair(config: TlsConfig) -> None:
-    """Checks that the files match; gRPC reports nothing until the first handshake fails. Raises: ConfigError."""
+    """Checks that the files match, since gRPC reports nothing until the first handshake fails. Raises: ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         if config.certificate is not None and config.private_key is not None:
@@ -167,7 +167,7 @@ def _check_pair(config: TlsConfig) -> None:
 
 
 FileStamp = tuple[int, int, int]
-"""Inode, size, and time of the last change in nanoseconds."""
+"""A file's inode, its size in bytes, and the time of its last change in nanoseconds."""
 
 
 def file_stamp(path: Path) -> FileStamp:
@@ -181,7 +181,10 @@ def file_stamp(path: Path) -> FileStamp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecurityConfig:
-    """Section `security`: mutual TLS between the services of a cluster. All three files, or none for plaintext."""
+    """Section `security`: mutual TLS between the services of a cluster.
+
+    Either all three files are set, or none, which means plaintext.
+    """
 
     tls: TlsConfig = field(default_factory=TlsConfig)
     peer_name: str = setting(
@@ -198,7 +201,7 @@ class SecurityConfig:
 
 
 class PeerSecurity:
-    """This process's certificate, and the names that it requires of others. Thread-safe.
+    """This process's certificate, and the names that it requires in others' certificates. Thread-safe.
 
     Unless `is_enabled`, everything is plaintext and every caller counts as a peer. Files are read on first use.
     """
@@ -216,9 +219,9 @@ class PeerSecurity:
 
     @property
     def material(self) -> TlsMaterial | None:
-        """The material that a new connection presents and trusts; open channels keep theirs. None: plaintext.
+        """The TLS material that new connections present and trust; None means plaintext.
 
-        Raises: ConfigError.
+        Open channels keep the material with which they were opened. Raises: ConfigError.
         """
         return None if self._files is None else self._files.newest()
 
@@ -248,15 +251,15 @@ class PeerSecurity:
         return None if self._files is None else self._files.server_credentials()
 
     def is_peer(self, auth_context: AuthContext) -> bool:
-        """Whether a caller is a service of the cluster."""
+        """Returns whether a caller is a service of the cluster."""
         return not self.is_enabled or self._config.peer_name in names_of(auth_context)
 
     def is_operator(self, auth_context: AuthContext) -> bool:
-        """Whether a caller may use NodeService."""
+        """Returns whether a caller may use NodeService as an operator."""
         return not self.is_enabled or OPERATOR_NAME in names_of(auth_context)
 
     def explain_refusal(self, auth_context: AuthContext) -> str:
-        """Returns the error message for a caller that is no peer."""
+        """Returns the error message for a caller that is not a peer."""
         shown = ", ".join(sorted(names_of(auth_context))) or "no name"
         return f"this call is for services whose certificate has the name {self._config.peer_name}; yours has {shown}"
 

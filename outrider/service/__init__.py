@@ -1,1 +1,1 @@
-"""The parts of every service process: life cycle, channels, health, reflection, telemetry. It imports no torch."""
+"""The parts that all service processes share: life cycle, channels, health, reflection, telemetry. Torch-free."""

@@ -1,4 +1,4 @@
-"""The address under which others reach this process, which differs from a wildcard bind address."""
+"""Finds the address under which others reach this process. A wildcard bind address is not such an address."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def reachable_address(advertised: str, bound: str) -> str:
     """Returns the "host:port" that other processes connect to: the advertised one, or else the bound one.
 
     `advertised` is "host", "host:port" or empty; `bound` is "host:port". A wildcard is replaced by this machine's own
-    address: in a container, the one at which other containers reach it.
+    address; in a container, this is the address at which other containers reach it.
     """
     bound_host, port = split_port(bound)
     host, advertised_port = split_port(advertised)
@@ -25,12 +25,12 @@ def reachable_address(advertised: str, bound: str) -> str:
 
 
 def host_port(host: str, port: object) -> str:
-    """Joins host and port to an address; an IPv6 host gets brackets."""
+    """Joins host and port into an address; an IPv6 host gets brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_port(address: str) -> tuple[str, str]:
-    """Splits into host and port, either of which may be empty; a bare IPv6 address is returned in brackets."""
+    """Splits an address into host and port. Either may be empty; a bare IPv6 address is returned in brackets."""
     if address.startswith("["):
         host, _, rest = address.partition("]")
         return host + "]", rest.removeprefix(":")
@@ -41,7 +41,7 @@ def split_port(address: str) -> tuple[str, str]:
 
 
 def own_host() -> str:
-    """Returns the address of the interface with a route to other networks, else the host name."""
+    """Returns the address of the interface with a route to other networks, or else the host name."""
     for family, probe in PROBES:
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -65,19 +65,19 @@ def loopback() -> str:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether binding to the host means all interfaces."""
+    """Returns whether binding to the host means binding to all interfaces."""
     address = ip_of(host)
     return host == "" or (address is not None and address.is_unspecified)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a port bound to the host."""
+    """Returns whether only this machine reaches a port bound to the host."""
     address = ip_of(host)
     return host == "localhost" or (address is not None and address.is_loopback)
 
 
 def is_local(host: str) -> bool:
-    """Whether the host means something different on every machine."""
+    """Returns whether the host (loopback or a wildcard) refers to whichever machine uses it."""
     return is_loopback(host) or (host != "" and is_wildcard(host))
 
 

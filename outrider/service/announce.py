@@ -1,4 +1,4 @@
-"""Messages from a service to the process that started it: JSON lines on an inherited descriptor.
+"""Messages from a service to the process that started it: JSON lines on an inherited file descriptor.
 
     {"role": "decode_node", "address": "127.0.0.1:40001", "metrics_address": null, "pid": 77}
     {"progress": "weights", "done": 1048576, "total": 270000000}      any number of these
@@ -7,7 +7,7 @@
     {"failed": "cannot start: …"}                         instead of "serving"; the process then ends
 
 The first line is written when the port is bound, the third when the service is serving. The
-descriptor's number is in OUTRIDER_ANNOUNCE_FD; without it nothing is announced.
+descriptor's number is in the variable OUTRIDER_ANNOUNCE_FD; without this variable, nothing is announced.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def announce(**fields: Any) -> None:
 
 class Progress:
     """Reports the progress of a long start. The parent process gets at most ten reports a second. The log gets a line
-    every few seconds during a stage, and one at its end if the stage had any line. For one thread.
+    every few seconds during a stage, and a last line at the end of a stage that had such lines. Used by one thread.
     """
 
     def __init__(self) -> None:
@@ -86,12 +86,15 @@ _STAGES = {
 
 
 def announce_failure(event: str, error: BaseException) -> None:
-    """Reports why this process ends: to the parent process and in the log, with a traceback if it is unexpected."""
+    """Reports to the parent process and the log why this process ends.
+
+    The log also gets the traceback of an unexpected error.
+    """
     announce(failed=f"{event}: {describe_error(error)}")
     trace = None if isinstance(error, OutriderError) else error
     _failure_log.error(event, error=describe_error(error), exc_info=trace)
 
 
 def announce_uncaught_errors() -> None:
-    """Installs an excepthook that announces an exception that ends the main thread as a failed start."""
+    """Installs an excepthook. It announces a failed start if an exception ends the main thread."""
     sys.excepthook = lambda _kind, error, _trace: announce_failure("cannot start", error)

@@ -59,7 +59,7 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "host", self.host.strip("[]"))  # brackets around an IPv6 address
+        object.__setattr__(self, "host", self.host.strip("[]"))  # an IPv6 address may be in brackets
 
     def port_of(self, role: str) -> int:
         """Returns the configured port, or the role's default."""

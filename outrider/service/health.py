@@ -1,6 +1,6 @@
-"""grpc.health.v1: NOT_SERVING until the service has started, and again as soon as it begins to drain.
+"""The service grpc.health.v1: NOT_SERVING until the process has started, and again as soon as it begins to drain.
 
-The name `LIVENESS` is SERVING as long as the process answers, even while it waits for other nodes.
+The health name `LIVENESS` is SERVING as long as the process answers, even while it waits for other nodes.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from grpc_health.v1._async import HealthServicer
 
 HEALTH_SERVICE = "grpc.health.v1.Health"
 LIVENESS = "liveness"
-"""Health name for probes that restart a process: start, drain and the states of other nodes do not change its
-status.
+"""Health name for probes that restart a process. Its status does not depend on start and drain of the process,
+nor on the states of other nodes.
 """
 
 
 class Health:
-    """One state for the whole process ("") and for each of its services."""
+    """One health state, which is reported for the whole process ("") and for each of its services."""
 
     def __init__(self, service_names: Sequence[str]) -> None:
         self._names = ("", *service_names)
         self._servicer = HealthServicer()
-        self._is_serving = False  # between the start and the drain
-        self._is_ready = True  # whether the nodes that it depends on are available
+        self._is_serving = False  # whether the process has started and is not draining yet
+        self._is_ready = True  # whether the nodes that the service needs are available
         self._telling: asyncio.Task[None] | None = None
 
     async def add_to(self, server: grpc.aio.Server) -> None:

@@ -4,7 +4,7 @@ A process stopped by SIGSTOP looks alive to TCP. Every report therefore carries 
 and the expected time of the current step. A process is late if its next report or the end of
 its step is overdue by `LATE_SECONDS`; this is a suspicion that is withdrawn when the process makes progress. It is
 silent if its reports are overdue by `SILENT_SECONDS`. It is lost if no report arrived for the grace period plus a few
-expected steps, or if reports arrive but one step takes far longer than expected.
+times the expected duration of a step, or if reports arrive but one step takes far longer than expected.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from outrider.node import NodeReport
 DEFAULT_GRACE_SECONDS = 2.0
 MIN_GRACE_SECONDS = 1.0
 STEP_TOLERANCE = 10.0
-"""A step may take its expected time multiplied by this number, since other programs share the cores."""
+"""A step may take this many times its expected duration, since other programs share the cores."""
 REPORT_TOLERANCE = 2.0
-"""Reports may be missing for the grace period and this number of expected steps: native kernels release the GIL."""
+"""Reports may be missing for the grace period plus the expected time of a step multiplied by this number. The
+number is small, because native kernels release the GIL.
+"""
 LATE_SECONDS = 0.5
 """Seconds that a report or a step may be overdue before the process is suspected."""
 SILENT_SECONDS = 1.0
-"""Seconds that reports may be overdue before the process is silent; no long step delays them by that much."""
+"""Seconds that reports may be overdue before the process is silent. Even a long step does not delay them that much."""
 REPORT_SECONDS = 0.2
 """Maximum seconds between two reports."""
 LATE_STEP_TOLERANCE = 2.0
-"""A step is late after its expected time multiplied by this number."""
+"""A step is late `LATE_SECONDS` after its expected time multiplied by this number."""
 
 STALL_SECONDS = 0.1
-"""Seconds of delay after which an event loop counts as stalled: it reads what has arrived before it judges a peer."""
+"""Seconds of delay after which an event loop counts as stalled. It then reads what has arrived before it judges a peer.
+"""
 MAX_STALLS = 5
-"""Consecutive stalls after which the loop is overloaded but has had time to read: the deadline then holds."""
+"""Number of consecutive stalls after which deadlines are enforced; by then, an overloaded loop has had time to read."""
 
 
 class Liveness(IntEnum):
@@ -51,11 +54,11 @@ class Liveness(IntEnum):
 class ProgressDeadline:
     """Tracks one peer's progress. Not thread-safe; it has one owner.
 
-    Reports come from the event loop's thread, so a missing report says more than a long step.
+    The peer's event loop sends the reports, so a missing report says more than a long step.
     Without reports, the process is lost after `grace_seconds` plus `REPORT_TOLERANCE` times the
     expected step (the engine's thread may hold the interpreter for a while). With reports, a step
     may take `STEP_TOLERANCE` times the expected time, since a long chunk on a busy machine is not
-    a failure; beyond that the engine hangs.
+    a failure; if it takes longer, the engine counts as hanging.
     """
 
     def __init__(
@@ -66,9 +69,9 @@ class ProgressDeadline:
         self._report_deadline = self._step_deadline = clock() + self._grace_seconds
         self._late_report_at = self._late_step_at = self._report_deadline
         self._least_silent_at = 0.0
-        self._mark: int | None = None  # None: the peer was idle at the last report
+        self._mark: int | None = None  # the last report's progress mark; None: the peer was idle
         self.standing = Liveness.TIMELY
-        self.watched_until = math.inf  # when the watcher checks next
+        self.watched_until = math.inf  # time of the watcher's next check
         self.on_earlier: Callable[[], None] = lambda: None  # called if the watcher must check sooner
 
     def feed(self, report: NodeReport) -> None:
@@ -105,7 +108,7 @@ class ProgressDeadline:
         return min(self._report_deadline, self._step_deadline)
 
     def next_change(self) -> tuple[Liveness, float]:
-        """Returns the next liveness state and the seconds until it (at least 0), if no progress is reported before."""
+        """Returns the liveness that follows if no progress is reported, and the seconds until then (at least 0)."""
         lost_at = self._lost_at
         silent_at = max(self._late_report_at + SILENT_SECONDS - LATE_SECONDS, self._least_silent_at)
         if self.standing is Liveness.TIMELY and self._late_at < lost_at:
@@ -117,7 +120,7 @@ class ProgressDeadline:
         return standing, max(at - self._clock(), 0.0)
 
     def watch(self) -> float:
-        """Returns the seconds until the next change. A report that makes it earlier calls `on_earlier`."""
+        """Returns the seconds until the next change. If a report makes the change earlier, `on_earlier` is called."""
         seconds = self.next_change()[1]
         self.watched_until = self._clock() + seconds
         return seconds
@@ -128,7 +131,7 @@ class ProgressDeadline:
         if seconds > 0.0:
             return False
         self.standing = standing
-        # After a stall of this process, the silence timer restarts.
+        # The time until silence counts from now, since a stall of this process may have delayed this call.
         self._least_silent_at = self._clock() + SILENT_SECONDS - LATE_SECONDS
         return True
 

@@ -1,4 +1,4 @@
-"""The NodeService, which every role has."""
+"""Serves the NodeService, which every role has."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIN_INTERVAL_SECONDS = 0.05
 
 
 def default_node_name(role: str, address: str, *, configured: str = "") -> str:
-    """Returns the configured name, or one such as "decode@127.0.0.1:50052"; `address` is the reachable address."""
+    """Returns the configured name, or else e.g. "decode@127.0.0.1:50052". `address` is the reachable address."""
     return configured or f"{role.removesuffix('_node')}@{address}"
 
 

@@ -10,7 +10,10 @@ from outrider.service.rpc_errors import Context
 
 
 class OpenCalls:
-    """Owned by the event loop. When a handler returns or aborts, nothing has been sent yet: gRPC sends it later."""
+    """The calls whose status has not been sent yet. Owned by the event loop.
+
+    When a handler returns or aborts, its call is still open, because gRPC sends the status later.
+    """
 
     def __init__(self, on_refused: Callable[[OutriderError], None] = lambda _error: None) -> None:
         """`on_refused` is called for each client call that is rejected before it reaches its servicer."""
@@ -33,7 +36,7 @@ class OpenCalls:
         context.add_done_callback(leave)  # type: ignore[arg-type] # it takes any callable, unlike its stub
 
     async def wait_for_open(self, timeout_seconds: float) -> int:
-        """Waits until the calls open now have ended, ignoring new ones; returns how many have not after the timeout."""
+        """Waits until the calls that are open now have ended. Returns how many of them the timeout leaves open."""
         if not self._open:
             return 0
         _, unended = await asyncio.wait(set(self._open), timeout=timeout_seconds)

@@ -101,8 +101,9 @@ def bound_connections(server: Any) -> None:
 def with_pages(metrics: WSGIApplication, find_page: FindPage, *, is_local: bool = False) -> WSGIApplication:
     """Serves metrics at their own path, and pages at all others.
 
-    With `is_local`, only this machine reaches the port, and pages are served only under its own names and addresses.
-    Otherwise a foreign site whose name resolves to loopback could have the user's browser read them (DNS rebinding).
+    `is_local`: only this machine reaches the port. Pages are then served only under the machine's own names and
+    addresses. Without this check, a foreign site whose name resolves to loopback could make the user's browser read
+    them (DNS rebinding).
     """
 
     def app(environ: WSGIEnvironment, respond: StartResponse) -> Iterable[bytes]:
@@ -131,7 +132,7 @@ def with_pages(metrics: WSGIApplication, find_page: FindPage, *, is_local: bool 
 
 
 def _is_own_name(host: str) -> bool:
-    """Whether a Host header is an address or localhost, or is empty, which only clients other than browsers send."""
+    """Returns whether a Host header is an address, localhost or empty. A browser never sends an empty header."""
     try:
         name = urlsplit(f"//{host}").hostname or "localhost"
         if not f".{name}".endswith(".localhost"):

@@ -1,4 +1,4 @@
-"""Resolves targets to peers, one per address, and repeats the lookups while running."""
+"""Keeps one peer for each address that the targets resolve to. Lookups are repeated until the set is stopped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AnyPeer = TypeVar("AnyPeer", bound=Peer)
 class PeerSet(Generic[AnyPeer]):
     """The peers of one role. Event loop only.
 
-    A new address gets a peer. A peer whose address is no longer in any answer is dropped once
+    A new address gets a peer. A peer whose address no lookup returns any more is dropped once
     it is not connected, so that a draining node can finish. A failed lookup changes nothing.
     Targets are looked up independently, so that a slow name server delays no other target; two
     targets that resolve to one address share its peer.
@@ -52,7 +52,7 @@ class PeerSet(Generic[AnyPeer]):
         self._interval_seconds = interval_seconds
         self._on_change = on_change
         self._answers: dict[str, list[str]] = {target: [] for target in targets}  # the last successful answers
-        self._failures: dict[str, str] = {}  # by target, while lookups of it fail
+        self._failures: dict[str, str] = {}  # error message by target, if its last lookup failed
         self._peers: dict[str, AnyPeer] = {}  # by address
         self._running: dict[str, asyncio.Task[None]] = {}  # by address
         self._tasks: set[asyncio.Task[None]] = set()  # lookups and peers, including those that are ending
@@ -66,7 +66,7 @@ class PeerSet(Generic[AnyPeer]):
 
     @property
     def unresolved(self) -> dict[str, str]:
-        """Targets that have had no address so far, with the reason."""
+        """The targets that have no address so far, each with the reason."""
         return {
             target: self._failures.get(target, "not looked up yet")
             for target, addresses in self._answers.items()

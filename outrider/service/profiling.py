@@ -17,7 +17,7 @@ from outrider.v1 import node_pb2_grpc
 from outrider.wire.profile import PROFILE, options_to_proto
 
 END_SECONDS = 30.0
-"""Seconds that an engine may take to return a profile: it finishes the current step and closes the trace."""
+"""Maximum seconds for an engine to finish the current step, close the trace and return the profile."""
 EXPORT_SECONDS = 60.0
 
 
@@ -38,7 +38,7 @@ class ProfileDesk:
         self._is_running = False
 
     async def run(self, options: ProfileOptions) -> tuple[Profile, bytes]:
-        """Returns the figures captured in the given time, and a trace (empty: none). Cancellation ends the profile.
+        """Returns the figures captured in the given time, and a trace (may be empty). Cancellation ends the profile.
 
         Raises: NotSupportedError; AlreadyRunningError; AbortedError if the engine does not return the profile.
         """
@@ -67,7 +67,7 @@ class ProfileDesk:
             await asyncio.wait((done,), timeout=options.timeout_seconds)
             timed_out = not done.done()
         finally:
-            self._submit(EndProfile(capture))  # also if the caller has left; too late is harmless
+            self._submit(EndProfile(capture))  # even if the caller has left; harmless if the profile has ended
         try:
             async with asyncio.timeout(END_SECONDS):
                 return await done, timed_out
@@ -105,7 +105,7 @@ async def fetch_profile(channel: grpc.aio.Channel, options: ProfileOptions, *, t
 
 def _explained(error: grpc.RpcError, target: str) -> OutriderError:
     found = from_rpc_error(error, target=target)
-    if isinstance(found, NotSupportedError) and found.reason == NotSupportedError.reason:  # raised by gRPC itself
+    if isinstance(found, NotSupportedError) and found.reason == NotSupportedError.reason:  # gRPC's own status
         return NotSupportedError(f"{target} is not a node that can be profiled: {found.message}", reason="NOT_A_NODE")
     return found
 

@@ -1,9 +1,9 @@
 """Server reflection, v1 and v1alpha, with which ghz and grpcurl work without `--proto`.
 
 ghz looks up a method's symbol (`outrider.v1.RouterService.Generate`), which Python's
-descriptor pool cannot find (grpc issue 34743): `ReflectionPool` falls back to the service.
-grpcio-reflection has only v1alpha; v1 has the same messages in another package, so one
-servicer is registered under both names: the bytes on the wire are the same.
+descriptor pool cannot find (grpc issue 34743), so `ReflectionPool` looks up the method's service instead.
+grpcio-reflection has only v1alpha. v1 has the same messages in another package, so the bytes
+on the wire are the same, and one servicer is registered under both names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> Non
     servicer = ReflectionServicer(names, pool=ReflectionPool(descriptor_pool.Default()))
 
     async def answer(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
-        async with rpc_errors(context):  # else a message that does not parse is UNKNOWN, with a logged traceback
+        async with rpc_errors(context):  # otherwise a malformed message would end as UNKNOWN, with a logged traceback
             async for response in servicer.ServerReflectionInfo(requests, context):  # type: ignore[attr-defined] # stub
                 yield response
 
@@ -47,7 +47,7 @@ def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> Non
 
 
 class ReflectionPool:
-    """A descriptor pool that also finds a method's file, and reflection v1, for which no stub is installed."""
+    """A descriptor pool that also finds the file of a method, and the file of reflection v1, which has no stub here."""
 
     def __init__(self, pool: descriptor_pool.DescriptorPool) -> None:
         self._pool = pool
@@ -55,13 +55,13 @@ class ReflectionPool:
         self._v1_pool.Add(_v1_file())
 
     def FindFileByName(self, file_name: str) -> FileDescriptor:  # noqa: N802 protobuf's name
-        """Raises: KeyError."""
+        """Returns the file of this name. Raises: KeyError."""
         if file_name == _V1_FILE:
             return self._v1_pool.FindFileByName(file_name)
         return self._pool.FindFileByName(file_name)
 
     def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:  # noqa: N802
-        """Raises: KeyError."""
+        """Returns the file that declares the symbol. Raises: KeyError."""
         pool = self._v1_pool if symbol.startswith("grpc.reflection.v1.") else self._pool
         try:
             return pool.FindFileContainingSymbol(symbol)

@@ -1,4 +1,4 @@
-"""Rejects calls before they reach a servicer: unknown callers, calls beyond the limit, malformed requests."""
+"""Rejects calls by unknown callers, calls beyond the limit, and invalid requests before they reach a servicer."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ ENGINE_SERVICE = "vllm.grpc.engine.VllmEngine"
 CLIENT_SERVICES = frozenset({ROUTER_SERVICE, ENGINE_SERVICE})
 """Services that a router offers to clients."""
 OPEN_SERVICES = frozenset({HEALTH_SERVICE, *REFLECTION_SERVICES, *CLIENT_SERVICES})
-"""Services open to everyone who passes the handshake. A router asks its clients for tokens separately."""
+"""Services open to everyone who passes the TLS handshake. A router also requires tokens from its clients."""
 
 PROBED_SERVICES = frozenset({HEALTH_SERVICE, NODE_SERVICE})
 """Services through which others probe a process's state."""
 UNCOUNTED_METHODS = frozenset(
     {f"/{ROUTER_SERVICE}/Abort", f"/{ENGINE_SERVICE}/Abort", f"/{ENGINE_SERVICE}/HealthCheck"}
 )
-"""Methods of client services that do not count: those that free resources, and a gateway's probe."""
+"""Methods of client services whose calls do not count towards the limit: they free resources or are a gateway's probe.
+"""
 MAX_REQUEST_BYTES = 2 * 1024 * 1024
-"""Size of the largest unary request. Parsing a larger one would hold up every stream of the process for too long."""
+"""Maximum size of a unary request. Parsing a larger one would hold up every stream of the process for too long."""
 RETRY_SECONDS = 1.0
 
 Handler = Any
@@ -59,8 +60,8 @@ _MAKE = {
 class RequestLimits(grpc.aio.ServerInterceptor):
     """Wraps every handler of a server. Owned by the event loop.
 
-    - RouterService and the engine service are for clients that `authenticate` accepts, NodeService is for services of
-      the cluster and operators, and every other service is for the cluster; health and reflection are for everyone.
+    - RouterService and the engine service are for clients that `authenticate` accepts, health and reflection are for
+      everyone, NodeService is for services of the cluster and operators, and all other services are for the cluster.
     - Calls beyond `max_calls` are rejected. Probes and calls that free resources are not counted: a process at its
       limit must still look alive, and must accept calls that reduce its load. Probe streams have a separate limit of
       the same size.
@@ -125,7 +126,7 @@ class RequestLimits(grpc.aio.ServerInterceptor):
         )
 
     async def _check(self, request: Any, context: Context, service: str, calls: OpenCalls | None) -> None:
-        """Ends a call that is not allowed; an allowed one belongs to `calls` until its status has been sent."""
+        """Ends a call that is not allowed. Counts an allowed call in `calls` until its status has been sent."""
         error: OutriderError | None = None
         if self._security.is_enabled and service not in OPEN_SERVICES:
             caller = context.auth_context()
@@ -145,7 +146,7 @@ class RequestLimits(grpc.aio.ServerInterceptor):
             calls.enter(context)
 
     def _reject_with(self, error: OutriderError, guarded: Handler) -> Handler:
-        """Returns a handler that ends the call with this error and does not read its messages."""
+        """Returns a handler that ends the call with this error and does not read the call's messages."""
 
         async def refuse(_request: Any, context: Context) -> None:
             self._calls.on_refused(error)
@@ -154,7 +155,7 @@ class RequestLimits(grpc.aio.ServerInterceptor):
         return _MAKE[guarded.request_streaming, guarded.response_streaming](refuse)
 
     def _reader(self, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-        """Wraps `parse` so that it returns the error if a request cannot be read."""
+        """Wraps `parse` so that it returns an InvalidRequestError in place of a request that cannot be read."""
 
         def read(data: bytes) -> Any:
             if len(data) > MAX_REQUEST_BYTES:

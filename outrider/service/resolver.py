@@ -1,4 +1,4 @@
-"""Resolves targets to addresses: a name with several addresses stands for several nodes."""
+"""Resolves targets to addresses. A name with several addresses stands for several nodes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ Resolver = Callable[[str], Awaitable[list[str]]]
 
 
 async def resolve_with_dns(target: str) -> list[str]:
-    """Returns "ip:port" for each address of "host:port", IPv4 if there is any (both families reach the same node).
+    """Returns "ip:port" for each address of "host:port".
 
-    Addresses, and targets with another scheme ("unix:/path"), are returned unchanged.
+    If there are IPv4 addresses, only these are returned, since both families reach the same node. Addresses, and
+    targets with another scheme ("unix:/path"), are returned unchanged.
     """
     host = host_name_of(target)
     if not host:

@@ -36,7 +36,7 @@ async def abort_with(context: Context, error: BaseException) -> Never:
 
 @asynccontextmanager
 async def rpc_errors(context: Context) -> AsyncIterator[None]:
-    """Wraps a servicer's body: any exception ends the RPC as `abort_with` does.
+    """Wraps a servicer's body so that any exception ends the RPC with its status (see `abort_with`).
 
     Cancellation and an earlier abort pass through.
     """
@@ -44,7 +44,7 @@ async def rpc_errors(context: Context) -> AsyncIterator[None]:
         yield
     except grpc.aio.AbortError:
         raise
-    except DecodeError as error:  # a peer sent invalid bytes: not a bug here
+    except DecodeError as error:  # a peer sent invalid bytes, which is not a bug of this process
         _log.warning("message refused", error=str(error), peer=context.peer())
         await abort_with(context, errors.InvalidRequestError("a message does not parse", field=""))
     except Exception as error:  # noqa: BLE001 the process boundary: every exception becomes a status

@@ -15,5 +15,5 @@ def warn_if_unauthenticated(host: str, *, what: str, is_protected: bool, fix: st
 
 
 def log_refused_files(message: str) -> None:
-    """Logs an error of `TlsFiles` or `PeerSecurity`."""
+    """Logs why `TlsFiles` or `PeerSecurity` rejected changed files."""
     _log.error("renewed TLS files were rejected; the previous ones stay in use", error=message)

@@ -3,7 +3,7 @@
     process = ServiceProcess("decode_node", SECTIONS)
     process.run(DecodeService(process.sections["decode_node"]))
 
-The port answers from the start (health NOT_SERVING, NodeService); the service is serving once
+The port answers from the beginning, with health NOT_SERVING and with NodeService. The service is serving once
 `start` has returned. SIGTERM or SIGINT drains it; a second signal ends the process at once.
 """
 
@@ -54,16 +54,16 @@ DRAIN_SLACK_SECONDS = 1.0
 """Seconds after the deadline of a drain at which the drain is abandoned."""
 TEXT_FORMAT = "text/plain; version=0.0.4"
 HANDOVER_SECONDS = 0.5
-"""Minimum seconds of a drain: peers learn of the drain from this process's reports, and call the process until then."""
+"""Minimum seconds of a drain, because peers call the process until they learn of the drain from its reports."""
 SPARE_CALLS = 1024
-"""gRPC's own limit, which counts all calls, is twice the configured limit plus this number."""
+"""gRPC's own limit applies to calls of every kind. It is set to twice the configured limit plus this number."""
 MAX_YOUNG_OBJECTS = 10_000
 """Number of young objects that triggers a garbage collection. A large step makes thousands of objects; Python's default
 is 700.
 """
 M_ARENA_MAX = -8  # parameter of mallopt(3)
 TRACES_SECONDS = 0.5
-"""Seconds for the export of the last traces during a stop."""
+"""Maximum seconds for the export of the last traces during a stop."""
 STOP_SECONDS = 2.0
 """Seconds after which a stopping process ends even if a part of the service still hangs."""
 
@@ -132,9 +132,11 @@ class ServiceProcess:
     def run(
         self, service: Service, *, client_tls: TlsConfig | None = None, authenticate: Authenticate | None = None
     ) -> Never:
-        """Runs until a signal, then ends the process with status 0 after a drain, or 1 if it could not start.
+        """Runs the service until a signal, then ends the process.
 
-        `client_tls`, if enabled, replaces the cluster's TLS for clients. `authenticate` asks clients for tokens.
+        The exit status is 0 after a drain, and 1 if the service could not start.
+
+        `client_tls`, if enabled, replaces the cluster's TLS for clients. `authenticate` checks clients' tokens.
 
         An error is logged as one line. To be called from the main thread. Nothing is left to do after
         `Service.stop`, so the interpreter's own shutdown is skipped: with torch loaded it takes
@@ -142,7 +144,7 @@ class ServiceProcess:
 
         The gRPC server is not shut down either: gRPC would end calls that it has accepted but not
         dispatched, and all calls that outlived the drain, with CANCELLED, as if their clients had
-        cancelled them. If the process ends, their connections fail with UNAVAILABLE.
+        cancelled them. If the process just ends, these calls fail with UNAVAILABLE.
         """
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             exit_now(runner.run(self._run(service, client_tls or TlsConfig(), authenticate)))
@@ -248,7 +250,8 @@ class ServiceProcess:
 
 
 def _limit_heaps() -> None:
-    """Limits glibc's heaps (arenas), one per thread, which keep freed memory: 40 MiB in a prefill node under load.
+    """Limits the number of glibc's heaps (arenas). If each thread had one, the heaps would keep much freed memory,
+    e.g. 40 MiB in a prefill node under load.
 
     To be called before threads are started. The environment (MALLOC_ARENA_MAX) takes precedence.
     """
@@ -260,7 +263,8 @@ def _limit_heaps() -> None:
 def _release_memory() -> None:
     """Gives freed memory back to the system, and excludes the objects of the start from garbage collection.
 
-    These are 350,000 objects, including a model's libraries; scanning them takes 0.2 s, during which all threads wait.
+    There are 350,000 such objects, including those of a model's libraries. A scan of them takes 0.2 s, during which all
+    threads wait.
     """
     gc.collect()
     gc.freeze()
@@ -315,15 +319,15 @@ def bind(
 
 
 def _credentials(security: PeerSecurity, client_tls: TlsConfig | None) -> grpc.ServerCredentials | None:
-    """Returns the credentials, or None for plaintext; clients may get another certificate. Raises: ConfigError."""
-    credentials = security.server_credentials()  # called in any case: files that cannot be read are an error
+    """Returns the credentials of `client_tls` if enabled, else the cluster's; None: plaintext. Raises: ConfigError."""
+    credentials = security.server_credentials()  # called in any case, so that unreadable files are an error
     if client_tls is None or not client_tls.is_enabled:
         return credentials
     return TlsFiles(client_tls, on_refused=log_refused_files).server_credentials()
 
 
 def probe_port(host: str, port: int, advice: str) -> None:
-    """Explains why a port cannot be bound; gRPC would only report a failure. Raises: ConfigError."""
+    """Tries to bind a port, since gRPC would not report why binding fails. Raises: ConfigError with the reason."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -356,7 +360,7 @@ def _other_host(host: str) -> str:
 def serve_metrics(
     config: ServerConfig, *, registry: CollectorRegistry = REGISTRY, find_page: FindPage | None = None
 ) -> WSGIServer | None:
-    """Serves Prometheus metrics over HTTP in its own thread, or nothing. Raises: ConfigError if the port is taken.
+    """Serves Prometheus metrics over HTTP in a thread, if a port is set. Raises: ConfigError if the port is taken.
 
     `find_page` returns the pages at paths other than /metrics; without it, all paths lead to the metrics.
 

@@ -1,4 +1,4 @@
 """Speculation: drafts tokens ahead of the target model and decides which of them are verified.
 
-Never imports grpc or its stubs. Torch is needed only in `proposers.model_forward` and in heads.
+The package never imports grpc or its stubs. Torch is needed only in `proposers.model_forward` and in heads.
 """

@@ -17,7 +17,7 @@ POSITION_TOKENS = 8.0
 
 SIBLING_ACCEPTANCE = 0.3
 SIBLING_TOKENS = 4.0
-"""Assumed acceptance of a sibling after those before it were rejected, and its weight in draft tokens."""
+"""Assumed acceptance of a token whose earlier siblings were rejected, and the assumption's weight in draft tokens."""
 
 PATH_ACCEPTANCE = 0.7
 PATH_TOKENS = 4.0
@@ -26,22 +26,22 @@ PATH_FORGETTING = 0.97
 tokens, and the factor by which each new token reduces the weight of older ones."""
 
 PRIOR_RUNNERS_UP = (0.5, 0.2, 0.1)
-"""Assumed probability of each runner-up of a drafter's race, given that the winner was rejected. In simulations of a
-coupled race (temperature 1, 32k ids) the target's token was the winner at 84 % of all positions, among the first two at
-95 % and among the first four at 99 %.
+"""Assumed probability of each runner-up of a drafter's race to be the target's token, given that the winner was
+rejected. In simulations of a coupled race (temperature 1, 32k ids) the target's token was the drafter's winner at 84 %
+of all positions, among its first two at 95 % and among its first four at 99 %.
 """
 
 NUM_RUNNERS_UP = len(PRIOR_RUNNERS_UP)
 
 FORGETTING = 0.95
-"""Factor by which each new draft of a sequence reduces the weight of its older ones."""
+"""Factor by which each new draft of a sequence reduces the weight of the sequence's older drafts."""
 
 SOURCE_FORGETTING = 0.995
 """The same factor for a proposer's drafts over all sequences."""
 
 
 class Acceptance:
-    """A running mean of the acceptance of draft tokens, in which recent ones weigh most. Not thread-safe."""
+    """A running mean of the acceptance of draft tokens, in which recent tokens weigh most. Not thread-safe."""
 
     __slots__ = ("_forgetting", "_num_accepted", "_num_decided", "_prior", "_prior_tokens")
 
@@ -54,7 +54,7 @@ class Acceptance:
     ) -> None:
         """`prior`: the assumed acceptance; `prior_tokens`: its weight in draft tokens.
 
-        The defaults are for a proposer's drafts over all sequences. That mean is the prior of each new sequence.
+        The defaults are for a proposer's drafts over all sequences. Their mean is the prior of each new sequence.
         """
         self._prior = prior
         self._prior_tokens = prior_tokens
@@ -72,7 +72,7 @@ class Acceptance:
 
 
 def path_acceptance(prior: float = PATH_ACCEPTANCE) -> Acceptance:
-    """Returns a new mean for a draft model's tokens in one sequence, or for its runners-up of one rank."""
+    """Returns a new running mean for a draft model's tokens, or its runners-up of one rank, in one sequence."""
     return Acceptance(prior, prior_tokens=PATH_TOKENS, forgetting=PATH_FORGETTING)
 
 
@@ -80,9 +80,10 @@ class AcceptanceRecord:
     """Acceptance by draft position, for one sequence and one proposer's drafts of one grade. Not thread-safe.
 
     A position counts as decided only if all tokens before it were accepted: a draft that was rejected earlier says
-    nothing about it (the product-limit estimate, Kaplan and Meier 1958, with exponential forgetting). The prior of a
-    position is the sequence's overall acceptance, whose prior is the proposer's acceptance over all sequences. So a
-    position that was not reached for a long time is assumed to be like the others, and is tried again.
+    nothing about the position (the product-limit estimate, Kaplan and Meier 1958, with exponential forgetting). The
+    prior of a position is the sequence's overall acceptance, whose prior is the proposer's acceptance over all
+    sequences. So a position that has not been reached for a long time is assumed to be like the others, and is tried
+    again.
     """
 
     __slots__ = ("_accepted", "_chain", "_decided", "_num_positions", "_siblings", "_source", "last_step")
@@ -97,13 +98,13 @@ class AcceptanceRecord:
         """Forgets all observations, because the text may have changed in kind."""
         self._decided = [0.0] * self._num_positions
         self._accepted = [0.0] * self._num_positions
-        # Acceptance of a sibling, over rejected tokens that had one.
+        # How often a sibling was accepted instead, over all rejected first children that had siblings.
         self._siblings = Acceptance(SIBLING_ACCEPTANCE, prior_tokens=SIBLING_TOKENS, forgetting=FORGETTING)
         self._chain: list[float] | None = None
 
     @property
     def chain(self) -> list[float]:
-        """For each position, the probability that a chain is accepted up to it; it never rises."""
+        """For each position, the probability that a chain is accepted up to it. It never rises along the chain."""
         if self._chain is None:
             self._chain = self._estimate()
         return self._chain
@@ -113,11 +114,11 @@ class AcceptanceRecord:
         self._observe(num_accepted + (num_accepted < num_draft), num_accepted)
 
     def observe_tree(self, draft: DraftTree, accepted: Sequence[int]) -> None:
-        """Learns which tokens of a draft with branches were accepted. `accepted`: their indices, from the root on."""
+        """Learns which tokens of a draft with branches were accepted; `accepted`: their indices from the root on."""
         children: dict[int, list[int]] = {}
         for index, parent in enumerate(draft.parents):
             children.setdefault(parent, []).append(index)
-        num_first = 0  # consecutively accepted first children: what a chain would have gained
+        num_first = 0  # number of consecutively accepted first children, which a chain would have gained as well
         for place, parent in enumerate((ROOT, *accepted)):
             siblings = children.get(parent, [])
             right = accepted[place] if place < len(accepted) else None
@@ -130,7 +131,7 @@ class AcceptanceRecord:
     def rank(self, draft: DraftTree) -> RankedDraft:
         """Orders the draft's tokens by the probability that the text goes through them.
 
-        Parents stay before their children: no token is likelier than its parent.
+        Parents stay before their children, because no token is likelier than its parent.
         """
         if not draft.parents:
             return RankedDraft(draft, self.chain[: len(draft.token_ids)])
@@ -141,12 +142,14 @@ class AcceptanceRecord:
     def _through(self, draft: DraftTree) -> list[float]:
         """Returns, for each token of a draft with branches, the probability that the text goes through it.
 
-        This is the parent's probability times the token's acceptance, given that the siblings before it were rejected.
-        It is capped at the probability of the sibling before it, so that the order of siblings is kept.
+        This is the probability that the text goes through the parent and through none of the siblings before the token,
+        times the token's acceptance in this case. It is capped at the probability of the sibling before it, so that the
+        order of siblings is kept.
         """
         sibling = self._siblings.mean
         found: list[float] = []
-        # By parent: (probability that the text goes through it and none of its children so far, its last child's).
+        # By parent: (probability that the text goes through the parent and through none of its children so far,
+        # probability that it goes through the last of these children).
         left: dict[int, tuple[float, float]] = {}
         for parent, depth in zip(draft.parents, draft.depths(), strict=True):
             if parent in left:

@@ -7,31 +7,35 @@ from operator import mul
 from typing import NamedTuple
 
 FIRST_CALLS = 5
-"""Number of first calls in a process of which only the fastest counts: some take far longer than any later call."""
+"""Number of first calls in a process. Only the fastest of them counts, as some take far longer than any later call."""
 
 CHEAP_SHARE = 0.01
-"""Fraction of a step's duration up to which a call is cheap: the decision about it would take as long as the call."""
+"""A call that takes at most this fraction of a step's duration is cheap: a decision about the call would take as long
+as the call itself.
+"""
 
 LEARNING_RATE = 0.2
 
 OUTLIER_FACTOR = 2.0
-"""A longer call counts as this many times its expected duration. A call that takes less than 1 / `OUTLIER_FACTOR` of it
-shows that the expectation was wrong, and counts in full."""
+"""A call counts as at most this many times its expected duration. A call that takes less than 1 / `OUTLIER_FACTOR` of
+its expected duration shows that the expectation was wrong, and counts in full."""
 
 TOKEN_SHARE = 0.1
 MISSED_SHARE = 0.03
-"""Assumed cost of one more sequence's draft token, and of reading one missed token, as fractions of a forward."""
+"""Assumed costs of a draft token for one more sequence, and of reading one missed token (a committed token that the
+proposer has not read yet), as fractions of a forward's cost."""
 
 CATCH_UP_STEPS = 32
 """Number of steps over which the cost of reading missed tokens is spread, because they are read only once."""
 
 
 class CallCost:
-    """T(depth, tokens, missed) = price of a call + depth forwards + draft tokens of all sequences + missed tokens.
+    """Predicts a call's duration from four prices: one per call, one per forward (as many as the longest draft is
+    deep), one per draft token, and one per missed token. Tokens of all sequences count.
 
-    A head drafts one token of every sequence in a forward; a parallel head drafts all tokens in one, so the price
-    of its depth is learnt as zero. Each call corrects the four prices by its error (normalised least mean squares,
-    Widrow and Hoff 1960), none below 0. Not thread-safe.
+    A head drafts one token of every sequence in a forward. A parallel head drafts all tokens in one forward, so the
+    price per forward is learnt as zero. Each call corrects the four prices by its error (normalised least mean squares,
+    Widrow and Hoff 1960). No price falls below 0. Not thread-safe.
     """
 
     __slots__ = ("_num_calls", "_scaled", "call_seconds")
@@ -40,7 +44,7 @@ class CallCost:
         self._num_calls = 0
         self._scaled = [0.0, 0.0, 0.0, 0.0]  # the four prices, each divided by its assumed fraction of a forward
         self.call_seconds = 0.0
-        """The mean duration of a call, by which sources are ordered; 0: unknown."""
+        """The mean duration of a call, in seconds, by which sources are ordered; 0: unknown."""
 
     def is_cheap(self, step_seconds: float) -> bool:
         """Returns whether a call is cheaper than the decision about it. A proposer with few calls counts as cheap.
@@ -84,14 +88,17 @@ class Candidate(NamedTuple):
     """A sequence for which a proposer may be asked."""
 
     sequence_id: int
-    chain: Sequence[float]  # probability that its draft is accepted up to each position
+    chain: Sequence[float]  # for each position, the probability that the draft is accepted up to it
     current_gain: float  # expected gain of the best draft found so far
     num_unread: int  # tokens that the proposer has not read
-    tree_bonus: float = 0.0  # expected gain of the proposer's drafts beyond such a chain
+    tree_bonus: float = 0.0  # expected gain of the proposer's draft in addition to that of `chain`
 
 
 def expected_gain(probabilities: Sequence[float], row_price: float) -> float:
-    """Returns the tokens that a draft is expected to gain, minus the price of their rows; skips those that lose."""
+    """Returns how many tokens a draft is expected to gain, minus the price of their rows.
+
+    Tokens that cost more than they gain are left out.
+    """
     return sum([each - row_price for each in probabilities if each > row_price])
 
 
@@ -100,20 +107,21 @@ def choose_calls(
 ) -> dict[int, int]:
     """Returns how many tokens to ask for, by sequence id; other sequences are absent.
 
-    A sequence is included if its draft is expected to gain more over the one at hand than it adds to the call's cost.
-    The call is made if the total gain exceeds its cost. All lengths of the longest draft are compared.
+    A sequence is included if its new draft is expected to gain more over the draft at hand than it adds to the call's
+    cost. The call is made if the total gain exceeds the call's cost. To find the best length of the longest draft, all
+    possible lengths are compared.
 
     Args:
         candidates: the sequences of the batch.
         cost: the proposer's cost model.
         token_rate: tokens per second that the batch would generate, i.e. the value of time.
-        row_price: lowest probability of a draft token that pays for its row.
+        row_price: lowest probability at which a draft token pays for its row.
     """
     longest = max((len(candidate.chain) for candidate in candidates), default=0)
     gains = [-token_rate * cost.seconds(depth, 0, 0) for depth in range(1, longest + 1)]
     token_price = token_rate * cost.seconds(0, 1, 0) - token_rate * cost.seconds(0, 0, 0)
     missed_price = (token_rate * cost.seconds(0, 0, 1) - token_rate * cost.seconds(0, 0, 0)) / CATCH_UP_STEPS
-    numbers: dict[int, list[int]] = {}  # by sequence, for each length of the longest draft
+    numbers: dict[int, list[int]] = {}  # tokens to ask for, by sequence id, for each length of the longest draft
     for candidate in candidates:
         chain = candidate.chain
         gain = candidate.tree_bonus - candidate.current_gain - missed_price * candidate.num_unread

@@ -8,8 +8,8 @@ sequence without rows is tried again with a single token, for a small share of t
 A call to a proposer in this process takes time as well (`CallCost`). It is made for those sequences whose expected gain
 exceeds their share of that time (`choose_calls`), and now and then for a trial.
 
-A draft that was drawn for the ratio test of rejection sampling is valued by the expectation before the draw: the test
-is exact only if no drawn token decides whether it, or another draft, is verified.
+A draft that was drawn at random for the ratio test of rejection sampling is valued by what was expected before the
+draw, because the test is exact only if no drawn token influences whether this draft or another one is verified.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ PROBE_STEPS = 32
 """Steps without a verified draft, or without a call to a proposer, after which a sequence may be tried again."""
 
 TRIAL_STEPS = 4
-"""Number of steps, out of `PROBE_STEPS`, in which a draft node that adds nothing is asked: its drafts arrive some steps
-later."""
+"""Number of steps, out of `PROBE_STEPS`, in which a draft node that adds nothing is asked. There are several
+such steps, because the node's drafts arrive some steps later."""
 
 CHEAP_PROBE_STEPS = 8
 """The same as `PROBE_STEPS`, for a proposer that costs almost nothing."""
 
 SPEEDUP_STEPS = 32
-"""Number of steps over which the batch's speedup is averaged. The value of time is computed from it."""
+"""Number of steps over which the batch's speedup is averaged. The value of time is computed from this average."""
 
 PROBE_SHARE = 0.005
 """Fraction of the time that trials may take."""
 
 MAX_PROBE_CREDIT = 1.0
-"""Limit of the credit for trials, in durations of a step without drafts."""
+"""Limit of the credit for trials, in units of the duration of a step without drafts."""
 
 LEARN_STEPS = 4
-"""One of this many steps may use a number of rows that is not the best one, to learn how long it takes."""
+"""One of this many steps may use a number of rows other than the best one, to learn how long such a step takes."""
 
 MIN_SHARE_TO_ASK = 0.5
 """A draft is asked for if the probability of its first token is at least this fraction of the current row price."""
@@ -65,15 +65,15 @@ class DraftController:
     num_speculative_tokens: int
     cost: StepCostModel = field(default_factory=StepCostModel)
     verifies_all: bool = False  # verifies all draft tokens that fit, at any price
-    row_price: float = 0.0  # lowest probability of a draft token that would have paid in the last step
+    row_price: float = 0.0  # lowest probability at which a draft token would have paid for its row in the last step
     _sources: defaultdict[str, DraftSource] = field(default_factory=lambda: defaultdict(DraftSource))
     _step: int = 0
     _num_waiting: int = 0  # prompts that waited in the last step
     _token_rate: float = 0.0  # tokens per second that the batch was expected to generate in the last step
     _plain_seconds: float = float("inf")  # duration of the last step without drafts; inf: unknown
-    _asked_seconds: float = 0.0  # spent on drafts since the last choice
-    _speedup: float = 1.0  # running mean of the expected rate over that of plain decoding
-    _probe_credit: float = float("inf")  # seconds; each step limits it
+    _asked_seconds: float = 0.0  # time spent on asking for drafts since the last choice
+    _speedup: float = 1.0  # running mean of the expected token rate divided by that of plain decoding
+    _probe_credit: float = float("inf")  # credit for trials, in seconds; each step caps it
 
     def num_wanted(self, sequence_id: int, maximum: int, source: str) -> int:
         """Returns how many draft tokens of a draft node may be worth verifying in the next step, 0 to `maximum`.
@@ -106,7 +106,7 @@ class DraftController:
         """Orders the tokens of a draft by the probability that the text goes through them.
 
         There is one probability for each token that may be verified; a drawn draft has one for each token that it
-        could have had, whatever its length.
+        could have had, whatever its actual length.
         """
         record = self._record_of(sequence_id, draft)
         if draft.was_drawn:
@@ -121,9 +121,9 @@ class DraftController:
 
         Args:
             source: the proposer's name.
-            wanted: the maximum of draft tokens that may be verified, for each sequence of the batch.
+            wanted: the maximum number of draft tokens that may be verified, for each sequence of the batch.
             drafts: the best draft found so far, by sequence.
-            num_unread: how many tokens of a sequence the proposer has not read; absent: none.
+            num_unread: how many tokens the proposer has not read, by sequence id; 0 for absent sequences.
 
         Returns:
             Numbers of tokens by sequence id; other sequences are absent.
@@ -161,13 +161,14 @@ class DraftController:
 
         Args:
             source: the proposer's name.
-            asked: number of tokens asked for, by sequence id; absent: its text is still being read.
-            found: its drafts by sequence id.
-            seconds: the duration of all its calls.
-            num_read: committed tokens that it read in these calls; None: it also read prompts of other sequences.
+            asked: number of tokens asked for, by sequence id; sequences whose text is still being read are absent.
+            found: the proposer's drafts, by sequence id.
+            seconds: the total duration of the proposer's calls in this step.
+            num_read: number of committed tokens that these calls read; None: they also read prompts of other sequences.
         """
         known = self._sources[source]
-        if any(draft.tree.was_drawn for draft in found.values()):  # the duration depends on what was drawn
+        if any(draft.tree.was_drawn for draft in found.values()):
+            # The expected duration counts, because the measured one depends on what was drawn.
             self._asked_seconds += known.cost.seconds(
                 max(asked.values(), default=0), sum(asked.values()), num_read or 0
             )
@@ -201,7 +202,7 @@ class DraftController:
             self._record(sequence_id, source).observe_marginal_gain(max(own - max(tokens.values(), default=0.0), 0.0))
 
     def better(self, one: RankedDraft, other: RankedDraft) -> RankedDraft:
-        """Returns the one of a sequence's two drafts with the higher expected gain."""
+        """Returns whichever of two drafts of a sequence has the higher expected gain."""
 
         def value(draft: RankedDraft) -> tuple[float, float]:
             return expected_gain(draft.probabilities, self.row_price), sum(draft.probabilities)
@@ -219,10 +220,10 @@ class DraftController:
         """Decides how many of each draft's first tokens are verified.
 
         Args:
-            drafts: by sequence id.
-            limits: the maximum of draft tokens that may be verified, by id of the step's sequences.
+            drafts: the best draft of each sequence, by sequence id.
+            limits: the maximum number of draft tokens that may be verified, by id of the step's sequences.
             room: what the scheduler leaves for drafts.
-            num_waiting: prompts that wait for the step's processors; those computed in the step are added.
+            num_waiting: number of prompts that wait for the step's processors, without those computed in the step.
 
         Returns:
             Numbers of tokens by sequence id; sequences without any are absent.
@@ -236,7 +237,7 @@ class DraftController:
         probabilities = [drafts[key].probabilities[: max(0, limits[key])] for key in offered]
         offer = StepOffer(
             drafts=probabilities,
-            step_seconds=[each + self._asked_seconds for each in step_seconds],  # already spent, whatever is verified
+            step_seconds=[each + self._asked_seconds for each in step_seconds],  # with the time spent asking
             max_rows=min(sum(map(len, probabilities)), num_possible, self._max_explored_rows(room)),
             num_sequences=len(room.sequences),
             num_waiting=self._num_waiting,
@@ -263,7 +264,7 @@ class DraftController:
         return {key: min(count, len(drafts[key].tree)) for key, count in zip(offered, num_rows, strict=True) if count}
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
-        """Learns which tokens of a draft were accepted. `accepted`: their indices, from the root on."""
+        """Learns which tokens of a draft were accepted: those with the indices `accepted`, from the root on."""
         self._record(sequence_id, draft.source).observe(draft, accepted, step=self._step, reset_after=PROBE_STEPS)
 
     def observe_committed(self, sequence_id: int, draft: DraftTree, token_ids: Sequence[int]) -> None:
@@ -285,12 +286,12 @@ class DraftController:
             self.cost.observe(num_sequences=num_sequences, num_rows=num_rows, step_seconds=seconds)
 
     def forget(self, sequence_id: int) -> None:
-        """Drops the statistics of an ended sequence; an unknown one is fine."""
+        """Drops the statistics of an ended sequence. Does nothing if the sequence is unknown."""
         for source in self._sources.values():
             source.records.pop(sequence_id, None)
 
     def _ask_cheap(self, source: str, wanted: Mapping[int, int]) -> dict[int, int]:
-        """Asks for every sequence in which a draft of some grade could pay off. The grade is known only afterwards."""
+        """Asks for all sequences in which a draft of some grade could pay off. The grade is known only afterwards."""
         min_probability = MIN_SHARE_TO_ASK * self.row_price
         asked: dict[int, int] = {}
         for sequence_id, limit in wanted.items():
@@ -304,10 +305,10 @@ class DraftController:
     def _choose_asked(
         self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, RankedDraft], num_unread: Mapping[int, int]
     ) -> dict[int, int]:
-        """Compares expected gain with expected duration, for a proposer whose calls are not cheap."""
+        """Chooses sequences by expected gain and expected duration, for a proposer whose calls are not cheap."""
         known = self._sources[source]
         row_price = 0.0 if self.verifies_all else self.row_price
-        # Prompts that wait for the end of the step wait for its drafts as well.
+        # Prompts that wait for the end of the step wait for its drafts as well, so they count like sequences.
         self._token_rate = (
             0.0 if self.verifies_all else self._speedup * (len(wanted) + self._num_waiting) / self._plain_seconds
         )
@@ -327,14 +328,14 @@ class DraftController:
         return asked
 
     def _max_explored_rows(self, room: StepReservation) -> int:
-        """Returns the maximum number of draft rows with which the step stays within known step durations."""
+        """Returns the maximum number of draft rows with which the step's duration can still be estimated."""
         max_rows = None if room.prompts or self.verifies_all else self.cost.max_explored_rows()
         return room.max_draft_rows if max_rows is None else max(0, max_rows - room.num_rows)
 
     def _with_other_rows(self, offer: StepOffer, choice: RowChoice, num_rows: int) -> RowChoice:
         """Returns the choice or, if credit allows, one with another number of rows whose duration is hardly known.
 
-        The other choice has no draft rows, to measure what drafts gain, or a few rows more or less.
+        The other choice has either no draft rows, to measure what drafts gain, or a few rows more or less.
         `num_rows`: rows of the step without drafts.
         """
         num_best = sum(choice.num_rows)
@@ -355,7 +356,10 @@ class DraftController:
     def _with_probes(
         self, offer: StepOffer, choice: RowChoice, records: Sequence[AcceptanceRecord], *, max_credit: float
     ) -> Sequence[int]:
-        """Adds one token of each sequence that is due for a trial, the longest without rows first, as credit allows."""
+        """Adds one token for each sequence that is due for a trial, as far as credit allows.
+
+        Sequences that have been without rows for longest come first.
+        """
         due = [
             (record.last_step, place)
             for place, (count, record) in enumerate(zip(choice.num_rows, records, strict=True))
@@ -370,7 +374,7 @@ class DraftController:
                 break
             price = offer.priced(offer.step_seconds[total + 1] - offer.step_seconds[total])
             if price >= self._probe_credit < max_credit:
-                break  # full credit pays for any trial; the debt is repaid before the next one
+                break  # full credit pays for any trial; negative credit is repaid before the next trial
             self._probe_credit -= price
             num_rows[place] = 1
             total += 1

@@ -10,7 +10,9 @@ from outrider.speculation.ask_cost import CallCost
 from outrider.speculation.draft_tree import DraftTree
 
 MIN_MARGINAL_GAIN = 0.05
-"""Accepted tokens per step that a draft node's drafts must gain over all others: about what its messages cost."""
+"""Accepted tokens per step that a draft node's drafts must gain over all other drafts. The node's messages cost
+about as much.
+"""
 
 FIRST_MARGINAL_GAIN = 1.0
 MARGINAL_GAIN_RATE = 0.1
@@ -21,16 +23,17 @@ TREE_BONUS_RATE = 0.02
 
 DEBT_FACTOR = 4.0
 DEBT_GROWTH = 0.001
-"""Growth of the debt that a trial may leave, in each step with full credit: `DEBT_FACTOR` times the step's earned time,
-plus the fraction `DEBT_GROWTH` of the debt. So a trial comes in bounded time even if it must read a long text.
+"""A trial may overdraw the credit for trials, i.e. leave a debt, up to a limit. Each step with full credit raises the
+limit by `DEBT_FACTOR` times the time that the step earned, plus `DEBT_GROWTH` times the limit. So a trial comes in
+bounded time even if it must read a long text.
 """
 
 NUM_CHECKED_DRAFTS = 64
 """Number of verified drafts after which a proposer is judged, once."""
 
 MIN_FIRST_ACCEPTED = 0.05
-"""Minimum fraction of these drafts whose first token must be accepted. A head reaches 0.3 to 0.9; a wrongly loaded one
-almost 0."""
+"""Minimum fraction of the `NUM_CHECKED_DRAFTS` drafts whose first token must be accepted. A head reaches 0.3 to 0.9, a
+wrongly loaded one almost 0."""
 
 
 class DraftSource:
@@ -43,11 +46,12 @@ class DraftSource:
         """Acceptance of drafts of all grades."""
         self.cost = CallCost()
         self.tree_bonus = 0.0
-        """Running mean of a finished draft's expected gain minus that expected of a chain before the call, in tokens.
-        The difference comes from branches, and from the grade, which tells which tokens are worth their rows.
+        """Running mean of the difference, in tokens, between a finished draft's expected gain and the gain that was
+        expected of a chain before the call. The difference comes from branches, and from the grade, which tells which
+        tokens are worth their rows.
         """
-        self._num_found = 0  # number of drafts in `tree_bonus`
-        self._credit = 0.0  # seconds for trials; negative after a trial that took longer
+        self._num_found = 0  # number of drafts over which `tree_bonus` is the mean
+        self._credit = 0.0  # seconds left for trials; negative after a trial that took longer
         self._max_debt = 0.0  # limit of the debt that the next trial may leave, in seconds
         self._trial: int | None = None  # the sequence under trial; reading its text may take several calls
         self.num_checked = 0  # drafts
@@ -63,16 +67,16 @@ class DraftSource:
         )
 
     def add_credit(self, seconds: float, *, max_credit: float) -> None:
-        """Adds time to the credit for trials, up to `max_credit`; then raises the limit of a trial's debt."""
+        """Adds time to the credit for trials, up to `max_credit`. At this limit, raises the limit of a trial's debt."""
         self._credit += seconds
         if self._credit >= max_credit:
             self._credit = max_credit
             self._max_debt += DEBT_FACTOR * seconds + DEBT_GROWTH * self._max_debt
 
     def observe_tree_bonus(self, *, expected: float, found: float) -> None:
-        """Learns from a draft's expected gain in tokens.
+        """Updates `tree_bonus` with one draft, from two estimates of its gain in tokens.
 
-        `expected`: the gain of its chain estimated before the call; `found`: the gain of the draft, estimated after it.
+        `expected`: gain of a chain, estimated before the proposer was called; `found`: gain of the finished draft.
         """
         self._num_found += 1
         self.tree_bonus += max(TREE_BONUS_RATE, 1 / self._num_found) * (found - expected - self.tree_bonus)
@@ -80,10 +84,10 @@ class DraftSource:
     def add_trial(self, asked: dict[int, int], num_unread: Mapping[int, int], *, before: int) -> None:
         """Adds one token of one sequence to `asked` as a trial, if credit allows.
 
-        Only sequences that were not asked for since step `before` are tried. Among those that the credit pays for, the
-        one that was asked for longest ago is chosen. If the credit pays for none, the cheapest one is tried as soon as
-        its debt is within the limit. So a trial comes eventually, however much must be read, and the next one when the
-        debt is repaid. A trial continues until its text is read.
+        Only sequences whose last call was at step `before` or earlier are tried. Among those that the credit pays for,
+        the one whose last call was earliest is chosen. If the credit pays for none of them, the cheapest one is tried
+        as soon as the debt that its trial would leave is within the limit. So a trial comes eventually, however much
+        must be read, and the next trial comes when the debt is repaid. A trial continues until the text has been read.
 
         `num_unread`: number of unread tokens, for each sequence that may be tried.
         """
@@ -95,7 +99,7 @@ class DraftSource:
     def charge_trial(self, asked: Mapping[int, int], *, num_read: int) -> None:
         """Charges the credit with the cost of the trial, if there was one.
 
-        `asked`: the sequences whose text is read; `num_read`: tokens that the call read, for all sequences.
+        `asked`: the sequences whose text has been read; `num_read`: tokens of all sequences that the call read.
         """
         if self._trial is None:
             return
@@ -132,7 +136,7 @@ class SourceRecord:
         self._begun = step
         self._by_grade: dict[int, AcceptanceRecord] = {}
         self.overall = AcceptanceRecord(source.overall, num_positions, step=step)
-        """The record of drafts of all grades, for when a draft is not made yet, so its grade is unknown."""
+        """The record of drafts of all grades, used before a draft is made, when its grade is not known yet."""
         self.last_call = step
         self.marginal_gain = FIRST_MARGINAL_GAIN
         """Running mean of the tokens that the source's drafts were expected to gain over the best other draft."""
@@ -146,9 +150,10 @@ class SourceRecord:
         return record
 
     def observe(self, draft: DraftTree, accepted: Sequence[int], *, step: int, reset_after: int) -> None:
-        """Learns which tokens of a draft were accepted. `accepted`: their indices, from the root on.
+        """Learns which tokens of a draft were accepted: those with the indices `accepted`, from the root on.
 
-        `reset_after`: number of steps without a verdict after which an accepted draft means that the text has changed.
+        `reset_after`: number of steps without a verdict after which an accepted draft means that the text has changed
+        in kind.
         """
         self._source.num_checked += 1
         self._source.num_first_accepted += bool(accepted)
@@ -162,7 +167,7 @@ class SourceRecord:
                 record.observe_chain(len(draft.token_ids), len(accepted))
 
     def observe_marginal_gain(self, tokens: float) -> None:
-        """Learns from a step in which the source was asked; the gain is 0 if it had nothing better than others."""
+        """Learns from a step in which the source was asked. `tokens` is 0 if its drafts were no better than others."""
         self.marginal_gain += MARGINAL_GAIN_RATE * (tokens - self.marginal_gain)
 
     @property

@@ -1,4 +1,4 @@
-"""Messages between decode node and draft node, as values.
+"""Messages between decode node and draft node, as plain Python values.
 
 The proto mirror is `draft.proto`; `outrider.wire.draft` converts. Both sides send their newest state, never a backlog.
 """
@@ -21,11 +21,11 @@ MAX_BRANCHES_PER_SEQUENCE = 32
 """Limits of one message. A peer that exceeds one of them is broken."""
 
 MAX_AHEAD_BRANCHES = 4 * MAX_BRANCHES_PER_SEQUENCE
-"""Number of branches that may be sent ahead for one update. A branch that was sent again, because it had grown, counts
-again. Later ones are stale."""
+"""Maximum number of branches that may be sent ahead for one update. A branch that is sent again because it has grown
+counts again. Further branches are stale."""
 
 MAX_BRANCH_TOKENS = 32
-"""Maximum number of tokens in a branch: as many as a step verifies at most."""
+"""Maximum number of tokens in a branch. A step does not verify more."""
 
 MAX_PROPOSAL_TOKENS = 16
 """Maximum number of tokens that are offered in a branch, unless num_wanted is larger."""
@@ -37,11 +37,11 @@ MAX_SIBLINGS = 8
 """Maximum number of tokens in a branch outside its likeliest path, if the decode node takes trees."""
 
 MAX_FEATURE_BYTES_PER_MESSAGE = 1 << 20
-"""Maximum size of the features in a message. They take a millisecond on a fast network, and other updates wait."""
+"""Maximum size of the features in a message. Even on a fast network they delay other updates by a millisecond."""
 
 
 def max_offered_tokens(num_wanted: int, *, takes_trees: bool = False) -> int:
-    """Returns the maximum length of a branch for `num_wanted`: some tokens more, for the steps after the next one."""
+    """Returns the maximum number of tokens in a branch: more than `num_wanted`, for the steps after the next one."""
     on_path = max(num_wanted, min(num_wanted + NUM_EXTRA_TOKENS, MAX_PROPOSAL_TOKENS))
     return on_path + MAX_SIBLINGS if takes_trees else on_path
 
@@ -56,12 +56,12 @@ class DraftHello:
     vocabulary_fingerprint: str
     max_model_len: int
     protocol_versions: ProtocolVersions = SUPPORTED_VERSIONS
-    features: FeatureFormat | None = None  # format of its tokens' features; None: it computes none
+    features: FeatureFormat | None = None  # format of the features that the decode node computes; None: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceStart:
-    """How a sequence samples, which its first update tells."""
+    """The sampling options of a sequence, which its first update contains."""
 
     options: RequestOptions
     sample: int
@@ -86,13 +86,13 @@ class SequenceUpdate(NamedTuple):
 
     sequence_id: int
     start: SequenceStart | None = None  # set whenever start_length is 0
-    start_length: int = 0  # position of the first token of token_ids; all before it were acknowledged
+    start_length: int = 0  # position of the first token of token_ids; all tokens before it were acknowledged
     token_ids: tuple[int, ...] = ()
     length: int = 0  # start_length + len(token_ids)
     prefix_hash: int = 0
     num_wanted: int = 0
     closed: bool = False
-    feature_start: int = 0  # first token of `features`; the features of all before it were acknowledged
+    feature_start: int = 0  # position of the first token in `features`; earlier features were acknowledged
     features: bytes = b""  # features of tokens [feature_start, length - 1), or fewer, in the hello's format
     min_reach: float = 0.0  # see ProposalRequest
 
@@ -101,11 +101,11 @@ class DraftStatus(enum.Enum):
     """The meaning of an answer; see DraftStatus in draft.proto."""
 
     PROPOSED = "proposed"
-    CATCHING_UP = "catching_up"  # one more answer follows
-    NO_ROOM = "no_room"  # nothing of the sequence is held
+    CATCHING_UP = "catching_up"  # the draft node is still reading the tokens; one more answer follows
+    NO_ROOM = "no_room"  # the draft node holds nothing of the sequence
     NOTHING = "nothing"
     UNKNOWN_PREFIX = "unknown_prefix"
-    AHEAD = "ahead"  # more branches, after the answer
+    AHEAD = "ahead"  # more branches, sent after the answer
 
 
 class SequenceProposals(NamedTuple):
@@ -114,8 +114,8 @@ class SequenceProposals(NamedTuple):
     sequence_id: int
     status: DraftStatus
     acked_length: int = 0
-    branches: tuple[DraftTree, ...] = ()  # each with its prefix hash
-    acked_features: int = 0  # number of first tokens whose features are held
+    branches: tuple[DraftTree, ...] = ()  # drafts, each with its prefix hash
+    acked_features: int = 0  # number of leading tokens whose features the draft node holds
 
 
 def check_fits(hello: DraftHello, info: NodeInfo) -> None:

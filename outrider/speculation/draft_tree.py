@@ -11,7 +11,7 @@ from typing import NamedTuple
 from outrider.speculation.token_distribution import TokenDistribution
 
 DRAFT_NODE = "draft_node"
-"""The source of drafts that come from draft nodes. The source of a local proposer's drafts is its name."""
+"""The source of drafts that come from draft nodes. The source of a local proposer's drafts is the proposer's name."""
 
 ROOT = -1
 """The parent of a token that follows the prefix itself."""
@@ -25,16 +25,16 @@ class DraftTree:
     Tokens are ordered by probability and parents come before their children. So the first n tokens are a tree as
     well, and the first of two siblings is the likelier one.
 
-    A value: never changed once its source is known. Not declared frozen, since one is made for every sequence and
-    step, and its construction would take three times as long.
+    A tree is never changed once its source is known. The class is not declared frozen, because a tree is made for every
+    sequence in every step, and the construction of a frozen object takes three times as long.
     """
 
     length: int
-    prefix_hash: int | None = None  # of the first `length` tokens; None: the draft was made in this process
+    prefix_hash: int | None = None  # hash of the first `length` tokens; None: the draft was made in this process
     token_ids: tuple[int, ...] = ()
     source: str = DRAFT_NODE  # the source whose acceptance the verdict changes
-    probability: float = 1.0  # the proposer's estimate that the text begins with the first `length` tokens
-    distributions: tuple[TokenDistribution, ...] = ()  # of each token; empty: nothing was drawn
+    probability: float = 1.0  # the proposer's estimated probability that the text begins with the prefix
+    distributions: tuple[TokenDistribution, ...] = ()  # one for each token; empty: nothing was drawn
     parents: tuple[int, ...] = ()  # index of each token's parent, or ROOT; empty: a chain
     grade: int = 0  # class of the proposer's confidence in the draft; each class has its own acceptance
 
@@ -44,7 +44,7 @@ class DraftTree:
 
     @property
     def was_drawn(self) -> bool:
-        """Whether it has the distributions of its tokens, for rejection sampling. If so, it is a chain."""
+        """Whether the draft has the distributions of its tokens, for rejection sampling. If so, it is a chain."""
         return bool(self.distributions)
 
     @property
@@ -102,7 +102,7 @@ class DraftTree:
         )
 
     def depth_first(self) -> DraftTree:
-        """Returns the same tree in depth-first order, the likeliest path first, then the branches, the deepest first.
+        """Returns the same tree in depth-first order: the likeliest path, then the branches, the deepest first.
 
         Tokens that follow each other thus become neighbours as far as possible.
         """
@@ -155,7 +155,7 @@ class DraftTree:
         )
 
     def _below(self, token_ids: Sequence[int]) -> DraftTree | None:
-        """Returns the subtree after these tokens, at least one, or None if there is nothing."""
+        """Returns the subtree after `token_ids`, which must not be empty, or None if nothing follows them."""
         path = self.path_of(token_ids)
         if len(path) < len(token_ids):
             return None
@@ -172,8 +172,8 @@ class DraftTree:
 class RankedDraft(NamedTuple):
     """A draft and its tokens' probabilities in the step for which it was ranked (see `DraftController.rank`)."""
 
-    tree: DraftTree  # its tokens by falling probability, parents before their children
-    probabilities: Sequence[float]  # by token; for a drawn draft, by token that it could have had
+    tree: DraftTree  # with its tokens ordered by falling probability, parents before their children
+    probabilities: Sequence[float]  # one for each token; for a drawn draft, one for each token that it could have had
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:

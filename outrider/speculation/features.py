@@ -12,7 +12,7 @@ class Features(Protocol):
     """The target's features of one sequence (see outrider.engine.feature_spec), the input of a head."""
 
     def __len__(self) -> int:
-        """The number of tokens with features, from the first on: at most all but the newest committed one."""
+        """The number of leading tokens that have features: at most all committed tokens but the newest."""
 
     def read(self, start: int, end: int) -> Array:
         """Returns the features of tokens [start, end): [end - start, width], a numpy array (see WORDS) or a tensor."""
@@ -20,12 +20,12 @@ class Features(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeadRules:
-    """How a head is fed: each token with the feature of the token before it, so a text's first token has no row.
+    """How a head is fed. Each token's row needs the feature of the token before, so a text's first token has no row.
 
-    Features come with committed tokens. Until then the head is fed with its own hidden states, and these rows are
-    recomputed later.
+    Only committed tokens have features. The rows of tokens after them get the head's own hidden states instead, and are
+    recomputed once these tokens are committed.
     """
 
-    keeps_kv: bool = True  # False: a row depends only on its own token and input
-    max_own_rows: int | None = None  # limit of a path's rows that are fed with own states; None: no limit
-    num_parallel_rows: int = 0  # rows after the path's rows in a forward that decides; they need room in the cache
+    keeps_kv: bool = True  # whether the head has KV; if not, a row depends only on its own token and input
+    max_own_rows: int | None = None  # maximum number of a path's rows with the head's own states; None: no limit
+    num_parallel_rows: int = 0  # rows after a path's rows in a forward that decides tokens; they need room in the cache

@@ -19,21 +19,21 @@ class AheadRow:
     probability: float  # probability that the text reaches this token
     tree: PathTree
     path: DraftPath | Opening
-    is_wanted: bool = False  # whether it is part of the draft that was asked for
+    is_wanted: bool = False  # whether the token is part of the draft that was asked for
 
 
 def candidate_rows(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: int) -> list[AheadRow]:
-    """Returns the next token of each path of one sequence, as far as the sequence's next update may ask for it.
+    """Returns the next token of each path of one sequence, if the sequence's next update may ask for it.
 
-    While the target verifies `num_wanted` tokens, the main path grows to these tokens, one more, and a whole next
-    draft. An alternative replaces one of these `num_wanted` + 1 tokens, and grows by a whole draft.
+    While the target verifies `num_wanted` tokens, the main path grows until it has these tokens, one more, and a whole
+    next draft. An alternative replaces one of these `num_wanted` + 1 tokens, and grows by a whole draft.
     """
     acceptance = tree.acceptance.mean
     rows: list[AheadRow] = []
     for path in tree.paths:
         num_tokens = len(path)
         if tree.num_missing(path) > tree.max_path_rows:
-            continue  # its KV was evicted
+            continue  # the path's KV was evicted
         max_tokens = 2 * num_wanted + 1 if path is tree.main else path.num_assumed + num_wanted
         if num_tokens >= max_tokens or tree.is_complete(path):
             continue

@@ -2,11 +2,11 @@
 
 Torch-free: a path knows its tokens and its block table, not how tokens are decided.
 
-The text follows the main path as long as the target decides like the draft model. If it differs, its likeliest
-choices are the runners-up of the draft model's race: an alternative assumes one of them.
+The text follows the main path as long as the target decides like the draft model. When the target differs, its
+likeliest choices are the runners-up of the draft model's race. An alternative assumes one of them.
 
 A head has one row fewer than tokens. After each commit it drafts again, from the features of the committed tokens.
-Until then the rest of the old main path is kept as the `stale_path`.
+Until it has done so, the rest of the old main path is kept as the `stale_path`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DraftedToken:
     """A forward's decision at the position after one path."""
 
     token_ids: tuple[int, ...]  # the winner of the race, then its runners-up; empty: nothing was decided
-    distribution: TokenDistribution | None = None  # the winner's, if requested
+    distribution: TokenDistribution | None = None  # the winner's distribution, if requested
     state: object = None  # a head's hidden state after the path: its input in the winner's row
     following: tuple[DraftedToken, ...] = ()  # decisions at later positions, by a parallel head or a rollout
     confidence: float = 1.0  # a head's probability of the likeliest token
@@ -41,9 +41,9 @@ class DraftedToken:
 class DraftPath:
     """Tokens after the committed ones: first assumed tokens, then those that the draft model has decided."""
 
-    kv: SequenceKV  # KV of committed and path tokens, as far as computed
+    kv: SequenceKV  # KV of committed and path tokens, as far as it has been computed
     decided: list[DraftedToken] = field(default_factory=list)  # one for each token
-    num_assumed: int = 0  # 0: the main path
+    num_assumed: int = 0  # number of assumed tokens; 0: the main path
     rank: int = 0  # rank of the runner-up that an alternative assumes
     num_sent: int = 0  # tokens sent to the decode node
 
@@ -61,11 +61,11 @@ class DraftPath:
 
     @property
     def confidence(self) -> float:
-        """The probability, by the drafter's confidence, that the text goes through the whole path."""
+        """The probability that the text goes through the whole path, estimated from the drafter's confidence."""
         return math.prod(each.confidence for each in self.decided)
 
     def cut_front(self, num_tokens: int) -> None:
-        """Drops committed tokens, and counts the rest as not sent."""
+        """Drops the first tokens, which have been committed, and counts the rest as not sent."""
         del self.decided[:num_tokens]
         self.num_assumed = max(0, self.num_assumed - num_tokens)
         self.num_sent = 0
@@ -83,8 +83,8 @@ class Opening:
 class PathTree:
     """The paths of one sequence, rooted at its committed tokens. Belongs to one thread.
 
-    The KV of the main path is complete up to the newest token that was fed. Alternatives are copy-on-write forks of it,
-    so common prefixes are computed and stored once.
+    The KV of the main path is complete up to the newest token that was fed. Alternatives are copy-on-write forks of
+    that KV, so common prefixes are computed and stored once.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class PathTree:
         self.start = start
         self.sampling = sampling
         self.features: Features | None = None  # a head's features of all committed tokens but the newest
-        self.acceptance = path_acceptance()  # over committed positions for which a path had a token
+        self.acceptance = path_acceptance()  # acceptance at the committed positions for which a path had a token
         self.runner_up_chances = [path_acceptance(prior) for prior in PRIOR_RUNNERS_UP]
         self.main = DraftPath(kv)
         self.alternatives: list[DraftPath] = []
@@ -112,14 +112,14 @@ class PathTree:
         self.num_wasted_tokens = 0  # decided tokens that were dropped and never committed
         self._head = head
         self._num_without_row = 0 if head is None else 1  # leading tokens
-        # In rejection sampling a draft whose length depends on its tokens is biased, so it goes on past a stop token.
+        # In rejection sampling a draft whose length depends on its tokens is biased, so drafts go on past a stop token.
         self._stop_token_ids = frozenset(() if start.wants_distributions else start.options.stop_token_ids)
         self._max_length = min(max_model_len, start.prompt_length + start.options.sampling.max_tokens)
         self.token_ids = list(token_ids)
         """The committed tokens; only this tree changes them."""
         self._source = token_ids
         self._openings: list[Opening] = []  # likeliest first
-        self._num_listed = 0  # tokens of the main path for which `_openings` was made
+        self._num_listed = 0  # number of tokens of the main path for which `_openings` was made
 
     def __len__(self) -> int:
         """The number of committed tokens."""
@@ -133,7 +133,7 @@ class PathTree:
     # --- the root -------------------------------------------------------------------------
 
     def is_continued_by(self, token_ids: Sequence[int]) -> bool:
-        """Returns whether `token_ids` begins with the committed tokens. The last call's list does, as it only grows."""
+        """Returns whether `token_ids` begins with the committed tokens. The last call's list does: it can only grow."""
         size = len(self)
         if len(token_ids) < size:
             return False
@@ -143,7 +143,8 @@ class PathTree:
         """Moves the root to the end of `token_ids`, which continue the committed tokens, and returns the new tokens.
 
         The first path that begins with the new tokens becomes the main one. Alternatives that begin with them are kept,
-        without these tokens; other paths are freed. If no path does, the KV of the longest common prefix is kept.
+        without these tokens; other paths are freed. If no path begins with the new tokens, the KV of the longest common
+        prefix is kept.
         """
         new = tuple(token_ids[len(self) :])
         self._source = token_ids
@@ -171,7 +172,7 @@ class PathTree:
                 path.kv.free()
         for path in following:
             path.cut_front(size)
-        self.main, *self.alternatives = following  # the main path comes first; without it, one alternative follows
+        self.main, *self.alternatives = following  # the main path is first; if it is gone, only one path is left
         self.main.num_assumed = 0
         return new
 
@@ -190,8 +191,8 @@ class PathTree:
     def best_path(self, *, allow_stale: bool) -> DraftPath:
         """Returns the path to send: the main one, followed by the rest of the stale path if both agree.
 
-        For drawn drafts the stale path counts only until the main path has begun: if the new path happened to draw
-        the same token, it would be judged by another distribution than the one that it was drawn from.
+        For drawn drafts, the stale path is used only while the main path is empty. If the main path happened to draw
+        the same token, this token would be verified against another distribution than it was first drawn from.
         """
         main, stale = self.main, self.stale_path
         if not allow_stale or stale is None or len(stale) <= len(main) or not self._is_stale_path_right(stale):
@@ -199,7 +200,7 @@ class PathTree:
         return replace(main, decided=[*main.decided, *stale.decided[len(main) :]])
 
     def drop_wrong_stale_path(self) -> None:
-        """Drops the stale path if it differs from the main path. The part of it that was sent must be sent again."""
+        """Drops the stale path if it differs from the main path, which then counts as sent only up to that point."""
         main, stale = self.main, self.stale_path
         if stale is not None and not self._is_stale_path_right(stale):
             num_right = 0 if self.start.wants_distributions else num_common(main.token_ids, stale.token_ids)
@@ -211,7 +212,7 @@ class PathTree:
 
     def first_missing(self, path: DraftPath) -> int:
         """Returns the position of the first of the `missing` tokens."""
-        if self._num_fed(path) == len(self) + len(path):  # fed without asking for logits
+        if self._num_fed(path) == len(self) + len(path):  # all tokens were fed, but without logits
             path.kv.truncate(path.kv.num_tokens - 1)
         return self._num_fed(path)
 
@@ -233,7 +234,7 @@ class PathTree:
 
     @property
     def max_path_rows(self) -> int:
-        """Number of missing rows up to which a path drafts instead of catching up. A head rereads committed tokens."""
+        """Maximum missing rows of a path that still drafts; higher for a head, because it rereads committed tokens."""
         return 1 if self._head is None else 1 + MAX_PROPOSAL_TOKENS
 
     def rows_before(self, position: int) -> int:
@@ -245,7 +246,7 @@ class PathTree:
         return self.num_left_of(path) <= 0 or (bool(path) and path.decided[-1].token_ids[0] in self._stop_token_ids)
 
     def num_left_of(self, path: DraftPath) -> int:
-        """Returns by how many tokens a path can grow: up to the maximum length, and as far as a head can draft."""
+        """Returns by how many tokens a path can still grow, given the maximum length and the head's maximum depth."""
         return min(self.num_left, self._max_own_rows + 1) - len(path)
 
     @property
@@ -264,11 +265,11 @@ class PathTree:
     def openings(self, num_positions: int) -> Sequence[Opening]:
         """Returns alternatives to the main path's first tokens that are not open yet, the likeliest first."""
         main = self.main
-        num_forkable = self._num_fed(main) - len(self) + 1  # the KV before a replaced token is needed
+        num_forkable = self._num_fed(main) - len(self) + 1  # an alternative needs the KV before the replaced token
         num_positions = min(num_positions, num_forkable, len(main), self._max_own_rows)
         if num_positions > self._num_listed:
             self._openings, self._num_listed = self._list_openings(num_positions), num_positions
-        if num_forkable < self._num_listed:  # evicted since
+        if num_forkable < self._num_listed:  # KV has been evicted since
             return [opening for opening in self._openings if opening.index < num_forkable]
         return self._openings
 
@@ -279,7 +280,7 @@ class PathTree:
         kv = main.kv.fork()
         kv.truncate(self.rows_before(len(self) + index))
         assumed = [*main.token_ids[:index], main.decided[index].token_ids[1 + opening.rank]]
-        # The state of the runner-up is its winner's.
+        # A runner-up has the state of the winner that it replaces.
         decided = [
             DraftedToken((token_id,), state=each.state) for token_id, each in zip(assumed, main.decided, strict=False)
         ]
@@ -307,11 +308,10 @@ class PathTree:
     def with_siblings(self, path: DraftPath, start: int, end: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Joins the path's tokens [start, end) with runners-up of the race as their siblings.
 
-        Returns:
-            Ids and parents as in DraftTree, in the order of their probability.
+        Returns ids and parents as in DraftTree, in the order of their probability.
         """
         acceptance = self.acceptance.mean
-        reached = 1.0  # probability that the text goes along the path to here
+        reached = 1.0  # probability that the text follows the path up to this place
         on_path: list[tuple[float, int, int]] = []  # probability, place on the path, id
         siblings: list[tuple[float, int, int]] = []
         for place, decided in enumerate(path.decided[start:end]):
@@ -350,7 +350,7 @@ class PathTree:
         return num_fed
 
     def _restart_draft(self, new: Sequence[int]) -> None:
-        """Drafts again after a commit of `new`. The rest of a path that begins with it becomes the stale path."""
+        """Drafts again after a commit of `new`. If a path begins with `new`, its rest becomes the stale path."""
         size, stale = len(new), None
         for path in (*self.paths, *((self.stale_path,) if self.stale_path else ())):
             num_agreeing = num_common(path.token_ids, new)
@@ -381,7 +381,7 @@ class PathTree:
         return float(acceptance**index) * (1.0 - acceptance) * self.runner_up_chances[rank].mean
 
     def _learn(self, new: Sequence[int]) -> None:
-        """Updates the estimates with the committed tokens, up to the first one that no path has."""
+        """Updates the estimates with the committed tokens, up to the first token that is on no path."""
         path = self.best_path(allow_stale=True)
         for index, token_id in enumerate(new):
             if index >= len(path):

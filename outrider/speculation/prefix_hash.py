@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 import xxhash
 
 HISTORY = 256
-"""Default number of recent lengths whose hashes are cheap."""
+"""Default number of recent prefix lengths whose hashes are cheap to get."""
 
 
 def token_bytes(token_ids: Iterable[int]) -> bytes:
-    """Returns the ids as uint32 in native byte order, which is little-endian. Raises: OverflowError for other ids."""
+    """Returns the ids as uint32 in native byte order, i.e. little-endian. Raises: OverflowError if one does not fit."""
     return array("I", token_ids).tobytes()
 
 
@@ -30,7 +30,7 @@ class HashedTokens:
     """A growing list of tokens with the hashes of its recent prefixes.
 
     The hash of all tokens is kept up to date. Hashes of the last `history` lengths are computed on demand, since most
-    texts grow by several tokens at once and the lengths between are rarely needed. Not thread-safe.
+    texts grow by several tokens at once and the lengths in between are rarely needed. Not thread-safe.
     """
 
     __slots__ = ("_behind", "_hasher", "_hashes", "_history", "_num_behind", "hash", "token_ids")
@@ -44,7 +44,7 @@ class HashedTokens:
         """Hash of all tokens."""
         num_old = max(0, len(token_ids) - history)
         self.extend(token_ids[:num_old])
-        self._behind = self._hasher.copy()  # the hasher after `_num_behind` tokens; longer prefixes have no hash yet
+        self._behind = self._hasher.copy()  # the hasher after `_num_behind` tokens, the longest prefix in `_hashes`
         self._num_behind = num_old
         self._hashes: deque[int] = deque((self.hash,), maxlen=history)
         self.extend(token_ids[num_old:])
@@ -53,7 +53,7 @@ class HashedTokens:
         return len(self.token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens. Raises: OverflowError for an id outside uint32, without any change."""
+        """Appends tokens. Raises: OverflowError for an id outside uint32; the list is then unchanged."""
         self._hasher.update(token_bytes(token_ids))
         self.hash = self._hasher.intdigest()
         self.token_ids.extend(token_ids)

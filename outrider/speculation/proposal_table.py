@@ -1,4 +1,4 @@
-"""The drafts received for one sequence. They are found by the tokens that were committed after they were made."""
+"""The drafts received for one sequence. A draft is found by the tokens that were committed after it was made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.speculation.prefix_hash import HashedTokens
 
 
 class KeptDraft(NamedTuple):
-    """A draft, and when it was received, in clock seconds of the table's owner."""
+    """A draft, and the time at which it was received, in seconds of the clock of the table's owner."""
 
     tree: DraftTree
     arrived_at: float
@@ -19,10 +19,10 @@ class KeptDraft(NamedTuple):
 class ProposalTable:
     """Drafts of one sequence, keyed by content: (length, prefix hash).
 
-    Late and early proposals are one case: a draft of an older prefix is still used if its first tokens equal what was
+    Late and early proposals are treated alike: a draft of an older prefix is still used if its first tokens equal those
     committed since, and a draft of a prefix that is not committed yet may be used later. The table is bounded: stale
     drafts are evicted first, then the least likely one. A look-up compares at most `max_trees` drafts. Not thread-safe:
-    confined to its owner's thread or lock.
+    it is used only in its owner's thread or under its owner's lock.
     """
 
     __slots__ = ("_kept", "_max_trees")
@@ -50,8 +50,8 @@ class ProposalTable:
     def take(self, committed: HashedTokens) -> KeptDraft | None:
         """Returns the draft after `committed`, or None if there is none.
 
-        If several drafts fit, the one with the longest prefix is taken, because its proposer knew most tokens. It stays
-        in the table, because its rest may fit after the next commit as well.
+        If several drafts fit, the one with the longest prefix is taken, because its proposer knew the most tokens. It
+        stays in the table, because its rest may fit after the next commit as well.
         """
         num_committed = len(committed.token_ids)
         newest = self._kept.get((num_committed, committed.hash))
@@ -69,7 +69,7 @@ class ProposalTable:
         self._kept.clear()
 
     def _drop_stale(self, committed: HashedTokens) -> None:
-        """Evicts drafts whose prefix or tokens differ from the text, and those that end before it does."""
+        """Evicts drafts whose prefix or tokens differ from the text, and drafts that do not go beyond the text."""
         for key, kept in list(self._kept.items()):
             tree = kept.tree
             if tree.length <= len(committed) and (

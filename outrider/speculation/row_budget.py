@@ -1,4 +1,6 @@
-"""Limits the rows of a draft model's forward: prefix rows by their duration, look-ahead rows by what they add to it."""
+"""Limits the rows of a draft model's forward. Prefix rows may take only a limited time, and look-ahead rows may
+lengthen the forward only a little.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +8,45 @@ SMOOTHING = 0.2
 """Weight of each new duration in a running mean."""
 
 OUTLIER_FACTOR = 3.0
-"""A longer forward counts as this many times the mean duration."""
+"""A forward that takes more than this many times the mean duration counts as exactly that long."""
 
 RETRY = 0.995
-"""Factor by which the means of larger sizes shrink at each forward, so that a size that was slow is tried again."""
+"""Factor by which each forward shrinks the mean durations of larger sizes, so that a once slow size is tried again."""
 
 MAX_ROWS = 64
-"""Maximum number of rows in a forward of a look-ahead."""
+"""Number of rows in a forward up to which look-ahead rows may be added."""
 
 MIN_PREFIX_ROWS = 16
-"""Minimum limit of prefix rows in a forward: fewer rows would take about as long."""
+"""The limit of prefix rows in a forward is at least this number, because fewer rows would take about as long."""
 
 FIRST_ROWS = 64
-"""Limit of prefix rows in a forward before the cost of a row is measured."""
+"""Limit of prefix rows in a forward until the cost of a row has been measured."""
 
 
 class RowBudget:
-    """Limits the rows of a drafter's forwards, by their measured duration. Not thread-safe.
+    """Limits the rows of a drafter's forwards according to measured durations. Not thread-safe.
 
-    Drafts of other sequences wait for prefix rows. So these are limited to a duration, by the mean cost of a row.
+    While prefix rows are computed, the drafts of other sequences wait. So prefix rows may take only a limited time,
+    which is estimated from the mean cost of a row.
 
-    Rows of a look-ahead are added only if they lengthen a forward little, by the mean duration of forwards of each
-    size: 1 row, 2 to 3, 4 to 7 and so on. Sizes are compared and not fitted to a line: on a GPU most sizes take the
-    same time and then one takes twice as long, and on a busy machine durations scatter more than rows explain.
+    Look-ahead rows are added only if they lengthen a forward little, judged by the mean durations of forwards of each
+    size: 1 row, 2 to 3 rows, 4 to 7 rows and so on. The mean durations are compared directly, not fitted to a line,
+    because on a GPU most sizes take the same time until one takes twice as long, and on a busy machine durations
+    scatter more than the number of rows explains.
     """
 
     def __init__(self, *, max_prefix_rows: int, prefix_seconds: float) -> None:
         """Allows as many prefix rows as fit into about `prefix_seconds`, at most `max_prefix_rows`."""
         self._max_prefix_rows = max_prefix_rows
         self._prefix_seconds = prefix_seconds
-        self._row_seconds = 0.0  # running mean over forwards with prefix rows; 0: there was none
-        self._means: dict[int, float] = {}  # seconds of forwards with one row per path, by the rows' bit length
+        self._row_seconds = 0.0  # mean seconds per row of forwards with prefix rows; 0 before the first
+        self._means: dict[int, float] = {}  # mean seconds of a forward with one row per path, by num_rows.bit_length()
 
     def observe(self, num_rows: int, num_paths: int, seconds: float, *, has_rollout: bool = False) -> None:
-        """Records one forward. `has_rollout`: the duration includes a rollout."""
+        """Records one forward. `has_rollout`: whether `seconds` include a rollout."""
         if num_rows > num_paths:
             if num_rows >= MIN_PREFIX_ROWS:  # a smaller forward says little about the cost of a row
-                # The duration may include a rollout; then the estimate is too high, which is safe.
+                # If the duration includes a rollout, the estimate is too high, which is safe.
                 weight = SMOOTHING if self._row_seconds > 0.0 else 1.0
                 self._row_seconds += weight * (seconds / num_rows - self._row_seconds)
         elif not has_rollout:
@@ -59,10 +63,11 @@ class RowBudget:
         return int(min(self._max_prefix_rows, max(affordable, MIN_PREFIX_ROWS)))
 
     def num_more(self, num_rows: int, *, share: float) -> int:
-        """Returns how many rows may be added to a forward of `num_rows`, so that it takes at most `share` longer.
+        """Returns how many rows may be added to a forward of `num_rows` rows.
 
-        One size of unknown duration is allowed at a time, to measure it. If `num_rows` is 0, the forward is compared
-        with the smallest one, and at least 1 is returned.
+        These rows lengthen the forward by at most the fraction `share`. At most one size of unknown duration is allowed
+        at a time, so that it is measured before larger ones. If `num_rows` is 0, the forward is compared with one of
+        the smallest size, and at least 1 is returned.
         """
         size = max(1, num_rows).bit_length()
         known = [seconds for each, seconds in self._means.items() if each <= size]
@@ -70,5 +75,5 @@ class RowBudget:
         while size < MAX_ROWS.bit_length() and self._means.get(size + 1, 0.0) <= limit:
             size += 1
             if size not in self._means:
-                break  # this size is measured first
+                break  # measure this size before larger ones are allowed
         return max(int(not num_rows), min((1 << size) - 1, MAX_ROWS) - num_rows)

@@ -10,13 +10,13 @@ from operator import truediv
 
 @dataclass(frozen=True, slots=True)
 class RowChoice:
-    """The number of draft tokens that one step verifies, and the expected result."""
+    """The numbers of draft tokens that one step verifies, and the expected result."""
 
-    num_rows: Sequence[int]  # the number of each draft's first tokens that are verified
+    num_rows: Sequence[int]  # for each draft, the number of its first tokens that the step verifies
     expected_tokens: float  # tokens that the step commits, over all sequences
     expected_seconds: float  # the step's duration
-    token_seconds: float  # seconds per token at the best rate
-    row_price: float  # lowest probability of a draft token that would have paid for a row
+    token_seconds: float  # seconds per committed token with the number of rows that has the highest rate
+    row_price: float  # lowest probability at which a draft token would have been worth a row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,20 +24,22 @@ class StepOffer:
     """The drafts that one step may verify, and the durations of the possible steps."""
 
     drafts: Sequence[Sequence[float]]
-    """For each draft, the probability of each token that the text goes through it. This is the product of the
-    acceptances on the token's path; for a sibling also of (1 - acceptance) of the siblings before it. Tokens come in
-    order of falling probability, with parents before children, so the best n tokens of a draft are its first n.
+    """For each token of each draft, the probability that the text follows the draft up to and including the token. This
+    is the product of the acceptances on the token's path and, for a token with earlier siblings, of (1 - acceptance)
+    of each of them. Tokens come in order of falling probability, with parents before children, so the n most probable
+    tokens of a draft are its first n.
     """
     step_seconds: Sequence[float]
-    """Durations of a step with 0, 1, ... draft rows, at least min(max_rows, tokens of all drafts) + 1 entries;
-    positive. Further entries determine `row_price` if all draft tokens are verified.
+    """Durations of a step with 0, 1, ... draft rows, each positive. There are at least
+    min(max_rows, number of all draft tokens) + 1 entries. Further entries determine `row_price` if all draft tokens are
+    verified.
     """
-    max_rows: int  # limit of draft rows
-    num_sequences: int  # at least 1; the step commits one token of each even without drafts
-    num_waiting: int = 0  # prompts that are computed after the step
+    max_rows: int  # maximum number of draft rows
+    num_sequences: int  # at least 1; even without drafts, the step commits one token of each sequence
+    num_waiting: int = 0  # number of prompts whose computation waits for the end of the step
 
     def priced(self, seconds: float) -> float:
-        """Returns the cost of this time in seconds of the batch: each waiting prompt loses it like a sequence."""
+        """Returns what `seconds` cost, in seconds of the batch. A waiting prompt loses as much as a sequence."""
         return seconds * (1.0 + self.num_waiting / self.num_sequences)
 
     def choose(self, *, num_rows: int | None = None) -> RowChoice:
@@ -45,15 +47,15 @@ class StepOffer:
 
         The step commits `num_sequences` tokens without drafts, and one more for each accepted draft token. With r
         rows for drafts its expected rate is (num_sequences + the r largest probabilities) / step_seconds[r]; the best
-        r maximises it. step_seconds may have any shape. While prompts wait for the end of the step, a second costs
-        the tokens that the batch would generate in it plus those of the prompts, each at the rate of one sequence of
-        the batch.
+        r maximises this rate. The curve `step_seconds` may have any shape. While prompts wait for the end of the step,
+        a second costs the tokens that the batch would generate in it, plus those that the waiting prompts would
+        generate, each at the rate of one sequence of the batch.
 
-        `num_rows`: use this number of rows instead of the best one, to learn its duration.
+        `num_rows`: the number of rows to use instead of the best one, so that its duration is learned.
 
-        Cost: one sort of all tokens. Source: goodput as the objective is SmartSpec's (Liu et al. 2024, arXiv
-        2406.14066); as probabilities never rise along a path, the greedy choice is the best tree (Sequoia, Chen et
-        al. 2024).
+        Cost: one sort of all tokens. Source: the objective, goodput, is that of SmartSpec (Liu et al. 2024, arXiv
+        2406.14066). Because probabilities never rise along a path, the greedy choice is the best tree (Sequoia, Chen
+        et al. 2024).
         """
         step_seconds = self.step_seconds
         flat: list[float] = []
@@ -63,7 +65,8 @@ class StepOffer:
             owners += [owner] * len(draft)
         # The sort is stable, so a parent comes before an equally likely child.
         order = sorted(range(len(flat)), key=flat.__getitem__, reverse=True)[: self.max_rows]
-        gained = list(accumulate(map(flat.__getitem__, order), initial=float(self.num_sequences)))  # by number of rows
+        # The expected number of committed tokens, by number of draft rows.
+        gained = list(accumulate(map(flat.__getitem__, order), initial=float(self.num_sequences)))
         rates = list(map(truediv, gained, step_seconds))
         best_rate = max(rates)
         best = rates.index(best_rate)
@@ -75,7 +78,8 @@ class StepOffer:
         counts = [0] * len(self.drafts)
         for index in order[:best]:
             counts[owners[index]] += 1
-        prices = [flat[order[best - 1]]] if best else []  # of replacing a token, then of adding some
+        # The price of replacing the least likely verified token, then the mean prices of adding 1, 2, 4, … tokens.
+        prices = [flat[order[best - 1]]] if best else []
         ahead = 1
         while best + ahead < len(step_seconds):
             prices.append(time_price * (step_seconds[best + ahead] - step_seconds[best]) / ahead)

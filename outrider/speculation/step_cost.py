@@ -12,13 +12,13 @@ KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 
 """Numbers of rows between which the duration is interpolated linearly."""
 
 PRIOR_BASE_ROWS = 15.0
-"""The assumed fixed cost of a step, in rows, until numbers of rows have varied."""
+"""Assumed fixed cost of a step, as a number of rows of equal cost, until steps of different sizes are observed."""
 
 SLOPE_WEIGHT = 0.05
 BEND_WEIGHT = 0.5
 SEQUENCE_WEIGHT = 1.0
-"""Weights of assumptions relative to observed steps: that the slope is the prior's, that a line continues straight,
-and that a sequence costs nothing beyond its rows.
+"""Weights of three assumptions, relative to the weight of an observed step: the slope is that of the prior, the line
+continues straight, and a sequence costs nothing beyond its rows.
 """
 
 OUTLIER_FACTOR = 2.0
@@ -31,30 +31,32 @@ FORGETTING = 0.99
 """Factor by which each new step reduces the weight of older ones."""
 
 MIN_SHARE = 1e-3
-"""Lower bound of expected durations, as a fraction of the mean step's duration."""
+"""Lower bound of expected durations, as a fraction of the mean duration of steps."""
 
 FIT_STEPS = 8
-"""Number of steps after which the fit, a small system of linear equations, is solved again, if there is no surprise."""
+"""Number of steps after which the fit, a small linear system, is solved again, unless a surprise causes it earlier."""
 
 SURPRISE = 0.25
-"""A step is a surprise if it differs from its expected duration by more than this fraction of it."""
+"""A step is a surprise if its duration differs from the expected one by more than this fraction of the expected one."""
 
 MIN_EVIDENCE = 1.5
-"""The duration of a number of rows counts as known after this many steps with about that number, older ones discounted.
+"""Number of steps, with older ones discounted, after which the duration of steps with about as many rows counts as
+known.
 """
 
 SEEN_EVIDENCE = 0.2
-"""After this many such steps, it counts as known that there is no cliff up to that number of rows."""
+"""Number of such steps after which no cliff, i.e. no sudden rise of the duration, is expected up to their size."""
 
 Seconds = npt.NDArray[np.float64]
 
 
 class StepCostModel:
-    """T(sequences, rows) = a piecewise linear function of rows with the knots `KNOTS`, plus a constant per sequence.
+    """T(sequences, rows), a step's duration: piecewise linear in rows with the knots `KNOTS`, plus a time per sequence.
 
-    It is fitted by least squares with exponential forgetting. Weak assumptions fill the gaps between observed steps:
-    a line continues straight. So a cliff is found by the first steps beyond it, and forgotten after some hundred
-    steps without any. T never falls with rows. Not thread-safe.
+    It is fitted by least squares with exponential forgetting. A weak assumption keeps the line straight between the
+    numbers of rows that were observed. So the model learns a cliff (a sudden rise) from the first steps beyond the
+    cliff, and forgets it after a few hundred steps that stay below the cliff. T never falls as rows are added. Not
+    thread-safe.
     """
 
     def __init__(self, *, buckets: Sequence[int] = ()) -> None:
@@ -73,7 +75,7 @@ class StepCostModel:
         self._assumptions = _assumptions(self._knots)
         self._found: Seconds | None = None  # the last fit
         self._num_unfitted = 0  # steps since the last fit
-        self._num_outliers = 0  # in a row
+        self._num_outliers = 0  # consecutive outliers
 
     @property
     def is_known(self) -> bool:
@@ -81,7 +83,7 @@ class StepCostModel:
         return self._weight > 0.0
 
     def observe(self, *, num_sequences: int, num_rows: int, step_seconds: float) -> None:
-        """Learns from one step. A duration far above the expected one is clipped; one of zero is ignored."""
+        """Learns from one step. A duration far above the expected one is clipped; a zero one is ignored."""
         if step_seconds <= 0.0:  # the clock did not advance
             return
         place, share = self._place(num_rows)
@@ -110,7 +112,7 @@ class StepCostModel:
     def seconds(self, num_sequences: int, num_rows: int, *, num_more: int = 0) -> list[float]:
         """Returns the expected durations of steps with `num_rows`, `num_rows` + 1 … `num_rows` + `num_more` rows.
 
-        There are num_more + 1 values, positive and never falling. Before the first step their unit is arbitrary.
+        There are num_more + 1 values, positive and never falling. Before any step is observed, their unit is arbitrary.
         """
         rows = np.arange(num_rows, num_rows + num_more + 1, dtype=np.float64)
         if self._buckets:
@@ -123,14 +125,14 @@ class StepCostModel:
         return rising
 
     def is_known_at(self, num_rows: int) -> bool:
-        """Returns whether steps of about this many rows were seen recently."""
+        """Returns whether the duration of steps of about this many rows is known from recent steps."""
         place, share = self._place(num_rows)
         return bool(self._squares[place + round(share), place + round(share)] >= MIN_EVIDENCE)
 
     def max_explored_rows(self) -> int | None:
-        """Returns how many rows a step may have: one knot beyond those seen recently; None if there were no steps.
+        """Returns the most rows to try in a step: one knot beyond the largest seen recently; None before any step.
 
-        The duration of larger steps is unknown: a line that continues straight does not show a cliff.
+        The duration of larger steps is unknown, because a line that is assumed to continue straight shows no cliff.
         """
         seen = np.flatnonzero(self._squares.diagonal()[:-1] >= SEEN_EVIDENCE)
         if not len(seen):
@@ -138,7 +140,7 @@ class StepCostModel:
         return int(self._knots[min(int(seen[-1]) + 1, len(self._knots) - 1)])
 
     def unknown_near(self, num_rows: int) -> tuple[int | None, int | None]:
-        """Returns the next smaller and larger number of rows with unknown duration; None if the neighbour is known."""
+        """Returns the next smaller and the next larger knot, or None in place of one whose duration is known."""
         place, share = self._place(num_rows)
         weights = self._squares.diagonal()
         above = place + 1 + (share >= 1.0)
@@ -151,7 +153,7 @@ class StepCostModel:
         )
 
     def _expected(self, num_sequences: int, place: int, share: float) -> float:
-        """Returns the expected duration of a step whose rows lie between a knot and the next one."""
+        """Returns the expected duration of a step whose number of rows lies between a knot and the next one."""
         found = self._fitted()
         seconds = found[place] + share * (found[place + 1] - found[place]) + found[-1] * num_sequences
         return max(float(seconds), MIN_SHARE * self._mean_seconds)
@@ -163,11 +165,11 @@ class StepCostModel:
         return self._found
 
     def _solve(self) -> Seconds:
-        """Returns [num_knots + 1]: the seconds of steps at the knots, and of a sequence."""
-        scale = self._mean_seconds  # the unit is the mean step
+        """Returns [num_knots + 1]: the seconds of a step at each knot, then the additional seconds per sequence."""
+        scale = self._mean_seconds  # the equations are solved in units of the mean duration
         squares = self._squares + self._assumptions
         products = self._products / scale
-        # Around the usual number of rows the slope is assumed as well.
+        # Between the two knots around the mean number of rows, the prior's slope is assumed as well.
         place, _ = self._place(self._mean_rows)
         width = self._knots[place + 1] - self._knots[place]
         weight = SLOPE_WEIGHT * (self._mean_rows / width) ** 2
@@ -196,8 +198,8 @@ class StepCostModel:
 def _assumptions(knots: Sequence[int]) -> Seconds:
     """Returns [num_knots + 1, num_knots + 1]: what the assumptions (no bends, free sequences) add to the squares.
 
-    A bend is weighted by the number of rows at its knot, so that a shape has the same weight at any scale, relative to
-    the step's duration.
+    A bend is weighted by the number of rows at its knot. So a curve of the same shape, relative to the step's duration,
+    has the same weight at any number of rows.
     """
     size = len(knots) + 1
     squares = np.zeros((size, size))

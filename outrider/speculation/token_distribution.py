@@ -1,4 +1,4 @@
-"""The distribution of a drawn draft token, for verification methods that compare probabilities. Torch-free."""
+"""The distribution that a draft token was drawn from, for verification by comparing probabilities. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 
 MAX_DISTRIBUTION_IDS = 32
-"""Maximum number of ids in a distribution: a drafter draws from its most likely tokens only."""
+"""Maximum number of ids in a distribution. A drafter draws only from its most likely tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDistribution:
-    """Ids and their probabilities. The given weights are divided by their sum."""
+    """Token ids and their probabilities. `probability_of` divides the stored values by their sum."""
 
     token_ids: tuple[int, ...]  # without duplicates
     probabilities: tuple[float, ...]  # one for each id, float32
@@ -28,12 +28,12 @@ class TokenDistribution:
         return 0.0
 
     def can_have_drawn(self, token_id: int) -> bool:
-        """Returns whether this, as a peer sent it, is a valid distribution that can yield the token."""
+        """Returns whether this distribution, received from a peer, is valid and may have yielded the token."""
         return (
             len(self.token_ids) == len(self.probabilities) <= MAX_DISTRIBUTION_IDS
             and len(set(self.token_ids)) == len(self.token_ids)
             and all(0.0 <= probability <= 1.0 for probability in self.probabilities)
-            and abs(self.total - 1.0) < 1e-3  # so it is not 0 and may be divided by
+            and abs(self.total - 1.0) < 1e-3  # so the total is not 0 and can be a divisor
             and self.probability_of(token_id) > 0.0
         )
 

@@ -25,7 +25,7 @@ class KeptAnswer:
     prompt: Sequence[int]  # token ids, including those of the chat template
     response: Sequence[int]  # token ids, including the stop token, if there was one
     temperature: float = 0.0
-    kind: str = "other"  # the kind of text, e.g. "chat" or "code"; the report groups its figures by it
+    kind: str = "other"  # the kind of text, by which the report groups its figures, e.g. "chat" or "code"
 
     @property
     def token_ids(self) -> list[int]:
@@ -59,7 +59,7 @@ class AnswerWriter:
         )
 
     def append(self, answer: KeptAnswer) -> None:
-        """Writes one line. It survives the end of the process, but not of the machine. Raises: OSError."""
+        """Writes one line, which survives a crash of the process but not of the machine. Raises: OSError."""
         self._segments.append(answer.to_line().encode("ascii"))
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ def read_answers(folder: Path) -> Iterator[KeptAnswer]:
         with file:
             for number, line in enumerate(file, 1):
                 if not line.endswith("\n"):
-                    continue  # its writer was killed or is still writing it
+                    continue  # the writer of this line was killed or has not finished it
                 try:
                     yield KeptAnswer.from_line(line)
                 except ValueError as error:

@@ -1,7 +1,7 @@
 """The data set of a run: the chosen answers, and the target's hidden states at each of their tokens.
 
 It is kept in two files in the run's working folder. texts.json holds the chosen answers and is written once. hidden.bin
-grows text by text. Its size tells how many texts it has, so that a killed run can continue.
+grows text by text. The size of hidden.bin tells how many texts it has, so that a killed run can continue.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outrider.training.answer_files import KeptAnswer
 from outrider.training.plan import SEED, TrainingPlan, write_atomically
 
 HELD_OUT_SHARE = 0.05  # fraction of prompts whose answers are held out
-MIN_PROMPT_TOKENS = 2  # the chain of an answer's first token needs a feature and the token after it
+MIN_PROMPT_TOKENS = 2  # the chain that drafts an answer's first token needs a feature and the token after it
 
 
 def choose_texts(
@@ -37,7 +37,7 @@ def choose_texts(
     """Writes texts.json. Leaves out texts that are too long, and the oldest ones beyond `plan.max_feature_bytes`.
 
     `num_taps`: the number of taps of the residual stream, not counting the final hidden state. Raises: ConfigError if
-    too few texts remain or answers are of another model.
+    too few texts remain, or if another model wrote an answer.
     """
     width = (num_taps + 1) * hidden_size
     room = plan.max_feature_bytes // (width * DTYPE_BYTES[dtype])  # tokens
@@ -70,9 +70,10 @@ def choose_texts(
 
 
 def held_out_prompts(answers: Iterable[KeptAnswer], share: float) -> set[tuple[int, ...]]:
-    """Returns the prompts whose answers are held out: the fraction `share` of each kind, at least one of two or more.
+    """Returns the prompts whose answers are held out: the fraction `share` of the prompts of each kind.
 
-    All answers to such a prompt are held out: training on one of them would reveal the others.
+    At least one prompt is held out of each kind that has two or more. All answers to such a prompt are held out,
+    because training on one of them would reveal the others.
     """
     by_kind: dict[str, set[tuple[int, ...]]] = {}
     for answer in answers:
@@ -90,7 +91,7 @@ def features_folder(plan: TrainingPlan) -> Path:
 
 
 class Dataset:
-    """The chosen texts (prompts with their answers) and their hidden states, which are mapped from their file.
+    """The chosen texts (prompts with their answers) and their hidden states, which are memory-mapped from a file.
 
     Held-out texts come first; the others follow in random order.
     """
@@ -100,7 +101,7 @@ class Dataset:
         facts = json.loads((folder / "texts.json").read_text(encoding="utf-8"))
         self.texts = [KeptAnswer(**fields) for fields in facts["texts"]]
         self.hidden_size: int = facts["hidden_size"]
-        self.width: int = facts["width"]  # width of a token's hidden states, of all taps and then the final one
+        self.width: int = facts["width"]  # values per token: the hidden states of all taps, then the final one
         self.dtype: str = facts["dtype"]
         self.num_held_out: int = facts["num_held_out"]
         self.starts = [0, *accumulate(len(text.token_ids) for text in self.texts)]
@@ -118,7 +119,10 @@ class Dataset:
 
     @cached_property
     def hidden(self) -> Tensor:
-        """[num_tokens, width]: the texts that the file had at the first access. It takes memory only as it is read."""
+        """[num_tokens, width]: the hidden states of the texts that the file had at the first access.
+
+        They take memory only when they are read.
+        """
         num_rows = self.starts[len(self)]
         flat = torch.from_file(str(self.hidden_path), size=num_rows * self.width, dtype=TORCH_DTYPES[self.dtype])
         return flat.view(num_rows, self.width)
@@ -155,8 +159,8 @@ class Dataset:
 class Batch:
     """Several texts, padded at their ends, and the rows at which the target decides tokens of answers.
 
-    A row is a token of a text; its final hidden state decides the next token. Step j of chains is compared with the
-    rows that are at least j tokens after the first row of their answer.
+    A row is a token of a text; that token's final hidden state decides the next token. Step j of a chain is evaluated
+    only at rows that are at least j tokens after the first row of their answer.
     """
 
     token_ids: Tensor  # [num_texts, num_tokens] int64
@@ -165,7 +169,7 @@ class Batch:
     places: Tensor  # [num_rows] int64: the positions of the rows in their texts
     depths: Tensor  # [num_rows] int64: number of answer tokens before the one that the row decides
     final: Tensor  # [num_rows, hidden_size]: the target's final hidden states, after its final norm
-    first_chain: int  # the first chain that reaches a row
+    first_chain: int  # index of the first chain that reaches a row
 
     @classmethod
     def of(cls, dataset: Dataset, texts: Sequence[int], device: torch.device) -> Batch:

@@ -15,12 +15,14 @@ from outrider.training.plan import SEED, PhaseClock, Progress, TrainingPlan
 from outrider.training.prompts import TrainingPrompt, read_prompts, tokenize, write_prompt
 
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
-"""Temperatures of answers, drawn uniformly. Greedy answers teach the likeliest tokens, sampled ones the others."""
+"""The temperature of each answer is drawn uniformly from these. Greedy answers teach the likeliest tokens, sampled ones
+the others.
+"""
 MAX_ANSWERS_BYTES = 512 << 20
 MIN_RESPONSE_TOKENS = 8
 MAX_PASTED_TEXTS = 256
-MIN_ANSWERS = 16  # with fewer the phase continues beyond its time
-MAX_EXTRA_SECONDS = 600.0  # limit of the time beyond, until there are `MIN_ANSWERS`
+MIN_ANSWERS = 16  # with fewer answers, the phase continues beyond its time
+MAX_EXTRA_SECONDS = 600.0  # maximum time that the phase may continue to reach `MIN_ANSWERS`
 MAX_FAILURES_IN_A_ROW = 8  # consecutive failed requests after which a task gives up
 RETRY_SECONDS = 0.5
 REPORT_SECONDS = 1.0
@@ -31,7 +33,7 @@ def answers_folder(plan: TrainingPlan) -> Path:
 
 
 def write_answers(plan: TrainingPlan, address: str, clock: PhaseClock, *, seconds: float, progress: Progress) -> None:
-    """Sends requests to the cluster at `address` until the phase has taken `seconds` or the file has no more prompts.
+    """Sends requests to the cluster at `address` until the phase has taken `seconds` or the prompt file is used up.
 
     Raises: OutriderError if requests keep failing.
     """
@@ -72,7 +74,7 @@ class _Asking:
                 self._writer.close()
 
     def _seconds_left(self) -> float:
-        """Returns the seconds that the phase may still take; `MAX_EXTRA_SECONDS` more if there are too few answers."""
+        """Returns the remaining seconds of the phase, plus `MAX_EXTRA_SECONDS` while there are too few answers."""
         extra = MAX_EXTRA_SECONDS if len(self._known) < MIN_ANSWERS else 0.0
         return self._seconds + extra - self._clock.seconds
 
@@ -92,12 +94,12 @@ class _Asking:
                 if failures > MAX_FAILURES_IN_A_ROW:
                     raise
                 if isinstance(error, InvalidRequestError):
-                    prompt = None  # e.g. it is too long; the next one is tried
+                    prompt = None  # e.g. the prompt is too long; the next one is tried
                 else:
                     await asyncio.sleep(failures * RETRY_SECONDS)
 
     async def _next_prompt(self, client: AsyncClient) -> TrainingPrompt | None:
-        """Returns each prompt of the file once, in order, then None; without a file, always a new prompt."""
+        """Returns the next prompt of the file, or None at its end; without a file, a new prompt each time."""
         if self._given is None:
             return await write_prompt(client, self._rng, self._pasted)
         for kind, chat in self._given:

@@ -32,7 +32,7 @@ MIN_TIMED_CALLS = 5
 
 
 def open_target(config: ModelConfig, taps: Sequence[int], hidden_size: int, *, max_length: int) -> ModelRuntime:
-    """Opens the target with a KV cache that also keeps hidden states of `taps`. Raises like `open_model_runtime`."""
+    """Opens the target with a KV cache that also keeps hidden states of `taps`. Raises: as `open_model_runtime`."""
 
     def on_rank_lost(error: RankLostError) -> None:
         raise InternalError(f"a rank of the target was lost: {error}; run the same command again") from error
@@ -46,7 +46,7 @@ def open_target(config: ModelConfig, taps: Sequence[int], hidden_size: int, *, m
 def write_hidden_states(
     target: ModelRuntime, dataset: Dataset, clock: PhaseClock, *, seconds: float, progress: Progress
 ) -> None:
-    """Appends to hidden.bin until it has all texts, or enough of them and the phase has taken `seconds`."""
+    """Appends to hidden.bin until it has all texts, or until it has enough and the phase has taken `seconds`."""
     cache, count = target.kv_cache, len(dataset.texts)
     plane = target.model.spec.features
     assert plane is not None
@@ -75,7 +75,7 @@ def write_hidden_states(
 
 
 def measure_rows(target: ModelRuntime, *, limit_seconds: float) -> list[list[float]]:
-    """Returns seconds of a step's forward, by number of CLIENTS, then by number of rows (1, 2, …) per client.
+    """Returns, for each number of CLIENTS, the seconds of a step's forward with 1, 2, … rows per client.
 
     One row is plain decoding; each further row is a draft token. The processor's caches are flushed before each
     forward. The first blocks of the KV cache are overwritten. `limit_seconds`: the time for each measurement.
@@ -97,7 +97,7 @@ def measure_rows(target: ModelRuntime, *, limit_seconds: float) -> list[list[flo
 
 
 def cache_flush(device: torch.device | str) -> Callable[[], object]:
-    """Returns a function that flushes a processor's caches: it reads more than the last-level cache holds."""
+    """Returns a function that flushes a processor's caches: it reads more than they hold, and waits for the end."""
     unrelated = torch.ones(FLUSHED_BYTES, dtype=torch.uint8, device=device)
     return lambda: unrelated.max().item()
 
@@ -105,7 +105,7 @@ def cache_flush(device: torch.device | str) -> Callable[[], object]:
 def median_seconds(call: Callable[[], object], flush: Callable[[], object], limit_seconds: float) -> float:
     """Returns the median seconds of `call`. A `flush`, which is not timed, precedes each call.
 
-    After a call to warm up, as many are timed as fit into `limit_seconds`, but at least `MIN_TIMED_CALLS`.
+    After one call as a warm-up, it times as many calls as fit into `limit_seconds`, but at least `MIN_TIMED_CALLS`.
     """
     call()
     times: list[float] = []

@@ -1,4 +1,4 @@
-"""Makes new heads: the contents of their folders before training, in published layouts."""
+"""Makes untrained heads, i.e. the contents of their folders, in published layouts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.training.plan import TrainingPlan
 
 Parts = tuple[dict[str, Any], dict[str, Tensor]]
-"""The content of config.json, and tensors by name: weights in float32, ids as integers."""
+"""The content of config.json, and tensors by name, of which all weights are float32."""
 
 
 def new_head(plan: TrainingPlan, target: Target, name: str, counts: Tensor, device: torch.device) -> Checkpoint:
@@ -79,7 +79,7 @@ def _eagle3(target: Target, name: str, ids: Tensor) -> Parts:
 
 def _layer_config(target: Target) -> dict[str, Any]:
     config, num_heads = target.config, int(target.config["num_attention_heads"])
-    # Older configurations have the base at the top level.
+    # Older configurations have `rope_theta` at the top level.
     theta = float((config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta") or 10_000.0)
     return {
         "model_type": "llama",
@@ -101,7 +101,10 @@ def _layer_config(target: Target) -> dict[str, Any]:
 
 
 def _medusa(target: Target, ids: Tensor, num_heads: int) -> Parts:
-    """Makes Medusa heads in vLLM's layout, which share an output layer. Untrained heads repeat the next token."""
+    """Makes Medusa heads, which share an output layer, in vLLM's layout.
+
+    Until they are trained, all of them repeat the target's next token.
+    """
     width = target.hidden_size
     tensors = {"lm_head.weight": _output_layer(target, ids)}
     for head in range(num_heads):
@@ -124,7 +127,10 @@ def _medusa(target: Target, ids: Tensor, num_heads: int) -> Parts:
 
 
 def _mlp(target: Target, ids: Tensor, num_stages: int) -> Parts:
-    """Makes an MLPSpeculator in the layout of fms-extras. Stages share weights; undrafted tokens have zero rows."""
+    """Makes an MLPSpeculator in the layout of fms-extras. Its stages share weights.
+
+    In the output layer, the rows of tokens that are not drafted are zero.
+    """
     width, embedding = target.hidden_size, target.embedding().float()
     tensors = {
         "emb.0.weight": embedding * torch.rsqrt(embedding.square().mean()),
@@ -155,5 +161,5 @@ def _linear(width: int, out: int, gain: float = 1.0) -> Tensor:
 
 
 def _output_layer(target: Target, ids: Tensor) -> Tensor:
-    """Returns the rows of the target's output layer [len(ids), hidden_size], with which training starts."""
+    """Returns the rows of `ids` in the target's output layer [len(ids), hidden_size], with which training starts."""
     return target.output_layer()[ids].float()

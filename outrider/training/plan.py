@@ -26,27 +26,27 @@ SEED = 1
 
 Say = Callable[[str], None]
 Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total)."""
+"""A function that is called as progress(stage, done, total)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """The options of one `outrider train-head`."""
+    """The options of one run of `outrider train-head`."""
 
     out: Path  # the head's folder; the run's own files are in `work`
     model: ModelConfig
     form: str = "eagle3"
     minutes: float = 60.0
-    prompts: Path | None = None  # JSONL; None: the target writes them
+    prompts: Path | None = None  # a JSONL file; None: the target writes the prompts
     traffic: Path | None = None  # a folder of kept answers, which are used in place of new ones
-    init_from: Path | None = None  # a head to continue from; its reduction is kept
+    init_from: Path | None = None  # a head to continue from; its feature reduction is not trained
     draft_vocab_size: int = 4096
-    num_steps: int = 4  # draft tokens that are trained, each from the head's own states of the step before
+    num_steps: int = 4  # number of trained draft steps; each but the first uses the head's own states of the one before
     batch_size: int = 6  # sequences
     learning_rate: float = 1.2e-3
     concurrency: int = 64  # requests at once
     max_answer_tokens: int = 256
-    max_length: int = 1024  # tokens of a prompt and its answer; longer ones are left out
+    max_length: int = 1024  # maximum tokens of a prompt with its answer; longer texts are left out
     max_feature_bytes: int = 8 << 30
     checkpoint_seconds: float = 60.0
 
@@ -168,7 +168,7 @@ def only_run(plan: TrainingPlan) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces a file atomically: readers, and a run after a kill, see the old or the new content. Raises: OSError."""
+    """Replaces a file atomically. Readers, even after a kill, see the old or the new content. Raises: OSError."""
     fresh = path.with_name(f".{path.name}.new")
     fresh.write_bytes(content.encode() if isinstance(content, str) else content)
     fresh.replace(path)

@@ -8,7 +8,7 @@ from html import escape
 
 from outrider.training.trainer import HistoryPoint
 
-WIDTH, HEIGHT, MARGIN, GAP = 380, 240, 52, 24  # pixels, of and around a panel
+WIDTH, HEIGHT, MARGIN, GAP = 380, 240, 52, 24  # pixels: size of a panel, space around it and between panels
 COLORS = ("#0b62c4", "#d1730a", "#2a8f4f", "#8a4bb0", "#5b6673", "#b4bcc6")
 INK, QUIET = "#1c2733", "#5b6673"
 

@@ -1,7 +1,7 @@
 """Prompts for training answers. They are read from a file, or the target writes them itself.
 
 A chat model that is given only the opening of a user's turn writes that turn (Xu et al. 2024, "Magpie",
-arXiv 2406.08464). System messages and opening words are varied, so that its turns vary.
+arXiv 2406.08464). System messages and opening words are varied, so that the turns vary.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ DEFAULT_SYSTEM_SHARE, NO_OPENING_SHARE = 0.25, 0.3
 
 _HELP = "You are a helpful assistant. The user asks for help with {}."
 _TURNS: Mapping[str, Mapping[str, Any]] = json.loads(Path(__file__).with_name("turns.json").read_text(encoding="utf-8"))
-"""For each kind of text: the weight of its turns, their length and temperature (long texts of a small model become
-incoherent at 1), the topics of system messages, and the words that turns begin with."""
+"""For each kind of text: the weight of its turns, their length and temperature (at temperature 1, long texts of a small
+model become incoherent), the topics of system messages, and the words that turns begin with."""
 
 
 TrainingPrompt = tuple[str, list[int]]
-"""A prompt: its kind of text, and its token ids with those of the chat template."""
+"""(kind of text, token ids of the prompt, including those of the chat template)."""
 
 
 async def write_prompt(client: AsyncClient, rng: random.Random, pasted: Sequence[str]) -> TrainingPrompt:
     """Makes a prompt of a random kind, whose user turn the target writes. Raises: OutriderError.
 
-    In the fraction `PASTED_SHARE` of turns about a text, the text is one of `pasted`, i.e. an earlier answer.
+    There is one exception: in the fraction `PASTED_SHARE` of the turns of kind "text", the opening words are followed
+    by one of `pasted`, i.e. by an earlier answer of the target.
     """
     while True:
         (kind,) = rng.choices(tuple(_TURNS), [turn["weight"] for turn in _TURNS.values()])
@@ -68,8 +69,8 @@ async def _open_turn(
 ) -> tuple[list[int], Sequence[int]]:
     """Returns a prompt that ends inside a user's turn, and the tokens that would close the turn.
 
-    They are found by comparing two chats whose user turns differ only in their last digit: with any template, the rest
-    of their tokens is the same.
+    Both are found by comparing two chats whose user turns differ only in their last digit, because with any template
+    all other tokens are the same.
     """
     words = opening.rstrip(" ")
     try:
@@ -89,8 +90,8 @@ async def _open_turn(
 async def tokenize(client: AsyncClient, messages: Sequence[ChatMessage]) -> list[int]:
     """Tokenizes a chat for the target to answer.
 
-    If its template refuses the chat, system turns are left out, then all turns but the last. Without a template, the
-    last turn is tokenized as plain text.
+    If the target's template refuses the chat, it is tried without system turns, then with the last turn only. Without a
+    template, the last turn is tokenized as plain text.
     """
     without_system = [message for message in messages if message.role != "system"]
     for chat in (messages, without_system, messages[-1:]):

@@ -2,7 +2,7 @@
 
 The replay is exact for greedy decoding and for coupled sampling. Both accept a draft token if and only if the target
 chooses the same token, so the text does not depend on drafts, and each draft is a function of the text before it. All
-chains of an answer are drafted in one pass. Then its steps are counted: draft k tokens, accept what agrees, repeat.
+chains of an answer are drafted in one pass. Then the steps are counted: draft k tokens, accept what agrees, repeat.
 
 Coupled sampling draws one arrival time (Gumbel-max noise) for each token of the vocabulary, which target and head share
 (see docs/adr/0002-coupled-sampling.md). The noise of a sampled answer is not known. It is drawn again under the
@@ -24,7 +24,7 @@ from outrider.speculation.proposers.ngram import NgramIndex, NgramSegment
 from outrider.training.dataset import Dataset
 from outrider.training.student import Student
 
-FIRST_GRADE = 4  # matches from this length on, in tokens, use lookup first; after shorter ones the head is better
+FIRST_GRADE = 4  # length in tokens of a match from which lookup drafts first; after shorter ones the head is better
 SOURCES = ("head", "lookup", "lookup, then head")
 HEAD, LOOKUP, BOTH = range(len(SOURCES))
 
@@ -38,7 +38,7 @@ def walk(num_right: Sequence[int], prompt_length: int, k: int) -> list[int]:
     """Returns the number of accepted draft tokens in each step of one text.
 
     The first step begins at the second token of the answer, because the prefill node samples the first one. Steps end
-    when fewer than k + 1 tokens remain. `num_right[n]`: the number of tokens that would be accepted of the draft after
+    when fewer than k + 1 tokens remain. `num_right[n]`: how many tokens would be accepted of a draft that is made after
     n known tokens.
     """
     steps, known = [], prompt_length + 1
@@ -86,8 +86,8 @@ def replay(student: Student, target: Target, dataset: Dataset, texts: Sequence[i
 def noise_given(logits: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
     """Draws Gumbel noise [n, v] under the condition that logits [n, v] + noise is largest at `chosen` [n].
 
-    The largest sum is drawn first: its value is independent of the token that has it. The other sums are drawn from
-    distributions truncated at it (Maddison et al. 2014, arXiv 1411.0030).
+    The largest sum is drawn first, because its value does not depend on which token has it. The other sums are drawn
+    from distributions truncated at that value (Maddison et al. 2014, arXiv 1411.0030).
     """
 
     def gumbel(*shape: int) -> Tensor:
@@ -104,7 +104,7 @@ def noise_given(logits: Tensor, chosen: Tensor, generator: torch.Generator) -> T
 def _draft(
     student: Student, features: Tensor, token_ids: Tensor, max_k: int, temperature: float, noise: Tensor | None
 ) -> Tensor:
-    """Returns [num_tokens, max_k]: the draft of each feature's chain, in ids of the target."""
+    """Returns [num_tokens, max_k]: the draft of each feature's chain, as token ids of the target."""
     chains = student.start(features[None].float())
     tokens = functional.pad(token_ids[1:], (0, 1))
     drafts: list[Tensor] = []
@@ -121,7 +121,7 @@ def _draft(
 
 
 def _look_up(tokens: Sequence[int], max_k: int) -> tuple[list[int], list[bool]]:
-    """Returns by number of known tokens how many tokens of a lookup's draft are right, and whether it is preferred."""
+    """Returns, by number of known tokens, how many tokens a lookup drafts correctly and whether lookup is preferred."""
     index = NgramIndex(NgramSegment(0, len(tokens)))
     num_right, is_long = [0], [False]
     for known in range(1, len(tokens)):

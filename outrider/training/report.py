@@ -21,7 +21,7 @@ MAX_TEMPERATURES = 3
 
 
 def measure_head(folder: Path, config: ModelConfig, *, limit_seconds: float) -> list[float]:
-    """Returns seconds of one draft step by number of CLIENTS: one token of each client, after CONTEXT_TOKENS others.
+    """Returns, for each number of CLIENTS, the seconds of one draft step: one token per client, after CONTEXT_TOKENS.
 
     The processor's caches are flushed before each step, because in a node the target's weights flush them.
     """
@@ -52,7 +52,10 @@ def write_report(
     row_seconds: Sequence[Sequence[float]],
     head_seconds: Sequence[float],
 ) -> str:
-    """Returns the report as Markdown. `lines`: facts about the run. Seconds: as in `speedup`, by CLIENTS."""
+    """Returns the report as Markdown. `lines`: facts about the run.
+
+    `row_seconds` and `head_seconds` have one entry per number of CLIENTS, each as in `speedup`.
+    """
     max_k = next(iter(results.values())).shape[1]
     by_temperature: dict[float, dict[str, np.ndarray]] = {}
     for (kind, temperature), counts in sorted(results.items()):
@@ -102,12 +105,12 @@ def write_report(
 
 
 def tokens_per_step(counts: np.ndarray) -> float:
-    """Returns 1 + mean accepted draft tokens. `counts`: steps by number of them, from 0; NaN if there are none."""
+    """Returns 1 + the mean number of accepted draft tokens; NaN without steps. `counts[n]`: steps that accepted n."""
     return float(counts @ np.arange(1, len(counts) + 1) / counts.sum()) if counts.any() else math.nan
 
 
 def acceptance(counts: np.ndarray) -> list[float]:
-    """Returns the acceptance by position, over steps whose earlier draft tokens were accepted."""
+    """Returns the acceptance at each draft position, over the steps in which all earlier draft tokens were accepted."""
     tried = counts[::-1].cumsum()[::-1]
     return [right / before if before else math.nan for before, right in itertools.pairwise(tried)]
 

@@ -1,9 +1,10 @@
 """READ FIRST: one run of `outrider train-head`, phase by phase. Each phase continues where the last run stopped.
 
 1. answers: the target writes prompts and answers them in a cluster of its own (`generate`), unless answers are given;
-2. features: the target's hidden states at every token, and the cost of a step on this machine (`hidden_states`);
-3. training of a `student` by a `trainer`;
-4. export, a replay on held-out answers (`replay`), and the `report`.
+2. features: the target's hidden states at every token are computed, and a step is timed on this machine
+   (`hidden_states`);
+3. training: a `trainer` trains a `student`;
+4. report: the head is exported, drafting is replayed on held-out answers (`replay`), and the `report` is written.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ MIN_HELD_OUT = 20
 """Number of held-out texts below which the report's figures differ more between runs than between heads."""
 
 Serve = Callable[[], AbstractContextManager[str]]
-"""Runs a cluster of the target in a `with` block, which is given the router's address."""
+"""Returns a context manager that runs a cluster of the target during a `with` block and yields the router's address."""
 
 
 def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress) -> str:
     """Makes the head in `plan.out` and returns the report. The lines given to `say` are also written to training.txt.
 
-    Raises: OutriderError; KeyboardInterrupt, after which a later run continues.
+    Raises: OutriderError; KeyboardInterrupt, after which the next run continues this one.
     """
     location = locate_model(plan.model, progress=progress)
     target = Target.open(location.directory)
@@ -96,7 +97,7 @@ def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress
 def _write_hidden_states(
     plan: TrainingPlan, target: Target, taps: tuple[int, ...], clock: PhaseClock, say: Say, progress: Progress
 ) -> list[list[float]]:
-    """Returns the cost of a step on this machine: the result of `measure_rows`."""
+    """Writes the hidden states. Returns the cost of a step on this machine, i.e. the result of `measure_rows`."""
     every = (*taps, target.num_layers)
     compute = open_target(plan.model, every, target.hidden_size, max_length=plan.max_length)
     try:
@@ -121,7 +122,7 @@ def _write_hidden_states(
 def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: Say, progress: Progress) -> str:
     """Trains and exports the head; returns the report."""
     device = resolve_device(plan.model.device)
-    torch.set_num_threads(len(within_quota(usable_cpus())))  # loading a model may have left one thread
+    torch.set_num_threads(len(within_quota(usable_cpus())))  # loading a model may have limited torch to one thread
     dataset = Dataset(features_folder(plan))
     student = make_student(plan, target, dataset, torch.device(device), name=name)
     counts = dataset.answer_counts(target.vocab_size)

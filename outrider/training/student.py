@@ -1,7 +1,8 @@
-"""A head in training: the `HeadModel` of its form, over all chains of a batch of texts at once.
+"""A head in training. Its `HeadModel` computes all chains of a batch of texts at once.
 
-A chain is one draft. Its first step attends to the true rows up to its own. Each later step also attends to the chain's
-earlier steps, as a drafter with a KV cache does (the training-time test of EAGLE-3, Li et al. 2025, arXiv 2503.01840).
+A chain is one draft. Its first step attends to the true rows up to the chain's own row. Each later step also attends to
+the chain's earlier steps, as a drafter with a KV cache does (the training-time test of EAGLE-3, Li et al. 2025, arXiv
+2503.01840).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from outrider.training.plan import SEED, TrainingPlan, write_atomically
 
 SCALE_SAMPLE = 10_000  # approximate number of tokens from which the scale of features is estimated
 _NOT_TRAINED = "embed_tokens.weight"
-"""The name of a head's own copy of the target's embedding."""
+"""Name of a head's own copy of the target's embedding, which is not trained."""
 
 
 def needed_taps(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
@@ -41,13 +42,13 @@ def needed_taps(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
     head = open_head(plan.init_from, target, torch.device("cpu"), torch.float32)
     if head.form != "eagle3":
         raise ConfigError(f"--init-from {plan.init_from} is not an eagle3 head: its form is {head.form}")
-    if target.num_layers in head.reduction.taps:  # its states are kept only after the final norm
+    if target.num_layers in head.reduction.taps:  # the last layer's states are kept only after the final norm
         raise ConfigError(f"--init-from {plan.init_from} reads the last layer's output before the final norm")
     return head.reduction.taps
 
 
 def make_student(plan: TrainingPlan, target: Target, dataset: Dataset, device: torch.device, *, name: str) -> Student:
-    """Makes a new head, or opens that of `--init-from`, whose reduction is not trained.
+    """Makes a new head, or opens the head of `--init-from`, whose reduction is not trained.
 
     `name`: the target's name. Raises: as `needed_taps`.
     """
@@ -64,14 +65,15 @@ def make_student(plan: TrainingPlan, target: Target, dataset: Dataset, device: t
 
 @dataclass(slots=True, eq=False)
 class Chains:
-    """All drafts of a batch of texts after some steps. Chain t of a text begins with its token t + 1 and feature t.
+    """All drafts of a batch of texts after some steps.
 
-    In terms of outrider.heads.base.HeadRows it begins at row t with depth 0, and has depth j after j steps.
+    Chain t of a text begins with the text's token t + 1 and feature t. In terms of outrider.heads.base.HeadRows, the
+    chain begins at row t with depth 0, and has depth j after j steps.
     """
 
-    hidden: Tensor  # [num_chains * num_texts, width], by chain, then by text: inputs of the next step
+    hidden: Tensor  # [num_chains * num_texts, width]: inputs of the next step, ordered by chain, then by text
     num_texts: int
-    first: int  # earlier chains make only their first step, as context of later ones
+    first: int  # first chain that is continued; earlier ones make only their first step, as context of later ones
     depth: int = 0
     keys_values: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     """By layer: keys and values of each step [num_texts, num_heads, num_chains, head_dim], repeated for query heads."""
@@ -104,7 +106,7 @@ class Student:
         for name, place in self._places.items():
             names.setdefault(place.weight, name)
         self.weights = {name: weight.requires_grad_() for weight, name in names.items()}
-        """Trained weights, by the stored name of the tensor, or of the first of several in one weight."""
+        """Trained weights by name of the stored tensor. A weight made of several tensors has the first one's name."""
         ids = torch.arange(target.vocab_size) if head.target_ids is None else head.target_ids
         self.target_ids = ids.to(device)  # [draft_vocab_size] int64: the tokens that the head drafts
         self.is_drafted = torch.zeros(target.vocab_size, dtype=torch.bool, device=device)
@@ -113,7 +115,7 @@ class Student:
         self._scale: Tensor | None = None  # [num_taps * hidden_size]: feature scales; `export` folds them into fc
 
     def scale_features(self, sample: Tensor) -> None:
-        """Scales each channel of features to the same size, estimated from `sample` [n, num_taps * hidden_size].
+        """Scales all channels of features to one size, with factors from `sample` [n, num_taps * hidden_size].
 
         The estimate uses the median, because the first token's features are a hundred times as large as all others.
         """
@@ -121,9 +123,9 @@ class Student:
         self._scale = torch.rsqrt((2 * median).clamp_min(1e-6)).to(self.device)
 
     def start(self, features: Tensor, *, first: int = 0) -> Chains:
-        """Begins a chain at each of the target's hidden states [num_texts, num_tokens, num_taps * hidden_size]."""
+        """Begins a chain at each of the `features` [num_texts, num_tokens, num_taps * hidden_size] of the target."""
         if not self._head.spec.num_layers:
-            features = features[:, first:]  # chains do not attend to each other
+            features = features[:, first:]  # without attention, earlier chains are not needed as context
         elif self._head.spec.num_layers > 1:
             first = 0
         if self._scale is not None:
@@ -135,8 +137,8 @@ class Student:
     def step(self, chains: Chains, token_ids: Tensor) -> Tensor:
         """Advances all chains by one draft token.
 
-        `token_ids`: [num_texts, num_chains] int64, of all chains. Returns own hidden states [num_texts, n, width]
-        of the n chains from `first` on.
+        `token_ids`: [num_texts, num_chains] int64, of all chains. Returns the head's own hidden states
+        [num_texts, n, width] of the n chains from `first` on.
         """
         num_texts, num_chains = token_ids.shape
         begin = num_chains - len(chains.hidden) // num_texts  # the first chain that has a row
@@ -154,7 +156,7 @@ class Student:
         return chains.hidden.unflatten(0, (-1, num_texts)).transpose(0, 1)
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
-        """Returns [n, draft_vocab_size] float32 for own hidden states [n, width] of that step."""
+        """Returns logits [n, draft_vocab_size] float32 for the head's own hidden states [n, width] of step `depth`."""
         return self._head.logits(hidden, torch.full((len(hidden),), depth))
 
     def export(self, folder: Path) -> None:
@@ -190,7 +192,7 @@ def _attend(
 
 
 def _over_steps(query: Tensor, steps: list[tuple[Tensor, Tensor]], scaling: float) -> Tensor:
-    """Attends over the true rows and each chain's own steps; `steps` has their keys and values in this order.
+    """Attends over the true rows and each chain's own steps. `steps` has the keys and values of both, in this order.
 
     `query`: [num_texts, num_heads, num_chains, head_dim], of the last chains. Returns the same shape.
     """

@@ -24,26 +24,26 @@ from outrider.training.plan import SEED, PhaseClock, Progress, Say, TrainingPlan
 from outrider.training.student import Student
 
 STEP_WEIGHT = 0.8  # weight of a step's loss, relative to the step before
-OUTPUT_LAYER_RATE = 0.3  # learning rate relative to other layers: the output layer starts as the target's
+OUTPUT_LAYER_RATE = 0.3  # relative learning rate of the output layer, which starts as a copy of the target's
 WARM_UP_STEPS = 40
 MIN_RATE = 0.02
-NEIGHBOURS = 64  # texts of similar length, from which a batch is drawn
+NEIGHBOURS = 64  # number of texts of similar length from which a batch is drawn
 WATCHED_TEXTS = 24  # maximum number of held-out texts that are evaluated during training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryPoint:
-    """The figures of a head at one time of its training. Lists are by draft position."""
+    """The figures of a head at one time in its training. Lists have one entry per draft position."""
 
     seconds: float
     step: int
     loss: list[float]  # running means of training losses
     held_out_loss: list[float]
-    acceptance: list[float]  # fraction of held-out rows at which the head's choice, after right drafts, is the target's
+    acceptance: list[float]  # fraction of held-out rows where, after right drafts, head and target choose alike
 
 
 class Trainer:
-    """A head, its optimiser and its history. It continues from `checkpoint` if that file exists."""
+    """Trains a head, with an optimiser and a history. Training continues from `checkpoint` if that file exists."""
 
     def __init__(self, plan: TrainingPlan, student: Student, dataset: Dataset) -> None:
         self._plan, self._dataset, self.student = plan, dataset, student
@@ -66,7 +66,7 @@ class Trainer:
             self._load()
 
     def run(self, clock: PhaseClock, *, seconds: float, say: Say, progress: Progress) -> None:
-        """Trains until the phase has taken `seconds`. Saves at the end, even if it is interrupted."""
+        """Trains until the phase has taken `seconds`. Saves at the end, even if training is interrupted."""
         kept_at = clock.seconds
         if not self.history:
             self._watch(clock, say)
@@ -87,7 +87,7 @@ class Trainer:
 
     def save(self, clock: PhaseClock) -> None:
         """Writes the checkpoint atomically, so that the next run finds the old or the new one."""
-        content = io.BytesIO()  # torch's own errors do not mention a full disk
+        content = io.BytesIO()  # not saved to the file directly, because torch's errors do not mention a full disk
         torch.save(
             {
                 "weights": self.student.weights,
@@ -126,8 +126,9 @@ class Trainer:
             yield from groups
 
     def _learn(self, batch: Batch, part: float) -> None:
-        """Makes one step, after the fraction `part` of the time. Raises: ModelError if the loss is not finite, with the
-        weights unchanged.
+        """Makes one training step when the fraction `part` of the training time has passed.
+
+        Raises: ModelError if the loss is not finite; the weights stay unchanged.
         """
         rate = min(1.0, (self.step + 1) / WARM_UP_STEPS)
         rate *= MIN_RATE + (1 - MIN_RATE) * 0.5 * (1 + math.cos(math.pi * part))
@@ -148,7 +149,8 @@ class Trainer:
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Returns losses [num_steps], hits and reached rows (each [num_steps, num_rows] bool), by step.
 
-        A row is reached if a chain of that many steps leads to it, and a hit if the head's choice is the target's.
+        A row is reached in a step if a chain leads to it with that many steps. It is a hit if the head then chooses the
+        target's token.
         """
         student, rows = self.student, (batch.texts, batch.places)
         with torch.no_grad():
@@ -159,7 +161,7 @@ class Trainer:
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._is_mixed):
             chains = student.start(batch.features, first=batch.first_chain)
             for step in range(self._plan.num_steps):
-                # A row's chain is fed with the text's tokens up to the row's own one.
+                # The chain that leads to a row gets the text's tokens up to and including the row's own.
                 hidden = student.step(chains, functional.pad(batch.token_ids[:, 1 + step :], (0, 1 + step)))
                 # Rows that are not reached do not count. They are computed so that all steps have the same shapes.
                 is_reached = batch.depths >= step
@@ -200,8 +202,8 @@ class Trainer:
 def _trim_heap() -> None:
     """Returns free memory to the system.
 
-    Batches differ in shape, and oneDNN keeps a compiled kernel for each of the last thousand shapes. These small blocks
-    lie between large freed ones, which glibc would not return: some gigabytes after an hour.
+    Batches differ in shape, and oneDNN keeps a compiled kernel for each of the last thousand shapes. The kernels' small
+    blocks lie between large freed ones, so glibc would keep the large ones, which are some gigabytes after an hour.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

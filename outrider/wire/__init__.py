@@ -1,1 +1,1 @@
-"""Proto ⇄ domain conversions, one file per proto. No decisions are made here."""
+"""Converts protos to and from domain objects, one file per proto. No decisions are made here."""

@@ -1,4 +1,4 @@
-"""The answers of router.proto ⇄ `outrider.answer`."""
+"""Converts the answers of router.proto to and from `outrider.answer`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _MOST_HEADER_BYTES = 64
 _LENGTH_BYTES = 4
 """Bytes of the tag and length of a TokenLogprobs, which has at most 21 entries."""
 _MOST_LOGPROBS_BYTES = 20
-"""Maximum bytes of a TokenLogprobs without alternatives (its length included); below, of each alternative."""
-_MOST_LOGPROB_BYTES = 13
+"""Maximum bytes of a TokenLogprobs with its tag and length, but without alternatives."""
+_MOST_LOGPROB_BYTES = 13  # maximum bytes of each alternative
 
 
 def event_to_proto(event: AnswerEvent) -> router_pb2.GenerateResponse:
@@ -106,7 +106,7 @@ class CompleteResponseBuilder:
 class PackedLogprobs(Sequence[TokenLogprobs]):
     """A prompt's logprobs in the nodes' encoding, which a router forwards as bytes. They are decoded on access.
 
-    A prompt of 2000 tokens with 20 alternatives has 42,000 entries, which would block an event loop.
+    A prompt of 2000 tokens with 20 alternatives has 42,000 entries; decoding them would block an event loop.
     """
 
     def __init__(self, packed: bytes) -> None:
@@ -125,7 +125,7 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
 
 
 def pack_logprobs(logprobs: Iterable[TokenLogprobs]) -> bytes:
-    """Serializes the logprobs as a Started that has no other field."""
+    """Serializes the logprobs as a Started message that has no other field."""
     return router_pb2.Started(prompt_logprobs=map(token_logprobs_to_proto, logprobs)).SerializeToString()
 
 
@@ -138,7 +138,7 @@ def num_packed_logprobs(packed: bytes) -> int:
 
 
 def max_logprobs_bytes(num_tokens: int, num_top: int) -> int:
-    """Returns the maximum packed bytes of the logprobs of `num_tokens` with `num_top` alternatives each."""
+    """Returns the maximum bytes of the packed logprobs of `num_tokens` tokens, with `num_top` alternatives each."""
     return num_tokens * (_MOST_LOGPROBS_BYTES + num_top * _MOST_LOGPROB_BYTES)
 
 
@@ -176,7 +176,9 @@ def complete_from_proto(proto: router_pb2.CompleteResponse) -> CompleteResult:
 
 
 def _delta_response(event: Delta) -> router_pb2.GenerateResponse:
-    """Converts a delta, for every token of every stream: filling in place takes half the time of keyword arguments."""
+    """Converts a delta. Called for every token of every stream, so it fills fields in place, which is twice as fast as
+    passing keyword arguments.
+    """
     response = router_pb2.GenerateResponse()
     delta = response.delta
     delta.start_position = event.start_position  # never 0, so it also makes `delta` present

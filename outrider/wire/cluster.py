@@ -1,4 +1,4 @@
-"""The model and cluster messages of router.proto ⇄ `outrider.node`."""
+"""Converts the model and cluster messages of router.proto to and from `outrider.node`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOAD_FIGURES = (
     "look_ahead_hit_rate",
     "kv_bytes_per_second",
 )
-"""The part of a NodeLoad that clients see; in the message these are fields of the status itself."""
+"""Names of the NodeLoad fields that clients see. In messages they are fields of the NodeStatus itself."""
 _STATUS = Fields(
     NodeStatus,
     router_pb2.NodeStatus,

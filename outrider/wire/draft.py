@@ -1,4 +1,4 @@
-"""draft.proto ⇄ `outrider.speculation.draft_stream`."""
+"""Converts draft.proto to and from `outrider.speculation.draft_stream`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from outrider.wire.request import OPTIONS
 DRAFT_STATUSES = EnumTable(DraftStatus, draft_pb2.DraftStatus, "DRAFT_STATUS")
 
 TOO_MANY_TOKENS = 256
-"""Limit of tokens that are read of a branch. It is above the allowed number, so that the decode node detects longer
-branches.
+"""Maximum number of tokens that are read from a branch. It is above the allowed number, so that the decode node detects
+branches that are too long.
 """
 
 MAX_GRADE = 16
-"""The highest grade. Acceptance is tracked per grade, so a peer must not be able to create further ones."""
+"""The highest grade. Acceptance is tracked per grade, so a peer must not be able to create further grades."""
 
 MAX_STEP_MICROSECONDS = 10_000_000
-"""Maximum microseconds of a step, and of a draft node's look-ahead."""
+"""Maximum duration of a step, and of a draft node's look-ahead, in microseconds."""
 
 
 _HELLO = Fields(
@@ -137,7 +137,7 @@ def _tree_from(proto: draft_pb2.Branch) -> DraftTree:
         tuple(proto.token_ids[:TOO_MANY_TOKENS]),
         DRAFT_NODE,
         min(proto.probability, 1.0) if proto.probability > 0.0 else 0.0,  # NaN becomes 0
-        # Most branches are chains without distributions, so this path is fast.
+        # The conditions save time, because most branches are chains without distributions.
         tuple(map(_distribution_from, distributions[:TOO_MANY_TOKENS])) if distributions else (),
         tuple(parent - 1 for parent in parents[:TOO_MANY_TOKENS]) if parents else (),
         min(proto.grade, MAX_GRADE),
@@ -150,10 +150,10 @@ def _distribution_from(proto: draft_pb2.TokenDistribution) -> TokenDistribution:
 
 
 def step_to_proto(step_seconds: float) -> int:
-    """Returns microseconds, limited to `MAX_STEP_MICROSECONDS`."""
+    """Converts seconds to microseconds, limited to `MAX_STEP_MICROSECONDS`."""
     return min(round(step_seconds * 1e6), MAX_STEP_MICROSECONDS)
 
 
 def step_from_proto(step_microseconds: int) -> float:
-    """Returns seconds."""
+    """Converts microseconds, limited to `MAX_STEP_MICROSECONDS`, to seconds."""
     return min(step_microseconds, MAX_STEP_MICROSECONDS) / 1e6

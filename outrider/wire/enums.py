@@ -1,4 +1,4 @@
-"""The enums of router.proto and of Outrider: one table each, for every message that has them."""
+"""Tables that convert between the enums of router.proto and those of Outrider, one table per enum."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EnumTable(Generic[Member]):
         return 0 if member is None else self._numbers[member]
 
     def from_proto(self, number: int) -> Member:
-        """Returns the number's member. Raises: ValueError if this version does not know it, and for UNSPECIFIED."""
+        """Returns the number's member. Raises: ValueError if the number is UNSPECIFIED or unknown to this version."""
         member = self._by_number.get(number)
         if member is None:
             raise ValueError(f"{number} is not a known {self.members.__name__}")

@@ -1,4 +1,7 @@
-"""Dataclasses ⇄ messages with fields of the same names. Messages sent for each token are converted by hand."""
+"""Converts dataclasses to and from messages whose fields have the same names.
+
+Messages sent for each token are converted by hand instead.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,10 @@ class Conversion:
 
 
 MAX_TRACEPARENT_LENGTH = 64
-"""Maximum characters of a traceparent; in the first version of W3C's format it has 55."""
+"""Maximum characters of a traceparent, which has 55 in the first version of W3C's format."""
 
 TRACEPARENT = Conversion(str, lambda value: value if len(value) <= MAX_TRACEPARENT_LENGTH else "")
-"""Converts a traceparent, which is held as long as its request; drops one that is too long."""
+"""Converts a traceparent. Drops it if it is too long, because it is kept as long as its request."""
 
 _MICROSECONDS = Conversion(lambda seconds: round(seconds * 1e6), lambda microseconds: microseconds / 1e6)
 
@@ -43,15 +46,17 @@ class _Field(NamedTuple):
     proto_name: str
     to_proto: Callable[[Any], Any]
     from_proto: Callable[[Any], Any]
-    may_be_unset: bool  # if it is, the dataclass's default applies
+    may_be_unset: bool  # whether the message may leave the field unset, so that the dataclass's default applies
 
 
 class Fields(Generic[Value, Proto]):
-    """Copies field by field. A tuple is a repeated field; `…seconds` may be `…microseconds` in the message.
+    """Converts values to and from messages, field by field.
+
+    A tuple becomes a repeated field. A field `…seconds` may be called `…microseconds` in the message.
 
     `elsewhere`: fields of either side without a counterpart; the caller passes them with each value, or leaves them
-    unset. `names`: the message's names of fields, if different. `converters`: by field of the dataclass.
-    Raises: TypeError if a field of either side is missing.
+    unset. `names`: the message's field names where they differ, by the dataclass's field name. `converters`: by the
+    dataclass's field name. Raises: TypeError if any other field of either side has no counterpart.
     """
 
     def __init__(
@@ -86,7 +91,7 @@ class Fields(Generic[Value, Proto]):
             raise TypeError(f"{value_type.__name__} has no {', '.join(sorted(forgotten))}")
 
     def to_proto(self, value: Value, **others: Any) -> Proto:
-        """Returns the message. `others`: fields that the value does not have. None means unset."""
+        """Returns the message. `others`: fields that the value does not have. Fields that are None are left unset."""
         for name, proto_name, to_proto, _, _ in self._fields:
             found = getattr(value, name)
             if found is not None:
@@ -102,7 +107,7 @@ class Fields(Generic[Value, Proto]):
 
 
 def _of_field(converter: Converter | None, *, is_list: bool) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Returns (conversion to the message's value, conversion from it)."""
+    """Returns (conversion to the message's value, conversion from the message's value)."""
     if not is_list:
         return (converter.to_proto, converter.from_proto) if converter is not None else (_same, _same)
     if converter is None:

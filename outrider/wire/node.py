@@ -1,4 +1,4 @@
-"""node.proto ⇄ `outrider.node`."""
+"""Converts node.proto to and from `outrider.node`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LOAD = Fields(
     kv_bytes_per_second=_RATE,
 )
 REPORT = Fields(NodeReport, node_pb2.NodeReport, state=NODE_STATES, load=_LOAD)
-"""The report; `from_proto` raises ValueError if this version does not know the state."""
+"""Converts a NodeReport. `from_proto` raises ValueError if this version does not know the state."""
 
 
 def info_to_proto(info: NodeInfo) -> node_pb2.NodeInfo:

@@ -1,4 +1,4 @@
-"""prefill.proto ⇄ `outrider.prefill`."""
+"""Converts prefill.proto to and from `outrider.prefill`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ figures_to_proto = _FIGURES.to_proto
 
 
 def figures_from_proto(proto: prefill_pb2.PrefillResponse) -> PrefillFigures:
-    """Drops parts beyond `MAX_TIMED_PARTS`, which no node sends."""
+    """Converts a response. Drops parts beyond `MAX_TIMED_PARTS`, since a correct node sends no more."""
     del proto.chunks[MAX_TIMED_PARTS:]
     del proto.pushed[MAX_TIMED_PARTS:]
     return _FIGURES.from_proto(proto)

@@ -1,4 +1,4 @@
-"""The profile messages of node.proto ⇄ `outrider.profile`."""
+"""Converts the profile messages of node.proto to and from `outrider.profile`."""
 
 from __future__ import annotations
 
@@ -38,4 +38,4 @@ _STEP = Fields(
     nanoseconds=Conversion(lambda parts: {part: max(spent, 0) for part, spent in parts.items()}, dict),
 )
 PROFILE = Fields(Profile, node_pb2.ProfileSummary, steps=_STEP)
-"""The profile; `from_proto` raises ValueError if this version does not know a step's kind."""
+"""Converts a Profile. `from_proto` raises ValueError if this version does not know a step's kind."""

@@ -1,4 +1,4 @@
-"""The requests of router.proto, and the request options for nodes ⇄ `outrider.request`.
+"""Converts the requests of router.proto, and the request options that nodes get, to and from `outrider.request`.
 
 A public request is converted after the router has validated it: unset fields get the
 contract's defaults here, and nowhere else.
@@ -40,7 +40,7 @@ def request_from_proto(
     cache_salt: bytes = b"",
     default_method: VerificationMethod = VerificationMethod.COUPLED,
 ) -> Request:
-    """Returns the complete request. `seed` and `max_tokens` are the effective ones; `prompt_text` is for echo."""
+    """Returns the complete request. `seed` and `max_tokens` are the effective values; `prompt_text` is for echo."""
     sampling = _sampling_from_proto(proto.sampling, seed=seed, max_tokens=max_tokens)
     method = VERIFICATION_METHODS.from_proto_or(default_method).from_proto(proto.speculation.method)
     eos_token_ids = () if proto.stop.ignore_eos else eos_token_ids
@@ -49,7 +49,7 @@ def request_from_proto(
         stop_token_ids=tuple(sorted({*eos_token_ids, *proto.stop.token_ids})),
         logprobs=logprobs_request_from_proto(proto.output),
         num_speculative_tokens=num_speculative_tokens_from_proto(proto.speculation),
-        # With temperature 0 only one token of the target is possible, and all methods are the same.
+        # With temperature 0 the target allows only one token, so all methods give the same result.
         verification_method=VerificationMethod.COUPLED if sampling.is_greedy else method,
         priority=proto.priority,
         cache_salt=cache_salt,
@@ -77,7 +77,7 @@ _SAMPLING = Fields(
     elsewhere=("constraint", *ConstraintKind),
     logit_bias=Conversion(dict, lambda biases: tuple(sorted(biases.items()))),
 )
-"""All fields are set, defaults included; floats are rounded to float32 on the wire."""
+"""Converts sampling parameters. In messages all fields are set, even to defaults; floats are rounded to float32."""
 
 
 def constraint_from_proto(proto: router_pb2.SamplingParams) -> Constraint | None:
@@ -146,7 +146,7 @@ def skips_special_tokens(proto: router_pb2.OutputOptions | router_pb2.Detokenize
 
 
 def num_speculative_tokens_from_proto(proto: router_pb2.SpeculationOptions) -> int | None:
-    """Returns the number; None: the server's default; 0: plain decoding."""
+    """Returns the number of speculative tokens; None for the server's default, 0 for plain decoding."""
     if proto.HasField("enabled") and not proto.enabled:
         return 0
     return proto.num_speculative_tokens if proto.HasField("num_speculative_tokens") else None
@@ -157,7 +157,7 @@ def chat_from_proto(proto: router_pb2.Chat) -> tuple[list[dict[str, Any]], dict[
     messages = []
     for index, message in enumerate(proto.messages):
         members = _from_json(message.members, f"chat.messages[{index}].members")
-        # The order matters: a template may print it.
+        # The order of the members matters, because a template may print a whole message.
         messages.append({"role": message.role, "content": message.content} | members | {"role": message.role})
     is_open = (
         proto.add_generation_prompt if proto.HasField("add_generation_prompt") else not proto.continue_final_message
@@ -181,7 +181,10 @@ def _from_json(values: Mapping[str, str], field: str) -> dict[str, Any]:
 
 
 def complete_proto(proto: router_pb2.GenerateRequest, request: Request) -> router_pb2.GenerateRequest:
-    """Returns the public request with the same meaning everywhere: prompt as token ids; seed, length, method set."""
+    """Returns the public request in a form that means the same on every router.
+
+    Its prompt is token ids, and its request id, seed, max_tokens and verification method are set.
+    """
     complete = router_pb2.GenerateRequest()
     complete.CopyFrom(proto)
     complete.request_id = request.request_id

@@ -1,4 +1,4 @@
-"""session.proto ⇄ `outrider.session`."""
+"""Converts session.proto to and from `outrider.session`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _COMMANDS: dict[str, Fields[Any, Any]] = {
 _COMMAND_KINDS = {fields.value_type: kind for kind, fields in _COMMANDS.items()}
 
 _GROUP = ("sequence_group_id",)
-"""Fields of the enclosing message, which has the group's id, and not of the event's own."""
+"""Fields of an event that are in the enclosing message instead of the event's own message: the group's id."""
 _EVENTS: dict[str, Fields[Any, Any]] = {
     "done": Fields(SampleDone, session_pb2.SampleDone, elsewhere=_GROUP, reason=FINISH_REASONS),
     "granted": Fields(Granted, session_pb2.Granted, elsewhere=_GROUP),
@@ -127,7 +127,7 @@ def event_from_proto(proto: session_pb2.SequenceGroupEvent) -> SequenceGroupEven
             group_id,
             tokens.sample,
             tokens.start_position,
-            tuple(tokens.token_ids[:]),  # a slice is one copy, an iterator one call per token
+            tuple(tokens.token_ids[:]),  # slicing makes one copy, iterating one call per token
             logprobs_from_proto(tokens.logprobs) if tokens.logprobs else (),
             counts,
             tuple(tokens.rejected_draft_token_ids[:]) if counts.num_draft_tokens else (),
@@ -141,7 +141,10 @@ def event_from_proto(proto: session_pb2.SequenceGroupEvent) -> SequenceGroupEven
 def _add_tokens(
     event: SampleTokens, proto: session_pb2.SampleTokens, counts: dict[int, session_pb2.SpeculationCounts]
 ) -> None:
-    """Fills in `proto`. `counts`: those of the same message by `id`, since most verifications have equal counts."""
+    """Fills in `proto`.
+
+    `counts`: messages already made for this report, by the `id` of their counts, because many events share counts.
+    """
     if event.sample:
         proto.sample = event.sample
     proto.start_position = event.start_position
@@ -170,7 +173,7 @@ def _counts_to_proto(counts: SpeculationCounts) -> session_pb2.SpeculationCounts
 
 
 def _counts_from_proto(proto: session_pb2.SpeculationCounts) -> SpeculationCounts:
-    if not proto.num_spec_steps:  # drafts were wanted but missing: true for nearly every token of plain text
+    if not proto.num_spec_steps:  # drafts were wanted but missing, as happens for nearly every token of plain text
         return SpeculationCounts(num_wanting_steps=proto.num_wanting_steps, num_hit_steps=proto.num_hit_steps)
     return SpeculationCounts(
         num_spec_steps=proto.num_spec_steps,

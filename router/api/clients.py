@@ -19,7 +19,7 @@ TOKEN_KEY = "authorization"  # noqa: S105 a metadata key
 SCHEME = "bearer "
 LINE_FORMAT = "NAME sha256:HEX [priority=N] [rate=N]"
 CHECK_SECONDS = 1.0
-"""Seconds between checks for a changed token file. A call makes the check."""
+"""Minimum seconds between checks for a changed token file. Checks are made during calls."""
 OWNER_MARK = "·"
 """Separates a client's name from its request_id, which is ASCII and therefore cannot contain the mark."""
 
@@ -34,13 +34,13 @@ _log = get_logger("clients")
 class Caller:
     """The client of a call, as far as it is known."""
 
-    name: str = ""  # the name of its token; empty without authentication
-    share: str = ""  # the name that the fair queues use: clients of one name share one turn
+    name: str = ""  # the name of the client's token; empty without authentication
+    share: str = ""  # the name in the fair queues; clients with the same name share a turn
     max_priority: int | None = None  # None: any priority
     cache_salt: bytes = b""  # seeds its prompts' block hashes; empty with one tenant or without authentication
 
     def key_of(self, request_id: str) -> str:
-        """Returns the request's key on this router and in its store: each client has its own request ids."""
+        """Returns the request's key on this router and in its store, since each client has its own request ids."""
         return f"{self.name}{OWNER_MARK}{request_id}" if self.name else request_id
 
     def check_priority(self, priority: int) -> None:
@@ -91,9 +91,9 @@ class Tokens:
 class TokenFile(Clients):
     """Identifies clients by tokens. The file has a hash per line: `NAME sha256:HEX [priority=N] [rate=N]`.
 
-    `priority` is the highest priority that a request may have (default 0), `rate` the calls per minute. Several tokens
-    of one name are one client, so that a token can be replaced. The file is reloaded when it changes. A file that does
-    not parse is rejected, and the previous tokens stay valid.
+    `priority` is the highest priority that a request may have (default 0), `rate` the maximum calls per minute. Several
+    tokens of one name are one client, so that a token can be replaced. The file is reloaded when it changes. A file
+    that does not parse is rejected, and the previous tokens stay valid.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -152,7 +152,7 @@ class TokenFile(Clients):
 
 @dataclass(slots=True)
 class _TokenBucket:
-    """A token bucket that holds the calls of one minute."""
+    """A token bucket that holds at most one minute's calls."""
 
     left: float  # calls
     at: float  # time of the last update, in monotonic seconds

@@ -1,6 +1,6 @@
 """The router's page on its metrics port, and the records and cluster figures behind it as JSON.
 
-The event loop makes copies, one short call at a time; HTTP threads turn them into JSON.
+The event loop copies the data, one short call at a time; HTTP threads turn the copies into JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from router.observe.records import Records
 from router.observe.spans import Span, Step
 
 LOOP_SECONDS = 2.0
-"""Seconds that an HTTP thread waits for the event loop to make a copy."""
+"""Seconds that an HTTP thread waits for its turn, and then for the event loop to make a copy."""
 MAX_SERIAL_DIGITS = 18
 JSON = "application/json"
 CONTENT_TYPES = {
@@ -50,7 +50,7 @@ NOT_FOUND_PAGE = Page.message(
 
 T = TypeVar("T")
 TokenText = Callable[[int], str]
-"""Returns one token's text, decoded alone."""
+"""A function that returns one token's text, decoded alone."""
 
 
 class RouterPages:
@@ -99,11 +99,14 @@ class RouterPages:
         return NOT_FOUND_PAGE
 
     def _on_loop(self, copy: Callable[[], T]) -> T:
-        """Calls `copy` on the event loop and returns its result. Raises: TimeoutError; RuntimeError if it is closed."""
+        """Calls `copy` on the event loop and returns its result.
+
+        Raises: TimeoutError; RuntimeError if the event loop is closed; any error of `copy`.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
-            if future.set_running_or_notify_cancel():  # else the caller has given up
+            if future.set_running_or_notify_cancel():  # otherwise the caller has given up
                 try:
                     future.set_result(copy())
                 except Exception as error:  # noqa: BLE001 raised in the caller
@@ -133,7 +136,7 @@ class RouterPages:
         return [_summary_json(record, now) for record in self._records]
 
     def _copy(self, serial: int) -> tuple[dict[str, Any], dict[str, Iterable[Any]]] | None:
-        """Returns a record as (single values, lists). Steps are converted during iteration, because that is slow."""
+        """Returns a record as (single values, lists). Steps are converted only during iteration, which is slow."""
         record = self._records.find(serial)
         if record is None:
             return None
@@ -187,7 +190,7 @@ def _object(fields: Mapping[str, Any], **lists: Iterable[Any]) -> bytes:
     return f"{{{', '.join(parts)}}}".encode()
 
 
-# ------------------------------------------------------------ times are seconds since arrival; null: unknown
+# ------------------------------------------------------------ times are in seconds since arrival; null means unknown
 
 
 def _summary_json(record: RequestRecord, now: float) -> dict[str, Any]:

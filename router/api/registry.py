@@ -42,7 +42,7 @@ from router.requests.live import LiveRequest
 from router.requests.states import State
 
 IDLE_CHECK_SECONDS = 0.02
-"""Seconds between checks whether a draining router is idle."""
+"""Seconds between checks of whether a draining router is idle."""
 
 
 class Call(Protocol):
@@ -58,7 +58,7 @@ class Call(Protocol):
 class RequestRegistry:
     """The router's requests by key. Owned by the event loop.
 
-    `context` returns the context that requests share; it raises PeerLostError until the router serves.
+    `context()` returns the context that requests share, or raises PeerLostError until the router serves.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class RequestRegistry:
         self._by_key: dict[str, LiveRequest] = {}
         self._batcher = DeliveryBatcher()
         self.keeper: AnswerReplicator | None = None  # None: no shared store, so answers are lost with this router
-        self.is_handing_over = False  # whether health checks of gateways fail, although requests are still accepted
+        self.is_handing_over = False  # whether gateways' health checks fail while requests are still accepted
         self.is_draining = False
 
     def __len__(self) -> int:
-        """The number of keys in use, including resumable answers that have ended."""
+        """The number of keys in use, including those of resumable answers that have ended."""
         return len(self._by_key)
 
     def __contains__(self, key: str) -> bool:
@@ -83,7 +83,7 @@ class RequestRegistry:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is computed and no stream is attached."""
+        """Whether nothing is being computed and no stream is attached."""
         return all(live.is_idle for live in self._by_key.values())
 
     # ------------------------------------------------------------ clients
@@ -124,7 +124,9 @@ class RequestRegistry:
             yield live
 
     async def begin(self, proto: router_pb2.GenerateRequest, caller: Caller) -> LiveRequest:
-        """Charges the caller and starts a request. A resumable one is in the shared store, if any, on return.
+        """Charges the caller and starts a request.
+
+        A resumable request is in the shared store when this method returns, if there is such a store and it answers.
 
         Raises: OutriderError.
         """
@@ -137,7 +139,7 @@ class RequestRegistry:
             live = await self._begin(proto.request_id or str(uuid.uuid4()), proto, caller)
         if live.window_seconds is None or self.keeper is None:
             return live
-        try:  # in parallel with the prompt; the client has not received Started yet
+        try:  # stored while the prompt is computed; the client has not received Started yet
             stored = StoredRequest(
                 request_id=live.key,
                 fingerprint=info.fingerprint,
@@ -160,12 +162,12 @@ class RequestRegistry:
             if live.window_seconds is None:
                 raise NotFoundError(f"request {request_id!r} has no resume window", reason="NOT_RESUMABLE")
             is_ours = await self._is_ours(key)
-            if self._by_key.get(key) is not live:  # its window has ended, or another call has taken it over again
+            if self._by_key.get(key) is not live:  # the window has ended, or another call has taken it over again
                 return await self._find(key, request_id, next_positions)
             if is_ours:
                 return live
             live.close(AbortedError("another router has taken the request over", reason=RESUMED_ELSEWHERE))
-        self._check_serving()  # a draining router cannot tell whether another one has it
+        self._check_serving()  # a draining router cannot tell whether another router has the request
         if self.keeper is not None and not self.keeper.is_claiming(key):
             self._check_known(request_id, await self.keeper.store.read(key), next_positions)
             if key in self._by_key:
@@ -176,7 +178,7 @@ class RequestRegistry:
         return await self.keeper.resume(key, fingerprint=fingerprint)
 
     async def _is_ours(self, key: str) -> bool:
-        """Returns whether no other router has taken the request over; that router may have newer and other tokens."""
+        """Returns whether no other router has taken the request over. One that has may have newer, different tokens."""
         if self.keeper is None:
             return True
         try:
@@ -203,12 +205,12 @@ class RequestRegistry:
             )
 
     def _is_exact(self, stored: StoredAnswer) -> bool:
-        """Returns whether the nodes have the numerics that they had when the request began, and these are exact."""
+        """Returns whether the nodes' numerics are exact and the same as when the request began."""
         numerics = stored.request.numerics
         return bool(numerics) and numerics == self._nodes.exact_numerics()
 
     async def abort(self, request_id: str, call: Call) -> bool:
-        """Aborts the caller's request. Returns whether one was running, here or on another router.
+        """Aborts the caller's request. Returns whether it was running, here or on another router.
 
         Aborting here is never refused, since it frees resources. A call that stops nothing here counts against the
         caller's rate.
@@ -358,7 +360,7 @@ class RequestRegistry:
         method = VerificationMethod(context.config.verification_method)
         request = await read_request(proto, served, caller, request_id=request_id, default_method=method)
         encoding.close()
-        if stored is None or caller.key_of(request_id) not in self:  # not a takeover, or closed meanwhile
+        if stored is None or caller.key_of(request_id) not in self:  # this is no takeover, or it was closed meanwhile
             self._check_serving()
         started = Started(
             request_id=request.request_id,

@@ -1,8 +1,8 @@
 """Validates public requests, encodes their prompts, and fills in defaults.
 
 `check_request` validates the message alone, which is cheap. `read_request` encodes the prompt, validates what depends
-on its tokens (`check_prompt`), and compiles the constraint. Both raise InvalidRequestError that names the field by its
-path, such as "sampling.top_p".
+on its tokens (`check_prompt`), and compiles the constraint. Both raise an InvalidRequestError that names the field by
+its path, for example "sampling.top_p".
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ MAX_STOP_TOKENS = 64
 MAX_CONSTRAINT_BYTES = 65_536
 MAX_CHOICES = 1024
 MAX_DETOKENIZED = 1 << 20
-"""Maximum token ids in one Detokenize: more than any context window has, and checked within milliseconds."""
+"""Maximum token ids in one Detokenize. This exceeds any context window, and can be checked within milliseconds."""
 _PROMPT_FIELDS = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
-_MAX_DURATION_SECONDS = 315_576_000_000  # the range of google.protobuf.Duration
+_MAX_DURATION_SECONDS = 315_576_000_000  # the largest value of google.protobuf.Duration
 MAX_RESUME_WINDOW_SECONDS = 3600.0
-"""Maximum resume window in seconds. Longer ones are cut, since unread answers take memory here and in the store."""
+"""Maximum resume window in seconds. Longer ones are shortened, as unread answers take memory here and in the store."""
 SEED_LIMIT = 1 << 53
-"""Upper bound of the seeds that the router draws. Below it, double-precision numbers are exact in any language."""
+"""Upper bound of the seeds that the router draws. Below it, integers are exact as double-precision numbers, which are
+the only numbers of some languages.
+"""
 
 
 async def read_request(
@@ -55,7 +57,7 @@ async def read_request(
     request_id: str,
     default_method: VerificationMethod = VerificationMethod.COUPLED,
 ) -> Request:
-    """Returns the request for the nodes. `proto` has passed `check_request`.
+    """Returns the request for the nodes. `proto` must have passed `check_request`.
 
     `default_method`: the verification method of a request that names none.
 
@@ -137,7 +139,7 @@ def check_prompt(proto: router_pb2.GenerateRequest, token_ids: Sequence[int], mo
     """Checks the encoded prompt, and returns the effective max_tokens.
 
     Raises: InvalidRequestError if the request exceeds the context window or the size of a message, or if the model has
-    no embedding for a token: a tokenizer may have more ids than its model.
+    no embedding for a token. (A tokenizer may have more ids than its model.)
     """
     field = _PROMPT_FIELDS[proto.WhichOneof("prompt") or "text"]
     window, sampling, num_prompt_tokens = model.max_model_len, proto.sampling, len(token_ids)
@@ -196,7 +198,7 @@ def check_chat(chat: router_pb2.Chat, model: ModelInfo) -> None:
 
 
 def check_detokenize(proto: router_pb2.DetokenizeRequest, model: ModelInfo) -> None:
-    """Checks the number of token ids, then each. Raises: InvalidRequestError."""
+    """Checks the number of token ids, then each id. Raises: InvalidRequestError."""
     num_ids = len(proto.token_ids)
     message = f"{num_ids} token ids exceed the limit of {MAX_DETOKENIZED} per call"
     _require(num_ids <= MAX_DETOKENIZED, message, field="token_ids")
@@ -234,7 +236,7 @@ def _check_prompt(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
 
 
 _Rule = tuple[str, Callable[[router_pb2.SamplingParams], bool], str]
-_SAMPLING_RULES: tuple[_Rule, ...] = (  # field, predicate of allowed values, the same in words
+_SAMPLING_RULES: tuple[_Rule, ...] = (  # (field, predicate of allowed values, the predicate in words)
     ("temperature", lambda s: math.isfinite(s.temperature) and s.temperature >= 0, "finite and at least 0"),
     ("top_p", lambda s: not s.HasField("top_p") or 0 < s.top_p <= 1, "above 0 and at most 1"),
     ("min_p", lambda s: 0 <= s.min_p <= 1, "0 to 1"),
@@ -342,6 +344,6 @@ def _check_count(number: int, limit: int, what: str, *, field: str) -> None:
 
 
 def _require(is_allowed: bool, message: str, *, field: str, reason: str | None = None) -> None:  # noqa: FBT001 like `assert`
-    """Raises: InvalidRequestError if not allowed."""
+    """Raises: InvalidRequestError unless `is_allowed`."""
     if not is_allowed:
         raise InvalidRequestError(message, field=field, reason=reason)

@@ -23,7 +23,7 @@ SERVICE_NAME = "outrider.v1.RouterService"
 DEFAULT_WATCH_SECONDS = 1.0
 MIN_WATCH_SECONDS = 0.1
 MAX_WATCHES = 128
-"""Maximum concurrent WatchCluster calls: each gets a message with every node up to ten times a second."""
+"""Maximum concurrent WatchCluster calls. Each gets a message about all nodes up to ten times a second."""
 MAX_WATCHES_PER_CLIENT = 32
 """Maximum concurrent WatchCluster calls per client, which is a token's name or, without tokens, an address."""
 
@@ -50,7 +50,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
             async def add(event: AnswerEvent) -> None:
                 builder.add(event)
-                if builder.num_bytes > DEFAULT_MAX_MESSAGE_BYTES:  # the rest would be computed in vain
+                if builder.num_bytes > DEFAULT_MAX_MESSAGE_BYTES:  # computing the rest would be in vain
                     raise InvalidRequestError(
                         f"the answer exceeds the message limit of {DEFAULT_MAX_MESSAGE_BYTES} bytes; use Generate, "
                         "which streams",

@@ -26,13 +26,15 @@ from router.requests.live import LiveRequest
 MAX_SPAN_TOKENS = 4096
 """Maximum tokens of one sample in one append."""
 MAX_APPEND_TOKENS = 65_536
-"""Tokens after which an append includes no further request, so that the store answers within milliseconds."""
+"""Number of tokens after which an append includes no further request, so that the store answers within milliseconds."""
 MAX_LOST_APPENDS = 5
-"""Attempts to append the last tokens of a request that failed here. After these they have to be recomputed."""
+"""Maximum number of lost attempts to append the last tokens of a request that failed here. After that, the tokens have
+to be recomputed.
+"""
 CREATES_AT_ONCE = 16
-"""Concurrent creates after the store has lost its contents. The renewal waits for them."""
+"""Number of concurrent creates after the store has lost its contents. The renewal waits for them."""
 MAX_TO_DELETE = 4096
-"""Ids remembered for deletion while the store does not answer."""
+"""Maximum number of ids that are remembered for deletion while the store does not answer."""
 
 _log = get_logger("store")
 
@@ -46,16 +48,16 @@ class _Kept:
 
     running: LiveRequest
     stored: StoredRequest
-    positions: dict[int, int] = field(default_factory=dict)  # by sample: the next to append; by default its start
-    was_claimed: bool = False  # from another router
-    has_finished: bool = False  # `finish` has been sent to the store
-    is_refused: bool = False  # the store has refused tokens, and can take none after a gap
+    positions: dict[int, int] = field(default_factory=dict)  # by sample: next position to append; if absent, its start
+    was_claimed: bool = False  # whether the request was claimed from another router
+    has_finished: bool = False  # whether `finish` has been sent to the store
+    is_refused: bool = False  # whether the store has refused tokens; after a gap it takes no more
     num_lost_appends: int = 0
 
     def new_spans(self) -> Iterator[TokenSpan]:
         """Yields the tokens that the store does not have, a bounded number per sample.
 
-        Yields none if the answer has logprobs, or if the store has refused tokens: then they have to be recomputed.
+        Yields nothing if the answer has logprobs or the store has refused tokens. The tokens are recomputed then.
         """
         answer = self.running.answer
         if answer.request.options.logprobs is not None or self.is_refused:
@@ -68,7 +70,7 @@ class _Kept:
 
     @property
     def may_continue_elsewhere(self) -> bool:
-        """Whether it failed here for lack of nodes or room, so that the store keeps it for other routers."""
+        """Whether the request failed here for lack of nodes or room, so that the store keeps it for other routers."""
         answer = self.running.answer
         was_begun = self.was_claimed or answer.started is not None
         is_curable = (
@@ -81,7 +83,7 @@ class AnswerReplicator:
     """Replicates resumable requests to a store. Owned by the event loop.
 
     It writes for all requests together, off the token path. While the store does not answer, running requests
-    continue; they are written once it is back.
+    continue, and are written once the store is back.
     """
 
     def __init__(
@@ -99,15 +101,15 @@ class AnswerReplicator:
         self._append_seconds = append_seconds
         self._renew_seconds = renew_seconds
         self._kept: dict[str, _Kept] = {}  # by request id
-        self._resting: dict[str, _Kept] = {}  # by request id: ended, not polled until `wake`
+        self._resting: dict[str, _Kept] = {}  # ended requests by id, not polled until `wake`
         self._claims: dict[str, asyncio.Task[LiveRequest]] = {}
         self._is_lost = False
-        self._to_delete: dict[str, None] = {}  # ids, in the order in which they ended
+        self._to_delete: dict[str, None] = {}  # ids, in the order in which the requests ended
         self._deleting = asyncio.Lock()
         self._work = asyncio.create_task(self._run(), name="store")
 
     async def keep(self, running: LiveRequest, stored: StoredRequest) -> bool:
-        """Stores a request, before its Started message. Returns False if it is served without the store.
+        """Stores a request, before its Started message. Returns False if the request is served without the store.
 
         Raises: AlreadyRunningError if another router has the id; StoreError.
         """
@@ -118,8 +120,8 @@ class AnswerReplicator:
         except AlreadyRunningError:
             raise
         except BaseException as error:
-            self._delete_later(request_id)  # it may have been stored, and would block the id
-            if not isinstance(error, StoreError):  # its client has left
+            self._delete_later(request_id)  # the request may have been stored, and would block the id
+            if not isinstance(error, StoreError):  # the client has left
                 raise
             self._log_availability(error)
             if not self._may_serve_without:
@@ -140,7 +142,7 @@ class AnswerReplicator:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            task.add_done_callback(_begin_window)  # it may have no reader left
+            task.add_done_callback(_begin_window)  # the request may have no reader left
             raise
 
     def wake(self, request_id: str) -> None:
@@ -166,7 +168,7 @@ class AnswerReplicator:
             await self.store.close()
 
     async def _take_name(self, request_id: str) -> None:
-        """Frees the id for a new request: an earlier one is deleted now or not at all."""
+        """Frees the id for a new request. An earlier request with this id is deleted now or not at all."""
         if request_id in self._to_delete:
             async with self._deleting:
                 self._to_delete.pop(request_id, None)
@@ -188,7 +190,7 @@ class AnswerReplicator:
     # ------------------------------------------------------------ off the token path
 
     async def _run(self) -> None:
-        """Replicates periodically. Renewals come first: lost tokens can be recomputed, an expired lease cannot."""
+        """Replicates periodically. Renewals come first, as lost tokens can be recomputed, but lost leases cannot."""
         loop = asyncio.get_running_loop()
         renew_at = loop.time()
         while True:
@@ -256,11 +258,12 @@ class AnswerReplicator:
 
     def _delete_later(self, request_id: str) -> None:
         self._to_delete[request_id] = None
-        while len(self._to_delete) > MAX_TO_DELETE:  # the store was away for long; they expire by themselves
+        # This happens only after a long absence of the store. Requests whose ids are dropped expire by themselves.
+        while len(self._to_delete) > MAX_TO_DELETE:
             del self._to_delete[next(iter(self._to_delete))]
 
     async def _delete(self) -> None:
-        """Deletes ended requests in one call; not while another such call is in progress."""
+        """Deletes ended requests in one call, after any other such call that is in progress."""
         async with self._deleting:
             if request_ids := tuple(self._to_delete):
                 await self.store.delete(request_ids)
@@ -288,13 +291,13 @@ class AnswerReplicator:
                 self._kept[request_id].running.abort()
         missing = [self._kept[request_id] for request_id in renewal.missing if request_id in self._kept]
         renew_at = asyncio.get_running_loop().time() + self._renew_seconds
-        while missing and asyncio.get_running_loop().time() < renew_at:  # the next renewal reports the others again
+        while missing and asyncio.get_running_loop().time() < renew_at:  # the next renewal reports the rest again
             batch, missing = missing[:CREATES_AT_ONCE], missing[CREATES_AT_ONCE:]
             await asyncio.gather(*map(self._create_again, batch))
 
     async def _create_again(self, kept: _Kept) -> None:
-        """Stores a request again that the store has lost. Raises: StoreError."""
-        with suppress(AlreadyRunningError):  # another router has it since: the next renewal reports it
+        """Stores again a request that the store has lost. Raises: StoreError."""
+        with suppress(AlreadyRunningError):  # another router has created it meanwhile; the next renewal reports this
             await self.store.create(kept.stored)
             kept.positions, kept.is_refused = {}, False
 
@@ -313,7 +316,9 @@ def _begin_window(claim: asyncio.Task[LiveRequest]) -> None:
 
 
 def add_stored_tokens(answer: Answer, stored: StoredAnswer) -> None:
-    """Adds the tokens that another router has stored to the answer, unless it has logprobs, which are not stored."""
+    """Adds to the answer the tokens that another router has stored. Logprobs are not stored, so an answer that needs
+    them gets no tokens.
+    """
     if answer.request.options.logprobs is not None:
         return
     for sample, token_ids in stored.token_ids.items():

@@ -1,4 +1,4 @@
-"""A circuit breaker that keeps requests away from a node that has failed some."""
+"""A circuit breaker, which keeps requests away from a node that has failed some of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ MAX_COOLDOWN_SECONDS = 60.0
 FORGET_SECONDS = 120.0
 """Seconds without a failure after which the cooldown starts over at `FIRST_COOLDOWN_SECONDS`."""
 MAX_CAUSES = 64
-"""Requests remembered per node that may be at fault for its failures. If more fail, the node is at fault."""
+"""Maximum requests remembered as possible causes of a node's failures. If more fail, the node counts as the cause."""
 
 
 class Breaker:
     """A circuit breaker for one node. Owned by the event loop.
 
-    A failure opens it for a cooldown, which doubles with each further failure. Failures during a cooldown do not
-    count, because a broken session ends many attempts at once. After the cooldown, one request at a time is a
+    A failure opens the breaker for a cooldown, which doubles with each further failure. Failures during a cooldown do
+    not prolong it, because a broken session ends many attempts at once. After the cooldown, one request at a time is a
     trial: success closes the breaker, failure opens it again. The first trial may come during the cooldown
     (`may_be_tried`), if the other nodes have no room.
     """
@@ -28,8 +28,8 @@ class Breaker:
         self._failed_at = 0.0
         self._open_until: float | None = None  # None: closed
         self._is_on_trial = False
-        self._was_tried = False  # whether a trial has begun since it opened
-        self._causes: set[object] = set()  # of failures since the last success that were not forgiven
+        self._was_tried = False  # whether a trial has begun since the breaker opened
+        self._causes: set[object] = set()  # causes of failures since the last success, except forgiven ones
 
     @property
     def is_open(self) -> bool:
@@ -44,7 +44,7 @@ class Breaker:
         """Records that a request goes to the node."""
         if self._open_until is not None and self.may_be_tried:
             self._is_on_trial = self._was_tried = True
-            # After this time another trial may begin, even if this one never has a result.
+            # After this time another trial may begin, even if this one never ends.
             self._open_until = max(self._open_until, self._clock() + self._cooldown_seconds)
 
     def succeed(self) -> None:
@@ -66,7 +66,7 @@ class Breaker:
         self._is_on_trial = False
 
     def forgive(self, cause: object) -> None:
-        """Withdraws failures of a request that also fails on other nodes. Closes the breaker if no others are left."""
+        """Withdraws the failures of a request that also fails on other nodes. Closes the breaker if none remain."""
         self._causes.discard(cause)
         if self._open_until is not None and not self._causes:
             self.succeed()

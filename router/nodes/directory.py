@@ -22,7 +22,10 @@ from router.text.tokenizer import Tokenizer
 
 WAITING_LOG_SECONDS = 5.0
 PREFILL_START_SECONDS = 5.0
-"""Seconds that a starting router waits for a prefill node after a decode node: both load the same weights."""
+"""Seconds that a starting router waits for a prefill node once a decode node serves.
+
+Both nodes load the same weights, so they should need about the same time.
+"""
 
 EXACT_NUMERICS = "exact ("
 
@@ -36,18 +39,18 @@ class ServedModel:
     info: ModelInfo  # with the shortest context window of all nodes
     text: CheckpointText
     tokenizer: Tokenizer
-    tokenizer_files: Mapping[str, bytes]  # by name, for a gateway; from `resolved_files`
+    tokenizer_files: Mapping[str, bytes]  # for gateways: contents by file name, from `resolved_files`
     constraints: ConstraintChecker
-    node: str  # name of that node
+    node: str  # name of the node that the model came from
 
 
 class NodeDirectory:
     """Links to all nodes behind the targets, and the model that they serve. Owned by the event loop.
 
     Model, limits, tokenizer and fingerprint come from the first prefill or decode node that serves. A node with
-    another fingerprint is refused. So is one that computes other features for a drafter head than the nodes in use,
-    because the prompt's features go to decode nodes together with its KV. If context windows differ, because of
-    the nodes' memory, the shortest is served.
+    another fingerprint is refused. A node is also refused if the features that it computes for a drafter head differ
+    from those of the nodes in use, because the prompt's features go to decode nodes together with its KV. The nodes'
+    context windows may differ, because they depend on memory; the shortest one is served.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class NodeDirectory:
         self._on_report: list[Callable[[], None]] = []
         self._first_of_numerics: dict[str, str] = {}  # by numerics: the name of the first node that has them
         self.served: ServedModel | None = None
-        self.prefill_nodes: list[PrefillLink] = []  # serving nodes only, in all three lists
+        self.prefill_nodes: list[PrefillLink] = []  # this list and the next two contain only serving nodes
         self.decode_nodes: list[DecodeLink] = []
         self.late_nodes: list[NodeLink] = []
 
@@ -105,8 +108,8 @@ class NodeDirectory:
     def proposer(self) -> tuple[str, int]:
         """Returns (the proposer in use, the default number of speculative tokens).
 
-        The proposer is that of a draft node if one serves, else that of the decode nodes; a model or a head is
-        preferred to lookup. The number is the decode nodes' choice.
+        A model or a head is preferred to lookup; otherwise a draft node's proposer is preferred to a decode node's.
+        The number comes from a decode node.
         """
         drafts = [link for link in self._links() if link.role is NodeRole.DRAFT and link.is_serving]
         decodes = self.decode_nodes
@@ -116,14 +119,14 @@ class NodeDirectory:
 
     @property
     def has_unready_decode_target(self) -> bool:
-        """Whether a decode target has no address, or has a node that does not serve and was not refused."""
+        """Whether a decode target has no address, or has a node that neither serves nor was refused."""
         nodes = self._nodes[NodeRole.DECODE]
         return bool(nodes.unresolved) or any(
             not (link.is_serving or link.refusal or link.is_alias) for link in nodes.peers
         )
 
     def statuses(self) -> list[NodeStatus]:
-        """Returns every node by role and name; names are unique. A target without an address counts as one node."""
+        """Returns all nodes by role and name; names are unique. A target without an address counts as one node."""
         found: list[NodeStatus] = []
         names: set[str] = set()
         for role, nodes in self._nodes.items():
@@ -150,11 +153,11 @@ class NodeDirectory:
         return None if status.role is None else self._nodes[status.role].find(status.target)
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Calls `listener` when nodes come, go or change their liveness state. It must not block."""
+        """Adds a listener, which is called when nodes come, go or change their liveness state. It must not block."""
         self._on_change.append(listener)
 
     def on_report(self, listener: Callable[[], None]) -> None:
-        """Calls `listener` at changes and after every report, many times a second. It must not block."""
+        """Adds a listener, which is called at changes and after each report, many times a second. It must not block."""
         self._on_change.append(listener)
         self._on_report.append(listener)
 
@@ -178,7 +181,8 @@ class NodeDirectory:
                 log_at = min(log_at, until)
             self._changed.clear()
             try:
-                async with asyncio.timeout_at(log_at):  # failed connections are changes, and must not delay the log
+                # The deadline is absolute, because failed connections set `_changed`, too, and must not delay the log.
+                async with asyncio.timeout_at(log_at):
                     await self._changed.wait()
             except TimeoutError:
                 _log.info("waiting for nodes", missing=missing, **self._reasons_to_wait())
@@ -221,7 +225,7 @@ class NodeDirectory:
         )
 
     def on_link_change(self) -> None:
-        """Implements `LinkOwner`, as do the next two."""
+        """Implements `LinkOwner`, as do the next two methods."""
         serving = [link for link in self._links() if link.is_serving]
         self.prefill_nodes = [link for link in serving if isinstance(link, PrefillLink)]
         self.decode_nodes = [link for link in serving if isinstance(link, DecodeLink)]
@@ -239,7 +243,7 @@ class NodeDirectory:
         self._on_lost(link.role)
 
     def _follow_windows(self) -> None:
-        """Serves the shortest window of all nodes, including disconnected ones, so that a request fits any of them."""
+        """Serves the shortest context window of all nodes, even disconnected ones, so that a request fits any node."""
         windows = {link.max_model_len: link.name for link in self._links() if link.max_model_len}
         if self.served is None or not windows or min(windows) == self.served.info.max_model_len:
             return
@@ -249,9 +253,10 @@ class NodeDirectory:
     # ------------------------------------------------------------ approval
 
     async def approve(self, link: NodeLink, info: NodeInfo) -> str:
-        """Returns the served fingerprint.
+        """Returns the served model's fingerprint, or for a draft node the fingerprint of its own model.
 
-        Raises: MismatchError, which names both sides; OutriderError if the tokenizer cannot be read.
+        Raises: MismatchError, whose message names both nodes, if the node does not fit; OutriderError if the tokenizer
+        cannot be read.
         """
         if info.model is None:
             raise MismatchError(f"{info.name} serves no model")
@@ -278,7 +283,7 @@ class NodeDirectory:
         return served.info.fingerprint
 
     def _compare_numerics(self, name: str, numerics: str) -> None:
-        """Logs a warning the first time that a node has numerics different from all others, which is permitted."""
+        """Logs a warning when a node has numerics that no node had before. Different numerics are permitted."""
         if not numerics or numerics in self._first_of_numerics:
             return
         self._first_of_numerics[numerics] = name
@@ -341,7 +346,7 @@ def _models(links: Iterable[NodeLink]) -> list[ModelInfo]:
 
 
 def _status_of(link: NodeLink, name: str) -> NodeStatus:
-    report = link.report  # None if the node does not serve
+    report = link.report  # None while no reports arrive
     return NodeStatus(
         name=name,
         role=link.role,

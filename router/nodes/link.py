@@ -1,4 +1,4 @@
-"""The router's link to one node: connect → identify → approve → follow reports, in a loop, and the state found."""
+"""The router's link to one node. In a loop it connects, identifies and approves the node, and follows its reports."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from router.nodes.transport import DecodeSession, NodeTransport, RouterIdentity,
 MIN_BACKOFF_SECONDS = 0.1
 MAX_BACKOFF_SECONDS = 2.0
 POLL_BACKOFF_FACTOR = 1.1
-"""Growth of the backoff while a node is loading or is an alias, so that it is polled often."""
+"""Factor by which the backoff grows while a node is loading or is an alias. It is small, for frequent polling."""
 IDENTIFY_SECONDS = 2.0
 MAX_CONDITION = 200
 """Maximum characters of `NodeStatus.condition`."""
 MAX_REFUSALS = 16
-"""Refusals kept per node, one per request size."""
+"""Maximum refusals kept per node, at most one per request size."""
 LOSS_NOTICE_SECONDS = 0.1
-"""Seconds to wait for the end of a node's reports after a call to it failed, to tell whether its process ended."""
+"""Seconds to wait after a failed call to a node. If the node's reports end in this time, its process has ended."""
 
 _log = get_logger("nodes")
 
 
 def shorten_condition(condition: str) -> str:
-    """Returns the condition as one printable line of at most `MAX_CONDITION` characters; it has text from peers."""
+    """Returns the condition, which has text from peers, as one printable line of up to `MAX_CONDITION` characters."""
     printable = (character if character.isprintable() else " " for character in condition[: 2 * MAX_CONDITION])
     line = " ".join("".join(printable).split())
     return line if len(line) <= MAX_CONDITION else f"{line[: MAX_CONDITION - 1]}…"
 
 
 class LinkOwner(Protocol):
-    """The owner of the links (`router.nodes.directory.NodeDirectory`). Only `approve` may take time."""
+    """The owner of the links (`router.nodes.directory.NodeDirectory`). Only `approve` may wait."""
 
     async def approve(self, link: NodeLink, info: NodeInfo) -> str:
-        """Returns the fingerprint served. Raises: MismatchError if the node does not fit; OutriderError."""
+        """Returns the fingerprint to expect. Raises: MismatchError if the node does not fit; other OutriderErrors."""
 
     def on_link_change(self) -> None: ...
 
     def on_link_report(self) -> None:
-        """Called when only the load has changed: many times a second."""
+        """Handles a report that changed only the load. It is called many times a second."""
 
     def on_link_loss(self, link: NodeLink) -> None: ...
 
@@ -61,9 +61,9 @@ class LinkOwner(Protocol):
 class NodeLink:
     """A link to one address. Owned by the event loop; `run` continues until it is cancelled.
 
-    A node is SERVING if it reports so, its model was approved, and its reports arrive. It is late while a report
-    or its current step is overdue. If it still makes no progress, it is LOST, and has no report until it serves
-    again.
+    A node is SERVING if it reports this state, its model was approved, and its reports arrive. It is late while a
+    report or its current step is overdue. If it then makes no progress, it is LOST, and `report` is None until it
+    serves again.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class NodeLink:
         self.role = role
         self.address = address
         self.info: NodeInfo | None = None
-        self.stamp = NodeVersion("", "", "", "")  # for the records of requests, once it is identified
+        self.stamp = NodeVersion("", "", "", "")  # for requests' records; empty until the node is identified
         self.report: NodeReport | None = None
         self.state = NodeState.STARTING
-        self.refusal = ""  # why the node must not be used; empty if it may be
-        self.last_error = ""  # why it cannot be reached; empty if it can
-        self.max_model_len = 0  # of the model when the node was last approved
-        self.is_alias = False  # another link leads to the same process
-        self.num_hedges = 0  # requests also opened elsewhere because this node is late
+        self.refusal = ""  # why the node must not be used; empty if it may be used
+        self.last_error = ""  # why the node cannot be reached; empty if it is reachable
+        self.max_model_len = 0  # as of the last approval; 0: a draft node, or never approved
+        self.is_alias = False  # whether another link leads to the same process
+        self.num_hedges = 0  # requests also opened on another node because this node is late
         self.breaker = Breaker()
-        self.last_choice = 0  # value of placement's counter when it last chose this node
+        self.last_choice = 0  # value of the placement's counter when this node was last chosen
         self.transport = transport
         self._identity = identity
         self._owner = owner
@@ -99,12 +99,12 @@ class NodeLink:
 
     @property
     def name(self) -> str:
-        """The node's own name, or role and address until it is known."""
+        """The node's own name; until that is known, its role and address."""
         return self.info.name if self.info is not None else f"{self.role.name.lower()}@{self.address}"
 
     @property
     def incarnation(self) -> bytes:
-        """The incarnation of the process that was last identified; empty before."""
+        """The incarnation of the process that was last identified; empty before any is."""
         return self.info.incarnation if self.info is not None else b""
 
     @property
@@ -123,7 +123,7 @@ class NodeLink:
 
     @property
     def is_approved(self) -> bool:
-        """Whether the node has been approved and not lost since."""
+        """Whether the node has been approved and has not been lost since."""
         return bool(self._fingerprint)
 
     @property
@@ -133,12 +133,12 @@ class NodeLink:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the node is late and has sent no report for even longer."""
+        """Whether the node is late and its reports are overdue by `SILENT_SECONDS` (`outrider.service.liveness`)."""
         return self._progress.standing >= Liveness.SILENT
 
     @property
     def condition(self) -> str:
-        """The node's problem, on one line for people; empty if there is none."""
+        """A description of the node's problem for people, in one line; empty if there is none."""
         if self.last_error and self.last_error != self.refusal:
             return shorten_condition(f"unreachable: {self.last_error}")
         if self.refusal:
@@ -146,7 +146,10 @@ class NodeLink:
         return "late" if self.is_late else ""
 
     def add_listener(self, listener: Callable[[], None]) -> None:
-        """Calls `listener` when the node becomes late, is on time again, drains or is lost. It must not block."""
+        """Adds a listener, which is called when the node becomes late, is on time again, drains or is lost.
+
+        It must not block.
+        """
         self._listeners.add(listener)
 
     def remove_listener(self, listener: Callable[[], None]) -> None:
@@ -173,7 +176,7 @@ class NodeLink:
             await self.transport.close()
 
     async def _identify(self, info: NodeInfo) -> bool:
-        """Takes the node's identity. Returns whether it may be used now. Raises: MismatchError."""
+        """Records the node's identity and has the node approved. Returns whether to use it. Raises: MismatchError."""
         if info.role is not self.role:
             raise MismatchError(
                 f"{self.address} is a {info.role.name.lower()} node, not a {self.role.name.lower()} node"
@@ -191,7 +194,7 @@ class NodeLink:
         return not self.is_alias
 
     async def _follow(self, info: NodeInfo) -> None:
-        """Reads the node's reports until it is lost. Raises: PeerLostError."""
+        """Reads the node's reports until the node is lost. Raises: PeerLostError."""
         await self._until_lost(self._read_reports(info))
 
     async def _read_reports(self, info: NodeInfo) -> None:
@@ -200,7 +203,7 @@ class NodeLink:
                 self._take_report(report)
 
     async def _until_lost(self, reading: Coroutine[Any, Any, None]) -> None:
-        """Runs `reading`, which takes reports, until they stop arriving. Raises: PeerLostError, MismatchError."""
+        """Runs `reading`, which processes reports, until the node is lost. Raises: PeerLostError, MismatchError."""
         self._progress = ProgressDeadline(grace_seconds=self._liveness_timeout_seconds)
         async with racing(reading, watch_progress(self._progress, self._on_overdue)) as (ended, _):
             if ended.done():
@@ -260,10 +263,10 @@ class PrefillLink(NodeLink):
     """A link to a prefill node, which computes prompts."""
 
     num_outstanding_tokens = 0  # uncached prompt tokens in flight from this router
-    num_scored_tokens = 0  # tokens in flight of prompts whose logprobs are wanted
+    num_scored_tokens = 0  # tokens of the prompts in flight whose logprobs are wanted
 
     async def prefill(self, call: PrefillCall) -> PrefillFigures:
-        """Has the node compute and push the prompt's KV. Cancelling stops both.
+        """Has the node compute and push the prompt's KV. Cancelling the call stops the node's work.
 
         Raises: PeerLostError for any failure, with the reason UNREACHABLE if the node is lost.
         """
@@ -282,7 +285,7 @@ class PrefillLink(NodeLink):
                 raise PeerLostError(f"prefill node {self.name} is lost", node=self.name, reason=UNREACHABLE)
             figures = work.result()
         except OutriderError as error:
-            if error.reason == UNREACHABLE:  # its reports end too if its process has ended
+            if error.reason == UNREACHABLE:  # if the node's process has ended, its reports end, too
                 await asyncio.wait((lost,), timeout=LOSS_NOTICE_SECONDS)
             reason = UNREACHABLE if lost.done() else None
             message = f"prefill node {self.name} failed: {error.message}"
@@ -308,16 +311,17 @@ class Size(NamedTuple):
 
 @dataclass(slots=True)
 class Refusal:
-    """A decode node's rejection of a request of this size, and whether it still keeps others out.
+    """A decode node's rejection of a request of this size, which keeps other requests away from the node for a while.
 
-    All requests are kept out for `wait_seconds`. Those that are no smaller are kept out until a report shows the
-    missing room, requests of this router with as many tokens have ended there, or `NO_ROOM_RETRY_SECONDS` have passed.
+    It keeps all requests away for `wait_seconds`. It keeps requests of at least this size away until a report shows
+    the missing room, requests of this router with as many tokens have ended there, or `NO_ROOM_RETRY_SECONDS` have
+    passed.
     """
 
     rejected: Rejected
     at: float  # monotonic seconds
     size: Size
-    num_freed_tokens: int = 0  # since then: of this router's requests that ended, minus those that began
+    num_freed_tokens: int = 0  # tokens of this router's requests that ended since then, minus those that began
     num_freed_samples: int = 0
 
     def keeps_out(self, size: Size, load: NodeLoad, now: float) -> bool:
@@ -336,11 +340,11 @@ class Refusal:
 
 
 class DecodeLink(NodeLink):
-    """A link to a decode node. It reads the reports from its session with the node."""
+    """A link to a decode node, whose reports arrive in the session with it."""
 
     session: DecodeSession | None = None
-    num_placed = 0  # requests of this router that are placed there
-    refusals: Sequence[Refusal] = ()  # those that may still apply, the latest last
+    num_placed = 0  # requests of this router that are placed on the node
+    refusals: Sequence[Refusal] = ()  # refusals that may still apply, the latest last
 
     @property
     def is_serving(self) -> bool:
@@ -372,7 +376,7 @@ class DecodeLink(NodeLink):
         return not any(refusal.keeps_out(size, load, now) for refusal in self.refusals)
 
     def change_room(self, size: Size, sign: int) -> None:
-        """Updates the refusals for a request of this size that begins (`sign` -1) or ends (1) on the node."""
+        """Updates the refusals when a request of this size begins (`sign` -1) or ends (`sign` 1) on the node."""
         for refusal in self.refusals:
             refusal.num_freed_tokens += sign * size.num_tokens
             refusal.num_freed_samples += sign * size.num_samples

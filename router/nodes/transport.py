@@ -64,7 +64,7 @@ class RouterIdentity:
     incarnation: bytes  # 16 random bytes, chosen when the process starts
 
     def hello(self, *, fingerprint: str, reached_at: str) -> session_pb2.SessionHello:
-        """Returns a session's first message. `fingerprint`: of the model; `reached_at`: the node's address."""
+        """Returns a session's first message. `fingerprint`: the model's; `reached_at`: the node's address."""
         return session_pb2.SessionHello(
             protocol_version=SUPPORTED_VERSIONS.newest,
             oldest_protocol_version=SUPPORTED_VERSIONS.oldest,
@@ -76,7 +76,7 @@ class RouterIdentity:
 
 
 class NodeTransport:
-    """Owns the channel to one address. Its methods raise OutriderErrors only."""
+    """Owns the channel to one address. Its methods raise only OutriderErrors."""
 
     def __init__(self, security: PeerSecurity, *, address: str) -> None:
         self._security = security
@@ -91,7 +91,7 @@ class NodeTransport:
         self._prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
 
     async def identify(self, *, timeout_seconds: float) -> NodeInfo:
-        """Returns the node's identity. The first call of a connection: renewed certificates are used from here on."""
+        """Returns the node's identity. This first call of a connection opens a new channel if certificates changed."""
         if self._security.material is not self._material:
             old = self._channel
             self._open_channel()
@@ -115,7 +115,7 @@ class NodeTransport:
         return {name: bytes(data) for name, data in files.items()}
 
     async def reports(self, *, incarnation: bytes) -> AsyncGenerator[NodeReport, None]:
-        """Yields the reports of the process `incarnation` until it is lost. Raises: PeerLostError."""
+        """Yields the reports of the process `incarnation` until that process is lost. Raises: PeerLostError."""
         call = self._node.Watch(node_pb2.WatchNodeRequest(interval_milliseconds=round(REPORT_SECONDS * 1e3)))
         try:
             with self._errors():
@@ -146,12 +146,12 @@ class NodeTransport:
         return PeerLostError(f"{self._address} {what}", node=self._address)
 
     def open_session(self) -> SessionCall:
-        """Opens a session with a decode node. The caller sends the hello first (`DecodeSession`)."""
+        """Opens a session with a decode node. The caller (`DecodeSession`) must send the hello first."""
         call: SessionCall = self._decode.Session()
         return call
 
     async def prefill(self, call: PrefillCall) -> PrefillFigures:
-        """Has a prefill node compute and push KV. Cancelling stops both."""
+        """Has a prefill node compute and push KV. Cancelling the call stops the node's work."""
         metadata = ((TRACEPARENT, call.traceparent),) if call.traceparent else None
         try:
             return figures_from_proto(await self._prefill.Prefill(CALL.to_proto(call), metadata=metadata))
@@ -172,7 +172,7 @@ class GroupListener(Protocol):
 
 
 class DecodeSession:
-    """One session stream, from its hello to its end. Not reused: a new connection is a new session.
+    """One session stream, from its hello to its end. It is not reused: a new connection has a new session.
 
     The end of the session frees all work of this router on the node.
 
@@ -198,12 +198,12 @@ class DecodeSession:
         self.is_open = False
 
     def open_group(self, command: OpenSequenceGroup, listener: GroupListener) -> None:
-        """Queues the command. The session must be open."""
+        """Adds the group's listener and queues the command. The session must be open."""
         self._listeners[command.sequence_group_id] = listener
         self._commands.put_nowait(command)
 
     def retarget(self, command: RetargetSequenceGroup) -> None:
-        """Queues the command. A Granted for the new transfer follows, unless the KV is already complete."""
+        """Queues the command. A Granted event for the new transfer follows, unless the KV is already complete."""
         if self.is_open:
             self._commands.put_nowait(command)
 
@@ -217,12 +217,12 @@ class DecodeSession:
         self._listeners.pop(sequence_group_id, None)
 
     async def run(self) -> None:
-        """Reads and writes until the stream breaks; call `close` then. Raises: PeerLostError, MismatchError."""
+        """Reads and writes until the stream breaks; `close` must follow. Raises: PeerLostError, MismatchError."""
         try:
             async with racing(self._read(), self._write()) as tasks:
                 for task in tasks:
                     if task.done():
-                        task.result()  # the reader's first, since it knows best why the session ended
+                        task.result()  # the reader comes first, because its error says best why the session ended
         except grpc.RpcError as failure:
             error = from_rpc_error(failure, target=self._node.name)
             if isinstance(error, MismatchError):
@@ -246,7 +246,8 @@ class DecodeSession:
     async def _write(self) -> None:
         await self._call.write(session_pb2.SessionCommand(hello=self._hello))
         while True:
-            command: SequenceGroupCommand | None = None  # None: a heartbeat, since nodes free a silent router's work
+            # If there is no command in time, a heartbeat is sent, because nodes free the work of a silent router.
+            command: SequenceGroupCommand | None = None
             with suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
                     command = await self._commands.get()

@@ -40,7 +40,7 @@ from router.observe.spans import (
 )
 
 CLIENT_LEFT = "CLIENT_LEFT"
-"""The reason, in metrics only, of a request whose client left before the answer was complete."""
+"""The failure reason that metrics show for a request whose client left before the answer was complete."""
 _log = get_logger("requests")
 
 
@@ -50,12 +50,12 @@ class AttemptRecord:
 
     request: RequestRecord
     decode: NodeLink
-    index: int  # among the request's attempts, from 0
-    num_known_tokens: int  # prompt and generated tokens at its start
+    index: int  # index among the request's attempts, from 0
+    num_known_tokens: int  # prompt and generated tokens when the attempt began
     traced: trace.Span  # the attempt's span in the request's trace
-    num_tokens_to_compute: int | None = None  # by the decode node; None: no grant yet
+    num_tokens_to_compute: int | None = None  # known tokens that the decode node computes; None: no grant yet
     kv_ready: KvReady | None = None
-    prefill: PrefillFigures | None = None  # of the last transfer; None: the prefill node has not answered
+    prefill: PrefillFigures | None = None  # figures of the last transfer; None: the prefill node has not answered
     has_tokens: bool = False
     num_new_tokens: int = 0
     opening: Span | None = None
@@ -63,19 +63,19 @@ class AttemptRecord:
 
     @property
     def filled_by(self) -> PrefillFigures | None:
-        """The prefill node's figures of the transfer that completed; None if there was none."""
+        """The prefill node's figures of the completed transfer; None if there are none."""
         return None if self.kv_ready is None else self.prefill
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """Known tokens that no node had to compute for this attempt; None if the prompt was never complete."""
+        """Known tokens that no node had to compute for this attempt; None if the prompt's KV was never complete."""
         if self.num_tokens_to_compute is None or not (self.kv_ready is not None or self.has_tokens):
             return None
         num_prefilled = 0 if self.filled_by is None else self.filled_by.num_computed_tokens
         return self.num_known_tokens - self.num_tokens_to_compute - num_prefilled
 
     def ask(self, detail: str = "") -> None:
-        """Begins the span of the request for room on the decode node."""
+        """Begins the span OPEN, which lasts until the decode node answers the request for room."""
         self.opening = self._begin(SpanKind.OPEN, self.decode, detail)
 
     def take_grant(self, granted: Granted) -> None:
@@ -100,7 +100,7 @@ class AttemptRecord:
         return span
 
     def end_prefill(self, span: Span, result: PrefillFigures | str) -> None:
-        """Ends the span of a prefill call. `result`: the node's answer, or why there is none."""
+        """Ends the span of a prefill call. `result`: the node's answer, or the reason for its absence."""
         if isinstance(result, str):
             fail(span.traced, "PREFILL_FAILED")
             span.close(result)
@@ -121,7 +121,7 @@ class AttemptRecord:
         self._begin_decoding()
 
     def take_tokens(self, tokens: SampleTokens, num_new: int, now: float) -> None:
-        """Records a message with tokens. It is called for every token, so it must be cheap.
+        """Records a message with tokens. Called for every token, so it must be cheap.
 
         `num_new`: the number of tokens that the answer did not have yet. `now`: monotonic seconds.
         """
@@ -189,10 +189,10 @@ class RequestRecord:
     serial: int  # unique in this router, unlike the id, which clients may reuse
     request_id: str
     metrics: RouterMetrics
-    reserve_steps: Callable[[int], bool]  # reserves room for this many steps; returns False if there is none
+    reserve_steps: Callable[[int], bool]  # reserves room for this many steps; returns False if there is no room
     records_tokens: bool  # whether token ids are recorded, which reveal the answer's text
     tracer: Tracer
-    traced: trace.Span  # the span of the whole request, in the trace of its client
+    traced: trace.Span  # the span of the whole request, in its client's trace
     arrived_at: float = field(default_factory=time.monotonic)
     admitted_at: float | None = None  # time of the first grant
     first_token_at: float | None = None
@@ -201,25 +201,25 @@ class RequestRecord:
     outcome: RequestState | None = None
     error: str = ""
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0  # set at the end
+    num_cached_tokens: int = 0  # set when the answer is complete
     num_generated_tokens: int = 0  # all tokens of the answer, including those from a router that was lost
     num_samples: int = 0
     seed: int = 0
     verification_method: VerificationMethod = VerificationMethod.COUPLED
     attempts: list[AttemptRecord] = field(default_factory=list)
-    """Attempts with a grant or a trace, until the request ends. Others are not kept: nodes may refuse many times."""
-    num_attempts: int = 0  # including those that a decode node refused
-    num_traced: int = 0  # spans of the trace below `traced`
-    finish_reasons: list[str] = field(default_factory=list)  # of samples, in the order in which they ended
+    """Attempts that got a grant or are traced, until the request ends. Others, which may be very many, are not kept."""
+    num_attempts: int = 0  # number of attempts, including those that a decode node refused
+    num_traced: int = 0  # number of spans below `traced` in the trace
+    finish_reasons: list[str] = field(default_factory=list)  # why the samples ended, in the order of the samples
     has_moved: bool = False  # whether work has moved since the last token
     num_moves: int = 0  # migrations of work from a prefill or decode node
-    stamps: list[NodeVersion] = field(default_factory=list)  # of nodes that worked on it, by first use
+    stamps: list[NodeVersion] = field(default_factory=list)  # of nodes that worked on the request, by first use
     speculation: SpeculationTotals = field(default_factory=SpeculationTotals)
     spans: list[Span] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     num_dropped_steps: int = 0
-    size: int = 0  # of `steps`, in units of a step without token ids
+    size: int = 0  # size of `steps`; a step without token ids counts 1
 
     @property
     def state(self) -> RequestState:
@@ -229,7 +229,7 @@ class RequestRecord:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The distinct names in `stamps`, where a restarted node appears twice."""
+        """The distinct names in `stamps`. (A node that was restarted in another version has two stamps.)"""
         return tuple(dict.fromkeys(stamp.name for stamp in self.stamps))
 
     def since_arrival(self, at: float | None) -> float:
@@ -239,7 +239,7 @@ class RequestRecord:
     # ------------------------------------------------------------ events
 
     def take_request(self, request: Request, *, model: str, num_generated_tokens: int = 0) -> None:
-        """Records the encoded request. `num_generated_tokens`: tokens from a router that was lost."""
+        """Records the encoded request. `num_generated_tokens`: tokens generated earlier by a router that was lost."""
         sampling = request.options.sampling
         self.num_prompt_tokens, self.num_samples = len(request.prompt_token_ids), sampling.n
         self.num_generated_tokens = num_generated_tokens
@@ -310,7 +310,7 @@ class RequestRecord:
         last_token_at[sample] = now
 
     def add_move(self, cause: str, *, node: str, error: OutriderError | None = None) -> None:
-        """Records a migration: the next tokens come from another node, or are computed with its help.
+        """Records a migration: another node computes the next tokens, or helps to compute them.
 
         `cause` is one of `MOVE_CAUSES`; `node` is the name of the node that lost the request.
         """
@@ -331,12 +331,12 @@ class RequestRecord:
         )
 
     def mark_end(self) -> None:
-        """Records the end of the last sample; the first call counts."""
+        """Records that the last sample has ended. Only the first call has an effect."""
         if self.ended_at is None:
             self.ended_at = time.monotonic()
 
     def close(self, failure: OutriderError | None) -> None:
-        """Counts the outcome in metrics. Without a failure and a summary, the client has left."""
+        """Counts the outcome in metrics. If there is neither a failure nor a summary, the client has left."""
         if len({stamp.numerics for stamp in self.stamps if stamp.numerics}) > 1:
             self.metrics.add_mixed_numerics()
         if failure is None and self.outcome is None:
@@ -346,11 +346,11 @@ class RequestRecord:
             _log.warning("request failed", request_id=self.request_id, error=failure.message, reason=failure.reason)
 
     def end(self, error: OutriderError | None) -> None:
-        """Ends the record. Without an error and an outcome, the client has left. Idempotent."""
+        """Ends the record. If there is neither an error nor an outcome, the client has left. Idempotent."""
         self.mark_end()
         if error is not None:
             self.outcome, self.error = RequestState.FAILED, error.message[:MAX_DETAIL_CHARS]
-            if not self.records_tokens:  # messages of these errors may quote the request
+            if not self.records_tokens:  # messages of the errors below may quote the request
                 if isinstance(error, InvalidRequestError):
                     self.error = f"{error.reason}: {error.field}"
                 elif isinstance(error, InternalError):

@@ -20,9 +20,9 @@ from router.observe.record import AttemptRecord, RequestRecord
 from router.observe.spans import RequestState
 
 MAX_RECORDS = 256
-"""Requests whose records a router keeps for its page."""
+"""Maximum requests whose records a router keeps for its page."""
 MAX_STEPS = 100_000
-"""Maximum steps recorded of all requests together, about 20 MB."""
+"""Maximum recorded steps of all requests together, which take about 20 MB."""
 
 Trailers = tuple[tuple[str, str], ...]
 
@@ -35,7 +35,8 @@ _log = get_logger("requests")
 class Records:
     """The latest requests' records. Owned by the event loop.
 
-    Above `max_records` requests or `max_steps` steps in total, the records of those that ended first are evicted.
+    If there are more than `max_records` requests or `max_steps` steps in total, the records of the requests that
+    ended first are evicted.
     A request whose record is evicted while it runs records no more steps.
     """
 
@@ -47,7 +48,7 @@ class Records:
         max_steps: int = MAX_STEPS,
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """`records_tokens`: also record token ids, which reveal the answer's text."""
+        """`records_tokens`: whether token ids are recorded, which reveal the answer's text."""
         self._max_records = max_records
         self._num_free_steps = max_steps
         self.records_tokens = records_tokens
@@ -81,7 +82,7 @@ class Records:
 
     @contextmanager
     def beginning(self, request_id: str, metrics: RouterMetrics) -> Iterator[RequestRecord]:
-        """Begins a record like `begin`; an exception in the block ends it."""
+        """Begins a record like `begin`; an exception in the block ends the record."""
         record = self.begin(request_id, metrics)
         try:
             yield record
@@ -181,7 +182,7 @@ def _kv_transfer(attempts: Iterable[AttemptRecord]) -> KvTransferMetrics:
 def make_trailers(record: RequestRecord, *, is_durable: bool) -> Trailers:
     """Returns a call's trailers. A value that was not measured is left out.
 
-    `is_durable`: False if the request is resumable, but the store does not have it.
+    `is_durable`: False if the request is resumable, but missing from the store.
     """
     trailers = [("outrider-tokens", str(record.num_generated_tokens))]
     if record.first_token_at is not None:
@@ -198,7 +199,7 @@ def make_trailers(record: RequestRecord, *, is_durable: bool) -> Trailers:
 
 
 def _end_trace(record: RequestRecord, *, reason: str) -> None:
-    """Ends the trace of a request that has ended. `reason`: why it failed; empty if it did not."""
+    """Ends the trace of a request that has ended. `reason`: why the request failed; empty if it did not fail."""
     for attempt in record.attempts:
         _end_attempt(record, attempt)
     assert record.ended_at is not None
@@ -230,7 +231,10 @@ def _end_trace(record: RequestRecord, *, reason: str) -> None:
 
 
 def _end_attempt(record: RequestRecord, attempt: AttemptRecord) -> None:
-    """Ends the attempt's span, at the time when it left its decode node. Why work moved is known only afterwards."""
+    """Ends the attempt's span as of the time when the attempt left its decode node.
+
+    The span is ended only now, because the reason why work moved becomes known only after the attempt.
+    """
     traced, node, last = attempt.traced, attempt.decode.name, attempt.decoding or attempt.opening
     traced.set_attributes({"outrider.attempt": attempt.index, "outrider.decode_node": node})
     causes = [move.cause for move in record.moves if last is not None and move.node == node and move.at >= last.start]

@@ -1,6 +1,6 @@
-"""The parts of a request's record, all bounded: timed spans, steps, moves, and totals of its drafts.
+"""The parts of a request's record, all bounded: timed spans, steps, moves, and draft totals.
 
-Times are seconds on the router's monotonic clock, at which the router saw the event.
+Times are seconds on the router's monotonic clock. An event's time is when the router saw it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from outrider.request import Request
 from outrider.session import SpeculationCounts
 
 TOKENS_PER_EXTRA_STEP = 6
-"""Token ids that count as one more step against the limits on steps."""
+"""Number of recorded token ids that count as one extra step against the limit on steps of all requests."""
 MAX_REQUEST_STEPS = 5_000
 """Maximum steps recorded of one request. Later ones are only counted."""
 MAX_REJECTED = 256
-"""Maximum rejected draft tokens recorded of one step."""
+"""Maximum rejected draft tokens recorded per step."""
 MAX_REQUEST_SPANS = 1_000
 """Maximum spans recorded of one request. Later ones are dropped."""
 MAX_REQUEST_MOVES = 100
@@ -35,23 +35,23 @@ MAX_DETAIL_CHARS = 500
 
 
 class SpanKind(enum.StrEnum):
-    """What a span measures. The kinds are in their usual order in a request."""
+    """What a span measures. The kinds are in the order in which they usually occur."""
 
     ENCODE = "encode"  # encoding of the prompt in the router, including compilation of a constraint
     QUEUE = "queue"  # wait in the router's queue
-    OPEN = "open"  # request for room on a decode node, until its grant
-    PREFILL = "prefill"  # call to a prefill node, until its answer
-    PREFILL_CHUNK = "prefill_chunk"  # computation of a part of the prompt, in one forward pass or several shared ones
+    OPEN = "open"  # from the request for room on a decode node to its grant
+    PREFILL = "prefill"  # from the call to a prefill node to its answer
+    PREFILL_CHUNK = "prefill_chunk"  # computation of a part of the prompt by one forward pass; very many are merged
     KV_FRAME = "kv_frame"  # transfer of a chunk's KV for a group of layers, from its queueing to its acknowledgement
     KV_TRANSFER = "kv_transfer"  # from the first frame to complete KV, as measured by the decode node
     DECODE = "decode"  # from complete KV (or the grant, if the decode node computes the prompt) to the attempt's end
 
 
 class RequestState(enum.StrEnum):
-    WAITING = "waiting"  # until its first grant
+    WAITING = "waiting"  # until the first grant
     RUNNING = "running"
     FINISHED = "finished"
-    ABORTED = "aborted"  # by its client, who may have left
+    ABORTED = "aborted"  # aborted by its client, which may have left
     FAILED = "failed"
 
 
@@ -61,13 +61,13 @@ class Span:
 
     kind: SpanKind
     start: float
-    attempt: int  # from 0; a span before an attempt belongs to the next one
+    attempt: int  # index of its attempt, from 0; a span between attempts belongs to the next
     node: str = ""  # empty: the router itself
     end: float | None = None  # None: not ended
     num_tokens: int | None = None
     num_bytes: int | None = None
     detail: str = ""
-    traced: trace.Span = trace.INVALID_SPAN  # in the request's trace; set for some kinds only
+    traced: trace.Span = trace.INVALID_SPAN  # this span in the request's trace; set only for some kinds
 
     def close(self, detail: str = "") -> None:
         """Ends the span now. Idempotent."""
@@ -84,16 +84,16 @@ class Step(NamedTuple):
     sample: int
     attempt: int
     node: str  # the attempt's decode node
-    at: float  # arrival at the router
-    position: int  # of the first token
+    at: float  # time of arrival at the router
+    position: int  # position of the first token
     num_tokens: int
     num_draft_tokens: int  # verified draft tokens
     num_accepted: int
     wanted_drafts: bool
-    found_drafts: bool  # a draft node's proposal was ready
-    batch: int  # sequences running on the node, by its last report
-    token_ids: tuple[int, ...]  # empty unless text may be shown; so is the next field
-    rejected_token_ids: tuple[int, ...]  # draft tokens, in the order of their rows
+    found_drafts: bool  # whether a draft node's proposal was ready
+    batch: int  # sequences running on the node, according to its last report
+    token_ids: tuple[int, ...]  # this and the next field are empty unless text may be shown
+    rejected_token_ids: tuple[int, ...]  # rejected draft tokens, in the order of their rows
 
 
 class Move(NamedTuple):
@@ -117,7 +117,7 @@ class SpeculationTotals:
     acceptance_histogram: list[int] = field(default_factory=list)
 
     def add(self, counts: SpeculationCounts) -> None:
-        """Adds the counts of one step. It is called for every token, so it must be cheap."""
+        """Adds the counts of one step. Called for every token, so it must be cheap."""
         if not counts.num_wanting_steps and not counts.num_spec_steps:
             return
         self.num_spec_steps += counts.num_spec_steps
@@ -146,7 +146,7 @@ class SpeculationTotals:
 
 
 def prefill_spans(call: Span, figures: PrefillFigures) -> list[Span]:
-    """Returns spans of a prefill node's work in a call that has ended. `figures` count time from the call's arrival."""
+    """Returns spans of a prefill node's work in an ended call. Times in `figures` start when the node gets the call."""
     assert call.end is not None
     ended_at = call.end
     # Assumes that the request and the response took equally long on the network.
@@ -163,7 +163,7 @@ def prefill_spans(call: Span, figures: PrefillFigures) -> list[Span]:
 
 
 def request_attributes(request: Request, *, model: str) -> Mapping[str, str | int | float]:
-    """Returns a request's attributes in its trace, with OpenTelemetry's names, but vLLM's `gen_ai.request.id`."""
+    """Returns a request's trace attributes. Their names are OpenTelemetry's, except vLLM's `gen_ai.request.id`."""
     sampling = request.options.sampling
     return {
         "gen_ai.operation.name": "text_completion",

@@ -1,7 +1,7 @@
-"""An answer: every token with its position and text, and its readers. It is independent of nodes.
+"""An answer: all tokens with their positions and text, and its readers. It knows nothing about nodes.
 
 Tokens are recorded before they are delivered. A later attempt continues from the record, a client that
-reconnects gets it replayed, and tokens of two concurrent attempts are compared with it.
+reconnects gets the record replayed, and tokens of two concurrent attempts are compared with the record.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OVERLOADED_SECONDS = 0.02
 """Delivery delay in seconds above which the event loop counts as overloaded."""
 MAX_MERGE_SECONDS = 0.1
 MAX_ENTRIES = 2048
-"""Tokens and logprobs rendered to messages at once: a few milliseconds of the event loop."""
+"""Maximum tokens and logprobs rendered to messages at once, which takes a few milliseconds of the event loop."""
 
 Message = TypeVar("Message")
 
@@ -33,12 +33,12 @@ Message = TypeVar("Message")
 class Answer:
     """All samples of one request. Owned by the event loop.
 
-    The record ends with a summary or a failure; until then the reader waits for more. One reader is attached
-    at a time: attaching another one ends the stream of the first.
+    The record ends with a summary or a failure; until then the reader waits for more. At most one
+    reader is attached: attaching another one ends the stream of the first.
     """
 
     def __init__(self, request: Request, started: Started, *, tokenizer: Tokenizer, batcher: DeliveryBatcher) -> None:
-        """`started`: the first message to readers, sent once the request is admitted and has any prompt logprobs."""
+        """`started`: readers' first message, sent once the request is admitted and no prompt logprobs are missing."""
         self.request = request
         self._started = started
         self.needs_prompt_logprobs = False
@@ -55,7 +55,7 @@ class Answer:
         self.started: Started | None = None
         self.summary: Summary | None = None
         self.failure: OutriderError | None = None
-        self.may_lag_client = False  # taken over from another router, which may have delivered more tokens
+        self.may_lag_client = False  # whether another router may have delivered tokens that it did not store
         logprobs = request.options.logprobs
         self.entries_per_token = 1 if logprobs is None else 2 + logprobs.num_top  # the token and its logprobs
         self._reader: AnswerReader[Any] | None = None
@@ -67,7 +67,7 @@ class Answer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the answer has its summary or a failure, so that nothing more will come."""
         return self.summary is not None or self.failure is not None
 
     @property
@@ -89,7 +89,7 @@ class Answer:
     # ------------------------------------------------------------ writing
 
     def begin(self) -> None:
-        """Records admission, unless prompt logprobs are missing. Idempotent."""
+        """Records that the request is admitted, unless prompt logprobs are still missing. Idempotent."""
         if self.started is None and not self.needs_prompt_logprobs:
             self.started = self._started
             self._notify_reader()
@@ -102,7 +102,10 @@ class Answer:
             self.begin()
 
     def take(self, tokens: SampleTokens) -> tuple[int, bool]:
-        """Returns (new tokens, whether they ended their sample). Raises: TokenMismatchError, InternalError."""
+        """Takes a sample's tokens. Returns (number of new tokens, whether they ended the sample).
+
+        Raises: TokenMismatchError, InternalError.
+        """
         sample = self._sample(tokens.sample)
         was_finished = sample.finished is not None
         num_new = sample.take(tokens)
@@ -111,7 +114,7 @@ class Answer:
         return num_new, not was_finished and sample.finished is not None
 
     def finish(self, done: SampleDone) -> None:
-        """Ends a sample on a node's report. Raises: InternalError."""
+        """Ends a sample, because a node reports its end. Raises: InternalError if the report is not valid."""
         if done.reason is FinishReason.ABORTED:
             raise InternalError("it aborted a sample, which only the router may do")
         self._sample(done.sample).finish(done.reason, stop_token_id=done.stop_token_id)
@@ -142,10 +145,10 @@ class Answer:
     def read(
         self, render: Callable[[AnswerEvent], Message], next_positions: Mapping[int, int] | None = None
     ) -> AnswerReader[Message]:
-        """Attaches a reader that receives everything from the given positions (by sample) on.
+        """Attaches a reader that receives everything from the given positions (by sample) onwards.
 
-        The default position is the first token of this call. The reader attached before ends with AbortedError.
-        Raises: OutOfRangeError.
+        The default position is that of the first token of this call. A previously attached reader ends with
+        AbortedError. Raises: OutOfRangeError for positions that the answer does not have.
         """
         positions = [sample.start_position for sample in self.samples]
         for index, position in (next_positions or {}).items():
@@ -182,7 +185,7 @@ class Answer:
 def _make_text(request: Request, tokenizer: Tokenizer) -> AnswerText:
     stop, output, sampling = request.stop, request.output, request.options.sampling
     detokenizer: Detokenizer = ByteDetokenizer(())
-    if stop.strings or not output.token_ids_only:  # else no text is needed
+    if stop.strings or not output.token_ids_only:  # otherwise no text is needed
         detokenizer = tokenizer.detokenizer(
             skip_special_tokens=output.skip_special_tokens, context=request.prompt_token_ids
         )
@@ -192,8 +195,8 @@ def _make_text(request: Request, tokenizer: Tokenizer) -> AnswerText:
 class DeliveryBatcher:
     """Wakes all streams with new tokens in one callback, in the next iteration of the event loop.
 
-    One message of a session has tokens of many answers. The messages to their clients are rendered one after
-    the other, because a system call in between would leave the CPU caches cold.
+    One message of a decode node has tokens of many answers. The messages to the answers' clients are rendered one
+    after the other, because a system call between two of them would leave the CPU caches cold.
 
     While the event loop is overloaded, streams are woken later, so that tokens that arrive meanwhile share one
     delta. A stream's first tokens are never delayed.
@@ -201,10 +204,10 @@ class DeliveryBatcher:
 
     def __init__(self) -> None:
         self._readers: list[AnswerReader[Any]] = []
-        self._since = 0.0  # the loop's time when the first one was added
+        self._since = 0.0  # the loop's time when the first of these readers was added
 
     def add(self, reader: AnswerReader[Any]) -> None:
-        """Queues a reader for delivery. The caller adds a reader only once until then."""
+        """Queues a reader for delivery. The caller must not add it again before the delivery."""
         if not self._readers:
             loop = asyncio.get_running_loop()
             self._since = loop.time()
@@ -239,12 +242,12 @@ class AnswerReader(Generic[Message]):
     ) -> None:
         """`positions`: the first position to deliver, by sample."""
         self._answer = answer
-        self._positions = list(positions)  # the next to deliver, by sample
+        self._positions = list(positions)  # the next position to deliver, by sample
         self._ended: set[int] = set()  # samples whose end was delivered
         self._render = render
         self._batcher = batcher
         self._max_tokens = max(MAX_ENTRIES // answer.entries_per_token, 1)
-        self._waiter: asyncio.Future[list[Message]] | None = None  # while the stream waits
+        self._waiter: asyncio.Future[list[Message]] | None = None  # set while the stream waits
         self._has_unread = True
         self._is_superseded = False
         self._has_started = False
@@ -252,7 +255,9 @@ class AnswerReader(Generic[Message]):
         self.has_sent_tokens = False
 
     async def next(self) -> list[Message]:
-        """Returns all new messages once there are any: Started first, the Summary last, then an empty list.
+        """Waits for new messages and returns all of them. Started is the first message, and the Summary the last.
+
+        After the Summary, returns an empty list.
 
         Raises: the answer's failure, after all messages that precede it; AbortedError if another reader has been
         attached.
@@ -278,7 +283,7 @@ class AnswerReader(Generic[Message]):
         self.wake()
 
     def wake(self) -> None:
-        """Marks unread events and schedules delivery to a waiting stream."""
+        """Records that there is something unread, and schedules its delivery if the stream waits."""
         if not self._has_unread:
             self._has_unread = True
             if self._waiter is not None:
@@ -287,7 +292,7 @@ class AnswerReader(Generic[Message]):
     def deliver(self) -> None:
         """Delivers the new messages to the waiting stream, if there is one."""
         waiter, self._waiter = self._waiter, None
-        if waiter is None or waiter.done():  # the stream's task is being cancelled
+        if waiter is None or waiter.done():  # no stream waits, or its task is being cancelled
             return
         try:
             waiter.set_result(self._take_new())

@@ -15,27 +15,27 @@ from outrider.wire.answer import max_logprobs_bytes
 
 BYTES_PER_ANSWER = 10_240
 BYTES_PER_SAMPLE = 2_048
-"""Bytes of an answer's objects, including its record: 11.0 kB were measured for one sample of one token."""
-_BYTES_PER_TOKEN = 96  # entries in two lists, the id, its piece of text
+"""Bytes of objects per answer (including its record) and per sample. An answer of one token was measured at 11.0 kB."""
+_BYTES_PER_TOKEN = 96  # the entries in two lists, the token id, and its piece of text
 _BYTES_PER_LOGPROB = 160
 RETRY_SECONDS = 1.0
 STALLED_SECONDS = 1.0
-"""Seconds that a client may leave a message unread before its answer can be evicted for memory."""
+"""Seconds that a client may leave a message unread before its answer can be evicted to free memory."""
 LEFT_SECONDS = 30.0
-"""Seconds after which the answer of an absent client can be evicted. The Python client's default resume window."""
+"""Seconds after which an absent client's ended answer can be evicted: the Python client's default resume window."""
 MAX_FIRST_TOKENS = 512
-"""Tokens expected of a sample before any answer has ended, unless `max_tokens` is lower."""
+"""Number of tokens expected of a sample before any answer has ended, unless `max_tokens` is lower."""
 MIN_EXPECTED_TOKENS = 128
 """Lower bound of the tokens expected of a sample, however short the last answers were."""
 RISE_WEIGHT, FALL_WEIGHT = 1 / 4, 1 / 64
-"""Weights, in the moving average of lengths, of an answer longer than expected and of any other."""
+"""Weights in the moving average of answers' lengths: of an answer that is longer than expected, and of any other."""
 MAX_EXPECTED_SHARE = 4
-"""Divisor of the limit: the bytes expected of one answer are at most the quotient."""
+"""Divisor of the budget's limit. The quotient is the most that is set aside for one answer's expected growth."""
 TICK_SECONDS = 0.1
 
 
 class LoopClock:
-    """A clock that stands still while the event loop is blocked, so that no client seems late then. In seconds."""
+    """A clock in seconds. It stands still while the event loop is blocked, so blocking makes no client seem late."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -56,23 +56,23 @@ class AnswerBudget:
     """The budget of bytes for all answers.
 
     A new answer is admitted if it and all running ones fit with their expected lengths. If answers grow beyond
-    that and no unread one can be evicted, the newest are: this loses the least work.
+    these lengths and no unread answer can be evicted, the newest answers are evicted, which loses the least work.
     """
 
     def __init__(self, limit_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit_bytes = limit_bytes
         self.clock = clock
         self._accounts: dict[AnswerAccount, None] = {}  # the oldest first
-        self._num_expected_tokens = float(MAX_FIRST_TOKENS)  # per sample; few of the last answers were longer
+        self._num_expected_tokens = float(MAX_FIRST_TOKENS)  # expected per sample; few of the last answers were longer
         self._num_expected_bytes = 0  # expected growth of all answers
-        self.reserved_bytes = 0  # held by all answers
+        self.reserved_bytes = 0  # bytes held by all answers
 
     def open(self, request: Request, *, num_known_tokens: int = 0) -> AnswerAccount:
         """Opens an account for the answer's objects, the prompt, its logprobs, and each sample's first token.
 
         `num_known_tokens`: tokens that another router has already generated, in all samples.
 
-        Raises: CapacityError if there is no room now; InvalidRequestError if there never is.
+        Raises: CapacityError if there is no room now; InvalidRequestError if there never will be.
         """
         sampling = request.options.sampling
         account = AnswerAccount(_bytes_per_token(request))
@@ -106,8 +106,8 @@ class AnswerBudget:
     def _make_room(self, num_missing: int, *, older: AnswerAccount | None) -> None:
         """Evicts answers to free memory: delivered ones first, then those of stalled or absent clients.
 
-        Running answers are evicted last, and only those newer than `older`, which needs the bytes. None: a new answer
-        needs them. Raises: CapacityError.
+        `older`: the running answer that needs the memory. Running answers that are newer are evicted last. None: a new
+        answer needs the memory, and no running answer is evicted for it. Raises: CapacityError.
         """
         unread = dict.fromkeys(self._unread(excluding=older))
         newer = itertools.takewhile(lambda account: account is not older, reversed(self._accounts)) if older else ()
@@ -136,7 +136,7 @@ class AnswerBudget:
             account.give_up(not_reading if account in unread else full)
 
     def _unread(self, *, excluding: AnswerAccount | None) -> list[AnswerAccount]:
-        """Returns the answers that nobody reads, in the order of eviction."""
+        """Returns the answers that may be evicted because nobody reads them, in the order of eviction."""
         now, found = self.clock(), []
         for account in self._accounts:
             if account is not excluding and account.unread is not None:
@@ -153,7 +153,7 @@ class AnswerBudget:
         self._num_expected_bytes += num_expected
 
     def grow(self, account: AnswerAccount, num_tokens: int) -> None:
-        """Charges an answer for `num_tokens` more. Does nothing once its account is closed.
+        """Charges an answer for `num_tokens` more tokens. Does nothing once its account is closed.
 
         Raises: CapacityError if there is no room now; InvalidRequestError if this answer alone fills the budget.
         """
@@ -167,9 +167,9 @@ class AnswerBudget:
         self._add(account, num_bytes, -min(account.num_expected_bytes, num_bytes))
 
     def settle(self, account: AnswerAccount, num_tokens: float | None) -> None:
-        """Records the end of an answer. `num_tokens`: per sample; None: it failed, or its client left.
+        """Records the end of an answer. `num_tokens`: tokens per sample; None: the answer failed, or its client left.
 
-        Its length counts in the moving average, which rises fast and falls slowly.
+        The number changes the moving average of lengths, which rises fast and falls slowly.
         """
         account.has_ended = True
         if account in self._accounts:
@@ -189,8 +189,8 @@ class AnswerBudget:
 class Unread(enum.IntEnum):
     """Why nobody reads an answer, in the order of eviction."""
 
-    DELIVERED = 0  # it was read to its end, and is kept for its window
-    STALLED = 1  # its client does not take a message
+    DELIVERED = 0  # the answer was read to its end, and is kept for its resume window
+    STALLED = 1  # its client does not take a message that is being written
     LEFT = 2  # its client is absent
 
 
@@ -201,9 +201,9 @@ class AnswerAccount:
     bytes_per_token: int
     give_up: Callable[[OutriderError], None] = lambda _error: None  # ends the answer with this error and drops it
     num_bytes: int = 0
-    num_expected_bytes: int = 0  # expected growth; 0 once it has grown by that
+    num_expected_bytes: int = 0  # expected growth that has not happened yet
     has_ended: bool = False
-    unread: tuple[Unread, float] | None = None  # why, and since when (budget's clock); None: it has a reader
+    unread: tuple[Unread, float] | None = None  # why, and since when (by the budget's clock); None: it is being read
 
 
 def _bytes_per_token(request: Request) -> int:

@@ -1,8 +1,8 @@
 """One attempt to compute an answer's unfinished samples on one decode node, as a state machine.
 
 The decode node grants a reservation, a prefill node pushes the prompt's KV to it, tokens arrive, and the
-samples end. `Attempt.TABLE` has every transition. If a transfer fails, the reservation stays, and all KV
-is sent again under a new transfer id, so that KV of two transfers is never mixed.
+samples end. `Attempt.TABLE` has every transition. If a transfer fails, the reservation stays, and KV is
+sent again under a new transfer id. KV that was received before is kept only if its numerics are the same.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ class Attempt:
 
     shared: Shared
     decode: on.Node
-    prefill: on.Node | None  # of the current or last transfer; None: there is none
+    prefill: on.Node | None  # node of the current or last transfer; None: no transfer
     opened: OpenSequenceGroup
     hold: PromptLogprobsHold | None  # None: no logprobs of the prompt are missing
     is_hedge: bool
     state: AttemptState = AttemptState.OPENING
     was_granted: bool = False
-    has_tokens: bool = False  # at least one token has come from it
+    has_tokens: bool = False  # whether at least one token has come from this attempt
     is_late: bool = False
     is_draining: bool = False
     is_kv_ready: bool = False
     is_prefill_running: bool = False
-    transfer_id: bytes = b""  # of the current transfer; empty: the decode node computes the prompt
-    prefill_numerics: str = ""  # of the last prefill node that was asked; empty: none was
-    timer: on.Timer | None = None  # the running one
+    transfer_id: bytes = b""  # id of the current transfer; empty: the decode node computes the prompt
+    prefill_numerics: str = ""  # numerics of the last prefill node that was asked; empty: none was asked
+    timer: on.Timer | None = None  # the running timer
     running: set[int] = field(default_factory=set)  # samples on the decode node
 
     def __post_init__(self) -> None:
@@ -81,10 +81,10 @@ class Attempt:
         return numerics.startswith(EXACT_NUMERICS) and (self.prefill is None or self.prefill.numerics == numerics)
 
     def step(self, event: Any) -> on.Outcome | None:
-        """Takes an event. Returns its outcome for the request, or None if there is none.
+        """Takes an event. Returns the outcome of the event for the request, or None if there is no outcome.
 
-        The attempt is lost if its node breaks the protocol. Raises: InvalidTransitionError if the event is the
-        router's own and has no transition in this state.
+        The attempt is lost if its node breaks the protocol. Raises: InvalidTransitionError if an event of the router
+        itself has no transition in this state.
         """
         handler = self.TABLE[self.state].get(type(event))
         try:
@@ -105,7 +105,7 @@ class Attempt:
     def close(
         self, why: str, *, rejected: Rejected | None = None, frees_hedge: bool = False, keeps_prefill: bool = False
     ) -> None:
-        """Releases everything except, with `keeps_prefill`, a running prefill call; another `close` stops it."""
+        """Releases everything. `keeps_prefill`: a running prefill call goes on until `close` is called without it."""
         if self.state is not AttemptState.COMPLETED:
             self._stop_timer()
             frees_hedge = frees_hedge and self.is_hedge and not self.has_tokens
@@ -115,8 +115,8 @@ class Attempt:
             self._stop_prefill()
 
     def cancel_ended_samples(self) -> on.Outcome | None:
-        """Cancels on the node the samples that have ended as far as the router knows."""
-        if self.hold is not None:  # logprobs are still missing
+        """Cancels samples that the node still computes although they have ended in the router's answer."""
+        if self.hold is not None:  # the prompt's logprobs are still missing
             return None
         samples = self.shared.answer.samples
         ended = tuple(sample for sample in sorted(self.running) if samples[sample].finished)
@@ -177,7 +177,7 @@ class Attempt:
             self._start_decoding()
         elif self.state is AttemptState.RETARGETING:
             return on.Lost(self._error("the prompt's logprobs are lost"), "prefill_lost", is_counted=False)
-        elif self.is_prefill_running:  # its response has the logprobs
+        elif self.is_prefill_running:  # the prefill node's response has the logprobs
             self._set_timer(on.Timer.KV, self.shared.limits.kv_ready_timeout_seconds)
         else:
             return self._fail_transfer("the prefill node has not sent all logprobs of the prompt")
@@ -192,7 +192,7 @@ class Attempt:
         except InternalError as error:
             return self._fail_transfer(error.message)
         outcome = self._end_hold() if has_logprobs else None
-        if not self.is_kv_ready:  # all KV was pushed: the decode node's KvReady follows
+        if not self.is_kv_ready:  # all KV was pushed, so the decode node's KvReady follows
             self._set_timer(on.Timer.KV, self.shared.limits.kv_ready_timeout_seconds)
         elif self.hold is None:
             self._start_decoding()
@@ -229,7 +229,8 @@ class Attempt:
         if error.reason == UNREACHABLE:
             failures.add_node(prefill.incarnation)
         self.blame(NodeRole.PREFILL, prefill.incarnation, error.reason)
-        if failures.final_error(error) is not None or self.is_kv_ready:  # if KV is ready, logprobs are lost
+        # If the KV is ready, the failed call had to return the prompt's logprobs, which are lost now.
+        if failures.final_error(error) is not None or self.is_kv_ready:
             return on.Lost(error, "prefill_lost", is_counted=False)
         self._do(do.RecordMigration(prefill.name, "prefill_lost", error))
         self._retarget()
@@ -250,7 +251,7 @@ class Attempt:
         self._set_timer(on.Timer.GRANT, self.shared.limits.open_timeout_seconds)
 
     def _keeps_received(self) -> bool:
-        """Whether blocks already received may stay: the next node has equal numerics, and the prompt is not scored."""
+        """Whether received KV may stay. The next node must have equal numerics, and the prompt must not be scored."""
         node = self.decode if self.prefill is None else self.prefill
         return self.prefill_numerics == node.numerics and self.opened.options.prompt_logprobs is None
 
@@ -289,7 +290,7 @@ class Attempt:
         return self._end_hold() if has_logprobs else None
 
     def _end_hold(self) -> on.Outcome:
-        """Takes the tokens that were held back, because the prompt's logprobs are complete."""
+        """Takes the tokens that were held back, now that the prompt's logprobs are complete."""
         hold, self.hold = self.hold, None
         assert hold is not None, "the logprobs were missing"
         self.shared.answer.take_prompt_logprobs(hold.packed)
@@ -323,7 +324,7 @@ class Attempt:
         return on.Changed()
 
     def _ignore(self, _event: object) -> None:
-        """Does nothing, because the event is of an abandoned transfer or came too late to matter."""
+        """Does nothing, because the event belongs to an abandoned transfer or came too late to matter."""
 
     def _error(self, message: str) -> PeerLostError:
         return PeerLostError(f"decode node {self.decode.name}: {message}", node=self.decode.name)
@@ -365,7 +366,7 @@ class Attempt:
             on.PrefillEnded: _take_prefill,
             on.PrefillLate: _leave_late_prefill,
             on.TimerFired: _miss_kv,
-            SampleTokens: _take_tokens,  # held back until the prompt's logprobs are complete
+            SampleTokens: _take_tokens,  # tokens are held back until the prompt's logprobs are complete
             SampleDone: _take_done,
         },
         AttemptState.RETARGETING: {
@@ -390,4 +391,4 @@ class Attempt:
         },
         AttemptState.COMPLETED: {on.PrefillEnded: _take_stats},
     }
-    """All transitions. Another event is a protocol error if the decode node sent it, else an internal error."""
+    """All transitions. Any other event is a protocol error if the decode node sent it, else an internal error."""

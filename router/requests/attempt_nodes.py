@@ -26,12 +26,12 @@ _log = get_logger("attempts")
 
 
 def node_of(link: NodeLink) -> on.Node:
-    """Returns the node's current process."""
+    """Returns the identity of the node's current process."""
     return on.Node(link.name, link.incarnation, link.numerics)
 
 
 class AttemptNodes:
-    """Passes events of nodes to the machine and performs its instructions on nodes. Owned by the event loop.
+    """Passes events of nodes to the machine and performs the machine's instructions on nodes. Owned by the event loop.
 
     It is the listener of its sequence group (`router.nodes.transport.GroupListener`) and of its nodes' links.
     """
@@ -55,8 +55,9 @@ class AttemptNodes:
         self._fingerprint = fingerprint
         self._may_replace = may_take_over
         self._decode_incarnation = place.decode.incarnation
-        self._session: DecodeSession | None = None  # None: not opened, or left
-        self._prefill: asyncio.Task[PrefillFigures] | None = None  # None: no call runs whose result is wanted
+        self._session: DecodeSession | None = None  # None: the group is not open yet, or is closed
+        # None: no call is running, or its result is no longer wanted.
+        self._prefill: asyncio.Task[PrefillFigures] | None = None
         self._watched: PrefillLink | None = None  # the node of the running prefill call
 
     @property

@@ -1,4 +1,4 @@
-"""Performs a request's instructions. Only here does a request have tasks, timers and nodes."""
+"""Performs the instructions of a request's machine, which itself has no tasks, no timers, and no access to nodes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from router.scheduling.placement import Place, Placement
 from router.scheduling.request_queue import QueuedRequest, RequestQueue
 
 ID_BYTES = 16
-"""Bytes of the ids of sequence groups and transfers."""
+"""Length of the ids of sequence groups and transfers, in bytes."""
 
 _log = get_logger("requests")
 
@@ -58,7 +58,7 @@ class RouterContext:
     metrics: RouterMetrics
     records: Records
     router_address: str
-    receipts: ReceiptQueue | None  # None: `router.receipts` is empty
+    receipts: ReceiptQueue | None  # None: the setting `router.receipts` is empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +67,11 @@ class EncodedRequest:
 
     answer: Answer
     record: RequestRecord
-    account: AnswerAccount  # closed with the request
-    proto: router_pb2.GenerateRequest | None  # as the client sent it; None: its receipt has been made
+    account: AnswerAccount  # closed when the request is closed
+    proto: router_pb2.GenerateRequest | None  # the request as the client sent it; None: its receipt has been made
     model: ModelInfo
-    client: str  # whose share of the queue is charged
-    was_admitted: bool = False  # by a router that is gone: the queue must not reject it
+    client: str  # the client whose share of the queue is charged
+    was_admitted: bool = False  # whether a router that is gone admitted the request; the queue must not reject it then
 
 
 class Driver:
@@ -80,7 +80,7 @@ class Driver:
     def __init__(
         self, key: str, context: RouterContext, *, window_seconds: float | None, on_free: Callable[[], None]
     ) -> None:
-        """Starts in the state ENCODING. `on_free` is called when the request's key is free."""
+        """Starts in the state ENCODING. `on_free` is called once the request's key is free."""
         config = context.config
         limits = Limits(
             window_seconds=window_seconds,
@@ -92,12 +92,12 @@ class Driver:
         self._key = key
         self._context = context
         self._on_free = on_free
-        self._encoded: EncodedRequest | None = None  # None while it is being encoded
+        self._encoded: EncodedRequest | None = None  # None while the request is being encoded
         self._events: deque[on.Event] = deque()
         self._is_stepping = False
         self._now = 0.0  # monotonic seconds of the current step
-        self._attempts: dict[bytes, AttemptNodes] = {}  # by sequence group, until nothing of it runs
-        self._waiting: QueuedRequest | None = None  # keeps its turn while an attempt runs; None: it was never queued
+        self._attempts: dict[bytes, AttemptNodes] = {}  # by sequence group id; kept until nothing of the attempt runs
+        self._waiting: QueuedRequest | None = None  # the request's turn, kept while an attempt runs; None: never queued
         self._seeking: asyncio.Task[Place] | None = None
         self._timers: dict[tuple[on.Timer, bytes], asyncio.TimerHandle] = {}
         self._blamed: dict[bytes, Breaker] = {}  # by incarnation: nodes whose failure the request may have caused
@@ -108,14 +108,14 @@ class Driver:
         return self._encoded
 
     def begin(self, encoded: EncodedRequest) -> None:
-        """Starts serving."""
+        """Starts serving the encoded request."""
         self._encoded = encoded
         self.feed(on.Encoded(encoded.answer, encoded.was_admitted))
 
-    # ------------------------------------------------------------ the loop of events
+    # ------------------------------------------------------------ stepping the machine
 
     def feed(self, event: on.Event) -> None:
-        """Steps the machine and performs its instructions. Events that these cause are queued. Never raises."""
+        """Steps the machine and performs its instructions. Events caused meanwhile are queued. Never raises."""
         self._events.append(event)
         if self._is_stepping:
             return
@@ -127,7 +127,7 @@ class Driver:
             self._is_stepping = False
 
     def _step(self, event: on.Event) -> None:
-        """Takes one event. An internal error ends this request only, which still frees everything that it holds."""
+        """Takes one event. An internal error ends only this request, and everything that the request holds is freed."""
         request, now = self.request, time.monotonic()
         self._now = now
         try:
@@ -147,7 +147,7 @@ class Driver:
                 _log.exception("a request failed", request_id=self._key, state=request.state.name, instruction=name)
                 failure = error
                 if isinstance(instruction, do.Summarize):
-                    self._fail(error)  # before the next instruction counts how the request ended
+                    self._fail(error)  # first, because the next instruction counts how the request ended
         instructions.clear()
         if failure is not None:
             self._crash(failure)
@@ -180,7 +180,7 @@ class Driver:
             priority = self.encoded.answer.request.options.priority
             self._waiting = QueuedRequest(wanted.demand, priority=priority, client=self.encoded.client)
         waiting = self._waiting
-        if wanted.demand != waiting.demand:  # an equal demand keeps its cached hashes
+        if wanted.demand != waiting.demand:  # an equal demand is not replaced, because it has cached hashes
             waiting.demand = wanted.demand
         waiting.bypasses_limits |= wanted.bypasses_limits
         waiting.was_placed = wanted.is_undisplaceable
@@ -192,7 +192,7 @@ class Driver:
                 self._seeking = None
                 self.feed(self._placed(task))
             elif not task.cancelled() and task.exception() is None:
-                task.result().release()  # assigned in the turn of the loop in which the wait was cancelled
+                task.result().release()  # a place assigned in the same loop iteration in which the wait was cancelled
 
         self._seeking = asyncio.create_task(self._context.queue.wait_for_place(waiting), name="place")
         self._seeking.add_done_callback(end)
@@ -260,7 +260,7 @@ class Driver:
         nodes.open()
 
     def _perform_on_nodes(self, instruction: do.AttemptInstruction) -> None:
-        """Performs an instruction about an attempt's nodes, and forgets an attempt that holds nothing any more."""
+        """Performs an instruction about an attempt's nodes, and forgets the attempt if it holds nothing any more."""
         nodes = self._attempts[instruction.sequence_group_id]
         try:
             nodes.perform(instruction)
@@ -336,7 +336,7 @@ class Driver:
         answer, record = encoded.answer, encoded.record
         if context.receipts is not None and encoded.proto is not None:
             context.receipts.keep(encoded.proto, answer, record, encoded.model)
-        self._encoded = replace(encoded, proto=None)  # it may be large, and the answer is retained for its window
+        self._encoded = replace(encoded, proto=None)  # the proto may be large, and is not needed any more
         num_tokens = None if answer.summary is None else answer.num_generated_tokens / len(answer.samples)
         context.answers.settle(encoded.account, num_tokens)
         record.close(answer.failure)

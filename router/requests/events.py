@@ -1,4 +1,4 @@
-"""The events of a request. Imported as `on`; a decode node's events are those of `outrider.session`.
+"""The events of a request, imported as `on`. The events of a decode node are in `outrider.session`.
 
 An event that concerns one attempt has the id of its sequence group.
 """
@@ -28,9 +28,9 @@ class Timer(enum.Enum):
     """A request's timers, at most one of each kind. GRANT and KV belong to an attempt, the others to the request."""
 
     GRANT = enum.auto()
-    KV = enum.auto()  # for KV and logprobs to be complete, after the first of both nodes has reported its end
-    RETRY = enum.auto()  # until another search for a second decode node
-    STATS = enum.auto()  # for the prefill node's statistics, after all samples have ended
+    KV = enum.auto()  # wait for the missing KV or logprobs, after one of the two nodes has reported its end
+    RETRY = enum.auto()  # pause before another search for a second decode node
+    STATS = enum.auto()  # wait for the prefill node's statistics, after all samples have ended
     WINDOW = enum.auto()  # the resume window, which runs while there is no reader
 
 
@@ -39,7 +39,7 @@ class Encoded:
     """The prompt is encoded and memory is reserved, so the request can be served."""
 
     answer: Answer
-    was_admitted: bool = False  # by a router that is gone: the queue must not reject it
+    was_admitted: bool = False  # whether a router that is gone admitted the request; the queue must not reject it then
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Placed:
     place: Any  # the driver's handle
     decode: Node
     prefill: Node | None  # None: the decode node computes the prompt
-    kv_salt: bytes  # for the hashes of the KV blocks that these nodes compute
+    kv_salt: bytes  # salt for the hashes of the KV blocks that these nodes compute
     is_hedge: bool = False
 
 
@@ -57,7 +57,7 @@ class Placed:
 class NotPlaced:
     """The queue has rejected the request, or no node is available for a hedge."""
 
-    error: OutriderError | None = None  # the queue's; None: for a hedge
+    error: OutriderError | None = None  # the queue's error; None: the search was for a hedge
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class ReaderAttached:
 
 @dataclass(frozen=True, slots=True)
 class ReaderLeft:
-    """A call has ended that may have read the answer. There may be another reader."""
+    """A call that may have read the answer has ended. There may be another reader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Dropped:
 @dataclass(frozen=True, slots=True)
 class TimerFired:
     timer: Timer
-    sequence_group_id: bytes = b""  # empty: the timer is the request's
+    sequence_group_id: bytes = b""  # empty: the timer belongs to the request itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ Event = RequestEvent | AttemptEvent | TimerFired
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """The request must reconsider its attempts: first tokens came, a sample ended, or a node changed."""
+    """The request must reconsider its attempts, because first tokens came, a sample ended, or a node changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class Lost:
 
     error: PeerLostError
     cause: str  # a label of `outrider:moves_total`
-    is_counted: bool = True  # in the failure budget; False: it was planned, or is counted already
+    is_counted: bool = True  # whether it counts against the failure budget; False: it was planned or is already counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,25 +36,25 @@ class Enqueue(Instruction):
     """Wait for a place. `Placed` or `NotPlaced` follows, unless `LeaveQueue` comes first."""
 
     demand: Demand
-    bypasses_limits: bool  # exempt from the queue's bounds
-    is_undisplaceable: bool  # exempt from displacement by other requests
+    bypasses_limits: bool  # whether the request is exempt from the queue's bounds
+    is_undisplaceable: bool  # whether the request is exempt from displacement by other requests
 
 
 @dataclass(frozen=True, slots=True)
 class ChangeDemand(Instruction):
-    """Change the demand of the queued request. It keeps its turn."""
+    """Change the demand of the queued request, which keeps its turn."""
 
     demand: Demand
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveQueue(Instruction):
-    """Leave the queue, and return a place that has just been assigned."""
+    """Leave the queue. If a place has just been assigned, return it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hedge(Instruction):
-    """Find a place at once, without queueing, because this attempt's node is late. `Placed` or `NotPlaced` follows."""
+    """Find a place at once, without queueing, because a node of an attempt is late. `Placed` or `NotPlaced` follows."""
 
     demand: Demand
     late_group_id: bytes
@@ -77,7 +77,10 @@ class OpenGroup(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class StartPrefill(AttemptInstruction):
-    """Have the place's prefill node fill the reservation; `PrefillEnded` follows, `PrefillLate` may."""
+    """Have the place's prefill node fill the reservation.
+
+    `PrefillEnded` follows, unless `StopPrefill` comes first. `PrefillLate` may precede either.
+    """
 
     granted: Granted
     may_read_held: bool
@@ -90,7 +93,7 @@ class StopPrefill(AttemptInstruction):
 
 @dataclass(frozen=True, slots=True)
 class ChoosePrefill(AttemptInstruction):
-    """Replace the prefill node by another one of the same numerics. `PrefillChosen` follows."""
+    """Replace the prefill node with another one of the same numerics. `PrefillChosen` follows."""
 
     avoided: frozenset[bytes]  # incarnations of nodes that have failed the request
 
@@ -99,7 +102,7 @@ class ChoosePrefill(AttemptInstruction):
 class Retarget(AttemptInstruction):
     """Have the decode node expect another transfer, or compute the prompt if there is none."""
 
-    transfer_id: bytes  # empty: there is none
+    transfer_id: bytes  # empty: there is no other transfer
     keeps_received: bool
 
 
@@ -118,9 +121,9 @@ class CloseAttempt(AttemptInstruction):
     """Release the place, and stop listening to the group."""
 
     why: str  # for logs and traces; empty: the attempt has done its work
-    must_cancel: bool  # the decode node still has the group
-    rejected: Rejected | None = None  # the decode node had no room
-    frees_hedge: bool = False  # this hedge brought nothing, so another request may be hedged
+    must_cancel: bool  # whether the decode node still has the group
+    rejected: Rejected | None = None  # the decode node's answer, if it had no room
+    frees_hedge: bool = False  # whether a hedge gave no tokens, so that another request may be hedged
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +133,12 @@ class Blame(Instruction):
     sequence_group_id: bytes
     role: NodeRole
     incarnation: bytes  # of the node
-    may_be_request: bool  # the request itself may be at fault
+    may_be_request: bool  # whether the request itself may be at fault
 
 
 @dataclass(frozen=True, slots=True)
 class Forgive(Instruction):
-    """Withdraw the blame of nodes, because the request itself is at fault."""
+    """Withdraw the blame from nodes, because the request itself is at fault."""
 
     incarnations: tuple[bytes, ...]
 
@@ -158,8 +161,8 @@ class Deliver(Instruction):
     """Record tokens that the answer has taken, and charge the answer's memory for those that are new to it."""
 
     tokens: SampleTokens
-    num_new: int  # 0: another attempt has delivered them before
-    is_first: bool  # the attempt's first tokens, which show that its nodes work
+    num_new: int  # number of new tokens; 0: the answer has all of them, or their sample has ended
+    is_first: bool  # whether `tokens` are the attempt's first, which show that its nodes work
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +177,7 @@ class RecordKv(AttemptInstruction):
 
 @dataclass(frozen=True, slots=True)
 class RecordMigration(Instruction):
-    """Record that another decode or prefill node continues the work of this one."""
+    """Record that another decode or prefill node continues the work of `node`."""
 
     node: str
     cause: str  # a label of `outrider:moves_total`
@@ -198,6 +201,6 @@ class SettleRequest(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class FreeKey(Instruction):
-    """Free the request's key. The last instruction, once per request: it holds nothing any more."""
+    """Free the request's key. This is the last instruction of a request, which then holds nothing any more."""
 
     has_client_left: bool

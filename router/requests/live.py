@@ -34,12 +34,12 @@ class LiveRequest:
     ) -> None:
         """Starts in the state ENCODING; `start` or `close` follows.
 
-        `key`: the client's request id, after the client's name if that is known. `window_seconds`: how long the
+        `key`: the client's request id, preceded by the client's name if that is known. `window_seconds`: how long the
         answer can be resumed. `on_change` is called when a reader attaches, and when the key is free.
         """
         self.key = key
         self.window_seconds = window_seconds
-        self.is_durable = True  # False: it should be resumable on any router, but the store did not answer
+        self.is_durable = True  # False: the request should be resumable on any router, but the store did not answer
         self._driver = Driver(key, context, window_seconds=window_seconds, on_free=lambda: on_change(self))
         self._feed = self._driver.feed
         self._request = self._driver.request
@@ -88,12 +88,12 @@ class LiveRequest:
     def close(self, error: OutriderError | None = None) -> None:
         """Drops the answer and frees the key. Idempotent.
 
-        `error`: ends an unfinished answer. None: the client has left.
+        `error`: the error with which an unfinished answer ends; None: the client has left.
         """
         self._feed(on.Dropped(error))
 
     def give_up(self, error: OutriderError) -> None:
-        """Drops the answer and ends the stream that is attached, even if its client does not read."""
+        """Drops the answer and ends the attached stream, even if its client does not read."""
         if self._writer is not None:
             self._given_up = error
             self._writer.cancel()
@@ -111,7 +111,7 @@ class LiveRequest:
     ) -> None:
         """Writes the answer from these positions (by sample), message by message, as fast as the client takes them.
 
-        The stream attached before ends. The caller calls `leave` afterwards. Raises: OutOfRangeError for positions
+        A previously attached stream ends. The caller calls `leave` afterwards. Raises: OutOfRangeError for positions
         that the answer does not have; the answer's failure; AbortedError if another stream is attached, or if the
         answer has been dropped; the error passed to `give_up`.
         """
@@ -134,7 +134,7 @@ class LiveRequest:
                 raise
             writer.uncancel()  # the cancellation came from `give_up`
             raise self._given_up from None
-        except OutriderError as error:  # the answer's failure, or for example an answer too large for a message
+        except OutriderError as error:  # for example the answer's failure, or an answer too large for a message
             if self.window_seconds is None:
                 self.close(error)
             raise

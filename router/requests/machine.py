@@ -7,7 +7,7 @@ transition; those of an attempt are in `Attempt.TABLE`.
 Tokens depend only on the model, the prompt, the parameters and the seed. After a loss, another attempt
 therefore continues from the answer's tokens. On nodes of equal exact numerics two attempts may run at once:
 the first token received for a position is used, and a second one is compared with it. If drafts are not
-verified by coupled sampling, tokens depend on drafts too, so that only one attempt runs at a time.
+verified by coupled sampling, tokens depend on drafts too, so only one attempt runs at a time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Request:
         self.attempts: list[Attempt] = []  # Invariant: at most two, of equal exact numerics; the older first.
         self.shared = Shared(limits)
         self._cluster = cluster
-        self._completed: Attempt | None = None  # the last to complete. Invariant: not in `attempts`.
+        self._completed: Attempt | None = None  # the last attempt that completed. Invariant: not in `attempts`.
         self._seeking: Seeking | None = None  # Invariant: None while two attempts run.
         self._bypasses_limits = self._is_undisplaceable = False  # see `do.Enqueue`
         self._timers: set[on.Timer] = set()  # the running ones
@@ -79,7 +79,10 @@ class Request:
         return out
 
     def crash(self, error: InternalError, now: float) -> list[do.Instruction]:
-        """Ends the request after an internal error. Returns the failed step's instructions and those to free it."""
+        """Ends the request after an internal error.
+
+        Returns the failed step's instructions and those that release everything that the request holds.
+        """
         self.shared.now = now
         if self.state is State.ENCODING:
             self._close(on.Dropped(error))
@@ -99,7 +102,7 @@ class Request:
                 self._take_loss(attempt, outcome)
             case on.Fatal(error):
                 self.attempts.remove(attempt)
-                attempt.close(error.reason)  # the request reports the message
+                attempt.close(error.reason)  # without the message, which is in the request's failure
                 self._end(on.Failed(error))
         self._advance()
 
@@ -115,14 +118,14 @@ class Request:
         no_room = rejected if reason in {RejectReason.NO_ROOM, RejectReason.DRAINING} else None
         attempt.close(f"{reason.name}: {rejected.message}", rejected=no_room, frees_hedge=True)
         self._bypasses_limits |= self.shared.was_admitted
-        self._is_undisplaceable = self.shared.was_admitted  # only a request that was granted room is exempt
+        self._is_undisplaceable = self.shared.was_admitted  # a request that never had a grant may be displaced again
         if reason is RejectReason.TOO_LARGE:
             self.shared.excluded |= {attempt.decode.incarnation}
             if self.attempts or self._cluster.is_usable(self.shared.demand()):
                 return
             if not self._cluster.awaits_decode_nodes:
                 self._end(on.Failed(InvalidRequestError(rejected.message, field="prompt", reason="TOO_LARGE")))
-            elif not self.shared.was_admitted:  # else it waits for a node as large as its first
+            elif not self.shared.was_admitted:  # otherwise it waits for a node as large as the one that granted room
                 message = f"too large for the decode nodes that serve now: {rejected.message}"
                 self._end(on.Failed(PeerLostError(message, reason="NO_NODE")))
 
@@ -140,13 +143,13 @@ class Request:
             self._do(do.Forgive(tuple(sorted(failures.suspects))))
             self._end(on.Failed(final))
         elif not is_second:  # the loss of a second attempt is no migration
-            self._bypasses_limits = True  # it was admitted before, so the queue must not reject it
+            self._bypasses_limits = True  # the request was admitted before, so the queue must not reject it
             self._do(do.RecordMigration(attempt.decode.name, lost.cause, lost.error))
 
     # ----------------------------------------------------------- next steps
 
     def _advance(self) -> None:
-        """Ends one of two attempts if one is enough, and seeks another one if it is needed."""
+        """Ends one of two attempts if the other is enough. Seeks another attempt if it is needed."""
         if self.state not in {State.QUEUED, State.SERVING}:
             return
         if len(self.attempts) == 2:
@@ -158,7 +161,7 @@ class Request:
                 cause = "draining" if older.is_draining else "decode_late"
                 self._do(do.RecordMigration(older.decode.name, cause))
             elif not self.answer.is_complete:
-                for attempt in (older, newer):  # a sample may have ended in the other one
+                for attempt in (older, newer):  # a sample may have ended in the other attempt
                     if isinstance(attempt.cancel_ended_samples(), on.Completed):
                         self._complete(attempt)
         if self.answer.is_complete:
@@ -174,7 +177,7 @@ class Request:
             self._end(on.Failed(InternalError("a decode node has ended all samples, but some are unfinished")))
         elif self._seeking is None:
             self._enqueue(Seeking.FIRST, self.shared.demand())
-        elif self._seeking is Seeking.SECOND:  # no other attempt is running now
+        elif self._seeking is Seeking.SECOND:  # the first attempt has ended meanwhile
             self._seeking = Seeking.FIRST
             self._do(do.ChangeDemand(self.shared.demand()))
 
@@ -227,7 +230,8 @@ class Request:
             transfer_id=b"" if event.prefill is None else self.shared.limits.new_id(),
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
-            samples=answer.unfinished_samples() or (SampleStart(sample=0),),  # only prompt logprobs are missing
+            # If only prompt logprobs are missing, no sample is unfinished, so sample 0 is started.
+            samples=answer.unfinished_samples() or (SampleStart(sample=0),),
             options=replace(
                 request.options,
                 cache_salt=event.kv_salt,
@@ -273,11 +277,11 @@ class Request:
         self._stop_timer(on.Timer.WINDOW)
 
     def _attach_late(self, _event: on.ReaderAttached) -> None:
-        """Fails the answer: its client can read the tokens so far, and no more will come."""
+        """Fails an unfinished answer, so that its client gets the tokens so far and then an error."""
         self.answer.fail(dropped())
 
     def _detach(self, _event: on.ReaderLeft) -> None:
-        """Begins the resume window, unless another stream reads. Frees the key of a rejected request at once."""
+        """Begins the resume window, unless another stream is reading. Frees the key of a rejected request at once."""
         self.has_reader = self.answer.has_reader
         if self.has_reader:
             return
@@ -316,7 +320,7 @@ class Request:
         self._do(do.SettleRequest())
 
     def _end(self, event: on.Failed) -> None:
-        """Fails the request. The tokens so far can be read until its window ends."""
+        """Fails the request. The tokens so far can be read until the resume window ends."""
         was_active, self.state = self.state.is_active, State.ENDED
         self._free()
         if was_active:
@@ -387,7 +391,7 @@ class Request:
         State.ENDED: {**_READABLE, **_OVER},
         State.CLOSED: {**_OVER, on.ReaderAttached: _attach_late, on.ReaderLeft: _ignore, on.Dropped: _ignore},
     }
-    """All transitions. An event that a state does not have is an internal error, an `InvalidTransitionError`."""
+    """All transitions. Any other event in a state is an internal error (`InvalidTransitionError`)."""
 
 
 def dropped() -> AbortedError:

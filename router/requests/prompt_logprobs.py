@@ -8,21 +8,21 @@ from outrider.wire.answer import num_packed_logprobs
 
 
 class PromptLogprobsHold:
-    """Holds back an attempt's tokens until it has the prompt's logprobs, which clients get first, in Started.
+    """Holds back an attempt's tokens until the prompt's logprobs, which clients get first (in Started), are complete.
 
-    They come from the node that computes the prompt: in the prefill node's response, which tokens may overtake, or in
-    the decode node's events before its first token. If they are lost with their node, the tokens held back are lost
-    too, and another attempt begins where this one did.
+    The logprobs come from the node that computes the prompt: in a prefill node's response, which tokens may overtake,
+    or in a decode node's events before its first token. If the logprobs are lost with this node, the tokens held back
+    are lost too, and another attempt begins where this one began.
     """
 
     def __init__(self, num_logprobs: int) -> None:
-        """`num_logprobs`: the number missing, one for each token of the prompt but its first."""
+        """`num_logprobs`: the number of missing logprobs, one for each prompt token except the first."""
         self._num_logprobs = num_logprobs
         self.forget()
         self.waiting: list[SampleTokens | SampleDone] = []
 
     def forget(self) -> None:
-        """Forgets the logprobs received so far, because their node failed and another one sends all of them."""
+        """Forgets the logprobs received so far, because their node failed and another node will send all of them."""
         self._num_missing = self._num_logprobs
         self._pieces: list[bytes] = []
 
@@ -32,7 +32,7 @@ class PromptLogprobsHold:
         return b"".join(self._pieces)
 
     def take(self, packed: bytes) -> bool:
-        """Takes the next logprobs. Returns whether these were the last. Raises: InternalError if they are invalid."""
+        """Takes the next logprobs. Returns whether they are complete now. Raises: InternalError if they are invalid."""
         self._num_missing -= num_packed_logprobs(packed)
         self._pieces.append(packed)
         if self._num_missing < 0:

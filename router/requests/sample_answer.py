@@ -13,15 +13,15 @@ from router.text.answer_text import AnswerText
 
 
 class TokenMismatchError(InternalError):
-    """Two nodes computed different tokens for one position: a bug of Outrider, or nodes whose numerics differ."""
+    """Two nodes computed different tokens for one position. Outrider has a bug, or the nodes' numerics differ."""
 
     reason = "TOKEN_MISMATCH"
 
 
 class SampleAnswer:
-    """A sample's record. New tokens are appended at the next position, others compared with the known ones.
+    """A sample's record. New tokens are appended at the next position; tokens at known positions are compared.
 
-    Each token is recorded with the text that it released, so the text from a position on is always the same.
+    Each token is recorded with the text that it released, so the text from any position onwards is always the same.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class SampleAnswer:
         """`token_bytes`: converts a token id to bytes, if logprobs should include them."""
         sampling = request.options.sampling
         self._sample = sample
-        self._stop_token_ids = frozenset(request.options.stop_token_ids)  # with the end-of-text ids, unless ignored
+        self._stop_token_ids = frozenset(request.options.stop_token_ids)  # with end-of-text ids unless they are ignored
         self._min_tokens = sampling.min_tokens
         self._max_tokens = sampling.max_tokens
         self._text = text
@@ -64,11 +64,11 @@ class SampleAnswer:
 
     @property
     def generated_token_ids(self) -> tuple[int, ...]:
-        """The tokens that the client sent as already generated, then those of this call: another attempt's start."""
+        """The tokens that another attempt starts with: the client's generated tokens, then those of this call."""
         return (*self._given_ids, *self._token_ids)
 
     def token_ids_from(self, position: int) -> Sequence[int]:
-        """Returns this call's tokens from an absolute position on."""
+        """Returns this call's tokens from an absolute position onwards."""
         return self._token_ids[max(position - self.start_position, 0) :]
 
     def take(self, tokens: SampleTokens) -> int:
@@ -142,7 +142,7 @@ class SampleAnswer:
     def tail(self) -> Delta | None:
         """Returns the text that was held back when the sample ended without another token, if any.
 
-        It is a separate delta, so that a client that reconnects can tell whether it has it.
+        It is a separate delta, so that a client that reconnects can tell whether it already has this text.
         """
         if not (self._tail and self._shows_text):
             return None

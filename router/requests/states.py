@@ -15,21 +15,24 @@ from router.requests.events import Node
 from router.scheduling.placement import Demand
 
 MAX_LOST_NODES = 3
-"""Nodes of either role that may fail a request without a new token, over all attempts, before it fails."""
+"""Number of nodes, of either role and in any attempt, whose failures without a new token in between end a request."""
 MAX_FAILED_TRANSFERS = 3
-"""KV transfers that may fail without a new token before the decode node computes the prompt itself."""
+"""Number of failed KV transfers without a new token in between, after which the decode node computes the prompt."""
 NODE_FAULT_CAUSES = frozenset({"decode_lost", "decode_silent", "token_mismatch", "protocol", UNREACHABLE})
 """Causes of losses that are the node's fault. Other losses may be the request's own fault."""
 
 
 class State(enum.Enum):
-    """The states of a request: ENCODING → QUEUED ⇄ SERVING → CONCLUDING → ENDED → CLOSED. Any may end early."""
+    """The states of a request: ENCODING → QUEUED ⇄ SERVING → CONCLUDING → ENDED → CLOSED.
 
-    ENCODING = enum.auto()  # its text is being encoded, its constraint compiled
-    QUEUED = enum.auto()  # no attempt runs; it may have tokens already
+    A request may end early from any state.
+    """
+
+    ENCODING = enum.auto()  # its text is being encoded and its constraint compiled
+    QUEUED = enum.auto()  # no attempt runs; the request may already have tokens
     SERVING = enum.auto()  # one or two attempts run
     CONCLUDING = enum.auto()  # all samples have ended; statistics may still come
-    ENDED = enum.auto()  # the answer is complete or has failed, and can be read until its window ends
+    ENDED = enum.auto()  # the answer is complete or has failed, and can be read until the resume window ends
     CLOSED = enum.auto()  # nothing is held anywhere, and the key is free
 
     @property
@@ -41,7 +44,8 @@ class State(enum.Enum):
 class AttemptState(enum.Enum):
     """The states of an attempt: OPENING → TRANSFERRING ⇄ RETARGETING → DECODING → COMPLETED.
 
-    It needs no transfer if the decode node computes the prompt. When it has ended, the request drops its late events.
+    There is no transfer if the decode node computes the prompt. Once an attempt has ended, the request drops the
+    attempt's late events.
     """
 
     OPENING = enum.auto()  # the decode node was asked for a reservation
@@ -74,7 +78,7 @@ class Cluster(Protocol):
 
     @property
     def awaits_decode_nodes(self) -> bool:
-        """Whether a decode node that is not serving now might accept a request that no serving node can."""
+        """Whether a decode node that is not serving now might accept a request that no serving node can accept."""
 
     def has_decode_node_on_time(self, demand: Demand) -> bool:
         """Whether a decode node that is not late could take the request."""
@@ -84,20 +88,20 @@ class Cluster(Protocol):
 class Limits:
     """A request's timeouts, in seconds, and its source of ids."""
 
-    window_seconds: float | None  # for the client to resume; None: the answer ends with its only stream
-    open_timeout_seconds: float  # for a decode node to grant or to reject
-    kv_ready_timeout_seconds: float  # for KV to be complete after the prefill call has ended
-    new_id: Callable[[], bytes]  # for sequence groups and transfers
+    window_seconds: float | None  # time for the client to resume; None: the answer ends with its only stream
+    open_timeout_seconds: float  # time for a decode node to grant or to reject an attempt
+    kv_ready_timeout_seconds: float  # time for KV to be complete after the prefill call has ended
+    new_id: Callable[[], bytes]  # returns ids for sequence groups and transfers
 
 
 @dataclass(slots=True)
 class FailureBudget:
-    """Counts a request's losses since its answer's last new token: a poison request must not bring down all nodes."""
+    """Counts a request's losses since the last new token, because a poison request must not bring down all nodes."""
 
     num_lost_nodes: int = 0
     num_failed_transfers: int = 0
     avoided: frozenset[bytes] = frozenset()  # incarnations of nodes that have failed the request; never reset
-    suspects: set[bytes] = field(default_factory=set)  # incarnations of nodes that the request itself may have failed
+    suspects: set[bytes] = field(default_factory=set)  # incarnations of nodes whose failure the request may have caused
     _num_tokens: int = 0  # generated tokens of the answer at the last reset
 
     def reset_on_progress(self, num_generated_tokens: int) -> None:
@@ -123,11 +127,11 @@ class FailureBudget:
 
     @property
     def may_open_second(self) -> bool:
-        """Whether a second attempt may run: the budget must allow for the loss of both."""
+        """Whether a second attempt may run, which it may if the budget allows for the loss of both attempts."""
         return self.num_lost_nodes + 2 <= MAX_LOST_NODES
 
     def final_error(self, last: PeerLostError) -> PeerLostError | None:
-        """Returns the error that ends the request after too many losses; None: it continues."""
+        """Returns the error that ends the request after too many losses; None: the request continues."""
         if self.num_lost_nodes < MAX_LOST_NODES:
             return None
         message = f"{self.num_lost_nodes} nodes failed while serving this request without a new token"
@@ -141,8 +145,8 @@ class Shared:
     limits: Limits
     failures: FailureBudget = field(default_factory=FailureBudget)
     maybe_answer: Answer | None = None  # None: the request is being encoded
-    excluded: frozenset[bytes] = frozenset()  # processes of decode nodes on which the request can never fit
-    was_admitted: bool = False  # a decode node has granted it room, to this router or to one that is gone
+    excluded: frozenset[bytes] = frozenset()  # incarnations of decode nodes that can never have room for the request
+    was_admitted: bool = False  # whether a decode node has granted room, to this router or to one that is gone
     now: float = 0.0  # monotonic seconds of the current step
     out: list[do.Instruction] = field(default_factory=list)  # the instructions of the current step
 
@@ -152,7 +156,7 @@ class Shared:
         return self.maybe_answer
 
     def demand(self, alongside: Node | None = None) -> Demand:
-        """Returns the demand of the unfinished samples, with the tokens of the first; their KV begins alike.
+        """Returns the demand of all unfinished samples. Only one sample's tokens count, as all share the prompt's KV.
 
         `alongside`: the decode node of a running attempt. A second one must run on another node of equal numerics.
         """

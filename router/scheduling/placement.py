@@ -23,14 +23,14 @@ Family = tuple[bool, str, frozenset[bytes], frozenset[bytes]]
 NO_NODES: frozenset[bytes] = frozenset()
 
 OUTSTANDING_CHUNKS = 4
-"""Chunks of prompt tokens, each of one forward pass, that may be in flight on a prefill node."""
+"""Maximum chunks of prompt tokens, each computed by one forward pass, that may be in flight on a prefill node."""
 HEDGED_SHARE = 0.1
-"""Share of the running requests that may be hedged, that is, also opened on another node, because nodes are late."""
+"""Maximum share of the running requests that are hedged, i.e. also opened on another node because theirs is late."""
 PREFIX_CHUNK_TOKENS = 32
 MAX_PREFIX_CHUNKS = 131_072
-"""Chunks remembered for all nodes together: 4 million prompt tokens."""
+"""Maximum chunks remembered for all nodes together: 4 million prompt tokens."""
 PREFIX_HIT_BONUS = 4
-"""Running sequences by which a node may exceed another and still be preferred, if it has the whole prefix cached."""
+"""Number of extra running sequences for which a node makes up by having the whole prefix cached."""
 
 
 class PrefixMap:
@@ -58,7 +58,7 @@ class PrefixMap:
 
 
 def prefix_hashes(token_ids: Sequence[int], *, salt: bytes = b"") -> list[int]:
-    """Returns a hash of each prefix of whole chunks. The last token is left out, because it is always computed."""
+    """Returns a hash of each prefix made of whole chunks. The last token is left out, because it is always computed."""
     hasher = xxhash.xxh3_64(salt)
     hashes = []
     for start in range(0, len(token_ids) - PREFIX_CHUNK_TOKENS, PREFIX_CHUNK_TOKENS):
@@ -71,12 +71,12 @@ def prefix_hashes(token_ids: Sequence[int], *, salt: bytes = b"") -> list[int]:
 class Demand:
     """A request's requirements for its nodes."""
 
-    token_ids: tuple[int, ...]  # the prompt and the generated tokens: all but the last need KV
+    token_ids: tuple[int, ...]  # the prompt and the generated tokens; all except the last need KV
     excluded: frozenset[bytes] = frozenset()  # incarnations of decode nodes that must not be used
     cache_salt: bytes = b""
-    avoided: frozenset[bytes] = frozenset()  # incarnations of nodes that failed this request: a last resort
+    avoided: frozenset[bytes] = frozenset()  # incarnations of nodes that failed this request, used as a last resort
     numerics: str = ""  # required numerics of the decode and prefill node; empty: any
-    is_scored: bool = False  # prompt logprobs are wanted: only few of its tokens are computed per step
+    is_scored: bool = False  # whether prompt logprobs are wanted; few prompt tokens are then computed per step
     num_samples: int = 1
 
     @property
@@ -85,17 +85,17 @@ class Demand:
 
     @property
     def family(self) -> Family:
-        """The key of demands that differ in size only: on any node, the larger of two needs at least as much room."""
+        """The key of demands that differ only in size, so that the larger of two needs no less room on any node."""
         return self.is_scored, self.numerics, self.excluded, self.avoided
 
     @property
     def num_scored_tokens(self) -> int:
-        """An upper bound of the tokens to score; it includes generated tokens."""
+        """An upper bound of the number of tokens to score. It counts generated tokens, too."""
         return len(self.token_ids) if self.is_scored else 0
 
     @cached_property
     def prefix_hashes(self) -> list[int]:
-        """Hashes of the prefixes. Cached, because placement reads those of the queue's head at every report."""
+        """Hashes of the prefixes, cached because placement reads those of the queue's first request at each report."""
         return prefix_hashes(self.token_ids, salt=self.cache_salt)
 
 
@@ -114,8 +114,8 @@ class Place:
     def kv_salt(self, cache_salt: bytes) -> bytes:
         """Returns the salt for the hashes of this place's KV blocks, for a request with the salt `cache_salt`.
 
-        KV computed by nodes of different numerics differs in bits from KV that the decode node computes alone, so it
-        is shared only between places with the same pair of numerics.
+        KV computed by nodes of different numerics differs in bits from KV that the decode node computes alone, so
+        KV is shared only between places with the same pair of numerics.
         """
         kinds = (self.decode.numerics, "" if self.prefill is None else self.prefill.numerics)
         if kinds[0] == kinds[1] or not all(kinds):
@@ -123,7 +123,7 @@ class Place:
         return hashlib.sha256("\0".join((*kinds, cache_salt.hex())).encode()).digest()
 
     def change_prefill(self, demand: Demand) -> bool:
-        """Replaces a failed prefill node by one of the same numerics. Returns False if none is available."""
+        """Replaces a failed prefill node with one of the same numerics. Returns False if none is available."""
         self.release_prefill()
         if self.prefill is None:
             return False
@@ -135,12 +135,12 @@ class Place:
         return True
 
     def uncount_hedge(self) -> None:
-        """Stops counting a hedge that brought nothing, so that another request may be hedged against the late node."""
+        """Stops counting a hedge that gave no tokens, so that another request may be hedged against the late node."""
         if self.hedged is not None:
             self.hedged.num_hedges = max(self.hedged.num_hedges - 1, 0)
 
     def release_prefill(self) -> None:
-        """Releases the prefill node, because the prompt is computed or need not be."""
+        """Releases the prefill node, because the prompt is computed or need not be computed."""
         num_tokens, self.num_prefill_tokens = self.num_prefill_tokens, 0
         if num_tokens and self.prefill is not None:
             self.placement.release_prefill(self.prefill, num_tokens, self.demand.num_scored_tokens)
@@ -167,7 +167,7 @@ class Placement:
         self._max_outstanding_tokens = prefill_outstanding_tokens
         self._num_chosen = 0
         self._prefixes = PrefixMap()
-        self.num_placed = 0  # requests over all decode nodes
+        self.num_placed = 0  # requests placed on all decode nodes together
         self.on_room: Callable[[], None] = lambda: None  # called when room may have become free
 
     def place(
@@ -196,7 +196,7 @@ class Placement:
         return Place(self, demand, decode, prefill, num_uncached)
 
     def choose_other_prefill(self, demand: Demand, failed: PrefillLink) -> tuple[PrefillLink, int] | None:
-        """Returns (node, uncached tokens), now counted as in flight, or None. The failed node is the last resort."""
+        """Chooses a node (the failed one last) and counts the prompt there. Returns (node, uncached tokens) or None."""
         chosen = self._choose_prefill(demand, failed=failed)
         if chosen is not None:
             self._take_prefill(demand, *chosen)
@@ -219,7 +219,7 @@ class Placement:
 
     @property
     def awaits_decode_nodes(self) -> bool:
-        """Whether a decode node that is not serving now might accept a request that no serving node can."""
+        """Whether a decode node that is not serving now might accept a request that no serving node can accept."""
         return self._nodes.has_unready_decode_target
 
     def is_usable(self, demand: Demand) -> bool:
@@ -227,7 +227,7 @@ class Placement:
         return any(_is_eligible(link, demand) for link in self._nodes.decode_nodes)
 
     def usable_nodes(self, demand: Demand) -> frozenset[bytes]:
-        """Returns serving decode nodes that could take the request once they have room."""
+        """Returns the incarnations of serving decode nodes that could take the request once they have room."""
         return frozenset(link.incarnation for link in self._usable_decode(demand))
 
     def has_prefill_room(self, demand: Demand) -> bool:
@@ -235,9 +235,9 @@ class Placement:
         return not self._has_prefill_node(demand) or self._choose_prefill(demand) is not None
 
     def nodes_to_reserve(self, demand: Demand, *, decode: bool, prefill: bool) -> frozenset[bytes]:
-        """Returns the decode node and the prefill node that will probably be the first with room for the request.
+        """Returns the nodes, at most one of each role, that will probably be the first with room for the request.
 
-        The queue reserves them: the router sends nothing else there, so their free room grows until it is enough.
+        The queue reserves these nodes: the router sends nothing else there, so that their free room grows as needed.
         """
         kept: list[NodeLink] = []
         if decode and (decodes := self._usable_decode(demand)):
@@ -247,7 +247,7 @@ class Placement:
         return frozenset(link.incarnation for link in kept)
 
     def waits_for_scored_prompts(self, demand: Demand) -> bool:
-        """Whether the request waits only for scored prompts on prefill nodes. Then others may pass it."""
+        """Whether the request waits only because of scored prompts on prefill nodes. If so, other requests may pass."""
         links = self._usable_prefill(demand)
         return bool(links) and not any(_has_scoring_room(link, demand) for link in links)
 
@@ -325,8 +325,8 @@ class Placement:
         """Returns (node, uncached tokens) for the node that would finish this prompt first, or None if none has room.
 
         `failed`: the node to replace. It is the last choice, and excluded while it is late. Nodes of other numerics
-        are excluded too, because the block hashes of the reservation depend on the numerics. Room is not checked
-        then, because the prompt already has its reservation.
+        are excluded too, because the block hashes of the reservation depend on the numerics. For a replacement,
+        room is not checked, because the prompt already has its reservation.
         """
         usable = self._usable_prefill(demand)
         if failed is not None:
@@ -343,7 +343,7 @@ class Placement:
             outstanding = max(own, reported)
             is_beyond = own and outstanding + num_new > self._limit_of(link)
             if failed is None and (is_beyond or not _has_scoring_room(link, demand) or link.incarnation in reserved):
-                continue  # a prompt above the limit goes to a node without other work of this router
+                continue  # a prompt above the limit may only go to a node without other work of this router
             num_uncached[link] = num_new
             costs[link] = (link is failed, link.is_late, outstanding + num_new, link.last_choice, link.name)
         best = min(_healthiest(list(costs), usable), key=costs.__getitem__, default=None)
@@ -365,7 +365,7 @@ def _is_eligible(link: DecodeLink, demand: Demand) -> bool:
 
 
 def _unless_avoided(links: list[Link], demand: Demand) -> list[Link]:
-    """Returns the links that have not failed this request; all of them if there are none."""
+    """Returns the links that have not failed this request; if all have failed it, returns all."""
     if not demand.avoided:
         return links
     return [link for link in links if link.incarnation not in demand.avoided] or links
@@ -374,8 +374,8 @@ def _unless_avoided(links: list[Link], demand: Demand) -> list[Link]:
 def _healthiest(free: list[Link], usable: Sequence[Link]) -> list[Link]:
     """Returns the links with room (`free`) whose breaker is closed.
 
-    If there are none, returns those that may get a trial request; but if the breakers of all usable links are open,
-    all links with room.
+    If there are none, returns those that may get a trial request, or all links with room if the breakers of all
+    usable links are open.
     """
     healthy = [link for link in free if not link.breaker.is_open]
     if healthy or all(link.breaker.is_open for link in usable):
@@ -384,7 +384,7 @@ def _healthiest(free: list[Link], usable: Sequence[Link]) -> list[Link]:
 
 
 def _nearness_of_room(link: DecodeLink, size: Size) -> tuple[bool, bool, float, int, str]:
-    """Returns a sort key, larger for sooner, by the share of the running work that must end first."""
+    """Returns a sort key, larger for nodes that will have room sooner because less of their running work must end."""
     assert link.report is not None, "a serving node has reported"
     load = link.report.load
     known = (refusal for refusal in link.refusals if refusal.size.num_tokens <= size.num_tokens)

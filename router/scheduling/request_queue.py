@@ -1,4 +1,4 @@
-"""The router's only queue. It is bounded, and ordered by priority, fair share of the client, and arrival."""
+"""The router's only queue. It is bounded, and ordered by priority, the client's fair share, and arrival."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from router.scheduling.placement import Demand, Family, Place, Placement
 
 _MAX_RETRY_SECONDS = 30.0
 COST_TOKENS = 1024
-"""Prompt tokens that cost a client's share as much as one sequence."""
+"""Number of prompt tokens that cost a client as much of its share as one sequence does."""
 LANES_PER_DOUBLING = 8
-"""Lanes of different size between a size and its double."""
+"""Number of lanes into which the request sizes between any size and its double are divided."""
 MAX_CLIENTS = 8192
-"""Clients whose share is remembered. Bounded, because without authentication clients choose their own names."""
+"""Maximum clients whose share is remembered. Bounded, because without authentication clients choose their own names."""
 RECHECK_SECONDS = 0.25
 """Seconds between attempts to place queued requests if nothing else triggers one."""
 
 Turn = tuple[float, ...]
-"""(negative priority, the client's stamp, arrival number): the smallest goes first."""
+"""(negative priority, the request's stamp, arrival number). The smallest goes first."""
 _Entry = tuple[Turn, "QueuedRequest"]
 
 
@@ -32,8 +32,8 @@ class FairOrder:
 
     A request's stamp is the virtual time at which it would start if its client had a server of its own; the
     smallest stamp goes first. Requests of one client keep their order. A client that was idle starts at the
-    current virtual time, so it cannot save up turns. If there are too many clients, those that were served other_size
-    are forgotten.
+    current virtual time, so it cannot save up turns. If there are too many clients, those whose last requests end
+    first in virtual time are forgotten.
     """
 
     def __init__(self, *, max_clients: int = MAX_CLIENTS) -> None:
@@ -44,7 +44,7 @@ class FairOrder:
     def stamp(self, client: str, cost: float) -> float:
         """Returns the virtual start time (start tag) of a client's new request.
 
-        `cost`: above 0, in any unit. The client's virtual end advances by it.
+        `cost`: above 0, in any unit. The client's virtual end advances by this cost.
         """
         start = max(self._now, self._ends.get(client, 0.0))
         self._ends[client] = start + cost
@@ -63,23 +63,24 @@ class FairOrder:
 
 
 class QueuedRequest:
-    """A request's turn in the queue. It keeps its turn after a decode node has rejected or lost it."""
+    """A request's turn in the queue. The request keeps its turn after a decode node has rejected or lost it."""
 
     def __init__(self, demand: Demand, *, priority: int, client: str = "") -> None:
         self.demand = demand  # changed by `RequestQueue.change_demand` while the request is queued
         self.priority = priority
         self.client = client
         self.cost = demand.num_samples + len(demand.token_ids) / COST_TOKENS  # charged to the client's share
-        self.turn: Turn = ()  # empty until it first asks for a place
-        self.bypasses_limits = False  # exempt from the queue's bounds from now on
-        self.was_placed = False  # has had a place: it is neither displaced nor refunded its cost
-        self.place: asyncio.Future[Place] | None = None  # set from joining a lane until its task resumes
-        self.lane: list[_Entry] | None = None  # set while in the queue
-        self.lacks_decode = self.lacks_prefill = False  # no such node had room while other requests waited
+        self.turn: Turn = ()  # empty until the request first asks for a place
+        self.bypasses_limits = False  # whether the request is exempt from the queue's bounds
+        self.was_placed = False  # whether the request has had a place; if so, it is never displaced and gets no refund
+        self.place: asyncio.Future[Place] | None = None  # set from joining a lane until the waiting task resumes
+        self.lane: list[_Entry] | None = None  # set while the request is in the queue
+        # Whether no node of the role had room for the request while others of its priority waited behind it.
+        self.lacks_decode = self.lacks_prefill = False
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it is cancelled, but its task has not run since and has left it in its lane."""
+        """Whether the request was cancelled, but is still in its lane because its task has not run since."""
         return self.place is not None and self.place.cancelled()
 
     @property
@@ -110,7 +111,7 @@ class RequestQueue:
         self._max_waiting_tokens = max_waiting_tokens
         self._no_node_timeout_seconds = no_node_timeout_seconds
         self._clock = clock
-        # Heaps by family and approximate size, each served in order. They may hold requests that have left.
+        # Heaps of requests by family and approximate size, each served in order. They may hold requests that have left.
         self._lanes: dict[tuple[Family, tuple[int, ...]], list[_Entry]] = {}
         self._num_gone = 0  # requests that have left and may still be in lanes
         self._stranded: dict[Family, float] = {}  # families that no serving node can take, and since when
@@ -127,15 +128,15 @@ class RequestQueue:
         return len(self._waiting)
 
     def oldest_wait_seconds(self) -> float:
-        """Returns how long the oldest request has been queued; 0 if there is none. Thread-safe."""
-        counted = list(self._waiting.values())  # an atomic copy, since the event loop changes it
+        """Returns how long the oldest request has been queued; 0 if none is queued. Thread-safe."""
+        counted = list(self._waiting.values())  # an atomic copy, because the event loop changes the original
         return max(self._clock() - counted[0][0], 0.0) if counted else 0.0
 
     async def wait_for_place(self, waiting: QueuedRequest) -> Place:
-        """Returns the request's place, now or when its turn comes. Cancelling leaves the queue.
+        """Returns the request's place, now or when its turn comes. Cancelling the call leaves the queue.
 
-        Raises: CapacityError if it would have to wait and the queue is full; PeerLostError if for too long no node
-        has served that could take it.
+        Raises: CapacityError if the request would have to wait and the queue is full; PeerLostError after too long
+        a time without a serving node that could take the request.
         """
         if not waiting.turn:
             stamp = self._order.stamp(waiting.client, waiting.cost)
@@ -157,7 +158,7 @@ class RequestQueue:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                future.result().release()  # assigned in the turn of the loop in which it was cancelled
+                future.result().release()  # a place assigned in the loop iteration that cancelled the wait
             else:
                 self._refund(waiting)
             raise
@@ -170,7 +171,7 @@ class RequestQueue:
             self._count_out(waiting)
 
     def change_demand(self, waiting: QueuedRequest, demand: Demand) -> None:
-        """Changes the request's demand; it keeps its turn."""
+        """Changes the request's demand. The request keeps its turn."""
         is_in_queue = waiting.lane is not None
         self._leave_lane(waiting)
         waiting.demand = demand
@@ -181,7 +182,8 @@ class RequestQueue:
         """Assigns free places in order.
 
         If the first request of a priority finds no room, the nodes that will have room for it first are reserved, and
-        others of this priority may use the other nodes. Requests of lower priority may use no node that could take it.
+        others of this priority may use the other nodes. Requests of lower priority may not use any node that could take
+        this first request.
         Scored prompts wait for each other in order, and others pass them. Requests that no serving node could take
         block no others, and wait at most `no_node_timeout_seconds` for a node that can.
         """
@@ -191,7 +193,7 @@ class RequestQueue:
         usable = self._update_stranded()
         heads = [lane[0] for (family, _), lane in self._lanes.items() if family in usable]
         heapq.heapify(heads)
-        blocked: list[QueuedRequest] = []  # in this round
+        blocked: list[QueuedRequest] = []  # requests that found no room in this round
         reserved: frozenset[bytes] | None = frozenset()  # None: not computed yet
         while heads:
             first = heapq.heappop(heads)[1]
@@ -219,7 +221,7 @@ class RequestQueue:
             blocked.append(first)
 
     def _reserve(self, blocked: Sequence[QueuedRequest], priority: int) -> frozenset[bytes] | None:
-        """Returns the nodes that later requests of this priority must not use; None: they must use no node."""
+        """Returns the nodes that later requests of this priority must not use; None: they must not use any node."""
         placement = self._placement
         reserved: frozenset[bytes] = frozenset()
         for other in blocked:
@@ -236,7 +238,7 @@ class RequestQueue:
         return reserved
 
     def _update_stranded(self) -> set[Family]:
-        """Returns the families that a serving node could take. Fails requests of others that have waited too long."""
+        """Returns families that a serving node could take. Fails requests of other families that waited too long."""
         now, since, timeout = self._clock(), self._stranded, self._no_node_timeout_seconds
         self._lanes = {key: lane for key, lane in self._lanes.items() if _drop_gone(lane)}
         demands = {family: lane[0][1].demand for (family, _), lane in self._lanes.items()}
@@ -256,7 +258,7 @@ class RequestQueue:
             waiting.place.set_exception(error)
 
     def observe_service(self, seconds: float) -> None:
-        """Records how long a request took after admission, from which RetryInfo is estimated."""
+        """Records how long a request took after admission. RetryInfo is estimated from such times."""
         self._mean_service_seconds += 0.1 * (seconds - self._mean_service_seconds)
 
     def _record_place(self, waiting: QueuedRequest) -> None:
@@ -271,7 +273,7 @@ class RequestQueue:
     def _make_room(self, waiting: QueuedRequest) -> None:
         """Displaces requests behind this one until it fits into the queue. Raises: CapacityError if it cannot fit."""
         displaced: dict[QueuedRequest, CapacityError] = {}
-        behind: list[QueuedRequest] | None = None  # ordered: the last in line is at the end
+        behind: list[QueuedRequest] | None = None  # sorted: the last in line is at the end
         while (error := self._why_full(waiting, without=displaced)) is not None:
             if behind is None:
                 others = (other for other in self._waiting if other.lane is not None and not other.was_placed)
@@ -319,7 +321,7 @@ class RequestQueue:
             return
         waiting.lane = None
         self._num_gone += 1
-        if self._num_gone > self.num_waiting + 16:  # many have left lanes whose first request stays
+        if self._num_gone > self.num_waiting + 16:  # many requests that have left are still in lanes, behind others
             self._num_gone = 0
             for lane in self._lanes.values():
                 lane[:] = [entry for entry in lane if entry[1].lane is lane]
@@ -345,7 +347,7 @@ def _drop_gone(lane: list[_Entry]) -> bool:
 
 
 def _needs_no_less(demand: Demand, other: Demand) -> bool:
-    """Whether a node without room for `other` has none for `demand` either."""
+    """Whether a node that has no room for `other` has no room for `demand` either."""
     size, other_size = demand.size, other.size
     is_no_smaller = size.num_tokens >= other_size.num_tokens and size.num_samples >= other_size.num_samples
     return is_no_smaller and demand.family == other.family

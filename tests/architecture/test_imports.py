@@ -54,14 +54,14 @@ def imported_with(*packages: str) -> set[str]:
     ids=["router", "supervisor", "configuration", "scheduler", "client", "rpc"],
 )
 def test_what_computes_nothing_imports_without_torch_and_a_client_without_a_server(packages, heavy):
-    """A client does not have these packages, and `outrider --help` must answer at once."""
+    """A client's installation lacks these packages, and `outrider --help` must answer at once."""
     reached = imported_with(*packages)
     assert set(packages) <= reached
     assert heavy & reached == set()
 
 
 def installed_with(*extras: str) -> set[str]:
-    """Returns the distributions that an install with these extras names."""
+    """Returns the names of the distributions that pyproject.toml requires for an installation with these extras."""
     wanted = [*PROJECT["dependencies"], *(line for extra in extras for line in PROJECT["optional-dependencies"][extra])]
     return {re.match(r"[\w-]+", line)[0].lower() for line in wanted}
 
@@ -71,7 +71,7 @@ def installed_with(*extras: str) -> set[str]:
     [("outrider.client", ()), ("outrider.rpc", ()), ("outrider.cli.generate", ()), ("router", ("router",))],
 )
 def test_an_install_has_what_its_part_imports_and_nothing_more(package, extras):
-    """Counts only the distributions that pyproject.toml names, since what these import is their own affair."""
+    """Counts only the distributions that pyproject.toml names, since what those import in turn does not matter here."""
     ours = installed_with(*PROJECT["optional-dependencies"]) - GRPC_PACKAGES - {"outrider"}
     owners = packages_distributions()
     modules = imported_with(package)
@@ -80,6 +80,6 @@ def test_an_install_has_what_its_part_imports_and_nothing_more(package, extras):
     if any(name.startswith("opentelemetry.") for name in modules):
         needed.add("opentelemetry-api")  # several distributions share this top-level name
     assert not any(name.startswith(("opentelemetry.exporter", "opentelemetry.sdk")) for name in modules)
-    elsewhere = {"valkey", "smg-grpc-proto"}  # packages of [store] and [openai]
+    elsewhere = {"valkey", "smg-grpc-proto"}  # packages of the extras `store` and `openai`
     elsewhere |= {"cryptography", "rich"}  # structlog and others import these if they are installed
     assert needed - elsewhere <= installed_with(*extras)

@@ -1,4 +1,4 @@
-"""The Python and the environment that `make` chooses. Its commands are printed, not run."""
+"""Which Python and which environment `make` chooses. It prints its commands instead of running them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 
 
 def put_python(path, version, *, runs=True):
-    """Writes a command that claims to be this version of Python, or fails like a shim of pyenv without a version."""
+    """Writes a command that claims to be this version of Python, or fails, like a pyenv shim with no version set."""
     path.parent.mkdir(parents=True, exist_ok=True)
     says = f'if [ "$1" = -V ]; then echo Python {version}.1; else echo {version}; fi'
     path.write_text(f"#!/bin/sh\n{says if runs else 'exit 127'}\n")
@@ -23,7 +23,7 @@ def put_python(path, version, *, runs=True):
 
 @pytest.fixture
 def make(tmp_path):
-    """make(*arguments) → (exit status, output), in a folder that has the Makefile and at first no Python."""
+    """make(*arguments) → (exit status, output), in a folder with the Makefile and, at first, no Python."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "requirements.lock", "requirements-node.lock"):
         shutil.copy(ROOT / name, tmp_path)
     tools = tmp_path / "bin"
@@ -42,7 +42,7 @@ def make(tmp_path):
 
 
 def environment_of(output):
-    """Returns (the command that makes the environment, its folder)."""
+    """Returns (the Python that creates the environment, the environment's folder)."""
     (line,) = [line for line in output.splitlines() if " -m venv " in line]
     return line.split()[-4], line.split()[-1]
 

@@ -1,4 +1,4 @@
-"""constraints.txt has versions, requirements.lock the hashes of the same packages, requirements-node.lock of some."""
+"""constraints.txt pins versions. requirements.lock has hashes of the same packages, requirements-node.lock of some."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_HASHES = {"torch", "triton"}
-"""Packages whose builds differ by index: torch without CUDA or with a version of it, and triton for the latter."""
+"""Packages without hashes, since each index has other builds: torch for CPUs or one CUDA version, and triton for it."""
 
 
 def name_of(pin):
-    """Returns the name as package indexes compare it."""
+    """Returns (name, version), with the name in the normalized form that package indexes compare."""
     name, _, version = pin.partition("==")
     return re.sub(r"[-_.]+", "-", name).lower(), version
 

@@ -1,4 +1,4 @@
-"""Every Python process that the product starts has `-P`, or `-I`, so that the working folder is not in its path."""
+"""Every Python process that the product starts has `-P` or `-I`, so that `sys.path` lacks the working folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill and decode nodes whose drafter head kernels compute never import torch, not even to pack weights."""
+"""Prefill and decode nodes never import torch, not even to pack weights, if kernels compute their drafter head."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_head_that_comes_later_and_damaged_weights_are_packed_without_torch(op
 
 
 def test_a_node_packs_by_itself_what_no_other_process_has_packed(open_in_new_process):
-    """The packer prints text and ends with status 0 without packing."""
+    """The packer is replaced by a module that prints text and ends with status 0 without packing."""
     assert open_in_new_process("packed_weights.PACKER = 'this'") == "packed weights, mapped | True True"
 
 

@@ -1,4 +1,4 @@
-"""A step whose logits native kernels compute is decided and verified without torch."""
+"""If native kernels compute a step's logits, tokens are decided and drafts verified without torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ print(*sys.modules)
 
 @pytest.mark.parametrize(("more", "expected"), [("", set()), ("import torch", {"torch"})], ids=["step", "control"])
 def test_a_step_of_native_kernels_imports_no_torch(more, expected):
-    """Verification by every method, trees, and logprobs of tokens and prompts."""
+    """The step includes every verification method, a draft tree, and logprobs of tokens and of the prompt."""
     choice = choose_kernels()
     if choice.library is None:
         pytest.skip(str(choice))

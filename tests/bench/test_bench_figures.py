@@ -11,7 +11,7 @@ ONE_CLIENT = Level(is_open_loop=False, value=1)
 
 
 def record(*deltas, sent_at=0.0, error="", accepted=0, drafted=0, steps=0, token_ids=None):
-    """`deltas` are (time, number of tokens)."""
+    """Returns the record of a request whose `deltas` are (time, number of tokens)."""
     count = sum(number for _, number in deltas)
     return RequestRecord(
         prompt_id="a",

@@ -27,7 +27,7 @@ PROMPTS = (CHAT, *(BenchPrompt(id=f"p{i}", kind="code", content=f"def f{i}():") 
 
 
 class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
-    """Answers with two deltas once `num_awaited` requests run at a time; texts with "fail" are refused."""
+    """Answers with two deltas once `num_awaited` requests run at the same time; refuses texts that contain "fail"."""
 
     def __init__(self, *, num_awaited: int = 1) -> None:
         self.requests: list[router_pb2.GenerateRequest] = []
@@ -101,7 +101,7 @@ async def test_closed_loop_keeps_exactly_so_many_requests_running(num_clients):
 
 
 async def test_open_loop_does_not_wait_for_answers():
-    router = ScriptedRouter(num_awaited=len(PROMPTS))  # no answer ends before the last request has come
+    router = ScriptedRouter(num_awaited=len(PROMPTS))  # no answer ends before the last request has arrived
     records = await send(router, PROMPTS, Level(is_open_loop=True, value=500.0))
     assert router.peak_running == len(PROMPTS)
     assert not any(record.error for record in records)
@@ -138,7 +138,7 @@ async def test_runs_with_different_marks_share_no_prompt():
 async def test_compared_modes_alternate_and_no_prompt_is_sent_twice():
     router, stderr = ScriptedRouter(), io.StringIO()
     result = await bench(router, modes=(False, True), progress=LineProgress(stderr))
-    measured = stderr.getvalue().splitlines()[2:]  # two warm-ups come first
+    measured = stderr.getvalue().splitlines()[2:]  # without the lines of two warm-ups
     assert ["speculative" in line for line in measured] == [False, True, True, False]
     assert [figures.num_requests for figures in result.figures] == [len(PROMPTS)] * 2
     assert sent_most_often(router) == 1

@@ -1,4 +1,4 @@
-"""The measured gap lies within a step and covers every sequence."""
+"""The host gap that the benchmark measures lies within a step and covers every sequence."""
 
 from __future__ import annotations
 

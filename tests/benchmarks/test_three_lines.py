@@ -113,7 +113,7 @@ def test_all_lines_generate_the_same_tokens(is_full):
         round_trips_ms=(0.0, 5.0),
         max_tokens=24,
     )
-    figures = asyncio.run(compare_lines(comparison))  # raises where they differ
+    figures = asyncio.run(compare_lines(comparison))  # raises if tokens depend on drafts
     assert [each.line for each in figures] == ["plain", "colocated", "remote_0ms", "remote_5ms"] * 2
     assert all(each.speedup > 0.0 for each in figures)
 
@@ -125,7 +125,7 @@ def test_real_models_generate_the_same_tokens_on_every_line(is_full):
         ModelConfig(), "ngram", kv_cache=KVCacheConfig(num_blocks=1024), prompts_file=PROMPTS, draft_cpus=()
     )
     comparison = Comparison(pair=models, round_trips_ms=(0.0,), max_tokens=24)
-    figures = asyncio.run(compare_lines(comparison))  # raises where they differ
+    figures = asyncio.run(compare_lines(comparison))  # raises if tokens depend on drafts
     assert [each.line for each in figures] == ["plain", "colocated", "remote_0ms"] * 2
 
 

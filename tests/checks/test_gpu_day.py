@@ -1,4 +1,4 @@
-"""The driver of a GPU day, and the arithmetic of its floor. `make gpu-dry` tests the stages themselves."""
+"""The driver of a GPU day, and the computed minimum time of a step. `make gpu-dry` tests the stages themselves."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_the_ends_of_nodes_logs_are_kept_with_a_failed_stage(tmp_path):
 
 @pytest.fixture
 def stage(monkeypatch):
-    """Replaces the `run` of a stage by this function."""
+    """stage(run) makes `run` the function of a made-up stage."""
 
     def set_stage(run):
         module = type(sys)("checks.gpu_stages.made_up")
@@ -181,7 +181,7 @@ def test_stages_have_modules_and_fit_into_the_day():
     assert sum(gpu_day.STAGES.values()) == gpu_day.SECONDS
     for name in gpu_day.STAGES:
         assert (gpu_day.ROOT / "checks" / "gpu_stages" / f"{name}.py").is_file()
-    # At most eight files come back from a machine: one for each stage, and the results.
+    # At most eight files come back from a GPU machine: one for each stage, and the file of results.
     assert len(gpu_day.STAGES) + 1 <= 8
 
 
@@ -224,7 +224,7 @@ def test_kernels_that_run_at_the_same_time_count_once():
     assert busy_and_pauses([]) == (0.0, [])
 
 
-# ---- the floor
+# ---- the minimum time of a step
 
 
 def test_the_weights_of_llama_8b():
@@ -274,7 +274,7 @@ def test_the_table_has_a_line_for_each_batch(capsys):
 
 
 def test_the_stage_handoff_pushes_kv_between_two_processes_by_each_connector(tmp_path):
-    """The stage uses parts of nodes. A call that no longer fits them would cost a GPU day its figures."""
+    """The stage calls parts of nodes. If a call no longer fitted them, a GPU day would lose these figures."""
     command = [sys.executable, "-m", "checks.gpu_day", "--stage", "handoff", "--device", "cpu"]
     subprocess.run([*command, "--out", tmp_path, "--scratch", tmp_path / "scratch"], cwd=gpu_day.ROOT, check=True)
     pushed = {(line["connector"], line["at_once"]) for line in lines_of(tmp_path) if "gb_s" in line}

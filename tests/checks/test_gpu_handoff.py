@@ -1,4 +1,4 @@
-"""The transfer of KV between two processes that the stage `handoff` of a GPU day measures, on a CPU."""
+"""The stage `handoff` of a GPU day, which measures the transfer of KV between two processes, run on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider config import`, and imported files and vLLM's flags of `outrider up`."""
+"""`outrider config import`, and `outrider up` with imported files and with vLLM's flags."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_file_for_one_role_is_shown_with_that_role(file, capsys):
 
 
 def settings_of(cluster):
-    """Returns the sections that each process reads from its command line, by its name."""
+    """Returns, by process name, the sections that the process reads from its command line."""
     found = {}
     for spec in plan_children(cluster.config, cluster.launch):
         if spec.role in ROLES:
@@ -187,7 +187,7 @@ def test_a_file_for_decode_nodes_says_who_drafts(file):
 
 @pytest.mark.parametrize("method", ["NGram", f"Eagle3, speculative_model_dir: {DEFAULT_HEAD}"])
 def test_the_head_of_a_file_for_decode_nodes_is_that_of_prefill_nodes_too(file, method):
-    """Otherwise their features would not fit."""
+    """Otherwise features from prefill nodes would not fit the head of decode nodes."""
     file.write_text(f"speculative_config: {{decoding_type: {method}}}\n")
     found = settings_of(cluster_of("--extra-engine-args", f"decode={file}"))
     assert found["prefill-0"]["model"].head == found["decode-0"]["model"].head != "auto"
@@ -277,6 +277,6 @@ def test_help_names_the_choices_of_a_flag(capsys):
 
 @pytest.mark.parametrize("name", ["", "null", "hashes"])
 def test_a_file_of_tokens_is_asked_for_whatever_its_name(name, monkeypatch, tmp_path):
-    """Otherwise an unset variable would let everybody in."""
+    """Otherwise an unset variable after `--token-hashes` would let every caller in."""
     monkeypatch.chdir(tmp_path)
     assert f"router.token_file={tmp_path / name}" in cluster_of("--token-hashes", name).launch.overrides

@@ -71,8 +71,8 @@ def test_a_probe_speaks_tls(capsys, address, authority):
     probe = ["probe", f"--target={address}"]
     assert main([*probe, authority]) == 0
     assert main([*probe, authority, "--server-name=localhost"]) == 0
-    assert main([*probe, authority, "--server-name=elsewhere"]) == 1  # whose certificate this is not
-    assert main([*probe, "--authority=system"]) == 1  # no authority of the system knows it
+    assert main([*probe, authority, "--server-name=elsewhere"]) == 1  # the certificate is for another name
+    assert main([*probe, "--authority=system"]) == 1  # the system trusts no authority that signed it
     assert main(probe) == 1  # plaintext
     assert "cannot be reached" in capsys.readouterr().err
 

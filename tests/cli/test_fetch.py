@@ -1,4 +1,4 @@
-"""`outrider fetch`, with models that are directories already."""
+"""`outrider fetch` with models that are local directories, so that nothing is downloaded."""
 
 from __future__ import annotations
 

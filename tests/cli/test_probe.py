@@ -75,7 +75,7 @@ def test_a_timeout_must_be_above_0(capsys, timeout):
 
 
 def test_a_probe_imports_little():
-    """It runs every few seconds next to the service that it checks."""
+    """A probe runs every few seconds next to the service that it checks, so it must cost little."""
     script = """
 import sys
 from outrider.cli.main import main

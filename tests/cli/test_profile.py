@@ -62,7 +62,7 @@ def test_a_node_may_say_anything():
     nothing = Profile(node="\x1b[2Jx" * 9, seconds=0.0, steps=(step(), step(StepKind.PROMPT, **{"p" * 99: 0})))
     lines = [*engine_lines([nothing]), *request_lines([], [nothing])]
     assert "0.0% of the wall clock" in lines[-2]
-    assert len({len(line) for line in lines[2:-2]}) == 1  # columns stay below each other
+    assert len({len(line) for line in lines[2:-2]}) == 1  # columns stay aligned
 
 
 def span(kind, start, end, node=""):
@@ -116,7 +116,7 @@ def serving(answer):
 
 @pytest.fixture
 def page():
-    """A router's page with one complete request, and others that are left out, each for another reason."""
+    """A router's page with one complete request, and others that are left out, each for a different reason."""
     cut = [span("decode", 0.35, None, "decode"), *(each for each in REQUEST["spans"] if each["kind"] != "decode")]
     requests = {
         7: REQUEST,
@@ -139,7 +139,7 @@ def page():
 
 def test_the_rows_of_a_request_add_up_to_its_time(page):
     assert ended_serials(page) == {7, 9, 10, 11, 12, 13}
-    requests = list(request_times(f"http://{page}/", {*ended_serials(page), 14}))  # 14 is forgotten meanwhile
+    requests = list(request_times(f"http://{page}/", {*ended_serials(page), 14}))  # the router no longer has 14
     lines = [line.strip() for line in request_lines(requests, [PREFILL, DECODE])]
     assert lines == [
         "a request, mean of 1: 12 prompt tokens, 1.0 chunks, 2 steps",
@@ -234,7 +234,7 @@ def test_what_cannot_be_profiled_is_one_clear_line(capsys, arguments, message):
 
 @pytest.fixture
 def profiled(monkeypatch):
-    """Sets a node's answers, one (profile, trace) for each call."""
+    """profiled(*profiles) sets a node's answers, one (profile, trace) for each call."""
 
     def answer(*profiles):
         answers = iter(profiles)

@@ -44,7 +44,7 @@ def decode(router):
 
 @pytest.fixture
 def answered(client, folder, tmp_path):
-    """answer(id, …) → (a file with its receipt, which may be changed, the tokens by sample)."""
+    """answer(id, …) → (path of the answer's receipt, which `change` may alter; tokens by sample)."""
 
     def answer(request_id, *, change=None, **options):
         options = {"max_tokens": 12, "temperature": 0.0, "seed": 7} | options
@@ -72,7 +72,7 @@ def wait_for_receipt(folder, request_id):
 
 @pytest.fixture
 def replay(router, capsys):
-    """Runs the command; returns (exit status, standard output, standard error)."""
+    """replay(*arguments) runs the command; returns (exit status, standard output, standard error)."""
 
     def run(*arguments):
         status = main(["replay", f"--against={router.cluster.address}", *map(str, arguments)])
@@ -213,7 +213,7 @@ def test_answers_that_depend_on_drafts_cannot_be_replayed(replay, answered, deco
     assert status == 3
     assert f"{method}: cannot be replayed: its drafts were verified by {label}, so that" in out
     assert len(decode.opened) == 1
-    path, _ = answered(f"{method}-greedy", verification_method=method)  # at temperature 0 all are one
+    path, _ = answered(f"{method}-greedy", verification_method=method)  # at temperature 0 all methods agree
     assert replay(path)[0] == 0
 
 

@@ -32,7 +32,7 @@ NOBODY = "127.0.0.1:1"
 
 
 class WatchedRouter(router_pb2_grpc.RouterServiceServicer):
-    """Sends one report, then one more for each `more.set()`; with `status` it rejects all calls."""
+    """Sends one report, then one more for each `more.set()`. If `status` is set, rejects all calls with it."""
 
     def __init__(self, name="decode-0") -> None:
         self.name = name
@@ -120,7 +120,7 @@ async def test_of_two_routers_the_next_is_watched_when_one_is_gone(monkeypatch):
         await until(lambda: shown() == "second" and not cluster._error)
         await asyncio.to_thread(servings[1].stop)
         await until(lambda: "cannot be reached" in cluster._error)
-        assert shown() == "second"  # figures stay, as old ones
+        assert shown() == "second"  # the last figures remain
         assert not following.done()
     finally:
         following.cancel()
@@ -145,7 +145,7 @@ async def test_what_does_not_pass_ends_it(router, target):
 
 
 class Terminal:
-    """`outrider top` on a terminal of 100 × 24."""
+    """`outrider top` on a terminal of 100 columns and 24 lines."""
 
     def __init__(self, target: str) -> None:
         self._master, slave = pty.openpty()
@@ -162,7 +162,7 @@ class Terminal:
         self.shown = ""
 
     def read_until(self, condition: Callable[[str], object]) -> None:
-        """Reads until the text appears in what has been shown since the cursor was at the top."""
+        """Reads until `condition` holds for what has been shown since the cursor was last at the top."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition(self.shown.rpartition("\x1b[H")[2]):
             ready, _, _ = select.select([self._master], [], [], max(deadline - time.monotonic(), 0.0))
@@ -204,7 +204,7 @@ def test_on_a_terminal_it_is_live_and_leaves_that_as_it_was(end, status):
         assert "\x1b[?1049h" in terminal.shown
         assert "STEPS/S" in terminal.shown
         if isinstance(end, bytes):
-            terminal.press(b"\x1b[A")  # an arrow, no Esc
+            terminal.press(b"\x1b[A")  # an arrow key, which is not taken for Esc
         if end is signal.SIGINT:
             terminal.process.send_signal(signal.SIGTSTP)
             terminal.read_until(lambda frame: "\x1b[?1049l" in frame)

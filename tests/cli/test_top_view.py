@@ -44,7 +44,7 @@ def history(*statuses, seconds=1.0):
 
 
 def shown(found, *, width=120, model=MODEL, **source):
-    """Lines, without colours."""
+    """Returns the view's lines without colours."""
     console = Console(width=width, color_system=None, force_terminal=False, file=io.StringIO(), record=True)
     console.print(ClusterView(found, target="host:1", model=model, **source))
     return console.export_text().splitlines()
@@ -100,7 +100,7 @@ def test_moves_of_the_last_minute_are_those_that_were_seen_of_one_router():
 
 
 def test_steps_a_second_survive_no_loss_of_the_node():
-    """A lost node is listed with zero counts; when it is back, that is not a rise by all of its steps."""
+    """A lost node is listed with zero counts. When it returns, all of its steps must not count as a rise."""
     reports = [(NodeState.SERVING, 1000), (NodeState.LOST, 0), (NodeState.SERVING, 1000), (NodeState.SERVING, 1020)]
     found = History()
     rates = []
@@ -109,7 +109,7 @@ def test_steps_a_second_survive_no_loss_of_the_node():
         rates.append(found.of("decode-0").steps.rise_per_second)
     assert rates == [None, None, None, 20.0]
     found.add(status(node("other")), 5.0)
-    with pytest.raises(KeyError):  # one that has left is forgotten
+    with pytest.raises(KeyError):  # a node that has left is forgotten
         found.of("decode-0")
 
 
@@ -191,7 +191,7 @@ def test_a_node_that_is_not_well_is_named_above_the_table(state, condition, word
     assert row(lines, "decode-1").split()[1] == word
     assert [line for line in lines if line.startswith("!")] == ([] if problem is None else [problem])
     has_figures = state in (NodeState.SERVING, NodeState.DRAINING)
-    assert ("7/0" in row(lines, "decode-1")) is has_figures  # zeros of a lost node are no figures
+    assert ("7/0" in row(lines, "decode-1")) is has_figures  # the zeros of a lost node are not shown
 
 
 def test_problems_are_counted_where_they_are_many():
@@ -211,7 +211,7 @@ def test_no_line_is_wider_than_the_terminal(width, name):
 
 
 def test_a_name_of_control_characters_is_cut_before_it_is_measured():
-    name = "\U000e0001" * 300  # of ten characters each, escaped
+    name = "\U000e0001" * 300  # each becomes ten characters when escaped
     assert len(escaped(name)) == MAX_WORDS
     assert row(shown(history(status(node(name))), width=80), "…").startswith("…")
 

@@ -39,7 +39,7 @@ class Up:
     """
 
     def __init__(self, directory: Path, *, shell: str = 'exec "$@"', **environ: str) -> None:
-        """`shell`: how it is run."""
+        """`shell`: the bash script that runs the command line, which is in its arguments."""
         working = directory / "my service"
         working.mkdir()
         for name in ("router", "decode_node", "queue", "token", "outrider"):
@@ -51,7 +51,7 @@ class Up:
             (directory / role / "__init__.py").touch()
             (directory / role / "__main__.py").write_text(ROLE_MODULE.format(path=str(ROLE_PROCESS), role=role))
             (directory / role / "config.py").write_text(ROLE_CONFIG.format(role=role))
-        (directory / "config.json").write_text("{}")  # a model's directory, as far as `up` looks
+        (directory / "config.json").write_text("{}")  # this is all that `up` looks for in a model's directory
         self.status_file = directory / "status.json"
         self.process = subprocess.Popen(
             ["bash", "-c", shell, "bash",

@@ -36,7 +36,9 @@ def token_at(seed, sample, position):
 
 
 def answer(seed, *, n=1, starts=None):
-    """Yields Deltas of two tokens, the held-back text and Finished. `starts`: by sample; default: the prompt's end."""
+    """Yields Deltas of two tokens, the held-back text and Finished. `starts`: first positions by sample, by default the
+    prompt's end.
+    """
     starts = starts or {}
     end = NUM_PROMPT_TOKENS + NUM_TOKENS
     by_sample = []
@@ -62,7 +64,7 @@ def delta(sample, position, token_ids, text):
 class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
     """A router that follows a script.
 
-    `faults`: what the next calls do, in order: a number of messages before UNAVAILABLE, an error, or None.
+    `faults`: for each of the next calls: the number of messages before UNAVAILABLE, an error, or None for no fault.
     `held_at`: the number of messages after which a Generate waits until its call ends or another stream takes over.
     """
 
@@ -71,7 +73,7 @@ class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
         self.held_at = held_at
         self.faults = []
         self.calls = []  # (method, request)
-        self.seconds_left = []  # until each call's deadline
+        self.seconds_left = []  # of each call, until its deadline
         self.aborted = []
         self._attached = {}  # by request id: the number of the stream that has the answer
         self._numbers = itertools.count()
@@ -116,7 +118,7 @@ class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.GetModelResponse(name="m")
 
     def store(self, request_id, *, seed=0, n=1):
-        """Stores a request as another router of this store would."""
+        """Stores a request, as another router with the same store would."""
         request = router_pb2.GenerateRequest(request_id=request_id)
         request.sampling.seed, request.sampling.n = seed, n
         (self.directory / request_id).write_bytes(request.SerializeToString())

@@ -8,7 +8,7 @@ from tests.client.readers import AsyncReader, SyncReader
 
 @pytest.fixture
 def start(tmp_path):
-    """start(store) returns a Serving. Those of the same store know each other's requests."""
+    """start(store) returns a Serving. Routers with the same store know each other's requests."""
     running = []
 
     def start_router(store="store", **options):

@@ -1,4 +1,4 @@
-"""Runs either client from a synchronous test. Each call has its own client."""
+"""Runs either client from a synchronous test. Each call creates a client."""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ def test_an_option_that_does_not_exist_is_a_type_error_that_names_the_nearest(op
 
 
 class Message:
-    """Like a message in OpenAI's client."""
+    """Has the interface of a message in OpenAI's client."""
 
     @staticmethod
     def model_dump():
@@ -304,7 +304,7 @@ class Message:
 
 
 class Schema:
-    """Like a model of pydantic."""
+    """Has the interface of a pydantic model class."""
 
     @staticmethod
     def model_json_schema():

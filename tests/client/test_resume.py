@@ -1,4 +1,4 @@
-"""A stream survives the loss of its router: it is resumed there or on another one, or sent again, or given up."""
+"""A stream that loses its router is resumed on the same or another router, sent to another one again, or given up."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.client.readers import SEED
 
 WAIT_SECONDS = 60.0
 HELD_AT = 14
-"""Number of messages after which a router waits for the test to disturb it, which happens before."""
+"""Number of messages after which a router waits, so that an answer cannot end before the test disturbs it."""
 NOBODY = "127.0.0.1:1"
 DEFAULT_WINDOW_SECONDS = 30.0
 PROJECT = Path(__file__).parents[2]
 
 
 def at(number, action):
-    """Returns an `on_delta` that calls `action` at this Delta."""
+    """Returns an `on_delta` that calls `action` at the Delta with this number."""
     return lambda index: action() and False if index == number else None
 
 
@@ -192,7 +192,7 @@ def test_a_stream_whose_answer_another_one_took_over_ends(reader_of, start):
     with pytest.raises(AbortedError, match="another stream has the answer"):
         reader_of([serving.address, NOBODY]).generate(request_id="mine", on_delta=take_over)
     taken[0].join(WAIT_SECONDS)
-    assert sum(len(new.token_ids) for new in taken[1]) == NUM_TOKENS  # it was not aborted
+    assert sum(len(new.token_ids) for new in taken[1]) == NUM_TOKENS  # the answer was not aborted
     other.close()
 
 
@@ -320,7 +320,7 @@ def test_a_router_that_resumes_another_request_is_found_out(reader_of, start):
 
 
 def test_a_router_process_that_is_frozen_goes_unnoticed(reader_of, start, tmp_path):
-    """tests/faults/test_lost_routers.py kills one."""
+    """tests/faults/test_lost_routers.py tests a killed router."""
     second = start()
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.client.answering_router", str(tmp_path / "store"), "0", str(HELD_AT)],

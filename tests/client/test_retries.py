@@ -35,7 +35,7 @@ def router(serving):
 
 @pytest.fixture
 def generate(reader_of, serving):
-    """generate(**options) reads a stream with either client and returns it. It raises what iterating raises."""
+    """generate(**options) reads a stream with either client and returns it, or raises what iterating raises."""
     return lambda retry=QUICK, **options: reader_of(serving.address, retry=retry).generate(**options)
 
 

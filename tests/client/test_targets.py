@@ -1,4 +1,4 @@
-"""With several routers, to which of them a call goes."""
+"""Which router a call goes to if a client has several."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2, vllm_engine_pb
 
 CHUNK_BYTES = 64 * 1024
 STATUSES = {1000 + code.value[0]: code for code in grpc.StatusCode}
-"""Requests with one of these seeds end with the status."""
+"""gRPC statuses by seed: a request with one of these seeds ends with that status."""
 
 
 class EchoEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """`folder` has the tokenizer; `shown_path` is where the gateway is told that it is."""
+    """`folder` has the tokenizer; `shown_path` is the path that the gateway is told for it."""
 
     def __init__(self, folder: Path, shown_path: str) -> None:
         self._folder = folder

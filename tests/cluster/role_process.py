@@ -1,10 +1,11 @@
-"""A stand-in for any of the four roles, run as `python role_process.py ROLE …`: no model, real life cycle.
+"""A stand-in for any of the four roles, run as `python role_process.py ROLE …`: no model, but a real life cycle.
 
 As a router it answers with the words of the prompt. `ROLE_FAILS=decode_node` makes that role's start fail, and
-`ROLE_BREAKS` makes it fail with an error of nobody's. `ROLE_ENDS=decode_node` ends its process with `ROLE_STATUS`, a
-negative one by a signal. `ROLE_FLOODS=decode_node` writes 32 MiB of log before it serves, and `ROLE_REFUSES=router`
-refuses its first prefill node. With `START_WHEN` every start waits until that file exists. With `ECHO_TOKENIZER`, a
-folder, a router has the service that the OpenAI gateway asks; it says that the folder is `ECHO_TOKENIZER_SHOWN`.
+`ROLE_BREAKS` makes it fail with an unexpected error. `ROLE_ENDS=decode_node` ends its process with the exit status
+`ROLE_STATUS`, or by a signal if that is negative. `ROLE_FLOODS=decode_node` writes 32 MiB of log before it serves, and
+`ROLE_REFUSES=router` refuses its first prefill node. With `START_WHEN`, every start waits until that file exists. With
+`ECHO_TOKENIZER`, a folder, a router has the service that the OpenAI gateway calls, and tells it the folder's path as
+`ECHO_TOKENIZER_SHOWN`.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class RoleService:
             status = int(os.environ["ROLE_STATUS"])
             os.kill(os.getpid(), -status) if status < 0 else os._exit(status)
         if self._role in os.environ.get("ROLE_FLOODS", ""):
-            for _ in range(128):  # past Python, as libraries in C do
+            for _ in range(128):  # bypasses Python, as libraries in C do
                 os.write(2, b"x" * 255 * 1024 + b"\n")
                 await asyncio.sleep(0.01)
         if self._role in os.environ.get("ROLE_REFUSES", ""):

@@ -53,7 +53,7 @@ def test_a_machine_whose_name_dns_cannot_have_is_left_out_and_a_service_with_suc
 
 @pytest.mark.parametrize("name", ["Outrider-Node", "bücher"])
 def test_a_service_whose_name_would_be_another_in_its_certificate_is_an_error(tmp_path, name):
-    """Peers would reject it, because they look for the configured name."""
+    """Peers would reject the certificate, because they look for the configured name."""
     with pytest.raises(ConfigError, match=rf"security\.peer_name {name}: .* DNS names in lower case"):
         authority.prepare_tls_folder(tmp_path, SecurityConfig(peer_name=name))
 

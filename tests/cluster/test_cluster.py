@@ -97,7 +97,7 @@ def test_several_routers_have_consecutive_ports_whatever_a_file_says(tmp_path):
 
 
 def two_free_ports():
-    for base in random.sample(range(20_000, 30_000, 2), 5000):  # other tests on this machine look for some as well
+    for base in random.sample(range(20_000, 30_000, 2), 5000):  # other tests here look for ports, too
         with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
             first.bind(("127.0.0.1", base))
             second.bind(("127.0.0.1", base + 1))

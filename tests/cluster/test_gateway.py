@@ -108,7 +108,7 @@ def test_the_gateway_answers_as_soon_as_the_cluster_serves(cluster):
 
 
 def test_an_error_in_place_of_the_models_is_waited_out():
-    """As from a gateway that loses its router between two requests."""
+    """A gateway sends such an error if it loses its router between two requests."""
 
     class Gateway(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -221,7 +221,7 @@ def test_the_gateway_continues_its_clients_trace(tokenizer_folder, tmp_path):
     ],
 )
 def test_the_gateway_traces_where_it_can(endpoint, flags):
-    """It would not start with https://, and it makes no spans below the level info."""
+    """The gateway would not start with an https:// endpoint, and makes no spans if its log level excludes info."""
     ports = GatewayPorts(host="127.0.0.1", port=1, metrics_host="127.0.0.1", metrics_port=2)
     telemetry = TelemetryConfig(otlp_endpoint=endpoint, log_format="text")
     arguments = gateway_arguments(GatewayConfig(router_targets=("r:1",)), telemetry, ports, 6.0)

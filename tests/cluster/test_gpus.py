@@ -28,7 +28,7 @@ def settings_of(*overrides, device="cuda"):
 
 
 def placed(config, *overrides, environ=EIGHT, by_role=None):
-    """GPUs by the node's name, and percents of their memory where nodes share one."""
+    """Returns (GPUs by node name, memory share in percent by name of a node that shares a GPU)."""
     node_environ, node_overrides = assign_gpus(config, settings_of(*overrides), by_role, environ=environ)
     shares = {
         name: float(text.removeprefix("kv_cache.memory=").removesuffix("%"))
@@ -91,7 +91,7 @@ def test_a_model_on_several_gpus_has_as_many():
     }  # fmt: skip
     where, shares = placed(config, "model.tensor_parallel_size=4", environ={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     assert where == {"decode-0": "0,1,2,3", "prefill-0": "0,1,2,3", "draft-0": "0"}
-    assert sum(shares.values()) == pytest.approx(100 * GPU_SHARE, abs=1e-3)  # on GPU 0; on the others there is more
+    assert sum(shares.values()) == pytest.approx(100 * GPU_SHARE, abs=1e-3)  # of GPU 0; the others have more left
     wide = {"prefill_node": settings_of("model.tensor_parallel_size=2")}
     assert placed(ClusterConfig(), by_role=wide)[0] == {"decode-0": "0", "prefill-0": "1,2"}
     with pytest.raises(ConfigError, match=r"tensor_parallel_size 4 needs as many GPUs: 1 may be used"):
@@ -131,7 +131,7 @@ def test_a_number_beyond_those_that_are_there_is_told_at_once(monkeypatch, tmp_p
 
 
 def test_settings_of_the_user_are_left_alone():
-    """A device that is named is one for all nodes; a size that is set is each node's own."""
+    """A named device is used by all nodes, and a KV cache size that is set is the size for each node."""
     node_environ, node_overrides = assign_gpus(ClusterConfig(), settings_of(device="cuda:1"), environ=EIGHT)
     assert node_environ == {}
     assert set(node_overrides) == {"decode-0", "prefill-0"}
@@ -165,7 +165,7 @@ def test_the_environment_says_first_what_is_visible(value, names):
 
 
 def test_else_device_files_say_it_or_nothing_does(monkeypatch, tmp_path):
-    """In a container /proc/driver/nvidia may list all GPUs of the machine; it has the files of its own."""
+    """In a container, /proc/driver/nvidia may list all GPUs of the machine, but device files exist only for its own."""
     monkeypatch.setattr(gpus, "DEVICE_FILES", tmp_path)
     for name in ("nvidia3", "nvidia12", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
         (tmp_path / name).touch()
@@ -175,7 +175,7 @@ def test_else_device_files_say_it_or_nothing_does(monkeypatch, tmp_path):
     assert visible_gpus({}) is None
     node_environ, node_overrides = assign_gpus(ClusterConfig(), settings_of(), environ={})
     assert node_environ == {}
-    assert set(node_overrides) == {"decode-0", "prefill-0"}  # they share the one that there may be
+    assert set(node_overrides) == {"decode-0", "prefill-0"}  # they share the one GPU that may exist
 
 
 def test_a_node_is_started_with_its_own_environment(monkeypatch):

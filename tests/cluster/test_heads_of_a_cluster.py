@@ -22,7 +22,7 @@ SECTIONS = {"model": ModelConfig, "decode_node": DecodeNodeConfig, "draft_node":
 
 
 def sections_of(config: ClusterConfig, *overrides: str) -> dict:
-    """Returns the sections that each process reads from its command line, by its name."""
+    """Returns, by process name, the sections that the process reads from its command line."""
     launch = Launch(overrides=overrides, environ={})
     found = {}
     for spec in plan_children(config, launch):

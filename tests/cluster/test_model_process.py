@@ -11,7 +11,7 @@ from tests.cluster.test_heads_of_a_cluster import cluster_of
 
 @pytest.fixture
 def names_of(tmp_path, monkeypatch):
-    """Returns the names of a cluster's processes, with an empty model cache."""
+    """names_of(*arguments) → names of a cluster's processes if the model cache is empty."""
     monkeypatch.setenv("OUTRIDER_CACHE_DIR", str(tmp_path / "cache"))
 
     def names(*arguments):

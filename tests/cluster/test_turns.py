@@ -14,12 +14,12 @@ TURNS_FILE = Path("/run/turns")
 
 
 def settings_of(config, name, *overrides):
-    """Returns the setting of each process whose command line has it, by name."""
+    """Returns the setting by process name, for each process whose command line has it."""
     launch = Launch(overrides=overrides, environ={})
     found = {}
     for spec in plan_children(config, launch):
         command = child_command(spec, config, launch, targets={}, bound={}, turns_file=TURNS_FILE)
-        key = f"{name}="  # a setting follows the defaults, and wins
+        key = f"{name}="  # the last occurrence wins; defaults come first
         found.update((spec.name, part.removeprefix(key)) for part in command if part.startswith(key))
     return found
 

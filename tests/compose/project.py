@@ -1,4 +1,4 @@
-"""One Compose project, controlled as a person does it: by `docker compose` with the files in the repository."""
+"""One Compose project, controlled like a user would: by `docker compose` with the files in the repository."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Project:
     def logs(self, *services, is_json=False):
         """Returns the containers' output; with `is_json` only the events, as dicts."""
         text = self.run("logs", "--no-color", "--no-log-prefix", *services, is_checked=False).stdout
-        text = text.replace(ERASE_LINE, "")  # Compose writes them to files, too
+        text = text.replace(ERASE_LINE, "")  # Compose writes these codes even to files
         if not is_json:
             return text
         return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
@@ -134,9 +134,9 @@ class Project:
         return sorted(node.name for node in nodes if node.role.name == role and node.state.name == "SERVING")
 
     def is_whole(self) -> bool:
-        """Whether every container is healthy and the router uses one node of each kind."""
+        """Returns whether every container is healthy and the router uses one node of each kind."""
         if any(found["State"]["Health"]["Status"] != "healthy" for role in ROLES for found in self.inspect(role)):
-            return False  # an engine calls a container that was paused unhealthy until it has looked again
+            return False  # after a pause, Docker reports "unhealthy" until its next check
         with contextlib.suppress(OutriderError):
             return all(len(self.serving(role)) == 1 for role in ("PREFILL", "DECODE", "DRAFT"))
         return False
@@ -162,5 +162,5 @@ def wait_for(condition, *, timeout_seconds=60.0, what="the condition"):
 
 
 def with_models(volume: str) -> dict:
-    """An override file: the models come from a volume that outlives the project."""
+    """Returns an override file, with which the models come from a volume that outlives the project."""
     return {"volumes": {"models": {"external": True, "name": volume}}}

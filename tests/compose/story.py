@@ -1,4 +1,4 @@
-"""A long answer in the background, whose end shows the effect of a fault in its middle."""
+"""A long answer that a thread reads; its outcome shows the effect of a fault in the middle of it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from outrider.client import Client
 from outrider.errors import OutriderError
 
 TOLD_SECONDS = 40.0
-"""Seconds within which a request ends in any way after its node died or froze."""
+"""Seconds within which a request must end, in whatever way, after its node died or froze."""
 WHOLE_SECONDS = 300.0
 """Seconds for a whole long answer on a busy machine."""
-PROMPT = (  # more than a decode node computes by itself
+PROMPT = (  # longer than prompts that a decode node computes itself
     "Once upon a time, in a village by the sea, there lived an old fisherman who had seen every storm of the last"
     " sixty years, and who told the children of the village about each of them when the nets were mended and dry"
 )

@@ -1,4 +1,4 @@
-"""Errors before a cluster serves give a clear line in the log, and an exit status that is not 0."""
+"""An error before a cluster serves gives a clear line in the log and an exit status that is not 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def project(image, tmp_path):
 
 
 def fails(project, *services, **environ):
-    """The log of a start that must fail before any node has one."""
+    """Returns the log of a start that must fail before any node has a container."""
     done = project.up(*services, is_checked=False, timeout=120, **environ)
     assert done.returncode != 0
     assert project.containers("prefill_node") == []
@@ -76,7 +76,7 @@ def end_of(project, service):
 
 
 def test_a_node_alone_that_cannot_have_its_model_ends_with_1(project):
-    """Without the service that fetches: nodes have no way out; the node says why, and the engine tries again."""
+    """The service that fetches models is left out, and nodes have no Internet access. The node logs the reason."""
     alone = project(override={"services": {"decode_node": {"restart": "no"}}})
     alone.run("up", "--detach", "--no-deps", "decode_node")
     assert end_of(alone, "decode_node")["ExitCode"] == 1
@@ -86,7 +86,7 @@ def test_a_node_alone_that_cannot_have_its_model_ends_with_1(project):
 
 def test_a_memory_limit_that_leaves_no_room_for_kv_is_named(project, models):
     limits = {"mem_limit": "530m", "memswap_limit": "530m"}
-    environment = {"OUTRIDER_MODEL__MAX_MODEL_LEN": "8192"}  # else a shorter window would do
+    environment = {"OUTRIDER_MODEL__MAX_MODEL_LEN": "8192"}  # otherwise a shorter window is chosen
     tight = {"services": {"decode_node": {**limits, "environment": environment, "restart": "no"}}}
     alone = project(override={**tight, **with_models(models)})
     alone.run("up", "--detach", "--no-deps", "decode_node")

@@ -1,4 +1,4 @@
-"""Two routers with a common store: one continues the answers of the other, which is killed."""
+"""Two routers with a common store: after one is killed, the other continues its answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.compose.story import PROMPT, WHOLE_SECONDS, begun_story
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1500)]
 
 NUM_TOKENS = 1000
-"""Long enough for a router that is killed in the middle."""
+"""Number of tokens of an answer, enough to kill its router in the middle."""
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from tests.compose.story import PROMPT, WHOLE_SECONDS, begun_story, unseen
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1500)]
 
 NUM_TOKENS = 1000
-"""Long enough for a fault in the middle."""
+"""Number of tokens of an answer, enough for a fault in the middle."""
 KILLED = 137
 KILL_ROLE = """
 import os, pathlib, signal, sys

@@ -30,7 +30,7 @@ COUNTERS = (
 
 
 def has_image(name: str) -> bool:
-    """Whether the image is on this machine or in a registry."""
+    """Returns whether the image is on this machine or in a registry."""
     for command in (["docker", "image", "inspect", name], ["docker", "pull", "--quiet", name]):
         if subprocess.run(command, capture_output=True, timeout=BUILD_SECONDS, check=False).returncode == 0:
             return True
@@ -69,7 +69,7 @@ def ask(observed):
 @pytest.fixture(scope="module")
 def loaded(observed, ask):
     """Sends requests until two scrapes have seen each kind of work grow."""
-    words = "one two three four " * 12  # more than a decode node computes by itself, and easy to guess
+    words = "one two three four " * 12  # too long for a decode node to compute, and easy to draft
     with Client(observed.target) as client:
 
         def is_seen():

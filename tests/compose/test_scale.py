@@ -1,4 +1,4 @@
-"""Two nodes of each kind are found by the addresses of their name, used and removed; KV goes through shared memory."""
+"""Two nodes of each kind are found by resolving one host name, used and removed; KV goes through shared memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_TOKENS = 24
 NUM_RUNNING = 8
 NUM_COMING = 3
 LONG_TOKENS = 200
-TEXT = (  # more than a decode node computes by itself
+TEXT = (  # longer than prompts that a decode node computes itself
     "tell me what happened to the people of the old town by the river in the year of the great flood, and who told it"
     " first: the miller, who had seen the water rise, or his daughter, who had not believed him, or the priest"
 )
@@ -69,7 +69,7 @@ def known_nodes(project):
 
 
 def once(action):
-    """Returns a function of which only the first call has an effect."""
+    """Returns a function that calls `action` at its first call only."""
     left = [action]
     return lambda: left.pop()() if left else None
 
@@ -124,7 +124,7 @@ def test_nodes_that_are_scaled_away_end_what_they_have_and_are_forgotten(scaled)
     serving = wait_for_nodes(scaled, 1)
     gone = {name for role in NODES for name in {*before[role]} - {*serving[role]}}
     assert len(gone) == 3
-    assert gone & nodes_of(answers)  # else nothing ran there
+    assert gone & nodes_of(answers)  # at least one removed node had work
     events = [(event["event"], event.get("node")) for event in scaled.logs("router", is_json=True)]
     assert {node for event, node in events if event == "node left"} >= gone
     assert not any(event == "node lost" for event, _ in events)

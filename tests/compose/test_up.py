@@ -128,7 +128,7 @@ def test_up_again_fetches_nothing(up):
 def test_down_tells_running_requests_and_every_container_ends_well_in_time(up):
     stories = [begun_story(up.target) for _ in range(NUM_STORIES)]
     began = time.monotonic()
-    up.run("stop")  # as `down` does it, but what is stopped can still be looked at
+    up.run("stop")  # like `down`, but stopped containers can still be inspected
     took = time.monotonic() - began
     for story in stories:
         told = story.wait(timeout_seconds=5)

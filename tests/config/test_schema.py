@@ -21,7 +21,7 @@ VALIDATOR = jsonschema.Draft202012Validator(config_schema(SECTIONS))
 
 
 def examples():
-    """Outrider's own configuration files, and those that the documents show."""
+    """Yields (name, text) of Outrider's own configuration files and of those that the documents show."""
     yield "deploy/outrider.yaml", (ROOT / "deploy" / "outrider.yaml").read_text()
     for page in sorted((ROOT / "docs").glob("**/*.md")):
         for number, text in enumerate(FENCE.findall(page.read_text())):

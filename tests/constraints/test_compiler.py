@@ -1,4 +1,4 @@
-"""Masks and places in grammars: a function of the generated tokens, whatever drafts were looked at."""
+"""Masks and positions in grammars depend only on the generated tokens, whatever drafts were examined."""
 
 import json
 import random
@@ -41,7 +41,7 @@ CONSTRAINTS = {
     "choice": Constraint(ConstraintKind.CHOICE, options=("the cat", 'the "dog"\n', "été")),
 }
 TAIL = "a? " * 3000 + '\na: "x" | b\nb: "y"?\n'
-"""Part of a grammar at whose beginning no mask can be computed."""
+"""Part of a grammar. Where it begins, a mask would take too much work to compute."""
 EXPLODING = Constraint(ConstraintKind.GRAMMAR, f'start: "qq" tail\ntail: {TAIL}')
 
 
@@ -55,7 +55,7 @@ def allowed(mask):
 
 
 def random_answer(compiler, constraint, rng, most=60, end=EOS_TOKEN_ID):
-    """Returns random allowed tokens up to end-of-text, at most `most`."""
+    """Returns at most `most` random allowed tokens, the last of which may be end-of-text."""
     state, token_ids = compiler.start(constraint), []
     while len(token_ids) < most and end not in token_ids:
         token_ids.append(rng.choice(sorted(allowed(state.masks((), ())[0]))))
@@ -77,7 +77,7 @@ def test_masks_along_drafts_are_those_of_committed_tokens(compiler, constraint):
         known, assumed = (rng.randrange(len(token_ids)) for _ in range(2))
         known, assumed = min(known, assumed), max(known, assumed)
         state = compiler.start(constraint, token_ids[:known])
-        for _ in range(2):  # looking ahead leaves the place as it was
+        for _ in range(2):  # looking ahead does not move the position
             masks = state.masks(token_ids[known:assumed], token_ids[assumed:-1])
             assert [allowed(mask) for mask in masks] == expected[assumed:]
             assert allowed(state.masks((), ())[0]) == expected[known]
@@ -162,7 +162,7 @@ def test_a_grammar_that_explodes_is_a_failure_of_its_sample_and_leaves_others_al
 
 @pytest.fixture
 def unlimited_time(monkeypatch):
-    """Disables our limit of time, which depends on the machine; the library's limits count work."""
+    """Disables our time limit, whose effect depends on the machine. The library's limits, which count work, remain."""
     monkeypatch.setattr("outrider.constraints.compiler.MAX_DEBT_SECONDS", 1000.0)
 
 
@@ -174,7 +174,7 @@ def test_an_error_on_a_drafts_path_costs_the_draft_only(compiler):
     q, ok = (TOKENIZER.encode(text, add_special_tokens=False).ids for text in ("q", "ok"))
     masks = state.masks((), (*q, *q, *q))
     assert allowed(masks[0]) >= {q[0]}
-    assert not masks[2].any()  # a text that comes here fails
+    assert not masks[2].any()  # a text that reached this point would fail
     assert not state.failure
     state.commit(ok)
     assert not state.failure
@@ -204,7 +204,7 @@ def letters(text):
 
 
 def test_what_is_decided_where_a_draft_had_no_mask_is_a_failure(compiler, monkeypatch):
-    """Such a row allows nothing, but a token is decided for it anyway, which may even fit the grammar."""
+    """The mask of such a row allows nothing, but a token is decided for it anyway, which may even fit the grammar."""
     monkeypatch.setattr(grammar, "_LIMITS", LLParserLimits(step_lexer_fuel=400, verbose_errors=False))
     endings = "|".join(f"[{letter}-z]{{1,{most}}}{most}" for most, letter in enumerate("abcde", 2))
     state, (q, z) = compiler.start(Constraint(ConstraintKind.REGEX, f"ok|q({endings})+")), letters("qz")
@@ -217,7 +217,7 @@ def test_what_is_decided_where_a_draft_had_no_mask_is_a_failure(compiler, monkey
 
 @pytest.mark.usefixtures("unlimited_time")
 def test_lexer_states_that_others_came_by_are_no_failure(compiler):
-    """All samples of one grammar share at most 20,000 of them."""
+    """All samples of one grammar share a limit of 20,000 lexer states."""
     constraint = Constraint(ConstraintKind.REGEX, "(?s)([ab]*a[ab]{16}c)+")
     choices, rng = [letters("a")[0], letters("b")[0]], random.Random(1)
     token_ids, state = [], compiler.start(constraint)
@@ -251,21 +251,21 @@ def test_a_grammar_whose_masks_take_long_ends_all_that_follow_it(compiler):
     assert state.forced_tokens() == []
     others[0].masks((), ())
     assert not others[0].failure
-    compiler.prepare(CONSTRAINTS["regex"]).result().spend(0.0, due=1.0)  # others of its masks were quick
+    compiler.prepare(CONSTRAINTS["regex"]).result().spend(0.0, due=1.0)  # other masks of this grammar were quick
     state = compiler.start(CONSTRAINTS["regex"])
     state.masks((), ())
     assert not state.failure
 
 
 def test_of_more_than_are_kept_all_are_ready_soon():
-    """A draft node prepares them repeatedly, and keeps those that are compiled."""
+    """A draft node asks for its grammars repeatedly, and keeps those that are compiled."""
     compiler = GrammarCompiler(TOKENIZER.to_str().encode(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS_TOKEN_ID])
     waiting = [Constraint(ConstraintKind.REGEX, f"c{{{number + 1}}}") for number in range(MAX_COMPILED + 8)]
     kept, gate = [], threading.Barrier(NUM_THREADS + 1, timeout=PATIENCE_SECONDS)
     for _ in range(3):
         for _ in range(NUM_THREADS):
             compiler._threads.submit(lambda: (gate.wait(), gate.wait()))
-        gate.wait()  # what was asked for is compiled, and nothing else until the next
+        gate.wait()  # all that was asked for is compiled; nothing more until the next gate
         waiting, asked = [], waiting
         for constraint in asked:
             compiled = compiler.prepare(constraint)
@@ -317,7 +317,7 @@ def test_grammars_owe_together_and_the_one_that_owes_little_goes_on():
 
 
 def test_four_grammars_that_explode_end_before_others_have_waited_long():
-    """Their tokens count like their masks. Each takes about 0.05 s here, and there are 64 samples."""
+    """The time of commits counts like that of masks. Each takes about 0.05 s here, and there are 64 samples."""
     compiler = GrammarCompiler(TOKENIZER.to_str().encode(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS_TOKEN_ID])
     states = []
     for first in "qrst":

@@ -76,7 +76,7 @@ def test_a_literal_that_spells_an_added_token_is_visible_text(tokenizer, literal
     eos = tokenizer.token_to_id("<|im_end|>")
     compiler = GrammarCompiler(tokenizer.to_str().encode(), vocab_size=vocab_size, eos_token_ids=[eos])
     if isinstance(tokenizer.decoder, (decoders.Metaspace, decoders.WordPiece)):
-        literal = literal.replace("\n", "")  # for which they have no token
+        literal = literal.replace("\n", "")  # these tokenizers have no token for it
     if isinstance(tokenizer.model, models.WordPiece):
         literal = literal.replace(" ", "")
     escaped, in_json = re.escape(literal), json.dumps(literal, ensure_ascii=False)

@@ -1,7 +1,7 @@
 """flash_attn_varlen_func as flash-attn 2.8 publishes it, and torch's varlen_attn, computed by torch on any device.
 
-It refuses what the real kernels refuse, and reads only what they may: the rows and keys within the given lengths. It
-replaces them if there is no GPU; its speed and rounding differ.
+Each refuses what the real kernels refuse, and reads only what those may read: the rows and keys within the given
+lengths. They replace the kernels on machines without a GPU; their speed and rounding differ.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def varlen_attn_of_2_11(
     scale=None,
     window_size=(-1, -1),
 ):
-    """The function of torch 2.11, which shares heads without an argument for it."""
+    """varlen_attn of torch 2.11, where query heads share key-value heads without an argument for it."""
     refuse(query.shape[2] % 8 != 0, "head_size should be a multiple of 8")
     refuse(return_aux is not None, "not stood in for")
     lengths = cu_seq_q, cu_seq_k, max_q, max_k
@@ -101,7 +101,7 @@ def varlen_attn(
     block_table=None,
     num_splits=None,
 ):
-    """The function of torch 2.13."""
+    """varlen_attn of torch 2.13."""
     refuse(
         not enable_gqa and query.size(1) != key.size(1), "Expect query and key/value to have the same number of heads"
     )

@@ -17,7 +17,7 @@ from tests.support.memory_store import MemoryAnswerStore, MemoryRecords
 LEASE_SECONDS = 300.0
 WINDOW_SECONDS = 500.0
 MARGIN_SECONDS = 100.0
-"""Seconds that tests leave for the real time that passes on a server."""
+"""Seconds that tests leave as a margin for the real time that passes on a server."""
 PATIENCE_SECONDS = 60.0
 STORED = StoredRequest(
     request_id="alice·r 1}",
@@ -202,7 +202,7 @@ async def test_one_append_is_of_many_requests_and_passes_over_those_that_are_unk
 
 
 async def test_many_spans_of_one_request(first):
-    """A Lua call takes a few thousand values, and a store that was lost for a while gets everything at once."""
+    """A Lua call accepts only a few thousand values, but a store that was unreachable gets all tokens at once."""
     await first.create(STORED)
     await first.append([TokenSpan(STORED.request_id, 0, 10 + index, [index]) for index in range(5000)])
     assert (await claim(first)).token_ids == {0: tuple(range(5000))}

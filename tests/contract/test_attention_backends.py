@@ -61,7 +61,7 @@ BACKENDS = [
     case("native", "cpu", torch.bfloat16),
     *(case(f"{name}-stand-in", "cpu", torch.bfloat16) for name in STAND_INS),
     case("varlen_attn-stand-in", "cpu", torch.float16),
-    # Triton's interpreter has no products of bfloat16.
+    # Triton's interpreter cannot multiply bfloat16 matrices.
     case("interpreted", "cpu", torch.float32, pytest.mark.triton, INTERPRETED),
     case("triton", "cuda", torch.float32, *ON_CUDA),
     case("triton", "cuda", torch.bfloat16, *ON_CUDA),
@@ -93,7 +93,7 @@ def backend(request):
 
 
 def make_backend(name, device, dtype, **heads):
-    if name == "native":  # belongs to the kernels of a loaded model
+    if name == "native":  # has no name of its own, as it belongs to a loaded model's kernels
         return NativeAttention(start_kernels(kernels(), ModelConfig(num_threads=2)))
     if name == "interpreted":
         return interpreted_attention(**heads)
@@ -118,7 +118,7 @@ def flash_attention_has_short_prompts_too(monkeypatch):
 
 
 def run(backend, sequences, options, *, block_size=8, num_heads=6, num_kv_heads=2, head_dim=16):
-    """Returns outputs of the backend, of the reference, and of the reference if slots were positions.
+    """Returns outputs of the backend, of the reference, and of the reference if trees are taken for chains.
 
     Each is [num_rows, num_heads, head_dim] float64. A sequence is (known rows, tokens before them) and, if it has
     drafts, their parents.
@@ -169,7 +169,7 @@ def run(backend, sequences, options, *, block_size=8, num_heads=6, num_kv_heads=
         )
         caches = [cache.keys[0], cache.values[0]]
     output = attention.attend(plan, query, *caches, options)
-    assert torch.equal(output, attention.attend(plan, query, *caches, options))  # a plan serves every layer
+    assert torch.equal(output, attention.attend(plan, query, *caches, options))  # a plan can be used for every layer
     return output.cpu().double(), torch.cat(expected), torch.cat(as_chains)
 
 
@@ -213,7 +213,7 @@ def test_rows_see_the_tokens_before_them_that_their_layer_wants(backend, sequenc
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(1, 1), (4, 4), (4, 1), (9, 3), (64, 1), (142, 2)])
 def test_query_heads_share_key_value_heads_in_order(backend, num_heads, num_kv_heads):
-    """There are also more rows than lines in a tile of our kernel."""
+    """Some cases also have more rows than a tile of our kernel."""
     outputs = run(
         backend,
         [(5, 100), (1, 20)] if num_heads > 9 else BATCHES["row_counts_mixed"],
@@ -227,7 +227,7 @@ def test_query_heads_share_key_value_heads_in_order(backend, num_heads, num_kv_h
 
 
 def test_a_wrong_mask_would_be_noticed(backend):
-    """Negative control: one key too many is far outside the tolerance."""
+    """Negative control: one key too many changes outputs by far more than the tolerance."""
     output, *_ = run(backend, [(5, 37)], AttentionOptions(0.25, sliding_window=9))
     _, expected, _ = run(backend, [(5, 37)], AttentionOptions(0.25, sliding_window=10))
     assert float((output - expected).abs().max()) > 10 * TOLERANCES[backend[2]]
@@ -258,7 +258,7 @@ def test_a_row_of_a_tree_sees_its_own_path(backend, sequences, options):
 
 
 def test_a_tree_taken_for_a_chain_would_be_noticed(backend):
-    """Negative control of the paths."""
+    """Negative control: if a tree is taken for a chain, outputs change by far more than the tolerance."""
     output, _, as_chain = run(backend, TREES["at_the_beginning"], PLAIN)
     assert float((output - as_chain).abs().max()) > 10 * TOLERANCES[backend[2]]
 
@@ -301,7 +301,7 @@ def test_flash_attention_has_prompts_and_leaves_steps_trees_and_what_it_cannot_c
 
 
 def test_the_stand_in_is_called_as_torch_s_own_is():
-    from torch.nn.attention import varlen  # imports for two seconds
+    from torch.nn.attention import varlen  # the import takes two seconds
 
     own = inspect.signature(varlen.varlen_attn).parameters
     stand_in = STAND_INS["varlen_attn" if "enable_gqa" in own else "varlen_attn-2.11"]

@@ -30,7 +30,7 @@ class Link:
     receiver: Any
     address: str
     connector: Any
-    gpu: Any = None  # the fake GPU of both
+    gpu: Any = None  # the fake GPU of both sides, if they have one
 
     def open(self, *, start=0, end=40, sink=None):
         spec, sink = self.peers.spec(start=start, end=end), sink or RecordingSink()

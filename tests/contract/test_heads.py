@@ -1,8 +1,8 @@
-"""The promises of heads of every form: tokens are those without drafts, and some drafts are accepted.
+"""The promises of heads of every form: tokens are the same as without drafts, and some drafts are accepted.
 
 Whole decode loops run on a tiny random target. Its forward writes features to the paged plane, a random head drafts
-from them, and the target verifies. Such a head is right only by chance, but at a high temperature the shared race
-decides more than the logits do.
+from them, and the target verifies. Such a head is right only by chance. But at a high temperature, the random numbers
+that head and target share for each position matter more than the logits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def target_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def head_of(target_path, tmp_path_factory):
-    """head_of(form) → its folder, written once, because each new folder is packed and fills the cache."""
+    """head_of(form) → folder of the head, which is written once, because every new folder is packed into the cache."""
     return functools.cache(lambda form: make_head(form, tmp_path_factory.mktemp("heads") / form, target_path))
 
 
@@ -64,7 +64,7 @@ def undisturbed():
 
 @pytest.fixture
 def without_drafts(make_node, undisturbed):
-    """without_drafts(sampling) → the tokens of `generate`."""
+    """without_drafts(sampling) → the tokens that `generate` gives without drafts."""
 
     def tokens(sampling):
         key = tuple(sampling.items())
@@ -118,7 +118,7 @@ def test_siblings_go_along_and_leave_tokens_as_they_are(form, sampling, make_nod
 
 
 def tokens_of_a_batch(node):
-    """The samples belong to different requests, the last of which has two."""
+    """Returns the tokens of each sample of a batch of requests, the last of which has two samples."""
     groups = [
         node.open(prompt=(11 + place, *range(20, 24 + 5 * place)), sampling=each)
         for place, each in enumerate((GREEDY, HOT, FILTERED, {**HOT, "n": 2}))
@@ -162,7 +162,7 @@ def test_the_targets_own_checkpoint_may_have_the_head(target_path, tmp_path, mak
 
 @pytest.mark.parametrize("form", HEADS)
 def test_tokens_would_differ_if_drafts_were_committed_unverified(form, make_node, without_drafts, monkeypatch):
-    """Mistake: drafted tokens count as decided."""
+    """Simulates a mistake: drafted tokens count as decided."""
     expected = without_drafts(HOT)
     # The verifier reads the row of each draft token as if the target had been sure of it.
     queue = RequestVerifier.queue

@@ -31,7 +31,7 @@ def tiny_model(tmp_path_factory):
 
 
 class FedProposer:
-    """A head's proposer that gets features with each request, as from a target. Here they are functions of the ids."""
+    """A head's proposer that gets features with each request, as from a target. Here they depend only on the ids."""
 
     def __init__(self, proposer):
         self._proposer = proposer

@@ -45,18 +45,18 @@ def state_of(sampler, params, logprobs=None):
 
 
 def logits_of(tree, seed):
-    """Returns logits of the row after the prefix and of each draft token. In some, a draft that follows is likely."""
+    """Returns logits of the row after the prefix and of each draft token. Some of the draft tokens are likely."""
     random = np.random.default_rng(seed)
     logits = random.standard_normal((len(tree) + 1, VOCAB_SIZE)).astype(np.float32) * 2
     for parent, token_id in zip(parents_of(tree), tree.token_ids, strict=True):
         if random.random() < 0.6:
             logits[parent + 1, token_id] += 8.0
-    logits[:, STOP] += 6.0  # min_tokens forbids it at first
+    logits[:, STOP] += 6.0  # the stop token is likely, but forbidden at first by min_tokens
     return torch.from_numpy(logits)
 
 
 def plain(sampler, state, tree, logits):
-    """Returns (committed tokens, drafts among them), deciding each token alone after those committed before."""
+    """Returns (committed tokens, indices of the draft tokens among them), deciding tokens one at a time."""
     committed, path, row = [], [], ROOT
     while True:
         rows = SampleRows(state, 20 + len(committed), assumed_token_ids=tuple(committed))

@@ -80,7 +80,7 @@ def test_rows_after_draft_tokens_count_them_as_generated(sampler, method):
     logits = torch.full((2, VOCAB_SIZE), -50.0)
     logits[range(2), [5, 6]] = 50.0
     logits[1, 7] = 0.0
-    for min_tokens, last in ((1, 6), (2, 7)):  # the stop token 6 is banned until so many are there
+    for min_tokens, last in ((1, 6), (2, 7)):  # the stop token 6 is banned before `min_tokens`
         state = state_of(sampler, min_tokens=min_tokens, stop_token_ids=[6])
         outcome = verify(sampler, logits, DraftRows(SampleRows(state, 20, (5,)), (), method))[0]
         assert outcome.token_ids == (5, last)

@@ -80,7 +80,7 @@ class GatedSink:
 
 
 class Node(DrivenNode):
-    """A driven node whose model is a hash."""
+    """A driven node whose model is a hash function of the tokens."""
 
     prompt = SHORT_PROMPT
     max_tokens = 5
@@ -159,7 +159,7 @@ class Node(DrivenNode):
 
     @contextlib.contextmanager
     def writing(self, put, *frame, **options):
-        """Keeps a thread that `put`s a frame in the middle of its write until the block ends."""
+        """Stops a thread that `put`s a frame in the middle of its write, until the block ends."""
         self.ingest.gate.clear()
         self.ingest.writing.clear()
         thread = threading.Thread(target=put, args=frame, kwargs=options)
@@ -175,7 +175,7 @@ class Node(DrivenNode):
 
 @pytest.fixture(params=[False, True], ids=["in_the_step", "beside_the_host"])
 def make_scripted_node(request):
-    """A factory of `Node`s that tests drive step by step. Their model computes within the step or like a device."""
+    """A factory of `Node`s that tests drive step by step. Their model computes in a step or, like a GPU, beside it."""
     return partial(Node, is_asynchronous=request.param)
 
 

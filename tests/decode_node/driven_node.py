@@ -19,7 +19,7 @@ SESSION = 1
 
 
 class DrivenNode:
-    """Subclasses set `loop`, `groups` and `engine`, have `iterate`, and emit to `_emit`."""
+    """Subclasses set `loop`, `groups` and `engine`, define `iterate`, and pass events to `_emit`."""
 
     prompt: tuple[int, ...]  # the default prompt of groups
     max_tokens: int

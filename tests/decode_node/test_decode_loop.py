@@ -152,9 +152,9 @@ def test_a_profile_accounts_for_every_nanosecond_and_changes_no_token(make_node)
     elapsed = time.perf_counter_ns() - before
     (profile,) = (each.profile for each in captured)
     first, *others = profile.steps
-    assert first.kind is StepKind.PROMPT  # short enough to be computed here
+    assert first.kind is StepKind.PROMPT  # the prompt is short enough to compute
     assert StepKind.VERIFY in {step.kind for step in others} <= {StepKind.VERIFY, StepKind.DECODE}
-    assert {step.num_rows for step in others} <= {1, 2, 3}  # as many draft tokens as pay
+    assert {step.num_rows for step in others} <= {1, 2, 3}  # only as many drafts as are worth verifying
     spent = sum(sum(step.nanoseconds.values()) for step in profile.steps)
     assert 0 < spent <= elapsed
     for step in profile.steps:

@@ -16,7 +16,7 @@ from tests.support.pool_integrity import check_pool
 
 
 class HalfRightDrafts(TextDrafts):
-    """Drafts by the model itself, some of them altered and some with branches."""
+    """Drafts of the model itself, some of them altered and some with branches."""
 
     def __init__(self, model, choice):
         super().__init__(self._guess)
@@ -56,7 +56,7 @@ class HalfRightDrafts(TextDrafts):
 def test_finished_samples_have_the_tokens_of_an_undisturbed_run_and_no_block_is_lost():
     nodes = [_soak(seed) for seed in range(8)]
     for seed in (9, 11, 13):
-        nodes.append(_soak(seed, num_speculative_tokens=0))  # their steps are laid out ahead
+        nodes.append(_soak(seed, num_speculative_tokens=0))  # such steps are prepared ahead
     assert sum(node.num_preempted for node in nodes) > 0
     assert sum(isinstance(event, KvFailed) for node in nodes for event in node.events) > 10
     assert sum(isinstance(event, SampleDone) for node in nodes for event in node.events) > 50
@@ -91,7 +91,7 @@ def _soak(seed, *, num_speculative_tokens=4):
             node.loop.submit(SessionEnded(2))
 
     for _ in range(120):
-        node.groups._admission._mean_output_tokens = 1.0  # expects no growth, so that sequences are preempted
+        node.groups._admission._mean_output_tokens = 1.0  # admission expects no growth, so sequences are preempted
         if node.engine.runner.is_asynchronous and choice.random() < 0.7:
             node.engine.runner.on_launch = say_something
         else:
@@ -100,7 +100,7 @@ def _soak(seed, *, num_speculative_tokens=4):
         node.engine.runner.on_launch = lambda: None
         _push_some(node, opened, choice)
         check_pool(node.engine.pool, _tables(node))
-    for _ in range(3):  # waiting groups get blocks; transfers without pushes time out, then their reservations
+    for _ in range(3):  # until the last reservations have timed out
         node.clock.advance(node.transfer_timeout_seconds)
         node.run()
     _check_tokens(node, opened)
@@ -151,7 +151,7 @@ def _check_tokens(node, opened):
             assert event.token_ids
         granted, rejected = node.find(Granted, group_id), node.find(Rejected, group_id)
         assert len(rejected) <= 1
-        if granted and rejected:  # its blocks were given to a running sequence before a write
+        if granted and rejected:  # a running sequence took the group's blocks before any KV was written
             assert rejected[0].reason is RejectReason.NO_ROOM
             assert not any(node.tokens(group_id, sample) for sample in range(n))
             assert not finished

@@ -1,4 +1,4 @@
-"""A sample whose constraint allows no further token: its request ends with an error and without those tokens."""
+"""If a sample's constraint allows no further token, its request fails, and no token after that point is reported."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from decode_node.commands import SessionEnded
 from outrider.session import Granted, Rejected, RejectReason
 
 GREEDY, MODEST, THIRD = 1, 2, 3
-MAX_RUNNING = 16  # of the scripted node
+MAX_RUNNING = 16  # sequences on the scripted node
 SAMPLING = {"max_tokens": 40}
 
 
@@ -21,7 +21,7 @@ def node(make_scripted_node):
 def answer(node, *, session, n=1):
     """Opens a group. Returns its id and the node's answer."""
     group_id = node.open(session=session, sampling={**SAMPLING, "n": n})
-    for _ in range(2):  # a cancel may have to wait for a device's step
+    for _ in range(2):  # a cancel may have to wait for the device
         node.iterate()
         said = [*node.find(Granted, group_id), *node.find(Rejected, group_id)]
         if said:
@@ -30,7 +30,7 @@ def answer(node, *, session, n=1):
 
 
 def fill(node, *, session, num_groups=MAX_RUNNING):
-    """Opens groups of one sample each, which are all granted."""
+    """Opens groups of one sample each, checks that all are granted, and returns their ids."""
     opened = [answer(node, session=session) for _ in range(num_groups)]
     assert all(isinstance(said, Granted) for _, said in opened)
     return [group_id for group_id, _ in opened]
@@ -51,7 +51,7 @@ def test_while_another_waits_a_router_with_its_share_is_refused(node):
 
 
 def test_a_router_below_its_share_comes_in_while_another_waits(node):
-    fill(node, session=GREEDY, num_groups=7)  # the share of two is 8
+    fill(node, session=GREEDY, num_groups=7)  # with two routers, a share is 8
     _, refused = answer(node, session=MODEST, n=10)
     assert isinstance(refused, Rejected)
     assert isinstance(answer(node, session=GREEDY)[1], Granted)
@@ -62,7 +62,7 @@ def test_the_share_is_that_of_all_who_hold_or_want_some(node):
     fill(node, session=GREEDY, num_groups=6)
     fill(node, session=THIRD, num_groups=1)
     assert isinstance(answer(node, session=MODEST, n=10)[1], Rejected)
-    assert isinstance(answer(node, session=GREEDY)[1], Rejected)  # a third of 16 is 5
+    assert isinstance(answer(node, session=GREEDY)[1], Rejected)  # with three routers, a share is 5
     assert isinstance(answer(node, session=THIRD)[1], Granted)
 
 

@@ -39,7 +39,7 @@ def features_of_one_pass(config, token_ids):
 
 
 def test_features_of_drafted_and_shared_rows_are_those_of_one_pass(config):
-    """Prompts are in the prefix cache, samples diverge, and a later branch of a draft is right."""
+    """Prompts are in the prefix cache, samples diverge, and the right branch of a draft is not its first one."""
     plain = TinyNode(config.id)
     greedy = [*PROMPT, *generate(plain)]
     plain.close()

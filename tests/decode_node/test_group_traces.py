@@ -1,4 +1,4 @@
-"""A sequence group's span, from its open to each kind of end."""
+"""A sequence group's span, from the opening of the group to each kind of end."""
 
 from __future__ import annotations
 

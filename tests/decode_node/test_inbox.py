@@ -1,4 +1,4 @@
-"""The queue of commands to the engine thread, with routers that write faster than it takes them."""
+"""The queue of commands to the engine thread, while routers send commands faster than the thread takes them."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def test_a_group_that_is_given_up_before_it_is_opened_is_not_opened():
     inbox = Inbox()
     ids = [bytes([number] * 16) for number in range(4)]
     flood = [opened(1, group_id=ids[2]), cancelled(1, group_id=ids[2])]
-    kept = [opened(1, group_id=ids[3]), cancelled(1, 0, group_id=ids[3])]  # only one of its samples
+    kept = [opened(1, group_id=ids[3]), cancelled(1, 0, group_id=ids[3])]  # cancels only one of the samples
     others = [opened(2, group_id=ids[2])]  # the same id from another router is another group
     for command in (*flood, *kept, *others):
         inbox.put(command)
     assert inbox.take_batch() == [flood[1], others[0], *kept]
-    inbox.put(flood[0])  # its cancel has been taken and has no effect on later groups
+    inbox.put(flood[0])  # the cancel has been taken and does not affect later groups
     assert inbox.take_batch() == [flood[0]]
 
 
@@ -95,7 +95,7 @@ def test_beside_a_flood_a_step_goes_on_and_other_routers_are_heard(make_scripted
         node.cancel(GONE, session=2)
     other = node.open(session=3)
     node.iterate()
-    node.loop._report()  # with a device, the last step would be reported with the next
+    node.loop._report()  # otherwise a device's last step is reported with the next one
     assert len(node.tokens(running)) == 2
     assert node.find(Granted, other)
     assert not node.loop._inbox.is_empty
@@ -125,7 +125,7 @@ def test_what_is_given_up_before_its_constraint_is_compiled_is_not_opened():
     for command in (kept, given_up, elsewhere):
         inbox.put_when_compiled(command, compiled)
     inbox.put(cancelled(1, group_id=ONE))
-    inbox.put(cancelled(1, 0, group_id=TWO))  # only one of its samples
+    inbox.put(cancelled(1, 0, group_id=TWO))  # cancels only one of the samples
     assert inbox.take_batch() == []
     compiled.set_exception(ValueError("a constraint that cannot be compiled is opened, and refused there"))
     assert inbox.take_batch() == [kept, elsewhere, cancelled(1, 0, group_id=TWO)]
@@ -145,7 +145,7 @@ def test_nothing_is_opened_after_the_end_of_its_session():
 def test_what_is_said_of_a_group_that_is_not_opened_yet_comes_after_it():
     inbox, compiled = Inbox(), Future()
     inbox.put_when_compiled(opened(1), compiled)
-    commands = [RETARGET, cancelled(1, 0, group_id=bytes(16)), opened(1)]  # the same name again, without a constraint
+    commands = [RETARGET, cancelled(1, 0, group_id=bytes(16)), opened(1)]  # the same id again, no constraint
     for command in commands:
         inbox.put(command)
     assert inbox.take_batch() == []
@@ -154,7 +154,7 @@ def test_what_is_said_of_a_group_that_is_not_opened_yet_comes_after_it():
 
 
 def test_a_name_that_is_used_twice_waits_for_each_of_its_constraints():
-    """The first may be refused. The engine thread never waits for either."""
+    """The first group may be refused. The engine thread never waits for a constraint."""
     inbox, compiled, other = Inbox(), Future(), Future()
     again = replace(opened(1), compiled=other)
     inbox.put_when_compiled(opened(1), compiled)
@@ -168,7 +168,7 @@ def test_a_name_that_is_used_twice_waits_for_each_of_its_constraints():
 
 @pytest.mark.parametrize("is_given_up", [False, True], ids=["opened", "given up"])
 def test_a_compiled_constraint_is_freed_with_the_last_that_follows_it(is_given_up):
-    """Its states take up to 40 MB, and a service rarely collects garbage."""
+    """Otherwise its states, up to 40 MB, would stay until a garbage collection, and a service rarely has one."""
     inbox, compiled = Inbox(), Future()
     inbox.put_when_compiled(replace(opened(1, group_id=ONE), compiled=compiled), compiled)
     if is_given_up:

@@ -33,7 +33,7 @@ def test_the_host_that_prefill_nodes_dial(monkeypatch, bound, advertised, reache
 
 
 def test_all_frames_of_a_transfer_wait_for_what_was_queued_when_its_blocks_were_reserved():
-    """On a GPU, a fence for each frame would wait for the step that runs when it arrives."""
+    """On a GPU, with a fence for each frame, a frame would wait for the step that is running when it arrives."""
     fences, waited_for = iter(["reserved", "later"]), []
     cache = SimpleNamespace(
         block_size=16, fence=lambda: next(fences), write=lambda *arguments, heads: waited_for.append(arguments[4])

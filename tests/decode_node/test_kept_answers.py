@@ -1,4 +1,4 @@
-"""`decode_node.keep_answers`: what a node has answered, kept by a thread of its own."""
+"""`decode_node.keep_answers`: a thread of its own stores the answers of a node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_disk_that_is_behind_loses_answers_and_holds_nobody_up(tmp_path, monke
     kept = KeptAnswers(tmp_path, max_bytes=1 << 22)
     for _ in range(MAX_WAITING + 10):
         kept.keep([1, 2, 3], prompt_length=2, temperature=0.0)
-    assert 9 <= kept.num_dropped <= 10  # one may be in the writer's hands
+    assert 9 <= kept.num_dropped <= 10  # the writer may hold one already
     is_released.set()
     kept.close()
     assert len(list(read_answers(tmp_path))) == MAX_WAITING + 10 - kept.num_dropped

@@ -1,4 +1,4 @@
-"""Completely received KV of a lost transfer is kept if the router says that the next node has equal numerics."""
+"""KV that arrived completely before a transfer was lost is kept if the router says that numerics stay equal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.kv_transfer.base import Region
 from outrider.session import KvFailed
 from tests.decode_node.test_reservations import PROMPT, SECOND, THIRD
 
-NUM_BROUGHT = 18  # four blocks and a half
+NUM_BROUGHT = 18  # tokens whose KV arrives: four and a half blocks
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def node(make_scripted_node):
 
 
 def lose_transfer(node, *, breaks, brings=NUM_BROUGHT):
-    """Opens a group whose transfer ends in the middle of its prompt, by a broken stream or a late sender."""
+    """Opens a group whose transfer fails in the middle of its prompt: its stream breaks, or its sender is late."""
     group_id = node.open(prompt=PROMPT)
     node.granted(group_id)
     node.push(group_id, PROMPT, until=brings)

@@ -30,7 +30,7 @@ def echo_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def parrot(tmp_path_factory):
-    """The head's folder. A second folder would be read again and leave an entry in the cache."""
+    """The head's folder, shared by all tests, because each new folder would be read again and fill the cache."""
     return str(make_echo_folder(tmp_path_factory.mktemp("heads") / "parrot"))
 
 
@@ -47,14 +47,14 @@ def make_head_node(echo_path, parrot, monkeypatch):
 
         def make(*, head=parrot, **config):
             node = make_tiny(echo_path, head=head, **{"draft_trees": False, **config})
-            node.loop._drafts._clock = lambda: 0.0  # nor does a head take time
+            node.loop._drafts._clock = lambda: 0.0  # drafting costs nothing, either
             return node
 
         yield make
 
 
 def assert_fed_rightly(*texts) -> None:
-    """Asserts that true rows were of these texts, each with the feature of the token before it."""
+    """Asserts that rows with features of the target are of these texts, each with the feature of the token before."""
     fed = [row for head in EchoHead.opened for row in head.fed]
     known = {(place, *text[place : place + 2]) for text in texts for place in range(len(text) - 1)}
     assert set(fed) <= known
@@ -128,7 +128,7 @@ def test_the_node_names_its_head_unless_draft_nodes_propose_with_it(make_head_no
 @pytest.mark.usefixtures("one_thread")
 def test_torch_computes_a_head_in_as_many_threads_as_its_target_has(make_head_node):
     make_head_node()
-    torch.set_num_threads(2)  # as if only the head needed torch, since packed weights do not
+    torch.set_num_threads(2)  # as if the target's packed weights did not need torch
     make_head_node()
     assert torch.get_num_threads() == 1, "of TinyNode"
 
@@ -158,7 +158,7 @@ def test_an_eagle3_head_changes_no_token(model_path, tmp_path, sampling, monkeyp
 
 
 def test_a_head_that_is_replaced_between_the_two_looks_of_a_start_is_refused(tmp_path, monkeypatch):
-    """The head is computed by torch, since a packed one is opened only once."""
+    """Torch computes the head here, since a packed head is opened only once, so it cannot change between two looks."""
     model = make_tiny_model(tmp_path / "model", dtype="bfloat16")
     head, _ = make_random_eagle3(tmp_path, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
 

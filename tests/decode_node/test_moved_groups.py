@@ -1,4 +1,4 @@
-"""Groups that are migrated from another node, each sample with its own tokens, while room is short."""
+"""Groups that are migrated from another node while blocks are short; each sample has tokens of its own."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from decode_node.commands import DrainStarted
 from outrider.session import KvReady, Rejected, SampleStart
 from tests.decode_node.conftest import SHORT_PROMPT
 
-PROMPT = tuple(range(1, 30))  # eight blocks of four
+PROMPT = tuple(range(1, 30))  # takes eight blocks of four tokens
 SAMPLING = {"n": 3, "max_tokens": 40}
 
 
 def moved(node, cuts, *, prompt=SHORT_PROMPT, sampling=SAMPLING):
-    """Opens a group as another node left it. `cuts`: number of tokens by sample."""
+    """Opens a group as another node left it. `cuts`: number of generated tokens by sample."""
     whole = node.model.generate(prompt, sampling["max_tokens"])
     samples = tuple(SampleStart(sample, tuple(whole[:cut])) for sample, cut in cuts.items())
     group_id = node.open(prompt=prompt, sampling=sampling, samples=samples)
@@ -22,13 +22,13 @@ def moved(node, cuts, *, prompt=SHORT_PROMPT, sampling=SAMPLING):
 
 @pytest.mark.parametrize("cancelled", [(), (1,), (0, 2), (0, 1, 2)], ids=str)
 def test_samples_that_are_preempted_before_their_own_tokens_are_computed_go_on_alike(make_scripted_node, cancelled):
-    """If they are cancelled, because another node has computed them, they end there."""
+    """Those that are cancelled, because another node has computed them, end where they are."""
     node = make_scripted_node(num_blocks=40)
     group_id, whole = moved(node, {0: 30, 1: 12, 2: 0})
-    held = node.engine.pool.allocate(node.engine.pool.num_free_blocks - 14)  # room for one of them and a little more
+    held = node.engine.pool.allocate(node.engine.pool.num_free_blocks - 14)  # leaves room for one sample and some more
     while not node.num_preempted:
         node.iterate()
-    node.loop._report()  # with a device, the last step would be reported with the next
+    node.loop._report()  # otherwise a device's last step is reported with the next one
     before = {sample: node.tokens(group_id, sample) for sample in range(3)}
     if cancelled:
         node.cancel(group_id, *cancelled)
@@ -40,7 +40,7 @@ def test_samples_that_are_preempted_before_their_own_tokens_are_computed_go_on_a
 
 
 def test_room_is_asked_for_with_what_each_sample_has_of_its_own(make_scripted_node):
-    """Two samples of 36 tokens take 18 blocks at once, although they begin with the same short prompt."""
+    """Two samples of 36 tokens each take 18 blocks from the start, although they share a short prompt."""
     node = make_scripted_node(num_blocks=40)
     node.groups._admission._mean_output_tokens = 1.0
     node.open(prompt=tuple(place % 60 for place in range(92)), sampling={"max_tokens": 5})  # 23 blocks

@@ -1,4 +1,4 @@
-"""A decode node's event loop: its drain, after which the last tokens have left, and its metrics."""
+"""A decode node's event loop: its drain, which ends only when the last tokens have been sent, and its metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def node():
 
 @pytest.fixture
 def loop(node):
-    """The node's engine thread, played by the test."""
+    """A stand-in for the node's engine thread, controlled by the test."""
     commands = []
     loop = SimpleNamespace(is_drained=False, commands=commands, submit=commands.append)
     node._parts = SimpleNamespace(loop=loop, groups=SimpleNamespace(num_groups=0))

@@ -18,7 +18,7 @@ NUM_TOP = 2
 
 
 def expected_logprobs(node):
-    """Returns those of a single forward pass over unused blocks."""
+    """Returns the prompt logprobs of a single forward pass over unused blocks."""
     size = node.engine.pool.block_size
     num_blocks = -(-len(PROMPT) // size)
     blocks = range(node.engine.pool.num_blocks - num_blocks, node.engine.pool.num_blocks)

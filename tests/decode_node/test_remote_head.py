@@ -1,4 +1,4 @@
-"""The decode loop and draft nodes with a head, over loopback: features of the paged plane go out, drafts come back."""
+"""The decode loop and draft nodes with a head, over loopback: the loop sends paged features and gets drafts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Cluster:
         return next((link.address for link in self.client.links if link.node.num_sequences), "")
 
     def is_answered(self):
-        """Returns whether draft nodes have everything and have answered."""
+        """Returns whether draft nodes have received and answered all updates."""
         with self.client._changed:
             return all(
                 each.assignment is not None and each.assignment.pending is None and not each.is_dirty
@@ -121,7 +121,7 @@ def expected(echo_path):
 
 
 def assert_fed_rightly(text):
-    """Asserts that each true row had the feature of the token before it."""
+    """Asserts that rows with features of the target are of this text, each with the feature of the token before."""
     known = {(place, *text[place : place + 2]) for place in range(len(text) - 1)}
     for head in EchoHead.opened:
         assert set(head.fed) <= known

@@ -1,4 +1,4 @@
-"""Reservations whose transfers fail, are late and are replaced. KV of two transfers is never mixed."""
+"""Reservations whose transfers fail, are late or are replaced. KV of two transfers is never mixed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from outrider.session import (
 )
 from tests.support.in_memory_connector import InMemoryConnector
 
-SHORT = (1, 2, 3)  # computed here
-PROMPT = tuple(range(1, 30))  # seven blocks of four and a token: transferred
+SHORT = (1, 2, 3)  # the node computes it
+PROMPT = tuple(range(1, 30))  # seven blocks of four tokens, and one token: transferred
 SECOND = b"2" * 16
 THIRD = b"3" * 16
 
@@ -132,7 +132,7 @@ def test_a_retarget_does_not_wait_for_a_write_that_does_not_end(node, transfer_i
         node.retarget(group_id, transfer_id)
         assert node.granted(group_id).transfer_id == transfer_id
         if transfer_id:
-            node.ingest.gate.set()  # the old write ends during the new ones
+            node.ingest.gate.set()  # the old write ends while new ones run
             node.push(group_id, PROMPT, transfer_id=transfer_id)
         node.run()
         assert node.tokens(group_id) == node.model.generate(PROMPT, 5)
@@ -227,7 +227,7 @@ def test_a_reservation_that_nobody_fills_is_given_up(node):
 
 
 def test_samples_go_on_from_where_each_of_them_is(node):
-    """KV is transferred for their common tokens. Each sample computes the rest itself."""
+    """KV is transferred for the tokens that samples have in common. Each sample computes the rest itself."""
     whole = node.model.generate(PROMPT, 8)
     starts = [tuple(whole[:5]), tuple(whole[:2]), tuple(whole[:3])]
     group_id = node.open(
@@ -249,10 +249,10 @@ def test_samples_go_on_from_where_each_of_them_is(node):
 
 
 def open_two_long_and_a_reservation(make_scripted_node, **reserved):
-    """Opens two sequences that grow to eleven blocks each, and a reservation of eight, in a pool of 24."""
+    """Opens two sequences that will grow to eleven blocks each, and a reservation of eight blocks, in a pool of 24."""
     node = make_scripted_node(num_blocks=24)
     node.groups._admission.observe_finished = lambda _num_generated: None
-    node.groups._admission._mean_output_tokens = 2.0  # answers were short until now
+    node.groups._admission._mean_output_tokens = 2.0  # so far, answers have been short
     running = [node.open(sampling={"max_tokens": 40}) for _ in range(2)]
     node.iterate()
     waiting = node.open(prompt=PROMPT, **reserved)

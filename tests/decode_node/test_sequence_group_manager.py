@@ -12,7 +12,7 @@ from outrider.session import KvReady, Rejected, RejectReason, SampleDone, Sample
 from tests.decode_node.conftest import SHORT_PROMPT
 from tests.decode_node.test_reservations import SECOND, put_one_frame
 
-LONG_PROMPT = tuple(range(1, 30))  # seven blocks of four: transferred
+LONG_PROMPT = tuple(range(1, 30))  # seven blocks of four tokens, and one token: transferred
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_session_that_ends_leaves_nothing_of_what_runs_or_waits_and_takes_noth
 
 
 def test_a_loop_is_not_drained_while_commands_are_left_to_answer(node):
-    late = [node.open() for _ in range(50)]  # more than one iteration takes
+    late = [node.open() for _ in range(50)]  # more commands than one iteration takes
     node.loop.submit(DrainStarted())
     node.iterate()
     assert not node.loop.is_drained
@@ -136,7 +136,7 @@ def assert_refused(node, reason, fields):
         {"sampling": {"logit_bias": ((1, math.nan),)}},
         {"sampling": {"n": 0}},
         {"sampling": {"max_tokens": 0}},
-        {"sampling": {"constraint": Constraint(ConstraintKind.REGEX, "a")}},  # there is no tokenizer
+        {"sampling": {"constraint": Constraint(ConstraintKind.REGEX, "a")}},  # needs a tokenizer, and there is none
         {"logprobs": LogprobsRequest(num_top=10_000_000)},
         {"prompt_logprobs": 21},
         {"cache_salt": bytes(65)},
@@ -160,8 +160,8 @@ def test_what_is_larger_than_the_node_is_refused(make_scripted_node, fields):
 
 
 def test_the_longest_request_fits_a_pool_of_one_window(make_scripted_node):
-    """This includes a prompt that ends within a block, which only several samples would copy."""
-    node = make_scripted_node(num_blocks=50)  # of 4 tokens
+    """The prompt ends within a block. A copy of that block would need room, but only several samples would copy it."""
+    node = make_scripted_node(num_blocks=50)  # each has 4 tokens
     group_id = node.open(prompt=(1, 2, 3), sampling={"max_tokens": 197})
     node.run()
     assert len(node.tokens(group_id)) == 197

@@ -93,7 +93,7 @@ def tokens(*token_ids, start=0):
 
 
 async def fill_window(sessions):
-    """Delivers more than fits the stream of a router that does not read."""
+    """Delivers more events than fit into the stream of a router that does not read."""
     for number in range(40):
         sessions.deliver({1: [tokens(*range(50_000), start=number)]})
         await asyncio.sleep(0)
@@ -115,7 +115,7 @@ async def test_a_router_that_hangs_up_ends_its_session(reads):
 
 @pytest.mark.parametrize("reads", [True, False])
 async def test_a_silent_router_loses_its_lease(reads):
-    """A router under SIGSTOP does not read either. The node does not wait until it can write to it."""
+    """A router that SIGSTOP has halted does not read, either. The node does not wait until it can write to it."""
     async with serving(timeout_seconds=1.0) as (engine, sessions, channel):
         call = await connect(channel)
         if not reads:
@@ -127,7 +127,7 @@ async def test_a_silent_router_loses_its_lease(reads):
 
 
 async def refusal(call):
-    """Returns the error with which the session ends, after any reports that were written before."""
+    """Reads the remaining reports, and returns the error with which the session ends."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await within(read_all(call))
     return from_rpc_error(caught.value)
@@ -157,7 +157,7 @@ async def test_a_router_that_floods_waits_for_the_engine_and_keeps_its_lease(bou
         for number in range(10):
             await flooding.write(opening(number, num_tokens=50))
         await other.write(opening(99))
-        await engine.until(RouterCommand, 4)  # three of the flooding router, and the other's
+        await engine.until(RouterCommand, 4)  # three from the flooding router, one from the other
         for call in (flooding, other):  # waits for more than one check of the waiting session
             await within(call.read())
         assert len(engine.commands) == 4
@@ -196,7 +196,7 @@ async def test_heartbeats_keep_a_session():
         call = await connect(channel)
         heartbeat = session_pb2.SessionCommand(heartbeat=session_pb2.SessionHeartbeat())
         async with asyncio.timeout(PATIENCE_SECONDS):
-            for _ in range(15):  # a report every 0.2 s: 3 s are longer than the timeout
+            for _ in range(15):  # 3 s, longer than the timeout, as a report comes every 0.2 s
                 await call.read()
                 await call.write(heartbeat)
         assert engine.commands == []
@@ -204,7 +204,7 @@ async def test_heartbeats_keep_a_session():
 
 
 async def test_nothing_is_read_before_the_hello_is_written():
-    """A command may end the session, and a call cannot be ended with a status during its first write."""
+    """A command may make the node end the session, but no call can be ended with a status during its first write."""
     engine = Engine()
     sessions = sessions_of(engine)
     num_read = 0

@@ -1,4 +1,4 @@
-"""Steps of plain decoding that are laid out and launched before the previous step is committed."""
+"""Steps of plain decoding that are prepared and launched before the previous step is committed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def node():
 
 @pytest.fixture
 def early(monkeypatch):
-    """The number of sequences of each step that was launched before the previous step was committed."""
+    """A list of the numbers of sequences, one for each step launched before the previous one was committed."""
     found = []
 
     def launch_next(batch, step, *arguments):
@@ -49,7 +49,7 @@ def passes_of(node, run):
 
 
 def test_the_passes_are_those_of_a_node_that_prepares_nothing(early, monkeypatch):
-    """Also at the ends of blocks, and if answers end at different lengths."""
+    """This holds at the ends of blocks, too, and if answers end at different lengths."""
 
     def passes():
         node = Node(is_asynchronous=True)
@@ -64,7 +64,7 @@ def test_the_passes_are_those_of_a_node_that_prepares_nothing(early, monkeypatch
         return found
 
     prepared = passes()
-    assert early == [3] * 10 + [2] * 8 + [1] * 8  # all except the first and those after the end of a sequence
+    assert early == [3] * 10 + [2] * 8 + [1] * 8  # not the first step, nor steps after a sequence's end
     monkeypatch.setattr(decode_loop, "lay_out_next", lambda *_: None)
     assert passes() == prepared
 
@@ -76,7 +76,8 @@ def test_a_step_is_launched_before_the_one_before_it_is_committed(node):
     lengths = []
     node.engine.runner.on_launch = lambda: lengths.append(len(sequence.token_ids))
     node.run()
-    # The second step follows a prompt and is planned; the others are launched before their tokens are committed.
+    # The second step, after the prompt, is planned normally; later ones are launched before the tokens before them are
+    # committed.
     assert lengths == [4, 4, 5]
 
 
@@ -121,7 +122,7 @@ def test_a_cancel_is_handled_after_the_step_that_runs(node, early):
 
 def test_what_the_pool_cannot_hold_is_not_reserved_ahead():
     node = Node(num_blocks=8, is_asynchronous=True)
-    node.groups._admission._mean_output_tokens = 1.0  # expects no growth, so that sequences are preempted
+    node.groups._admission._mean_output_tokens = 1.0  # admission expects no growth, so sequences are preempted
     groups = [node.open(prompt=prompt, sampling={"max_tokens": 20}) for prompt in PROMPTS]
     node.run()
     assert node.num_preempted > 0
@@ -151,7 +152,7 @@ def test_a_transfer_that_never_ends_is_given_up_while_answers_go_on(node, early)
     ],
 )
 def test_a_real_models_answers_are_the_same(early, make_node, sampling):
-    """Tokens are committed after the next forward pass has begun, whatever their batches and penalties."""
+    """Tokens are committed after the next forward pass has begun, whatever the batches and penalties are."""
 
     def answers(*, is_asynchronous):
         node = make_node(local_lookup="none", num_speculative_tokens=0)
@@ -165,7 +166,7 @@ def test_a_real_models_answers_are_the_same(early, make_node, sampling):
 
 
 def test_the_wait_for_the_device_belongs_to_sampling(node, early):
-    """As without a step ahead, since the next batch is laid out before the wait."""
+    """Phases have the same times as without a step ahead, since the next batch is prepared before the wait."""
     now = [0]
     node.engine.clock.__init__(lambda: now[0])
     node.engine.runner.on_wait = lambda: now.__setitem__(0, now[0] + 1000)
@@ -177,7 +178,7 @@ def test_the_wait_for_the_device_belongs_to_sampling(node, early):
 
 
 def test_the_seconds_of_steps_add_up_to_the_time_that_has_passed(node, early):
-    """The seconds in which a profile begins a trace belong to no step."""
+    """The seconds that a profile needs to begin a trace count for no step."""
     clock = node.loop.progress.clock = FakeClock()
     observed = []
     node.loop._drafts.observe_step = lambda *, seconds, **_: observed.append(seconds)

@@ -1,4 +1,4 @@
-"""A decode loop whose forward passes a device computes: the work that is done meanwhile, and its effects."""
+"""A decode loop with forward passes on a device: the work that the loop does meanwhile, and its effects."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def once(do):
 
 
 def in_one_step(node, do):
-    """The next step, in which `do` happens while the device computes. Returns the events that had come before it was
-    waited for."""
+    """Runs the next step and calls `do` while the device computes. Returns all events until the wait for the device."""
     told = []
     device = node.engine.runner
     if device.is_computing:
@@ -87,7 +86,7 @@ def test_what_the_running_step_uses_is_freed_after_it(node):
     node.engine.runner.finish = lambda: (free.append(node.engine.pool.num_free_blocks), finish())
     told = in_one_step(node, lambda: node.cancel(first))
     assert free == [before]
-    assert len(node.tokens(first)) == 1  # that of the previous step, which was reported in time
+    assert len(node.tokens(first)) == 1  # from the previous step, which was reported in time
     assert any(isinstance(event, SampleTokens) and event.sequence_group_id == first for event in told)
     node.run()
     assert not node.find(SampleDone, first)
@@ -96,7 +95,7 @@ def test_what_the_running_step_uses_is_freed_after_it(node):
 
 
 def test_commands_keep_their_order_behind_one_that_waits(node):
-    """The same id is opened right after its cancel. In the other order it would be refused."""
+    """A group with the same id is opened right after the cancel. In the opposite order, it would be refused."""
     first = node.open()
     node.iterate()
     sampling = SamplingParams(seed=7, max_tokens=2, temperature=0.0)

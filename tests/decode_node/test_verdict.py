@@ -1,4 +1,4 @@
-"""One verification: the committed tokens, and the reasons for which a sample ends."""
+"""One verification: which tokens it commits, and why a sample ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Helm chart as it renders, by Helm's own library."""
+"""The Helm chart, rendered by Helm's own library."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class _Loader(yaml.SafeLoader):
 
 
 def value_sets() -> dict[str, dict[str, Any]]:
-    """The sets of values that the chart is tested with, by name."""
+    """Returns the sets of values that the chart is tested with, by name."""
     return {
         path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted((CHART / "ci").glob("*.yaml"))
     }
 
 
 def render_text(values: Mapping[str, Any], *, release: str = RELEASE, namespace: str = NAMESPACE) -> str:
-    """Returns every object, in the order of files. Raises: helm_python.HelmError for values that the chart rejects."""
+    """Returns every object, ordered by file name. Raises: helm_python.HelmError for values that the chart rejects."""
     with helm_python.Chart.load(CHART) as chart:
         files = chart.render(dict(values), name=release, namespace=namespace)
     texts = {name: text.strip() for name, text in files.items() if name.endswith(".yaml")}
@@ -41,7 +41,7 @@ def render_text(values: Mapping[str, Any], *, release: str = RELEASE, namespace:
 
 
 class Manifests:
-    """The objects that an install would send to Kubernetes."""
+    """The objects that an installation of the chart would send to Kubernetes."""
 
     def __init__(self, values: Mapping[str, Any], *, release: str = RELEASE, namespace: str = NAMESPACE) -> None:
         text = render_text(values, release=release, namespace=namespace)
@@ -55,7 +55,7 @@ class Manifests:
         return found
 
     def workloads(self) -> dict[str, Object]:
-        """Deployments and StatefulSets by component, such as decode-node."""
+        """Returns Deployments and StatefulSets by component, such as decode-node."""
         return {component_of(found): found for found in self.of_kind("Deployment", "StatefulSet")}
 
 

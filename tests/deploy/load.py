@@ -25,7 +25,7 @@ class Load:
     """Repeats each request in its own thread. `num_answers` and `faults` hold the results."""
 
     def __init__(self, questions: dict[Hashable, Ask]) -> None:
-        """Sends each request once, for the answer that all later ones must equal."""
+        """Sends each request once. All later answers must equal this first one."""
         self._questions = questions
         self._expected = {name: ask() for name, ask in questions.items()}
         self._is_over = threading.Event()
@@ -35,7 +35,7 @@ class Load:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Within the block; leaving it waits for the last answers."""
+        """Sends requests until the block ends, then waits for the last answers."""
         threads = [threading.Thread(target=self._run, args=(name,), daemon=True) for name in self._questions]
         for thread in threads:
             thread.start()

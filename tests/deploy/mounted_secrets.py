@@ -1,4 +1,4 @@
-"""Secrets as files, changed as the kubelet changes them: the names are links, and one rename changes all files."""
+"""Secrets as files that change as the kubelet changes them: names are links, and one rename replaces all files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MountedSecret:
         folder.mkdir()
 
     def set(self, files: dict[str, bytes]) -> None:
-        """At once."""
+        """Replaces all files at once."""
         fresh = Path(tempfile.mkdtemp(prefix="..", dir=self.folder))
         for name, content in files.items():
             (fresh / name).write_bytes(content)
@@ -34,7 +34,7 @@ class Certificates:
     """The files that cert-manager keeps in the chart's Secret; `renew` issues them again, by the same authority."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        """`names`: besides outrider-node, the addresses of pods: clients dial these here."""
+        """`names`: names in the certificate besides outrider-node: addresses of pods, since clients dial these here."""
         self.secret = MountedSecret(folder)
         self._names = names
         self._authority = Authority()

@@ -1,9 +1,9 @@
-"""Pods of a rendered chart as processes of this machine, started, probed and ended as Kubernetes does it.
+"""Pods of a rendered chart as processes of this machine, started, probed and ended as Kubernetes would do it.
 
-What is as rendered: the commands, init containers' too, the variables, the settings file, the ports, the probes with
+From the chart come the commands (of init containers, too), the variables, the settings file, the ports, the probes with
 their names and thresholds, the preStop command, the grace period, names of pods and Services, and which Service has
-which pod. What stands in: an address of loopback for each pod (by `server.host`), names/sitecustomize.py for DNS, the
-paths of mounted files, and `pace`, by which the periods of probes and minReadySeconds are shortened.
+which pod. Replaced are: the address of each pod by one of loopback (`server.host`), DNS by names/sitecustomize.py, and
+the paths of mounted files. Periods of probes and minReadySeconds are multiplied by `pace` to shorten them.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class End:
     """The end of a pod."""
 
     status: int
-    was_killed: bool  # its grace period had passed
+    was_killed: bool  # because its grace period had passed
 
 
 class Pod:
-    """One container. Its prober is a thread, as the kubelet is another process."""
+    """A pod with one container. A thread probes it, in place of the kubelet."""
 
     def __init__(self, machine: Machine, workload: Object, name: str, address: str) -> None:
         self.name, self.address = name, address
         self.component = component_of(workload)
         self.is_ready = False
         self.is_ending = False
-        self.num_restarts_due = 0  # what its liveness probe would have had Kubernetes do
+        self.num_restarts_due = 0  # restarts that Kubernetes would have made for liveness
         self._machine = machine
         self._spec = workload["spec"]["template"]["spec"]
         self._container = container_of(workload)
@@ -118,7 +118,7 @@ class Pod:
         startup, readiness, liveness = (
             self._container[f"{name}Probe"] for name in ("startup", "readiness", "liveness")
         )
-        # In as much time as Kubernetes gives, however often it is tried: a busy machine starts no process faster.
+        # `pace` does not shorten the time for the start, because processes start no faster here than in a cluster.
         start_by = time.monotonic() + startup["periodSeconds"] * startup["failureThreshold"]
         while not self._passes(startup):
             if self._pause(startup) or time.monotonic() > start_by:
@@ -139,7 +139,7 @@ class Pod:
         self._set_ready(is_ready=False)
 
     def _pause(self, probe: Object) -> bool:
-        """Waits until the probe's next time. Returns True if the process has ended."""
+        """Waits until the next time for the probe. Returns True if the process has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(probe["periodSeconds"] * self._machine.pace)
         return self.process.poll() is not None
@@ -187,7 +187,7 @@ class Pod:
 
 
 class Machine:
-    """All pods of a release. As a context manager: killed after the block."""
+    """All pods of a release. As a context manager, kills them after the block."""
 
     def __init__(
         self,
@@ -201,9 +201,9 @@ class Machine:
         elsewhere: Mapping[str, list[str]] | None = None,
         spare_seconds: float = 0.0,
     ) -> None:
-        """`mounts`: paths in containers and where they are here. `overrides`: variables by component. `elsewhere`:
-        what stands in for the pods of a headless Service, "ip:port" each. `spare_seconds`: more than the grace
-        period before a pod is killed, on a machine that may be busy.
+        """`mounts`: folders here by path in containers. `overrides`: variables by component. `elsewhere`: by name of a
+        headless Service, the "ip:port" addresses that replace those of its pods. `spare_seconds`: time that a pod has
+        in addition to its grace period before it is killed, because this machine may be busy.
         """
         self.manifests, self.directory, self.pace = manifests, directory, pace
         self.secrets, self.overrides = secrets or {}, dict(overrides or {})
@@ -214,7 +214,7 @@ class Machine:
         self.ends: list[tuple[str, End]] = []
         self._lock = threading.Lock()
         net = f"127.{random.randrange(1, 255)}.{random.randrange(1, 255)}"
-        self.addresses = [f"{net}.{number}" for number in range(1, MAX_PODS + 1)]  # of one pod after the other
+        self.addresses = [f"{net}.{number}" for number in range(1, MAX_PODS + 1)]  # new pods get them in this order
         self._num_addresses = 0
         (config,) = manifests.of_kind("ConfigMap")
         settings = directory / "settings"
@@ -232,18 +232,18 @@ class Machine:
             pod.kill()
 
     def mounted(self, text: str) -> str:
-        """Returns the text with the paths of this machine."""
+        """Returns the text with paths in containers replaced by paths on this machine."""
         for path, folder in self.mounts.items():
             text = text.replace(path, str(folder))
         return text
 
     def start(self, component: str) -> list[Pod]:
-        """Starts as many pods as replicas, without waiting until they are ready."""
+        """Starts as many pods as the component has replicas, without waiting until they are ready."""
         workload = self.manifests.workloads()[component]
         return [self.start_pod(component, number) for number in range(workload["spec"]["replicas"])]
 
     def start_pod(self, component: str, number: int, *, address: str = "") -> Pod:
-        """A pod of a StatefulSet has its number; others have another name each time."""
+        """Starts a pod. In a StatefulSet its name ends with the number, otherwise with a new random suffix."""
         workload = self.manifests.workloads()[component]
         has_identity = workload["kind"] == "StatefulSet"
         suffix = str(number) if has_identity else f"{random.randrange(1 << 20):05x}"
@@ -265,12 +265,12 @@ class Machine:
         return [pod.address for pod in self.of(component) if pod.is_ready and not pod.is_ending]
 
     def roll(self, component: str) -> None:
-        """Replaces every pod of a role, as an update of its workload does: those of a StatefulSet from the last on."""
+        """Replaces every pod of a component, from the last to the first, as an update of a StatefulSet does."""
         for pod in reversed(self.of(component)):
             self.replace(pod)
 
     def replace(self, pod: Pod) -> None:
-        """By the strategy of its workload: a StatefulSet's pod is ended first, as its name is wanted again."""
+        """Replaces a pod by its workload's strategy. A StatefulSet's pod ends first, since the new pod has its name."""
         workload = self.manifests.workloads()[pod.component]
         spec = workload["spec"]
         number = int(pod.name.rpartition("-")[2], 16)
@@ -296,7 +296,7 @@ class Machine:
             time.sleep(0.01)
 
     def tell_names(self) -> None:
-        """DNS: each headless Service's pods, and the pods' own names where their workload gives them one."""
+        """Writes the names that DNS would have: those of headless Services, and of each of their pods."""
         with self._lock:
             names: dict[str, list[str]] = {}
             for service in self.manifests.of_kind("Service"):

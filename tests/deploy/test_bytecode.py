@@ -1,4 +1,4 @@
-"""`make` compiles to bytecode what the services import, for environments with PYTHONDONTWRITEBYTECODE."""
+"""`make` compiles all that services import to bytecode, since PYTHONDONTWRITEBYTECODE may be set when they run."""
 
 from __future__ import annotations
 

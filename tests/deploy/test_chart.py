@@ -39,7 +39,7 @@ def manifests(request, rendered):
 
 @pytest.fixture
 def load(tmp_path):
-    """load(manifests, component): the sections that its container would read."""
+    """load(manifests, component) → the settings sections that the component's container would read."""
 
     def load(manifests, component):
         (config,) = manifests.of_kind("ConfigMap")
@@ -127,7 +127,7 @@ def test_probes_ask_for_the_health_that_they_are_for(rendered):
     for component, workload in rendered["default"].workloads().items():
         assert "initContainers" in workload["spec"]["template"]["spec"] or component not in NODES[:2]
         asked = {name: container_of(workload)[name]["grpc"] for name in PROBES}
-        startup = LIVENESS if component == "router" else ""  # a router waits for its nodes
+        startup = LIVENESS if component == "router" else ""  # it may start before its nodes
         assert [asked[name]["service"] for name in PROBES] == [startup, "", LIVENESS]
         assert {found["port"] for found in asked.values()} == {50051}
 
@@ -165,7 +165,7 @@ def test_pods_may_as_little_as_they_can(manifests):
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["runAsUser"] == 10001
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert spec["securityContext"]["fsGroup"] == 10001  # to whom files of Secrets belong
+        assert spec["securityContext"]["fsGroup"] == 10001  # the group of Secrets' files
         for container in [*spec["containers"], *spec.get("initContainers", [])]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
@@ -242,7 +242,7 @@ def test_every_value_is_described_and_has_a_default():
     defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
 
     def check(found, default, path):
-        if "$ref" in found and "description" not in found:  # what settings are, their own schema says
+        if "$ref" in found and "description" not in found:  # settings are described in their schema
             found = schema["$defs"][found["$ref"].rpartition("/")[2]]
         assert found["description"].endswith((".", ")")), path
         if "properties" not in found:

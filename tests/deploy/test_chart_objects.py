@@ -28,7 +28,7 @@ def test_containers_run_what_is_in_the_image(manifests):
 
 
 def test_a_headless_service_shows_pods_that_are_not_ready_and_others_do_not(manifests):
-    """Health checks find out which pods serve; DNS would be slower."""
+    """Clients find out which pods serve by health checks, since DNS would be slower."""
     shown = {}
     for service in manifests.of_kind("Service"):
         is_headless = service["spec"].get("clusterIP") == "None"

@@ -26,7 +26,7 @@ EVERYTHING = {
     "router": {"priorityClassName": "6"},
     "decode_node": {"gpu": {"count": 2, "resource": "7"}},
 }
-"""Whatever may look like a number or a truth value does."""
+"""Values, in which each string that may look like a number or a truth value does."""
 
 
 @pytest.mark.parametrize("release", ["true", "a.b", "a" * 53, "a" * 38 + ".b-c"])

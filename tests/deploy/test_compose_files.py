@@ -24,13 +24,13 @@ from router.config import RouterConfig
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = ROOT / "deploy" / "outrider.yaml"
 DOWN_SECONDS = 10.0
-"""`docker compose down` must be through by then."""
+"""Seconds within which `docker compose down` must end."""
 IDLE_NODE_SECONDS = 2.0
-"""A node without a router, and without requests, ends within this."""
+"""Seconds within which a node without a router and without requests ends."""
 RESOLVE_SECONDS = 2.0
-"""As docs/deploy.md says."""
+"""Seconds between two lookups of a name, at most, according to docs/deploy.md."""
 END_SECONDS = DRAIN_SLACK_SECONDS + STOP_SECONDS
-"""The longest that the end of a process takes after its drain."""
+"""Seconds that a process takes to end after its drain, at most."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def config():
 
 
 def server_of(compose, role):
-    """A container's server: the file, and over it the variables of its service."""
+    """Returns a container's server settings: those of the file, overridden by the variables of its service."""
     environ = {
         name: str(value)
         for name, value in compose["services"][role].get("environment", {}).items()
@@ -70,7 +70,7 @@ def test_a_role_runs_as_little_as_it_can(compose, role):
 
 
 def test_nodes_that_share_a_gpu_share_its_memory():
-    """With a draft model too. Each node uses only its own share, so shares that add up fit in any order."""
+    """This holds with a draft model, too. Each node uses only its own share, so nodes may start in any order."""
     gpu = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text(encoding="utf-8"))["services"]
     shares = []
     for role in ("prefill_node", "decode_node", "draft_node"):
@@ -84,7 +84,7 @@ def test_nodes_that_share_a_gpu_share_its_memory():
 
 @pytest.mark.parametrize("role", ["prefill_node", "decode_node", "draft_node"])
 def test_nodes_share_what_they_compile_and_the_locks_of_gpus(compose, role):
-    """Both are in the volume `models`."""
+    """Compiled kernels and locks are in the volume `models`."""
     environ = dict(re.findall(r"(\w+_DIR)=(\S+)", (ROOT / "Dockerfile").read_text(encoding="utf-8")))
     volumes = compose["services"][role].get("volumes", compose["x-outrider"]["volumes"])
     (folder,) = [volume.split(":")[1] for volume in volumes if volume.startswith("models:")]
@@ -124,7 +124,7 @@ def test_kv_and_drafts_have_a_network_of_their_own(compose):
     assert {name for name, networks in members.items() if networks == ["nodes"]} == nodes
     assert {name for name, networks in members.items() if "nodes" in networks} - nodes == {
         *("router", "router_2"),
-        "prometheus",  # which reads every node's metrics
+        "prometheus",  # reads every node's metrics
     }
 
 
@@ -158,8 +158,8 @@ def test_a_secret_reaches_only_who_uses_it(compose, secret):
     ours = {name: service for name, service in compose["services"].items() if "env_file" in service}
     assert set(ROLES) < set(ours)
     values = {name: service["environment"][secret] for name, service in ours.items()}
-    assert {name for name, value in values.items() if value is None} == SECRETS[secret]  # None: as the user has set it
-    assert {value for value in values.values() if value is not None} == {""}  # over what .env says
+    assert {name for name, value in values.items() if value is None} == SECRETS[secret]  # None: the user's value
+    assert {value for value in values.values() if value is not None} == {""}  # overrides the value in .env
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -169,7 +169,7 @@ def test_a_container_is_killed_only_after_its_drain(compose, role):
 
 
 def test_a_cluster_can_be_down_in_time(compose):
-    """The router goes first; then nodes have nothing left to wait for."""
+    """The router ends first; then the nodes have nothing left to wait for."""
     router = compose["services"]["router"]
     assert set(router["depends_on"]) == set(ROLES) - {"router"}
     assert server_of(compose, "router").drain_seconds + END_SECONDS + IDLE_NODE_SECONDS < DOWN_SECONDS
@@ -195,7 +195,7 @@ def test_the_gateway_asks_the_router_and_stops_beside_it(compose, config):
     environ = gateway["environment"]
     drain = float(environ["OUTRIDER_SERVER__DRAIN_SECONDS"])
     assert drain == server_of(compose, "router").drain_seconds
-    assert seconds(gateway["stop_grace_period"]) > math.ceil(drain)  # the gateway counts in whole seconds
+    assert seconds(gateway["stop_grace_period"]) > math.ceil(drain)  # the gateway drains for whole seconds
     (port,) = gateway["ports"]
     assert port.endswith(f":{environ['OUTRIDER_SERVER__PORT']}")
     assert f":{environ['OUTRIDER_SERVER__PORT']}/readiness" in gateway["healthcheck"]["test"][-1]
@@ -231,7 +231,7 @@ def test_the_build_context_has_what_the_wheel_is_made_of():
 def test_the_build_takes_no_argument_that_could_hold_a_credential(compose):
     lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
     arguments = {line.split()[1].partition("=")[0] for line in lines if line.startswith("ARG ")}
-    assert arguments == {"PYTHON_IMAGE", "TORCH_BUILD", "REVISION"}  # none is an address
+    assert arguments == {"PYTHON_IMAGE", "TORCH_BUILD", "REVISION"}  # none is a URL
     assert set(compose["services"]["model"]["build"]["args"]) <= arguments
 
 

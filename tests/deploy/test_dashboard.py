@@ -39,7 +39,7 @@ def metrics_of(registry):
 
 @pytest.fixture(scope="module")
 def exported():
-    """Labels by the name of each series that a router or a node exports, and the names that only ever grow."""
+    """Returns (labels by name of each series that a router or a node exports, names of series that only grow)."""
     labels, growing = {}, set()
     for kind in (RouterMetrics, EngineMetrics, PrefillMetrics):
         registry = CollectorRegistry()

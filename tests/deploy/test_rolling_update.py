@@ -1,4 +1,4 @@
-"""Rolling updates of the Helm chart's pods, as processes of this machine, which clients do not notice."""
+"""Rolling updates of the Helm chart's pods, run as processes on this machine. Clients do not notice them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATIENCE = 120
 
 @pytest.fixture
 def fake_nodes():
-    """A decode node of 50 tokens a second, and a prefill node, on an event loop in a thread."""
+    """A decode node that generates 50 tokens a second, and a prefill node, on an event loop in a thread."""
     loop = LoopThread()
     decode, prefill = FakeDecodeNode(), FakePrefillNode()
     decode.step_seconds = 0.02
@@ -39,7 +39,7 @@ def fake_nodes():
 
 
 def test_a_router_is_replaced_under_load(fake_nodes, tmp_path):
-    """The last of two, as by an update that stops there. Some answers end on it, others continue on its neighbour."""
+    """Replaces the second of two routers. Some answers end on it during its drain, others continue on the first one."""
     patient = {"router": {"liveness_timeout_seconds": PATIENCE}}
     router = {"preStopSeconds": 1, "drainSeconds": 1, "extraSettings": patient}
     manifests = Manifests({"router": router, "draft_node": {"enabled": False}})
@@ -49,7 +49,7 @@ def test_a_router_is_replaced_under_load(fake_nodes, tmp_path):
             pod.wait_ready()
         with contextlib.ExitStack() as stack:
             questions = {}
-            for max_tokens in (20, 75):  # 0.4 and 1.5 s
+            for max_tokens in (20, 75):  # answers take 0.4 and 1.5 s
                 client = stack.enter_context(Client([f"{pod.address}:50051" for pod in reversed(routers)]))
                 questions[max_tokens] = partial(ask_tokens, client, seed=7, max_tokens=max_tokens)
             load = Load(questions)
@@ -72,13 +72,13 @@ def ask_tokens(client, **sampling):
 # ---------------------------------------------------------------- whole clusters
 
 NUM_LONG = 1500
-"""Tokens of a prompt that is computed for a while."""
+"""Number of tokens of a prompt that takes a while to compute."""
 
 
 def settings_of(model):
     return {
         "model": {"id": str(model), "num_threads": 1},
-        "kv_cache": {"memory": "24MiB", "prefix_cache": False},  # every prompt is computed
+        "kv_cache": {"memory": "24MiB", "prefix_cache": False},  # so every prompt is computed
     }
 
 
@@ -136,7 +136,7 @@ def test_a_rolling_update_of_every_role_under_load_loses_nothing(tiny_model, tmp
         values = {"settings": settings_of(tiny_model), "store": {"url": url}, "openai": openai, **PATIENT}
         with Machine(Manifests(values), tmp_path, pace=PACE) as machine:
             addresses = start(machine)
-            # The gateway looks names up by itself, and not in our file.
+            # The gateway does not look names up in our file, so it gets addresses.
             machine.overrides["openai"] = {"OUTRIDER_GATEWAY__ROUTER_TARGETS": ",".join(addresses)}
             for pod in machine.start("openai"):
                 pod.wait_ready()

@@ -12,7 +12,7 @@ DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench
 
 
 def anchors(text: str) -> set[str]:
-    """Returns the anchors that GitHub makes of headings."""
+    """Returns the anchors that GitHub creates for the headings."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

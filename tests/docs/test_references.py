@@ -1,4 +1,4 @@
-"""Generated pages leave nothing out. `make check` finds stale ones."""
+"""Generated pages leave nothing out. Stale pages are found by `make check`, not here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_no_metric_is_left_out():
 
 
 def test_metrics_that_the_pages_name_are_exported():
-    """In expressions, histograms have suffixes. Tags of our image look like metrics without an underscore."""
+    """Suffixes of histograms are ignored, and so are names without an underscore, which may be tags of our image."""
     exported = set(re.findall(r"`((?:vllm|outrider):[a-z_]+)`", (ROOT / "docs" / "metrics.md").read_text("utf-8")))
     for page in (ROOT / "docs").glob("*.md"):
         named = set(re.findall(r"\b(?:vllm|outrider):[a-z]+_[a-z_]+\b", page.read_text(encoding="utf-8")))
@@ -36,7 +36,7 @@ def test_every_reason_that_an_error_can_have_is_in_troubleshooting():
 
 
 def _reasons():
-    """Returns the values of `reason=` and of classes' `reason` in the code: literals and named constants."""
+    """Returns the values of `reason=` and of class attributes `reason` in the code: literals and named constants."""
     constants, given = {}, []
     texts = [path.read_text(encoding="utf-8") for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     for node in (node for text in texts if "reason" in text for node in ast.walk(ast.parse(text))):

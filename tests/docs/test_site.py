@@ -26,7 +26,7 @@ def site(tmp_path_factory):
         timeout=240,
     )
     assert built.returncode == 0, f"a new page needs a line in mkdocs.yml:\n{built.stderr}"
-    assert "Documentation built" in built.stderr  # with --quiet, --strict counts no warnings
+    assert "Documentation built" in built.stderr  # with --quiet, --strict would not see warnings
     return folder
 
 

@@ -1,7 +1,7 @@
 """A draft node and its decode nodes on one clock, without network, threads or a model.
 
-The draft loop, its proposer, its KV and the decode node's book are the real ones. A forward of the drafter and a
-step of the target take set times, messages take a set delay.
+The draft loop, its proposer, its KV and the decode node's book are the real ones. A forward of the drafter, a
+step of the target and the delivery of a message take fixed times.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tests.support.fake_kv_cache import ScriptedKVCache
 
 VOCAB_SIZE = 64
 BLOCK_SIZE = 4
-ORDER = 8  # tokens on which a decision depends; a model that read whole texts would be too slow
+ORDER = 8  # number of tokens on which a decision depends; a model that reads whole texts would be too slow
 TICK_SECONDS = 0.0005
 
 
 class ScriptedForward:
-    """A `DraftForward` whose model reads its context back from the KV cache: lost or mixed-up KV is a wrong token."""
+    """A `DraftForward` whose model reads its context back from the KV cache: lost or mixed-up KV gives wrong tokens."""
 
     head = None
     max_tokens = 1
@@ -46,7 +46,7 @@ class ScriptedForward:
     def __init__(self, clock: FakeClock, *, forward_seconds: float = 0.002, num_blocks: int = 4096) -> None:
         self.model = ScriptedModel(vocab_size=VOCAB_SIZE, order=ORDER)
         self.pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, hash_seed=b"")
-        self.calls: list[tuple[float, int]] = []  # when each forward began, and its rows
+        self.calls: list[tuple[float, int]] = []  # (start time, number of rows) of each forward
         self._cache = ScriptedKVCache(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_layers=1, features=None)
         self._clock = clock
         self._forward_seconds = forward_seconds
@@ -103,10 +103,10 @@ class Text:
 
 
 class DecodeNode:
-    """A decode node whose steps take a set time and verify up to `num_wanted` draft tokens of each sequence.
+    """A decode node whose steps take a fixed time and verify up to `num_wanted` draft tokens of each sequence.
 
-    Its target decides like the drafter's first choice in the first of the `shares` of all texts, like its second in the
-    next share, and so on.
+    `shares`: the share of decisions in which the target agrees with the drafter's first choice, the share in which it
+    agrees with the second choice, and so on.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class DecodeNode:
 
 
 class SimulatedPair:
-    """One draft node, and as many decode nodes as are added."""
+    """One draft node, and the decode nodes that `add_node` adds."""
 
     def __init__(
         self,

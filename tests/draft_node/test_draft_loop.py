@@ -69,7 +69,7 @@ def test_ids_that_the_target_does_not_have_are_cut_off():
 
 
 class SlowProposer(ScriptedProposer):
-    """A proposer that catches up with each sequence in a first call."""
+    """A proposer that spends its first call for each sequence on catching up."""
 
     def propose(self, requests):
         first_time = {request.sequence_id for request in requests} - {old.sequence_id for old in self.requests}
@@ -148,7 +148,7 @@ def test_a_decode_node_that_sends_many_updates_delays_no_answer_to_another():
 
 
 def test_a_decode_node_that_fills_the_node_makes_room_for_another():
-    """The next update of an evicted sequence has an unknown prefix; sent from its start, it finds no room."""
+    """The next update of an evicted sequence has an unknown prefix; sent again from its start, it finds no room."""
     proposer = ScriptedProposer([TEXT])
     loop = loop_of(proposer, max_sequences=4)
     first, second = connect(loop), connect(loop)

@@ -1,4 +1,4 @@
-"""The mailboxes of a decode node that reads slowly."""
+"""The queues of updates from, and answers to, a decode node that reads slowly."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ async def connect(channel, hello=HELLO):
     call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
     await call.write(draft_pb2.DraftUpdate(hello=hello))
     first = None
-    with contextlib.suppress(grpc.aio.AioRpcError):  # the caller checks the refusal
+    with contextlib.suppress(grpc.aio.AioRpcError):  # the caller checks for a refusal
         first = await within(call.read())
     return call, first
 
@@ -160,7 +160,7 @@ async def test_it_reports_its_load_and_has_no_tokenizer():
         await call.write(draft_pb2.DraftUpdate(sequences=[update_of([1, 2, 3, 1, 2])]))
         await within(call.read())
         labels = {"model_name": "ngram"}
-        # Counted after the answer is pushed.
+        # Tokens are counted after the answer is sent, so the count may be late.
         await until(lambda: registry.get_sample_value("vllm:generation_tokens_total", labels) >= 2)
         assert registry.get_sample_value("vllm:num_requests_running", labels) == 1
         stub = node_pb2_grpc.NodeServiceStub(channel)
@@ -176,7 +176,7 @@ async def test_it_reports_its_load_and_has_no_tokenizer():
 
 
 async def test_a_loop_that_fails_ends_the_process(monkeypatch):
-    """A node that no longer drafts must not look alive. The supervisor starts another process."""
+    """A node that no longer drafts must not look alive. When it ends, the supervisor starts another process."""
     event_loop = asyncio.get_running_loop()
     ended = event_loop.create_future()
     monkeypatch.setattr("os._exit", lambda status: event_loop.call_soon_threadsafe(ended.set_result, status))
@@ -189,7 +189,7 @@ async def test_a_loop_that_fails_ends_the_process(monkeypatch):
 
 
 async def test_a_stop_before_the_loops_thread_has_looked_is_no_failure(monkeypatch):
-    """The thread may run at the end of `start`, and may check for work only when the node already drains."""
+    """After `start`, the thread may first check for work only when the node is already draining."""
     may_look = threading.Event()
     run = DraftLoop.run
 

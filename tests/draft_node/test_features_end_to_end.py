@@ -1,4 +1,4 @@
-"""A decode node's book and draft loops with a head, over the wire's messages: features arrive bit by bit."""
+"""A decode node's book and draft loops with a head, with serialized messages: features arrive a few at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_SEQUENCES = 3
 NUM_NODES = 2
 PROMPT_LENGTH = 11
 TEXTS = [[(key * 31 + place * place * 7) % VOCAB_SIZE for place in range(400)] for key in range(NUM_SEQUENCES)]
-COPIED_TOKENS = 7  # in one step
+COPIED_TOKENS = 7  # at most, in one step
 
 
 class DraftSide:
@@ -92,13 +92,13 @@ class Cluster:
             self.exchange(number)
 
     def forget(self, number: int) -> None:
-        """Evicts all of its sequences, as if another decode node had needed the room."""
+        """Evicts all sequences of a draft node, as if another decode node had needed the room."""
         side = self.sides[number]
         for held in [held for holding in side.loop._held._holdings.values() for held in holding.sequences.values()]:
             side.loop._held.close(side.peer, held.sequence_id)
 
     def lose(self, number: int) -> None:
-        """Replaces the process by another one at once."""
+        """Replaces a draft node's process by another one, which connects at once."""
         self.book.disconnected(self.nodes[number])
         self.sides[number] = DraftSide()
         self.book.connected(self.nodes[number], needs_features=True)

@@ -81,7 +81,7 @@ def test_one_decode_node_alone_may_use_all_room_but_no_more(held):
 
 def test_a_decode_node_that_has_filled_all_room_gives_another_its_share(held, forgotten):
     open_some(held, PEER, 4)
-    held.apply(PEER, update_of([1, 2, 3], since=2, sequence_id=0))  # so it is no longer the least recently updated one
+    held.apply(PEER, update_of([1, 2, 3], since=2, sequence_id=0))  # sequence 0 is no longer the least recently updated
     outcomes = open_some(held, OTHER, 3)
     assert [isinstance(each, HeldSequence) for each in outcomes] == [True, True, False]
     assert num_held(held) == {0: 2, 1: 2}

@@ -55,8 +55,8 @@ def test_a_rejection_whose_token_was_a_runner_up_is_a_hit():
 
 
 def test_what_was_drafted_ahead_is_what_the_drafter_would_draft_then():
-    """The scripted forward pass compares the KV of every path with its text."""
-    pair = SimulatedPair(num_blocks=60)  # so few that alternatives are dropped again and again
+    """The scripted forward pass asserts that the KV of every path is that of the path's text."""
+    pair = SimulatedPair(num_blocks=60)  # so few blocks that alternatives are often dropped
     node = pair.add_node(0.6, 0.2, 0.1, num_sequences=3)
     pair.run(1.0)
     assert node.book.counters.num_quarantined == 0
@@ -65,7 +65,7 @@ def test_what_was_drafted_ahead_is_what_the_drafter_would_draft_then():
 
 
 def test_siblings_win_where_the_drafter_is_often_wrong():
-    """With as many rows per step, the text is the same but gets longer."""
+    """With the same number of rows per step, trees give the same text as chains, but more of it in the same time."""
     texts = []
     for takes_trees in (False, True):
         pair = SimulatedPair()
@@ -186,7 +186,7 @@ def test_a_sequence_that_loses_its_kv_to_a_waiting_one_is_not_looked_ahead_for()
     proposer, _ = scripted_proposer(num_blocks=10)
     verified = list(range(8))
     proposer.propose([request(1, verified, looks_ahead=False)])
-    for _ in range(3):  # alternatives to its draft are known now, and all blocks are taken
+    for _ in range(3):  # finds alternatives to its draft, until all blocks are taken
         proposer.propose([request(1, verified, looks_ahead=True)])
     waiting = list(range(10, 46))
     found, ahead = proposer.propose([request(2, waiting, looks_ahead=False), request(1, verified, looks_ahead=True)])
@@ -213,7 +213,7 @@ def test_no_forward_has_more_rows_than_memory_is_kept_for():
 
 
 def test_a_drafter_across_5_ms_beats_one_beside_the_target():
-    """80 % of its first choices are accepted; most other tokens are its second choices."""
+    """80 % of the drafter's first choices are accepted; most other tokens are its second choices."""
     pair = SimulatedPair(delay_seconds=0.0025)
     node = pair.add_node(0.8, 0.12, 0.04, num_wanted=8)
     pair.run(2.0)

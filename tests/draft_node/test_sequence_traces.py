@@ -39,7 +39,7 @@ def answer(status, *branches):
 def test_a_sequence_is_one_span_with_counts(traces, tracer):
     traces.take_updates([update()])
     traces.take_answers([answer(DraftStatus.CATCHING_UP), answer(DraftStatus.PROPOSED, (5, 6))])
-    traces.take_updates([update(), SequenceUpdate(1, start_length=3, token_ids=(4,))])  # first the start again
+    traces.take_updates([update(), SequenceUpdate(1, start_length=3, token_ids=(4,))])  # begins with a repeated start
     traces.take_answers([answer(DraftStatus.AHEAD, (7,), (8, 9)), answer(DraftStatus.PROPOSED, (7,))])
     traces.take_answers([SequenceProposals(2, DraftStatus.PROPOSED), answer(DraftStatus.UNKNOWN_PREFIX)])
     assert tracer.spans == []

@@ -1,4 +1,4 @@
-"""Random requests, each with drafts and without. With exact arithmetic, every token and every end must be equal."""
+"""Random requests, each sent with drafts and without. With exact numerics, both answers must be equal."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def both_answers(cluster, seed, texts):
     max_drafts = choice.choice((1, 2, 4, 8))
     ways = [{"num_speculative_tokens": max_drafts}, {"speculation": False}]
     results = {}
-    for way in choice.sample(ways, 2):  # which one hits the other's prefix is random
+    for way in choice.sample(ways, 2):  # in random order: the second has a prefix hit
         result = cluster.client.complete(prompt, timeout_seconds=REQUEST_SECONDS, **options, **way)
         results["speculation" not in way] = result
     verified = results[True].summary.metrics.speculation.num_draft_tokens
@@ -67,7 +67,10 @@ def what_counts(result):
 
 
 def soak(cluster, num_requests, texts):
-    """Returns the number of verified draft tokens. A difference raises AssertionError with the request's seed."""
+    """Sends random requests, and returns the number of verified draft tokens.
+
+    Raises AssertionError with the seed of a request whose answers with and without drafts differ.
+    """
     total = 0
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         answers = pool.map(lambda seed: (seed, *both_answers(cluster, seed, texts)), range(num_requests))

@@ -40,7 +40,7 @@ def random_schema(choice, depth=2):
         case "$ref":
             inner = random_schema(choice, depth - 1)
             item = {"$ref": "#/$defs/part"}
-            if "$ref" in str(inner):  # references are resolved from the root
+            if "$ref" in str(inner):  # it needs its own "$defs" at the root
                 return inner
             return {"type": "array", "items": item, "maxItems": 2, "$defs": {"part": inner}} if depth == 2 else inner
         case kind:

@@ -1,4 +1,4 @@
-"""The decode node frees the blocks however a client leaves its request. tests/client tests the rest of the client."""
+"""The decode node frees a request's blocks, in whatever way its client leaves. tests/client has the other tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def holds_blocks(status):
 
 @pytest.fixture
 def seen(running):
-    """seen() waits until the decode node runs a request. Steps are held, so that no answer ends before the test.
+    """seen() waits until the decode node runs a request. Steps are held, so that no answer ends before the test does.
 
     The node holds nothing at the beginning and at the end.
     """

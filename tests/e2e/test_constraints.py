@@ -92,7 +92,7 @@ def test_an_answer_goes_on_where_it_was_in_its_grammar(real):
 
 
 def test_what_the_grammar_forces_is_drafted(real):
-    """The beginning of a property's name determines its rest, so that a step commits more tokens with such drafts."""
+    """The beginning of a property's name determines the rest, so drafts of the rest let a step commit more tokens."""
     summary = ask(real, QUESTIONS[0], json_schema=json.dumps(PERSON), temperature=0.0, max_tokens=200).summary
     speculation = summary.metrics.speculation
     assert speculation.num_accepted_draft_tokens >= 8, speculation

@@ -1,4 +1,4 @@
-"""OpenAI's own SDK through the gateway of `outrider up --openai`, with the default model and a node that dies."""
+"""OpenAI's own SDK with the gateway of `outrider up --openai` and the default model, even if a node dies."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from outrider.engine.cpu_kernels.paths import choose_kernels
 
 TIMEOUT_SECONDS = 240
 PROFILE_SECONDS = 60.0
-"""Longest time of a profile, which ends with the last of its steps."""
+"""Maximum duration of a profile. It ends earlier if it has all of its steps."""
 PROMPT = " ".join(f"word {index}" for index in range(20))
 
 
@@ -48,7 +48,7 @@ def test_a_node_that_serves_tells_where_its_time_goes(running, capsys, role):
     shown = capsys.readouterr().out
     assert f"{role.removesuffix('_node')}@127.0.0.1:" in shown
     assert ": 4 steps, " in shown
-    for part in ("schedule ", "batch ", "forward", "emit "):  # the phases of the forward depend on the kernels
+    for part in ("schedule ", "batch ", "forward", "emit "):  # the forward's own parts depend on the kernels
         assert f"\n  {part}" in shown, shown
 
 

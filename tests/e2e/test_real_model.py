@@ -19,7 +19,7 @@ from tests.e2e.random_requests import assert_exact, bench_texts, soak
 pytestmark = pytest.mark.real_model
 
 TIE = 1e-3
-"""Distance of two logprobs below which rounding may swap candidates, about once in 10^5 tokens."""
+"""Difference of two logprobs below which rounding may swap two candidates, which happens once in about 10^5 tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def assert_same_tokens(real, prompt, found, expected):
 
 def test_greedy_answers_are_the_same_with_and_without_drafts(real, prompts):
     accepted = 0
-    for _ in range(10):  # on a busy machine the node may measure slow rows, and draft nothing in one answer
+    for _ in range(10):  # a busy node may measure slow rows, and not draft in some answers
         for prompt in prompts:
             drafted, summary = real.generate(prompt, temperature=0.0, max_tokens=24)
             plain, _ = real.generate(prompt, temperature=0.0, max_tokens=24, speculation=False)

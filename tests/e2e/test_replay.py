@@ -1,4 +1,4 @@
-"""Receipts of real answers with drafts. Replayed without drafts, they have the same tokens."""
+"""Receipts of real answers with drafts. A replay without drafts gives the same tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def receipts(real):
 
 @pytest.fixture
 def replay(real, receipts, tmp_path, capsys):
-    """Replays a file with these receipts, and returns (exit status, output)."""
+    """replay(*receipts) replays a file with these receipts, and returns (exit status, output)."""
 
     def run(*chosen):
         path = tmp_path / "receipts.jsonl"

@@ -93,7 +93,7 @@ def test_no_port_answers_without_a_certificate(cluster, folder):
 
 
 def test_a_client_opens_no_work_on_nodes(cluster, tls):
-    """The peer's certificate is of the same authority, so that the handshake succeeds."""
+    """The client's certificate is from the same authority as the nodes', so the handshake succeeds."""
     methods = {
         "decode-0": "/outrider.v1.DecodeService/Session",
         "prefill-0": "/outrider.v1.PrefillService/Prefill",

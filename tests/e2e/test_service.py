@@ -20,8 +20,8 @@ LONG_PROMPT = [(i * 7) % 250 + 20 for i in range(120)]
 # Only three ids can be drawn, so that the text repeats itself and n-gram drafts are accepted.
 REPETITIVE = {"logit_bias": {30: 60.0, 31: 60.0, 32: 60.0}, "ignore_eos": True}
 
-# A step for each token: the number of steps tells whether an answer was stopped, on a machine of any speed. Eight
-# samples with logprobs make steps long enough that a late cancellation still comes in the first part of the answer.
+# Each token takes a step, so the number of steps tells whether an answer was stopped, however fast the machine is.
+# Eight samples with logprobs make steps so long that even a late cancellation comes early in the answer.
 UNTIL_STOPPED = {"max_tokens": 1900, "ignore_eos": True, "speculation": False, "n": 8, "seed": 4, "top_logprobs": 20}
 
 PARAMETERS = [
@@ -43,8 +43,8 @@ def test_tokens_are_the_same_with_and_without_speculation(running, parameters):
 
 @pytest.mark.parametrize("method", ["rejection", "typical"])
 def test_other_verification_methods_are_served(running, method):
-    # Long enough for sources of drafts that earlier tests have shown to be wrong to be tried again; beside busy tests
-    # the node may have learnt that rows cost much, and is asked again.
+    # The answer is so long that sources of drafts are tried again even if they were wrong in earlier tests. The request
+    # is repeated, since beside busy tests the node may have measured that rows cost much.
     parameters = {"temperature": 0.9, "seed": 8, "max_tokens": 400, **REPETITIVE}
     num_accepted = num_answers = 0
     while not num_accepted and num_answers < 10:
@@ -63,7 +63,7 @@ def test_drafts_are_accepted_where_the_text_repeats(running):
     """The number of drafts depends on the measured cost of rows, which a new node hardly knows."""
     answers = []
     num_steps = num_accepted = 0
-    while num_accepted <= 3 * 20 and len(answers) < 10:  # beside busy tests it may measure slow rows
+    while num_accepted <= 3 * 20 and len(answers) < 10:  # beside busy tests the node may measure slow rows
         _, summary = running.generate(LONG_PROMPT, max_tokens=200, temperature=0.0, **REPETITIVE)
         answers.append(summary.metrics.speculation)
         num_steps += answers[-1].num_spec_steps

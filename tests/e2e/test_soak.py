@@ -14,7 +14,7 @@ from tests.support.tiny_model import make_tiny_model
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("drafter", [pytest.param("ngram", marks=pytest.mark.full), "another_model"])
 def test_random_requests_to_a_tiny_model(start_cluster, tmp_path_factory, drafter, is_full):
-    """Random weights accept few drafts and end answers at random, so that every step mixes all kinds of rows."""
+    """With random weights, few drafts are accepted and answers end at random, so steps mix all kinds of rows."""
     model = make_tiny_model(tmp_path_factory.mktemp("target"), dtype="bfloat16")
     draft = "ngram"
     if drafter == "another_model":

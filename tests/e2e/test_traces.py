@@ -14,7 +14,7 @@ NUM_TOKENS = 40
 
 
 def generate(running, traceparent, *, first_id=20, **fields):
-    """Returns the last message of an answer to a long prompt, which `first_id` determines."""
+    """Sends a long prompt, whose ids `first_id` determines, and returns the last message of the answer."""
     sampling = router_pb2.SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, **fields)
     prompt = router_pb2.TokenIds(ids=[(place * 7) % 250 + first_id for place in range(120)])
     stop = router_pb2.StopConditions(ignore_eos=True)
@@ -32,7 +32,7 @@ def has_all(spans):
 
 
 def test_a_request_is_one_tree_over_all_four_services(running):
-    for traceparent in (NOT_SAMPLED, HOSTILE[2], HOSTILE[-1]):  # these have no span
+    for traceparent in (NOT_SAMPLED, HOSTILE[2], HOSTILE[-1]):  # such requests are not traced
         assert generate(running, traceparent).summary.usage.num_generated_tokens == NUM_TOKENS
     assert generate(running, TRACEPARENT, first_id=21, n=2).summary.usage.num_generated_tokens == 2 * NUM_TOKENS
     names = {"attempt", "decode", "draft", "encode", "generate", "kv_push", "prefill", "queue"}

@@ -17,14 +17,14 @@ def make_scheduler(num_blocks: int = 64, *, rows: int = 64, max_running: int = 6
 
 
 def waiting(scheduler: Scheduler, key: int, num_tokens: int = 4, **fields) -> EngineSequence:
-    """Adds a waiting sequence, whose tokens no other sequence has."""
+    """Adds a waiting sequence whose tokens differ from those of all other sequences."""
     sequence = EngineSequence(key=key, token_ids=[1000 + key] * num_tokens, arrival=key, **fields)
     scheduler.add(sequence)
     return sequence
 
 
 def decoding(scheduler: Scheduler, key: int, num_tokens: int = 4, **fields) -> EngineSequence:
-    """Adds a running sequence that has only its newest token to feed."""
+    """Adds a running sequence of which only the newest token has not been computed."""
     kv = SequenceKV.create(scheduler._pool, [], max_cached_tokens=0)
     kv.reserve(num_tokens - 1)
     kv.advance(num_tokens - 1)
@@ -48,7 +48,7 @@ def run(plan: StepPlan) -> None:
 
 
 def drafts(num_wanted):
-    """Chooses up to `num_wanted` drafts (a number, or a mapping by key) for each sequence, the oldest first."""
+    """Returns a function that grants sequences up to `num_wanted` drafts (a number, or one by key), oldest first."""
 
     def choose(room):
         left, chosen = room.max_draft_rows, {}

@@ -1,4 +1,4 @@
-"""What control groups leave of a machine's memory and processors, from files as the kernel writes them."""
+"""How much memory and processor time control groups leave, according to files as the kernel writes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIB = 2**20
 
 @pytest.fixture(params=[1, 2], ids=["v1", "v2"])
 def machine(request, tmp_path):
-    """The control groups of one machine, of either version."""
+    """The control groups of one machine, in version 1 or 2."""
 
     class Machine:
         version = request.param
@@ -26,7 +26,7 @@ def machine(request, tmp_path):
                 (folder / f"{controller}.{name}").write_text(f"{text}\n")
 
         def add_memory(self, group, *, used, limit=None, cache=0, active=0):
-            """`limit` None: the group has no limit."""
+            """Writes a group's memory files. `limit` None: the group has no limit."""
             if self.version == 1:
                 limits = {"limit_in_bytes": 2**63 - 4096 if limit is None else limit, "usage_in_bytes": used}
             else:
@@ -36,7 +36,7 @@ def machine(request, tmp_path):
             self.add("memory", group, **limits, stat=f"anon 1\n{files}active_anon 2")
 
         def add_cpu(self, group, quota, period):
-            """`quota` None: the group has no quota."""
+            """Writes a group's processor files. `quota` None: the group has no quota."""
             if self.version == 1:
                 self.add("cpu", group, cfs_quota_us=-1 if quota is None else quota, cfs_period_us=period)
             else:
@@ -69,7 +69,7 @@ def test_a_limit_leaves_what_is_not_used_and_what_files_only_borrow(machine):
 
 def test_pages_of_files_that_this_process_maps_are_not_free(machine):
     machine.add_memory("a", limit=900 * MIB, used=600 * MIB, cache=400 * MIB, active=100 * MIB)
-    assert machine.free("a", mapped=100 * MIB) == 700 * MIB  # they may all be among the active ones
+    assert machine.free("a", mapped=100 * MIB) == 700 * MIB  # all mapped pages may be active
     assert machine.free("a", mapped=350 * MIB) == 450 * MIB
     assert machine.free("a", mapped=800 * MIB) == 300 * MIB
     machine.add_memory("b", used=0)

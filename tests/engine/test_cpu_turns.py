@@ -1,4 +1,4 @@
-"""Turns between processes: their queue, killed and stopped processes, and that only one computes at a time."""
+"""Turns of processes: their queue, killed and stopped processes, and that only one process computes at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.engine.cpu_turns import SharedTurns, open_turns
 from outrider.errors import ConfigError
 from tests.engine.turn_parties import LONG, PATIENCE_SECONDS, Party, look_twice
 
-SHORT = 0.5  # seconds of a lease that must expire
+SHORT = 0.5  # length in seconds of a lease that must expire
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_the_line_is_in_the_order_of_asking(join):
 def test_who_leaves_the_line_is_passed_over(join):
     holder, first, second = join(), join(), join()
     assert holder.take()
-    assert not first.take()  # its place in the queue is kept
+    assert not first.take()  # keeps a place in the queue
     assert not second.take()
     first.give()
     holder.give()
@@ -95,7 +95,7 @@ def test_a_holder_that_is_killed_or_stopped_loses_its_turn(join, end):
     getattr(lost, end)()
     assert waiting.take(LONG)
     assert waiting.num_taken_from_others() == 1
-    for _ in range(10):  # from now on the lost process costs no time
+    for _ in range(10):  # the lost process delays nobody any more
         waiting.give()
         assert waiting.take()
     assert waiting.num_taken_from_others() == 1
@@ -172,7 +172,7 @@ def test_giving_without_a_turn_changes_nothing(join):
 
 @pytest.mark.parametrize("seconds_ahead", [20, 10**6])
 def test_a_file_that_an_earlier_life_of_the_machine_left_holds_nobody_up(join, turns_file, seconds_ahead):
-    """The lease in the file ends far in the future, since its clock was ahead of ours."""
+    """The clock before a reboot was ahead of the present one, so the lease in the file ends far in the future."""
     party, another_slot = join(), 200
     with turns_file.open("r+b") as file:
         file.write(struct.pack("=Q", 7 << 16 | another_slot + 1))

@@ -48,7 +48,7 @@ def test_a_torch_that_was_built_for_cpus_finds_no_gpu(monkeypatch):
 
 
 def test_without_torch_it_is_asked_for(monkeypatch):
-    """So a machine with a GPU reports that torch is missing, instead of computing on its processors."""
+    """A machine with a GPU then reports that torch is missing, instead of computing on its processors."""
 
     def missing(name):
         raise PackageNotFoundError(name)

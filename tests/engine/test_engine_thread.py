@@ -25,7 +25,7 @@ async def test_what_is_built_runs_in_the_thread_that_built_it():
 
     engine = EngineThread("engine", build=build, run=run, on_failure=lambda _: None)
     assert await engine.build() == "parts"
-    assert len(threads) == 1  # `run` waits for a call
+    assert len(threads) == 1  # `run` is not called before engine.run()
     engine.run()
     assert await asyncio.to_thread(done.wait, PATIENCE_SECONDS)
     assert threads == [threads[0], (threads[0], "parts")]

@@ -89,7 +89,7 @@ def own_model(directory):
 
 @functools.cache
 def own_hidden_states(directory, token_ids):
-    """Returns the states [num_tokens, HIDDEN] of every tap, and as one more those after the final norm."""
+    """Returns the states of every tap, then those after the final norm: each [num_tokens, HIDDEN]."""
     own, last = own_model(directory), []
     with torch.inference_mode(), own.model.norm.register_forward_pre_hook(lambda module, args: last.append(args[0])):
         hidden = own(torch.tensor([token_ids]), output_hidden_states=True, use_cache=False).hidden_states

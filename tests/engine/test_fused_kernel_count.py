@@ -133,7 +133,8 @@ def test_a_layer_is_nine_kernels_and_one_more_where_attention_is_split(
     assert of_layer.total() == 8 + num_attention_kernels
     assert of_layer["normalise"] == 2
     assert of_layer["linear"] == 4
-    # Embedding, first norm, choice of rows, output layer, conversion to float32; Gemma scales embeddings by a tensor.
+    # Outside of layers: embedding, first norm, choice of rows, output layer and conversion to float32. Gemma also
+    # scales embeddings by a tensor.
     assert (few - of_layer).total() <= (7 if architecture == "gemma3_text" else 5)
 
 
@@ -147,7 +148,7 @@ def test_deterministic_products_add_the_merges_of_their_splits(launches):
 
 
 def test_features_are_one_concatenation_product_and_store(launches):
-    with unset_fake_temporarily():  # its values are hashed
+    with unset_fake_temporarily():  # a real tensor, since its values are hashed
         projection = torch.zeros(64, 3 * 4096)
         reduction = FeatureReduction(taps=(0, 1, 2), hidden_size=4096, takes_final_norm=True, projection=projection)
     plain = count(launches, runner_of("llama", 2), STEP_OF_FEW_ROWS)

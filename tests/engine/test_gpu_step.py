@@ -44,7 +44,7 @@ from tests.support.verifying import verify_now
 
 VOCAB_SIZE = 5000
 BATCH = [
-    SequenceRows([5, 6, 7, 8, 9], 40, range(8), num_logits=5),  # a verification
+    SequenceRows([5, 6, 7, 8, 9], 40, range(8), num_logits=5),  # verifies four drafts
     SequenceRows([5], 7, range(8, 16), num_logits=1),
     SequenceRows(range(30), 16, range(16, 24), num_logits=0),  # a chunk of a prompt
 ]
@@ -95,7 +95,7 @@ def backend(request, monkeypatch):
 
 @pytest.fixture
 def sampler(backend):
-    """Made before tensors are fake, because it reads the mask of known ids."""
+    """A sampler, made before tensors are fake because it reads the mask of known ids."""
     return Sampler(vocab_size=VOCAB_SIZE, known_token_ids=torch.ones(VOCAB_SIZE, dtype=torch.bool), device=GPU)
 
 
@@ -140,7 +140,7 @@ def node(backend, sampler, gpu, monkeypatch):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The number of values in each of the host's reads."""
+    """Returns a list that gets the number of values of each read by the host."""
     sizes = []
 
     def download(numbers):
@@ -152,7 +152,7 @@ def reads(monkeypatch):
 
 
 def drafts(sampler, methods=(VerificationMethod.COUPLED,), logprobs=(None,)):
-    """Yields the drafts of BATCH's sequences with logits, for each method and kind of logprobs."""
+    """Yields the draft rows of BATCH's first two sequences, for each method and kind of logprobs."""
     for method, wanted in itertools.product(methods, logprobs):
         for settings, draft, position in zip(SETTINGS, [(6, 7, 8, 9), ()], [45, 8], strict=True):
             state = sampler.start(
@@ -244,7 +244,7 @@ def test_a_draft_model_waits_once_for_siblings_and_what_they_were_drawn_from(nod
 
 @pytest.mark.usefixtures("gpu_memory")
 def test_no_step_without_graphs_compiles_attention_or_takes_more_memory_than_were_tried(node, monkeypatch):
-    """Keys of a long context are split, and FlashAttention gathers them."""
+    """Some steps have a long context, whose keys our kernel splits and FlashAttention gathers."""
     gathered, own = [], FlashAttention.attend
     monkeypatch.setattr(
         FlashAttention, "attend", lambda *args: gathered.append(getattr(args[1], "max_seq_len", 0)) or own(*args)
@@ -262,7 +262,7 @@ def test_no_step_without_graphs_compiles_attention_or_takes_more_memory_than_wer
 
 @pytest.fixture
 def gpu_memory(monkeypatch):
-    """A GPU with 12 of 20 MB free. This process has reserved 1,000 bytes, and 9,000 in its largest step."""
+    """A GPU with 12 of 20 MB free. This process has reserved 1,000 bytes, and at most 9,000 in a step."""
     for name, value in (
         ("memory_reserved", 1000),
         ("max_memory_reserved", 9000),
@@ -287,7 +287,7 @@ def test_the_pool_leaves_free_what_the_largest_step_takes(node):
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("has_rollouts", [False, True])
 def test_a_rehearsal_leaves_nothing_behind(node, monkeypatch, has_rollouts, is_fused):
-    """Its cache and graphs are freed even without a garbage collection. Only the largest graphs are captured."""
+    """Its cache and graphs are freed even if no garbage is collected. It captures the largest graphs only."""
     kept = []
 
     class Graph:
@@ -319,7 +319,7 @@ def test_a_rehearsal_leaves_nothing_behind(node, monkeypatch, has_rollouts, is_f
         gc.enable()
     has_graphs = node.attention.can_be_captured
     assert len(kept) == 1 + 2 * has_graphs
-    num_forwards = 4 + 2 + has_rollouts * 6 * (1 + 2 + 3 + 4 + 5 + 7)  # for 1 to 8 rows, and for trees from 4 rows on
+    num_forwards = 4 + 2 + has_rollouts * 6 * (1 + 2 + 3 + 4 + 5 + 7)  # buckets of 1 to 8 rows; trees have 4 or 8
     layer_bytes = open_runner.FUSED_LAYER_BYTES if is_fused else open_runner.GRAPH_LAYER_BYTES
     assert taken == 8000 + has_graphs * num_forwards * node.loaded.spec.num_layers * layer_bytes
     assert [each for each in kept if each() is not None] == []

@@ -49,7 +49,7 @@ def test_one_process_loads_at_a_time_on_each_gpu():
             threading.Event().wait(0.02)
             inside.remove(devices)
 
-    wanted = [["cuda:0"], ["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"], ["cuda:1"]]  # deadlocks without an order
+    wanted = [["cuda:0"], ["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"], ["cuda:1"]]  # deadlocks without a fixed order
     threads = [threading.Thread(target=load, args=(devices,)) for devices in wanted]
     for thread in threads:
         thread.start()

@@ -67,7 +67,7 @@ def test_rows_of_a_tree_have_slots_in_their_order_and_positions_by_their_depth()
     batch = build_input_batch(
         [
             SequenceRows([9], start_position=1, block_ids=[8], num_logits=1),
-            # 20 and 21 are known; then 30 → 31 → 32, and beside it 40 → 41
+            # Tokens 20 and 21 are known. Two branches of drafts follow: 30 → 31 → 32 and 40 → 41.
             SequenceRows([20, 21, 30, 40, 31, 41, 32], 2, [7, 5, 3], num_logits=6, parents=(-1, -1, 0, 1, 2)),
         ],
         block_size=4,

@@ -122,7 +122,7 @@ def test_a_weight_tied_to_an_embedding_stays_there():
 
 
 class Norm(nn.Module):
-    """A norm of any kind that models have. `replace_norms` must recognise it by what it computes."""
+    """A norm of a kind that models have. `replace_norms` must recognise the kind by what the norm computes."""
 
     def __init__(self, weight, *, offset=0.0, subtracts_mean=False, epsilon=1e-6, dtype=torch.float32) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def test_a_norm_of_trained_weights_is_known_by_every_output(dtype, largest, offs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weight", [3.0, 1e-3])
 def test_another_function_is_no_rms_norm(other, dtype, weight):
-    """With small weights, all outputs and their differences are small."""
+    """This is noticed even with small weights, with which all outputs and their differences are small."""
     module = nn.Sequential(Norm(torch.full((8192,), weight), dtype=dtype, **other))
     replace_norms(module, OurNorm)
     assert type(module[0]) is Norm

@@ -93,7 +93,7 @@ def test_a_rejected_draft_leaves_nothing_behind(loaded, node):
 
 
 def test_a_tree_of_drafts_is_verified_in_one_pass(loaded, node):
-    """The right tokens have siblings. After the verification their slots are moved, and decoding continues."""
+    """The right tokens have siblings. After the verification, the right tokens' keys and values are moved together."""
     blocks = node.table(len(PROMPT))
     node.prefill(PROMPT[:40], blocks)
     token_ids, parents = [PROMPT[40], 7, PROMPT[41], 8, PROMPT[42], 9, PROMPT[43]], (-1, -1, 0, 1, 1, 3)

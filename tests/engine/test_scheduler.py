@@ -121,7 +121,7 @@ def test_the_lowest_priority_is_preempted_then_the_latest():
     for key, priority in [(1, 5), (2, 0), (3, 0), (4, 5)]:
         decoding(scheduler, key, num_tokens=4, priority=priority)
     run(scheduler.plan())
-    plan = scheduler.plan()  # each needs a second block and there is none
+    plan = scheduler.plan()  # each sequence needs a second block, and none is free
     assert [s.key for s in plan.preempted] == [3, 2]
     assert [item.sequence.key for item in plan.scheduled] == [1, 4]
     assert [s.key for s in scheduler._waiting] == [2, 3]
@@ -163,14 +163,14 @@ def test_a_preempted_sequence_comes_back_through_the_prefix_cache():
     scheduler.remove(first)
     plan = scheduler.plan()
     assert plan.admitted == (second,)
-    assert second.num_cached_tokens == 12  # its last block went to the first sequence
+    assert second.num_cached_tokens == 12  # the first sequence took its last block
     assert rows_of(plan) == [(2, 5, 0)]
     check(scheduler)
 
 
 def test_when_others_hold_the_blocks_the_oldest_sits_the_step_out():
     scheduler = make_scheduler(num_blocks=2)
-    held = scheduler._pool.allocate(1)  # like a running transfer
+    held = scheduler._pool.allocate(1)  # as a running transfer holds blocks
     sequence = decoding(scheduler, 1, num_tokens=4)
     run(scheduler.plan())
     waiting(scheduler, 2, num_tokens=1)
@@ -189,7 +189,7 @@ def test_copies_of_a_preempted_sequence_are_not_made():
     oldest = decoding(scheduler, 0, num_tokens=8, priority=-1)
     for key, table in ((1, kv), (2, kv.fork())):
         scheduler.add_running(EngineSequence(key=key, token_ids=[1, 2, 3], kv=table, arrival=key, priority=5))
-    oldest.token_ids.append(NEW_TOKEN)  # a third block: there are 4, and the forks hold 2 after copying
+    oldest.token_ids.append(NEW_TOKEN)  # needs a third of 4 blocks, of which the forks take 2 when they are copied
     oldest.kv.advance(8)
     plan = scheduler.plan()
     assert [s.key for s in plan.preempted] == [2]

@@ -46,7 +46,7 @@ def test_rows_of_a_step(room, running, prompts, wanted, rows):
 
 
 def test_who_has_more_than_the_newest_token_to_feed_verifies_nothing():
-    """Its drafts would continue a text that is already known."""
+    """Drafts would only guess at text that is already known."""
     scheduler = make_scheduler(rows=8)
     waiting(scheduler, 1, num_tokens=20)
     waiting(scheduler, 2, num_tokens=2)
@@ -68,7 +68,7 @@ def test_room_for_drafts_is_taken_back_before_anything_is_preempted():
     first = decoding(scheduler, 1, num_tokens=4)
     second = decoding(scheduler, 2, num_tokens=4)
     plan = plan_with(scheduler, drafts({1: 4}))
-    for item in plan.scheduled:  # like a loop that keeps the drafts' block
+    for item in plan.scheduled:  # as in a loop that keeps the drafts' block
         item.sequence.token_ids.append(NEW_TOKEN)
         item.sequence.kv.advance(4)
     first.token_ids.pop()
@@ -123,7 +123,7 @@ def test_what_can_never_fit_must_not_be_added(add):
 
 
 def test_a_plan_of_64_sequences_costs_little_and_nothing_by_length():
-    """The best processor time of many runs, so that a busy machine does not matter. The goal is 0.3 ms."""
+    """Takes the best processor time of many runs, so that a busy machine does not matter. The goal is 0.3 ms."""
     scheduler = make_scheduler(num_blocks=16384, rows=512)
     for key in range(64):
         decoding(scheduler, key, num_tokens=900)

@@ -32,7 +32,7 @@ def oracle(context: Sequence[int], num_wanted: int) -> list[int]:
 
 
 def often_wrong(context: Sequence[int], num_wanted: int) -> list[int]:
-    """Drafts right tokens, then a wrong one, then tokens that would be right after it."""
+    """Drafts the right tokens, but replaces one of them by a wrong one for most lengths of the context."""
     draft = MODEL.generate(context, num_wanted)
     wrong = len(context) % (num_wanted + 1)
     if wrong < num_wanted:
@@ -47,7 +47,7 @@ class MiniLoop:
     engine: ScriptedEngine
     drafter: Drafter
     num_wanted: int = 3
-    ends: dict[EngineSequence, int] = field(default_factory=dict)  # length at which each is finished
+    ends: dict[EngineSequence, int] = field(default_factory=dict)  # length at which each sequence is finished
     plans: list[StepPlan] = field(default_factory=list)
 
     def add(self, sequence: EngineSequence, *, num_new_tokens: int) -> None:

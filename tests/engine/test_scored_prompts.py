@@ -71,7 +71,7 @@ def test_rows_that_nobody_asked_to_score_follow_in_other_steps():
 
 
 def test_the_last_row_of_a_prompt_may_be_scored():
-    """This happens on a prefill node, which computes no row of the prompt's last token."""
+    """This happens on a prefill node, which does not compute the prompt's last token."""
     scheduler = make_scheduler()
     sequence = scored(scheduler, 1, 1, num_unscored=0, needs_logits=False)
     plan = scheduler.plan()
@@ -82,7 +82,7 @@ def test_the_last_row_of_a_prompt_may_be_scored():
 
 def test_a_cached_prefix_is_computed_again():
     scheduler = make_scheduler(num_blocks=512)
-    for key in (1, 2):  # the second finds the first one's blocks
+    for key in (1, 2):  # the prefix cache has blocks for the second one
         sequence = scored(scheduler, key)
         sequence.token_ids[:] = [5] * LONG
         num_rows = 0
@@ -93,7 +93,7 @@ def test_a_cached_prefix_is_computed_again():
         scheduler.remove(sequence)
     other = waiting(scheduler, 3, num_tokens=LONG)
     other.token_ids[:] = [5] * LONG
-    assert rows_of(scheduler.plan()) == [(3, BLOCK, 0)]  # of which nothing is scored
+    assert rows_of(scheduler.plan()) == [(3, BLOCK, 0)]  # no row of this prompt is scored
 
 
 def test_a_preempted_one_takes_no_more_from_the_cache_than_it_has_scored():
@@ -104,7 +104,7 @@ def test_a_preempted_one_takes_no_more_from_the_cache_than_it_has_scored():
     scheduler.remove(sequence)
     other = waiting(scheduler, 2, num_tokens=LONG)
     other.token_ids[:] = sequence.token_ids
-    while other.num_uncomputed > 1:  # publishes all of the prompt
+    while other.num_uncomputed > 1:  # until the whole prompt is cached
         step(scheduler)
     scheduler.add(sequence)
     step(scheduler)

@@ -35,14 +35,14 @@ LLAMA_1B = replace(LLAMA_8B, num_layers=16, head_dim=64)
 
 @dataclass(frozen=True)
 class Kind:
-    """What a node computes, and the memory that this takes."""
+    """A kind of node: what it computes, and the memory that it needs."""
 
     spec: ModelSpec
     weight_bytes: int
     num_rows: int
     step_bytes: int  # the largest step's
     graphs: GraphShapes | None = None
-    graph_bytes: int = 0  # of all graphs, in torch's pools
+    graph_bytes: int = 0  # memory of all graphs, in torch's pools
 
 
 KINDS = {
@@ -109,7 +109,7 @@ class Node:
 
 
 def in_a_process(run):
-    """Returns a future. Each call has a thread of its own, unlike with an executor."""
+    """Runs a function in a thread of its own, unlike an executor, and returns a future."""
     future = Future()
 
     def complete():
@@ -178,7 +178,7 @@ def test_a_prefill_and_a_decode_node_of_an_8b_model_fit_with_default_settings(st
 
 @pytest.mark.parametrize("attempt", range(2))
 def test_a_draft_model_fits_beside_them(start, attempt):
-    """It drafts for sequences that are shorter than its window."""
+    """Its window may be shorter, since it need not draft for sequences that are longer."""
     shares = shares_of(draft="draft_model:small")
     assert set(shares) == {"prefill-0", "decode-0", "draft-0"}
     nodes = start(H100_BYTES, shares)

@@ -1,4 +1,4 @@
-"""Rules for captured steps that a CPU can check: what they read from where, and that padding changes nothing."""
+"""Rules for captured steps that a CPU can check: which addresses they read, and that padding changes nothing."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def test_trees_run_as_they_are_where_none_are_captured_and_tables_where_the_buff
     assert TREES.bucket_of(tree) == Bucket(4, has_trees=True)
     assert GraphShapes().bucket_of(tree) is None
     chain = [SequenceRows([1] * 60, 0, range(4), 60, range(-1, 58))]
-    assert TREES.bucket_of(build_input_batch(chain, BLOCK_SIZE)) is None  # paths are too long for the buffer
+    assert TREES.bucket_of(build_input_batch(chain, BLOCK_SIZE)) is None  # its paths are too long for the buffer
     for num_blocks, found in ((MAX_TABLE_BLOCKS - 1, Bucket(1)), (MAX_TABLE_BLOCKS, None)):
         longest = [SequenceRows([1], num_blocks - 1, range(num_blocks), 1)]
         assert TREES.bucket_of(build_input_batch(longest, block_size=1)) == found
 
 
 def test_every_bucket_of_a_batch_is_captured():
-    """Nothing is captured while a node serves, so every bucket must exist before."""
+    """Nothing is captured while a node serves, so every bucket must be captured before."""
     for shapes in (GraphShapes(1), GraphShapes(100, has_trees=True), TREES):
         captured = set(shapes.buckets)
         for num_rows in range(1, 300):
@@ -107,7 +107,7 @@ def test_padding_is_a_sequence_in_the_scratch_block_then_some_without_rows():
 
 @pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 200])
 def test_padding_is_an_ordinary_batch_however_many_rows_it_has(num_rows):
-    """The result equals that of build_input_batch."""
+    """A padded batch equals one that build_input_batch makes with the padding as a sequence."""
     bucket = Bucket(256)
     batch = build_input_batch([SequenceRows([7] * (256 - num_rows), 3, range(17), 1)], BLOCK_SIZE)
     padded = pad(batch, bucket, SCRATCH)
@@ -137,7 +137,7 @@ def model(tiny_model):
 
 
 def test_padding_changes_no_other_row(model):
-    """Native kernels give equal bits, torch's kernels close numbers."""
+    """Native kernels give equal bits, torch's kernels only close numbers."""
     cache = PagedKVCache(
         model.spec.planes,
         num_blocks=SCRATCH,
@@ -161,7 +161,7 @@ def test_padding_changes_no_other_row(model):
 
 
 def capture_on_a_cpu(run):
-    """Simulates a graph on a CPU, which repeats the call."""
+    """Simulates a graph on a CPU: its replay repeats the call."""
     run()
     return run
 
@@ -185,7 +185,7 @@ def test_a_captured_step_reads_and_writes_the_same_addresses():
     def forward(batch):
         tensors = batch.on(CPU)
         seen.append([getattr(tensors, name).data_ptr() for name in FIELD_NAMES])
-        assert len({address % 16 for address in seen[-1]}) == 1  # or a kernel would be compiled for each alignment
+        assert len({address % 16 for address in seen[-1]}) == 1  # otherwise a kernel is compiled for each
         numbers = (tensors.token_ids * 1000 + tensors.positions).float().unsqueeze(1)
         return numbers.index_select(0, tensors.logits_rows) if batch.selects_logits else numbers
 
@@ -194,7 +194,7 @@ def test_a_captured_step_reads_and_writes_the_same_addresses():
     seen.clear()
     addresses = set()
     for tokens, start, *parents in (([1, 2, 3], 30), ([7, 8, 9], 2), ([4, 5], 1100), ([1, 2, 3], 5, (-1, -1))):
-        for num_logits in (len(tokens), 1):  # fewer than rows: a chunk of a prompt beside an answer
+        for num_logits in (len(tokens), 1):  # 1: fewer logits than rows, as for a chunk of a prompt
             blocks = range(-(-(start + 3) // BLOCK_SIZE))  # tables of any length
             rows = [SequenceRows(tokens, start, blocks, num_logits, *parents), SequenceRows([6], 3, (4,), 1)]
             logits = graphs.run(build_input_batch(rows, BLOCK_SIZE))
@@ -204,7 +204,7 @@ def test_a_captured_step_reads_and_writes_the_same_addresses():
             assert logits.squeeze(1).tolist() == [*expected[-num_logits:], 6003]
     assert len(addresses) == 1
     assert graphs.row_counts == (1, 2, 4, 8)
-    assert len({tuple(each) for each in seen}) == 2  # of four rows, with and without trees
+    assert len({tuple(each) for each in seen}) == 2  # those of four rows, with and without trees
     assert {tuple(each) for each in seen} <= captured
     assert graphs.run(build_input_batch([SequenceRows([1, 2], 0, (1,), 0)], BLOCK_SIZE)).shape == (0, 1)
     assert graphs.run(build_input_batch([SequenceRows([1] * 9, 0, (1,), 1)], BLOCK_SIZE)) is None
@@ -225,7 +225,7 @@ def test_a_batch_can_be_padded_before_its_tokens_are_known():
 
 @pytest.mark.triton
 def test_a_model_with_our_attention_can_be_captured(model):
-    """Everything that a forward takes from the host is the same for a whole bucket. Interpreted kernels show it."""
+    """All that a forward takes from the host is the same for each batch of a bucket, as interpreted kernels show."""
     pytest.importorskip("triton")
     from tests.support.interpreted_triton import interpreted_attention
 
@@ -259,7 +259,7 @@ class Stream(str):
 
 
 def test_steps_are_captured_on_their_own_device_in_one_stream_without_garbage_collection(monkeypatch):
-    """The device is not the current one, which is the first."""
+    """The device is not the current device, which is the first GPU."""
     places, events, modes, numbers = ["cuda:0"], [], [], itertools.count(1)
 
     @contextlib.contextmanager

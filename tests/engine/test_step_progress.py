@@ -1,4 +1,4 @@
-"""A node's reports on its current step, from which others tell a long step from a dead node."""
+"""A node's reports on its current step, by which others distinguish a long step from a dead node."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_step_of_another_number_of_rows_than_ever_is_expected_to_take_as_long_
     node.progress.end()
     assert node.expected_seconds(4096) == 8 * 0.5
     node.progress.end()
-    assert node.expected_seconds(1) == FIRST_STEP_SECONDS  # the first of few rows may be slow to begin
+    assert node.expected_seconds(1) == FIRST_STEP_SECONDS  # the first step of few rows may be slow to begin
 
 
 def test_a_step_in_which_the_process_was_frozen_says_little_about_the_next(node):
@@ -109,7 +109,7 @@ def test_a_step_that_others_hold_up_for_long_is_no_death(node):
 def test_what_comes_before_the_rows_are_known_is_a_part_of_the_step(node):
     node.run_step(num_rows=4, seconds=0.1)
     node.progress.begin()
-    assert node.progress.current_step.expected_seconds == 0.1  # like the last step
+    assert node.progress.current_step.expected_seconds == 0.1  # as long as the last step took
     for _ in range(20):
         node.clock.advance(0.5)
         node.report()
@@ -138,7 +138,7 @@ def test_a_long_step_that_was_expected_to_be_short_before_its_rows_were_known_is
 
 def test_only_forward_passes_are_steps_and_yet_everything_moves_the_mark(node):
     marks = {node.progress.current_step.mark}
-    for _ in range(3):  # it looks for work, and finds none
+    for _ in range(3):  # the node looks for work, and finds none
         node.progress.begin()
         marks.add(node.progress.current_step.mark)
         with node.progress.paused():

@@ -28,7 +28,7 @@ def batch_of(*sequences):
 
 
 def parts(plan, batch, lists):
-    """Returns the plan's items [n, 7], and the first partial result of each row."""
+    """Returns the plan's items [n, 7], and the index of each row's first partial result."""
     num_items, rows_start, num_rows, num_merged = plan[:HEADER_INTS]
     room = lists.max_items(batch.num_rows) if batch.is_padded else num_items
     items, partials = np.split(np.asarray(plan)[HEADER_INTS:], [rows_start - HEADER_INTS])
@@ -112,7 +112,7 @@ def idle_part(plan, batch, lists):
         ([(1, 131_071)], 0.4),  # its last splits are as long as a program's share
         ([(1, 511)] * 128, 0.1),
         ([(1, 2047)] * 34, 0.25),
-        ([(1, 300)] * 127 + [(1, 40_000)], 0.2),  # a long one among short ones
+        ([(1, 300)] * 127 + [(1, 40_000)], 0.2),  # one long sequence among short ones
         ([(1, 2100)] * 60, 0.2),
         ([(256, 8192)], 0.1),
         ([(5, 2000)] * 16, 0.1),

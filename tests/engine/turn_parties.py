@@ -12,7 +12,8 @@ from outrider.engine.cpu_kernels.library import KernelLibrary
 from outrider.engine.cpu_turns import CpuTurns, SharedTurns
 
 PATIENCE_SECONDS = 60.0
-LONG = 30.0  # seconds of a wait, or of a lease (limited to ten seconds), that must not end
+# Seconds of a wait that must not time out, or of a lease that must not expire. Leases are limited to ten seconds.
+LONG = 30.0
 
 
 class Party:

@@ -28,7 +28,7 @@ from tests.support.random_eagle3 import make_random_eagle3
 from tests.support.store_server import PATIENT_STORE_SETTING
 
 HOST = "127.0.0.1"
-KV_HOST = "127.0.0.2"  # here proxies listen on the ports of the decode nodes' KV ingest
+KV_HOST = "127.0.0.2"  # proxies listen here, on the same ports as the decode nodes' KV ingest
 POLL_SECONDS = 0.002
 SHARED_MEMORY = Path("/dev/shm")
 KV_MEMORY = "2560KiB"  # a quarter of it is for features
@@ -39,9 +39,9 @@ class TooLateError(AssertionError):
 
 
 class FaultyCluster(RunningCluster):
-    """Two prefill nodes (one of them pushes by gRPC), two decode nodes, one draft node, a router. A context manager.
+    """A context manager of two prefill nodes, one of which pushes by gRPC, two decode nodes, a draft node and a router.
 
-    There is a drafter head: its features are in each hand-off, and it proposes beside the draft node.
+    There is a drafter head, whose features are in each hand-off, and which proposes beside the draft node.
     With the URL of a `store` there are two routers that share it. `client` reaches routers through
     proxies. Killed processes are restarted at once.
     """
@@ -113,9 +113,9 @@ class FaultyCluster(RunningCluster):
     # ------------------------------------------------------------ faults
 
     def wait_reached(self, point: str, *, until: Callable[[], bool], timeout_seconds: float) -> str:
-        """Waits until a process waits at the point, and returns the name of the process.
+        """Waits until a process is held at the fault point, and returns the process's name.
 
-        Raises: AssertionError if none comes in time; TooLateError if `until()`, so that none will come.
+        Raises: AssertionError if none comes in time; TooLateError if `until()` is true, after which none will come.
         """
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline and not until():
@@ -162,7 +162,7 @@ class FaultyCluster(RunningCluster):
     # ------------------------------------------------------------ checks after a fault
 
     def statuses(self):
-        """Yields the cluster's status from each router."""
+        """Returns the cluster's status from each router."""
         return [first_status(watcher) for watcher in self._watchers]
 
     def wait_until_whole(self, *, timeout_seconds: float = 60.0) -> None:
@@ -217,11 +217,11 @@ def _targets(ports: dict[str, int], role: str) -> str:
 
 
 def _make_head(directory: Path) -> Path:
-    """Writes a head that kernels compute, so that restarted nodes need not import torch."""
+    """Writes a head that native kernels can compute, so that restarted nodes need not import torch."""
     head, _ = make_random_eagle3(directory, max_model_len=2048, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
     return head
 
 
 def _arenas() -> set[Path]:
-    """Returns the files for KV that still have a name, which they lose after the handshake."""
+    """Returns the arenas that still have a file name. They lose it after the handshake."""
     return set(SHARED_MEMORY.glob(f"{NAME_PREFIX}*"))

@@ -28,7 +28,7 @@ BEGIN, END = "<!-- made by `make faults` -->\n", "<!-- end -->\n"
 
 
 def run(cases: Sequence[Case], directory: Path) -> dict[str, dict[str, Any]]:
-    """Returns the figures of each case by its name, or the error."""
+    """Runs all cases, and returns each one's figures or its error, by the case's name."""
     model = make_tiny_model(directory / "model")
     found: dict[str, dict[str, Any]] = {}
     for needs_store, group in groupby(sorted(cases, key=_needs_store), key=_needs_store):

@@ -25,7 +25,7 @@ AFTER_TOKENS = 5
 MID_ANSWER = frozenset(("decode.step", "decode.before_emit", "decode.done", "router.token", "router.before_finish"))
 """Points that are armed once the client has enough tokens. The others are armed before the request is sent."""
 SLOW_SECONDS = 0.05
-ROUTER_STOP_SECONDS = 5.0  # longer than the nodes' patience
+ROUTER_STOP_SECONDS = 5.0  # longer than nodes wait for a silent router
 ROUTER_PARTITION_SECONDS = 3.0
 BOTH_STOP_SECONDS = 4.0
 REACH_SECONDS = 20.0
@@ -44,8 +44,8 @@ class Case:
     number: int
     point: str
     action: str
-    kind: str  # the kind of the request
-    then: str = ""  # the point at which the successor gets the same fault, if it comes there
+    kind: str  # the request's kind, a key of KINDS
+    then: str = ""  # point at which the node that takes over gets the same fault; "": it gets none
 
     @property
     def needs_store(self) -> bool:
@@ -75,7 +75,7 @@ def make_cases() -> tuple[Case, ...]:
         yield "prefill.frame", "kill", "prefill.before_commit"
         yield "decode.kv_ready", "stop", "decode.before_grant"  # no decode node is left until the stopped ones go on
         for point in FAULT_POINTS:
-            if point.startswith("router."):  # a hanging thread of a router is a stopped router
+            if point.startswith("router."):  # no "hang", which would equal "stop"
                 yield point, "kill", ""
 
     kinds = list(KINDS)
@@ -124,7 +124,7 @@ class Matrix:
                 for request in requests:
                     request.wait_for_tokens(AFTER_TOKENS, timeout_seconds=ANSWER_SECONDS)
             cluster.points.arm(case.point)
-            if case.point == "draft.hello":  # reconnecting takes longer than an answer
+            if case.point == "draft.hello":  # before the requests, since reconnecting takes longer than an answer
                 cluster.network.close_connections("draft-0")
                 self._strike(case.point, case.action, requests, killed)
                 requests = self._send(case)
@@ -147,7 +147,7 @@ class Matrix:
         return Result(max(request.longest_gap_seconds for request in requests), max(r.attempts for r in requests))
 
     def _send(self, case: Case) -> list[Request]:
-        if case.point == "decode.preempted":  # after short answers, nodes expect long ones to be short too
+        if case.point == "decode.preempted":  # makes nodes expect that long answers will be short
             with ThreadPoolExecutor(4) as pool:
                 list(pool.map(lambda _: self.cluster.client.complete("short", max_tokens=1), range(NUM_SHORT)))
         more = {"resume_window_seconds": RESUME_SECONDS} if case.point.startswith("router.") else {}
@@ -178,7 +178,7 @@ class Matrix:
 
 
 def _asked(case: Case) -> list[tuple[str, int]]:
-    """Returns (kind, number) of the case's requests: one, or more than fit at once."""
+    """Returns (kind, number) of the case's requests: one request, or more than fit in the cache at once."""
     if case.point == "decode.preempted":
         return [("drafts", 10_000 * (1 + index) + case.number) for index in range(NUM_IN_CROWD)]
     return [(case.kind, case.number)]

@@ -11,7 +11,7 @@ from outrider.client import Client
 from outrider.errors import OutriderError
 
 MAX_TOKENS = 800
-REPETITIVE = {30: 60.0, 31: 60.0, 32: 60.0}  # makes text that prompt lookup finds again
+REPETITIVE = {30: 60.0, 31: 60.0, 32: 60.0}  # repeats tokens, so that prompt lookup finds drafts
 
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -48,7 +48,7 @@ class Request:
         return self._is_done
 
     def wait_for_tokens(self, num_tokens: int, *, timeout_seconds: float) -> None:
-        """Waits until so many tokens have come. Raises AssertionError if the answer ends before."""
+        """Waits until this many tokens have arrived. Raises AssertionError if the answer ends earlier."""
         self._wait(lambda: self.num_tokens >= num_tokens, timeout_seconds)
         assert self.num_tokens >= num_tokens, f"it ended after {self.num_tokens} tokens: {self.error}"
 

@@ -30,7 +30,7 @@ FAULTS = ("kill", "stop", "close", "slow", "partition")
 NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1", "draft-0")
 WARM_SECONDS = 60.0
 GROWTH_BYTES = 32 << 20
-"""Bytes that a warm process may grow, from the median of the first third of its samples to that of the last third."""
+"""Bytes by which a warm process may grow, from the median of its first third of samples to that of its last third."""
 
 
 class Soak:

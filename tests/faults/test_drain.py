@@ -69,7 +69,7 @@ def test_a_draft_node_ends_at_once_and_a_decode_node_when_what_it_runs_has_ended
         "server.drain_seconds=240", "router.liveness_timeout_seconds=240", decode_environ=points.environ
     )
     request = begun(roles.client, max_tokens=400)
-    points.arm(STEP)  # the request runs until the nodes have their signals
+    points.arm(STEP)  # holds the request until the nodes have their signals
     status, _ = roles.draft.end()
     assert status == 0
     with grpc.insecure_channel(roles.decode.log()[0]["address"]) as channel:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)  # the first case starts six processes
 
 
 def pytest_generate_tests(metafunc):
-    """Chooses the cases and the cluster of each: (whether there is a store, whether logs are lost)."""
+    """Chooses the cases, and for each one a cluster: (whether it has a store, whether its logs are lost)."""
     if "case" not in metafunc.fixturenames:
         return
     lost = [(case, (False, True)) for case in CASES if str(case) in HANDFUL]
@@ -38,7 +38,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="module")
 def matrix_of(request, tiny_model, tmp_path_factory):
-    """matrix_of(cluster_of) → the matrix on this cluster, which is started for its first case."""
+    """matrix_of(cluster_of) returns the matrix of this cluster, which is started for its first case."""
     items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
     params = [item.callspec.params for item in items]
     found = {}
@@ -62,7 +62,7 @@ def matrix_of(request, tiny_model, tmp_path_factory):
 
 @contextlib.contextmanager
 def lost_logs(pipe):
-    """Returns a `Launch.command` whose processes cannot write their logs. The reader of `pipe` never reads."""
+    """Yields a `Launch.command` whose processes cannot write their logs. The reader of `pipe` never reads."""
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
     with contextlib.suppress(BlockingIOError):
@@ -70,12 +70,12 @@ def lost_logs(pipe):
             os.write(reader, b"x" * 4096)
     ways = {
         "router": "2>/dev/full",  # a full disk
-        "decode_node": "2>&- >&-",  # closed
-        "prefill_node": f"2>{pipe} >&2",  # a reader that is stopped
+        "decode_node": "2>&- >&-",  # closed descriptors
+        "prefill_node": f"2>{pipe} >&2",  # a pipe whose reader has stopped
         "draft_node": f"2>{pipe}",
     }
 
-    def command(role):  # of a node, or of the process that finds the model
+    def command(role):  # `role`: a node, or the process that finds the model
         return ["sh", "-c", 'exec "$@" ' + ways.get(role, ""), "sh", sys.executable, "-P", "-m", role]
 
     try:

@@ -14,7 +14,7 @@ from tests.support.tiny_head import make_tiny_head
 
 PROMPT = [(i * 13) % 250 + 20 for i in range(150)]
 OPTIONS = {"max_tokens": 500, "seed": 3, "temperature": 0.9, "ignore_eos": True}
-OPTIONS |= {"logit_bias": {30: 60.0, 31: 60.0, 32: 60.0}}  # a random head guesses one of three tokens
+OPTIONS |= {"logit_bias": {30: 60.0, 31: 60.0, 32: 60.0}}  # a random head need only guess one of three tokens
 
 # tests/decode_node/test_remote_head.py loses draft nodes with heads in every run, within one process.
 pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -27,12 +27,12 @@ from tests.support.cluster_nodes import wait_for_node
 PROMPT = [(i * 13) % 250 + 20 for i in range(150)]
 REPETITIVE = {"logit_bias": {30: 60.0, 31: 60.0, 32: 60.0}, "ignore_eos": True}
 LONG = {"max_tokens": 700, "seed": 3, "temperature": 0.9, **REPETITIVE}
-LOST_SECONDS = 20.0  # shorter than every timeout other than liveness
+LOST_SECONDS = 20.0  # shorter than every timeout except the liveness timeout
 
 
 @pytest.fixture(scope="module")
 def faulty(start_cluster, tmp_path_factory):
-    """A cluster whose nodes tests kill, and which come back on the same ports.
+    """A cluster whose nodes are killed by tests, and come back on the same ports.
 
     Its nodes take turns on the processors, so that a lost node may have held the turn.
     """
@@ -65,7 +65,7 @@ def undisturbed(faulty):
 
 
 def stream_with_a_fault(faulty, after_tokens, fault, **options):
-    """Returns the token ids of a stream during which `fault()` is called after so many tokens."""
+    """Returns the token ids of a stream during which `fault()` is called once, after `after_tokens` tokens."""
     with faulty.client.generate(PROMPT, **{**LONG, **options}) as stream:
         is_done = False
         for _ in stream:
@@ -96,7 +96,7 @@ def test_an_answer_waits_until_the_only_decode_node_is_back(faulty, undisturbed,
 
 
 def test_a_constrained_answer_goes_on_in_its_grammar_on_the_node_that_is_back(faulty):
-    """The place of an answer in its grammar is a function of the tokens, so that any node can find it."""
+    """An answer's place in its grammar depends only on its tokens, so any node can find it."""
     options = {"regex": "([a-f]{1,9}[0-9 ]){30,60}end", "max_tokens": 500, "logit_bias": {}, "ignore_eos": False}
     whole, _ = faulty.generate(PROMPT, **{**LONG, **options})
     assert len(whole) > 60
@@ -107,7 +107,7 @@ def test_a_constrained_answer_goes_on_in_its_grammar_on_the_node_that_is_back(fa
 
 
 def lose_for_a_while(faulty, name, number):
-    """The supervisor restarts a killed node. A frozen one goes on once the router has declared it lost."""
+    """Kills a node, which the supervisor restarts, or freezes it until the router has declared it lost."""
     faulty.cluster.kill(name, number)
     if number is signal.SIGSTOP:
         faulty.wait_for(lambda status: any(node.state.name == "LOST" for node in status.nodes))
@@ -115,7 +115,7 @@ def lose_for_a_while(faulty, name, number):
 
 
 def test_nodes_go_on_beside_one_that_keeps_the_processors_for_ever(faulty, undisturbed):
-    """This process takes a turn on the shared processors and shows no sign of life, as a frozen node would."""
+    """The test's process takes a turn on the shared processors and shows no sign of life, as a frozen node would."""
     library = choose_kernels().library
     if library is None:
         pytest.skip("turns need native kernels")
@@ -136,7 +136,7 @@ def logs_of(faulty):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_nodes_free_the_work_of_a_lost_router(faulty, number):
     decode, router = faulty.cluster.node("decode-0").address, faulty.cluster.node("router")
-    # The work lasts until the node has noticed the loss.
+    # The work is long enough to last until the node notices the loss.
     stream = faulty.client.generate(PROMPT, max_tokens=1800, seed=3, ignore_eos=True, speculation=False, n=16)
     deltas = iter(stream)
     next(deltas)

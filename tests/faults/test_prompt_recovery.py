@@ -17,13 +17,13 @@ from tests.support.waiting import wait_for
 
 PROMPT = [(i * 17) % 250 + 20 for i in range(1500)]  # six chunks
 OPTIONS = {"max_tokens": 8, "seed": 1}
-LOST_SECONDS = 20.0  # shorter than every timeout other than liveness
+LOST_SECONDS = 20.0  # shorter than every timeout except the liveness timeout
 FAULTS = ("prefill.chunk:5=hold", "decode.between_frames:5=delay:1")
-"""The prefill node waits before its fifth chunk; six frames, of two chunks and more, have come to the decode node."""
+"""Faults: the prefill node waits before its fifth chunk, and six frames, of at least two chunks, have arrived."""
 
 
 def reached(directory):
-    """Returns the waiting prefill node, as the file that releases it when it is emptied."""
+    """Waits for both faults. Returns a file with the pid of the waiting prefill node. Emptying it releases the node."""
     files = [directory / f"once.{fault.partition(':')[0]}" for fault in FAULTS]
     wait_for(lambda: all(file.exists() for file in files))
     return files[0]
@@ -39,7 +39,7 @@ def reached(directory):
     ],
 )
 def test_only_the_missing_tokens_are_computed(start_cluster, tmp_path, number, num_prefill_nodes):
-    """The next prefill node computes them, or the decode node if there is no other."""
+    """Another prefill node computes them, or the decode node if there is no other prefill node."""
     environ = {FAULTS_VARIABLE: ";".join(FAULTS), ONCE_VARIABLE: str(tmp_path / "once")}
     config = ClusterConfig(port=0, prefill_nodes=num_prefill_nodes)
     with (

@@ -31,7 +31,7 @@ SIZES = st.integers(0, 2**16) | st.sampled_from([0, 4096, 2**40, 2**63])
 
 @st.composite
 def sender_messages(draw, spec, frames):
-    """Draws the messages of one stream: mostly those of a sender, with wrong fields."""
+    """Draws an encoded message of a sender, often with wrong fields, or any bytes."""
     number = draw(st.integers(0, 2**32 - 1))
     header, payload = draw(st.sampled_from(frames))
     match draw(

@@ -1,6 +1,6 @@
 """Any message to a node's engine gives a refusal or an event, no exception in its thread, and leaves nothing behind.
 
-test_fuzz_services.py has bytes that are no message, and calls of prefill nodes.
+test_fuzz_services.py tests bytes that are no message, and calls to prefill nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GROUPS = st.sampled_from([bytes(16), b"\1" * 16, b"\2" * 16])
 
 
 def command_of(session_id, proto):
-    """Returns the commands that sessions would submit, or None if the session would end."""
+    """Returns the command that a session would submit, or None if the session would end."""
     try:
         command = command_from_proto(proto)
     except OutriderError:

@@ -36,7 +36,7 @@ REFUSALS = {
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.ABORTED,
 }
-"""Statuses of a client's own mistakes: not UNKNOWN or INTERNAL, and not UNAVAILABLE for every client."""
+"""Statuses of a client's own mistakes. UNKNOWN, INTERNAL and UNAVAILABLE would be failures of the router."""
 MAX_STALL_SECONDS = 1.0
 
 

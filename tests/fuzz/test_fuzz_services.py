@@ -44,7 +44,7 @@ REFUSALS = {
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.ABORTED,
 }
-"""Statuses of a peer's own mistakes: not UNKNOWN or INTERNAL."""
+"""Statuses of a peer's own mistakes. UNKNOWN and INTERNAL would be failures of the node."""
 MAX_STALL_SECONDS = 1.0
 NEWEST = SUPPORTED_VERSIONS.newest
 SESSION_HELLO = session_pb2.SessionCommand(

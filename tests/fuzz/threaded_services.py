@@ -137,7 +137,7 @@ class ThreadedServices(WatchedLoop):
 
 
 def _make_proposer():
-    """A proposer that needs features, of any bytes, and accepts any tokens."""
+    """Makes a proposer that needs features, takes any bytes for them, and accepts any tokens."""
     proposer = NgramProposer()
     proposer.info = replace(proposer.info, features=FakeHead([]).info.features)
     return proposer

@@ -16,7 +16,7 @@ on_gpu = pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("vocab_size", [1, 64, 65, 5000, 49_152, 151_936])
 def test_decisions_are_those_of_the_oracle(vocab_size):
-    """Edits, filters and the race: parameters, histories, drafts and logits of every shape."""
+    """Tests edits, filters and the race with parameters, histories, drafts and logits of every shape."""
     rng = np.random.default_rng(vocab_size)
     for _ in range(20 if vocab_size <= 5000 else 2):
         Pair(vocab_size, random_known(rng, vocab_size), device="cuda").check_random_step(rng, num_sequences=8)

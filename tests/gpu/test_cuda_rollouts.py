@@ -23,7 +23,7 @@ PROMPT = [11, 40, 7, 93, 120, 5, 66, 31, 8, 250, 77, 19]
 
 
 def trees_of(proposer, params, *, num_sequences=3):
-    """Of some sequences, over some commits."""
+    """Returns the draft trees of several sequences after several commits, as sorted texts."""
     start = SequenceStart(options=RequestOptions(sampling=params), sample=0, prompt_length=12, takes_trees=True)
     texts, trees = [[key, *PROMPT] for key in range(num_sequences)], []
     for num_wanted in (5, 2, 8, 7):

@@ -1,8 +1,10 @@
 """Golden files: a small head, what it needs of its target, and the logits that its owners' code gives for a text.
 
-One safetensors file each: tensors `head/NAME`, `target/NAME` and `expected/NAME`, both config.json in its metadata.
-Expected are `token_ids` [n + 1 + k], of which n + 1 are committed and k drafted, `taps` [n, num_taps * hidden_size] of
-the committed tokens but the newest, and `logits` [k + 1, draft_vocab_size] after each row from the newest token's on.
+Each is a safetensors file with tensors `head/NAME`, `target/NAME` and `expected/NAME`. Its metadata has the config.json
+of head and target. The expected tensors are:
+- `token_ids` [n + 1 + k]: n + 1 committed tokens, then k drafted ones.
+- `taps` [n, num_taps * hidden_size]: those of all committed tokens except the newest.
+- `logits` [k + 1, draft_vocab_size]: those after the newest committed token and after each drafted one.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def write(name, head, head_config, target, target_config, token_ids, taps, logit
 
 
 def unpack(name, folder: Path) -> Golden:
-    """Writes the checkpoints `folder`/head and `folder`/target."""
+    """Writes the checkpoints `folder`/head and `folder`/target, and returns them with the expected tensors."""
     with safe_open(FOLDER / f"{name}.safetensors", framework="pt") as file:
         metadata = file.metadata()
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
@@ -65,7 +67,7 @@ class DenseAttention:
     """Causal attention of one sequence over all rows so far, in float32."""
 
     def __init__(self, num_together=0):
-        """Number of last rows of a forward that attend to each other."""
+        """`num_together`: number of rows at the end of a forward that all attend to each other."""
         self.kept = {}
         self.num_together = num_together
 
@@ -95,7 +97,8 @@ def true_rows(token_ids, features, start, end):
 
 
 def logits_of(head, token_ids, features):
-    """Returns logits as in a golden file: from true rows in one forward, then from one row for each drafted token."""
+    """Returns logits as in a golden file: one forward computes all rows with features of the target, then each drafted
+    token has a forward of its own."""
     num_true, attend = len(features), DenseAttention()
     positions = torch.arange(len(token_ids))
     state = head.forward(true_rows(token_ids, features, 0, num_true), attend)[-1:]

@@ -21,7 +21,7 @@ def opened(golden):
 
 
 def taps_of(golden, head):
-    """[n, num_taps * hidden_size]: the states that the head reads. A file has these or those of all layers."""
+    """Returns the states that the head reads: [n, num_taps * hidden_size]. A file has only these, or all layers'."""
     layers = golden.taps.unflatten(1, (-1, head.reduction.hidden_size))
     num_taps = len(head.reduction.taps)
     return (layers if layers.shape[1] == num_taps else layers[:, head.reduction.taps]).flatten(1)
@@ -29,7 +29,7 @@ def taps_of(golden, head):
 
 @torch.inference_mode()
 def logits_of(golden):
-    """Returns what should equal the file's `logits`."""
+    """Returns the head's logits, which should equal the file's `logits`."""
     head = opened(golden)
     features = head.reduction.to(CPU, torch.float32)(taps_of(golden, head))
     if head.spec.num_parallel == 1:
@@ -59,7 +59,7 @@ def assert_logits(found, expected, tolerance=TOLERANCE):
 
 
 def block_logits(head, token_ids, features):
-    """Returns the logits of a block of parallel rows after true rows."""
+    """Returns the logits of a block of parallel rows, which follow rows with the target's features."""
     num_true = len(features)
     tokens = head.spec.parallel_tokens(int(token_ids[num_true]))
     attend = golden_files.DenseAttention()

@@ -1,9 +1,9 @@
-"""Golden files of EAGLE, EAGLE-3, P-EAGLE and DFlash, by their owners' code: `python -m tests.heads.make_golden_eagle`.
+"""Writes the golden files of EAGLE, EAGLE-3, P-EAGLE and DFlash with their owners' code.
 
-Needs speculators 0.9.0 (https://pypi.org/project/speculators) and, in PYTHONPATH, SafeAILab's EAGLE
-(https://github.com/SafeAILab/EAGLE, commit cb7e0841), which tests do not; made with torch 2.13.0 and transformers
-5.23.0. `taps` of these files are the target's hidden states after 0, 1, … layers, all of them: those that
-the head reads are for the head to choose.
+Run `python -m tests.heads.make_golden_eagle`. It needs speculators 0.9.0 (https://pypi.org/project/speculators) and, in
+PYTHONPATH, SafeAILab's EAGLE (https://github.com/SafeAILab/EAGLE, commit cb7e0841). The tests need neither. The files
+were made with torch 2.13.0 and transformers 5.23.0. Their `taps` are the target's hidden states after 0, 1, … and all
+layers, of which the head must choose those that it reads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3C
 from tests.heads import golden_files
 
 HIDDEN, VOCAB, DRAFT_VOCAB, NUM_TOKENS, NUM_STEPS = 32, 96, 48, 14, 3
-LAST = NUM_TOKENS - 1 - NUM_STEPS  # the last row with a true feature whose drafted tokens are in the text
+LAST = NUM_TOKENS - 1 - NUM_STEPS  # last row with the target's feature; the text has all tokens drafted after it
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
@@ -112,7 +112,7 @@ def eagle3(  # one file
 
 
 def peagle(target: LlamaConfig) -> None:
-    """Its training draws rows of masks at random: here they follow row LAST alone."""
+    """Writes P-EAGLE's file. In training, mask rows follow random rows; here, they follow row LAST only."""
     masks = range(1, NUM_STEPS)
     anchors, depths = [*range(NUM_TOKENS - 1), *(LAST for _ in masks)], [*[0] * (NUM_TOKENS - 1), *masks]
     peagle_core.generate_cod_sample_indices = lambda **_: (torch.tensor(anchors), torch.tensor(depths))
@@ -142,7 +142,8 @@ def peagle(target: LlamaConfig) -> None:
 
 
 def dflash(target: LlamaConfig, name: str, *, draft: int, sample_from_anchor: bool = False) -> None:
-    """One block, whose anchor is the newest token; embedding and the whole output layer are the target's."""
+    """Writes a file of DFlash with one block, whose anchor is the newest token. Embedding and output layer are the
+    target's."""
     block = NUM_STEPS + (not sample_from_anchor)
     with tempfile.TemporaryDirectory() as folder:
         hidden_states, token_ids, own = run_target(target, Path(folder))
@@ -161,7 +162,7 @@ def dflash(target: LlamaConfig, name: str, *, draft: int, sample_from_anchor: bo
     if draft == VOCAB:
         model.lm_head.weight.data.copy_(own["lm_head.weight"])
     anchor = LAST + 1
-    padding = 2 * block  # anchors lie before the last block_size tokens
+    padding = 2 * block  # no anchor is among the last block_size tokens
     logits = logits_of(
         model,
         hidden_states=pad(torch.cat([hidden_states[tap] for tap in (1, 3, 6)], -1), padding)[None],
@@ -181,7 +182,7 @@ def pad(rows: torch.Tensor, num: int) -> torch.Tensor:
 
 
 def logits_of(model: torch.nn.Module, **inputs: Any) -> torch.Tensor:
-    """[num_rows, draft_vocab_size] of a forward that returns none."""
+    """Returns the logits, [num_rows, draft_vocab_size], of a forward that does not return them."""
     logits: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda _module, _inputs, output: logits.append(output[0]))
     with torch.no_grad():
@@ -190,7 +191,7 @@ def logits_of(model: torch.nn.Module, **inputs: Any) -> torch.Tensor:
 
 
 def flat_eagle3(target: LlamaConfig) -> None:
-    """SafeAILab's: the target's embedding, its own output layer."""
+    """Writes the file of SafeAILab's EAGLE-3, with the target's embedding and an output layer of its own."""
     model = cnets.Model(SimpleNamespace(**FLAT, **UNSAID, draft_vocab_size=DRAFT_VOCAB), bias=False)
     randomize(model)
     with tempfile.TemporaryDirectory() as folder:
@@ -204,7 +205,7 @@ def flat_eagle3(target: LlamaConfig) -> None:
 
 
 def eagle(target: LlamaConfig) -> None:
-    """Its own embedding, the target's output layer."""
+    """Writes EAGLE's file, with an embedding of its own and the target's output layer."""
     model = cnets1.Model(SimpleNamespace(**FLAT | {"num_hidden_layers": 2}, **UNSAID), bias=True)
     randomize(model)
     with tempfile.TemporaryDirectory() as folder:
@@ -216,7 +217,7 @@ def eagle(target: LlamaConfig) -> None:
 
 
 def drafts(model: torch.nn.Module, features: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Hidden states [NUM_STEPS, HIDDEN] after the last true row, and after each that is fed the one before."""
+    """Returns the hidden states [NUM_STEPS, HIDDEN] after row LAST and after rows that are fed the state before."""
     found = []
     with torch.no_grad():
         hidden, cache = model(features[None, : LAST + 1], token_ids[None, 1 : LAST + 2], use_cache=True)
@@ -248,7 +249,8 @@ def speculators_config(algorithm: str, num_tokens: int) -> SpeculatorsConfig:
 
 
 def run_target(config: LlamaConfig, folder: Path) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]:
-    """Hidden states [num_layers + 1, NUM_TOKENS, HIDDEN] of random tokens [NUM_TOKENS]; the target's tensors."""
+    """Returns hidden states [num_layers + 1, NUM_TOKENS, HIDDEN], their random tokens [NUM_TOKENS], and the target's
+    tensors."""
     torch.manual_seed(1)
     model = LlamaForCausalLM(config).eval()
     randomize(model)
@@ -260,7 +262,7 @@ def run_target(config: LlamaConfig, folder: Path) -> tuple[torch.Tensor, torch.T
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Weights that matter, as bfloat16 has them; a vocabulary to draft from that is spread over the target's."""
+    """Sets weights that matter and that bfloat16 can hold, and spreads the draft vocabulary over the target's."""
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -284,7 +286,7 @@ def write_speculator(
     token_ids: torch.Tensor,
     logits: torch.Tensor,
 ) -> None:
-    """As its library saves it."""
+    """Writes a head as its library saves it."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         config = json.loads((Path(folder) / "config.json").read_text())
@@ -302,7 +304,7 @@ def write(
     token_ids: torch.Tensor,
     logits: torch.Tensor,
 ) -> None:
-    """Tensors as bfloat16, which all of them are."""
+    """Writes tensors as bfloat16, which holds all their values."""
     parts = [
         {key: value.bfloat16() if value.is_floating_point() else value for key, value in part.items()}
         for part in (head, shared)

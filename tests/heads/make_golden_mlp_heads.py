@@ -2,8 +2,8 @@
 
 Their owners' libraries (FasterDecoding/Medusa, fms-extras, vLLM) cannot be installed beside today's transformers, so
 the classes here are a reference implementation, written from the owners' public code and from nothing of this project:
-the same modules, the same names of tensors, and their own order of computation (drafted tokens known in advance). What
-it cannot show is a misreading that both share.
+the same modules, the same names of tensors, and their own order of computation (drafted tokens known in advance). It
+cannot reveal a misreading that both share.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COMMITTED = 6
 
 
 class ResBlock(nn.Module):
-    """FasterDecoding's: one linear layer with a bias."""
+    """FasterDecoding's block: one linear layer with a bias."""
 
     def __init__(self, bias=True):
         super().__init__()
@@ -32,7 +32,7 @@ class ResBlock(nn.Module):
 
 
 class LayerNormParameterized(nn.Module):
-    """fms': without its mean; a scale and a shift, or neither."""
+    """The norm of fms, which does not subtract the mean, and has a scale and a shift, or neither."""
 
     def __init__(self, size, parameters=True):
         super().__init__()
@@ -45,7 +45,7 @@ class LayerNormParameterized(nn.Module):
 
 
 class MLPSpeculator(nn.Module):
-    """fms-extras', its training forward: each head sees the token that the text really has."""
+    """The model of fms-extras with its training forward, in which each head sees the text's real token."""
 
     def __init__(self, emb_dim, inner_dim, n_predict, scale_input):
         super().__init__()
@@ -77,7 +77,7 @@ class MLPSpeculator(nn.Module):
 
 
 def shaken(module, scale=0.5):
-    """Random weights that hide no mistake: no ones, no zeros."""
+    """Sets random weights, since ones and zeros could hide mistakes."""
     for parameter in module.parameters():
         nn.init.normal_(parameter, mean=0.3 if parameter.ndim == 1 else 0.0, std=scale)
     return module
@@ -100,7 +100,8 @@ def text(num_depths):
 
 
 def medusa(name, *, own_output, layers=1, bias=True, num_heads=3):
-    """`own_output`: FasterDecoding's first version; else its second, which uses the target's output layer."""
+    """Writes a file of Medusa. With `own_output`, it is FasterDecoding's first version. The second version uses the
+    target's output layer."""
     target, target_config = target_files()
     output = [nn.Linear(HIDDEN, VOCAB, bias=False)] if own_output else []
     heads = shaken(
@@ -119,7 +120,7 @@ def medusa(name, *, own_output, layers=1, bias=True, num_heads=3):
 
 
 def medusa_of_vllm(name, *, num_heads=2, truncated=12):
-    """Layers without a bias, a part of the vocabulary, scaled logits."""
+    """Writes a file of vLLM's Medusa: layers without a bias, a part of the vocabulary, and scaled logits."""
     target, target_config = target_files()
     blocks = shaken(nn.ModuleList(ResBlock(bias=False) for _ in range(num_heads)))
     outputs = shaken(nn.ModuleList(nn.Linear(HIDDEN, VOCAB, bias=False) for _ in range(num_heads)))
@@ -148,7 +149,7 @@ def medusa_of_vllm(name, *, num_heads=2, truncated=12):
 def mlp_speculator(name, *, inner_dim, tie_weights, scale_input, prefix="", n_predict=3):
     target, target_config = target_files()
     model = shaken(MLPSpeculator(HIDDEN, inner_dim, n_predict, scale_input))
-    tensors = dict((model.tie() if tie_weights else model).named_parameters())  # of tied ones the first
+    tensors = dict((model.tie() if tie_weights else model).named_parameters())  # only the first of tied ones
     token_ids, hidden = text(n_predict)
     logits = model(hidden[-1:], token_ids[COMMITTED - 1 :])[:, 0]
     config = {

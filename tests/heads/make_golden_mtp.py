@@ -1,9 +1,11 @@
 """Writes the golden files of MTP: python -m tests.heads.make_golden_mtp {transformers,speculators}
 
-By the owners' code: `transformers` (MtpModel with a whole Glm4Moe target, in this project's environment), and
-`speculators` 0.9.0 (MTPDraftModel with Qwen3, and with Qwen3.5 for gated attention and norms of 1 + weight), in an
-environment of its own with the transformers that it asks for. A Qwen3.5 target cannot be served, as most of its layers
-keep no keys and values; its head is there for the layout of Qwen's own checkpoints.
+The logits are computed by the owners' code:
+- `transformers`, in this project's environment: MtpModel with a whole Glm4Moe target.
+- `speculators` 0.9.0, in an environment of its own with the transformers that it requires: MTPDraftModel with Qwen3,
+  and with Qwen3.5 for gated attention and norms of 1 + weight.
+A Qwen3.5 target cannot be served, because most of its layers keep no keys and values. Its head is included for the
+layout of Qwen's own checkpoints.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ SIZES = {
 
 
 def shake(module, scale=0.3):
-    """Random weights that hide no mistake: no ones, no zeros."""
+    """Sets random weights, since ones and zeros could hide mistakes."""
     biases = [each for name, each in module.named_buffers() if name.endswith("correction_bias")]
     for parameter in [*module.parameters(), *biases]:
         torch.nn.init.normal_(parameter, mean=0.6 if parameter.ndim == 1 else 0.0, std=scale)
@@ -41,7 +43,7 @@ def text():
 
 
 def glm(name):
-    """Experts, partial rotation, biases; the head in the target's own checkpoint, with copies of what they share."""
+    """Writes a head with experts, partial rotation and biases in its target's checkpoint. Shared tensors are copied."""
     from transformers import DynamicCache, Glm4MoeConfig, Glm4MoeForCausalLM
     from transformers.modeling_layers import MtpModel
 
@@ -125,7 +127,7 @@ def speculators(name, layer_config, *, in_qwens_layout=False):
     own, mask = model.mtp_layers[0], torch.full((64, 64), -torch.inf).triu(1)
 
     def states(fed, tokens):
-        """Its layer over all rows. `fed`: the hidden state of each."""
+        """Returns the output of the head's layer for all rows. `fed`: each row's hidden state."""
         places, rotary = _prepare_mtp_position_ids(torch.arange(len(fed))[None], len(fed), layer_config.model_type)
         return own(
             hidden_states=fed[None],
@@ -140,7 +142,7 @@ def speculators(name, layer_config, *, in_qwens_layout=False):
         state = states(fed, token_ids[1:place])[-1:]
         logits.append(model.lm_head(state[0]))
         fed = torch.cat([fed, state])
-    # The same by its own forward, which is that of training: of the first step only, as later ones replace all rows.
+    # The head's own forward, that of training, must agree. Only its first step can, as later steps replace all rows.
     padded = torch.cat([hidden, torch.randn(DRAFTED + 1, HIDDEN)])
     whole = model(input_ids=torch.cat([token_ids, token_ids[:1]])[None], hidden_states=padded[None])[0]
     torch.testing.assert_close(logits[0], whole[0][0, COMMITTED - 2])

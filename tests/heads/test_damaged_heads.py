@@ -167,7 +167,7 @@ def test_a_target_is_what_transformers_loads_of_it_up_to_the_longest_window(tmp_
 
 
 def test_what_is_open_does_not_change_with_its_file(tmp_path):
-    """A mapped file that is overwritten would change the weights; one that is cut would end the process."""
+    """If files were mapped, overwriting one would change the weights, and truncating one would end the process."""
     for name in ("eagle3", "dflash"):
         golden = golden_files.unpack(name, tmp_path / name)
         head, reduction = opened(golden), read_reduction(golden.head, Target.open(golden.target))

@@ -22,7 +22,7 @@ from tests.heads.golden_heads import (
 
 @pytest.fixture
 def unpacked(tmp_path):
-    """unpacked(name) → the golden head of that name."""
+    """unpacked(name) returns the golden head of that name."""
     return lambda name: golden_files.unpack(name, tmp_path / name)
 
 
@@ -87,7 +87,7 @@ def test_the_nested_layout_gives_what_one_layer_of_the_flat_one_does(eagle):
     whole = load_file(eagle.head / "model.safetensors")
     save_file({key: whole[key] for key in whole if "layers.1." not in key}, eagle.head / "model.safetensors")
     expected = logits_of(eagle)
-    rewrite_config(eagle.head, num_hidden_layers=5)  # the target's, which this layout keeps
+    rewrite_config(eagle.head, num_hidden_layers=5)  # the target's number, which the nested layout keeps
     nest(eagle.head)
     assert_logits(logits_of(eagle), expected)
     assert opened(eagle).spec.num_layers == 1

@@ -24,7 +24,7 @@ from tests.heads.golden_heads import (
 )
 
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-"""Endings of tensors that an MTP layer's file repeats from its target. They are not read."""
+"""Endings of the names of tensors that an MTP layer's file repeats from its target. They are not read."""
 TAPS = {
     "eagle": (8,),
     **dict.fromkeys(EAGLE3, (2, 4, 5)),
@@ -38,7 +38,7 @@ IDS = {"t2d", "d2t", "token_map"}
 
 @pytest.fixture
 def unpacked(tmp_path):
-    """unpacked(name) → the golden head of that name."""
+    """unpacked(name) returns the golden head of that name."""
     return lambda name: golden_files.unpack(name, tmp_path / name)
 
 
@@ -63,7 +63,7 @@ def test_a_tensor_that_is_changed_changes_logits(golden, name):
     path = golden.head / "model.safetensors"
     whole = load_file(path)
     kinds, shift, tolerance = {key: [key] for key in whole.keys() - IDS}, 0.0, 1e-2
-    if name in MTP:  # a row asks two experts only
+    if name in MTP:  # each row uses only two experts
         shift, tolerance, kinds = 0.3, 3e-3, {}
         for key in whole:
             if not key.endswith(COPIES):

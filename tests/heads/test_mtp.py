@@ -1,4 +1,4 @@
-"""MTP: a head in its target's own folder, and attention that the head's cache does not compute."""
+"""MTP: a head may be in its target's own folder, and attention that the head's cache cannot compute is refused."""
 
 from __future__ import annotations
 

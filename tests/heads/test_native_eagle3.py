@@ -60,7 +60,7 @@ class Native:
         self.steps = NativeHeadSteps(head.pack(kernels), kernels, cache)
 
     def run(self, *parts, num_logits=None, features=FEATURES):
-        """(states, logits) of each part's rows, or of its last `num_logits`."""
+        """Returns (states, logits) of each part's rows, or of its last `num_logits` rows."""
         rows = [
             SequenceRows(
                 TOKEN_IDS[index, start + 1 : end + 1].tolist(),
@@ -78,7 +78,7 @@ class Native:
 
 
 def by_torch(head, index, num_rows=NUM_TOKENS, features=FEATURES):
-    """(states, logits) of the first rows, in one dense forward."""
+    """Returns (states, logits) of the first rows, from one dense forward."""
     depths = torch.zeros(num_rows, dtype=torch.int64)
     rows = HeadRows(TOKEN_IDS[index, 1 : num_rows + 1], features[index, :num_rows], depths, torch.arange(num_rows))
     states = head.forward(rows, DenseAttention())

@@ -79,7 +79,7 @@ def folders(cache):
 
 
 def drafts(head, model):
-    """(states, logits) of some rows."""
+    """Returns (states, logits) of NUM_ROWS rows."""
     kv_cache = PagedKVCache(head.spec.planes, num_blocks=3, block_size=BLOCK_SIZE, kernels=model.cpu_kernels)
     batch = build_input_batch([SequenceRows(list(range(NUM_ROWS)), 0, (2, 0, 1), NUM_ROWS)], BLOCK_SIZE)
     values = torch.randn((NUM_ROWS, HIDDEN), generator=torch.Generator().manual_seed(2)).to(model_dtype(model))

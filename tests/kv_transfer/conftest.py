@@ -96,7 +96,7 @@ class Peers:
         )
 
     def frame(self, spec, region, *, salt=0, **changes):
-        """Returns (header, payload) of a frame. `changes`: false fields of the header."""
+        """Returns (header, payload) of a frame. `changes`: header fields with false values."""
         payload = self.payload(region, salt=salt)
         fields = {
             "transfer_id": spec.transfer_id,
@@ -125,7 +125,7 @@ class Peers:
 
     @staticmethod
     def hello(spec, **offer):
-        """Returns a sender's first message. `offer`: fields of an arena."""
+        """Returns a sender's first message. `offer`: fields that offer an arena."""
         return encode_hello(spec.transfer_id, spec.incarnation, **offer)
 
     def finish(self, spec, stream):
@@ -143,10 +143,10 @@ class Peers:
 
 
 class RawStream:
-    """A sender of any messages."""
+    """A sender's stream on which a test can send any message."""
 
     def __init__(self, port, *messages, channel=None):
-        """`channel`: of another stream, to share its connection."""
+        """`channel`: that of another stream, whose connection is to be shared."""
         self.channel = channel or grpc.insecure_channel(
             f"127.0.0.1:{port}",
             options=[("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)],
@@ -193,7 +193,7 @@ def inbox(peers):
 
 @pytest.fixture
 def receiver_factory(peers):
-    """Starts receivers and returns them with their ports."""
+    """Returns a function that starts a receiver and returns it with its port."""
     receivers = []
 
     def make(**options):

@@ -1,6 +1,7 @@
-"""The other process of the tests that freeze and kill: `peer_process.py receive|send …`.
+"""The process that tests freeze and kill: `peer_process.py receive|send …`.
 
-It prints lines on stdout and ends when stdin is closed. FAKE_GPU in the environment, a directory, gives it a fake GPU.
+It prints lines on stdout and ends when stdin is closed. With a directory in the environment
+variable FAKE_GPU, it has a fake GPU.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def receive(transfer_id):
 
 
 def send(transfer_id, address, connector_name):
-    """Puts one frame for each line on stdin, and prints "put" or the error. Sends keep-alives meanwhile."""
+    """For each line on stdin, puts a frame and prints "put" or the error. Meanwhile, sends keep-alives."""
     gpu = open_gpu()
     if gpu:
         from tests.support.fake_cuda_driver import device_bytes

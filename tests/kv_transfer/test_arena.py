@@ -203,19 +203,19 @@ def test_a_receiver_that_could_not_be_drained_never_sees_its_slots_written_again
     sink.gate.clear()
     sender = connector.connect(f"127.0.0.1:{port}", spec)
     region = next(peers.regions(spec))
-    _, payload = peers.frame(spec, region, salt=1)  # unlike anything that the other transfer sends
+    _, payload = peers.frame(spec, region, salt=1)  # differs from all payloads of the other transfer
     sender.put(region, payload)
     assert sink.is_writing.wait(60)
     other_spec, other_sink = peers.spec(), peers.sink()
     receiver.inbox.open(other_spec, other_sink)
     other = connector.connect(f"127.0.0.1:{port}", other_spec)
-    assert sender.cancel() is DrainState.UNKNOWN  # the receiver is still in the slot
+    assert sender.cancel() is DrainState.UNKNOWN  # the receiver still uses the slot
     for other_header, other_payload in peers.frames(other_spec):
-        other.put(other_header.region, other_payload)  # a transfer in the same arena goes on
+        other.put(other_header.region, other_payload)  # another transfer in the arena goes on
     assert other.commit().state is CommitState.COMMITTED
     assert other_sink.cells == peers.expected_cells(other_spec)
     assert len(offered) == 1
-    sink.gate.set()  # only now it reads what was sent to it
+    sink.gate.set()  # only now does the receiver read the slot
     wait_for(lambda: sink.num_writes == 1)
     sent = peers.sink()
     sent.write(region, payload)
@@ -229,12 +229,12 @@ def test_an_arena_with_many_quarantined_slots_is_replaced(new_arena):
     assert not arena.should_be_replaced
     arena.quarantine("lost")
     assert arena.should_be_replaced
-    arena.release(slots[0])  # late, but not too late
+    arena.release(slots[0])  # the receiver answers late, but before the replacement
     assert not arena.should_be_replaced
 
 
 class Breaking(ReceiverStream):
-    """A stream whose arena can be read once, as if `break_off` then reset it in another thread."""
+    """A stream whose arena is gone after one look, as if `break_off` had reset it in another thread."""
 
     _looks = 0
 

@@ -148,7 +148,7 @@ def test_files_of_killed_senders_are_swept_away_and_no_others(tmp_path):
         path.touch()
     os.utime(arena_path(str(tmp_path), own.arena_id), (OLD, OLD))
     os.utime(other, (OLD, OLD))
-    Sender(tmp_path)  # a node that starts
+    Sender(tmp_path)  # a starting node sweeps
     assert not left.exists()
     assert young.exists()
     assert other.exists()

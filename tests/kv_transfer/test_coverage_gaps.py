@@ -19,7 +19,7 @@ SPEC = TransferSpec(
     ),
 )
 CUTS = ([(0, 4)], [(0, 2), (2, 4)], [(0, 1), (1, 4)], [(0, 1), (1, 2), (2, 3), (3, 4)], [(1, 3)])
-"""Cuts of the heads by different senders."""
+"""Ways in which different senders may divide the heads."""
 
 
 def ranges(start, end):
@@ -29,7 +29,7 @@ def ranges(start, end):
 @st.composite
 def regions(draw, cut):
     plane = draw(st.sampled_from(SPEC.planes))
-    heads = range(1) if plane.is_feature else range(*draw(st.sampled_from(cut)))  # features are in one place
+    heads = range(1) if plane.is_feature else range(*draw(st.sampled_from(cut)))  # features are not divided
     return Region(plane.name, draw(ranges(0, plane.num_layers)), draw(ranges(2, 12)), heads)
 
 

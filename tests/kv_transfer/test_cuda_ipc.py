@@ -59,7 +59,7 @@ class Pair:
     connector: Connector
 
     def transfer(self):
-        """Pushes a whole transfer and returns the connector that carried it."""
+        """Pushes a whole transfer, and returns the name of the connector that carried it."""
         spec, sink = self.peers.spec(), self.peers.sink()
         self.receiver.inbox.open(spec, sink)
         sender = self.connector.connect(f"127.0.0.1:{self.port}", spec)
@@ -138,7 +138,7 @@ def test_a_receiver_warns_once_of_memory_that_it_cannot_map(gpu, driver, tmp_pat
 
 
 def test_a_gpu_that_reads_other_bytes_than_were_written_is_not_used(pair, monkeypatch, driver):
-    """As between GPUs of a machine whose IOMMU redirects transfers between them."""
+    """This happens between GPUs of a machine whose IOMMU redirects transfers between them."""
     monkeypatch.setattr(driver, "cuIpcOpenMemHandle", lambda *_: driver.cuMemAlloc(2 << 20))
     with capture_logs() as logs:
         assert pair().transfer() == "shared_memory"
@@ -176,7 +176,7 @@ def test_a_receiver_of_an_older_version_does_not_take_it_for_shared_memory(gpu, 
 
 
 def test_memory_is_lent_again_unless_a_receiver_may_still_read_of_it(gpu, driver, tmp_path):
-    """It is never freed, which the driver does not allow while another process may have it mapped."""
+    """The memory is never freed, because the driver does not allow that while another process may have it mapped."""
     first = new_arena(gpu, tmp_path)
     first.release(first.take("done"))
     del first
@@ -190,7 +190,7 @@ def test_memory_is_lent_again_unless_a_receiver_may_still_read_of_it(gpu, driver
     gc.collect()
     third = new_arena(gpu, tmp_path)
     assert driver.num_allocated == 2
-    reader.close()  # it has unmapped the memory, so it reads no more
+    reader.close()  # the receiver has unmapped the memory, so it reads no more
     gc.collect()
     fourth = new_arena(gpu, tmp_path)
     assert driver.num_allocated == 2
@@ -199,7 +199,7 @@ def test_memory_is_lent_again_unless_a_receiver_may_still_read_of_it(gpu, driver
 
 
 def test_memory_without_a_handle_is_freed(gpu, driver):
-    """No process can have mapped it. Each receiver is offered an arena once a minute."""
+    """No process can have mapped it. Kept memory would add up, since receivers are offered an arena every minute."""
     driver.fails.add("cuIpcGetMemHandle")
     with pytest.raises(OSError, match="cuIpcGetMemHandle"):
         gpu.allocate(1 << 20)
@@ -252,7 +252,7 @@ def test_caches_that_are_not_on_one_gpu_share_none_of_its_memory(connector, is_w
 
 @pytest.fixture
 def bindings(monkeypatch):
-    """Replaces the module `cuda.bindings`."""
+    """Returns a function that replaces the module `cuda.bindings`."""
 
     def put(driver):
         package, module = ModuleType("cuda"), ModuleType("cuda.bindings")

@@ -82,7 +82,7 @@ def test_a_message_with_more_behind_it_is_refused(message):
 
 
 def test_what_is_no_frame_is_short():
-    """Parsing many small fields would take several times their bytes."""
+    """The parsed form of many small fields would take several times the bytes of the message."""
     with pytest.raises(MalformedMessageError, match="8000 bytes"):
         decode_sender_message(ALIVE * 4000)
 

@@ -25,7 +25,7 @@ from tests.support.waiting import wait_for
 PROGRAM = Path(__file__).with_name("peer_process.py")
 ROOT = PROGRAM.parents[2]
 PROGRESS_SECONDS = 2.0
-"""A receiver's progress deadline. Its senders send keep-alives every 0.2 s, which a busy machine delays by less."""
+"""A receiver's progress deadline. Even on a busy machine, its senders' keep-alives, every 0.2 s, arrive in time."""
 
 
 class Child:
@@ -77,7 +77,7 @@ def gpu_and_driver(monkeypatch, tmp_path):
 
 @pytest.fixture
 def gpu(request):
-    """The GPU; None for connectors without one."""
+    """The fake GPU, or None for connectors that need none."""
     return request.getfixturevalue("gpu_and_driver")[0] if "cuda_ipc" in request.node.name else None
 
 
@@ -136,7 +136,7 @@ def test_a_frozen_receiver_does_not_hold_the_sender(receiving, connector, gpu):
     receiver.freeze()
     with pytest.raises(PeerLostError):
         put_until_it_blocks(sender, gpu)
-    assert sender.payload_bytes <= 1 << 20  # what an arena holds; a window, less
+    assert sender.payload_bytes <= 1 << 20  # the size of an arena; a window is smaller
     assert sender.cancel() is DrainState.UNKNOWN
 
 
@@ -182,7 +182,7 @@ def test_cuda_ipc_lends_memory_again_once_a_lost_receiver_is_dead(child, gpu_and
         return receiver
 
     def wait_until_left(number):
-        """Waits for the streams' threads to end, since until then they keep their arenas."""
+        """Waits for the streams' threads to end, because they keep their arenas until then."""
         wait_for(lambda: gc.collect() >= 0 and len(gpu.left) == number)
 
     first = lose()

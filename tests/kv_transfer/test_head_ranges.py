@@ -94,4 +94,4 @@ def test_a_range_again_is_a_duplicate_and_another_cut_is_refused(transfer):
     for heads in ((0, 8), (2, 4), (5, 8), (1, 3), (0, 7)):
         assert transfer.put("k", heads) is Disposition.CONFLICTING
         assert transfer.put("v", (0, 4), tokens=(0, 1)) in (Disposition.WRITTEN, Disposition.DUPLICATE)
-    assert transfer.put("v", (2, 6), tokens=(3, 4)) is Disposition.CONFLICTING  # other tokens, but heads cut elsewhere
+    assert transfer.put("v", (2, 6), tokens=(3, 4)) is Disposition.CONFLICTING  # other tokens, but other cuts of heads

@@ -49,7 +49,7 @@ def test_who_asks_again_while_the_commit_is_made_is_not_unknown(peers, inbox, tr
     lock = inbox._lock
 
     class AfterTheFirstLook:
-        """Commits on another stream, and closes the transfer, between two accesses to the inbox."""
+        """A lock of the inbox that, at its first release, commits and closes the transfer like another stream."""
 
         def __enter__(self):
             lock.acquire()

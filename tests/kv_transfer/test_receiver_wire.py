@@ -181,7 +181,7 @@ def test_pages_that_change_after_their_check_change_nothing_that_is_written(peer
     arena.write(slot, payload)
     sink.gate.clear()
     stream.say(encode_slot_frame(1, header, slot))
-    assert sink.is_writing.wait(60)  # the checksum is verified, nothing is read for the cache yet
+    assert sink.is_writing.wait(60)  # the checksum is verified, but nothing is written yet
     arena.write(slot, memoryview(bytes(len(payload))))
     sink.gate.set()
     assert decode_receiver_message(next(stream.call)).disposition is Disposition.WRITTEN
@@ -215,7 +215,7 @@ def test_auto_uses_what_the_receiver_takes_and_another_connector_is_refused(peer
 
 
 def test_auto_falls_back_to_grpc_when_the_receiver_cannot_attach(peers, receiver_factory, tmp_path):
-    receiver, port = receiver_factory(arena_directory=str(tmp_path))  # another /dev/shm, as in another container
+    receiver, port = receiver_factory(arena_directory=str(tmp_path))  # not the sender's, as in another container
     spec, sink = peers.spec(), peers.sink()
     receiver.inbox.open(spec, sink)
     connector = Connector(KvTransferConfig(connector="auto"))

@@ -58,8 +58,8 @@ def test_a_receiver_that_acknowledges_nothing_costs_one_window_however_many_push
 
 @pytest.fixture(params=["payload", "slots"])
 def stream(request, peers, receiver_factory):
-    """An attached stream with a progress deadline of half a second, and a window of 100 that another stream has taken:
-    the window of all payload to the receiver, or that of an arena's slots. The receiver's deadline is two seconds.
+    """Yields an attached stream and a window of 100 that another stream has taken: the window of all payload to the
+    receiver, or that of an arena's slots. The stream's progress deadline is half a second, the receiver's two seconds.
     """
     receiver, port = receiver_factory(progress_seconds=2.0)
     spec, window = peers.spec(), SharedWindow(100)
@@ -76,7 +76,7 @@ def stream(request, peers, receiver_factory):
 
 
 def other():
-    """Another stream's `wake`."""
+    """Stands for another stream's `wake`."""
 
 
 def test_a_stream_waits_for_its_turn_as_long_as_the_receiver_is_heard_and_says_that_it_lives(peers, stream):
@@ -90,7 +90,7 @@ def test_a_stream_waits_for_its_turn_as_long_as_the_receiver_is_heard_and_says_t
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     end = time.monotonic() + 4.0
-    while time.monotonic() < end:  # eight times its deadline, twice the receiver's: others are acknowledged
+    while time.monotonic() < end:  # longer than both deadlines, in which others are acknowledged
         window.hear()
         assert not has_room.wait(0.05)
     window.give_back(100)
@@ -108,7 +108,7 @@ def test_a_silent_receiver_fails_those_who_wait_for_their_turn_too(stream):
 
 
 def test_who_waits_for_a_slot_waits_for_one_of_this_arena_whatever_else_the_receiver_says(stream):
-    """All slots may be quarantined while later transfers use another arena."""
+    """All slots of this arena may be quarantined while later transfers use another one."""
     made, _ = stream
     slots, told = SharedWindow(1), threading.Event()
     assert slots.take(1, other)

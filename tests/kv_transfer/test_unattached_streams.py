@@ -36,8 +36,8 @@ def test_streams_that_never_attach_keep_no_honest_sender_out(peers, receiver_fac
         channel = hostile.channel
         readers.append(threading.Thread(target=read_all, args=(hostile.call,)))
         readers[-1].start()
-        wait_for(lambda: sum(reader.is_alive() for reader in readers) <= 4)  # the others are displaced, or sent away
-    wait_for(lambda: len(receiver._streams) <= 4)  # on their side, too: what a peer has heard may not be done yet
+        wait_for(lambda: sum(reader.is_alive() for reader in readers) <= 4)  # the others are displaced or refused
+    wait_for(lambda: len(receiver._streams) <= 4)  # the receiver may remove a stream later than its peer sees the end
     spec = peers.spec()
     receiver.inbox.open(spec, peers.sink())
     stream = raw(port)
@@ -58,7 +58,7 @@ def test_a_stream_that_guesses_transfers_is_sent_away_after_a_few(receiver_facto
 
 
 class Context:
-    """The context of a call without gRPC, where nothing is sent before the test reads it."""
+    """The context of a call without gRPC, so that nothing is sent before the test reads it."""
 
     is_cancelled = False
 

@@ -107,7 +107,7 @@ def logprobs_of(token_id, rank):
 
 
 def finish_of(request, token_ids):
-    """Returns the end by max_tokens, the request's first stop condition, or the model's own end-of-text."""
+    """Returns why an answer ends: max_tokens, the request's first stop condition, or the model's own end-of-text."""
     if len(token_ids) == request.sampling.max_tokens:
         return router_pb2.Finished(reason=router_pb2.FINISH_REASON_LENGTH)
     if request.stop.strings:

@@ -88,7 +88,7 @@ llm.generate(prompts * 30, endless)
 @pytest.mark.real_model
 @pytest.mark.timeout(300)
 def test_a_script_with_the_default_model_is_interrupted_and_killed(tmp_path):
-    """Its answers are the router's own, Ctrl-C aborts running requests, and kill -9 ends all processes."""
+    """The script's answers equal the router's, Ctrl-C aborts running requests, and kill -9 ends all processes."""
     log = tmp_path / "log"
     with log.open("wb") as stderr:
         command = [sys.executable, "-c", SCRIPT, json.dumps({"kv_cache.memory": "512MiB"})]

@@ -1,6 +1,6 @@
-"""`python -m tests.model_hub.make_default_logits`: records what transformers computes of the default model.
+"""`python -m tests.model_hub.make_default_logits`: records logits of the default model, computed by transformers.
 
-The largest logits of each row, in float32, which `outrider.model_hub.default_packing` compares its own with.
+These are the largest logits of each row, in float32. `outrider.model_hub.default_packing` compares its own with them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUM_TOKENS, NUM_IDS = 40, 8
 
 
 def default_logits() -> dict[str, Any]:
-    """Token ids [40], and of each row the ids and values of its largest logits [40, 8]."""
+    """Returns 40 token ids, and the ids and values of each row's largest logits: each [40, 8]."""
     directory = locate_model(ModelConfig()).directory
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     token_ids = np.random.default_rng(1).integers(0, model.config.vocab_size, NUM_TOKENS)

@@ -1,4 +1,4 @@
-"""The check at load behind exact numerics: rows are compared over batches, contexts and draft trees."""
+"""The check at load that numerics are exact: it compares rows in different batches, contexts and draft trees."""
 
 from __future__ import annotations
 

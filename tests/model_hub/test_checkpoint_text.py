@@ -18,7 +18,7 @@ def token(content, *, special=True, **flags):
 
 
 def files_of(config=None, *, added=(), **others):
-    """Makes a byte-level tokenizer of 260 ids with `added` tokens, and `others`: files by name without ".json"."""
+    """Makes a byte-level tokenizer of 260 ids with `added` tokens. `others`: further files by name without ".json"."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(["<s>", "</s>", "<tool>", "<|im_end|>", *alphabet])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))

@@ -101,7 +101,7 @@ def whole(acted, tmp_path):
 
 
 def test_a_byte_that_a_disk_has_lost_is_found_by_the_whole_check(whole, monkeypatch):
-    """It changes no time stamp of the file system, so a start uses the cached hash."""
+    """Such a change leaves the file's time stamps as they are, so a start still uses the cached hash."""
     weights = whole / "model.safetensors"
     written = file_sha256(weights)
     content = bytearray(weights.read_bytes())

@@ -18,7 +18,7 @@ WAIT_SECONDS = 60.0
 
 
 class Fetching:
-    """One of these processes."""
+    """A process that fetches the default model."""
 
     def __init__(self, cache: Path, *arguments: str) -> None:
         self.process = subprocess.Popen(

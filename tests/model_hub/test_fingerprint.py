@@ -68,7 +68,7 @@ def test_the_dtype_counts(directory, model_fingerprint):
 
 @pytest.fixture
 def remembering(monkeypatch):
-    """Caches hashes at once, and records the files that are read."""
+    """Lets hashes of new files be cached at once, and returns the list of files that are read."""
     read = []
     monkeypatch.setattr(fingerprint_module, "MIN_CACHED_AGE_SECONDS", -1e9)
     monkeypatch.setattr(fingerprint_module, "file_sha256", lambda path: read.append(path) or file_sha256(path))

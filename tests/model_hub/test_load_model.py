@@ -212,7 +212,7 @@ def test_an_encoder_decoder_is_refused_by_name(copy):
 
 @pytest.fixture
 def _forgetful_attention(monkeypatch):
-    """Attention that sees 11 keys only."""
+    """Makes attention see only the last 11 keys."""
     plain = TorchSdpaAttention.attend
 
     def forgetful(self, plan, query, key_cache, value_cache, options):
@@ -223,7 +223,7 @@ def _forgetful_attention(monkeypatch):
 
 @pytest.mark.usefixtures("_forgetful_attention")
 def test_a_window_hidden_from_attention_is_noticed(tiny):
-    """The negative control of the check at load."""
+    """This is the negative control of the check at load."""
     with pytest.raises(ModelError, match="differs from the model's own"):
         load(tiny, kernels="torch")
 
@@ -267,7 +267,7 @@ def test_rounding_of_its_own_hides_no_fault(rounding_chooses):
 
 
 def test_logits_of_nothing_are_refused_however_far_rounding_goes(tiny):
-    """Three times the rounding of a model that amplifies it exceeds the difference of unrelated logits."""
+    """If a model amplifies rounding, three times its rounding exceeds even the difference of unrelated logits."""
     model = load(tiny, dtype="bfloat16", kernels="torch")
     rounded, exact = torch.randn((2, 2, 40, model.spec.vocab_size), generator=torch.Generator().manual_seed(1))
     with pytest.raises(ModelError, match="differs from the model's own by"):
@@ -275,7 +275,7 @@ def test_logits_of_nothing_are_refused_however_far_rounding_goes(tiny):
 
 
 class QuantizedLinear(torch.nn.Module):
-    """A layer like those by which quantizers replace linear layers."""
+    """A layer like those with which quantizers replace linear layers."""
 
     def __init__(self):
         super().__init__()

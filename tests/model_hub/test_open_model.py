@@ -132,7 +132,7 @@ def test_weights_that_change_while_they_are_loaded_are_not_kept_as_those_before(
 
 
 def test_weights_that_change_while_they_are_loaded_are_not_named_as_those_after(tmp_path, monkeypatch):
-    """The same holds if nothing is packed: a node would have the old weights and the fingerprint of the new ones."""
+    """Even if nothing is packed, they are refused: a node would have old weights with the fingerprint of new ones."""
     path = make_tiny_model(tmp_path / "gemma", architecture="gemma")
     original = load_module._load_weights
 

@@ -1,4 +1,4 @@
-"""A rank other than 0 before it computes, if rank 0 does not continue."""
+"""How a rank other than 0 ends before it computes, if rank 0 does not continue."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ START = Start(
 
 @pytest.mark.parametrize("told", [(), (START,)])
 def test_a_rank_that_is_told_to_stop_while_the_node_starts_just_ends(monkeypatch, told):
-    """An example is a node that finds its cache to be too large and reports that."""
+    """This happens, for example, if a node finds that its cache is too large, and reports that."""
     monkeypatch.setattr(rank_process, "open_shard", lambda _: SimpleNamespace(room=7))
     (commands, far), (kv, far_kv) = socket.socketpair(), socket.socketpair()
     rank_0 = Channel(far, peer="rank 1", timeout_seconds=PATIENCE_SECONDS)
@@ -43,7 +43,7 @@ def test_a_rank_that_is_told_to_stop_while_the_node_starts_just_ends(monkeypatch
 
 
 def test_a_model_that_a_rank_cannot_load_is_one_line(monkeypatch, capsys):
-    """Rank 0 says the same, but where only this rank has seen it."""
+    """Rank 0 reports the same error, unless only this rank has encountered it."""
 
     def refuse(*_):
         raise ModelError("a weight file is damaged")

@@ -167,7 +167,7 @@ def test_two_ranks_compute_and_hand_over_what_one_does_until_one_is_killed(tmp_p
         features, expected = (features_of(each) for each in (two, one))
         assert np.abs(features - expected).max() < 1e-4 * np.abs(expected).max()
 
-        # The KV of either goes to the other, byte for byte, and the other continues from it.
+        # KV is pushed in both directions, byte for byte, and the receiver continues from it.
         for source, destination in ((two, one), (one, two), (two, two)):
             push(source, destination, OTHER_TABLE)
             row = SequenceRows(PROMPT[-1:], len(PROMPT) - 1, OTHER_TABLE, 1)
@@ -189,7 +189,7 @@ def test_two_ranks_compute_and_hand_over_what_one_does_until_one_is_killed(tmp_p
     [("qwen2", "float32"), ("qwen3", "float32"), ("mistral", "float32"), ("gemma2", "float32"), ("llama", "bfloat16")],
 )
 def test_plans_of_other_families_compute_the_same_too(tmp_path, architecture, dtype):
-    """They have norms of heads, biases, windows and soft caps, and a dtype in which the ranks' sums are rounded."""
+    """They have norms of heads, biases, windows, soft caps, and a dtype in which sums over ranks are rounded."""
     path = make_tiny_model(tmp_path / "model", seed=5, architecture=architecture)
     one, two = open_one(path, dtype=dtype), open_two(path, print, dtype=dtype)
     rows = SequenceRows(PROMPT, 0, TABLE, len(PROMPT))
@@ -240,7 +240,7 @@ def test_settings_that_do_not_go_together_are_refused_before_anything_is_started
 
 
 def make_gpt2(path):
-    """Makes a configuration, which is enough because nothing is loaded."""
+    """Writes only a configuration, which is enough because nothing is loaded."""
     from transformers import GPT2Config
 
     GPT2Config().save_pretrained(path)

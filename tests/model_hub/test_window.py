@@ -130,7 +130,7 @@ def test_rotations_by_length_are_one_choice_for_all_sequences(tmp_path, shape, m
 
 @pytest.mark.skipif(choose_kernels().library is None, reason="native kernels are not there")
 def test_rows_at_the_end_of_the_window_are_in_the_company_that_is_tried(tmp_path, monkeypatch):
-    """The negative control: rotations that depend on the length and were not detected in the configuration."""
+    """Negative control: rotations depend on the length, although this was not detected in the configuration."""
     path = make_tiny_model(
         tmp_path, architecture="gemma3_text", overrides=copy.deepcopy(SHAPES["gemma3_text, longrope"][1])
     )

@@ -69,9 +69,9 @@ def masses_of(values: Floats, largest: Floats | np.float32) -> npt.NDArray[np.in
     with np.errstate(invalid="ignore"):
         x = values - largest
     infinite = np.isinf(largest)
-    if infinite.any():  # a bias beyond float32, or no id left: the infinite values share the mass
+    if infinite.any():  # a bias exceeds float32, or no id is left: infinite values share the mass
         x = np.where(infinite, np.where(values == largest, np.float32(0.0), _LOWEST), x)
-    np.maximum(x, _LOWEST, out=x)  # smaller values round to 0
+    np.maximum(x, _LOWEST, out=x)  # masses of smaller values round to 0
     exponents = np.rint(x * _LOG2_E)
     x -= exponents * _LOG2_HIGH
     x -= exponents * _LOG2_LOW

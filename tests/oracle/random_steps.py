@@ -88,7 +88,7 @@ def random_known(rng, vocab_size):
 
 
 class Pair:
-    """The same samples in a torch sampler or in samplers of several kinds, and last in the oracle."""
+    """The same samples in samplers of the given kinds, by default a torch sampler, and last in the oracle."""
 
     def __init__(self, vocab_size, known, *kinds, device="cpu"):
         self.vocab_size, masks = vocab_size, RandomMasks(vocab_size)

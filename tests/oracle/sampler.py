@@ -1,8 +1,8 @@
 """The contract's SamplingParams in numpy, one row at a time, with sorting and an evaluation of every token.
 
-The decisions of native kernels, numpy and torch are compared with these to the last id. The oracle uses float32, with
-the operations of `outrider/engine/sampler` if they affect decisions (docs/adr/0016). Of its code, it uses only the
-state of a sample.
+Every decision of native kernels, numpy and torch is compared with the oracle's. The oracle uses float32, and the
+operations of `outrider/engine/sampler` where they affect decisions (docs/adr/0016). The only code that it takes from
+there is the state of a sample.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def decide(values: Floats, decision: Decision) -> int:
     """Does steps 5 to 7 on `values` [num_ids] float32: returns the id."""
     params = decision.params
     if params.is_greedy or np.isnan(values).any():
-        return int(values.argmax())  # numpy guarantees the first of equal values, and of NaN
+        return int(values.argmax())  # numpy returns the first of equal values, and the first NaN
     values = values / np.float32(params.temperature)
     key = RaceKey(params.seed, decision.state.sample, decision.position)
     scores = values - logarithm(all_arrivals(key, len(values)))

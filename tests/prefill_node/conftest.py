@@ -149,7 +149,7 @@ class Rig:
         self.ended = {}
         self.changed = threading.Condition()
         self.before_layer = lambda layer: None
-        self.chunks = []  # of each forward: (start, rows) of each sequence
+        self.chunks = []  # for each forward, (start, number of rows) of each sequence
         self.computed = []  # the first token of every chunk
         self.stats = []
         self.loop = PrefillLoop(
@@ -182,7 +182,7 @@ class Rig:
             self.changed.notify_all()
 
     def submit(self, token_ids, *, held=0, transfer_id=None, to=None, **options):
-        """`to`: a decode side, by default the first. `options`: see `job_of`."""
+        """Returns (job, block table). `to`: a decode side, by default the first. `options`: see `job_of`."""
         side, blocks = to or self.decode, None
         if transfer_id is None:
             transfer_id, blocks = side.expect(token_ids, held=held)

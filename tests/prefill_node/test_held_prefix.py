@@ -27,7 +27,7 @@ def test_only_what_the_decode_node_lacks_is_computed(rig):
 
 
 def test_what_was_read_is_not_found_again(rig):
-    """The prefix cache has only KV that the node has computed itself."""
+    """The prefix cache keeps only KV that the node has computed itself."""
     rig.prefill(PROMPT, held=NUM_HELD, may_read_held=True)
     assert counts_of(rig.prefill(PROMPT)[0]) == (0, 0, len(PROMPT))
 

@@ -101,7 +101,7 @@ def test_a_prompt_that_is_held_whole_only_commits(rig):
 
 
 def test_the_first_layers_arrive_while_later_ones_are_computed(make_rig):
-    rig = make_rig(frame_bytes=32)  # one layer of a chunk of eight
+    rig = make_rig(frame_bytes=32)  # the bytes of a layer of a chunk of eight tokens
     arrived = []
 
     def before_layer(layer):
@@ -188,7 +188,7 @@ def test_a_failed_push_leaves_a_prefix_cache_that_makes_the_retry_cheap(make_rig
     assert isinstance(rig.result(job), AbortedError)
     assert rig.decode.completed == {}
     result, blocks = rig.prefill(prompt(24))
-    assert result.num_cached_tokens >= 8  # the first chunk is computed before the loop learns of the push
+    assert result.num_cached_tokens >= 8  # computed before the loop learns that the push failed
     assert result.num_computed_tokens == 24 - result.num_cached_tokens
     assert rig.decode.cache.context(blocks, 24) == prompt(24)
 
@@ -233,7 +233,7 @@ class SlowConnector(InMemoryConnector):
 
 
 def test_pushes_that_connect_hold_their_place_until_they_have_also_when_they_are_cancelled(make_rig):
-    """Their threads live until the decode node answers."""
+    """The threads of such pushes live until the decode node answers."""
     connector = SlowConnector()
     rig = make_rig(max_pushes=2, connector=connector).start()
     for decode in (rig.decode, rig.other_decode):
@@ -248,7 +248,7 @@ def test_pushes_that_connect_hold_their_place_until_they_have_also_when_they_are
 
 
 def test_features_follow_the_layers_of_their_chunk(rig):
-    """The forward pass writes them at its end, after its last layer."""
+    """The forward pass writes features at its end, after its last layer."""
     rig.prefill(prompt(20))
     planes = [(plane, start) for plane, _, start, _ in rig.decode.regions]
     for start in (0, 8, 16):
@@ -292,7 +292,7 @@ def test_a_short_prompt_leaves_in_few_frames():
 
 
 def test_each_prompt_of_a_chunk_is_pushed_in_frames_of_its_own_rows(make_rig):
-    rig = make_rig(max_rows_per_step=32, frame_bytes=64)  # 16 tokens of a layer
+    rig = make_rig(max_rows_per_step=32, frame_bytes=64)  # the bytes of 16 tokens in a layer
     jobs = [rig.submit(prompt(length, first=100 * length))[0] for length in (3, 20)]
     rig.start()
     assert [isinstance(rig.result(job), PrefillFigures) for job in jobs] == [True, True]
@@ -316,7 +316,7 @@ def push_threads():
 
 
 def test_pushes_are_bounded_also_those_of_cancelled_jobs(make_rig):
-    """A decode node that takes nothing holds a bounded number of threads."""
+    """A decode node that accepts nothing occupies a bounded number of threads."""
     rig, of_other_tests = make_rig(max_pushes=2), push_threads()
     rig.decode.gate.clear()
     stuck = [rig.submit(prompt(8, first=100 * (n + 1)))[0] for n in range(4)]

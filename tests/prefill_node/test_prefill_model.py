@@ -1,4 +1,4 @@
-"""A tiny model, real connectors: what arrives is what a decode node would have computed itself."""
+"""With a tiny model and real connectors, what arrives is what a decode node would have computed itself."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_pushed_kv_and_features_equal_those_computed_in_one_pass(model, connecto
             [
                 (TOKENS, 21, 0, 0),
                 (TOKENS, 21, 144, 0),  # pushed from the prefix cache
-                (TOKENS[::-1], 101, 0, 101),  # after tokens whose KV only the decode node has
+                (TOKENS[::-1], 101, 0, 101),  # computed after 101 tokens whose KV was read
             ]
         ):
             compute(decode_runner, tokens[:held], blocks, block_size=DECODE_BLOCK_SIZE)

@@ -23,7 +23,7 @@ def rig(make_rig):
 
 @pytest.fixture
 def computing(rig):
-    """The rig, with a device that computes everything that is launched."""
+    """The rig, with a device that computes each forward pass soon after its launch."""
     is_over = threading.Event()
 
     def compute():
@@ -108,7 +108,7 @@ def test_times_are_the_device_s(rig):
         computed_at.append(time.monotonic() - job.arrived_at)
     chunks = rig.result(job).chunks
     assert [chunk.amount for chunk in chunks] == [8] * 5
-    for number, chunk in enumerate(chunks):  # a chunk's end is noticed later on a busy machine
+    for number, chunk in enumerate(chunks):  # a busy machine may notice a chunk's end late
         assert rig.stats[number].seconds == pytest.approx(chunk.end_seconds - chunk.start_seconds, abs=1e-3)
         assert chunk.end_seconds >= computed_at[number] - 0.005
         if number:
@@ -144,7 +144,7 @@ def test_a_device_that_hangs_is_a_step_that_grows_old(rig):
     rig.submit(PROMPT)
     rig.start()
     compute_all(rig, 2)
-    wait_for(lambda: rig.loop.progress.num_steps == 3)  # it waits for the third
+    wait_for(lambda: rig.loop.progress.num_steps == 3)  # the loop waits for the third step
     mark, age = rig.loop.progress.current_step.mark, rig.loop.progress.age_seconds()
     time.sleep(0.05)
     assert rig.loop.progress.current_step.mark == mark

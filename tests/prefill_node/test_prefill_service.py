@@ -84,7 +84,7 @@ class Serving:
         await self.node.stop()
 
     def request(self, tokens, *, held=0, to=None, **changes):
-        """`to`: a decode side of the rig, by default the first."""
+        """Makes a request. `to`: a decode side of the rig, by default the first."""
         side = to or self.rig.decode
         transfer_id, _ = side.expect(tokens, held=held)
         return prefill_pb2.PrefillRequest(
@@ -194,7 +194,7 @@ async def test_cancelling_the_call_stops_the_job_and_frees_its_blocks(serving):
     await until(lambda: serving.rig.engine.pool.num_free_blocks < 64)
     call.cancel()
     await until(lambda: serving.node._jobs.num_jobs == 0)
-    await serving.stub.Prefill(serving.request([1], to=serving.rig.other_decode))  # the loop has seen the cancel
+    await serving.stub.Prefill(serving.request([1], to=serving.rig.other_decode))  # the loop has seen the cancellation
     serving.rig.decode.gate.set()
     await until(lambda: not serving.rig.loop._tasks)
     check_pool(serving.rig.engine.pool, [])
@@ -252,7 +252,7 @@ async def test_a_full_queue_refuses_at_once(make_rig):
 
 
 async def test_the_report_counts_outstanding_tokens_and_steps(serving):
-    await until(lambda: serving.rig.loop.progress.current_step == StepSnapshot(mark=1))  # its first step waits
+    await until(lambda: serving.rig.loop.progress.current_step == StepSnapshot(mark=1))  # the loop waits for work
     idle = await serving.report()
     assert (idle.state, idle.expected_step_seconds, idle.step_age_seconds) == (NodeState.SERVING, 0, 0)
     assert idle.load.kv_blocks_free == idle.load.kv_blocks_total == 64

@@ -25,7 +25,7 @@ PROMPT = list(range(100, 120))  # three chunks
 def test_every_layer_is_in_a_turn_that_ends_with_the_forward_or_between_layers(make_rig, is_over, layers_in_a_turn):
     turns = ScriptedTurns(is_over=is_over)
     rig = make_rig(cpu_turns=turns)
-    layers = collections.Counter()  # by the turn in which they were computed; 0: in none
+    layers = collections.Counter()  # number of layers by turn; 0: outside of turns
     rig.before_layer = lambda layer: layers.update([turns.num_taken if turns.is_held else 0])
     rig.start()
     _, blocks = rig.prefill(PROMPT)
@@ -69,7 +69,7 @@ def test_time_without_the_processors_is_counted_as_that_and_nothing_else_is(make
     rig.start()
     rig.prefill(PROMPT)
     rig.wait_until_idle()
-    assert [parts[Part.CPU_TURN] for parts in spent] == [2 * 1000] * 3  # before the forward pass, and within it
+    assert [parts[Part.CPU_TURN] for parts in spent] == [2 * 1000] * 3  # waited before and within the forward pass
     # The parts of a step add up to its time.
     assert [sum(parts.values()) for parts in spent] == [2 * 1000 + NUM_LAYERS] * 3
 
@@ -136,11 +136,11 @@ def test_a_node_that_fails_keeps_nobody_waiting(make_rig):
 
 
 class Waited(ScriptedTurns):
-    """Turns for which others wait: over after any time but `TURN_SECONDS`, which never pass here."""
+    """Turns for which others always wait, but which never last for `TURN_SECONDS`."""
 
     def __init__(self):
         super().__init__()
-        self.given_after = []  # layers that were computed in each turn
+        self.given_after = []  # number of layers computed in each turn
         self.num_layers = 0
 
     def is_over(self, seconds):
@@ -226,7 +226,7 @@ def test_a_stop_does_not_wait_for_pushes_in_its_turn(make_rig, monkeypatch):
 
 def test_jobs_that_wait_for_blocks_leave_the_turn_to_others(make_rig):
     turns = Waited()
-    rig = make_rig(cpu_turns=turns, num_blocks=4)  # one prompt's: its push pins them
+    rig = make_rig(cpu_turns=turns, num_blocks=4)  # enough for one prompt, whose push pins them
     rig.decode.gate.clear()
     held, wait, has_waited = [], rig.loop._wait_for_command, threading.Event()
 
@@ -250,7 +250,7 @@ def test_jobs_that_wait_for_blocks_leave_the_turn_to_others(make_rig):
 
 
 def test_a_turn_that_has_lasted_ends_with_its_chunk(make_rig):
-    """Others have waited for `TURN_SECONDS`: they do not wait for a prompt's KV as well."""
+    """Others have waited for `TURN_SECONDS`, so they do not wait for a prompt's KV as well."""
     turns = ScriptedTurns(is_over=True)
     rig = make_rig(cpu_turns=turns)
     jobs = [rig.submit(PROMPT[:8])[0], rig.submit(PROMPT[8:16])[0]]

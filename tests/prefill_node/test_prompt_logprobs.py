@@ -65,7 +65,7 @@ def model(request, model_path, tmp_path_factory):
 
 @dataclass(frozen=True)
 class CountingEngine(PromptEngine):
-    """An engine that records each step's rows: (start, rows, logits) of each sequence."""
+    """An engine that records each step: (start, number of rows, number of logits) of each sequence."""
 
     steps: list
 
@@ -75,7 +75,7 @@ class CountingEngine(PromptEngine):
 
 
 class Node:
-    """A prefill loop, driven by hand, and the decode node that it pushes to."""
+    """A prefill loop, which a test starts, and the decode node that it pushes to."""
 
     def __init__(self, model):
         node = CachedRunner(model, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
@@ -150,7 +150,7 @@ def assert_alike(model, figures, expected):
     found = list(PackedLogprobs(figures.prompt_logprobs))
     assert [(entry.token_id, len(entry.top)) for entry in found] == [(entry.token_id, NUM_TOP) for entry in expected]
     for mine, theirs in zip(found, expected, strict=True):
-        if model.info.numerics.startswith("exact ("):  # except that float32 is sent
+        if model.info.numerics.startswith("exact ("):  # equal, except that logprobs are sent as float32
             assert mine.rank == theirs.rank
             assert [top_id for top_id, _ in mine.top] == [top_id for top_id, _ in theirs.top]
             tolerance = 1e-6
@@ -162,7 +162,7 @@ def assert_alike(model, figures, expected):
 
 def test_chunks_and_company_change_nothing(model, node):
     node.submit(PROMPT[:-1], PROMPT[1:])
-    assert node.loop.prompt_tokens.num_outstanding == MAX_SCORED_ROWS  # other requests wait for no more tokens of it
+    assert node.loop.prompt_tokens.num_outstanding == MAX_SCORED_ROWS  # others wait for at most one step of it
     node.submit(PROMPT[::-1], ())
     node.submit(PROMPT[5:25], PROMPT[6:26])
     node.run()
@@ -174,7 +174,7 @@ def test_chunks_and_company_change_nothing(model, node):
     assert_alike(model, by_size[20], one_pass(model, PROMPT[5:], PROMPT[6:26]))
     assert by_size[len(PROMPT)].prompt_logprobs == b""
     assert max(sum(num_logits for _, _, num_logits in step) for step in node.steps) <= MAX_SCORED_ROWS
-    # The other prompt used the rest of the first steps, and did not wait for the one before it.
+    # The unscored prompt used the remaining rows of the first steps, and did not wait for the scored prompt.
     assert (0, MAX_ROWS - MAX_SCORED_ROWS, 0) in node.steps[0]
 
 

@@ -12,7 +12,7 @@ from tests.support.fake_clock import FakeClock
 def test_saturation_agrees_with_a_count_of_moments():
     chance, clock = random.Random(3), FakeClock()
     tokens = PromptTokens(clock)
-    moments = []  # whether busy, of each tenth of a second
+    moments = []  # for each tenth of a second, whether the node was busy
     outstanding = {}  # by job
     for _ in range(400):
         job_id = chance.choice([7, 8])

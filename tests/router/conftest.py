@@ -28,7 +28,7 @@ from tests.support.memory_store import FlakyStore, MemoryRecords
 from tests.support.router_fakes import FakeDecodeNode, FakeNode, FakePrefillNode
 
 PATIENCE_SECONDS = 30.0
-"""Timeout of waits that take milliseconds, unless the machine is busy."""
+"""Timeout, in seconds, of waits that take milliseconds unless the machine is busy."""
 
 
 async def eventually(condition: Callable[[], bool], *, seconds: float = PATIENCE_SECONDS, what: str = "") -> None:
@@ -133,7 +133,7 @@ def make_request(text: str | None = "a prompt", **fields: Any) -> router_pb2.Gen
 
 
 class Cluster:
-    """A router with fake nodes, whose attributes may be changed before and after `start`."""
+    """A router with fake nodes. The nodes' attributes may be changed before and after `start`."""
 
     def __init__(self) -> None:
         self.decode = FakeDecodeNode()

@@ -9,7 +9,7 @@ from tests.support.memory_store import MemoryAnswerStore, MemoryRecords
 
 
 class Watched:
-    """Replaces a method: it reports when a call begins and ends, and calls wait until it is open."""
+    """Wraps a method of `owner`. Reports when a call begins and ends. Calls wait until the wrapper is open."""
 
     def __init__(self, owner, name, *, is_open):
         self._entered, self._left, self._opened = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -59,7 +59,7 @@ async def serve(cluster, store_class=MemoryAnswerStore, *, lease_seconds=1.0, **
 
 
 async def run_ahead_of_the_store(pair, num_deltas=30, **fields):
-    """Kills the first router when the client has more tokens than the store. Returns the position after them."""
+    """Kills the first router when the client has more tokens than the store. Returns the client's next position."""
     call, _, deltas = await pair.begin(num_deltas=3, **fields)
     await pair.first.eventually(lambda: bool(pair.records.get("r").tokens.token_ids()))
     pair.first.service.requests.keeper._work.cancel()

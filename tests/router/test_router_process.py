@@ -1,6 +1,6 @@
-"""The router as a process with fake nodes: without nodes, at its end, and killed or frozen in the middle of a stream.
+"""The router as a process, with fake nodes or none: how it starts and ends, and how it is killed or frozen in a stream.
 
-tests/faults/test_lost_routers.py kills one with a shared store and real nodes.
+tests/faults/test_lost_routers.py kills a router that has a shared store and real nodes.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ async def test_a_collector_that_never_answers_delays_no_answer_and_no_end(nodes,
 
 
 async def test_what_runs_at_sigterm_ends_and_then_the_router(nodes, router):
-    nodes[0].step_seconds = 0.2  # 30 s in total
+    nodes[0].step_seconds = 0.2  # the answer takes 30 s
     process, stub = await router("server.drain_seconds=60", "server.metrics_port=0", "telemetry.log_text=true")
     stream = Stream(stub, max_tokens=150)
     await stream.has_begun.wait()
@@ -146,7 +146,7 @@ async def test_what_runs_at_sigterm_ends_and_then_the_router(nodes, router):
 
 
 async def test_what_still_runs_or_waits_at_the_deadline_is_told(nodes, router):
-    nodes[0].step_seconds = 0.2  # 80 s in total
+    nodes[0].step_seconds = 0.2  # the answer takes 80 s
     nodes[0].max_running = 1
     process, stub = await router("server.drain_seconds=0.3")
     running = Stream(stub, max_tokens=400)
@@ -194,7 +194,7 @@ async def test_no_call_is_called_cancelled_when_clients_ask_again_until_the_rout
 async def test_clients_of_a_frozen_router_are_told(nodes, router, is_full):
     """The connection has just carried tokens, so that gRPC's own ping may be in flight when the router freezes.
 
-    A full run uses the client's own timeouts, others a fifth of them.
+    A full run uses the client's own timeouts. Other runs use a fifth of them.
     """
     nodes[0].step_seconds = 0.01
     process, _ = await router()
@@ -273,7 +273,7 @@ async def stream_whole(targets, *, strike=None, **options):
 
 
 async def strike_one_of_two(nodes, router, number, *settings, max_seconds, **options):
-    """Sends a signal to one of two routers during a stream. Returns its process."""
+    """Sends a signal to one of two routers during a stream. Returns that router's process."""
     nodes[0].step_seconds = 0.01
     processes = [(await router(*settings))[0] for _ in range(2)]
     addresses = [process.log()[0]["address"] for process in processes]

@@ -18,7 +18,7 @@ WAIT_SECONDS = 60.0
 
 
 class TellPeer(grpc.aio.ServerInterceptor):
-    """A service that names the connection of each call in its initial metadata."""
+    """An interceptor that names each call's connection in the call's initial metadata."""
 
     async def intercept_service(self, continuation, details):
         handler = await continuation(details)
@@ -124,7 +124,7 @@ async def test_a_router_may_show_its_clients_another_certificate_than_its_nodes(
     security = PeerSecurity(SecurityConfig(tls=replace(certificate, authority=tls_folder / "ca.pem")))
     server, address = await serve(certificate, security)
     credentials = client_credentials(TlsConfig(authority=tls_folder / "ca.pem"), None)
-    async with open_channel(address, credentials=credentials) as channel:  # which is not asked for one
+    async with open_channel(address, credentials=credentials) as channel:  # the server asks for no client certificate
         assert await check(channel) == health_pb2.HealthCheckResponse.SERVING
     await server.stop(0)
 

@@ -12,7 +12,7 @@ from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 
 class SeenError(grpc.RpcError):
-    """A status as a client gets it."""
+    """An error status as a client receives it."""
 
     def __init__(self, code: grpc.StatusCode, message: str, trailing=()) -> None:
         super().__init__(message)

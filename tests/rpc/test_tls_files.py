@@ -26,7 +26,7 @@ def issued(tmp_path):
 
 
 def renew(authority, tls, *, key=True):
-    """Replaces the certificate by a new one; with `key=False` the old key stays."""
+    """Replaces the certificate by a new one. If `key` is False, the old key stays, which does not fit."""
     folder = tls.certificate.parent
     fresh = authority.issue(folder, f"fresh-{len(list(folder.iterdir()))}", "localhost")
     fresh.certificate.replace(tls.certificate)
@@ -88,7 +88,7 @@ PLAINTEXT = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0,
 
 
 def test_many_failed_handshakes_at_once_end_no_server(issued):
-    """Plaintext connections of anybody crashed gRPC's core when each handshake got its own configuration."""
+    """Anybody could crash gRPC's core with plaintext connections when each handshake had its own configuration."""
     _, tls = issued
     files = [str(path) for path in (tls.certificate, tls.private_key, tls.authority)]
     with subprocess.Popen(

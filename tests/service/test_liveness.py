@@ -55,7 +55,7 @@ def test_a_node_is_silent_when_its_reports_are_overdue_and_not_by_a_long_step():
 def test_after_a_stall_of_this_process_a_late_node_is_not_silent_at_once():
     deadline, clock = make_deadline()
     deadline.feed(report(1))
-    clock.advance(1.9)  # late and silent long since; reports may lie unread
+    clock.advance(1.9)  # enough for the node to be late and silent, but reports may still be unread
     assert deadline.advance()
     assert deadline.standing is Liveness.LATE
     assert not deadline.advance()

@@ -37,7 +37,7 @@ libc.fflush(None)
     ("shares", "environment", "fewest", "most"),
     [
         (True, {}, 1, 2),
-        (False, {}, 3, 9),  # otherwise the case above would say nothing
+        (False, {}, 3, 9),  # without this difference, the case above would prove nothing
         (True, {"MALLOC_ARENA_MAX": "5"}, 3, 5),
     ],
 )

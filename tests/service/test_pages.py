@@ -1,4 +1,4 @@
-"""Pages next to the metrics: methods, headers, and metrics that do not change."""
+"""Pages that are served next to the metrics: methods, headers, and metrics that do not change."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def app(metrics):
 
 
 def ask(app, path, method="GET", **environ):
-    """(status line, headers in order, body)."""
+    """Returns (status line, headers in order, body)."""
     asked = {"PATH_INFO": path, "REQUEST_METHOD": method, "wsgi.input": io.BytesIO(), **environ}
     setup_testing_defaults(asked)
     told = []

@@ -1,4 +1,4 @@
-"""Peers behind names that change while running."""
+"""Peers behind names whose addresses change at run time."""
 
 from __future__ import annotations
 

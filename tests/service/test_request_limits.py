@@ -136,7 +136,7 @@ async def test_another_certificate_of_the_authority_sees_health_only(tmp_path):
     await server.start()
     async with dial(address, issuing.issue(tmp_path, "client", "somebody")) as channel:
         assert [await outcome(call, channel) for call in (health, prefill)] == [None, DENIED]
-    # Nor is a server with such a certificate taken for a service.
+    # A server with such a certificate is not accepted as a service, either.
     async with PeerSecurity(replace(config, peer_name="somebody")).open_channel(address) as channel:
         assert await outcome(health, channel) is UNAVAILABLE
     await server.stop(0)
@@ -199,7 +199,7 @@ async def test_a_process_with_all_the_calls_that_it_may_have_answers_probes_and_
             await open_call().read()
 
         async with asyncio.timeout(WAIT_SECONDS):
-            while (code := await outcome(open_one, channel)) is not None:  # the server has not seen that one is gone
+            while (code := await outcome(open_one, channel)) is not None:  # until the server sees the cancellation
                 assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         for call in calls:
             call.cancel()
@@ -225,7 +225,7 @@ async def test_streams_that_watch_a_process_do_not_keep_its_probes_out():
 
 
 def dial(address, tls):
-    """Opens a channel like Outrider's clients, by the address."""
+    """Opens a channel to the address as Outrider's clients do."""
     return open_channel(address, credentials=client_credentials(tls, None))
 
 

@@ -91,7 +91,7 @@ def test_pushes_show_renewed_certificates(security, tmp_path):
             security=security,
         )
         port = receiver.start()
-        with pytest.raises(AbortedError):  # an answer: the receiver knows no such transfer
+        with pytest.raises(AbortedError):  # this is an answer: the receiver knows no such transfer
             connector.connect(f"127.0.0.1:{port}", spec)
         receiver.stop()
         issue(tmp_path)

@@ -24,7 +24,7 @@ ROUTER_SERVICE = "outrider.v1.RouterService"
 
 
 def service_process(*settings: str, **environ: str) -> RoleProcess:
-    """`python role_process.py router …`."""
+    """Starts `python role_process.py router …`."""
     return RoleProcess("router", *settings, command=[sys.executable, str(ROLE_PROCESS), "router"], **environ)
 
 
@@ -64,7 +64,7 @@ def file_names(response) -> list[str]:
     return [descriptor_pb2.FileDescriptorProto.FromString(data).name for data in files]
 
 
-# grpcurl lists with "*", others with nothing; what is asked for is not looked at.
+# To list services, grpcurl sends "*" and other tools send nothing. The service ignores the value.
 @pytest.mark.parametrize("question", ["", "*"])
 def test_reflection_lists_every_service(reflect, question):
     names = [service.name for service in reflect(list_services=question).list_services_response.service]
@@ -75,10 +75,10 @@ def test_reflection_lists_every_service(reflect, question):
     "question",
     [
         {"file_by_filename": "outrider/v1/router.proto"},
-        {"file_containing_symbol": ROUTER_SERVICE},  # grpcurl, for a call and for describe
-        {"file_containing_symbol": f"{ROUTER_SERVICE}.Generate"},  # ghz, for a call; grpcurl describe
+        {"file_containing_symbol": ROUTER_SERVICE},  # what grpcurl sends for a call and for describe
+        {"file_containing_symbol": f"{ROUTER_SERVICE}.Generate"},  # what ghz sends for a call, and grpcurl for describe
         {"file_containing_symbol": f"{ROUTER_SERVICE}.Complete"},
-        {"file_containing_symbol": "outrider.v1.GenerateRequest"},  # grpcurl describe
+        {"file_containing_symbol": "outrider.v1.GenerateRequest"},  # what grpcurl sends for describe
         {"file_containing_symbol": "outrider.v1.GenerateRequest.sampling"},
         {"file_containing_symbol": "outrider.v1.FinishReason"},
         {"file_containing_symbol": ROUTER_SERVICE, "host": "127.0.0.1:50051"},
@@ -93,7 +93,7 @@ def test_reflection_finds_a_file_by_name_service_method_and_message(reflect, que
 def test_reflection_answers_all_questions_of_one_stream_in_their_order(reflect):
     questions = [
         {"list_services": "*"},
-        {"file_containing_symbol": "nothing"},  # an error answers its question and ends nothing
+        {"file_containing_symbol": "nothing"},  # it is answered with an error, which does not end the stream
         {"file_containing_symbol": f"{ROUTER_SERVICE}.Generate"},
         {"file_by_filename": "google/protobuf/duration.proto"},
     ]
@@ -112,7 +112,7 @@ def test_reflection_answers_all_questions_of_one_stream_in_their_order(reflect):
 def test_the_files_of_one_answer_are_all_that_a_tool_needs_to_make_a_call(reflect, served):
     files = reflect(file_containing_symbol=f"{ROUTER_SERVICE}.Generate").file_descriptor_response.file_descriptor_proto
     pool = descriptor_pool.DescriptorPool()
-    for data in reversed(files):  # a file comes before what it imports
+    for data in reversed(files):  # each file comes before the files that it imports
         pool.AddSerializedFile(data)
     method = pool.FindServiceByName(ROUTER_SERVICE).methods_by_name["Generate"]
     request = json_format.ParseDict({"text": "two words"}, message_factory.GetMessageClass(method.input_type)())
@@ -150,7 +150,7 @@ def test_a_client_that_pings_all_the_time_is_kept(served):
         with pytest.raises(grpc.RpcError) as ended:
             next(watch)
         leaving.join()
-        assert ended.value.code() is grpc.StatusCode.CANCELLED  # and not UNAVAILABLE: too_many_pings
+        assert ended.value.code() is grpc.StatusCode.CANCELLED  # not UNAVAILABLE because of too_many_pings
         assert check_health(channel) == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -178,7 +178,7 @@ def test_health_is_not_serving_until_the_service_has_started_and_sigterm_ends_wi
     service = service_process(
         "server.port=0",
         "server.metrics_port=0",
-        "server.drain_seconds=600",  # which nothing needs: it ends at once
+        "server.drain_seconds=600",  # not needed, because the process ends at once
         START_WHEN=str(may_start),
     )
     bound = service.announcement("address")
@@ -205,7 +205,7 @@ def test_sigterm_while_loading_ends_with_0(tmp_path):
     service.announcement("progress")
     status, log = service.end()
     assert status == 0
-    (warning,) = [line["event"] for line in log if line["level"] == "warning"]  # of the host, before anything loads
+    (warning,) = [line["event"] for line in log if line["level"] == "warning"]  # about the host, before anything loads
     assert warning.startswith("ANYBODY who reaches this machine can use this router")
 
 

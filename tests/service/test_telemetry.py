@@ -23,7 +23,7 @@ from outrider.session import SpeculationCounts
 
 @pytest.fixture
 def log_to():
-    """Configures the process's log onto a string, and puts everything back afterwards."""
+    """Yields a function that sends the process's log to a string buffer. Restores everything afterwards."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
 

@@ -160,7 +160,7 @@ def test_a_request_continues_its_callers_trace(trace, collector):
     tracer.child(whole, "queue", started_at=nanoseconds(now - 2.5)).end(nanoseconds(now))
     tracer.join("decode", caller_of(traceparent_of(whole))).end()
     whole.end()
-    fail(whole, "TOO_LATE")  # and of no log line
+    fail(whole, "TOO_LATE")  # after the span's end, a failure changes nothing and logs nothing
     tracer.stop(30.0)
     queue, decode, root = collector.wait_for(lambda spans: len(spans) == 3)
     assert root.service["service.name"] == "outrider-router"

@@ -18,7 +18,7 @@ SHAPES = {
     "comb": (-1, -1, 0, 0, 2, 2, 4, 4),
     "bush": (-1, 0, 0, 1, 1, 2, 2, 6),
 }
-"""Parents of each draft."""
+"""Each shape's parent indices, by token; -1 is the root."""
 
 
 MAX_TOKENS = 12
@@ -38,7 +38,7 @@ def shapes() -> st.SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def trees(draw: st.DrawFn) -> DraftTree:
-    """Draws a well-formed tree after five tokens."""
+    """Draws a well-formed tree that continues a text of five tokens."""
     shape = draw(shapes())
     drawn_ids = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=len(shape), max_size=len(shape)))
     token_ids: list[int] = []

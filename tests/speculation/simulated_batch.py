@@ -1,6 +1,6 @@
 """A simulated batch without models: a script tells which draft tokens are right, and a curve how long steps take.
 
-Which draft tokens are right is fixed by position, as coupled sampling has it: whoever drafts, and however many tokens.
+As in coupled sampling, whether a draft token is right depends only on its position, not on its source or draft length.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SimulatedBatch:
     noise: float = 0.1
     stalls: float = 0.0  # share of steps that take five times as long
     seed: int = 5
-    num_rows: int = 0  # of the last step
+    num_rows: int = 0  # rows of the last step
     drafted: dict[int, list[int]] = field(default_factory=dict)  # by sequence: verified tokens of each step
 
     def __post_init__(self):
@@ -121,7 +121,7 @@ class SimulatedBatch:
 
 
 def fixed_rate(batch: SimulatedBatch, num_draft: int, *, num_steps: int) -> float:
-    """Returns tokens per second with `num_draft` draft tokens of each sequence in each step."""
+    """Returns tokens per second with `num_draft` draft tokens for each sequence in each step."""
     steps = [batch.step(dict.fromkeys(batch.sequence_ids, num_draft)) for _ in range(num_steps)]
     return sum(tokens for tokens, _ in steps) / sum(seconds for _, seconds in steps)
 

@@ -1,6 +1,6 @@
 """A simulated batch whose drafts come from several sources, each with its own acceptance and cost.
 
-The decode node's gatherer decides who is asked; proposers take their time on a set clock.
+The decode node's gatherer decides which sources are asked. Proposers advance a simulated clock by their durations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class State:
     lasts: float  # tokens, on average
     grades: dict[int, float]  # the fraction of positions at which the lookup has a draft, by grade
     lookup: dict[int, float]  # the lookup's acceptance, by grade
-    head: float | tuple[float, ...]  # the head's acceptance; a tuple: by depth
+    head: float | tuple[float, ...]  # the head's acceptance; a tuple has one value per depth
     remote: float = 0.0
     sibling: float = 0.0  # fraction of the head's wrong first tokens that have the right one as a sibling
 
@@ -63,7 +63,7 @@ class SimulatedText:
         state = chosen.choice(states)
         self.grades = []
         self.right = {LOOKUP: [], HEAD: [], DRAFT_NODE: []}
-        self.siblings = []  # of the head: whether the first token's sibling is right; None: it has none
+        self.siblings = []  # by position: whether the sibling of the head's first token is right; None without sibling
         for _ in range(length):
             if chosen.random() < 1.0 / state.lasts:
                 state = chosen.choice(states)
@@ -95,14 +95,14 @@ class SimulatedText:
 
 @dataclass
 class SimulatedProposer:
-    """Takes `forward_seconds` for each token of its longest draft, and time for each row and each missed token."""
+    """Takes `forward_seconds` for each token of its longest draft, and time for each row and each unread token."""
 
     batch: SourcesBatch
     source: str
     forward_seconds: float = 0.0
     row_seconds: float = 2e-6
     read_seconds: float = 0.0
-    max_read: int = 1 << 30  # tokens of a sequence in one call
+    max_read: int = 1 << 30  # maximum tokens of one sequence that a call reads
     num_wasted_tokens: int = 0
     num_calls: int = 0  # for drafts
     asked: dict[int, list[int]] = field(default_factory=dict)  # by sequence: tokens of each draft
@@ -157,7 +157,7 @@ class SourcesBatch(SimulatedBatch):
         """`sources`: names and `SimulatedProposer` options of local proposers. `num_draft`: maximum draft tokens."""
         self.now = 0.0
         self.texts = {}  # by sequence: [text, position]
-        self.verified = []  # of each step: (sequence, source, tokens)
+        self.verified = []  # for each step, a list of (sequence, source, number of tokens)
         self.proposers = {source: SimulatedProposer(self, source, **costs) for source, costs in sources}
         self.gatherer = DraftGatherer(
             client=SimulatedDraftNode(self) if has_draft_node else None,

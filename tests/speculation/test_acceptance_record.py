@@ -40,7 +40,7 @@ def test_probabilities_are_calibrated(acceptance):
 
 
 def test_positions_are_told_apart():
-    record = record_of([(3, 1)] * 30)  # the first is always right, the second never
+    record = record_of([(3, 1)] * 30)  # the first token is always right, the second never
     assert record.chain[0] > 0.8
     assert record.chain[1] < 0.25
 

@@ -8,7 +8,10 @@ from outrider.speculation.ask_cost import FIRST_CALLS, CallCost, Candidate, choo
 
 
 def observed(seconds, asked, *, num_calls=200, noise=0.1):
-    """`asked`: possible (depth, sequences, missed tokens of each); every sequence is asked for `depth` tokens."""
+    """Returns the cost learnt from `num_calls` calls, which are drawn from `asked` and take `seconds`.
+
+    `asked` has tuples (depth, sequences, unread tokens of each). Every sequence is asked for `depth` tokens.
+    """
     chosen = random.Random(1)
     cost = CallCost()
     for _ in range(num_calls):

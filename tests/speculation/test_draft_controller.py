@@ -23,7 +23,7 @@ from tests.speculation.simulated_batch import (
 )
 
 ALL = [case for case in itertools.product(KINDS, CURVES, (1, 4, 16, 32)) if not case[1].startswith("measured")]
-FEW = [  # all kinds, curves and numbers of sequences; the best fixed length is 0, short or long
+FEW = [  # all kinds, curves and numbers of sequences; best fixed lengths of 0, short and long
     *(("chat", "linear", 4), ("chat", "stairs", 16), ("chat", "steep", 1), ("extract", "linear", 32)),
     *(("extract", "flat", 16), ("code", "flat then steep", 4), ("code", "linear", 16), ("even", "stairs", 4)),
     *(("even", "flat", 1), ("hopeless", "linear", 16), ("hopeless", "flat then steep", 4)),
@@ -78,7 +78,7 @@ def test_negative_control_acceptance_of_the_wrong_sign_misses_the_bounds(monkeyp
 def test_negative_control_a_cost_of_the_wrong_sign_misses_the_bounds(monkeypatch):
     monkeypatch.setattr(
         StepCostModel, "seconds", lambda *_, num_more=0: [1.0 / (1.0 + row) for row in range(num_more + 1)]
-    )  # the more rows, the faster
+    )  # as if more rows made a step faster
     assert share_of_plain_and_best("hopeless", "linear", 16)[0] < 0.98
 
 
@@ -229,8 +229,8 @@ def test_a_draft_node_that_adds_nothing_to_what_others_have_is_asked_now_and_the
         step_of(controller, [(1, draft_of(4))], 4)
         controller.observe_verdict(1, same, range(4))
     assert sum(asked[-PROBE_STEPS:]) == (TRIAL_STEPS if has_another else PROBE_STEPS)
-    num_before = 0  # steps in a row in which it was asked
-    for _ in range(PROBE_STEPS):  # other sources have no drafts now; those of the draft node arrive two steps later
+    num_before = 0  # consecutive steps in which the draft node was asked
+    for _ in range(PROBE_STEPS):  # now only the draft node has drafts, two steps after it is asked
         if controller.num_wanted(1, 4, DRAFT_NODE):
             found = [controller.rank(1, draft_of(4))] if num_before >= 2 else []
             controller.observe_marginal_gain(DRAFT_NODE, {1: found})
@@ -288,7 +288,7 @@ def test_nothing_depends_on_how_long_a_drawn_draft_has_become():
         for _ in range(20):
             one, other = controller.rank(1, draft), controller.rank(1, lookup)
             asked = controller.choose_calls("head", {1: 5}, {1: other}, {1: 1})
-            # Its duration depends on its length, so this step must not use it.
+            # The call's duration depends on the draft's length, so this step must not use the duration.
             controller.observe_calls("head", {1: 5}, {1: one}, seconds=0.002 * length, num_read=1)
             controller.observe_marginal_gain("head", {1: [one, other]})
             better = controller.better(one, other).tree.source
@@ -299,7 +299,7 @@ def test_nothing_depends_on_how_long_a_drawn_draft_has_become():
 
 
 def test_of_two_drafts_the_better_one_is_that_whose_tokens_can_be_verified():
-    """A draft node's draft may be longer than a step verifies, for the steps after it."""
+    """A draft node's draft may be longer than a step verifies, because later steps use the rest."""
     controller, rng = DraftController(5, row_price=0.02), random.Random(1)
     for source, acceptance in (("head", 0.85), (DRAFT_NODE, 0.8)):
         for _ in range(300):

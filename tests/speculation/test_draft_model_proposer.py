@@ -187,7 +187,7 @@ def test_when_blocks_run_out_idle_sequences_give_theirs_up(model):
 
 
 def test_a_batch_that_does_not_fit_gets_fewer_drafts_and_every_block_is_accounted_for(model):
-    # Forwards are fast: with slow ones prefixes are computed one by one, and a finished one makes room.
+    # Forwards are fast. If they were slow, prefixes would be computed one by one, and finished ones would make room.
     proposer = proposer_of(model, num_blocks=256, max_catch_up_rows=100_000, clock=clock_of(1e-3))
     text = [(7 * i) % 300 for i in range(1000)]
     requests = [ProposalRequest(key, [key, *text], 3, start_of(GREEDY)) for key in range(6)]
@@ -203,8 +203,8 @@ def test_what_the_model_cannot_serve_gets_no_proposal(model):
     proposer = proposer_of(model)
     proposals = proposals_of(
         proposer,
-        ProposalRequest(1, [5] * 2047, 3, start_of(GREEDY)),  # past its window
-        ProposalRequest(2, [5, 5000], 3, start_of(GREEDY)),  # an id it does not have
+        ProposalRequest(1, [5] * 2047, 3, start_of(GREEDY)),  # beyond the draft model's window
+        ProposalRequest(2, [5, 5000], 3, start_of(GREEDY)),  # an id that the draft model does not have
         ProposalRequest(3, PROMPT, 3, start_of(GREEDY)),
     )
     assert [len(proposal.tree.token_ids) for proposal in proposals] == [0, 0, 3]

@@ -17,7 +17,7 @@ TEXT = tuple(range(60))
 
 
 class Picky(ScriptedProposer):
-    """Raises for every batch that has one of `bad`."""
+    """A proposer that raises for every batch with a sequence in `bad`."""
 
     def __init__(self, *bad: int) -> None:
         super().__init__([TEXT])
@@ -97,7 +97,7 @@ def test_a_proposer_that_fails_for_all_is_soon_left_alone_for_a_while_and_keeps_
 
 
 def test_some_that_always_fail_keep_no_drafts_from_the_others_for_long():
-    isolated = Isolated(*range(12))  # they come first, so one search ends before it has found all
+    isolated = Isolated(*range(12))  # they come first, so one search ends before it has found all of them
     served = []
     for _ in range(30):
         served.append(len(isolated.served(128)))

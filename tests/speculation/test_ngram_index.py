@@ -74,7 +74,7 @@ def test_samples_of_a_prompt_share_its_index():
 
 
 def test_memory_is_counted_small_and_bounded():
-    """Dictionaries of tuples took 391 bytes per token; this is a tenth of it."""
+    """Dictionaries of tuples took 391 bytes per token. The limit here is a tenth of that."""
     chance = random.Random(1)
     text = [chance.randrange(50_000) for _ in range(20_000)]
     proposer = NgramProposer(max_bytes=40 * len(text))

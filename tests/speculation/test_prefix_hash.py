@@ -38,4 +38,4 @@ def test_a_prefix_that_does_not_exist_has_no_hash():
 
 
 def test_the_hash_that_the_documentation_names():
-    assert prefix_hash([1, 2, 3]) == 0x6BBF7429332BEA48  # docs/protocol.md: what other clients compute
+    assert prefix_hash([1, 2, 3]) == 0x6BBF7429332BEA48  # other clients compute it as docs/protocol.md says

@@ -18,7 +18,7 @@ def branch_after(token_ids, *proposed, probability=1.0):
 
 
 def taken(table, committed, num_tokens):
-    """Returns the first tokens of the draft that the table finds."""
+    """Returns the first `num_tokens` tokens of the draft that the table finds."""
     kept = table.take(committed)
     if kept is None:
         return ()

@@ -81,7 +81,7 @@ def test_few_rows_say_nothing():
 
 
 def test_what_rows_cost_is_learnt_beside_drafts_of_several_tokens():
-    """Such a call may include several forwards, so its duration can only be too long."""
+    """A call may include several forwards then, so its duration may exceed one forward's, but is never shorter."""
     clock = FakeClock()
     forward = ScriptedForward(clock)
     forward.max_tokens = 8

@@ -36,7 +36,7 @@ def rate(drafts, counts, step_seconds, num_tokens):
     max_rows=st.integers(0, 12),
 )
 def test_no_other_choice_has_a_higher_rate(drafts, increments, max_rows):
-    step_seconds = list(itertools.accumulate(increments, initial=1.0))  # of any shape that never falls
+    step_seconds = list(itertools.accumulate(increments, initial=1.0))  # any curve that never falls
     choice = choose_rows(drafts, step_seconds, max_rows=max_rows, num_tokens=len(drafts))
     assert sum(choice.num_rows) <= max_rows
     found = rate(drafts, choice.num_rows, step_seconds, len(drafts))

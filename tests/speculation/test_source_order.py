@@ -159,7 +159,7 @@ def test_a_head_is_not_asked_while_long_lookups_are_accepted_and_found_again_whe
 
 @pytest.mark.parametrize(("num_sequences", "max_read"), [(1, 1 << 30), (1, 64), (4, 64)])
 def test_a_head_is_asked_again_after_a_time_in_which_its_calls_were_slow(num_sequences, max_read):
-    """A growing text has ever more to read. A trial must not wait until credit covers it at the old price."""
+    """A growing text has ever more unread tokens. A trial must not wait until credit covers it at the old price."""
     settings = {"forward_seconds": 0.0008, "row_seconds": 0.0, "read_seconds": 2e-5, "max_read": max_read}
     batch = SourcesBatch(
         "depths", f"measured {num_sequences}", num_sequences, sources=[(HEAD, settings), LOOKUPS], length=ENDLESS

@@ -143,7 +143,7 @@ def test_a_target_that_takes_trees_gets_what_followed_less_often_as_well():
     (proposal,) = SuffixProposer(min_confidence=0.3).propose([ProposalRequest(1, text, 2, start)])
     tree = proposal.tree
     assert tree.is_well_formed
-    assert (tree.length, tree.token_ids[:2]) == (len(text), (8, 9))  # two of three, one of three
+    assert (tree.length, tree.token_ids[:2]) == (len(text), (8, 9))  # 8 has followed in two of three places, 9 in one
     assert sorted(zip(tree.token_ids[2:], tree.parents[2:], strict=True)) == [(5, 0), (6, 1), (7, 0)]
     assert likeliest_path(tree).token_ids == draft(SuffixProposer(min_confidence=0.3), text, 2)
     assert max(tree.depths()) == 2

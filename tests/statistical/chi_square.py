@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-SMALL, LARGE = 100, 151_665  # neither is a multiple of 64
+SMALL, LARGE = 100, 151_665  # vocabulary sizes; neither is a multiple of 64
 
 # Exact draws exceed this in one of ten thousand runs; the negative controls exceed it by far.
 PASS = 3.7
@@ -20,7 +20,7 @@ def small_logits() -> Floats:
 def large_logits() -> Floats:
     rng = np.random.default_rng(1)
     logits = rng.permutation(-1.05 * np.log(np.arange(1, LARGE + 1))) + rng.standard_normal(LARGE) * 0.5
-    logits[-1] = logits.max() - 0.5  # the last, partial block counts
+    logits[-1] = logits.max() - 0.5  # likely, so that an error in the last, partial block shows
     return logits
 
 
@@ -38,7 +38,7 @@ def probabilities(logits: Floats, *, temperature: float = 1.0, top_k: int = 0, t
 
 
 def chi_square_z(drawn: npt.NDArray[np.int64], probs: Floats, *, num_bins: int = 60) -> float:
-    """Returns by how many standard deviations chi-square exceeds that of exact draws (Wilson-Hilferty)."""
+    """Returns by how many standard deviations chi-square exceeds its mean for exact draws (Wilson-Hilferty)."""
     # The most likely tokens have bins of their own; the others, by id, share bins of about equal mass.
     order = np.argsort(-probs, kind="stable")
     bins = np.empty(len(probs), dtype=np.int64)
@@ -53,7 +53,7 @@ def chi_square_z(drawn: npt.NDArray[np.int64], probs: Floats, *, num_bins: int =
 
 
 def pairs_z(drawn: npt.NDArray[np.int64], probs: Floats) -> float:
-    """Returns the same for pairs of neighbouring positions and a few classes of tokens: it tests independence."""
+    """Tests independence: like chi_square_z, but for pairs of neighbouring positions and a few classes of tokens."""
     classes = np.minimum((np.cumsum(probs) * 6).astype(np.int64), 5)
     share = np.bincount(classes, weights=probs, minlength=6)
     pairs = classes[drawn[:-1:2]] * 6 + classes[drawn[1::2]]
@@ -61,7 +61,7 @@ def pairs_z(drawn: npt.NDArray[np.int64], probs: Floats) -> float:
 
 
 def worst_z(drawn: npt.NDArray[np.int64], probs: Floats) -> float:
-    """Returns the larger of both for streams of tokens [num_streams, num_tokens]."""
+    """Returns the larger of chi_square_z and pairs_z for streams of tokens [num_streams, num_tokens]."""
     return max(chi_square_z(drawn.ravel(), probs), pairs_z(drawn.ravel(), probs))
 
 

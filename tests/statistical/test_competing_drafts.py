@@ -1,9 +1,9 @@
 """Rejection sampling behind everything that chooses drafts: what is committed has the target's distribution.
 
-The ratio test is exact only if no drawn token decides whether it is judged. So a head and a lookup compete here by the
-decode node's own gatherer and controller, with drafts whose length tells what was drawn: they end where the token
-before made the head unsure, or at a stop token, as those of a proposer may that knows no better. In the negative
-control that length counts; the check must notice. Seeds are fixed: a passing test passes always.
+The ratio test is exact only if no drawn token influences whether it is judged. Here, the decode node's own gatherer and
+controller choose between a head and a lookup, and the length of a draft reveals what was drawn: a draft ends after a
+token that made the head unsure, or at a stop token, as with a careless proposer. In the negative control, the length
+influences the choice, and the check must notice it. Seeds are fixed, so a test that passes always passes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ HEAD_SECONDS = 0.0001
 
 
 def logits_at(base, position):
-    """Returns the target's logits for a text that repeats: at each position, another token is due."""
+    """Returns the target's logits for a periodic text. At each position, a different token is due, i.e. likeliest."""
     values, due = base.astype(np.float32), 4 + position % PERIOD
     values[DUE], values[due] = values[due], values[DUE]
     return values
@@ -59,7 +59,7 @@ def place_of(token_id, position):
 
 
 class ToyHead(DraftForward):
-    """A head that draws from logits near the target's. `is_unsure`: it is unsure after a token that was not due."""
+    """A head that draws from logits near the target's. If `is_unsure`, it is unsure after a token that was not due."""
 
     head = None
 

@@ -1,7 +1,7 @@
 """Coupled sampling draws exactly from the distribution: chi-square against float64, with negative controls.
 
 Every check is also run on a broken generator and must then fail, so that a check that
-cannot fail is noticed. Seeds are fixed: a passing test passes always.
+cannot fail is noticed. Seeds are fixed, so a test that passes always passes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_a_wrong_temperature_is_noticed():
 
 
 def test_arrivals_used_for_two_positions_are_noticed(monkeypatch):
-    """Negative control: every single token is still exact, pairs of them are not."""
+    """Negative control: each token alone still has the exact distribution, but pairs of tokens do not."""
     key = Decision.key.fget
     monkeypatch.setattr(
         Decision, "key", property(lambda decision: key(decision)._replace(position=decision.position // 2))
@@ -82,7 +82,7 @@ def test_arrivals_used_for_two_positions_are_noticed(monkeypatch):
 
 
 def test_waits_that_repeat_in_all_rows_are_noticed(monkeypatch):
-    """Negative control: a counter without the position makes neighbours alike."""
+    """Negative control: a counter without the position makes neighbouring rows draw alike."""
     draw_words = arrivals.draw
 
     def of_position_zero(keys, counters, purpose):
@@ -95,7 +95,7 @@ def test_waits_that_repeat_in_all_rows_are_noticed(monkeypatch):
 
 
 def test_a_filter_without_renormalising_is_noticed():
-    """Negative control: taking the largest instead of racing again after top_p rejects a token."""
+    """Negative control: if top_p rejects a drawn token, the likeliest is taken, instead of drawing again."""
     probs = probabilities(small_logits(), top_p=0.6)
     assert chi_square_z(draw(small_logits(), 6_400, top_p=0.6), probs) < PASS
     drawn = draw(small_logits(), 6_400)

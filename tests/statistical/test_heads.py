@@ -2,7 +2,7 @@
 
 Random heads draft for a target that has the same logits at every position, from random features. What matters is that
 a draft contains the tokens that the head has drawn and the probabilities from which it has drawn them. The negative
-controls are typical mistakes, built in by a patch. Seeds are fixed: a passing test passes always.
+controls are typical mistakes, built in by a patch. Seeds are fixed, so a test that passes always passes.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def test_exact_methods_commit_the_targets_distribution(method, settings, in_torc
 
 @pytest.mark.parametrize("form", WITH_OWN_IDS)
 def test_a_race_by_the_heads_own_ids_is_noticed_by_what_is_accepted(form, make_proposer, monkeypatch):
-    """Mistake: a head's own ids race before they are mapped to the target's. That is exact, but accepts little."""
+    """Mistake: a head's own ids race before they are mapped to the target's. This is exact, but accepts few drafts."""
     _, acceptance = generate(make_proposer(form, in_torch=True), COUPLED, num_tokens=40, temperature=4.0)
     decide = HeadForward._decide
 

@@ -1,6 +1,6 @@
 """Trees of drafts commit the target's distribution: chi-square against float64, with negative controls.
 
-Seeds are fixed: a passing test passes always.
+Seeds are fixed, so a test that passes always passes.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def test_trees_commit_the_targets_distribution(settings, sampler_kernels, is_ful
     num_tokens = 500 if is_full else 60
     tokens, per_step = generate(logits, num_tokens=num_tokens, kernels=sampler_kernels, **settings)
     assert worst_z(tokens, probabilities(logits, **settings)) < PASS
-    assert per_step > 1.1  # or nothing of the trees was tested
+    assert per_step > 1.1  # otherwise the trees were not tested
 
 
 def test_races_of_rows_instead_of_positions_are_noticed(monkeypatch):
-    """Mistake: a row decides the position of its slot, so that a race is used for two positions."""
+    """Mistake: a row is decided with the race of its slot's position, so that two positions share a race."""
     runs_of_tree = coupled.runs_of_tree
 
     def of_slots(draft):
@@ -76,7 +76,7 @@ def test_races_of_rows_instead_of_positions_are_noticed(monkeypatch):
 
 
 def test_a_second_chance_for_siblings_is_noticed(monkeypatch):
-    """Mistake: each sibling is compared with any decision, instead of only that of their parent's row."""
+    """Mistake: each sibling is compared with the decisions of all rows, instead of only that of its parent's row."""
 
     def accept_path(draft_token_ids, parents, decided):
         path, last = [], -1

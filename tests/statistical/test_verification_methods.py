@@ -1,7 +1,7 @@
 """Verification methods against float64: what is committed has the target's distribution, whatever was drafted.
 
 The negative controls are well-known mistakes, each built in by a patch; the check must notice them.
-Seeds are fixed: a passing test passes always.
+Seeds are fixed, so a test that passes always passes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXACT = [VerificationMethod.COUPLED, VerificationMethod.REJECTION]
 
 
 class ModelDrafter:
-    """A drafter that draws from a noisy copy of the target's logits, limited to its likeliest ids, by races."""
+    """A drafter that draws, by exponential races, from the likeliest ids of a noisy copy of the target's logits."""
 
     def __init__(self, logits, *, noise=1.0, most=MAX_DISTRIBUTION_IDS, **settings):
         drafted = logits + np.random.default_rng(5).standard_normal(len(logits)) * noise
@@ -78,7 +78,7 @@ def generate(
     """Returns tokens of many streams with equal logits everywhere, [num_streams, num_tokens], and the acceptance rate.
 
     Steps verify 0 to 4 draft tokens. Later steps use the rest of a draft, as with a real drafter.
-    `send(token_ids, distribution)`: how many of the drafted tokens the drafter sends.
+    `send(token_ids, distribution)` returns how many of the drafted tokens the drafter sends.
     """
     sampler = sampler_of(logits, native_kernels())
     verifier = RequestVerifier(sampler)
@@ -106,7 +106,7 @@ def generate(
 
 @pytest.mark.parametrize("make_drafter", [ModelDrafter, LookupDrafter])
 @pytest.mark.parametrize(
-    ("method", "settings"),  # coupled sampling has tests of its own
+    ("method", "settings"),  # coupled sampling has its own tests
     [(VerificationMethod.COUPLED, {}), *((VerificationMethod.REJECTION, each) for each in SETTINGS)],
     ids=str,
 )
@@ -164,14 +164,14 @@ def test_rejection_accepts_more_than_coupled_sampling():
 
 
 def replayed_z(*, num_replays=3, num_streams=1500):
-    """Returns the distance for the first token after the prompt, if requests are repeated with their seeds and a lookup
-    remembers outputs.
+    """Returns chi_square_z of the first tokens after the prompts, if requests are repeated with their seeds and a
+    lookup remembers outputs.
     """
     logits = np.full(100, -30.0)
     probs = np.asarray([0.6, 0.3, 0.1])  # of tokens 0 to 2
     logits[:3] = np.log(probs)
     sampler, ids = sampler_of(logits, native_kernels()), itertools.count()
-    proposer = SuffixProposer(remembered_tokens=num_streams)  # a token each: those of the last time
+    proposer = SuffixProposer(remembered_tokens=num_streams)  # one token per stream: those of the previous replay
     starts = [
         SequenceStart(
             options=RequestOptions(sampling=params_of({}), verification_method=VerificationMethod.REJECTION),
@@ -210,7 +210,7 @@ def test_drafts_that_are_cut_by_a_grammar_are_noticed(monkeypatch):
     def num_allowed(token_ids, _q):
         return next((i for i, token_id in enumerate(token_ids) if token_id not in ALLOWED), len(token_ids))
 
-    draw = ModelDrafter.draw  # with random numbers of its own: with the target's, too few cut drafts would matter
+    draw = ModelDrafter.draw  # with its own random numbers; with the target's, too few cut drafts would matter
     monkeypatch.setattr(ModelDrafter, "draw", lambda self, sample, num: draw(self, sample + NUM_STREAMS, num))
     logits = small_logits()
     for options in ({}, {"send": num_allowed}):
@@ -225,7 +225,7 @@ def test_a_memory_of_what_the_same_luck_decided_is_noticed(monkeypatch):
 
 
 def test_typical_acceptance_is_lossy_and_accepts_more():
-    """It is named lossy everywhere because of this."""
+    """Because of this, the method is called lossy everywhere."""
     logits = small_logits()
     tokens, acceptance = generate(VerificationMethod.TYPICAL, logits, ModelDrafter(logits))
     assert worst_z(tokens, probabilities(logits)) > PASS
@@ -250,7 +250,7 @@ def test_recovering_from_the_whole_target_is_noticed(monkeypatch):
 
 
 def test_shared_luck_for_draft_and_recovered_token_is_noticed(monkeypatch):
-    """Mistake: the recovered token is decided by the race that the drafter has drawn with."""
+    """Mistake: the recovered token is decided by the same race by which the drafter has drawn the draft token."""
     logits = small_logits()
     sampler = sampler_of(logits, native_kernels())
     accept = rejection._accept

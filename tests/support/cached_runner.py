@@ -1,4 +1,4 @@
-"""A model over a paged cache of its own, as tests compute with it."""
+"""A model with its own paged cache, for computations in tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.engine.model_runner import make_runner
 
 
 class CachedRunner:
-    """The runner of `model`, its cache with one scratch block, and blocks that are handed out in no order.
+    """The runner of `model`, its cache with one scratch block, and blocks that are handed out in random order.
 
     `options` are those of make_runner: the graphs and the reduction of features.
     """
@@ -34,7 +34,7 @@ class CachedRunner:
         self._free = random.Random(0).sample(range(num_blocks), num_blocks)
 
     def table(self, num_tokens):
-        """Hands out blocks for so many tokens, and returns their ids."""
+        """Hands out blocks for `num_tokens` tokens, and returns the blocks' ids."""
         return [self._free.pop() for _ in range(-(-num_tokens // self.block_size))]
 
     def slots(self, table, positions):

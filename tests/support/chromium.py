@@ -1,4 +1,4 @@
-"""Chromium without a window, driven by its command line: no driver, no package."""
+"""Chromium without a window, controlled by its command line, without a driver or a Python package."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 MISSING = f"no Chromium: none of {', '.join(NAMES)} is in PATH; `make browser` installs one on Debian and Ubuntu"
 END_SECONDS = 60.0
-"""Seconds that Chromium may take. A view takes about one on an idle machine."""
+"""Seconds that Chromium may take. A view takes about one second on an idle machine."""
 NUM_STARTS = 2
-"""Attempts to start Chromium, which does not end after about one of a hundred starts on a busy machine."""
+"""Attempts to start Chromium. On a busy machine, about one of a hundred starts hangs."""
 
 
 def find_chromium() -> str | None:

@@ -1,4 +1,4 @@
-"""Messages of decode nodes to draft nodes."""
+"""Messages from decode nodes to draft nodes."""
 
 from __future__ import annotations
 

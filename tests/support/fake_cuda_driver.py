@@ -122,7 +122,7 @@ class FakeCudaDriver:
 
 
 def fake_shared_gpu(monkeypatch, directory):
-    """Returns (a SharedGpu whose memory is the host's, its driver). Torch's streams do nothing from now on."""
+    """Returns (a SharedGpu whose memory is the host's, its driver). From now on, torch's streams do nothing."""
     fake_streams(monkeypatch)
     monkeypatch.setattr(torch.cuda.Stream, "cuda_stream", HOST_STREAM, raising=False)
     monkeypatch.setattr(tensor_planes, "empty_page_locked", lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))

@@ -15,7 +15,7 @@ class ScriptedDevice:
     """Replaces a ScriptedModelRunner. `on_launch` and `on_wait` are called in the host's thread.
 
     A pass reads and writes the cache as late as possible, when the host waits for its results. If the host changes the
-    blocks of a running step in between, the cache's own checks therefore find it.
+    blocks of a running step in between, the cache's own checks therefore notice the change.
     """
 
     is_asynchronous = True
@@ -39,7 +39,7 @@ class ScriptedDevice:
         return bool(self._queued)
 
     def forward(self, rows: Sequence[ScriptedRows]) -> LaterLogits:
-        """Returns at once. It reads the rows now, as the input of a real pass is laid out before the pass is queued."""
+        """Returns at once. It reads the rows now, because a real pass's input is laid out before the pass is queued."""
         snapshot = snapshot_of(rows)
         logits = LaterLogits(self, sum(row.num_logits for row in snapshot))
         self._queued.append((snapshot, logits))

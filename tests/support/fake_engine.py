@@ -1,4 +1,4 @@
-"""An engine without torch, which tests loops and protocols in milliseconds.
+"""An engine without torch, with which tests of loops and protocols take milliseconds.
 
 `ScriptedEngine` has the surface of `outrider.engine.engine.Engine`. Its model is a hash:
 the next token is a function of the tokens before it, *as read back from the KV cache
@@ -40,7 +40,7 @@ class ScriptedModel:
         self._order = order
 
     def logits(self, context: Sequence[int]) -> list[float]:
-        """Pseudo logits in [0, 8), one for each id, of the token that follows `context`."""
+        """Returns pseudo logits in [0, 8) of the token that follows `context`: one for each id."""
         seen = context if self._order is None else context[-self._order :]
         state = _mix(self._seed + 1)
         for token_id in seen:
@@ -104,7 +104,7 @@ class ScriptedModelRunner:
         for row in rows:
             end = row.start_position + len(row.token_ids) - len(row.parents)
             context = cache.context(row.block_ids, end)
-            num_known = row.num_logits - len(row.parents)  # of the rows that need logits
+            num_known = row.num_logits - len(row.parents)  # rows of known tokens that need logits
             logits += [self.model.logits(context[: end - later]) for later in range(num_known - 1, -1, -1)]
             for draft in range(len(row.parents)):
                 path = [self._slot(row, end + each) for each in _path(row.parents, draft)]
@@ -155,9 +155,9 @@ class NoConstraints:
 
 
 class ScriptedSampler:
-    """A greedy sampler. min_tokens masks stop token ids and counts the drafts before a row, as the contract says.
+    """A greedy sampler. As with the real one, min_tokens masks stop token ids and counts the drafts before a row.
 
-    `fails_at` maps samples to the generated token, by index, that their constraint does not allow.
+    `fails_at` maps a sample to the index of the generated token that the sample's constraint does not allow.
     """
 
     def __init__(self) -> None:

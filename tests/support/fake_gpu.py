@@ -22,17 +22,17 @@ _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 @contextlib.contextmanager
 def fake_gpu(monkeypatch):
-    """Makes all tensors fake that are made inside. Enter OneDevice for the part that its rules apply to."""
+    """Makes all tensors fake that are created within the block. Enter OneDevice where its rules must apply."""
     pinned = []  # keeps tensors alive, so that no id is used twice
 
     def pin(tensor):
-        tensor.constant = None  # else a fake tensor of one number would compute with it on the real device
+        tensor.constant = None  # otherwise torch would compute with a single number's real value
         pinned.append(tensor)
         return tensor
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)  # FakeTensorMode has none
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: any(tensor is each for each in pinned))
-    # Only the Python bindings of these ask a torch without CUDA for the real device.
+    # Only the Python bindings of these operations look for the real device, which a torch without CUDA does not have.
     monkeypatch.setattr(torch.Tensor, "copy_", _copy)
     monkeypatch.setattr(torch.Tensor, "__getitem__", _get_item)
     monkeypatch.setattr(torch.Tensor, "__setitem__", _set_item)
@@ -86,7 +86,7 @@ _own_numpy = torch.Tensor.numpy
 
 
 def _numpy(tensor):
-    with unset_fake_temporarily():  # else it is a fake view of a real tensor, with arbitrary memory
+    with unset_fake_temporarily():  # otherwise the result is a fake view of a real tensor, with arbitrary memory
         return _own_numpy(tensor)
 
 
@@ -135,7 +135,7 @@ def _set_item(tensor, key, value):
 
 
 class OneDevice(TorchDispatchMode):
-    """Refuses operations that make the host wait for the GPU, or mix devices, which torch allows for numbers.
+    """Refuses operations that make the host wait for the GPU, or that mix devices (torch allows it for numbers).
 
     A copy to the GPU waits for all earlier work, unless it comes from page-locked memory and is non-blocking.
     With `takes_frames`, copies to page-locked memory are allowed too, since their reader waits for an event.
@@ -175,7 +175,7 @@ def are_aligned(tensors):
 
 
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **_options):
-    """Replaces flash-attn, which FakeTensorMode does not know. Lengths are numbers, all else is on the GPU."""
+    """Replaces flash-attn, which FakeTensorMode does not know. Maximum lengths are numbers; tensors are on the GPU."""
     assert isinstance(max_seqlen_q, int)
     assert isinstance(max_seqlen_k, int)
     assert {each.device for each in (q, k, v, cu_seqlens_q, cu_seqlens_k)} == {GPU}

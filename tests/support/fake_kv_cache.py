@@ -17,7 +17,7 @@ FEATURES = PlaneSpec("feature-scripted", 1, 1, 1, "float32")
 class ScriptedKVCache:
     """A paged cache whose k is the token id and whose v is its position, in every layer. See PagedKVCache.
 
-    A feature is their sum.
+    A feature is the sum of both.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 
 class FakeResolver:
-    """Answers with the addresses that were set last. Other names are unknown."""
+    """Answers with the addresses that were set last for the name. Other names are unknown."""
 
     def __init__(self, answers: Mapping[str, Iterable[str]]) -> None:
         self._answers = {target: list(addresses) for target, addresses in answers.items()}

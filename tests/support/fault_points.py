@@ -1,4 +1,4 @@
-"""Fault points of processes under test. A file arms and releases each."""
+"""Fault points of processes under test. Each is armed and released by means of a file."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Maker:
     """Makes tensors by name. Equal seeds give equal tensors."""
 
     def __init__(self, seed: int, *, deviation: float = 0.1) -> None:
-        """`deviation` is the standard deviation of vectors."""
+        """`deviation` is the standard deviation of the vectors' elements."""
         self.tensors: dict[str, Tensor] = {}
         self._random = torch.Generator().manual_seed(seed)
         self._deviation = deviation
@@ -36,7 +36,7 @@ class Maker:
         return torch.randperm(vocab_size, generator=self._random)[:number].sort().values
 
     def layer(self, prefix: str, target: Mapping[str, Any], *, width: int = 0, is_normed: bool = True) -> None:
-        """Adds a decoder layer of the target's shape. `width` is that of attention's input."""
+        """Adds a decoder layer of the target's shape. `width` is the width of attention's input."""
         hidden, inner = target["hidden_size"], target["intermediate_size"]
         head_dim = target.get("head_dim") or hidden // target["num_attention_heads"]
         if is_normed:

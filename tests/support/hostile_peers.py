@@ -197,7 +197,7 @@ def garbage():
 
 
 def strangers():
-    """Yields hellos of transfers that nobody expects."""
+    """Returns hellos of transfers that nobody expects."""
     return [encode_hello(os.urandom(16), os.urandom(16)) for _ in range(50)]
 
 
@@ -210,7 +210,7 @@ KINDS = {
     "sender is a stranger": lambda decode: senders(decode, strangers),
     "sender says nothing": lambda decode: senders(decode, list, reads=False),
 }
-"""Functions that start a hostile peer against a decode node's address, by what is hostile."""
+"""Functions that start a hostile peer against a decode node's address, by what the peer does."""
 
 
 def wire_chat(num_messages):

@@ -25,7 +25,7 @@ class Element:
                 yield from child.walk()
 
     def all(self, tag=None, *classes, **attributes):
-        """Returns the elements with this tag, these classes and these attributes. data_lane means data-lane."""
+        """Returns the elements with this tag, these classes and these attributes. data_lane=… means data-lane."""
         wanted = {name.replace("_", "-"): value for name, value in attributes.items()}
         return [
             found

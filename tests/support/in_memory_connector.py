@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class InMemoryConnector:
-    """Reaches inboxes of this process by their address."""
+    """Reaches inboxes of this process by their addresses."""
 
     name = "in_memory"
 

@@ -9,11 +9,11 @@ import numpy as np
 
 
 def skip_unread_work():
-    """Spares triton's interpreter work whose results nobody reads: more than half of its time.
+    """Spares triton's interpreter work whose results nobody reads. That work takes more than half of the time.
 
     It computes each 32-bit sum and product again in 64 bits, for an assertion that runs in triton's debug mode only.
     And it patches triton's language anew for every device function that a running kernel calls, although the first
-    call of a function from the same module has patched it.
+    call of a function from the same module has already patched it.
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
     builder = interpreter.interpreter_builder
@@ -37,7 +37,7 @@ def skip_unread_work():
 
 
 def multiply_in_fixed_order(monkeypatch):
-    """Makes the bits of a product's row independent of its place in a tile.
+    """Makes the bits of a row of a product independent of the row's place in a tile.
 
     The interpreter multiplies by BLAS, which does not have this property on every machine.
     """

@@ -1,4 +1,4 @@
-"""An event loop in a thread, whose own processor time can be told from that of its peers."""
+"""An event loop in a thread of its own, so that its processor time can be told from that of its peers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LoopThread:
 
 
 class Stalls:
-    """Measures the processor time of the loop's thread between two turns of a task: every other task waits for it."""
+    """Measures the processor time of the loop's thread between two turns of a task. All other tasks wait that long."""
 
     longest_stall_seconds = 0.0  # processor time, which does not grow on a busy machine
 

@@ -10,13 +10,13 @@ def cover_pairs(cases: Sequence[Mapping[str, Hashable]]) -> set[int]:
     """Returns the indices of cases that together have every pair of values that any case has.
 
     A case maps the name of each parameter to a value. Cases with one parameter are all chosen. The choice is greedy, so
-    that it need not be the smallest one.
+    it is not always the smallest one.
     """
     pairs_of = [set(itertools.combinations(sorted(case.items()), min(2, len(case)))) for case in cases]
     uncovered = set().union(*pairs_of)
     chosen: set[int] = set()
     while uncovered:
-        best = max(range(len(cases)), key=lambda index: len(pairs_of[index] & uncovered))  # the first of several
+        best = max(range(len(cases)), key=lambda index: len(pairs_of[index] & uncovered))  # the first of equals
         chosen.add(best)
         uncovered -= pairs_of[best]
     return chosen

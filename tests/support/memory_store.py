@@ -158,7 +158,7 @@ def _unless_lost(name):
 
 
 class FlakyStore(MemoryAnswerStore):
-    """Answers unless `is_lost`."""
+    """A store that raises StoreError while `is_lost`."""
 
     is_lost = False
     create, append, renew, claim = map(_unless_lost, ("create", "append", "renew", "claim"))

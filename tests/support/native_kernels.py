@@ -11,7 +11,7 @@ from outrider.engine.cpu_kernels.paths import choose_kernels
 
 @functools.cache
 def native_kernels() -> CpuKernels | None:
-    """Returns None if there is no compiler, so that torch computes."""
+    """Returns the kernels, or None if there is no compiler, in which case torch computes."""
     path = choose_kernels().library
     if path is None:
         return None

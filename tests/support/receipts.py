@@ -1,4 +1,4 @@
-"""Receipts without an answer."""
+"""Receipts made up without an answer."""
 
 from __future__ import annotations
 

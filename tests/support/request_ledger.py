@@ -33,10 +33,10 @@ class Ledger:
         self.open: set[int] = set()  # attempts
         self.prefills: set[int] = set()  # attempts whose call runs
         self.group_ids: dict[int, bytes] = {}  # by attempt
-        self.transfers: dict[int, bytes] = {}  # by attempt, the current one
+        self.transfers: dict[int, bytes] = {}  # by attempt: the id of its current transfer
         self.choosing: set[int] = set()  # attempts that wait for `PrefillChosen`
         self.timers: dict[tuple[on.Timer, bytes], float] = {}
-        self._numbers: dict[bytes, int] = {}  # of attempts, by sequence group
+        self._numbers: dict[bytes, int] = {}  # numbers of attempts, by sequence group id
         self._place_of: dict[int, str] = {}
         self._hedges: set[int] = set()
         self._num_known = answer.num_generated_tokens
@@ -65,7 +65,7 @@ class Ledger:
         )
 
     def end(self) -> None:
-        """Drops the request in whatever state it is, and checks that everything is released."""
+        """Drops the request in whatever state it is in, and checks that everything is released."""
         for _line in self.step(on.Dropped()):
             pass
         held = (self.places, self.open, self.prefills, self.timers, self.is_in_queue)
@@ -224,7 +224,7 @@ class Ledger:
         assert self._num_freed == (state is State.CLOSED), "the key is freed when and only when the request is closed"
 
     def _check_wait(self, attempt: Any) -> None:
-        """Checks that something ends each wait of an attempt. For tokens, the liveness check of the node does."""
+        """Checks that something ends each wait of an attempt. The node's liveness check ends a wait for tokens."""
         number, group = self._numbers[attempt.group_id], attempt.group_id
         is_granting = (on.Timer.GRANT, group) in self.timers
         is_receiving = (on.Timer.KV, group) in self.timers

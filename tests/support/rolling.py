@@ -1,4 +1,4 @@
-"""Drafters with rollouts on a CPU. Triton's interpreter computes, and a graph repeats its call."""
+"""Drafters with rollouts on a CPU. Triton's interpreter computes, and a replayed graph repeats the captured call."""
 
 from __future__ import annotations
 
@@ -53,25 +53,25 @@ def decide_by_kernels(sampler: Sampler) -> Sampler:
 
 
 def decide_by_arrays(sampler: Sampler) -> Sampler:
-    """Makes the sampler decide by torch, which gives the same ids and is quick."""
+    """Makes the sampler decide by torch, which gives the same ids and is faster."""
     editor = LogitEditor(sampler._editor.vocabulary, apply_to_array)
     sampler._editor, sampler.decider = editor, ArrayDecider(editor)
     return sampler
 
 
 def model_forward(model: LoadedModel, *, num_blocks: int = 64) -> ModelForward:
-    """Returns the forward of a model that torch computes, as on a GPU."""
+    """Returns a model's forward, set up as on a GPU. Torch computes the model."""
     cache = PagedKVCache(model.spec.planes, num_blocks=num_blocks, block_size=BLOCK_SIZE, num_scratch_blocks=1)
     attention = interpreted_attention(num_heads=model.spec.num_heads, num_kv_heads=model.spec.num_kv_heads)
     runner = make_runner(model, cache, attention)
-    runner._graphs = SimpleNamespace(run=lambda _batch: None)  # no graph holds a batch
+    runner._graphs = SimpleNamespace(run=lambda _batch: None)  # no batch runs as a graph
     pool = BlockPool(num_blocks=num_blocks, block_size=BLOCK_SIZE, hash_seed=b"", enable_prefix_cache=True)
     sampler, spec = decide_by_kernels(model.open_sampler()), model.spec
     return ModelForward(pool, cache, runner, sampler, spec.max_model_len, spec.vocab_size)
 
 
 def toy_head_forward(head: ToyHead, monkeypatch, *, num_cached_tokens: int = 1024) -> HeadForward:
-    """Returns the forward of a head, as on a GPU."""
+    """Returns a head's forward, set up as on a GPU."""
 
     def cache_of(planes, **options):
         return PagedKVCache(planes, **options | {"num_scratch_blocks": 1})
@@ -89,7 +89,7 @@ def toy_head_forward(head: ToyHead, monkeypatch, *, num_cached_tokens: int = 102
 
 
 def with_rollouts(forward: ModelForward | HeadForward, graphs: Graphs, monkeypatch):
-    """Adds rollouts to the forward. They are graphs of `graphs`, and so are the steps of a head."""
+    """Adds rollouts to the forward. `graphs` captures the rollouts, and also the steps of a head."""
     for module in (step_graphs, head_steps):
         monkeypatch.setattr(module, "cuda_graphs", lambda _device: graphs.capture)
     if isinstance(forward, HeadForward):

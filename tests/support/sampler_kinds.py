@@ -1,4 +1,4 @@
-"""Samplers by the code that decides and by the library of their arrays."""
+"""Samplers that differ in the code that decides and in the library of their arrays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TORCH, NUMPY = SamplerKind(torch.as_tensor), SamplerKind(np.asarray)
 
 
 class SamplerOfKind(Sampler):
-    """Takes logits of either library."""
+    """A sampler that takes logits of either library."""
 
     def __init__(self, kind: SamplerKind, **options: Any) -> None:
         super().__init__(kernels=kind.kernels, **options)

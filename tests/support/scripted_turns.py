@@ -9,7 +9,7 @@ from tests.support.fake_clock import FakeClock
 
 
 def slow_down(owner: object, name: str, progress: StepProgress, clock: FakeClock) -> list[float]:
-    """Makes each call of `owner.name` take three seconds. Returns a list that gets the step's ageing in each call."""
+    """Makes each call of `owner.name` take three seconds. Returns the list of the step's ageing in each call."""
     function, ages = getattr(owner, name), []
 
     def hang(*args: Any, **options: Any) -> Any:
@@ -27,7 +27,7 @@ class ScriptedTurns(CpuTurns):
     """CpuTurns in which the test plays the other processes."""
 
     def __init__(self, *, num_refusals: int = 0, is_over: bool = False) -> None:
-        """`num_refusals` takes fail before each that succeeds. `is_over` is the answer of `is_over`."""
+        """`num_refusals` calls of `take` fail before each that succeeds. The method `is_over` returns `is_over`."""
         super().__init__("scripted")
         self.num_refusals = num_refusals
         self.on_refusal: Callable[[], None] = lambda: None

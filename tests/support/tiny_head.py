@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def make_tiny_head(path: Path, *, hidden_size: int = 64, vocab_size: int = 320, num_heads: int = 2) -> Path:
-    """Writes Medusa heads for `make_tiny_model`'s models to `path` and returns it. Features: last hidden state."""
+    """Writes Medusa heads for `make_tiny_model`'s models to `path` and returns it. They read the last hidden state."""
     import torch
     from safetensors.torch import save_file
 

@@ -85,8 +85,8 @@ class ToyFeatures:
 def drafted(head: ToyHead, token_ids, params, num_tokens: int, *, prompt_length: int, num_true: int = 0) -> list[int]:
     """Returns the head's drafts after this text, computed without a cache.
 
-    The tokens from `num_true` on are fed with the head's own states, as if they were not committed. With 0, all tokens
-    count as committed.
+    The tokens from `num_true` on are fed with the head's own states, as if they were not committed. If it is 0, all
+    tokens count as committed.
     """
     sampler = Sampler(vocab_size=VOCAB_SIZE, known_token_ids=torch.ones(VOCAB_SIZE, dtype=torch.bool))
     text = list(token_ids)

@@ -1,6 +1,6 @@
 """Receivers of spans in tests: a tracer that keeps them, and a collector that takes them by OTLP.
 
-OpenTelemetry's SDK and protocol are imported when one is made, since tests are collected without them too.
+OpenTelemetry's SDK and protocol are imported when a receiver is made, since tests are also collected without them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HOSTILE = (
     "ff" + TRACEPARENT[2:],
     f"00-{'0' * 32}-{CALLER_ID}-01",
     f"00-{TRACE_ID}-{'0' * 16}-01",
-    "٠٠" + TRACEPARENT[2:],  # digits, but not ours
+    "٠٠" + TRACEPARENT[2:],  # digits, but not ASCII
     TRACEPARENT + "\n",
     TRACEPARENT + " " * 600,
     "0" * 100_000,

@@ -11,7 +11,7 @@ from outrider.training.plan import TrainingPlan
 
 @pytest.fixture(scope="session")
 def kept(tmp_path_factory):
-    """A folder of forty kept answers of two kinds; all tokens except the first few depend only on the one before."""
+    """A folder of forty kept answers of two kinds. Each token after the first few depends only on the one before."""
     folder = tmp_path_factory.mktemp("kept")
     writer, rng = AnswerWriter(folder, max_bytes=1 << 20), random.Random(0)
     for number in range(40):

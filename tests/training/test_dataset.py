@@ -20,7 +20,7 @@ def test_a_share_of_each_kind_is_held_out_and_stays_the_same_when_more_comes():
     assert sorted(answer.kind for answer in every if tuple(answer.prompt) in chosen) == ["chat"] * 4 + ["code"] * 2
     more = [*every, *(KeptAnswer([1, 4, number], [2, 2], 0.0, "chat") for number in range(9))]
     assert len(chosen & held_out_prompts(more, 0.1)) >= 4
-    assert held_out_prompts([every[0]], 0.5) == set()  # nothing would be left
+    assert held_out_prompts([every[0]], 0.5) == set()  # otherwise nothing would be left for training
 
 
 def test_answers_to_one_prompt_are_held_out_together():
@@ -31,7 +31,7 @@ def test_answers_to_one_prompt_are_held_out_together():
 
 
 def test_texts_that_are_too_long_or_over_the_bound_stay_out(plan_of):
-    plan = plan_of(max_length=20, max_feature_bytes=13 * 10 * 4 * 4)  # ten texts of 13 tokens with 4 float32 each
+    plan = plan_of(max_length=20, max_feature_bytes=13 * 10 * 4 * 4)  # ten texts of 13 tokens, with 4 float32 per token
     dataset = choose_texts(plan, [*answers(30), *answers(5, kind="long", size=18)], **SHAPE)
     assert [len(text.token_ids) for text in dataset.texts] == [13] * 10
     assert len(dataset.tokens) == 130
@@ -52,7 +52,7 @@ def test_only_texts_whose_hidden_states_are_whole_are_there(plan_of):
     dataset = toy_dataset(plan_of())
     num_texts = len(dataset)
     assert num_texts == 40
-    with dataset.hidden_path.open("r+b") as file:  # killed within the last text
+    with dataset.hidden_path.open("r+b") as file:  # as if killed within the last text
         file.truncate(dataset.hidden_path.stat().st_size - 3)
     again = Dataset(features_folder(plan_of()))
     assert len(again) == num_texts - 1

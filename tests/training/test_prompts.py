@@ -95,8 +95,8 @@ async def test_what_the_target_wrote_becomes_a_prompt_of_its_kind():
     assert {kind for kind, _ in prompts} == {"chat", "code", "text"}
     texts = [client.text(token_ids) for _, token_ids in prompts]
     assert all(text.endswith("please.<|im_end|>\n<|im_start|>assistant\n") for text in texts)
-    assert len(set(texts)) > 15  # other opening words
-    assert all("system" not in text for text in texts)  # which only varied the question
+    assert len(set(texts)) > 15  # they open with different words
+    assert all("system" not in text for text in texts)  # system prompts only vary the question
     assert {asked.startswith("<|im_start|>system") for asked, _ in client.asked} == {True, False}
     assert all(options["stop_token_ids"] == [2] for _, options in client.asked)  # <|im_end|>
 

@@ -17,15 +17,15 @@ TEXT = [9, 9, 1, 2, 3, 4, 5, 6, 7, 8]  # a prompt of two tokens, an answer of ei
 
 
 def right_of(drafts):
-    """Returns, by number of known tokens, the leading tokens of the draft that are the text's."""
+    """Returns, by number of known tokens, how many leading tokens of the draft agree with the text."""
     return [num_common(draft, TEXT[known:]) for known, draft in enumerate(drafts)]
 
 
 def test_a_walk_counts_as_one_does_by_hand():
-    """Only tokens 2, 3, 5 and 6 are right. k = 2, after 1: [2 3] 4 | [5 6] 7 | then 8 is too near the end."""
+    """Only tokens 2, 3, 5 and 6 are right. With k = 2, steps after 1: [2 3] 4 | [5 6] 7. 8 is too near the end."""
     drafts = [[token if token in {2, 3, 5, 6} else 0 for token in TEXT[known:]] for known in range(10)]
     assert walk(right_of(drafts), 2, 2) == [2, 2]
-    # [2 -] 3 | [4 -] 5 | [6 -] 7 | one token is left.
+    # Steps: [2 -] 3 | [4 -] 5 | [6 -] 7. One token is left.
     assert walk(right_of([[token, 0] for token in TEXT]), 2, 2) == [1, 1, 1]
 
 
@@ -34,7 +34,7 @@ def test_a_walk_without_drafts_makes_a_token_a_step():
 
 
 def test_figures_are_of_steps_by_their_right_drafts():
-    counts = np.array([0, 3, 1])  # three steps with one right draft token, one with two
+    counts = np.array([0, 3, 1])  # no step with 0 right draft tokens, three with 1, one with 2
     assert tokens_per_step(counts) == 9 / 4
     assert acceptance(counts) == [4 / 4, 1 / 4]
     assert math.isnan(tokens_per_step(np.zeros(3)))
@@ -47,7 +47,7 @@ def test_noise_makes_the_chosen_token_win_and_is_gumbel_noise():
     chosen = torch.multinomial(torch.softmax(logits[0], -1), 30_000, replacement=True, generator=generator)
     noise = noise_given(logits, chosen, generator)
     assert ((logits + noise).argmax(-1) == chosen).all()
-    assert abs(noise.mean().item() - 0.5772) < 0.02  # averaged over the chosen tokens, it is unconditional noise again
+    assert abs(noise.mean().item() - 0.5772) < 0.02  # averaged over the chosen tokens, it is plain Gumbel noise again
     assert abs(noise.var().item() - 1.6449) < 0.05
 
 
@@ -62,7 +62,7 @@ class Oracle:
 
     def start(self, features, *, first=0):
         tokens = torch.cdist(features[0, :, :HIDDEN], self.target.embedding()).argmin(-1)
-        self.tokens = torch.tensor([self.target.follower(int(token)) for token in tokens])  # of the row itself
+        self.tokens = torch.tensor([self.target.follower(int(token)) for token in tokens])  # follow the rows' tokens
 
     def step(self, chains, token_ids):
         self.tokens = torch.tensor([self.target.follower(int(token)) for token in self.tokens])
@@ -99,7 +99,7 @@ def test_a_sampled_answer_is_drafted_with_the_noise_that_drew_it(plan_of):
         assert [tokens_per_step(steps) for steps in counts[HEAD]] == [2, 3]
 
 
-STEPS = np.array([[[2, 8, 0], [2, 6, 2]]] * 3)  # by source, k - 1 and right tokens
+STEPS = np.array([[[2, 8, 0], [2, 6, 2]]] * 3)  # numbers of steps by source, k - 1 and number of right tokens
 ROW_SECONDS = [[0.010, 0.012, 0.014]] * len(CLIENTS)
 HEAD_SECONDS = [0.002] * len(CLIENTS)
 
@@ -110,7 +110,7 @@ def test_the_report_says_what_was_counted():
     assert "- a fact" in report
     assert "| head | 1.80 | 2.00 |" in report  # 18 / 10, 20 / 10
     assert "| chat | 0.80 | 0.25 |" in report  # 8 of 10, 2 of 8
-    assert f"| chat | {1.8 * 10 / 12:.2f} (lookup, k = 1) |" in report  # here as good as both, and it costs nothing
+    assert f"| chat | {1.8 * 10 / 12:.2f} (lookup, k = 1) |" in report  # as good as with the head, and free
     assert "| 16 | 10.00 | 12.00 | 14.00 | 2.00 |" in report
     assert "The processor's caches are flushed before each step" in report
 

@@ -78,7 +78,7 @@ def test_a_run_that_has_ended_learns_on_when_it_is_given_more_time(plan_of):
 
 
 def test_hidden_states_are_those_of_the_target(plan_of, tiny_model):
-    """They are compared with those that transformers computes."""
+    """The hidden states are compared with those that transformers computes."""
     from transformers import AutoModelForCausalLM
 
     plan = plan_of(minutes=0.05)
@@ -89,7 +89,7 @@ def test_hidden_states_are_those_of_the_target(plan_of, tiny_model):
         rows = dataset.rows(text)
         with torch.inference_mode():
             states = model(dataset.tokens[rows][None], output_hidden_states=True).hidden_states
-        # states[i] is the input of layer i; the last is behind the final norm.
+        # states[i] is the input of layer i; the last one is the output of the final norm.
         taps = json.loads((plan.out / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
         expected = torch.cat([*(states[tap][0] for tap in taps), states[-1][0]], -1)
         torch.testing.assert_close(dataset.hidden[rows], expected, atol=1e-4, rtol=1e-4)
@@ -99,7 +99,7 @@ def test_the_target_writes_its_own_prompts(plan_of, running):
     plan = plan_of(traffic=None, minutes=0.05, concurrency=4, max_answer_tokens=16)
     stages = set()
     _, said = run(plan, address=running.router_address, progress=lambda stage, *_: stages.add(stage))
-    assert stages == {"answers, seconds", "features, tokens", "training, seconds"}  # a log has one line per stage
+    assert stages == {"answers, seconds", "features, tokens", "training, seconds"}  # so a log has one line per stage
     answers = list(read_answers(answers_folder(plan)))
     assert len(answers) >= 4
     assert {answer.temperature for answer in answers} <= {0.0, 0.7, 1.0}
@@ -123,7 +123,7 @@ def test_prompts_of_a_file_are_answered_once_over_runs(plan_of, running, tmp_pat
     before = list(read_answers(answers_folder(plan)))
     assert len(before) == 5
     state = RunState.open(plan)
-    state.done.remove("answers")  # as if it had been interrupted there
+    state.done.remove("answers")  # as if the run had been interrupted in this stage
     state.write()
     (plan.work / "features" / "texts.json").unlink()
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
@@ -159,7 +159,7 @@ train_head(plan, None, say=print, progress=progress)
 """
 
 
-@pytest.mark.full  # starts three processes that import torch; the test before interrupts a run in this process
+@pytest.mark.full  # starts three processes that import torch; the previous test interrupts a run in this process
 def test_a_run_that_is_killed_goes_on_where_it_was(tiny_model, kept, tmp_path):
     def start(*arguments):
         return subprocess.run(
@@ -192,7 +192,7 @@ def test_a_head_is_taken_up_with_its_reduction(plan_of, tiny_model, tmp_path):
     second = plan_of(minutes=0.03, out=tmp_path / "second", init_from=first.out, draft_vocab_size=7)
     run(second)
     old, new = (open_head(plan.out, target, cpu, torch.float32) for plan in (first, second))
-    assert new.reduction.fingerprint == old.reduction.fingerprint  # a running cluster's features fit it as well
+    assert new.reduction.fingerprint == old.reduction.fingerprint  # a running cluster's features fit the new head, too
     assert new.target_ids.tolist() == old.target_ids.tolist()
     assert new.spec.fingerprint != old.spec.fingerprint
 

@@ -34,7 +34,7 @@ def rounded(student):
         for weight in student.weights.values():
             weight.copy_((weight + 0.1 * torch.randn_like(weight)).bfloat16())
     if (scale := student._scale) is not None:
-        scale.copy_(2.0 ** torch.randint(-3, 3, scale.shape))  # folded into fc without rounding
+        scale.copy_(2.0 ** torch.randint(-3, 3, scale.shape))  # powers of two are folded into fc without rounding
     return student
 
 

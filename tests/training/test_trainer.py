@@ -45,7 +45,7 @@ def test_a_head_learns_a_target_that_can_be_told(make, one_thread, form):
     learn(trainer, 120)
     losses, hits, _ = trainer.losses(batch)
     assert losses[0].item() < 0.5 * before[0]
-    assert losses[2].item() < 0.7 * before[2]  # it also learns from its own states
+    assert losses[2].item() < 0.7 * before[2]  # the head also learns from its own states
     assert hits[0].float().mean() > 0.5  # chance is 1 / 48
 
 

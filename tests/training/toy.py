@@ -1,4 +1,4 @@
-"""A data set without a real target, whose hidden states determine the next token."""
+"""A data set that needs no real target. Its hidden states determine the next token."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class ToyTarget:
         return tokens
 
     def hidden(self, tokens):
-        """[len(tokens), 3 * HIDDEN]: two taps that determine the token, and a final state that determines the next."""
+        """Returns two taps that determine the token and a state that determines the next, [len(tokens), 3 * HIDDEN]."""
         one = self._embedding[tokens]
         final = self._output[[self.follower(token) for token in tokens]]
         return torch.cat([one, 3 * one, final], -1)
 
 
 def toy_dataset(plan, *, has_taps=True, num_texts=40):
-    """Writes a data set to the plan's folder."""
+    """Writes a data set to the plan's folder, and returns it."""
     target = ToyTarget()
     answers = [
         KeptAnswer(text[:4], text[4:], float(number % 2), ("chat", "code")[number % 3 == 0])
@@ -85,7 +85,7 @@ def toy_student(form, *, num_steps=3, size=VOCAB, num_layers=1, **options):
     if num_layers > 1:
         options["transformer_layer_config"] = {**new.config["transformer_layer_config"], "num_hidden_layers": 2}
         for name in new.tensor_names - {"layers.0.hidden_norm.weight"}:
-            if name.startswith("layers.0."):  # only the first layer reads embeddings beside the stream
+            if name.startswith("layers.0."):  # only the first layer reads embeddings beside hidden states
                 width = HIDDEN if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) else None
                 tensors[name.replace("layers.0.", "layers.1.")] = tensors[name][..., :width].contiguous()
     checkpoint = Checkpoint.in_memory(plan.out, {**new.config, **options}, tensors)

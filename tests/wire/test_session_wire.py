@@ -174,7 +174,7 @@ def test_a_report_survives_the_wire():
 
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), float("-inf")])
 def test_a_rate_that_is_no_number_is_zero(rate):
-    """A node's values are displayed, and written as JSON."""
+    """A node's values are displayed, and written as JSON, which has only finite numbers."""
     rates = ("tokens_per_second", "mean_acceptance_length", "look_ahead_hit_rate", "kv_bytes_per_second")
     load = node_pb2.NodeLoad(num_running=2, **dict.fromkeys(rates, rate))
     proto = node_pb2.NodeReport(state=router_pb2.NODE_STATE_SERVING, incarnation=ID, load=load)
@@ -196,7 +196,7 @@ def test_an_id_of_the_wrong_size_is_refused():
         ([(4,)], (1, 2, 3)),
         ([(), ()], (1, 2)),
         ([(4, 5, 6), (4, 5, 7)], (1, 2, 3, 4, 5)),
-        ([(4, 5, 6), (4, 5)], (1, 2, 3, 4)),  # the last of the shorter one is a row of its first step
+        ([(4, 5, 6), (4, 5)], (1, 2, 3, 4)),  # the shorter sample computes its last token's KV in its first step
         ([(4, 5), (6, 7)], (1, 2, 3)),
         ([(4, 5), ()], (1, 2)),
     ],

@@ -1,7 +1,7 @@
-"""Imports configurations of other servers: files of TensorRT-LLM, Dynamo and vLLM, flags of `vllm serve`.
+"""Imports configurations of other servers: files of TensorRT-LLM, Dynamo and vLLM, and flags of `vllm serve`.
 
-`keys.yaml`, next to this file, maps each key to Outrider's settings. `vllm_settings` is for scripts; this module has
-vLLM's arguments, both for Python and as flags of `outrider up`.
+`keys.yaml`, next to this file, maps each key to Outrider's settings. This module takes vLLM's arguments, either from
+Python scripts (`vllm_settings`) or as flags of `outrider up`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ PREFIX = "vllm:"
 
 
 def vllm_entries(arguments: Mapping[str, Any], *, source: str) -> list[Entry]:
-    """Returns entries for the `arguments` of `load_config`. `source` precedes the name in errors and warnings.
+    """Returns entries for the parameter `arguments` of `load_config`. In errors and warnings, `source` precedes an
+    argument's name.
 
-    A `speculative_config` of None turns speculation off; any other None is the default.
+    A `speculative_config` of None turns speculation off; for any other argument, None means the default.
     """
     return [Entry(key=name, value=value, source=source) for name, value in arguments.items()]
 
 
 def vllm_settings(arguments: Mapping[str, Any], *, target: str = "", source: str = "argument") -> Imported:
-    """Translates vLLM's arguments to Outrider's settings: `.overrides` for a `Launch`, and `.warnings`.
+    """Translates vLLM's arguments to Outrider's settings. The result has `.overrides` for a `Launch`, and `.warnings`.
 
-    `target` is the served model, which MTP heads come with. The rest is as for `vllm_entries`.
+    `target` is the served model, whose folder may have MTP heads. `arguments` and `source` are as for `vllm_entries`.
 
     Raises: ConfigError for an argument that cannot be honoured.
     """

@@ -1,4 +1,4 @@
-"""Translates each key of another server's configuration by the rules of `keys.yaml`, and the drafter by code."""
+"""Translates another server's configuration: most keys by rules in `keys.yaml`, the choice of the drafter by code."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from outrider.errors import ConfigError
 SPECULATIVE = "speculative_config"
 OFF = {"cluster.draft": "none", "decode_node.num_speculative_tokens": 0, "model.head": ""}
 """The settings that turn speculation off."""
-MAX_SHARE = 0.95  # upper limit for kv_cache.memory
+MAX_SHARE = 0.95  # maximum kv_cache.memory, as a fraction of the memory
 
 
 class Kind(Enum):
     """The result of translating a key."""
 
     SET = "set"
-    SAME = "same"  # it asks for the default behaviour
-    WARNING = "warning"  # ignored: it concerns speed only
-    ERROR = "error"  # cannot be honoured, and would change answers or is required
+    SAME = "same"  # the key asks for the default behaviour
+    WARNING = "warning"  # the key is ignored, because it concerns only speed
+    ERROR = "error"  # the key would change answers or is required, but cannot be honoured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translated:
-    """One key of a file, or one argument, and its result. Groups are flattened: `kv_cache_config.dtype`."""
+    """One key of a file, or one argument, with the result. Keys in groups are flattened: `kv_cache_config.dtype`."""
 
     entry: Entry
     kind: Kind
@@ -55,7 +55,7 @@ class Imported:
     keys: Sequence[Translated]
 
     def __post_init__(self) -> None:
-        """Raises: ConfigError if there is an error."""
+        """Raises: ConfigError if the result of a key is an error."""
         errors = [key for key in self.keys if key.kind is Kind.ERROR]
         if errors:
             rest = f" (and {len(errors) - 1} more, which `outrider config import` lists)" if errors[1:] else ""
@@ -73,7 +73,7 @@ class Imported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How keys are translated, unless their value is one of `allowed`, which ask for the default behaviour."""
+    """How some keys are translated. The values in `allowed` ask for the default behaviour and are not translated."""
 
     kind: Kind
     note: str = ""
@@ -83,14 +83,16 @@ class Rule:
 
 
 def translate(entries: Iterable[Entry], *, target: str = "") -> list[Translated]:
-    """Returns the keys in order. `target` is the served model, which may have a head; "": the entries name it.
+    """Translates entries and returns the results in the same order.
 
-    Raises: ConfigError if a `speculative_config` is text, as vLLM's flag, but not JSON, or if the file belongs to
+    `target` is the served model, whose folder may have a head. If it is empty, the entries name the model.
+
+    Raises: ConfigError if a `speculative_config` is text (vLLM's flag) but not JSON, or if the file belongs to
     something other than a model server.
     """
     flat = {entry.key: entry for entry in _flattened(entries)}
     if not flat:
-        return []  # without reading the rules
+        return []  # there is no need to read the rules
     if other := kind_of_file(flat.values()):
         raise ConfigError(other)
     if not target and "model" in flat:
@@ -100,9 +102,9 @@ def translate(entries: Iterable[Entry], *, target: str = "") -> list[Translated]
 
 
 def kind_of_file(entries: Iterable[Entry]) -> str:
-    """Says what kind of file this is, such as an orchestrator's, and what to do; "" if a model server may read it.
+    """Returns what kind of file this is, such as an orchestrator's, and what to do; "" if a model server may read it.
 
-    Decides by keys that only such files have: the table's `files`, in which * matches anything.
+    Each kind is recognised by keys that only its files have: `files` in keys.yaml, where * matches anything.
     """
     for entry in entries:
         for kind in _table()["files"]:
@@ -112,7 +114,7 @@ def kind_of_file(entries: Iterable[Entry]) -> str:
 
 
 def _without_contradictions(keys: Sequence[Translated]) -> list[Translated]:
-    """Keeps the last of several keys for a setting, such as vLLM's after TensorRT-LLM's; others become warnings."""
+    """If keys (of vLLM and TensorRT-LLM) set a setting differently, keeps the last key; the others become warnings."""
     last = {name: key for key in keys for name in key.settings}
     found = []
     for key in keys:
@@ -124,10 +126,10 @@ def _without_contradictions(keys: Sequence[Translated]) -> list[Translated]:
 
 
 def _flattened(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Replaces dashes by underscores; groups given as one value, in JSON or Python, become keys, too."""
+    """Replaces dashes in keys with underscores, and groups given as one value (JSON text or a dict) with their keys."""
     for entry in entries:
         key, value = entry.key.replace("-", "_"), entry.value
-        if isinstance(value, str) and (key == SPECULATIVE or value.lstrip().startswith("{")):  # the form of the flag
+        if isinstance(value, str) and (key == SPECULATIVE or value.lstrip().startswith("{")):  # JSON, as in flags
             try:
                 value = _unquoted(value)
             except ValueError as error:
@@ -141,9 +143,9 @@ def _flattened(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def _unquoted(value: Any) -> Any:
-    """Parses the value in a text as vLLM does, which turns its file into flags: "16" is a number, "false" is not.
+    """Parses a text as YAML. vLLM does so too, because it turns its file into flags. So "16" and "false" are not text.
 
-    Raises: ValueError if it is not YAML.
+    Raises: ValueError if the text is not YAML.
     """
     if not isinstance(value, str):
         return value
@@ -164,7 +166,7 @@ def _table() -> dict[str, Any]:
 
 @cache
 def rules() -> Mapping[str, Rule]:
-    """Rules by key. That of "moe_config.*" is for every key of the group."""
+    """Returns the rules by key. The rule of "moe_config.*" is for every key of the group `moe_config`."""
     return {
         key: Rule(kind=kind, **{name: value for name, value in item.items() if name != "keys"})
         for kind in (Kind.SET, Kind.ERROR, Kind.WARNING)
@@ -174,12 +176,12 @@ def rules() -> Mapping[str, Rule]:
 
 
 def has_rule(key: str) -> bool:
-    """Whether files of other servers have this key."""
+    """Returns whether there is a rule for this key, that is, whether files of other servers have it."""
     return key.replace("-", "_") in rules()
 
 
 def _by_rule(entry: Entry) -> Translated:
-    """Translates by the key's own rule, or its group's; without one, returns an error with the nearest key."""
+    """Translates an entry by the rule of its key or group. Without one, the result is an error with the nearest key."""
     parts, value = entry.key.split("."), entry.value
     names = [entry.key, *(".".join((*parts[:end], "*")) for end in range(len(parts), 0, -1))]
     rule = next((rules()[name] for name in names if name in rules()), None)
@@ -208,12 +210,14 @@ def _by_rule(entry: Entry) -> Translated:
 
 
 def _speculation(flat: Mapping[str, Entry], target: str, names: Mapping[str, Any]) -> dict[str, Translated]:
-    """Translates the keys that name the method and its model, and returns the results by key; all others have rules.
+    """Translates the keys that name the speculation method and its model. All other keys have rules.
+
+    Returns the results by key.
 
     Args:
         flat: all entries by key.
         target: the served model; empty: unknown.
-        names: `speculative` of `keys.yaml`.
+        names: the part `speculative` of `keys.yaml`.
     """
     whole = flat.get(SPECULATIVE)
     if whole is not None and not whole.value:
@@ -237,7 +241,7 @@ def _speculation(flat: Mapping[str, Entry], target: str, names: Mapping[str, Any
 
 
 def _draft_settings(method: str, model: str, by: str, target: str, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a method, named by the key `by`; its model may be empty. Raises: ValueError."""
+    """Returns the settings for `method`, the value of the key `by`. `model` may be empty. Raises: ValueError."""
     proposers: Mapping[str, str] = names["methods"]
     if not method:
         raise ValueError(f"{' or '.join(names['models'])} is missing: name one of {', '.join(proposers)}")
@@ -292,9 +296,9 @@ CONVERTERS = {
     "same": lambda value: value,
     "percent": _percent,
     "only_name": _only_name,
-    "is_given": lambda value: value is not None,  # null turns a group off
+    "is_given": lambda value: value is not None,  # a group is turned off by null
     "negated": _negated,
 }
-"""Converters from another server's value to Outrider's, by name in the table. Each raises ValueError on failure."""
+"""Converters from another server's value to Outrider's, by name in keys.yaml. Each raises ValueError on failure."""
 UNPARSED = ("same", "only_name")
-"""These keep text unparsed, since its type is known only later. The others take the value in the quotes."""
+"""Converters that take text as it is, because its type is known only later. The others take the parsed value."""

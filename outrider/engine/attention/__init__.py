@@ -17,12 +17,12 @@ FLASH_ATTN_DTYPES = ("float16", "bfloat16")
 def make_attention_backend(
     name: str = "auto", device: str = "cpu", dtype: str = "float32", *, num_heads: int = 1, num_kv_heads: int = 1
 ) -> AttentionBackend:
-    """Makes a backend. Raises: ConfigError if there is none of this name, or if it cannot run on this device.
+    """Makes a backend. Raises: ConfigError if there is none of this name, or if it cannot run here.
 
     Args:
         name: "torch_sdpa", "triton", "varlen_attn" (FlashAttention in torch), "flash_attn" (FlashAttention in the
-            flash-attn package) or "auto", which is the first of varlen_attn, triton and torch_sdpa that can run. Both
-            FlashAttentions compute prompts only; other steps use triton.
+            flash-attn package) or "auto", which is the first of varlen_attn, triton and torch_sdpa that can run. The
+            two FlashAttention backends compute prompts only; other steps use triton.
         device: the model's device.
         dtype: dtype of queries, keys and values.
         num_heads: number of query heads. Only triton needs it.

@@ -16,7 +16,7 @@ class AttentionOptions:
     """A layer's options beyond plain causal attention."""
 
     scaling: float  # multiplies query · key
-    sliding_window: int | None = None  # keys at positions (p - sliding_window, p] of a row at position p
+    sliding_window: int | None = None  # a row at position p sees keys at (p - sliding_window, p]; None: all up to p
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
 
 
@@ -31,7 +31,7 @@ class AttentionBackend(Protocol):
 
     name: str  # as in settings, such as "torch_sdpa"
     can_be_captured: bool = False
-    """Whether its kernel launches for a padded batch depend only on the batch's bucket, as CUDA graphs require."""
+    """Whether the kernel launches for a padded batch depend only on the batch's bucket, as CUDA graphs require."""
 
     def plan(self, batch: InputBatch) -> InputBatch:
         """Returns the batch with an `attention_plan`, or unchanged if there is nothing to plan.
@@ -44,7 +44,7 @@ class AttentionBackend(Protocol):
     def prepare(self, batch: InputBatch) -> Any:
         """Returns what all layers of one forward share (indices, masks), which `attend` takes as `plan`.
 
-        Plans the batch first if it has no plan. That makes a copy, whose fields are uploaded separately.
+        A batch without a plan is planned first. That makes a copy of the batch, whose fields are uploaded separately.
         """
 
     def store(self, keys: Tensor, values: Tensor, key_cache: Any, value_cache: Any, slots: Tensor) -> None:
@@ -56,7 +56,7 @@ class AttentionBackend(Protocol):
         self,
         plan: Any,
         query: Tensor,  # [num_rows, num_heads, head_dim]
-        key_cache: Any,  # this layer's entry of PagedKVCache.keys, with this forward's rows
+        key_cache: Any,  # this layer's entry of PagedKVCache.keys, which already has this forward's rows
         value_cache: Any,  # same, in PagedKVCache.values
         options: AttentionOptions,
     ) -> Tensor:

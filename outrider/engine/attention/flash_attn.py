@@ -20,9 +20,9 @@ MIN_ROWS = 256
 """Minimum mean number of rows per sequence for FlashAttention. Copying a key takes about as long as attending to it
 with 80 rows, so with 256 or more rows the copy is the smaller part."""
 MAX_GATHERED_KEYS = 1 << 16
-"""Maximum number of gathered keys of several sequences, for one layer: 0.27 GB with 8 heads of 128. A single sequence
-may have as many keys as its window, which the warm-up has tried. Many sequences with a common prefix could otherwise
-need several times the memory of the cache."""
+"""Maximum number of keys of several sequences that are gathered for one layer: 0.27 GB with 8 heads of 128. Without
+this limit, many sequences with a common prefix could need several times the memory of the cache. A single sequence may
+have more keys, up to the context window, which the warm-up has tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,15 @@ class _Plan:
     """The plan of a batch of long prompt chunks, with the slots of all their keys."""
 
     query_start_loc: Tensor  # [num_seqs + 1] int32
-    key_start_loc: Tensor  # [num_seqs + 1] int32, of the gathered keys
+    key_start_loc: Tensor  # [num_seqs + 1] int32: where the gathered keys of each sequence start
     slots: Tensor  # [num_keys] int64
     max_num_rows: int
     max_seq_len: int
-    steps_plan: Any  # the plan of the backend for steps, for layers that FlashAttention cannot compute
+    steps_plan: Any  # the plan of the other backend, for layers that FlashAttention cannot compute
 
 
 class FlashAttention(AttentionBackend):
-    """A backend for long prompt chunks: FlashAttention over gathered keys. Another backend, the one for steps, computes
+    """A backend for long prompt chunks: FlashAttention over gathered keys. Another backend, `steps`, computes
     everything else, including draft trees.
 
     FlashAttention follows block tables only if a block has a multiple of 256 tokens. To allow blocks of any size, keys
@@ -63,11 +63,11 @@ class FlashAttention(AttentionBackend):
         self._steps = steps
 
     def plan(self, batch: InputBatch) -> InputBatch:
-        """Plans with the backend for steps, since any batch may have layers that it must compute."""
+        """Plans with the backend `steps`, which may have to compute some layers of any batch."""
         return self._steps.plan(batch)
 
     def prepare(self, batch: InputBatch) -> Any:
-        """Returns this backend's plan for a batch of long prompt chunks, otherwise that of the backend for steps."""
+        """Returns this backend's plan for a batch of long prompt chunks, or the plan of `steps` for other batches."""
         steps_plan = self._steps.prepare(batch)
         arrays = batch.arrays
         if batch.is_padded or batch.has_trees or batch.num_rows < MIN_ROWS * batch.num_seqs:
@@ -100,7 +100,7 @@ class FlashAttention(AttentionBackend):
         if (softcap is not None and "softcap" not in self._options) or head_dim > 256 or head_dim % 8:
             return self._steps.attend(plan.steps_plan, query, key_cache, value_cache, options)
         window = -1 if options.sliding_window is None else options.sliding_window - 1
-        # From 2.13 on torch needs a flag for shared key heads; earlier versions have no such argument.
+        # Since version 2.13, torch needs a flag for shared key heads; earlier versions have no such argument.
         wanted = {"scale": scale, "softmax_scale": scale, "softcap": softcap or 0.0, "enable_gqa": True}
         return self._compute(
             query.contiguous(),
@@ -109,6 +109,6 @@ class FlashAttention(AttentionBackend):
             plan.key_start_loc,
             plan.max_num_rows,
             plan.max_seq_len,
-            window_size=(window, 0),  # relative to the last key, that of a sequence's last row
+            window_size=(window, 0),  # a sequence's last row is at its last key
             **{name: value for name, value in wanted.items() if name in self._options},
         )

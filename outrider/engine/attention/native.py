@@ -1,4 +1,4 @@
-"""Paged attention with the native CPU kernel: a row has the same bits in any batch."""
+"""Paged attention with the native CPU kernel. The bits of a row's output do not depend on the batch."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class _SequencePlan:
 
     first_row: int
     num_rows: int
-    slots: Tensor  # [num_keys] int64, of these keys
+    slots: Tensor  # [num_keys] int64, the slots of these keys
     seen: Tensor | None  # [num_rows, num_keys] bool; None: every row sees every key
 
 
@@ -66,8 +66,8 @@ class _Plan:
 
 
 class TorchSdpaAttention(AttentionBackend):
-    """A backend that gathers the keys of each sequence and calls torch's scaled_dot_product_attention, or computes the
-    same with a soft cap.
+    """A backend that gathers the keys of each sequence and calls torch's scaled_dot_product_attention. With a soft cap,
+    it computes the same with separate operations.
     """
 
     name = "torch_sdpa"
@@ -99,7 +99,7 @@ def _attend(
 ) -> Tensor:
     """Returns the output of one sequence's rows: [num_rows, num_heads, head_dim].
 
-    KV heads are torch's batch dimension, so keys are not copied.
+    KV heads are torch's batch dimension, so keys are not copied for each query head.
     """
     num_kv_heads = key_cache.shape[2]
     rows = query.unflatten(1, (num_kv_heads, -1)).permute(

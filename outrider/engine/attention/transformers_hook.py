@@ -28,7 +28,7 @@ value in the key's shape, the options, and the layer's other arguments. Returns 
 
 def register_attention() -> None:
     """Registers ATTENTION_NAME with transformers; idempotent."""
-    from transformers import AttentionInterface  # takes seconds, which a node with packed weights avoids
+    from transformers import AttentionInterface  # takes seconds; a node with packed weights avoids it
 
     AttentionInterface.register(ATTENTION_NAME, _attention)
 

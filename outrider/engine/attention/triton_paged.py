@@ -1,4 +1,6 @@
-"""Paged attention with our Triton kernel: blocks of any size, read in place; a row has the same bits in any batch."""
+"""Paged attention with our Triton kernel, which reads blocks of any size in place. A row's bits are independent of its
+batch.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from outrider.engine.gpu_kernels.work_list import HEADER_INTS, Tile, WorkLists
 from outrider.engine.input_batch import BatchFields, InputBatch
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Number of kernel programs per multiprocessor: as many as its registers hold."""
+"""Number of kernel programs per multiprocessor: the most that its registers allow."""
 MAX_MERGING_PROGRAMS = 64
-"""Maximum number of programs that merge the tiles of a head."""
+"""Maximum number of programs per head that merge cut tiles."""
 MAX_BLOCK_BYTES = 16 << 10
-"""Maximum bytes of keys that a program loads at a time. The values take as much again; with three pipeline stages,
+"""Maximum bytes of keys that a program loads at a time. Values take as many bytes again. With three pipeline stages,
 64 KiB of keys and values are in shared memory."""
 
 
@@ -24,7 +26,7 @@ _Plan = tuple[InputBatch, BatchFields[Tensor]]
 
 
 class TritonAttention(AttentionBackend):
-    """A backend with one launch for all rows of all sequences, and a second one that merges tiles that were split."""
+    """A backend with one launch for all rows of all sequences, and a second launch that merges tiles that were cut."""
 
     name = "triton"
     can_be_captured = True
@@ -77,7 +79,7 @@ class TritonAttention(AttentionBackend):
         padded_dim = max(16, 1 << (head_dim - 1).bit_length())
         keys_per_block = min(tile.keys, max(16, MAX_BLOCK_BYTES // (padded_dim * key_cache.element_size())))
         num_items, _, num_rows, num_merged = batch.arrays.attention_plan[:HEADER_INTS]
-        if batch.is_padded:  # uses the largest counts of any batch of its shape
+        if batch.is_padded:  # uses the largest counts of any batch of this shape
             num_items, num_merged = self._lists.max_items(num_rows), num_rows
         num_partials = num_merged and self._lists.max_partials
         query = query.contiguous()

@@ -16,7 +16,11 @@ from outrider.engine.cpu_kernels.library_cache import compile_libraries, librari
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, also without a compiler, since nodes then use torch's kernels; 1 for bad sources."""
+    """Returns the exit status.
+
+    With `--all` it is 1 if there is no compiler, a source does not compile or the cache cannot be written. Otherwise it
+    is 0, because nodes without a library use torch's kernels.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--all", action="store_true", help="every instruction path, not only this processor's")
     if parser.parse_args(argv).all:

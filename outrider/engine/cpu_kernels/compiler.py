@@ -38,19 +38,19 @@ LINK_FLAGS = ("-shared", "-pthread")
 # The library has its own hidden C++ runtime, which cannot conflict with the one that torch loads.
 EXPORTS = "exports.map"
 LINUX_LINK_FLAGS = ("-static-libstdc++", "-static-libgcc", f"-Wl,--version-script={EXPORTS}", "-Wl,-z,defs")
-WARNING_FLAGS = ("-Wall", "-Wextra")  # stored with the library: tests treat warnings as errors, users never see them
+WARNING_FLAGS = ("-Wall", "-Wextra")  # stored with the library; checks/kernels.py fails on warnings
 # GCC 12 warns about its own _mm512_undefined wherever an intrinsic is inlined (GCC bug 105593), about an ABI that no
-# caller sees, and about types local to a source, because a unit includes several.
+# caller sees, and about types local to a source, because a unit includes several sources.
 GCC_WARNING_FLAGS = ("-Wno-maybe-uninitialized", "-Wno-psabi", "-Wno-subobject-linkage")
 LONG_SOURCES = ("decoder.cpp", "linear.cpp", "paged_attention.cpp")
-"""Sources that take about as long to compile as all others together: they form one unit, the others a second."""
+"""Sources that together take about as long to compile as all others. They form one unit, the others a second one."""
 
 NO_COMPILER = "there is no C++ compiler"
-PROBE = "#include <atomic>\nvoid wait(std::atomic<int>& value) { value.wait(0); }\n"  # needs the C++20 library
+PROBE = "#include <atomic>\nvoid wait(std::atomic<int>& value) { value.wait(0); }\n"  # needs C++20's standard library
 
 
 class CompileError(Exception):
-    """Raised if there is no compiler, or with its output if it rejects a source."""
+    """Raised if there is no compiler, or if it rejects a source. In the second case, the message has its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Compiler:
         return (*WARNING_FLAGS, *(() if "clang" in self.version else GCC_WARNING_FLAGS))
 
     def knows(self, flags: Sequence[str]) -> str:
-        """Returns why these flags do not work in the folder of the sources, or an empty string."""
+        """Returns why the compiler does not accept these flags in the folder of the sources, or an empty string."""
         command = [*self.command, *COMPILE_FLAGS, *flags, "-fsyntax-only", "-x", "c++", "-"]
         result = subprocess.run(command, cwd=SOURCE, input=PROBE, capture_output=True, text=True, check=False)
         return "" if result.returncode == 0 else f"{self.version}: {first_error(result.stderr)}"
@@ -82,7 +82,7 @@ class Compiler:
 
 
 def find_compiler() -> Compiler | None:
-    """Returns $CXX if it is set, otherwise c++, g++ or clang++; None if it, or all of them, do not run."""
+    """Returns $CXX or, if that is not set, the first of c++, g++ and clang++ that runs; None if none of these runs."""
     chosen = os.environ.get("CXX", "")
     for candidate in (chosen,) if chosen else ("c++", "g++", "clang++"):
         command = shlex.split(candidate)
@@ -119,7 +119,7 @@ def source_hash() -> str:
 
 
 def no_compiler() -> str:
-    """Returns the reason as shown to users."""
+    """Returns the message for users when there is no compiler."""
     return f"{NO_COMPILER} (CXX={chosen})" if (chosen := os.environ.get("CXX", "")) else NO_COMPILER
 
 

@@ -63,7 +63,7 @@ class NativeStep(ModelRunner):
     attention_name = "native"
 
     def __init__(self, decoder: NativeDecoder, kv_cache: PagedKVCache, features: FeatureSpec | None = None) -> None:
-        """`kv_cache` must be made for these kernels. `features`: for each row, written to their plane of the cache."""
+        """`kv_cache` must be made for these kernels. `features`: what each row writes to the cache's feature plane."""
         self._decoder = decoder  # keeps the structure's memory alive
         self._struct = struct = decoder.struct
         self._kv_cache = kv_cache
@@ -103,9 +103,9 @@ class NativeStep(ModelRunner):
     ) -> tuple[Words, Logits]:
         """Runs a drafter head, whose input is `features` [num_rows, hidden_size] in addition to the tokens.
 
-        `target_ids` [number of the head's logits] int64: the target's ids of the head's logits; None: all ids, in
-        order. Returns (the head's hidden states [num_logits, hidden_size], logits [num_logits, vocab_size] float32,
-        -inf for ids without a logit).
+        `target_ids` [number of the head's logits] int64: the target's token id of each of the head's logits; None: all
+        ids in order. Returns (the head's hidden states [num_logits, hidden_size], logits
+        [num_logits, vocab_size] float32, which are -inf for ids without a logit of the head).
         """
         struct = batch_struct(batch)
         features = np.ascontiguousarray(features)

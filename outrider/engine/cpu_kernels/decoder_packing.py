@@ -33,7 +33,7 @@ _ALLOWED_ANGLE = 2.5e-7
 
 
 def why_not_native(model: PreTrainedModel, spec: ModelSpec, layers: Sequence[AttentionOptions]) -> str:
-    """Returns why a model whose layers the kernels can compute cannot run as one native call, or an empty string."""
+    """Returns why a model cannot run as one native call although the kernels can compute its layers, or ""."""
     config = model.config
     if config.model_type not in MODEL_TYPES:
         return f"{config.model_type} is not in the shape of Llama"
@@ -73,7 +73,7 @@ def pack_decoder(
     Each weight is packed, then dropped, so that the model is in memory only once.
 
     Args:
-        kernels: the weights are packed for their path.
+        kernels: the kernels for whose instruction path the weights are packed.
         model: on the CPU; `why_not_native` must be empty for it.
         spec: sizes of the model.
         layers: each layer's attention options.
@@ -127,7 +127,7 @@ def pack_reduction(kernels: CpuKernels, reduction: FeatureSpec, element_type: El
 
 
 def _frequencies(rotary: Any) -> Floats:
-    """Returns [head_dim / 2], computed by our own arithmetic if the model has the usual frequencies."""
+    """Returns the rotation's frequencies [head_dim / 2], computed by our own arithmetic if they are the usual ones."""
     frequencies: Floats = rotary.inv_freq.float().numpy()
     if rotary.rope_type == "default":
         own = inverse_frequencies(rotary.config.rope_parameters["rope_theta"], 2 * len(frequencies))
@@ -137,7 +137,7 @@ def _frequencies(rotary: Any) -> Floats:
 
 
 def _compare_with_own(rotary: Any, cosines: Floats, sines: Floats) -> None:
-    """Compares cosines and sines [num_positions, head_dim / 2] with the model's own, up to its last positions.
+    """Compares cosines and sines [num_positions, head_dim / 2] with the model's own, at positions up to the last one.
 
     Raises: ModelError if they differ.
     """

@@ -1,4 +1,4 @@
-"""Weights of a decoder, and of a head's reduction, in the kernels' format: sizes, and bytes by name. Torch-free."""
+"""Weights of a decoder, and of a head's reduction, in the kernels' format: sizes, and blobs by name. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.engine.cpu_kernels.library import ElementType
 from outrider.engine.feature_spec import FeatureSpec
 
 PACKED, BIAS, SCALES = "packed", "bias", "scales"
-"""The last part of a blob's name, after its matrix's name."""
+"""The last parts of blobs' names, which follow the name of a matrix."""
 LAYER_NORMS = ("input_norm", "post_attention_norm", "query_norm", "key_norm")
 LAYER_MATRICES = ("qkv", "output", "gate_up", "down")
 
@@ -63,7 +63,7 @@ class DecoderWeights:
     blobs: Mapping[str, np.ndarray]  # each [num_bytes] uint8, aligned to 64 bytes or more
 
     def address(self, name: str) -> int | None:
-        """Returns a blob's address, or None if there is none of that name."""
+        """Returns a blob's address, or None if no blob has that name."""
         return address_of(self.blobs.get(name))
 
     def matrix(self, name: str) -> Structure:
@@ -73,10 +73,10 @@ class DecoderWeights:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedReduction(FeatureSpec):
-    """A head's reduction of hidden states to features, packed by `pack_reduction`. `blobs` may include others.
+    """A head's reduction of hidden states to features, packed by `pack_reduction`. `blobs` may include unrelated ones.
 
     Names: "reduction.tap_norms" and "reduction.norm" in float32, "reduction.projection.packed",
-    "reduction.projection.bias". Tensors that it does not have are absent.
+    "reduction.projection.bias". Tensors that the reduction does not have are absent.
     """
 
     element_type: ElementType  # type of hidden states, features and projection

@@ -22,7 +22,7 @@ _CODE = re.sub(r"//.*|\bconst\b", "", _HEADERS)
 
 
 class _Status(ctypes.c_int32):
-    """0, or an errno."""
+    """A status: 0, or an errno."""
 
 
 _TYPES: dict[str, Any] = {
@@ -39,8 +39,8 @@ _TYPES: dict[str, Any] = {
 
 
 def _type_of(kind: str) -> Any:
-    """Returns the ctypes type. Pointers are addresses, except arguments that point to our structures (see
-    `_signatures`).
+    """Returns the ctypes type of a C type. Pointers become addresses, except arguments that point to our structures
+    (see `_signatures`).
     """
     return _TYPES.get(kind, ctypes.c_void_p) if kind.endswith("*") else _TYPES[kind]
 
@@ -53,7 +53,7 @@ def _declarations(text: str, separator: str) -> Iterator[tuple[str, str]]:
     for declaration in map(str.strip, text.split(separator)):
         if declaration not in ("", "void"):  # the text after the last field, and an empty argument list
             match = re.fullmatch(r"([\w\s*]*[\s*])(\w+)", declaration)
-            if match is None:  # omitting it would shift the others
+            if match is None:  # skipping the declaration would shift the others
                 raise ValueError(f"cannot parse a declaration in the native kernels' headers: {declaration}")
             yield match[2], "".join(match[1].split())
 

@@ -10,13 +10,13 @@ from outrider.engine.kv_cache.planes import PlaneSpec
 
 
 class CpuKernels:
-    """A loaded library and its team: the calling thread, and other threads, which sleep between jobs.
+    """A loaded library and a team of threads: the calling thread, and others, which sleep between jobs.
 
-    It runs one job at a time and belongs to the thread that runs the engine.
+    The team runs one job at a time and belongs to the thread that runs the engine.
     """
 
     def __init__(self, library: KernelLibrary, num_threads: int) -> None:
-        """`num_threads`: including the caller's. Raises: MemoryError if the system allows no more threads."""
+        """`num_threads` includes the caller's thread. Raises: MemoryError if the system allows no more threads."""
         self.library = library
         self.num_threads = num_threads
         self.team: int = library.functions.outrider_team_create(num_threads)

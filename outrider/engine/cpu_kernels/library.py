@@ -21,7 +21,7 @@ class ElementType(IntEnum):
 
     FLOAT32 = 0
     BFLOAT16 = 1
-    INT8 = 2  # weights only; their products round activations too
+    INT8 = 2  # for weights only; products with such weights round the activations to int8 too
 
 
 class KernelLibrary:
@@ -44,7 +44,7 @@ class KernelLibrary:
 
 
 def free_when_collected(owner: object, free: Callable[[int], object], handle: int) -> None:
-    """Frees the handle when its owner is collected, but not at process exit: a thread may still use it."""
+    """Frees the handle when its owner is collected, but not at process exit, when a thread may still use it."""
     weakref.finalize(owner, free, handle).atexit = False
 
 
@@ -53,7 +53,7 @@ STEP_PHASES = ("linear", "attention", "norm", "rope", "head")
 
 
 class Workspace(ForwardPhases):
-    """Scratch memory of one runner, which grows to its largest step. It also measures a native decoder's phases."""
+    """Scratch memory of one runner, which grows with its largest step. Also measures a native decoder's phases."""
 
     def __init__(self, library: KernelLibrary) -> None:
         self._functions = library.functions

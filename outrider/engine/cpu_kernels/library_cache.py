@@ -1,6 +1,6 @@
 """Compiled libraries in the user's cache, keyed by a hash of all their inputs. Standard library only.
 
-Each is a folder, complete or absent: the library, its SHA-256 and the compiler's warnings.
+Each library has a folder, which is complete or absent: the library itself, its SHA-256 and the compiler's warnings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outrider.engine.cpu_kernels.compiler import (
 from outrider.progress import Progress, no_progress
 
 LIBRARIES_VARIABLE = "OUTRIDER_KERNEL_LIBRARIES"
-"""Environment variable with the folder of compiled libraries, instead of `kernels` in the user's cache."""
+"""Environment variable that names the folder of compiled libraries; by default `kernels` in the user's cache."""
 
 CACHED_LIBRARY, CACHED_ENTRY = "library.so", "entry.json"
 LOCK_SECONDS = 3600.0
@@ -46,8 +46,9 @@ def libraries_directory() -> Path:
 
 
 def compile_library(path: str, progress: Progress = no_progress) -> Path:
-    """Returns the library of one instruction path. Raises: what `compile_libraries` raises, or CompileError for the
-    path.
+    """Returns the library of one instruction path.
+
+    Raises: the errors of `compile_libraries`, and CompileError if the path's library cannot be compiled.
     """
     libraries, left_out = compile_libraries({path: path_flags()[path]}, progress=progress)
     if path in left_out:
@@ -58,14 +59,14 @@ def compile_library(path: str, progress: Progress = no_progress) -> Path:
 def compile_libraries(
     paths: Mapping[str, tuple[str, ...]], *, progress: Progress = no_progress
 ) -> tuple[dict[str, Path], dict[str, str]]:
-    """Returns the libraries of `paths`, and by path why others are omitted. Compiles what the cache lacks.
+    """Returns libraries by path, and the reason for each path without a library. Compiles libraries not in the cache.
 
     The first process that needs a library compiles it; the others wait. A cached library needs neither a compiler nor
     write permission.
 
     Args:
         paths: each path's additional flags, by name.
-        progress: receives stage "kernels" in compiled units; zeros while another process compiles.
+        progress: receives the stage "kernels" with numbers of compiled units, or zeros while another process compiles.
 
     Raises:
         CompileError: if there is no compiler, or it rejects a source.
@@ -89,7 +90,7 @@ def compile_libraries(
 
 
 def _key(flags: Sequence[str]) -> str:
-    """Returns a hash of sources, flags and machine type, but not of the compiler, since all make equal libraries."""
+    """Returns a hash of sources, flags and machine type, but not of the compiler, since results do not depend on it."""
     parts = (source_hash(), flags, platform.machine(), platform.libc_ver())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
@@ -100,7 +101,10 @@ def _compile(
     entries: Mapping[str, Path],
     progress: Progress,
 ) -> None:
-    """Compiles the paths in `wanted`, given with their flags, into their `entries`, each complete or absent."""
+    """Compiles a library for each path in `wanted`, with the path's flags, into the path's folder in `entries`.
+
+    A folder appears only when it is complete.
+    """
     if not wanted:
         return
     units = source_units()
@@ -140,7 +144,7 @@ def _compile(
 
 
 def _is_intact(folder: Path) -> bool:
-    """Returns whether there is an undamaged library, and marks it as used."""
+    """Returns whether the folder has an undamaged library, and marks it as used."""
     try:
         sha256 = json.loads((folder / CACHED_ENTRY).read_text(encoding="utf-8"))["sha256"]
         if hashlib.sha256((folder / CACHED_LIBRARY).read_bytes()).hexdigest() != sha256:

@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 
 WORD_TYPES = {np.dtype(np.float32): ElementType.FLOAT32, np.dtype(np.uint16): ElementType.BFLOAT16}
 PANEL = 16
-"""Number of output features in a panel, by which interleaved halves alternate."""
+"""Number of output features in a panel. Interleaved halves alternate panel by panel."""
 
 _CHUNK_BYTES = 64 * 1024 * 1024
 _ALIGNMENT = 4096
@@ -49,7 +49,7 @@ class WeightArena:
         self._used = 0
 
     def take(self, num_bytes: int) -> npt.NDArray[np.uint8]:
-        """Allocates [num_bytes] uint8 of zeros, which keeps its chunk alive."""
+        """Allocates an array of zeros, [num_bytes] uint8, which keeps its chunk alive."""
         if self._used + num_bytes > self._chunk.size:
             size = -(-max(num_bytes, _CHUNK_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
             memory = mmap.mmap(-1, size)
@@ -78,10 +78,10 @@ class PackedMatrix:
         """Packs several linear layers into one matrix.
 
         Args:
-            kernels: pack the weights, and multiply later.
+            kernels: the kernels that pack the weights and later multiply by them.
             arena: allocates the packed weights.
             linears: layers with the same input and type.
-            interleave: for two layers, gate and up, whose panels alternate.
+            interleave: whether the panels of two layers, gate and up, alternate.
             quantise: store weights as int8 with one scale per output feature, and multiply with int8 rows (lossy).
         """
         self._functions = kernels.library.functions
@@ -122,7 +122,7 @@ class PackedMatrix:
         )
 
     def row(self, index: int) -> Floats:
-        """Returns one row of W as packed: [in_features]."""
+        """Unpacks one row of W: [in_features]."""
         plain = np.empty(self.in_features, np.float32)
         self._functions.outrider_unpack_row(ctypes.byref(self.struct), index, plain.ctypes.data)
         return plain
@@ -134,7 +134,10 @@ def to_float32(words: Words) -> Floats:
 
 
 def quantise_rows(weight: Words) -> tuple[npt.NDArray[np.int8], Floats]:
-    """Quantises rows to symmetric int8: [n, k] → ([n, k] int8, [n] float32 scales). A row's largest becomes ±127."""
+    """Quantises rows to symmetric int8: [n, k] → ([n, k] int8, [n] float32 scales).
+
+    The value with the largest magnitude in each row becomes 127 or -127.
+    """
     values = to_float32(weight)
     scales = np.maximum(np.abs(values).max(axis=1) / np.float32(127), np.finfo(np.float32).tiny)
     return np.clip(np.rint(values / scales[:, None]), -127, 127).astype(np.int8), scales

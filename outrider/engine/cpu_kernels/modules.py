@@ -94,7 +94,7 @@ class NativeLayers:
 
     def replace_in(self, model: nn.Module) -> None:
         """Replaces linear layers and plain norms, and makes torch's activations independent of the batch."""
-        from transformers.activations import ACT2CLS  # takes seconds, which a node with packed weights avoids
+        from transformers.activations import ACT2CLS  # takes seconds; a node with packed weights avoids it
 
         replace_linear_layers(model, partial(NativeLinear, self))
         replace_norms(model, partial(NativeRMSNorm, self))

@@ -1,6 +1,6 @@
 """The kernels on torch tensors, for models that transformers runs layer by layer.
 
-Each writes to an output allocated by its caller. All tensors must be contiguous.
+Each function writes to an output allocated by its caller. All tensors must be contiguous.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ ELEMENT_TYPES = {torch.float32: ElementType.FLOAT32, torch.bfloat16: ElementType
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
-    """Makes a PlainLinear of CPU tensors, which shares their memory if that is contiguous."""
+    """Makes a PlainLinear from CPU tensors. It shares the memory of contiguous tensors."""
     return PlainLinear(words_of(weight), None if bias is None else words_of(bias))
 
 
 def linear(kernels: CpuKernels, workspace: Workspace, matrix: Structure, x: Tensor, y: Tensor) -> None:
-    """Maps x [..., in_features] float32 or bfloat16 to y [..., out_features] of its dtype."""
+    """Maps x [..., in_features] float32 or bfloat16 to y [..., out_features] of the same dtype."""
     _check(x.shape[-1] == matrix.in_features, f"{x.shape[-1]} columns for {matrix.in_features}")
     if not y.numel():
         return
@@ -60,7 +60,7 @@ def paged_attention(
     value_cache: npt.NDArray[np.uint8],  # same
     output: Tensor,  # like query
 ) -> None:
-    """Computes attention of queries over the keys and values of their sequences, and writes it to `output`."""
+    """Computes attention of queries over the keys and values of their sequences, and writes the result to `output`."""
     for cache in (key_cache, value_cache):
         _check_panels(cache, options.num_kv_heads, options.head_dim, query.dtype)
     _call(
@@ -99,7 +99,7 @@ def _check_panels(cache: npt.NDArray[np.uint8], num_heads: int, head_dim: int, d
 
 
 def _call(function: Any, *arguments: object) -> None:
-    """Calls a function. Names it in torch's trace only if one is recorded, as that takes longer than a small kernel."""
+    """Calls a function. It is named only while torch records a trace, since naming takes longer than small kernels."""
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 as torch itself asks
         with record_function(function.__name__):
             function(*arguments)

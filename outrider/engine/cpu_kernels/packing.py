@@ -1,4 +1,4 @@
-"""Collects the packed weights of a decoder from plain ones. Torch-free."""
+"""Packs a decoder's plain weights for the kernels and collects the results. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from outrider.engine.rotation import cosines_and_sines
 from outrider.errors import ModelError
 
 WIDTH_STEP = 32
-"""Widths of activations must be multiples of this, so that rows need no padding on any instruction path."""
+"""Widths of activations must be multiples of this number, so that rows need no padding on any instruction path."""
 HEAD_DIM_STEP = 16
-"""The dimension of a head must be a multiple of this."""
+"""The dimension of a head must be a multiple of this number."""
 
 _POSITIONS_AT_ONCE = 4096
 
@@ -65,7 +65,7 @@ class DecoderPacking:
         add_matrix("down", "mlp.down")
 
     def add_rotation(self, frequencies: Floats, num_positions: int, scaling: float = 1.0) -> tuple[Floats, Floats]:
-        """Adds cosines and sines of all positions times these frequencies [head_dim / 2], multiplied by `scaling`.
+        """Adds `scaling` times the cosines and sines of angles, which are positions times `frequencies` [head_dim / 2].
 
         Returns both, each [num_positions, head_dim / 2]. Raises: ModelError if the angles are too large.
         """

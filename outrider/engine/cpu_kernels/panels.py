@@ -20,8 +20,8 @@ PANEL_SLOTS = 16
 class PanelPlane:
     """A `CachePlane`, "k" or "v", with the layout of source/kv_panels.h. Rows are read and written in wire format.
 
-    Its content is initially zeros; pages take no memory before they are written. Threads may write different slots
-    concurrently.
+    Initially all values are zero; memory pages are allocated when they are first written. Threads may write different
+    slots concurrently.
     """
 
     def __init__(self, library: KernelLibrary, plane: PlaneSpec, *, num_blocks: int, block_size: int) -> None:
@@ -34,14 +34,17 @@ class PanelPlane:
         memory = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
             with contextlib.suppress(OSError):  # the system has no huge pages
-                # With huge pages, which numpy requests, a first token would take 2 MiB in each layer. Small pages make
-                # a forward of one row no slower after 300 tokens, 2 % slower after 3,000 and 5 % after 8,000.
+                # With huge pages, which numpy requests, the first token would take 2 MiB in each layer. With small
+                # pages, a forward of one row is no slower after 300 tokens, 2 % slower after 3,000 and 5 % after 8,000.
                 memory.madvise(mmap.MADV_NOHUGEPAGE)
         self.layers: Bytes = np.frombuffer(memory, dtype=np.uint8).reshape(shape)
         """The panels: [layers, panels, heads, 16 * head_dim * itemsize]."""
 
     def read(self, layers: range, slots: Slots, heads: range, after: object = None) -> Bytes:
-        """Returns [len(layers) * num_slots * len(heads) * head_dim * itemsize], layer by layer, token-major."""
+        """Returns rows, layer by layer and token-major.
+
+        The result is [len(layers) * num_slots * len(heads) * head_dim * itemsize] uint8.
+        """
         rows: Bytes = np.empty(len(layers) * slots.size * len(heads) * self._plane.bytes_per_head, dtype=np.uint8)
         self._move_rows(self._functions.outrider_read_rows, layers, slots, heads, rows)
         return rows

@@ -1,7 +1,7 @@
 """Chooses the instruction path of a process: the best one that its processor supports. Torch-free.
 
-The choice is made once, at start, and never by the size of a product: two paths give different bits, and equal rows
-must give equal results. Only avx512 and avx512_bf16 have the same bits; the faster one is found by measuring.
+The choice is made once, at start, and does not depend on the size of a product, because two paths give different bits,
+and equal rows must give equal results. Only avx512 and avx512_bf16 give the same bits; measuring finds the faster one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ REQUIRED_FLAGS: Mapping[str, tuple[str, ...]] = {
 """The x86-64 CPU flags, spelled as in /proc/cpuinfo, that each path's compiler flags require."""
 
 SAME_BITS = {"avx512": "avx512_bf16"}
-"""Paths that compute the same bits as another path, with other instructions."""
+"""Maps a path to another one that computes the same bits with other instructions."""
 
 PREFERENCE = ("amx", "avx512_bf16", "avx512", "portable")
 
@@ -49,11 +49,11 @@ class KernelChoice:
 
     path: str  # one of PREFERENCE, or FUSED or TORCH
     library: Path | None  # None for FUSED and TORCH
-    reason: str = ""  # why no better path was chosen; empty for the best one
+    reason: str = ""  # why a better path was not chosen; empty if there is nothing to explain
 
     @property
     def arithmetic(self) -> str:
-        """The path whose bits these kernels give."""
+        """A path that identifies the bits of these kernels' results. It is the same for paths with the same bits."""
         return SAME_BITS.get(self.path, self.path)
 
     def __str__(self) -> str:
@@ -71,12 +71,12 @@ def choose_kernels(
 ) -> KernelChoice:
     """Returns the best path that this processor supports and whose library is available, or the `wanted` one.
 
-    The first process that needs a library compiles it. The path's requirements (AMX tiles) are enabled for this
-    process.
+    The first process that needs a library compiles it. Whatever the path needs from the system, such as AMX tiles, is
+    enabled for this process.
 
     Args:
         wanted: "auto", "torch", or one of PREFERENCE.
-        cpu_flags: the processor's flags; by default those of this one.
+        cpu_flags: the processor's flags; by default those of this machine's processor.
         progress: receives the progress of compiling.
 
     Raises:
@@ -89,7 +89,7 @@ def choose_kernels(
     for path in PREFERENCE if wanted == AUTO else (wanted,):
         lacks = _what_processor_lacks(path, cpu_flags)
         if lacks and wanted == AUTO and path != PREFERENCE[-1]:
-            continue  # no reason is given: most processors have no AMX
+            continue  # no reason is given, because most processors have no AMX
         library, reason = (None, lacks) if lacks else _find_library(path, progress)
         if library is not None and not (reason := _why_not_ready(library)):
             choice = KernelChoice(path=path, library=library, reason="; ".join(reasons))

@@ -1,12 +1,12 @@
 """Paged attention of ragged rows: each row attends to the keys of its own path, read in place.
 
-A tile is LINES lines of one sequence and one KV head; a line is a row with one of the query heads that share the KV
+A tile is LINES lines of one sequence and one KV head; a line is one row and one of the query heads that share the KV
 head. If more heads share it than a tile has lines, they are divided among several tiles. Keys are read in blocks of
 KEYS and in splits, both at fixed positions, so a row reads the same blocks in the same order whatever other rows are
-in its tile or batch. Keys that a row does not see add 0 to it. Splits are merged in order, by the program of a whole
-tile or by `merge_splits`, with the same operations. So a row's rounding depends on `Tile` only.
+in its tile or batch. Keys that a row does not see add 0 to its sums. Splits are merged in order, either by the program
+of a whole tile or by `merge_splits`, with the same operations. So the rounding of a row depends on `Tile` only.
 
-The first SPLITS_PER_SIZE splits have SPLIT_KEYS positions, the next ones twice as many, and so on.
+The first SPLITS_PER_SIZE splits have SPLIT_KEYS positions each, the next SPLITS_PER_SIZE twice as many, and so on.
 
 Source of the online softmax: Dao et al. 2022 (arXiv 2205.14135); of splits over keys: flash-decoding.
 """
@@ -35,7 +35,7 @@ def _split_of(position, SPLIT_KEYS: tl.constexpr, SPLITS_PER_SIZE: tl.constexpr)
 
 @triton.jit
 def _split_start(split, SPLIT_KEYS: tl.constexpr, SPLITS_PER_SIZE: tl.constexpr):
-    """Returns a split's first position, which is the previous split's end."""
+    """Returns a split's first position, which is where the previous split ends."""
     size = split // SPLITS_PER_SIZE
     return SPLIT_KEYS * (SPLITS_PER_SIZE * ((1 << size) - 1) + ((split % SPLITS_PER_SIZE) << size))
 
@@ -54,7 +54,7 @@ def _merge(largest, total, values, split_largest, split_total, split_values):
 
 @triton.jit
 def _scores(query, keys, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Returns scores [lines, keys] float32, in units of log 2."""
+    """Returns scores [lines, keys] float32, divided by log 2 for use with exp2."""
     scores = tl.dot(query, keys, input_precision="ieee") * scale
     if HAS_SOFTCAP:
         # tanh with one exponential, which does not overflow because its argument is never positive.
@@ -67,7 +67,7 @@ def _scores(query, keys, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _add_block(largest, total, values, scores, is_seen, value_block):
-    """Adds one block of keys with the online softmax. Rows that see none of it keep their bits."""
+    """Adds one block of keys with the online softmax. Rows that see none of these keys stay bitwise unchanged."""
     scores = tl.where(is_seen, scores, float("-inf"))
     new = tl.maximum(largest, tl.max(scores, axis=1))
     base = tl.where(new == float("-inf"), 0.0, new)
@@ -115,17 +115,17 @@ def attend(
     split_totals,  # same
     positions,  # [num_rows] int64
     block_tables,  # int32, the tables of all sequences, concatenated
-    path_starts,  # [num_rows + 1] int64, into path_slots; with HAS_PATHS
-    path_slots,  # [sum of depths] int64: slots of the last keys of rows in trees
+    path_starts,  # [num_rows + 1] int64, into path_slots; used if HAS_PATHS
+    path_slots,  # [sum of depths] int64: slots of the drafts on each row's path
     plan,  # [ints] int32, see work_list.py
     scale,
     softcap,
     window,  # 0: none
     HEADS_PER_KV: tl.constexpr,
-    HEADS_PER_TILE: tl.constexpr,  # heads of a tile, at most LINES
+    HEADS_PER_TILE: tl.constexpr,  # query heads in a tile, at most LINES
     NUM_KV_HEADS: tl.constexpr,
     HEAD: tl.constexpr,  # head_dim
-    HEAD_DIM: tl.constexpr,  # the next power of two from head_dim, at least 16
+    HEAD_DIM: tl.constexpr,  # head_dim rounded up to a power of two, at least 16
     BLOCK_SIZE: tl.constexpr,
     LINES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -135,7 +135,7 @@ def attend(
     HAS_SOFTCAP: tl.constexpr,
     HAS_PATHS: tl.constexpr,
 ):
-    """Attends. Grid: any number of programs, which divide the plan's items, each with every KV head and head group."""
+    """Computes attention. Grid: any number of programs, which divide all (item, KV head, head group) among them."""
     ROWS: tl.constexpr = LINES // HEADS_PER_TILE
     GROUPS: tl.constexpr = (HEADS_PER_KV + HEADS_PER_TILE - 1) // HEADS_PER_TILE
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * HEADS_PER_KV
@@ -161,7 +161,7 @@ def attend(
         heads = kv_head * HEADS_PER_KV + own_heads
         is_line = (lines < ROWS * HEADS_PER_TILE) & (rows < end_row) & (own_heads < HEADS_PER_KV)
         row_positions = tl.load(positions + rows, mask=is_line, other=-1).to(tl.int32)
-        # Small int32 offsets, which stay in registers over all keys.
+        # These offsets are int32, so that they stay in registers while all keys are read.
         places = (rows * (NUM_HEADS * HEAD) + heads * HEAD)[:, None] + dims[None, :]
         is_place = is_line[:, None] & is_dim[None, :]
         queries = tl.load(query + places, mask=is_place, other=0.0)
@@ -172,7 +172,7 @@ def attend(
             lowest = tl.min(tl.where(is_line, row_positions, 0x7FFFFFFF), axis=0)
             first_key = tl.maximum(lowest - window + 1, 0)
             first_split = tl.maximum(first_split, _split_of(first_key, SPLIT_KEYS, SPLITS_PER_SIZE))
-        num_common = num_keys  # keys that all rows read through the block table
+        num_common = num_keys  # number of leading keys that all rows read through the block table
         if HAS_PATHS:
             depths = tl.load(path_starts + rows + 1, mask=is_line, other=0) - tl.load(
                 path_starts + rows, mask=is_line, other=0
@@ -208,8 +208,8 @@ def attend(
                     part_largest, part_total, part_values, scores, is_seen, value_block
                 )
             if HAS_PATHS:
-                # Rows have their own keys here: process one row's lines at a time, in the same shapes, with the same
-                # bits.
+                # From here on, rows have keys of their own. So one row's lines are processed at a time, in the same
+                # shapes as above, which gives the same bits.
                 for start in range(tl.maximum(first_block, end_common), end_block, KEYS):
                     key_positions = start + tl.arange(0, KEYS)
                     is_seen = _seen(key_positions, row_positions, window, HAS_WINDOW) & is_line[:, None]
@@ -255,7 +255,7 @@ def merge_splits(
     SPLITS_PER_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Merges splits. Grid: any number of programs, which divide the rows; heads."""
+    """Merges the splits of cut tiles. Grid: any number of programs, which divide the rows among them; heads."""
     head = tl.program_id(1)
     dims = tl.arange(0, HEAD_DIM)
     first_partials = plan + tl.load(plan + 1)
@@ -271,7 +271,7 @@ def merge_splits(
             total = tl.zeros([1], tl.float32)
             values = tl.zeros([1, HEAD_DIM], tl.float32)
             for start in range(first_split, end_split, MERGED_AT_ONCE):
-                # Unrolled, so that the loads of several splits overlap.
+                # This loop is unrolled, so that the loads of several splits overlap.
                 for offset in tl.static_range(MERGED_AT_ONCE):
                     split = start + offset + tl.zeros([1], tl.int32)
                     is_split = split < end_split

@@ -15,7 +15,7 @@ from torch import Tensor
 
 HEADS_PER_PROGRAM = 8
 ACTIVATION_BLOCK = 1024
-"""Values of a row that one program computes: 16 bytes per thread with a 16-bit dtype."""
+"""Number of values of a row that one program computes: 16 bytes per thread with a 16-bit dtype."""
 _SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 
 
@@ -39,19 +39,19 @@ def _scaled(values, mean_square, weight, epsilon, DTYPE: tl.constexpr, ROUNDS: t
 @triton.jit
 def normalise(
     residual,  # [num_rows, WIDTH]
-    added,  # [num_rows, WIDTH]; with HAS_ADDED
-    total,  # [num_rows, WIDTH]; with HAS_ADDED
+    added,  # [num_rows, WIDTH]; used if HAS_ADDED
+    total,  # [num_rows, WIDTH]; used if HAS_ADDED
     output,  # [num_rows, WIDTH]
     weight,  # [WIDTH]
-    added_weight,  # [WIDTH]; with HAS_ADDED_NORM
+    added_weight,  # [WIDTH]; used if HAS_ADDED_NORM
     epsilon,
     WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,  # the next power of two from WIDTH
+    PADDED: tl.constexpr,  # WIDTH rounded up to a power of two
     HAS_ADDED: tl.constexpr,
     HAS_ADDED_NORM: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
-    """Adds and normalises. Grid: rows."""
+    """Adds to the residual stream, if there is an addend, and normalises the sum. Grid: rows."""
     places = tl.arange(0, PADDED)
     is_place = places < WIDTH
     at = tl.program_id(0).to(tl.int64) * WIDTH + places
@@ -78,10 +78,10 @@ def rms_norm(rows: Tensor, norm: Norm) -> Tensor:
 def add_rms_norm(
     residual: Tensor, added: Tensor | None, norm: Norm, added_norm: Norm | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Adds to the residual stream and returns (the sum, the normalised sum); all [num_rows, width], contiguous.
+    """Adds to the residual stream. Returns (the sum, the normalised sum). All are [num_rows, width], contiguous.
 
-    `added`: the addend; None: nothing. `added_norm`: a norm that is first applied to the addend, with the constants of
-    `norm`; None: no norm.
+    `added`: the addend; None: nothing is added. `added_norm`: a norm that is first applied to the addend. Its weight is
+    used with the constants of `norm`. None: no norm.
     """
     num_rows, width = residual.shape
     padded = triton.next_power_of_2(width)
@@ -99,7 +99,7 @@ def add_rms_norm(
 
 
 def norm_warps(padded_width: int) -> int:
-    """Returns the number of warps so that a thread has 16 values: two loads of 16 bytes with a 16-bit dtype."""
+    """Returns the number of warps with which a thread has 16 values: two loads of 16 bytes with a 16-bit dtype."""
     return min(max(padded_width // 512, 1), 16)
 
 
@@ -109,7 +109,7 @@ def rotate(
     query,  # [num_rows, NUM_HEADS, 2 * HALF]
     key_cache,  # [num_slots, NUM_KV_HEADS, 2 * HALF]
     value_cache,  # same
-    query_weight,  # [2 * HALF]; with HAS_NORMS
+    query_weight,  # [2 * HALF]; used if HAS_NORMS
     key_weight,  # same
     cosines,  # [num_positions, HALF]
     sines,  # same
@@ -119,8 +119,8 @@ def rotate(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # half of head_dim
-    PADDED: tl.constexpr,  # the next power of two from HALF
-    HEADS: tl.constexpr,  # heads of one program, of any of the three kinds
+    PADDED: tl.constexpr,  # HALF rounded up to a power of two
+    HEADS: tl.constexpr,  # number of heads per program: of queries, keys or values
     HAS_NORMS: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
@@ -180,7 +180,8 @@ def rotate_and_store(
 ) -> Tensor:
     """Normalises queries and keys by head, if they have norms, and rotates them; stores keys and values in their slots.
 
-    Halves of a head are paired (Su et al. 2021, arXiv 2104.09864, as in GPT-NeoX).
+    Each value in the first half of a head is rotated with its counterpart in the second half (Su et al. 2021, arXiv
+    2104.09864, as in GPT-NeoX).
 
     Args:
         projected: [num_rows, (num_heads + 2 * num_kv_heads) * head_dim], contiguous: queries, keys and values.
@@ -213,7 +214,7 @@ def rotate_and_store(
 
 
 def rotation_warps(padded_half: int) -> int:
-    """Returns the number of warps so that a thread has four values of each half: 8 bytes with a 16-bit dtype."""
+    """Returns the number of warps with which a thread has four values of each half: 8 bytes with a 16-bit dtype."""
     return min(max(HEADS_PER_PROGRAM * padded_half // 128, 1), 8)
 
 
@@ -225,7 +226,7 @@ def multiply_gates(
     BLOCK: tl.constexpr,
     IS_GELU: tl.constexpr,
 ):
-    """Activates gates and multiplies. Grid: rows, blocks of a row."""
+    """Applies the activation to gates and multiplies the results by the other half. Grid: rows, blocks of a row."""
     row = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_place = places < WIDTH
@@ -241,7 +242,9 @@ def multiply_gates(
 
 
 def activate(gate_up: Tensor, activation: str) -> Tensor:
-    """Activates gates and multiplies: [num_rows, 2 * width], contiguous, gates first → [num_rows, width].
+    """Applies the activation to gates and multiplies the results by the other half of each row.
+
+    [num_rows, 2 * width], contiguous, gates first → [num_rows, width].
 
     `activation`: as returned by `activation_of`.
     """

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 ENTRIES = 256
-"""Tokens that a program processes at a time."""
+"""Number of tokens that a program processes at a time."""
 
 
 @triton.jit(do_not_specialize=["num_changed", "num_entries"])
@@ -19,9 +19,9 @@ def edit_rows(
     num_entries,
     ENTRIES: tl.constexpr,
 ):
-    """Edits rows. Grid: changed rows. `packed` is an `Edits` as words: starts, factors, places, numbers.
+    """Edits rows. Grid: changed rows. `packed` has the words of an `Edits`: starts, factors, places, numbers.
 
-    A token may be banned, biased and penalised, so the program's threads synchronise in between.
+    The same token may be banned, biased and penalised, so the program's threads synchronise between these edits.
     """
     row = tl.program_id(0)
     factors = packed + 3 * num_changed + 1 + 3 * row
@@ -59,6 +59,6 @@ def edit_rows(
 
 
 def edit_in_place(flat: Tensor, packed: Tensor, *, num_changed: int, num_entries: int) -> None:
-    """Edits the logits. `flat`: all logits of a step as one row. `packed`: `Edits.packed()` on their device."""
+    """Edits the logits. `flat`: all logits of a step as one row. `packed`: `Edits.packed()` on the same device."""
     with torch.cuda.device_of(flat):  # triton launches on the current device
         edit_rows[(num_changed,)](flat, packed, num_changed, num_entries, ENTRIES=ENTRIES, enable_fp_fusion=False)

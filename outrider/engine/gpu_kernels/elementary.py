@@ -1,6 +1,6 @@
 """Logarithms, masses and order keys of tokens, as in `outrider.engine.sampler.elementary` and `order`.
 
-They use the same float32 operations in the same order, each rounded separately, so the bits are the same.
+These functions use the same float32 operations in the same order, each rounded separately, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EXP_POLYNOMIAL = tl.constexpr(elementary.EXP_POLYNOMIAL)
 _MASS_BIAS = tl.constexpr(127 + elementary.MASS_EXPONENT)
 _LOWEST = tl.constexpr(elementary.MIN_LOG_WEIGHT)
 _WHOLE = tl.constexpr(2.0**23)
-"""The smallest number from which on every float32 is an integer."""
+"""The smallest number at and above which every float32 is an integer."""
 
 
 @triton.jit
@@ -44,13 +44,13 @@ def logarithm(values, rests):
 
 @triton.jit
 def round_to_even(values):
-    """Rounds values >= 0: adding 2^23 leaves no room for a fraction."""
+    """Rounds values >= 0 to integers. After 2^23 is added, a float32 has no bits left for a fraction."""
     return tl.where(values < _WHOLE, (values + _WHOLE) - _WHOLE, values)
 
 
 @triton.jit
 def masses_of(values, largest):
-    """Returns e^(value - largest) in steps of 2^-44, int64. `largest` is a number, finite or infinite."""
+    """Returns e^(value - largest) in steps of 2^-44, int64. `largest` may be infinite but not NaN."""
     x = values - largest
     is_infinite = tl.abs(largest) == float("inf")
     x = tl.where(is_infinite, tl.where(values == largest, 0.0, _LOWEST), x)
@@ -70,14 +70,14 @@ def masses_of(values, largest):
 
 @triton.jit
 def order_of(values):
-    """Returns the high half of a token's order key: int32, increasing with its value."""
+    """Returns the high half of a token's order key: int32, increasing with the token's value."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value_of(order):
-    """Returns the value with this order."""
+    """Returns the value that has this order (the inverse of `order_of`)."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 

@@ -1,13 +1,13 @@
 """min_p, top_k and top_p of whole rows in three launches, which find the order key of the last token that is kept.
 
 The filters keep a prefix of the tokens' order (see `outrider.engine.sampler.filters`), usually some hundreds of tokens.
-So the first step is to find a value that a few thousand tokens reach: the smallest of the maxima of LANES classes of
-ids. These tokens are listed. The last kept one is searched in the list without sorting, three bits of its key at a
-time, each time over the whole list, or over the whole row if the list is too short. Weights are counts or masses, which
-are integers, so sums do not depend on the order of the row or of the list.
+So the first step is to find a value that a few thousand tokens reach: ids are divided into LANES classes, and the value
+is the smallest of the classes' maxima. The tokens that reach it are listed. The last kept token is found without
+sorting, three bits of its key at a time. Each time the whole list is read, or the whole row if the list is too short.
+Weights are counts or masses, which are integers, so sums do not depend on the order of the row or of the list.
 
-Programs write to a scratch row of int64, initially 0: the largest order of each class, the number of listed tokens, and
-the masses of these and of all tokens.
+For each row, programs write to a scratch row of int64, initially 0: the largest order of each class, the number of
+listed tokens, the mass of the listed tokens, and the mass of all tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 from outrider.engine.gpu_kernels.elementary import masses_of, order_keys, order_of, value_of
 
 CHUNK = 1024
-"""Tokens that a program searches at a time."""
+"""Number of tokens that a program searches at a time."""
 LANES = 512
-"""Number of classes of ids. With independent logits, about LANES * log(LANES) are listed."""
+"""Number of classes of ids. With independent logits, about LANES * log(LANES) tokens are listed."""
 SLICES = 4
 """Number of ids of each class that one program reads."""
 MAX_LISTED = 8192
@@ -46,7 +46,7 @@ def _settings(table, row, num_rows):
 
 @triton.jit
 def _lane_bounds(scratch, log_min_p, LANES: tl.constexpr):
-    """Returns the orders of the smallest and the largest class maximum, and the key of min_p's limit."""
+    """Returns the orders of the smallest and the largest class maximum, and the lowest key that min_p keeps."""
     maxima = tl.load(scratch + tl.arange(0, LANES)) + _LOWEST_ORDER
     least, largest = tl.min(maxima, axis=0).to(tl.int32), tl.max(maxima, axis=0).to(tl.int32)
     limit = tl.full([], _LOWEST_KEY, tl.int64)
@@ -57,7 +57,7 @@ def _lane_bounds(scratch, log_min_p, LANES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def raise_lanes(
-    values,  # [num_rows, num_ids] float32 after step 4, rows `row_stride` apart
+    values,  # [num_rows, num_ids] float32 after step 4 of SamplingParams, rows `row_stride` apart
     table,  # [8, num_rows] int64, see `TritonDecider.table`
     scratch,  # [num_rows, LANES + 3] int64
     row_stride,
@@ -66,7 +66,7 @@ def raise_lanes(
     LANES: tl.constexpr,
     SLICES: tl.constexpr,
 ):
-    """Finds the largest order of each class, relative to the lowest order. Grid: rows, chunks of SLICES * LANES ids."""
+    """Finds the largest order of each class, minus the lowest int32. Grid: rows, chunks of SLICES * LANES ids."""
     row = tl.program_id(0).to(tl.int64)
     temperature, log_min_p, top_k, top_p = _settings(table, row, num_rows)
     if (temperature != 0.0) & ((log_min_p > float("-inf")) | (top_k > 0) | (top_p < 1.0)):
@@ -93,7 +93,10 @@ def list_tokens(
     SLICES: tl.constexpr,
     ROOM: tl.constexpr,
 ):
-    """Lists tokens that reach the smallest class maximum, and sums masses. Grid: rows, chunks of SLICES * LANES ids."""
+    """Lists tokens that reach the smallest class maximum, and adds up masses of tokens.
+
+    Grid: rows, chunks of SLICES * LANES ids.
+    """
     row = tl.program_id(0).to(tl.int64)
     temperature, log_min_p, top_k, top_p = _settings(table, row, num_rows)
     if (temperature == 0.0) | ((top_k == 0) & (top_p >= 1.0)):
@@ -120,7 +123,7 @@ def list_tokens(
 
 @triton.jit
 def _share(top_p, total):
-    """Returns the mass that top_p keeps, at least the first token's; in float64, as on a CPU."""
+    """Returns the mass that top_p keeps; at least 1, so that the first token is kept. Uses float64, as on a CPU."""
     return tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1)
 
 
@@ -129,16 +132,18 @@ def _last_kept(
     values, listed, num_ids, num_listed, is_reached, temperature, least, highest, limit, wanted, top_p,
     ROOM: tl.constexpr, CHUNK: tl.constexpr, ID_BITS: tl.constexpr, IS_MASS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the key of the token with which the weight of tokens within `limit` reaches `wanted`, or `limit` if none
-    does.
+    """Returns the key of the token at which the total weight of the tokens, largest key first, reaches `wanted`.
 
-    `is_reached`: whether tokens with at least the order `least` suffice; otherwise the whole row is read. `wanted`: -1
-    for top_p of the total mass within `limit`.
+    Only tokens with keys of at least `limit` are counted; if their total is below `wanted`, the result is `limit`.
+
+    `is_reached`: whether the tokens with orders of at least `least` suffice; otherwise the whole row is read.
+    `wanted`: -1 for the fraction top_p of the total mass of the counted tokens.
     """
     is_listed = is_reached & (num_listed <= ROOM)
     end = tl.where(is_listed, num_listed, num_ids).to(tl.int32)
     lowest = tl.maximum(tl.where(is_reached, least, _LOWEST_ORDER), (limit >> 32).to(tl.int32)).to(tl.int64)
-    low_half = (tl.full([], 1, tl.int64) << ID_BITS) - 1  # the bits of ids that vary; the search uses shorter keys
+    # The search shortens keys: of their low halves, it keeps only the bits in which ids differ.
+    low_half = (tl.full([], 1, tl.int64) << ID_BITS) - 1
     span = ((highest - lowest) << ID_BITS) | low_half
     found = lowest << ID_BITS
     shift = 0
@@ -159,7 +164,7 @@ def _last_kept(
             weights = tl.where(is_there & (order > _MINUS_INF) & (keys >= limit), weights, 0)
             keys = ((keys >> 32) << ID_BITS) | (keys & low_half)
             sums += tl.where(keys[:, None] >= bounds[None, :], weights[:, None], 0)
-        totals = tl.sum(sums, axis=0)  # descending; the first is everything within the limit
+        totals = tl.sum(sums, axis=0)  # descending; the first is the weight of all tokens within the limit
         if IS_MASS:
             wanted = tl.where(wanted < 0, _share(top_p, tl.max(totals, axis=0)), wanted)
         found += tl.maximum(tl.sum((totals >= wanted).to(tl.int64), axis=0) - 1, 0) << shift
@@ -180,9 +185,9 @@ def filter_limits(
     LANES: tl.constexpr,
     ROOM: tl.constexpr,
     CHUNK: tl.constexpr,
-    ID_BITS: tl.constexpr,  # bits of the largest id
+    ID_BITS: tl.constexpr,  # number of bits of the largest id
 ):
-    """Finds limits. Grid: rows. Rows without filters, with NaN (which the race handles), or with only -inf keep all."""
+    """Finds limits. Grid: rows. A row keeps all tokens if it has no filters, a NaN (left to the race), or only -inf."""
     row = tl.program_id(0).to(tl.int64)
     temperature, log_min_p, top_k, top_p = _settings(table, row, num_rows)
     scratch += row * (LANES + 3)
@@ -204,7 +209,7 @@ def filter_limits(
     if top_p < 1.0:
         wanted = _share(top_p, tl.load(scratch + LANES + 2))
         if top_k > 0:
-            wanted = tl.full([], -1, tl.int64)  # a share of what top_k keeps
+            wanted = tl.full([], -1, tl.int64)  # top_p refers to the mass that top_k keeps
         else:
             is_reached = is_all | (tl.load(scratch + LANES + 1) >= wanted)
         limit = _last_kept(
@@ -220,7 +225,7 @@ def limits_of(values: Tensor, table: Tensor) -> Tensor:
     Tokens at -inf, which are never drawn, may be on either side of the limit.
 
     Args:
-        values: [num_rows, num_ids] float32 after step 4, each row contiguous.
+        values: [num_rows, num_ids] float32 after step 4 of SamplingParams, each row contiguous.
         table: [8, num_rows] int64, see `outrider.engine.sampler.triton_decider.TritonDecider.table`.
     """
     num_rows, num_ids = values.shape

@@ -1,7 +1,7 @@
-"""Linear layers whose rows have the same bits in any batch: one configuration for any number of rows.
+"""Linear layers whose rows have the same bits in any batch, because one configuration serves any number of rows.
 
-A product sums over input features in splits of SPLIT_FEATURES, each starting at 0, and then over the splits in order:
-in one program if there are many rows, otherwise in `merge_products`, with the same operations.
+A product first sums over the input features of each split of SPLIT_FEATURES, starting at 0, and then over the splits in
+order. If there are many rows, one program does both, otherwise `merge_products` adds the splits by the same operations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """Sizes that a row's bits depend on."""
+    """Tile sizes. Changing one may change the exact bits of a row's result."""
 
     rows: int = 32
     outputs: int = 64
@@ -36,9 +36,9 @@ only cost memory."""
 def multiply(
     rows,  # [num_rows, num_features]
     weight,  # [num_outputs, num_features]
-    bias,  # [num_outputs]; with HAS_BIAS
+    bias,  # [num_outputs]; used if HAS_BIAS
     output,  # [num_rows, num_outputs]
-    parts,  # [num_splits, num_rows, num_outputs] float32; with IS_SPLIT
+    parts,  # [num_splits, num_rows, num_outputs] float32; used if IS_SPLIT
     num_rows,
     num_outputs,
     num_features,
@@ -49,7 +49,7 @@ def multiply(
     HAS_BIAS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """Computes rows · weight^T + bias. Grid: tiles of outputs, tiles of rows, splits or 1."""
+    """Computes rows · weight^T + bias. Grid: tiles of outputs, tiles of rows, splits (1 unless IS_SPLIT)."""
     own_outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     own_rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_output = own_outputs < num_outputs
@@ -91,7 +91,7 @@ def multiply(
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def merge_products(
     parts,  # [num_splits, num_rows, num_outputs] float32
-    bias,  # [num_outputs]; with HAS_BIAS
+    bias,  # [num_outputs]; used if HAS_BIAS
     output,  # [num_rows, num_outputs]
     num_splits,
     num_rows,
@@ -99,7 +99,7 @@ def merge_products(
     BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Adds splits in order. Grid: blocks of outputs, rows."""
+    """Adds the partial products of the splits, in order. Grid: blocks of outputs, rows."""
     outputs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.program_id(1)
     is_output = outputs < num_outputs

@@ -1,7 +1,8 @@
-"""The race (Gumbel-max) in two launches: one for temperatures, arrivals and scores, one for the best score of each row.
+"""The exponential race that draws tokens (Gumbel-max; see `outrider.engine.sampler.arrivals`), in two launches.
 
-It uses the same float32 operations in the same order as `outrider.engine.sampler.arrivals` and `elementary`, each
-rounded, so the winners are identical. The scores of greedy rows are their values, without arrivals.
+The first applies temperatures and computes arrival times and scores, the second picks the best score of each row. They
+use the same float32 operations in the same order as `arrivals` and `elementary` of the sampler, each rounded
+separately, so the winners are identical. The scores of greedy rows are their values, without arrival times.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ _WORD_SCALE = tl.constexpr(2.0**-32)
 _LARGEST_UNIFORM = tl.constexpr(1.0 - 2.0**-24)
 
 BLOCKS_PER_PROGRAM = 16
-_MINUS_INF = tl.constexpr(-2139095041)  # high half of -inf's key
-_NAN = tl.constexpr(0x7FFFFFFF)  # above the high half of every number's key
+_MINUS_INF = tl.constexpr(-2139095041)  # the high half of the order key of -inf
+_NAN = tl.constexpr(0x7FFFFFFF)  # above the high half of the order key of any number
 
 
 @triton.jit
 def _philox(c0, c1, c2, c3, k0, k1):
-    """Returns Philox4x32-10 of uint32 words, broadcast together."""
+    """Returns the four words of Philox4x32-10 for uint32 counters c0 … c3 and keys k0 and k1, broadcast together."""
     for _ in tl.static_range(10):
         high0 = tl.umulhi(c0, 0xD2511F53)
         low0 = c0 * 0xD2511F53
@@ -50,7 +51,7 @@ def _exponential(words):
 
 @triton.jit
 def _arrivals(blocks, position, sample, low, high, BLOCKS: tl.constexpr):
-    """Returns the arrivals of the tokens of some blocks: [BLOCKS, 64] float32."""
+    """Returns the arrival times of the tokens of some blocks: [BLOCKS, 64] float32."""
     zero = tl.zeros([BLOCKS], tl.uint32)
     first_word, second_word, _, _ = _philox(
         blocks.to(tl.uint32), zero + position, zero + sample, zero, zero + low, zero + high
@@ -63,7 +64,7 @@ def _arrivals(blocks, position, sample, low, high, BLOCKS: tl.constexpr):
     w0, w1, w2, w3 = _philox(
         groups.to(tl.uint32), zeros + position, zeros + sample, zeros + 1, zeros + low, zeros + high
     )
-    # Word v mod 4 is token v's: a join adds the fastest dimension.
+    # Word v mod 4 belongs to token v, because a join adds the dimension that varies fastest.
     tokens = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCKS, _BLOCK])
     offsets = tl.arange(0, _BLOCK)
     times = first[:, None] + _exponential(tokens)
@@ -72,10 +73,10 @@ def _arrivals(blocks, position, sample, low, high, BLOCKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def best_scores(
-    values,  # [num_rows, num_ids] float32 after step 4, rows `row_stride` apart
+    values,  # [num_rows, num_ids] float32 after step 4 of SamplingParams, rows `row_stride` apart
     table,  # [8, num_rows] int64, see `TritonDecider.table`
-    limits,  # [num_rows] int64: the order key of the last token that competes; with HAS_LIMITS
-    best,  # [num_rows, num_chunks] int64: order key of the best score
+    limits,  # [num_rows] int64: the order key of the last token that competes; used if HAS_LIMITS
+    best,  # [num_rows, num_chunks] int64: the order key of each chunk's best score
     row_stride,
     num_ids,
     num_rows,
@@ -83,7 +84,7 @@ def best_scores(
     BLOCKS: tl.constexpr,
     HAS_LIMITS: tl.constexpr,
 ):
-    """Scores tokens. Grid: rows, chunks of BLOCKS blocks."""
+    """Computes scores and stores the order key of each chunk's best one. Grid: rows, chunks of BLOCKS blocks."""
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     position = tl.load(table + row).to(tl.uint32)
@@ -112,7 +113,7 @@ def pick(
     best,  # [num_rows, num_chunks] int64
     token_ids,  # [num_rows] int64
     num_chunks,
-    CHUNKS: tl.constexpr,  # the next power of two from num_chunks
+    CHUNKS: tl.constexpr,  # num_chunks rounded up to a power of two
 ):
     """Picks the token of each row's best key; 0 if nothing is above -inf. Grid: rows."""
     row = tl.program_id(0)
@@ -126,8 +127,10 @@ def pick(
 def race_winners(values: Tensor, table: Tensor, limits: Tensor | None, token_ids: Tensor | None = None) -> Tensor:
     """Returns the token of each row: argmax_v (value_v / temperature - log a_v), or argmax_v value_v for a greedy row.
 
+    a_v is the arrival time of token v.
+
     Args:
-        values: [num_rows, num_ids] float32 after step 4, each row contiguous.
+        values: [num_rows, num_ids] float32 after step 4 of SamplingParams, each row contiguous.
         table: [8, num_rows] int64, see `outrider.engine.sampler.triton_decider.TritonDecider.table`.
         limits: [num_rows] int64, the order key of the last token that competes; None: all compete.
         token_ids: [num_rows] int64, written and returned; None: a new tensor.

@@ -1,11 +1,12 @@
 """The work list of our attention kernel for one forward, made on the host. Torch-free.
 
-A tile is some rows of one sequence. An item of the list is a tile with all of its keys, or with some of their splits,
-whose partial sums `merge_splits` adds. The kernel has as many programs as a GPU runs concurrently, and they go through
-the list with equal strides. So programs are as busy with few long sequences as with many short ones. Splits begin at
-fixed positions and are added in order, so cutting a tile changes no bits.
+A tile is some rows of one sequence. An item of the list is a tile with either all splits of its keys or only some of
+them. In the second case the tile is cut, and `merge_splits` adds the partial sums of its splits. The kernel has as
+many programs as a GPU runs concurrently, and they go through the list with equal strides. So programs are as busy with
+few long sequences as with many short ones. Splits begin at fixed positions and are added in order, so cutting a tile
+changes no bits.
 
-Source of the fixed grid and of its plan on the host: FlashInfer (Ye et al. 2025, arXiv 2501.01005).
+Source of the fixed grid, and of planning it on the host: FlashInfer (Ye et al. 2025, arXiv 2501.01005).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ITEM_INTS = 7
 -1, and partials per row."""
 MAX_PARTIALS = 1 << 17
 """Maximum number of partial sums in a forward, each for a row, a query head and a split: 68 MB with heads of 128
-values. Tiles are not cut if that would need more."""
+values. Tiles are not cut if cutting would need more sums."""
 ITEMS_PER_PROGRAM = 4
 """Target number of items per program. With items of equal length, programs are idle for at most about a fifth of the
 time."""
@@ -35,12 +36,12 @@ time."""
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Sizes of our attention kernel. A row's bits depend on these only."""
+    """Tile sizes of our attention kernel. Of all sizes, only these affect the exact bits of a row's result."""
 
     lines: int = 32  # rows × query heads of a KV head; a multiple of 16
     keys: int = 64  # positions in a block
     split_keys: int = 256  # positions in each of the first splits; a multiple of `keys`
-    splits_per_size: int = 32  # splits then double in size, so that long sequences do not have many more
+    splits_per_size: int = 32  # number of splits of each size; sizes then double, to limit the number of splits
     num_warps: int = 4
     num_stages: int = 3
 
@@ -51,30 +52,30 @@ _NUM_SIZES = 20
 
 
 class WorkLists:
-    """Makes plans for one model: [ints] int32. They fit every layer.
+    """Makes plans, [ints] int32, for one model. A plan serves all of the model's layers.
 
     A plan is a header, items, and for each row the index of its first partial sum, or -1 if its tile was not cut.
     """
 
     def __init__(self, tile: Tile, *, num_heads: int, num_kv_heads: int, num_programs: int) -> None:
-        """`num_programs`: the kernel's programs, which the GPU runs concurrently."""
+        """`num_programs`: number of the kernel's programs, all of which the GPU runs concurrently."""
         heads_per_kv = num_heads // num_kv_heads
         heads_per_tile = min(heads_per_kv, tile.lines)
         self.rows_per_tile = tile.lines // heads_per_tile
-        self.head_groups = num_kv_heads * -(-heads_per_kv // heads_per_tile)  # each has a program for every item
-        self.max_partials = MAX_PARTIALS // num_heads  # one per row and split, with all heads
+        self.head_groups = num_kv_heads * -(-heads_per_kv // heads_per_tile)  # each item is computed once per group
+        self.max_partials = MAX_PARTIALS // num_heads  # each partial holds all heads of one row and one split
         sizes = tile.split_keys << np.arange(_NUM_SIZES).repeat(tile.splits_per_size)
         self._split_starts = np.concatenate([[0], np.cumsum(sizes)])
         self._num_abreast = -(-num_programs // self.head_groups)  # items processed concurrently
 
     def max_items(self, num_rows: int) -> int:
-        """Returns the most items of any batch of `num_rows` rows."""
+        """Returns the maximum number of items in the plan of a batch of `num_rows` rows."""
         return 2 * num_rows + ITEMS_PER_PROGRAM * self._num_abreast
 
     def plan(self, batch: InputBatch) -> array[int]:
         """Makes a batch's plan. A padded batch's plan has room for the items of any batch with as many rows.
 
-        It is also valid for a batch of the same rows at earlier positions.
+        The plan is also valid for a batch of the same rows at earlier positions.
         """
         starts = np.frombuffer(batch.arrays.query_start_loc, dtype=np.int32)
         positions = np.frombuffer(batch.arrays.positions, dtype=np.int64)
@@ -120,7 +121,7 @@ class WorkLists:
     def _in_turns(self, order: _Numbers) -> _Numbers:
         """Rearranges `order`, which goes from the longest item to the shortest, to give programs about equal shares.
 
-        Programs go through the list with equal strides, so every second stretch of it is reversed.
+        Programs go through the list with equal strides, so every second stretch of `_num_abreast` items is reversed.
         """
         turns = np.full((-(-len(order) // self._num_abreast), self._num_abreast), -1)
         turns.flat[: len(order)] = order
@@ -129,6 +130,6 @@ class WorkLists:
 
 
 def _runs(lengths: _Numbers) -> tuple[_Numbers, _Numbers]:
-    """Returns the run of each element of runs laid end to end, and its index within the run."""
+    """Returns, for each element of runs of these lengths laid end to end, its run and its index within the run."""
     runs = np.repeat(np.arange(len(lengths)), lengths)
     return runs, np.arange(len(runs)) - (np.cumsum(lengths) - lengths)[runs]

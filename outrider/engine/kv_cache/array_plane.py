@@ -16,7 +16,7 @@ Words: TypeAlias = npt.NDArray[Any]
 
 
 class ArrayPlane:
-    """A `CachePlane` on a CPU, in one array so that a frame of several layers is one copy.
+    """A `CachePlane` on a CPU, in one array so that a frame of several layers needs only one copy.
 
     It starts with zeros, whose pages take no memory before they are written; torch.zeros would write them all.
     """
@@ -39,7 +39,7 @@ class ArrayPlane:
     def read(self, layers: range, slots: Slots, heads: range, after: object = None) -> Bytes:
         rows = self._rows(layers, heads)
         if not rows.flags.c_contiguous:
-            return rows[:, slots].reshape(-1)  # `take` would first copy these heads of the whole cache
+            return rows[:, slots].reshape(-1)  # np.take would first copy these heads of all slots
         return np.take(rows, slots, axis=1).reshape(-1)
 
     def write(self, layers: range, slots: Slots, heads: range, rows: Bytes, after: object = None) -> None:

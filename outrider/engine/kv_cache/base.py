@@ -28,7 +28,7 @@ def slots_of_blocks(pairs: Sequence[tuple[int, int]], block_size: int) -> list[t
 
 
 class CachePlane(Protocol):
-    """One plane of a cache, in the layout of the attention that reads it. `read` and `write` use token-major bytes."""
+    """One plane of a cache, in the layout that its attention kernels need. `read` and `write` use token-major bytes."""
 
     @property
     def layers(self) -> Any:

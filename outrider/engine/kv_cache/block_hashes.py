@@ -15,7 +15,7 @@ class BlockHashes:
     Equal hashes mean equal tokens from position 0 on. The hash is SHA-256 because a collision would serve another
     user's KV. The seed (the model fingerprint, of fixed length) separates models, and the salt separates tenants.
 
-    The chain grows block by block, so the cost of a step does not grow with its sequence.
+    The chain grows block by block, so the cost of a step does not grow with the sequence's length.
     """
 
     __slots__ = ("_block_size", "_hashes", "_layout", "_root")
@@ -30,7 +30,7 @@ class BlockHashes:
         return len(self._hashes)
 
     def append(self, token_ids: Sequence[int]) -> bytes:
-        """Appends and returns the next block's hash. `token_ids` is the whole sequence; only that block is read."""
+        """Appends and returns the next block's hash. `token_ids`: the whole sequence; only the block is read."""
         start = len(self._hashes) * self._block_size
         parent = self._hashes[-1] if self._hashes else self._root
         packed = self._layout.pack(*token_ids[start : start + self._block_size])
@@ -39,7 +39,7 @@ class BlockHashes:
         return block_hash
 
     def truncate(self, num_blocks: int) -> None:
-        """Keeps the first `num_blocks` hashes."""
+        """Drops all hashes after the first `num_blocks`."""
         if num_blocks < len(self._hashes):
             del self._hashes[num_blocks:]
 

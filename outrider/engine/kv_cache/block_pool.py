@@ -10,7 +10,7 @@ from outrider.errors import CapacityError
 
 
 class NoFreeBlocksError(CapacityError):
-    """Raised if an allocation needs more blocks than are free. Nothing is changed then."""
+    """Raised if an allocation needs more blocks than are free. The pool is then unchanged."""
 
     reason = "NO_FREE_BLOCKS"
 
@@ -19,8 +19,8 @@ class BlockPool:
     """Blocks 0 … num_blocks - 1, each in exactly one of three states.
 
     - *used*: its reference count is at least 1; it may be published in the prefix cache as well.
-    - *evictable*: its count is 0, but it is still published. A prefix match takes it into use again; `allocate` evicts
-      it if no block is free, the least recently released one first.
+    - *evictable*: its count is 0, but it is still published. A prefix match takes it into use again. If no block is
+      free, `allocate` evicts evictable blocks, the least recently released one first.
     - *free*: its count is 0, and it is not published.
 
     A block enters the prefix cache only through `register`, once its tokens are committed and its KV is complete
@@ -38,7 +38,7 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        # A stack with the lowest ids on top, so that memory never written stays uncommitted for as long as possible.
+        # A stack with the lowest ids on top, so that unwritten memory stays uncommitted for as long as possible.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently released first
 
@@ -48,7 +48,7 @@ class BlockPool:
         return len(self._free) + len(self._evictable)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Returns the number of blocks that hold `num_tokens` tokens."""
+        """Returns the number of blocks needed to hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     # --- allocation -----------------------------------------------------------------------
@@ -76,7 +76,7 @@ class BlockPool:
         """Drops a reference to each block. At zero a block becomes evictable if it is published, otherwise free.
 
         Blocks released earlier are evicted earlier. Release a sequence's last block first, because no prefix match can
-        use blocks without those before them.
+        use a block without the blocks before it.
         """
         for block_id in block_ids:
             count = self._ref_counts[block_id] - 1

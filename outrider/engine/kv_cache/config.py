@@ -13,7 +13,7 @@ MAX_PERCENT = 95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheConfig:
-    """Section `kv_cache`: the amount of KV that a node stores. The system commits memory as blocks are written."""
+    """Section `kv_cache`: the amount of KV that a node stores. The OS commits memory only as blocks are written."""
 
     memory: str = setting(
         "",
@@ -26,14 +26,14 @@ class KVCacheConfig:
         True, help="Whether full blocks of finished sequences are kept for prompts with the same beginning."
     )
     num_blocks: int | None = fixed(None)  # overrides `memory`
-    block_size: int = fixed(16)  # tokens; small blocks waste little at a sequence's end and share short prefixes
+    block_size: int = fixed(16)  # tokens; small, to waste few slots at a sequence's end and share short prefixes
 
     def __post_init__(self) -> None:
         _ = self.size
 
     @property
     def size(self) -> tuple[int | None, float | None]:
-        """`memory` in bytes, or as a fraction (see KVRoom); both None if unset. Raises: ValueError if it is invalid."""
+        """`memory` as (bytes, None) or (None, fraction), see KVMemory; (None, None) if unset. Raises: ValueError."""
         memory = self.memory.strip()
         if not memory:
             return None, None

@@ -1,4 +1,4 @@
-"""The memory of the block pool's blocks: keys and values of every layer. Torch-free with native kernels."""
+"""The memory of the block pool's blocks: keys and values of every layer. Torch-free if native kernels are used."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class PagedKVCache:
     """Keys and values of all layers, addressed by slot = block_id * block_size + offset.
 
-    The cache is memory only; the BlockPool assigns blocks. All of it is allocated at once, but the system commits
-    memory only when blocks are first written.
+    The cache is memory only; the BlockPool assigns blocks. All of it is allocated at once, but the operating
+    system commits memory only when blocks are first written.
 
     Thread-safe for disjoint blocks: threads may read, write and run forwards at the same time as long as no block that
     one of them writes is used by another.
@@ -35,11 +35,11 @@ class PagedKVCache:
         num_scratch_blocks: int = 0,
         kernels: PlaneMaker | None = None,
     ) -> None:
-        """`device`: torch's name, such as "cuda:0".
+        """`device`: torch's name of the device, such as "cuda:0".
 
-        `num_scratch_blocks`: number of blocks after the others, for rows that pad a batch.
+        `num_scratch_blocks`: number of additional blocks, numbered after the others, for rows that pad a batch.
 
-        `kernels`: the CPU kernels that attend over the cache and determine its layout; None if torch or a GPU does.
+        `kernels`: the CPU kernels that attend over the cache and determine its layout; None if torch or a GPU attends.
         """
         self.planes = tuple(planes)
         self.num_blocks = num_blocks
@@ -59,15 +59,17 @@ class PagedKVCache:
         self.keys, self.values = (self._planes[name].layers for name in ("k", "v"))
 
     def layers(self, plane: str) -> Any:
-        """Returns a plane's layers, by number: tensors [num_blocks, block_size, heads, dim], or arrays in the packed
-        layout of the native kernels; features are then an array of the same shape as a tensor (see WORDS).
+        """Returns a plane's layers, by number: tensors [num_blocks, block_size, heads, dim].
+
+        With native kernels they are arrays instead: keys and values in the kernels' packed layout, and features in the
+        shape of the tensors (for the dtype see WORDS).
         """
         return self._planes[plane].layers
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks, each given as (source, destination), in all layers and planes.
 
-        All sources are read before any destination is written, so a block may be both.
+        All sources are read before any destination is written, so a block may be both source and destination.
         """
         self.move_slots(slots_of_blocks(pairs, self.block_size))
 
@@ -133,7 +135,7 @@ class PagedKVCache:
             self._planes[plane].write(layers, slots, heads, rows, after)
 
     def _checked(self, plane: str, layers: range, slots: Slots, heads: range | None) -> range:
-        """Checks all bounds and returns the heads, by default all of the plane."""
+        """Checks all bounds and returns `heads`, or all heads of the plane if it is None."""
         spec = find_plane(self.planes, plane)
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= spec.num_layers:
             raise InternalError(f"{layers} is outside the {spec.num_layers} layers of plane {plane}")

@@ -32,14 +32,14 @@ class SequenceKV:
         """`cache_salt`: only sequences with the same salt share published blocks."""
         self._pool = pool
         self._block_size = pool.block_size
-        self._hashes: BlockHashes = pool.new_hashes(cache_salt)  # of the published blocks and the prefix hits
+        self._hashes: BlockHashes = pool.new_hashes(cache_salt)  # hashes of published blocks and prefix hits
         # Whether the block of the next token is known to be neither shared nor published. This stays true while tokens
         # are added, because blocks without valid tokens are neither.
         self._owns_tail = False
         self.block_ids: list[int] = []
         self.num_tokens = 0
-        self.num_cached_tokens = 0  # those of num_tokens that came from the prefix cache, at creation
-        self._table = array("i")  # block_ids, as far as `block_table` has converted them
+        self.num_cached_tokens = 0  # number of tokens taken from the prefix cache at creation
+        self._table = array("i")  # the part of block_ids that `block_table` has converted so far
 
     @classmethod
     def create(
@@ -55,7 +55,7 @@ class SequenceKV:
         """Returns `block_ids` as int32 [len(block_ids)], not as a copy. Do not modify it or keep it while blocks
         change.
 
-        Only blocks added since the last call are converted, so that a step's cost does not grow with its contexts.
+        Only blocks added since the last call are converted, so a step's cost does not grow with sequence lengths.
         """
         table, block_ids = self._table, self.block_ids
         if len(table) < len(block_ids):
@@ -63,7 +63,7 @@ class SequenceKV:
         return table
 
     def slot(self, place: int) -> int:
-        """Returns the slot of the token at this position; with draft trees, of the row that is stored there."""
+        """Returns the slot of the token at position `place`; in a draft tree, of the row stored there."""
         return self.block_ids[place // self._block_size] * self._block_size + place % self._block_size
 
     @property
@@ -72,7 +72,7 @@ class SequenceKV:
         return len(self.block_ids) * self._block_size
 
     def has_reserved(self, num_tokens: int) -> bool:
-        """Returns True if `reserve(num_tokens)` would do nothing. May return False in that case too: then call it."""
+        """Returns True only if `reserve(num_tokens)` would do nothing. On False, `reserve` may still do nothing."""
         return self._owns_tail and num_tokens <= len(self.block_ids) * self._block_size
 
     def num_blocks_needed(self, num_tokens: int) -> int:
@@ -103,7 +103,7 @@ class SequenceKV:
                     pool.release((source,))
                     self._owns_tail = True
                     return [(source, self.block_ids[index])]
-                pool.withdraw(source)  # it was published when it was full, and its tail is about to change
+                pool.withdraw(source)  # the block was published when full; now its tail will change
             self._owns_tail = True
         if num_new > 0:
             self.block_ids += pool.allocate(num_new)
@@ -117,7 +117,7 @@ class SequenceKV:
     def truncate(self, num_tokens: int) -> None:
         """Makes exactly tokens [0, num_tokens) valid, and frees whole blocks past them.
 
-        This is the rollback after a verification, for rejected tokens of the last forward.
+        It rolls back those tokens of the last forward that verification rejects.
         """
         capacity = len(self.block_ids) * self._block_size
         assert 0 <= num_tokens <= capacity

@@ -20,7 +20,7 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 def tensor_of(values: Words | Tensor) -> Tensor:
-    """Returns a tensor over an array's memory (see WORDS for its dtypes), or a tensor unchanged."""
+    """Returns a tensor over an array's memory (see WORDS for its dtypes); returns a tensor unchanged."""
     if isinstance(values, Tensor):
         return values
     tensor = torch.from_numpy(values)
@@ -28,7 +28,7 @@ def tensor_of(values: Words | Tensor) -> Tensor:
 
 
 def words_of(tensor: Tensor) -> Words:
-    """Returns a CPU tensor's numbers as an array, in its memory if that is contiguous."""
+    """Returns a CPU tensor's numbers as an array, which shares the memory of a contiguous tensor."""
     tensor = tensor.detach().contiguous()
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
@@ -48,7 +48,8 @@ class TensorMemory:
 
 
 class CopyStream:
-    """A stream for copies between a GPU and the host, separate from that of forward passes. One per cache; thread-safe.
+    """A stream for copies between a GPU and the host, separate from the stream of forward passes. One per cache;
+    thread-safe.
 
     Forward passes run on the device's default stream. A fence marks the work queued there so far; a copy runs after its
     fence, concurrently with later work. The thread that requests a copy waits for the fence before it queues the copy,
@@ -60,7 +61,7 @@ class CopyStream:
         self.stream = torch.cuda.Stream(device)
 
     def fence(self) -> Fence:
-        """Returns a fence after all work queued so far. Threads that wait for it sleep, since it may take a step."""
+        """Returns a fence after all work queued so far. Threads that wait for it sleep, as it may take a whole step."""
         fence = torch.cuda.Event(blocking=True)
         fence.record(torch.cuda.default_stream(self.device))
         return fence
@@ -84,8 +85,8 @@ class CopyStream:
             return DeviceBytes(taken.view(torch.uint8).reshape(-1), self)
 
     def scatter(self, rows: Tensor, slots: Slots, payload: Bytes | DeviceBytes, after: Fence) -> None:
-        """Waits for `after`, then writes some slots of [layers, slots, width], which work queued later must not use
-        yet.
+        """Waits for `after`, then writes some slots of [layers, slots, width]. Work that is queued after the fence and
+        before this returns must not use these slots.
 
         `payload`: [layers * num_slots * width * itemsize] uint8. The caller may reuse it afterwards.
         """
@@ -124,7 +125,7 @@ class DeviceBytes:
         return len(self.tensor)
 
     def checksum(self) -> int:
-        """Returns the sum of all 8-byte words, each times an odd factor that depends on its index. The host waits.
+        """Returns the sum of all 8-byte words, each multiplied by an odd factor given by its index. The host waits.
 
         The sum is modulo 2**64, so a device may add in any order. It detects data that was read too early or from a
         wrong place; like xxh3, it is no defence against forgery.
@@ -141,7 +142,10 @@ class DeviceBytes:
 
 
 class HostTensorPlane(ArrayPlane):
-    """A plane in a numpy array, since torch's copies would start a thread pool per thread (see `EngineThread`)."""
+    """A plane whose layers are tensors over a numpy array.
+
+    numpy makes the copies, because torch's would start a thread pool for each calling thread (see `EngineThread`).
+    """
 
     @property
     def layers(self) -> tuple[Tensor, ...]:
@@ -150,7 +154,7 @@ class HostTensorPlane(ArrayPlane):
 
 
 class TensorPlane:
-    """A `CachePlane` on a GPU, in one tensor so that a frame of several layers is one copy."""
+    """A `CachePlane` on a GPU, in one tensor so that a frame of several layers needs only one copy."""
 
     def __init__(self, tensor: Tensor, copies: CopyStream) -> None:
         """`tensor`: [layers, blocks, block_size, heads, dim]. `copies`: the copy stream of its device."""

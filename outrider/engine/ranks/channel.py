@@ -27,7 +27,10 @@ class Channel:
     """
 
     def __init__(self, end: socket.socket, *, peer: str, timeout_seconds: float) -> None:
-        """`peer`: its name in error messages, such as "rank 1". `timeout_seconds`: for the rest of a begun message."""
+        """`peer`: the peer's name in error messages, such as "rank 1".
+
+        `timeout_seconds`: timeout for sending, and for receiving the rest of a message whose beginning has arrived.
+        """
         self._end = end
         self._peer = peer
         self._timeout_seconds = timeout_seconds
@@ -49,7 +52,7 @@ class Channel:
             raise self._lost("accepts no messages", error) from error
 
     def receive(self, *, begins_within_seconds: float | None) -> Any:
-        """Returns the next message. `begins_within_seconds`: timeout of its beginning; None: no timeout."""
+        """Returns the next message. `begins_within_seconds`: timeout until its first byte; None: no timeout."""
         try:
             self._end.settimeout(begins_within_seconds)
             if not self._end.recv(1, socket.MSG_PEEK):

@@ -12,7 +12,7 @@ from outrider.engine.input_batch import InputBatch
 
 
 class CommandMark(NamedTuple):
-    """Progress through the commands: the number of finished commands, and of finished layers of the one after them."""
+    """Progress through the commands: the numbers of finished commands and of finished layers of the next command."""
 
     num_commands: int
     num_layers: int = 0
@@ -46,8 +46,8 @@ class KvRequest:
     layers: range
     slots: npt.NDArray[np.int64]  # [num_tokens]
     heads: range  # indices among the rank's own heads
-    after: CommandMark  # the rank waits for this mark: an earlier command may still use the slots
-    payload: bytes | None = None  # for a write, which is answered with None once it is in the cache
+    after: CommandMark  # the rank waits for this mark, because an earlier command may still use the slots
+    payload: bytes | None = None  # bytes to write; the answer is None once they are in the cache. None: a read
 
 
 @dataclass(frozen=True, slots=True)

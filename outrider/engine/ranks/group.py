@@ -42,7 +42,7 @@ class Member:
 
 class RankGroup:
     """The other ranks of a node. Within the group's context, threads watch them; outside it, a lost rank is noticed
-    only when it is used.
+    only when a command or request is sent to it.
 
     `running` and `layer_done` belong to the engine thread; any thread may call `ask` and read `reached`.
     """
@@ -61,7 +61,7 @@ class RankGroup:
         self._is_closing = False
         self._num_sent = 0
         self.reached = CommandMark(0)
-        """This rank's progress. Requests to other ranks wait until they have reached it."""
+        """This rank's progress. A request to another rank waits until that rank has made the same progress."""
 
     @property
     def size(self) -> int:
@@ -157,7 +157,7 @@ class RankGroup:
             try:
                 member.commands.send(Stop())
             except RankLostError:
-                continue  # it has ended or will be killed
+                continue  # the process has ended or will be killed
         deadline = time.monotonic() + STOP_SECONDS
         for member in self.members:
             try:

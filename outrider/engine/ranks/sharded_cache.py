@@ -60,10 +60,10 @@ class RankFence:
 
 
 class ShardedKVCache:
-    """A cache in which every rank has the same block numbers, with its own heads; rank 0 alone has the features.
+    """A cache whose blocks have the same numbers in every rank. Each rank stores its heads; only rank 0 has features.
 
-    All ranks copy blocks and move slots in the order of steps. A rank may lag behind rank 0 by the end of a step and by
-    copies, so reads and writes of its heads wait until it has caught up with the progress of rank 0.
+    All ranks copy blocks and move slots in the order of steps. Another rank may still be working on a step or on copies
+    that rank 0 has finished. So reads and writes of that rank's heads wait until it has caught up with rank 0.
     """
 
     def __init__(self, local: PagedKVCache, ranks: RankGroup) -> None:
@@ -73,14 +73,14 @@ class ShardedKVCache:
         self.num_blocks = local.num_blocks
         self.block_size = local.block_size
         self.device = local.device
-        self.copies = None  # other ranks' frames pass through main memory
+        self.copies = None  # None, because other ranks' frames pass through main memory
         self.planes = tuple(
             plane if plane.is_feature else replace(plane, num_heads=plane.num_heads * ranks.size)
             for plane in local.planes
         )
 
     def head_ranges(self, plane: str) -> tuple[range, ...]:
-        """Returns each rank's heads, in order; for features, rank 0's only."""
+        """Returns each rank's heads, in order; for features, one range, since only rank 0 stores them."""
         spec = find_plane(self.planes, plane)
         return split_heads(spec.num_heads, 1 if spec.is_feature else self._ranks.size)
 
@@ -151,4 +151,4 @@ class ShardedKVCache:
 
 
 KVCache: TypeAlias = PagedKVCache | ShardedKVCache
-"""The cache of a model in one process, or of one whose heads are divided among ranks."""
+"""The cache of a model that runs in one process, or of a model whose heads are divided among ranks."""

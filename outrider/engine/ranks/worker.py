@@ -72,7 +72,7 @@ class RankWorker:
                 case Stop():
                     return
                 case Step():
-                    # The last collective makes logits on every rank, but only rank 0 uses them.
+                    # The last collective gives every rank the logits, but only rank 0 uses them.
                     self._runner.forward(command.batch, on_layer_done=self._progress.layer_done)
                 case MoveSlots():
                     self._kv_cache.move_slots(command.pairs)
@@ -80,13 +80,13 @@ class RankWorker:
 
     def _serve_kv(self) -> None:
         if device_type(self._kv_cache.device) == "cuda":
-            torch.cuda.set_device(self._kv_cache.device)  # a new thread uses the first GPU
+            torch.cuda.set_device(self._kv_cache.device)  # by default, a new thread uses the first GPU
         try:
             while True:
                 request: KvRequest = self._kv.receive(begins_within_seconds=None)
                 self._kv.send(self._answer(request))
         except RankLostError:
-            return  # rank 0 is gone, as the other thread notices too
+            return  # rank 0 is gone; the thread of `run` notices it too
 
     def _answer(self, request: KvRequest) -> bytes | KvRefused | None:
         if not self._progress.wait_for(request.after, self._timeout_seconds):
@@ -94,7 +94,7 @@ class RankWorker:
         cache, slots = self._kv_cache, request.slots
         try:
             if request.payload is None:
-                # On a GPU the read follows all work queued so far, which includes the mark's layers.
+                # On a GPU, the read runs after all work queued so far, which includes the layers up to `request.after`.
                 return cache.read(request.plane, request.layers, slots, heads=request.heads).tobytes()
             cache.write(request.plane, request.layers, slots, request.payload, heads=request.heads)
         except InternalError as error:

@@ -1,8 +1,8 @@
 """Decides tokens with numpy or torch operations, on the device of the logits.
 
-They are the native kernels' operations, in the same order and each rounded, so the tokens are the same (see
-docs/adr/0019). Every arrival of a row is drawn: the kernels skip those that cannot win, but testing that here would
-wait for the device.
+The operations are those of the native kernels, in the same order and each rounded, so the tokens are the same (see
+docs/adr/0019). Every arrival time of a row is drawn. The kernels skip tokens that cannot win, but here that test would
+have to wait for the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_VALUES = 1 << 22
 
 
 class ArrayDecider:
-    """Decides each row by itself, without sums of floats, whose order would depend on the device."""
+    """Decides each row separately. It adds no floats, because the order of a sum would depend on the device."""
 
     def __init__(self, editor: LogitEditor) -> None:
         self._editor = editor

@@ -1,9 +1,10 @@
-"""Arrival times: the race that decides a position, determined by (seed, sample, position).
+"""Arrival times: the race that decides the token at a position, determined by (seed, sample, position).
 
-Token v has an arrival a(v), an independent Exp(1) variable, and the position's token is argmax(logits - log a), an
-exact draw from softmax(logits) (the Gumbel-max trick). The vocabulary is divided into blocks of 64 ids. A block's first
-arrival and its winner are drawn first, and the other arrivals follow the winner's (memorylessness), so blocks that
-cannot win are skipped:
+Token v has an arrival time a(v), an independent Exp(1) variable, and the position's token is argmax(logits - log a), an
+exact draw from softmax(logits) (the Gumbel-max trick). The vocabulary is divided into blocks of 64 ids. The time of a
+block's first arrival and its winner, the token that arrives then, are drawn first. The other tokens' times are drawn as
+delays after it, which is exact because Exp(1) is memoryless. So blocks that cannot win are skipped. For block b and
+token v, Philox draws words from the counter (c0, position, sample, purpose):
 
     purpose 0, c0 = b:        words w0, w1 -> e_b = E(w0) / 64, winner i_b = 64 b + (w1 & 63)
     purpose 1, c0 = v div 4:  word v mod 4 -> E_v;  a(i_b) = e_b, else a(v) = e_b + E_v
@@ -39,18 +40,21 @@ class RaceKey(NamedTuple):
     position: int  # absolute
 
     def words(self, purpose: int) -> tuple[int, int, int, int]:
-        """Returns four random words of the decision. Purposes 0 and 1 are reserved for the race."""
+        """Returns the decision's four random words for a purpose. Purposes 0 and 1 are reserved for the race."""
         return philox4x32((0, self.position & WORD, self.sample, purpose), split_seed(self.seed))
 
 
 def words_of(keys: Iterable[RaceKey], logits: Array) -> Array:
-    """Returns position, sample, low and high word of the keys' seeds, on the logits' device: [4, num_rows] int64."""
+    """Returns position, sample, and the seed's low and high word of each key: [4, num_rows] int64 on logits.device."""
     rows = [(key.position & WORD, key.sample, *split_seed(key.seed)) for key in keys]
     return to_array_like(np.asarray(rows, dtype=np.int64).T, logits)
 
 
 def draw(keys: Array, counters: Array, purpose: int) -> tuple[Array, Array, Array, Array]:
-    """Returns four words per counter [num_rows or 1, n] int64, broadcast to all rows; `keys` as from `words_of`."""
+    """Returns four random words for each counter and row. `keys`: as from `words_of`.
+
+    `counters`: [num_rows or 1, n] int64, broadcast to all rows.
+    """
     position, sample, low, high = keys[:, :, None]  # each [num_rows, 1]
     return philox4x32((counters, position, sample, purpose), (low, high))
 
@@ -58,7 +62,7 @@ def draw(keys: Array, counters: Array, purpose: int) -> tuple[Array, Array, Arra
 def exponential(words: Array) -> Array:
     """Returns E(w), the Exp(1) variable of each word (int64): float32, same shape.
 
-    Small values, which win races, keep full relative precision. The largest argument is capped below 1: without the cap
+    Small values, which win races, keep full relative precision. The uniform number u is capped below 1, since otherwise
     128 of the 2^32 words would give infinity.
     """
     xp = namespace(words)

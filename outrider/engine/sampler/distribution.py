@@ -1,7 +1,7 @@
 """Steps 5 and 6 of the contract's SamplingParams for whole rows: the distribution from which a token is drawn.
 
-The kernels' race does not need it, since it looks only into blocks that can win. `ArrayDecider`'s race, logprobs and
-verification methods that compare probabilities need the whole distribution.
+The race of the kernels does not need the distribution, since that race looks only into blocks that can win. The race
+of `ArrayDecider`, logprobs and verification methods that compare probabilities need all of it.
 """
 
 from __future__ import annotations
@@ -49,5 +49,5 @@ def divide_by_temperatures(values: Array, params: Sequence[SamplingParams]) -> A
     """Applies step 5 to rows that are not greedy: [num_rows, num_ids] float32."""
     if all(each.temperature == 1.0 for each in params):
         return values
-    # Divides by an array, since a GPU would multiply by a number's reciprocal.
+    # Divides by an array, because a GPU would replace division by a number with multiplication by its reciprocal.
     return values / to_array_like(np.asarray([[each.temperature] for each in params], dtype=np.float32), values)

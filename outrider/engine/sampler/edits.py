@@ -22,7 +22,7 @@ class Vocabulary:
 
     size: int  # width of the logits
     num_ids: int  # 1 to size
-    holes: Ints  # [n] int64, ascending, below num_ids
+    holes: Ints  # [n] int64: ids below num_ids that no token has, ascending
 
     @classmethod
     def of(cls, known: npt.NDArray[np.bool_]) -> Vocabulary:
@@ -34,16 +34,16 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """Bans, biases and penalties of the rows that have any.
+    """Bans, biases and penalties of the changed rows, which are the rows of a step that have any.
 
     Entries with equal indices in `places` and `numbers` belong together. The bans of changed row r begin at
-    starts[3 r], its biases at starts[3 r + 1], its penalties at starts[3 r + 2]; each token occurs once in each.
+    starts[3 r], its biases at starts[3 r + 1], its penalties at starts[3 r + 2]. No part has the same token twice.
     """
 
     starts: Ints  # [3 * num_changed + 1]
     factors: Floats  # [num_changed, 3]: repetition, frequency and presence penalty
-    places: Ints  # [num_entries], indices into all logits of the step as one row
-    numbers: Floats  # [num_entries]: unused (ban), the bias, or how often a token was generated
+    places: Ints  # [num_entries]: indices into the flattened logits of the step
+    numbers: Floats  # [num_entries]: the bias, or how often the token was generated; unused for a ban
 
     @classmethod
     def of(cls, changed: Sequence[tuple[int, Decision]]) -> Edits:
@@ -80,7 +80,7 @@ class Edits:
 
 
 ApplyEdits = Callable[[Array, Edits], None]
-"""A function that edits all logits of a step, given as one row, in place."""
+"""A function that edits in place all logits of a step, which are given as one flat array."""
 
 
 @without_warnings
@@ -108,7 +108,7 @@ def apply_to_array(flat: Array, edits: Edits) -> None:
 
 
 def apply_by_kernel(flat: Array, edits: Edits) -> None:
-    """Implements `ApplyEdits` in one transfer and one launch."""
+    """Implements `ApplyEdits` with one transfer and one kernel launch."""
     from outrider.engine.gpu_kernels.edits import edit_in_place
 
     packed = to_array_like(edits.packed(), flat)

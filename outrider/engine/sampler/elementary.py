@@ -1,9 +1,9 @@
 """Logarithm and exponential in which every step is one operation that IEEE 754 rounds.
 
-Libraries differ in the last bits of both, from one processor to the next. Addition, subtraction and multiplication of
-float32 do not: these polynomials (of Cephes' logf and expf) give the same bits in numpy, in torch on any device and in
-the native kernels (`cpu_kernels/source/elementary.h`), so races and filters are decided alike everywhere, including
-near ties. They are accurate to one unit in the last place.
+The last bits of a library's logarithm or exponential depend on the processor. Those of float32 addition, subtraction
+and multiplication do not, so these polynomials (of Cephes' logf and expf) give the same bits in numpy, in torch on any
+device and in the native kernels (`cpu_kernels/source/elementary.h`). Races and filters are therefore decided alike
+everywhere, including near ties. The polynomials are accurate to one unit in the last place.
 
 Each line below must stay a separate numpy or torch operation. `torch.addcmul`, an `alpha` or a compiler that merges
 lines would fuse a product with a sum, and change bits.
@@ -47,9 +47,9 @@ SQRT_HALF_BITS = 0x3F3504F3
 _MANTISSA_BITS = 23
 _EXPONENT_BIAS = 127
 MASS_EXPONENT = 44
-"""The exponent of two in the largest mass."""
+"""Logarithm to base 2 of the largest mass. A mass is an unnormalised probability as an integer (see `masses_of`)."""
 MIN_LOG_WEIGHT = -32.0
-"""Log of a weight relative to the largest, below which masses round to 0."""
+"""Natural logarithm of a weight relative to the largest weight. At or below it, the mass of a weight rounds to 0."""
 
 MASS_OF_LARGEST = 1 << MASS_EXPONENT
 """The mass of the largest value of a row."""
@@ -91,12 +91,13 @@ def masses_of(values: Array, largest: Array) -> Array:
 
     Args:
         values: float32, none above its row's largest.
-        largest: float32, broadcasts to the values. If it is infinite, equal values have mass 2^44, all others 0.
+        largest: float32, broadcasts to the values. If it is infinite, values equal to it have mass 2^44, others 0.
     """
     xp = namespace(values)
-    # A product of bits sets the largest to 0: if a bias exceeds float32 or no token is left, the difference is NaN.
+    # If a bias exceeds float32 or no token is left, the largest value is infinite, and its difference from itself is
+    # NaN. Multiplying the bits of that difference by 0 makes it 0.
     x = ((values - largest).view(xp.int32) * (values != largest)).view(xp.float32)
-    x = xp.clip(x, min=MIN_LOG_WEIGHT)  # smaller values round to 0
+    x = xp.clip(x, min=MIN_LOG_WEIGHT)  # the masses of smaller values round to 0 as well
     exponents = xp.round(x * LOG2_E)
     x -= exponents * LOG2_HIGH
     x -= exponents * LOG2_LOW
@@ -112,7 +113,7 @@ def masses_of(values: Array, largest: Array) -> Array:
 
 
 def log_of_mass(mass: float, largest: float) -> float:
-    """Returns the log of a sum of masses, comparable to the row's values; infinite or NaN if `largest` is."""
+    """Returns the logarithm of a sum of masses on the scale of the row's values; infinite or NaN if `largest` is."""
     return largest + math.log(mass / MASS_OF_LARGEST) if math.isfinite(largest) else largest
 
 

@@ -1,4 +1,4 @@
-"""min_p, top_k and top_p. They keep a prefix of the tokens' order (see `order`): all keys from a limit on."""
+"""min_p, top_k and top_p. Each keeps the first tokens in order (see `order`): those whose key is at least a limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NEVER_REACHED = (1 << 63) - 1
 
 
 def has_filters(params: SamplingParams) -> bool:
-    """Returns whether step 6 has an effect."""
+    """Returns whether a filter is set, so that step 6 of SamplingParams has an effect."""
     return params.min_p > 0.0 or params.top_k > 0 or params.top_p < 1.0
 
 
@@ -25,7 +25,7 @@ def limits_of(params: Sequence[SamplingParams], values: Array, keys: Array) -> A
     device.
 
     Args:
-        params: of each row.
+        params: one for each row.
         values: [num_rows, num_ids] float32, after step 5.
         keys: [num_rows, num_ids] int64, the order keys of the values.
     """
@@ -38,7 +38,10 @@ def limits_of(params: Sequence[SamplingParams], values: Array, keys: Array) -> A
 
 
 def _min_p_limits(params: Sequence[SamplingParams], largest: Array) -> Array:
-    """Returns [num_rows, 1] int64. p >= min_p * p_max, in terms of values: v >= v_max + log(min_p)."""
+    """Returns [num_rows, 1] int64: the lowest key that min_p keeps.
+
+    For values, the condition p >= min_p * p_max is v >= v_max + log(min_p).
+    """
     xp = namespace(largest)
     if all(row.min_p == 0.0 for row in params):
         return xp.full_like(largest, LOWEST_KEY, dtype=xp.int64)
@@ -48,7 +51,7 @@ def _min_p_limits(params: Sequence[SamplingParams], largest: Array) -> Array:
 
 
 def _top_k_limits(params: Sequence[SamplingParams], keys: Array) -> Array:
-    """Returns [num_rows, 1] int64: the key of the last token that each top_k keeps; 0 keeps all."""
+    """Returns [num_rows, 1] int64: the key of the last token that top_k keeps; a top_k of 0 keeps all."""
     top_ks = [row.top_k if row.top_k < keys.shape[1] else 0 for row in params]
     xp = namespace(keys)
     if not any(top_ks):
@@ -59,9 +62,9 @@ def _top_k_limits(params: Sequence[SamplingParams], keys: Array) -> Array:
 
 
 def _top_p_limits(params: Sequence[SamplingParams], largest: Array, keys: Array, limits: Array) -> Array:
-    """Returns [num_rows, 1] int64: the key of the last token that has less than top_p of the mass before it.
+    """Returns [num_rows, 1] int64: the key of the last token before which there is less than top_p of the mass.
 
-    `limits`: tokens that min_p and top_k remove have no mass. A row with NaN has no limit.
+    `limits`: the limits of min_p and top_k; tokens that they remove have no mass. A row with NaN has no limit.
     """
     xp = namespace(keys)
     keys = xp.sort(keys, axis=1)
@@ -69,7 +72,7 @@ def _top_p_limits(params: Sequence[SamplingParams], largest: Array, keys: Array,
     masses *= keys >= limits
     shares = _column([row.top_p for row in params], np.float64, keys)
     total = xp.sum(masses, axis=1, keepdims=True)
-    # The ceiling keeps comparisons among integers. The first token, with no mass before it, always stays.
+    # The ceiling makes bounds integers, as masses are. The first token, with no mass before it, always stays.
     bounds = xp.clip(xp.astype(xp.ceil(shares * xp.astype(total, xp.float64)), xp.int64), min=1)
     bounds = xp.where((shares < 1.0) & xp.logical_not(xp.isnan(largest)), bounds, _NEVER_REACHED)
     num_out = xp.sum(total - xp.cumulative_sum(masses, axis=1) >= bounds, axis=1, keepdims=True)

@@ -1,6 +1,7 @@
-"""Logprobs of chosen tokens, of the model's distribution or of the one from which they were drawn.
+"""Logprobs of chosen tokens, in the model's distribution or in the one from which they were drawn.
 
-Sums are of masses (integers), so a row's logprobs have the same bits in any batch and on any device.
+Only masses are added, which are integers (see `elementary`), so a row's logprobs have the same bits in any batch and on
+any device.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ ScoredSequence = tuple[EngineSequence, Sequence[TokenLogprobs]]
 
 def split_scored_rows(plan: StepPlan, logits: Array) -> tuple[Array, list[Pending[ScoredSequence]]]:
     """Splits off the last rows of logits, which belong to sequences whose prompts are scored. Call it before these
-    advance.
+    sequences advance.
 
-    Returns the other rows, and for each such sequence its new logprobs. Reading these records them as scored.
+    Returns the other rows, and the new logprobs of each such sequence. Reading these marks their tokens as scored.
     """
     scored: list[Pending[ScoredSequence]] = []
     for item in reversed(plan.scheduled):
@@ -71,7 +72,7 @@ def _pending_scores(item: Scheduled, logits: Array) -> Pending[ScoredSequence]:
 def pending_logprobs(
     logits: Array, decisions: Sequence[Decision], token_ids: Array, editor: LogitEditor
 ) -> Pending[list[TokenLogprobs | None]]:
-    """Returns the logprobs of rows whose samples requested them, by their mode; None for others. Does not wait.
+    """Returns logprobs in the requested mode for rows whose samples requested any; None for others. Does not wait.
 
     Args:
         logits: [num_rows, vocab_size] float32, not changed.
@@ -110,8 +111,9 @@ def pending_logprobs(
 
 
 def _table(num_top: int, values: Array, token_ids: Array) -> Array:
-    """Returns the table of values [num_rows, n] float32, whose softmax is the distribution: [num_rows, 5 + 2 * num_top]
-    float64.
+    """Returns the numbers from which the logprobs of each row follow: [num_rows, 5 + 2 * num_top] float64.
+
+    `values`: [num_rows, n] float32; their softmax is the distribution.
 
     Columns: the token of `token_ids` [num_rows], its value, the largest value, the total mass, the token's rank, then
     the ids of the top tokens and their values.
@@ -124,7 +126,7 @@ def _table(num_top: int, values: Array, token_ids: Array) -> Array:
     top_ids = ids_of_keys(largest_keys(order_keys(values), num_top))
     top_values = xp.take_along_axis(values, top_ids, axis=1)
     columns = (token_ids[:, None], chosen, largest, masses, ranks, top_ids, top_values)
-    # float64 holds ids, ranks and values exactly, and rounds a sum of masses like any other integer.
+    # float64 holds ids, ranks and values exactly. It rounds the sum of masses, in the same way on every device.
     return xp.concat([xp.astype(column, xp.float64) for column in columns], axis=1)
 
 
@@ -146,5 +148,5 @@ def _logprobs_of_table(table: Sequence[Sequence[float]], nums_top: Sequence[int]
 
 
 def _logprob(value: float, log_total: float) -> float:
-    """Returns the logprob, at most 0: rounding may leave a certain token an ulp above."""
+    """Returns the logprob, but at most 0, since rounding may lift the logprob of a token of probability 1 above 0."""
     return min(0.0, value - log_total)

@@ -19,15 +19,15 @@ from outrider.engine.sampler.edits import Vocabulary
 from outrider.engine.sampler.filters import has_filters
 from outrider.engine.sampler.sequence_sampling import SampleRows, SequenceSampling
 
-# Number of logits up to which a call keeps Python's lock. Those of rows with filters count more, since they are read
-# more often. Such a call takes about half a millisecond. In the worst case, a top_k of tens of thousands, it should
-# take less than the five milliseconds for which any thread may keep the lock (an estimate).
+# A call with fewer logits than this keeps Python's lock. Logits of rows with filters count _FILTERED_WEIGHT times, as
+# they are read more often. A call of this size takes about half a millisecond. In the worst case, a top_k of tens of
+# thousands, it should take less than the five milliseconds for which a thread may keep the lock (an estimate).
 _SHORT_CALL = 1 << 20
 _FILTERED_WEIGHT = 4
 
 
 class _Prepared:
-    """One sample's parameters in the kernels' format; built once, with counts that are kept current."""
+    """One sample's parameters in the kernels' format. They are built once; `current` updates the counts in them."""
 
     def __init__(self, state: SequenceSampling) -> None:
         params, penalties = state.params, state.penalties
@@ -74,7 +74,7 @@ class NativeDecider:
     """Decides with a team of threads; each row is decided by one thread."""
 
     def __init__(self, kernels: CpuKernels, vocabulary: Vocabulary) -> None:
-        """Raises: MemoryError if there is no memory for a row of each thread."""
+        """Raises: MemoryError if there is no memory for one row per thread."""
         self._kernels = kernels  # kept, because the team must outlive the sampler
         functions = kernels.library.functions
         holes = np.ascontiguousarray(vocabulary.holes, dtype=np.int64)
@@ -84,7 +84,7 @@ class NativeDecider:
         if not self._sampler:
             raise MemoryError(f"no memory for sampling from {vocabulary.size} token ids")
         free_when_collected(self, functions.outrider_sampler_free, self._sampler)
-        self._rows = (structures.OutriderSampleRows * 1)()  # grown to the largest step so far
+        self._rows = (structures.OutriderSampleRows * 1)()  # enlarged for the largest step so far
 
     def decide(self, logits: npt.NDArray[np.float32], rows: Sequence[SampleRows]) -> npt.NDArray[np.int64]:
         logits = np.ascontiguousarray(logits, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""The order of a row's tokens, by descending value and then ascending id, given by distinct integer keys."""
+"""The order of a row's tokens, by descending value and then ascending id, expressed by distinct integer keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ LOWEST_KEY = -(1 << 63)
 
 
 def order_keys(values: Array) -> Array:
-    """Returns a key for each token, the largest for the first one: [num_rows, num_ids] float32 -> int64."""
+    """Returns a sort key for each token, larger for tokens that come earlier in the order.
+
+    [num_rows, num_ids] float32 -> int64, same shape.
+    """
     keys = lowest_keys(values)
     keys |= _LOW_HALF - namespace(values).arange(values.shape[1], device=values.device)
     return keys
@@ -20,7 +23,7 @@ def order_keys(values: Array) -> Array:
 def lowest_keys(values: Array) -> Array:
     """Returns the lowest key that a token of each value could have: float32 -> int64, same shape."""
     xp = namespace(values)
-    bits = (values + 0.0).view(xp.int32)  # -0.0 becomes 0.0, its equal
+    bits = (values + 0.0).view(xp.int32)  # turns -0.0 into 0.0: equal values need equal keys
     bits ^= (bits >> 31) & 0x7FFFFFFF
     keys = xp.astype(bits, xp.int64)
     keys <<= 32
@@ -28,7 +31,7 @@ def lowest_keys(values: Array) -> Array:
 
 
 def values_of_keys(keys: Array) -> Array:
-    """Returns the value of each token: int64 -> float32, same shape."""
+    """Returns the value of each key's token: int64 -> float32, same shape."""
     xp = namespace(keys)
     bits = xp.astype(keys >> 32, xp.int32)
     bits ^= (bits >> 31) & 0x7FFFFFFF
@@ -41,9 +44,9 @@ def ids_of_keys(keys: Array) -> Array:
 
 
 def first_argmax(values: Array) -> Array:
-    """Returns the argmax of each row, ties to the lowest id, which the array API's argmax does not guarantee.
+    """Returns each row's argmax; a tie gives the lowest id. The array API's argmax does not guarantee the lowest.
 
-    [num_rows, num_ids] -> [num_rows] int64; the first NaN if there is one.
+    [num_rows, num_ids] -> [num_rows] int64; the index of the first NaN if there is one.
     """
     xp = namespace(values)
     is_largest = (values == xp.max(values, axis=1, keepdims=True)) | xp.isnan(values)

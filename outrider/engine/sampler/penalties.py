@@ -20,15 +20,15 @@ class TokenCounts:
     """
 
     def __init__(self, prompt_token_ids: Sequence[int], *, vocab_size: int) -> None:
-        """Ids from `vocab_size` on are ignored, here and later: a draft model may have fewer than its target."""
+        """Ids from `vocab_size` on are ignored, here and later: a draft model may have fewer ids than its target."""
         self._vocab_size = vocab_size
         ids = _ids_below(vocab_size, prompt_token_ids)
         self._slots: dict[int, int] = {token_id: slot for slot, token_id in enumerate(ids.tolist())}
-        self.ids = ids  # [capacity] int64; both arrays are replaced by larger ones as needed
+        self.ids = ids  # [capacity] int64; this and `counts` are replaced by larger arrays as needed
         self.counts = np.zeros(len(ids), dtype=np.float32)  # [capacity] float32
 
     def __len__(self) -> int:
-        """Returns the number of distinct tokens, the part of the arrays in use."""
+        """Returns the number of distinct tokens, which is the used length of the arrays."""
         return len(self._slots)
 
     def add(self, token_ids: Iterable[int]) -> None:
@@ -96,11 +96,11 @@ class PenaltyState:
             self.counts.add(token_ids)
 
     def changes(self, num_assumed: int) -> bool:
-        """Returns whether a row changes at all with this many assumed tokens."""
+        """Returns whether a row of logits is changed in any way, given this many assumed tokens."""
         return self.counts is not None or len(self.bias_ids) > 0 or self.bans_stops(num_assumed)
 
     def bans_stops(self, num_assumed: int) -> bool:
-        """Returns whether `stop_ids` are banned because min_tokens is not reached with this many assumed tokens."""
+        """Returns whether `stop_ids` are banned because min_tokens is not reached even with the assumed tokens."""
         return len(self.stop_ids) > 0 and self.num_generated + num_assumed < self._min_tokens
 
 

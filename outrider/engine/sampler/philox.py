@@ -36,9 +36,9 @@ def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -
         Words w0..w3 of that kind; arrays have the broadcast shape of `counter` and `key`. They are computed with
         integers only, so they are the same everywhere.
     """
-    # A word is in the low half of an int64, so that one product gives both of its halves. Its high half is not cleared:
-    # xor moves nothing down, and operands of products and shifts are masked first. A product above 2^63 wraps, which
-    # does not affect its bits.
+    # A word is the low half of an int64, so that one multiplication gives both halves of a product. The high half of a
+    # word may hold other bits until the end: xor does not move them down, and they are masked before a multiplication.
+    # A product above 2^63 wraps, which does not affect its bits.
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_NUM_ROUNDS):

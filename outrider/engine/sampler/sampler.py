@@ -42,8 +42,8 @@ _WARM_UP_STEPS: tuple[dict[str, Any], ...] = (
 class Sampler:
     """Applies steps 1 to 7 of the contract's SamplingParams to all rows of a step at once.
 
-    Target and drafter use it alike: the drafter runs the same race on its own logits, and the same random draws on both
-    sides are what makes their tokens agree.
+    Target and drafter use it alike: the drafter runs the same race on its own logits. Their tokens agree because both
+    sides use the same random draws.
 
     Logits are numpy arrays with native kernels and torch tensors without. They stay on their device; only tokens and
     logprobs are returned to the host. Not thread-safe: one owner.
@@ -60,12 +60,12 @@ class Sampler:
     ) -> None:
         """Args:
         vocab_size: width of the logits.
-        known_token_ids: [vocab_size] bool, ids that the tokenizer has; at least one.
+        known_token_ids: [vocab_size] bool, true for ids that the tokenizer has; at least one.
         device: the logits' device.
-        kernels: decide if logits are on the CPU; None: numpy or torch decides, with the same result.
+        kernels: native kernels, which decide tokens on a CPU; None: numpy or torch decides, with the same result.
         constraints: compiles constraints of requests for the same vocabulary; None: no request has any.
         """
-        self._masks_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # starts with the first constraint
+        self._masks_thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # the thread starts with the first masks
         self._masks_in_making: Future[Any] | None = None
         shape = tuple(known_token_ids.shape)
         assert shape == (vocab_size,), f"known_token_ids {shape} does not fit vocab_size {vocab_size}"
@@ -86,9 +86,9 @@ class Sampler:
             self.decider = ArrayDecider(self._editor)
 
     def warm_up(self) -> None:
-        """Decides rows in each way that is compiled, which takes seconds that no request should wait for.
+        """Decides rows in each way for which kernels are compiled, so that no request waits seconds for compilation.
 
-        On a CPU nothing is compiled. Constraints read their tokenizer.
+        On a CPU nothing is compiled. The compiler of constraints reads its tokenizer.
         """
         if self.constraints is not None:
             self.constraints.warm_up()
@@ -121,13 +121,13 @@ class Sampler:
         """Creates the state of one sample.
 
         Args:
-            params: of the request.
-            sample: 0 to n - 1.
+            params: the request's parameters.
+            sample: the sample's index, 0 to n - 1.
             prompt_token_ids: repetition_penalty counts them like generated tokens.
-            generated_token_ids: already committed.
-            stop_token_ids: cannot be drawn while fewer than min_tokens are generated; include end-of-text ids unless
+            generated_token_ids: tokens that are already committed.
+            stop_token_ids: tokens that cannot be drawn before min_tokens are generated; include end-of-text ids unless
                 the request ignores them.
-            logprobs: None for none.
+            logprobs: None: no logprobs are requested.
 
         Raises: what `GrammarCompiler.start` raises.
         """
@@ -152,7 +152,7 @@ class Sampler:
         if constraint is not None:
             constraint.commit(token_ids)
             state.failure = constraint.failure or state.failure
-            has_forbidden = constraint.failure.startswith(CONSTRAINT_VIOLATED)  # for example if all were excluded
+            has_forbidden = constraint.failure.startswith(CONSTRAINT_VIOLATED)  # e.g. id 0, drawn if no token is left
             early = [each for place, each in enumerate(token_ids) if penalties.bans_stops(place)]
             if (early and has_forbidden) or any(each in penalties.stop_ids for each in early):
                 state.failure = "the constraint is complete before min_tokens"
@@ -161,7 +161,7 @@ class Sampler:
     def prepare_masks(self, rows: Sequence[SampleRows]) -> None:
         """Computes the masks of constrained rows in a thread, while the forward computes their logits.
 
-        Deciding these rows waits for the masks. Until then no other call may concern their samples.
+        The call that decides these rows waits for the masks. Until then, make no other call for their samples.
         """
         self._masks_in_making = self._masks_thread.submit(lambda: [part.masks() for part in rows])
 
@@ -193,7 +193,7 @@ class Sampler:
         return self.decider.decide(self._checked(logits, rows), rows)
 
     def with_logprobs(self, logits: Array, rows: Sequence[SampleRows], token_ids: Array) -> Pending[SampledRows]:
-        """Returns these tokens [num_rows] int64 with the requested logprobs. Arguments as for `sample`."""
+        """Returns `token_ids`, [num_rows] int64, with the requested logprobs. Other arguments as for `sample`."""
         if all(part.state.logprobs is None for part in rows):
             return Pending((token_ids,), lambda arrays: SampledRows(arrays[0].tolist(), [None] * len(arrays[0])))
         decisions = [decision for part in rows for decision in part.decisions()]
@@ -219,7 +219,7 @@ class Sampler:
         return sampling_distribution(self._editor.edit(self._checked(logits, rows), decisions), decisions)
 
     def _checked(self, logits: Array, rows: Sequence[SampleRows]) -> Array:
-        """Returns the logits, once pending masks are done. Raises: InternalError if they do not fit the rows."""
+        """Returns the logits once pending masks are done. Raises: InternalError if the logits do not fit the rows."""
         if self._masks_in_making is not None:
             self._masks_in_making.result()
             self._masks_in_making = None

@@ -21,12 +21,12 @@ class SequenceSampling:
     """
 
     params: SamplingParams
-    sample: int  # index among the n samples; a word of the arrivals' counter
+    sample: int  # index among the request's n samples; arrival times depend on it
     logprobs: LogprobsRequest | None
     penalties: PenaltyState
-    prepared: object = None  # a NativeDecider's cached parameters, from its first decision on
+    prepared: object = None  # a NativeDecider's cached parameters, set at the first decision
     constraint: GrammarState | None = None  # None: the output is unconstrained
-    failure: str = ""  # why the constraint ends the request
+    failure: str = ""  # why the constraint ends the request; empty: it does not
 
 
 class SampleRows(NamedTuple):
@@ -47,7 +47,7 @@ class SampleRows(NamedTuple):
         return len(self.draft_token_ids) + 1
 
     def masks(self) -> Masks | None:
-        """Returns the tokens that the sample's constraint allows: [num_rows, num_words]. None: all."""
+        """Returns bit masks of the tokens that the sample's constraint allows: [num_rows, num_words]. None if all."""
         constraint = self.state.constraint
         return None if constraint is None else constraint.masks(self.assumed_token_ids, self.draft_token_ids)
 
@@ -65,8 +65,8 @@ class Decision:
 
     state: SequenceSampling
     position: int  # absolute
-    assumed_token_ids: tuple[int, ...]  # count as generated, after the committed ones
-    mask: Masks | None = None  # [num_words], the tokens that the constraint allows; None: all
+    assumed_token_ids: tuple[int, ...]  # tokens that count as generated, after the committed ones
+    mask: Masks | None = None  # [num_words], bit mask of tokens that the constraint allows; None: all
 
     @property
     def params(self) -> SamplingParams:

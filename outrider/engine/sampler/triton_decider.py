@@ -19,7 +19,7 @@ from outrider.engine.sampler.sequence_sampling import Decision, SampleRows
 from outrider.engine.transfer import upload
 
 TABLE_WORDS = 8
-"""Words of a row in a decision table; see `TritonDecider.table`."""
+"""Number of words per row in a decision table; see `TritonDecider.table`."""
 
 
 def _bits(numbers: Sequence[float]) -> np.ndarray:
@@ -28,7 +28,9 @@ def _bits(numbers: Sequence[float]) -> np.ndarray:
 
 
 class TritonDecider:
-    """Decides by kernels that read each logit once, twice more with filters, and more often if many are likely."""
+    """Decides by kernels that read each logit once. Filters read it two more times, or more often if many tokens
+    are likely.
+    """
 
     def __init__(self, editor: LogitEditor) -> None:
         self._editor = editor
@@ -44,8 +46,8 @@ class TritonDecider:
     def table(self, decisions: Sequence[Decision]) -> npt.NDArray[np.int64]:
         """Returns the kernels' parameters for these rows: [TABLE_WORDS, num_rows].
 
-        Position, sample, low and high word of the seed; temperature (0: greedy) and log of min_p as the bits of a
-        float32; top_k (0: none); top_p as the bits of a float64.
+        The words are position, sample, low and high word of the seed; temperature (0: greedy) and log of min_p as the
+        bits of a float32; top_k (0: none); top_p as the bits of a float64.
         """
         words = np.empty((TABLE_WORDS, len(decisions)), dtype=np.int64)
         for row, decision in enumerate(decisions):
@@ -60,8 +62,9 @@ class TritonDecider:
 
     @torch.inference_mode()
     def race(self, logits: Tensor, table: Tensor, winners: Tensor) -> None:
-        """Decides rows that need no edits, then again without the previous winners, once per race. May be captured in a
-        CUDA graph, since it takes nothing from the host. Modifies the logits.
+        """Runs races on rows that need no edits. Each race decides one token per row, from which the winners of
+        earlier races are excluded. This may be captured in a CUDA graph, since it takes nothing from the host. Modifies
+        the logits.
 
         Args:
             logits: [num_rows, vocab_size] float32.

@@ -12,4 +12,4 @@ from outrider.heads.forms.mtp import MTP
 from outrider.heads.forms.peagle import PEagle
 
 FORMS: tuple[type[HeadModel], ...] = (Eagle3, PEagle, DFlash, Medusa, MLPSpeculator, MTP, Eagle)
-"""All forms, in the order in which they are tried. EAGLE is last, because its configuration names no form."""
+"""All forms, in the order in which they are tried. EAGLE is last, because its configuration may name no form."""

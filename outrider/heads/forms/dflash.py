@@ -2,7 +2,7 @@
 
 The target's features are the context: every layer computes keys and values from them directly. The parallel rows are
 the newest token and one mask token for each drafted token; they attend to the context and to each other. So rows of
-depth 0 give keys and values, but no useful hidden state.
+depth 0, which have the target's features, give keys and values but no useful hidden state.
 
 Layouts: speculators (`speculators_model_type` dflash), and z-lab's flat one (`DFlashDraftModel`).
 """
@@ -18,7 +18,7 @@ from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import DecoderLayer
 from outrider.heads.layouts import Layout, check_options, check_parallel, check_taps
 
-_FLAGS = ("sample_from_anchor", "sliding_window_non_causal")  # the latter is about layers that are refused
+_FLAGS = ("sample_from_anchor", "sliding_window_non_causal")  # the second concerns layers that are refused
 
 
 class DFlash(HeadModel):
@@ -29,18 +29,19 @@ class DFlash(HeadModel):
 
     def __init__(self, files: HeadFiles) -> None:
         self._layout = Layout.read(files, *_FLAGS)
-        # z-lab's checkpoints have options in `dflash_config` or at the top level.
+        # z-lab's checkpoints have their options in `dflash_config` or at the top level.
         within = {key: value for key, value in (files.config.get("dflash_config") or {}).items() if value is not None}
         check_options(files, within, _FLAGS)
         self._options = {**files.config, **within}
-        # Here and in speculators, a tap is numbered by the layer that has it as input; in z-lab's, as output.
+        # In our code and in speculators, a tap has the number of the layer whose input it is. In z-lab's files, it has
+        # the number of the layer whose output it is.
         name, offset = ("aux_hidden_state_layer_ids", 0) if self._layout.is_nested else ("target_layer_ids", 1)
         taps = check_taps(files, name, tuple(tap + offset for tap in self._options.get(name) or ()))
         hidden_size = files.target.hidden_size
         self.reduction = FeatureReduction(
             taps=taps,
             hidden_size=hidden_size,
-            takes_final_norm=not self._layout.is_nested,  # z-lab reads the hidden states of transformers
+            takes_final_norm=not self._layout.is_nested,  # z-lab takes transformers' hidden states; the last is normed
             projection=files.read("fc.weight", self._layout.shape.hidden_size, len(taps) * hidden_size),
         )
 

@@ -1,4 +1,4 @@
-"""EAGLE: a decoder layer over the embedding of a token, joined with the target's last hidden state before it.
+"""EAGLE: a decoder layer over the embedding of a token, joined with the target's last hidden state at the token before.
 
 The target's own output layer computes logits from the layer's output. EAGLE-2 drafts trees with the same head, and HASS
 trains it differently.
@@ -17,7 +17,7 @@ from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import DecoderLayer
 from outrider.heads.layouts import Layout
 
-_FLAGS = ("fusion_bias",)  # tensors tell whether there is one
+_FLAGS = ("fusion_bias",)  # the tensors show whether there is a bias
 
 
 class Eagle(HeadModel):
@@ -34,7 +34,7 @@ class Eagle(HeadModel):
         is_nested, shape, hidden = self._layout.is_nested, self._layout.shape, self._layout.shape.hidden_size
         self._embedding = files.embedding(hidden)
         self._fusion = files.take_linear({"fusion_fc" if is_nested else "fc": hidden}, 2 * hidden)
-        # The nested layout repeats the target's configuration, which has all the target's layers.
+        # The nested layout repeats the target's configuration, so num_layers is the target's; the head has one layer.
         prefixes = ["transformer."] if is_nested else [f"layers.{index}." for index in range(shape.num_layers)]
         self._layers = [
             DecoderLayer(files, prefix, shape, index, is_normed=index > 0) for index, prefix in enumerate(prefixes)

@@ -1,4 +1,4 @@
-"""EAGLE-3: one or more decoder layers over the embedding of a token and three taps of the target before it.
+"""EAGLE-3: one or more decoder layers over a token's embedding and three taps of the target at the token before.
 
 Source: Li et al. 2025, arXiv 2503.01840. Layouts: speculators (`speculators_model_type` eagle3), and the flat one of
 SafeAILab and SpecForge (`LlamaForCausalLMEagle3`). EAGLE-3.1 adds `fc_norm` and `norm_output`.
@@ -29,7 +29,7 @@ from outrider.heads.packed_head import PackedHead
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _OF_EAGLE_CONFIG = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm")
-"""Flags of `eagle_config` that must be true."""
+"""Flags of `eagle_config` that must not be false."""
 
 
 class Eagle3(HeadModel):
@@ -40,7 +40,7 @@ class Eagle3(HeadModel):
 
     @classmethod
     def is_form_of(cls, config: Mapping[str, Any]) -> bool:
-        # SafeAILab's heads name the target's class, but no language model has a draft vocabulary.
+        # SafeAILab's heads name the target's class. Only their draft vocabulary tells them apart from language models.
         is_of_safe_ai_lab = config.get("architectures") == ["LlamaForCausalLM"] and "draft_vocab_size" in config
         return is_of_safe_ai_lab or super().is_form_of(config)
 
@@ -107,7 +107,7 @@ class Eagle3(HeadModel):
 
     def pack(self, kernels: CpuKernels) -> PackedHead:
         shape, element_type = self._shape, ELEMENT_TYPES[self._embedding.dtype]
-        # Reading the weights takes most of the time of a draft token. Quantising them changes few drafts and no answer.
+        # Most of a draft token's time is spent on reading weights. Quantising them changes few drafts and no answer.
         packing = DecoderPacking(kernels, quantise=self._embedding.dtype == torch.bfloat16)
         for index, prefix in enumerate(self._prefixes):
             of_layer = {name: place for name, place in self._places.items() if name.startswith(prefix)}
@@ -136,7 +136,10 @@ class Eagle3(HeadModel):
 
 
 def _taps(files: HeadFiles, *, is_nested: bool) -> tuple[int, ...]:
-    """Returns taps numbered by layers' inputs, as in speculators; the flat layout numbers them by outputs."""
+    """Returns the taps. As in speculators, each has the number of the layer whose input it is.
+
+    In the flat layout's configuration, it has the number of the layer whose output it is.
+    """
     eagle_config = files.config.get("eagle_config") or {}
     check_options(files, eagle_config, _OF_EAGLE_CONFIG)
     for flag in _OF_EAGLE_CONFIG:

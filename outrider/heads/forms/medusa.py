@@ -78,7 +78,7 @@ class Medusa(HeadModel):
         stored = cache(partial(_output, files, target_ids=self.target_ids))
 
         def output(head: int) -> Linear:
-            """Takes a head's output layer. Heads may share one, of the checkpoint or of the target."""
+            """Takes a head's output layer. Heads may share a layer of the checkpoint or of the target."""
             own = [f"{head}.{num_blocks}.weight", f"lm_heads.{head}.weight"]
             if config.get("original_lm_head"):
                 own += ["lm_head.weight", "lm_heads.0.weight"]
@@ -108,7 +108,10 @@ class Medusa(HeadModel):
 
 
 def _output(files: HeadFiles, name: str, target_ids: Tensor | None) -> Linear:
-    """Takes an output layer [num_ids, hidden_size], which may be stored for all ids. Empty name: the target's."""
+    """Takes an output layer [num_ids, hidden_size]; the file may have rows for all ids.
+
+    If `name` is empty, takes the target's output layer.
+    """
     width, vocab_size = files.target.hidden_size, files.target.vocab_size
     if not name:
         return files.target_output(width, target_ids)
@@ -121,7 +124,7 @@ def _output(files: HeadFiles, name: str, target_ids: Tensor | None) -> Linear:
 
 
 def _number(name: str) -> int:
-    """Returns the index of the head that a tensor belongs to; -1: none."""
+    """Returns the index of the head that a tensor belongs to; -1 if it belongs to no head."""
     match = re.match(r"(?:lm_heads\.)?(\d+)\.", name)
     return int(match[1]) if match else -1
 

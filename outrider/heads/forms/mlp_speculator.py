@@ -29,10 +29,10 @@ _OPTIONS = ("scale_input", "tie_weights")
 
 
 class _Stage(NamedTuple):
-    """The tensors for the i-th token. Stages may share them."""
+    """A stage: the tensors that draft the i-th token. Stages may share tensors."""
 
     embedding: Tensor  # [vocab_size, inner_dim]
-    projection: Tensor | None  # [inner_dim, inner_dim]; None in the first stage, whose projection is the reduction's
+    projection: Tensor | None  # [inner_dim, inner_dim]; None in the first stage, whose projection is in the reduction
     norm_weight: Tensor  # [inner_dim]
     norm_bias: Tensor  # [inner_dim]
     output: Tensor  # [draft_vocab_size, inner_dim]
@@ -81,7 +81,7 @@ class MLPSpeculator(HeadModel):
             outputs,
         )
         self._stages = [_Stage(*each) for each in zip(*parts, strict=True)]
-        # In the last stage the weight of the target's state is one half.
+        # The stages' weights together leave the target's state a share of one half in the last stage.
         self._state_weight = 0.5 ** (0.5 / num_stages)
         self._embedding_weight = math.sqrt((1 - self._state_weight**2) * width / 2)
         self.spec = files.spec(self.form, width=width, max_depth=num_stages)
@@ -106,7 +106,7 @@ class MLPSpeculator(HeadModel):
 
 
 def _of_stages(files: HeadFiles, name: str, stages: range, *shape: int, rows: Tensor | None = None) -> list[Tensor]:
-    """Takes one tensor for each stage. Tied stages share the first one; the file may have copies of it.
+    """Takes one tensor for each stage. Tied stages share the first one; the file may repeat it.
 
     `rows`: the rows to keep of tensors that were taken before; None: takes whole tensors.
     """

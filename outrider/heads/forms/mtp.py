@@ -1,10 +1,11 @@
-"""MTP: one more decoder layer of the target's own kind, over a token's embedding and the hidden state before it.
+"""MTP: one more decoder layer of the target's own kind, over a token's embedding and the previous hidden state.
 
     state = final_norm(layer(projection([token_norm(embedding); hidden_norm(hidden)])));  logits = lm_head(state)
 
-The hidden state is the target's after its final norm, or for later tokens the head's own after its final norm. The
-layer is that of transformers for the target's model_type, so it may have experts. Layers with compressed keys and
-values (MLA) are refused, and so are several MTP layers, because each would need its own keys and values.
+For the first drafted token, the hidden state is the target's after the target's final norm; for later ones, the head's
+own after the head's final norm. The layer is that of transformers for the target's model_type, so it may have experts.
+Layers with compressed keys and values (MLA) are refused, and so are several MTP layers, because each would need its own
+keys and values.
 
 Source: DeepSeek-V3 (arXiv 2412.19437), as computed by transformers (MtpLayer) and SGLang. Layouts: DeepSeek and GLM
 (`model.layers.L.*`) and Qwen (`mtp.*`), in the target's own checkpoint; speculators (`mtp_layers.0.*`).
@@ -39,7 +40,7 @@ _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Fields that hold the number of a checkpoint's MTP layers."""
 
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight", "lm_head.weight")
-"""Endings of the names of copies of the target's tensors, as in DeepSeek's checkpoints."""
+"""Endings of tensor names. Such tensors are copies of the target's, as in DeepSeek's checkpoints."""
 
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _PARTS = ("token_norm", "hidden_norm", "projection", "final_norm")  # parts of `_Network` except the decoder layer
@@ -50,7 +51,7 @@ _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 def _attention_by(attend: Attend) -> LayerAttention:
     """Returns the layer's attention, which calls `attend`.
 
-    It raises ConfigError for unsupported attention, when the head is warmed up.
+    The returned function raises ConfigError for unsupported attention, so the warm-up of the head fails.
     """
 
     def layer_attention(
@@ -182,7 +183,7 @@ def _layer_config(files: HeadFiles) -> PretrainedConfig:
 def _own_tensors(files: HeadFiles, known: AbstractSet[str]) -> dict[str, Tensor]:
     """Takes the tensors of `_Network`, whose names are `known`, and leaves unknown ones. Raises: ModelError."""
     num_layers = files.target.num_layers
-    # Prefixes of names: of all the head's tensors, of the decoder layer's, and of the other parts'.
+    # Prefixes of the names of all the head's tensors, of the decoder layer's tensors, and of the other parts' tensors.
     if "speculators_model_type" in files.config:
         family, layer, prefix = "", "mtp_layers.0.", "mtp_layers.0."
         own = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
@@ -215,7 +216,7 @@ def _is_of_layer_before(name: str, num_layers: int) -> bool:
 
 
 def _joined(files: HeadFiles, experts: Mapping[tuple[str, int], Tensor]) -> dict[str, Tensor]:
-    """Joins the tensors of all experts into those of transformers' module."""
+    """Joins the tensors of all experts into the stacked tensors of transformers' module."""
     if not experts:
         return {}
     numbers = range(1 + max(number for _, number in experts))

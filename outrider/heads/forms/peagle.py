@@ -1,7 +1,8 @@
 """P-EAGLE: an EAGLE-3 head that drafts all its tokens in one forward.
 
-The last true row is followed by rows of a mask token. Their input is one learned vector in place of the target's taps.
-The i-th of them drafts the token i positions further. All rows attend causally.
+The last row with the target's taps is followed by rows of a mask token, whose input is one learned vector in place of
+taps. The i-th mask row drafts the token i positions after the one that the last row with taps drafts. All rows attend
+causally.
 
 Layouts: speculators (`speculators_model_type` peagle), and SpecForge's flat one (`PEagleDraftModel`).
 """
@@ -17,7 +18,7 @@ from outrider.heads.head_files import HeadFiles
 from outrider.heads.layouts import check_parallel
 
 _DEFAULT_NUM_TOKENS = 8
-"""Number of tokens if the configuration has none: the one that publishers train."""
+"""Number of tokens if the configuration does not set it, as in published heads."""
 
 
 class PEagle(Eagle3):
@@ -28,7 +29,7 @@ class PEagle(Eagle3):
 
     def __init__(self, files: HeadFiles) -> None:
         super().__init__(files)
-        self.suits_kernels = False  # kernels have no parallel rows
+        self.suits_kernels = False  # native kernels do not compute parallel rows
 
     def load(self, files: HeadFiles) -> None:
         mask_token_id, num_parallel = files.config.get("mask_token_id"), _num_tokens(files.config)

@@ -1,1 +1,1 @@
-"""Structured logs and Prometheus metrics."""
+"""Structured logs, Prometheus metrics and traces."""

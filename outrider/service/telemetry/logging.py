@@ -33,7 +33,7 @@ def configure_logging(config: TelemetryConfig, *, role: str, stream: TextIO | No
     """Configures the process's log output; every event carries `role`. The composition root calls it once.
 
     Warnings and errors of the standard library's loggers (those of grpc and other libraries) go to the same output.
-    Behind `guard_standard_streams` a logger neither blocks nor raises; lost lines are reported once, when it recovers.
+    After `guard_standard_streams` a logger neither blocks nor raises; lost lines are reported when the stream recovers.
     """
     stream = sys.stderr if stream is None else stream
     if isinstance(stream, LossyStream):

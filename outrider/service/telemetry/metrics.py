@@ -1,4 +1,4 @@
-"""Prometheus metrics. They use vLLM's names and labels if vLLM has them, so that its dashboards work.
+"""Prometheus metrics. A metric that vLLM has as well uses vLLM's name and labels, so that vLLM's dashboards work.
 
 The router counts requests, tokens and the times that clients see; nodes count what their
 engines do. Metrics without a name in vLLM are `outrider:*`. Every series has the label
@@ -87,7 +87,7 @@ class _Family:
         return lambda value, number: counter.labels(self._model_name, value).inc(number)
 
     def labelled_gauge(self, name: str, help_text: str, label: str) -> Callable[[Mapping[str, float]], None]:
-        """Returns a function that replaces all series of the label by the given ones. Only one thread may call it."""
+        """Returns a function that replaces all series of the label with the given ones. Only one thread may call it."""
         gauge = Gauge(name, help_text, ("model_name", label), registry=self._registry)
         shown: set[str] = set()
 
@@ -104,13 +104,13 @@ class _Family:
 
 class TokenTimes(Collector):
     """Counts tokens sent, and the times between them. `add` is called for every token of every stream and therefore
-    takes no lock: only one thread adds, and a scrape in another thread may see a token before its time.
+    takes no lock: only one thread adds, and a scrape in another thread may see a token but not its time yet.
     """
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._num_tokens = 0
-        self._num_times = [0] * (len(ITL_BUCKETS) + 1)  # per bucket; the last one has no upper bound
+        self._num_times = [0] * (len(ITL_BUCKETS) + 1)  # number of times in each bucket; the last has no upper bound
         self._seconds = 0.0
 
     def add(self, num_tokens: int, seconds_since_last: float | None) -> None:
@@ -199,7 +199,7 @@ class EngineMetrics:
         self.add_refused_proposals = family.labelled_counter(
             "outrider:proposals_refused", "Hostile or stale proposals.", "reason"
         )
-        # By address, for every current draft node.
+        # `set_breakers` takes one value for each current draft node, by address.
         self.set_breakers = family.labelled_gauge(
             "outrider:draft_breaker_open", "1: the draft node is not waited for.", "target"
         )
@@ -259,7 +259,7 @@ class EngineMetrics:
             self._add_accepted_of(source, number)
 
     def add_look_ahead(self, *, num_tokens: int = 0, num_wasted_tokens: int = 0, lead_seconds: float = 0.0) -> None:
-        """Adds look-ahead figures. Draft nodes know the first two, decode nodes the last."""
+        """Adds look-ahead figures. Draft nodes know the numbers of tokens, decode nodes know `lead_seconds`."""
         self._ahead.inc(num_tokens)
         self._wasted.inc(num_wasted_tokens)
         self._lead.inc(lead_seconds)
@@ -275,12 +275,12 @@ class EngineMetrics:
 
 
 class PrefillMetrics(EngineMetrics):
-    """Metrics of a prefill node's engine only, which autoscaling of prefill nodes uses."""
+    """Metrics of a prefill node's engine, including those for the autoscaling of prefill nodes."""
 
     def __init__(self, *, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name=model_name, registry=registry)
         family = _Family(model_name, registry)
-        # The callbacks run at each scrape, in another thread: an idle node pushes no updates.
+        # Callbacks give the values at each scrape, in another thread, because an idle node pushes no updates.
         self.follow_outstanding = family.gauge(
             "outrider:prefill_outstanding_tokens", "Prompt tokens that wait for or are in computation."
         ).set_function
@@ -291,7 +291,7 @@ class PrefillMetrics(EngineMetrics):
 
 
 class RouterMetrics:
-    """Metrics of what clients of the router see. One instance per process and registry."""
+    """Metrics of what the router's clients see. One instance per process and registry."""
 
     def __init__(self, *, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         self._token_times = TokenTimes(model_name)
@@ -299,7 +299,7 @@ class RouterMetrics:
         self.observe_tokens = self._token_times.add
         family = _Family(model_name, registry)
         family.count_lost_log_lines()
-        # The callbacks run at each scrape, in another thread: a wait grows even if nothing happens.
+        # Callbacks give the values at each scrape, in another thread, because a wait grows even if nothing happens.
         self.follow_running = family.gauge("vllm:num_requests_running", "Requests that nodes work on.").set_function
         self.follow_waiting = family.gauge("vllm:num_requests_waiting", "Requests in the router's queue.").set_function
         self.follow_waiting_tokens = family.gauge(
@@ -356,7 +356,7 @@ class RouterMetrics:
         self.observe_migration_gap = family.histogram(
             "outrider:move_gap_seconds", "Last token before a move to the first one after it.", MOVE_GAP_BUCKETS
         ).observe
-        # Created at once: a series that first appears with the value 1 has no increase, so rates would miss it.
+        # Series are created at once, because rates would miss the first event of a series that begins with the value 1.
         for reason in _FINISHED_REASONS.values():
             self._add_finished(reason, 0)
         for cause in MOVE_CAUSES:
@@ -376,7 +376,7 @@ class RouterMetrics:
         self._request_prompt.observe(usage.num_prompt_tokens)
         self._request_generated.observe(usage.num_generated_tokens)
         self._request_longest.observe(num_longest)
-        if usage.num_generated_tokens:  # an aborted request may have none
+        if usage.num_generated_tokens:  # an aborted request may have no tokens
             self._prefill.observe(max(seconds.ttft_seconds - seconds.queue_seconds, 0.0))
             self._decode.observe(max(seconds.e2e_seconds - seconds.ttft_seconds, 0.0))
             self._inference.observe(max(seconds.e2e_seconds - seconds.queue_seconds, 0.0))

@@ -1,4 +1,5 @@
-"""Spans by OpenTelemetry's SDK: it samples, batches and exports them in its own thread and drops undeliverable ones.
+"""Spans made by OpenTelemetry's SDK, which samples, batches and exports them in its own thread and drops undeliverable
+ones.
 
 The SDK reads OpenTelemetry's standard environment variables; this module sets only what they do not cover.
 """
@@ -20,7 +21,7 @@ from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.tracing import Metadata, Tracer, caller_of_call
 
 QUIET_SECONDS = 60.0
-"""Seconds between two log lines about traces: without a collector, exports fail every few seconds."""
+"""Minimum seconds between two log lines about traces, because exports without a collector fail every few seconds."""
 
 _log = get_logger("tracing")
 
@@ -32,7 +33,7 @@ class OtelTracer(Tracer):
         """`endpoint` is http://host:port for plaintext or https://host:port for TLS."""
         self._endpoint = endpoint
         self._role = role
-        self._exporter: OTLPSpanExporter | None = None  # until `start`
+        self._exporter: OTLPSpanExporter | None = None  # None until `start` is called
 
     def start(self, instance: str) -> None:
         complaints = logging.getLogger("opentelemetry")
@@ -57,7 +58,7 @@ class OtelTracer(Tracer):
     def stop(self, timeout_seconds: float) -> None:
         if self._exporter is None:
             return
-        # In a thread that may be abandoned: the SDK waits 30 s for a collector that does not answer.
+        # The shutdown runs in a thread that may be abandoned, since it waits 30 s for a collector that does not answer.
         flush = threading.Thread(target=self._provider.shutdown, name="last traces", daemon=True)
         flush.start()
         flush.join(timeout_seconds)

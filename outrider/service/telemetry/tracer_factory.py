@@ -27,7 +27,7 @@ def make_tracer(config: TelemetryConfig, *, role: str) -> Tracer:
 
 
 def _check(endpoint: str) -> None:
-    """Raises: ConfigError, without repeating parts of the endpoint that may contain a password."""
+    """Checks the endpoint. Raises: ConfigError, which does not repeat parts that may contain a password."""
     try:
         parts = urlsplit(endpoint)
         has_port = bool(parts.port)

@@ -1,8 +1,8 @@
-"""Traces of requests across services (ADR 37), through OpenTelemetry's API; without tracing, its spans do nothing.
+"""Traces of requests across services (ADR 37), through OpenTelemetry's API, whose spans do nothing if tracing is off.
 
-A service begins a span below its caller's (`Tracer.begin`, `Tracer.join`), sends `traceparent_of` it with its own
-requests to others, and ends it when the work has ended. Only the event loop uses spans; they contain no text of prompts
-or answers. Only `otel_tracer.py` imports the SDK.
+A service begins a span below its caller's (`Tracer.begin`, `Tracer.join`), sends the span's traceparent header
+(`traceparent_of`) with its own requests to others, and ends the span when the work has ended. Only the event loop uses
+spans; they contain no text of prompts or answers. Only `otel_tracer.py` imports the SDK.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 MAX_LENGTH = 512
-"""Maximum characters of either header, the length that W3C asks receivers to accept; longer ones are ignored."""
+"""Maximum characters of either header, the length that W3C asks receivers to accept; longer headers are ignored."""
 
 _W3C = TraceContextTextMapPropagator()
-logging.getLogger(TraceState.__module__).disabled = True  # it quotes callers' input
+logging.getLogger(TraceState.__module__).disabled = True  # this logger would quote callers' input
 
 Metadata = Iterable[tuple[str, str | bytes]]
 """The metadata of a gRPC call."""
 
 
 def caller_of(traceparent: str, tracestate: str = "") -> Context:
-    """Returns a context with the caller's span from W3C's headers; empty if they are invalid (input is untrusted)."""
+    """Returns a context with the caller's span from W3C's headers; empty if these (untrusted) headers are invalid."""
     if len(traceparent) > MAX_LENGTH or "\n" in traceparent:
         return Context()
     headers = {TRACEPARENT: traceparent, TRACESTATE: tracestate if len(tracestate) <= MAX_LENGTH else ""}
@@ -47,7 +47,7 @@ def caller_of(traceparent: str, tracestate: str = "") -> Context:
 
 
 def caller_of_call(metadata: Metadata | None) -> Context:
-    """Returns the caller's context from a call's metadata; empty if it names two callers."""
+    """Returns the caller's context from a call's metadata; empty if the metadata names two callers."""
     found: dict[str, list[str]] = {TRACEPARENT: [], TRACESTATE: []}
     for key, value in metadata or ():
         if key in found and isinstance(value, str):
@@ -87,11 +87,11 @@ class Tracer:
         """Makes spans of this task, and of tasks that it starts, continue the trace of the client's call."""
 
     def begin(self, name: str) -> Span:
-        """Begins a request's span: below the client's, or as the root of a new trace."""
+        """Begins a request's span, either below the client's span or as the root of a new trace."""
         return self._spans.start_span(name, kind=SpanKind.SERVER)
 
     def join(self, name: str, caller: Context) -> Span:
-        """Begins the span of work for another service; returns an invalid span if the caller's is not sampled."""
+        """Begins the span of work for another service; returns an invalid span if the caller's span is not sampled."""
         if not get_current_span(caller).get_span_context().trace_flags.sampled:
             return INVALID_SPAN
         return self._spans.start_span(name, caller, SpanKind.SERVER)
@@ -99,13 +99,13 @@ class Tracer:
     def child(
         self, parent: Span, name: str, *, kind: SpanKind = SpanKind.INTERNAL, started_at: int | None = None
     ) -> Span:
-        """Begins a span below a recorded one of this service. `started_at` is in nanoseconds; None is now."""
+        """Begins a span below `parent`, a recorded span of this service. `started_at`: nanoseconds; None: now."""
         if not parent.is_recording():
             return INVALID_SPAN
         return self._spans.start_span(name, set_span_in_context(parent, Context()), kind, start_time=started_at)
 
     def stop(self, timeout_seconds: float) -> None:
-        """Exports recorded spans until the timeout, then drops the rest. Blocks, so not for the event loop's thread."""
+        """Exports recorded spans until the timeout, then drops the rest. Blocks; not to be called on the event loop."""
 
 
 NO_TRACER = Tracer()

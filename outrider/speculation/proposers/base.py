@@ -24,14 +24,14 @@ class ProposalRequest:
     """
 
     sequence_id: int
-    token_ids: Sequence[int]  # committed: prompt and generated
+    token_ids: Sequence[int]  # the committed tokens: prompt and generated ones
     num_wanted: int  # 0: only read the tokens
     start: SequenceStart | None = None  # how the sequence samples; None: not known to the proposer
-    max_alternatives: int = 0  # paths except the main one that a look-ahead may follow; 0: no look-ahead
-    looks_ahead: bool = False  # whether the update was answered, and branches ahead of the next one are wanted
+    max_alternatives: int = 0  # number of paths besides the main one that a look-ahead may follow; 0: no look-ahead
+    looks_ahead: bool = False  # whether the last update was answered and branches ahead of the next update are wanted
     owner: int = 0  # the decode node; all owners have equal shares of the look-ahead
-    features: Features | None = None  # the target's, for a head; None: it computes none
-    constraint: GrammarState | None = None  # state after token_ids; None: none, or not in this process
+    features: Features | None = None  # the target's features, for a head; None: the target computes none
+    constraint: GrammarState | None = None  # state after token_ids; None: no constraint, or state in another process
     min_reach: float = 0.0  # the draft ends with the first token whose path is less likely than this
 
 
@@ -46,30 +46,31 @@ class Progress(enum.Enum):
 class AheadBranch(NamedTuple):
     """A draft that applies if the text continues with `assumed_token_ids`."""
 
-    assumed_token_ids: tuple[int, ...]  # after the request's committed tokens
-    tree: DraftTree  # after both
+    assumed_token_ids: tuple[int, ...]  # tokens after the request's committed tokens
+    tree: DraftTree  # the draft after all these tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """The answer to a request: a draft after the committed tokens, empty if there is no guess, or none yet."""
+    """The answer to a request: a draft after the committed tokens. The draft is empty if there is no guess (yet)."""
 
     sequence_id: int
     tree: DraftTree
     progress: Progress = Progress.DONE
     num_behind: int = 0  # number of committed tokens that are not read yet, if CATCHING_UP
     ahead: tuple[AheadBranch, ...] = ()  # branches to send, if the request looks ahead
-    has_more: bool = False  # look-ahead can continue in another call
+    has_more: bool = False  # whether look-ahead can continue in another call
 
 
 MAX_SEQUENCES = 512
-"""Maximum number of sequences in a draft node, of all decode nodes together. A forward has a row for each."""
+"""Maximum number of sequences in a draft node, of all decode nodes together. A forward has a row for each of them."""
 
 MAX_INDEXED_TOKENS = 1024
-"""Maximum number of tokens that a lookup indexes in one call, in 3 to 10 ms. Long prompts take several calls."""
+"""Maximum number of tokens that a lookup proposer (`ngram` or `suffix`) indexes in one call, which takes 3 to 10 ms.
+Long prompts take several calls."""
 
 MAX_INDEX_BYTES = 256 << 20
-"""Limit of the memory in which a lookup indexes texts: ten million tokens for `ngram`, half a million for `suffix`."""
+"""Limit of the memory for a lookup proposer's indexes: ten million tokens for `ngram`, half a million for `suffix`."""
 
 
 def nothing(request: ProposalRequest, progress: Progress = Progress.DONE, **fields: Any) -> Proposal:
@@ -82,14 +83,14 @@ def nothing(request: ProposalRequest, progress: Progress = Progress.DONE, **fiel
 class ProposerInfo:
     """The properties of a proposer, which do not change."""
 
-    name: str  # the value of ModelInfo.proposer: "ngram", "draft_model:NAME"
-    vocabulary_fingerprint: str = ""  # the vocabulary of its ids; empty: any vocabulary
+    name: str  # the value of ModelInfo.proposer, such as "ngram" or "draft_model:NAME"
+    vocabulary_fingerprint: str = ""  # fingerprint of the only vocabulary that it works on; empty: any vocabulary
     num_extra_tokens: int = NUM_EXTRA_TOKENS  # tokens offered beyond num_wanted, for the next step
     can_look_ahead: bool = False  # whether drafting while the target verifies gains something
-    features: FeatureFormat | None = None  # the target's features that a head needs; None: none
-    memory_bytes: int = 0  # limit of what its sequences take; a model's weights are not included
+    features: FeatureFormat | None = None  # format of the target's features that a head needs; None: it needs none
+    memory_bytes: int = 0  # limit of the memory that its sequences take, without a model's weights
     needs_constraint: bool = False  # whether it proposes only for sequences that have a constraint
-    description: Mapping[str, Any] = field(default_factory=dict)  # how its model is computed; empty if it has none
+    description: Mapping[str, Any] = field(default_factory=dict)  # how its model is computed; empty: it has no model
 
 
 class Proposer(Protocol):
@@ -104,7 +105,7 @@ class Proposer(Protocol):
 
     @property
     def num_wasted_tokens(self) -> int:
-        """Tokens drafted by a model that were never committed, since start."""
+        """Number of tokens that the proposer's model has drafted since its start and that were never committed."""
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
         """Returns one proposal for each request, in their order.
@@ -115,4 +116,4 @@ class Proposer(Protocol):
         """
 
     def forget(self, sequence_id: int) -> None:
-        """Frees the state of a sequence; does nothing if it is unknown."""
+        """Frees the state of a sequence. Does nothing if the sequence is unknown."""

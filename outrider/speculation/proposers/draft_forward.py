@@ -36,18 +36,19 @@ class PathRows:
     """One path's share of a forward: consecutive tokens, the last of which may be followed by a decision."""
 
     token_ids: Sequence[int]  # at least one
-    start_position: int  # the first token's; the KV of everything before is in the cache
-    # Covers [0, start_position + len(token_ids) + max_tokens - 1); for a head one row less, plus parallel rows.
+    start_position: int  # position of the first token; the KV of all tokens before it is in the cache
+    # These blocks cover the rows [0, start_position + len(token_ids) + max_tokens - 1). For a head, they cover one row
+    # less, and its parallel rows in addition.
     block_ids: Sequence[int]
-    sampling: object  # the sequence's, made by `start`
+    sampling: object  # the sequence's sampling state, made by `start`
     assumed_token_ids: tuple[int, ...] = ()  # the path's tokens, which count as generated
     num_decisions: int = 0  # 0: only compute KV; 1: decide the next token; n: also n - 1 runners-up
     wants_distribution: bool = False  # whether the next token's distribution is wanted
-    features: Features | None = None  # for a head: those of the committed tokens
-    num_committed: int = 0  # for a head: from this position on `states` replace features
-    states: tuple[object, ...] = ()  # a head's own hidden states, one for each of these tokens
+    features: Features | None = None  # for a head: the features of the committed tokens
+    num_committed: int = 0  # for a head: `states` replace features from this position onwards
+    states: tuple[object, ...] = ()  # a head's own hidden states, one for each token from `num_committed` onwards
     max_tokens: int = 1  # maximum number of tokens to decide; more than 1 needs a rollout
-    min_reach: float = 0.0  # the request's; tokens of a rollout after a less likely path are dropped
+    min_reach: float = 0.0  # the request's min_reach; a rollout's tokens after a less likely path are dropped
 
 
 @dataclass(slots=True)
@@ -56,14 +57,14 @@ class Plan:
 
     rows: list[PathRows] = field(default_factory=list)
     paths: list[tuple[PathTree, DraftPath]] = field(default_factory=list)  # one for each of `rows`
-    copies: list[tuple[int, int]] = field(default_factory=list)  # block copies before the forward
+    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks to copy before the forward: (from, to)
     behind: set[int] = field(default_factory=set)  # sequences whose prefix needs another call
     no_room: set[int] = field(default_factory=set)  # sequences whose draft ends here, as no block is free
     looking_ahead: set[int] = field(default_factory=set)  # sequences with something left to draft ahead
 
 
 def add_decided(tree: PathTree, path: DraftPath, rows: PathRows, decided: DraftedToken) -> None:
-    """Adds decided tokens to a path. Drops those of a rollout that would not have been drafted one by one."""
+    """Adds decided tokens to a path. Drops a rollout's tokens after the one at which drafting one by one would end."""
     path.kv.advance(tree.rows_before(rows.start_position + len(rows.token_ids)))
     for index, each in enumerate((decided, *decided.following)):
         if not each.token_ids:
@@ -71,7 +72,7 @@ def add_decided(tree: PathTree, path: DraftPath, rows: PathRows, decided: Drafte
         if index and rows.max_tokens > 1:
             if tree.is_complete(path) or path.confidence < rows.min_reach:
                 break
-            path.kv.advance(path.kv.num_tokens + 1)  # the token before was fed in the rollout
+            path.kv.advance(path.kv.num_tokens + 1)  # the rollout has fed the token before this one
         path.decided.append(each)
     if path is tree.main:
         path.kv.publish(tree.token_ids)
@@ -80,7 +81,7 @@ def add_decided(tree: PathTree, path: DraftPath, rows: PathRows, decided: Drafte
 class DraftForward(Protocol):
     """The forward passes of a draft model (`ModelForward`) or of a head (`HeadForward`). One thread owns it.
 
-    Both decide in the same way: by the target's own race on their logits, with its runners-up.
+    Both decide in the same way: they run the target's own race on their logits and return its winner and runners-up.
     """
 
     __slots__ = ()
@@ -90,10 +91,10 @@ class DraftForward(Protocol):
     vocab_size: int
     head: HeadRules | None  # None: a model, which is fed with tokens only
     kv_cache: PagedKVCache | None  # None: a head without KV
-    rollouts: Rollouts | None = None  # on a GPU: they decide several tokens of a path without the host
+    rollouts: Rollouts | None = None  # on a GPU, rollouts decide several tokens of a path without the host
 
     def rolling(self) -> RolloutForward | None:
-        """Returns the forward that rollouts run, or None if graphs cannot capture it."""
+        """Returns the forward that rollouts run, or None if CUDA graphs cannot capture it."""
         raise NotImplementedError
 
     @property
@@ -104,7 +105,8 @@ class DraftForward(Protocol):
     def decide(self, rows: Sequence[PathRows], block_copies: Sequence[tuple[int, int]]) -> list[DraftedToken]:
         """Copies blocks, runs one forward pass, and rolls out the paths that may get more than one token.
 
-        Returns one decision for each element of `rows`, in order. Decisions at later positions are in its `following`.
+        Returns one decision for each element of `rows`, in order. The `following` of a decision
+        has the decisions at later positions.
         """
         if self.kv_cache is not None and block_copies:
             self.kv_cache.copy_blocks(block_copies)
@@ -126,7 +128,7 @@ class DraftForward(Protocol):
     def start(self, start: SequenceStart, token_ids: Sequence[int]) -> SequenceSampling:
         """Returns the sampling state of a sequence with these committed tokens."""
         params = start.options.sampling
-        if start.wants_distributions:  # tokens must be drawn from the distribution that is sent, which is limited
+        if start.wants_distributions:  # tokens must be drawn from the distribution that is sent, whose size is limited
             params = replace(params, top_k=min(params.top_k or MAX_DISTRIBUTION_IDS, MAX_DISTRIBUTION_IDS))
         return self.sampler.start(
             params,
@@ -137,7 +139,7 @@ class DraftForward(Protocol):
         )
 
     def commit(self, sampling: object, token_ids: Sequence[int]) -> None:
-        """Counts newly committed tokens."""
+        """Adds newly committed tokens to a sequence's sampling state."""
         assert isinstance(sampling, SequenceSampling)
         self.sampler.commit(sampling, token_ids)
 
@@ -150,12 +152,13 @@ class DraftForward(Protocol):
         confidences: Array | None = None,
         states: Array | None = None,
     ) -> list[DraftedToken]:
-        """Returns the decision for each of `rows`, which is empty if none is requested. Waits for the device once.
+        """Returns one decision for each of `rows`, empty if the row requests none. Waits for the device once.
 
-        Later positions, of `num_parallel` or of a rollout, are in its `following`. `logits`: [num_deciding *
-        num_parallel, vocab_size] float32, for the positions after each path, the next one first. Penalties ignore the
-        tokens between. A head also has `confidences` [num_deciding] float64 at the next positions, and its own hidden
-        `states` [num_deciding, width] before them.
+        Decisions at later positions, by a parallel head or a rollout, are in the `following` of a path's decision.
+        `logits`: [num_deciding * num_parallel, vocab_size] float32, for the positions after each path, the next
+        position first. Penalties ignore the undecided tokens in between. For a head, `confidences` [num_deciding]
+        float64 are its confidences at the next positions, and `states` [num_deciding, width] are its own hidden states
+        before these positions.
         """
         places = [
             (index, ahead) for index, row in enumerate(rows) if row.num_decisions for ahead in range(num_parallel)
@@ -164,7 +167,7 @@ class DraftForward(Protocol):
         asking = [place for place, (index, ahead) in enumerate(places) if rows[index].wants_distribution and not ahead]
         distributions = self._distributions(logits, samples, asking)
         rollout: Pending[dict[int, tuple[DraftedToken, ...]]] = Pending((), lambda _: {})
-        rounds: list[tuple[list[int], Pending[list[int]]]] = []  # by round: places, and the tokens decided there
+        rounds: list[tuple[list[int], Pending[list[int]]]] = []  # for each round: places, and the tokens decided there
         deciding = list(range(len(places)))
         while deciding:
             sampled = self.sampler.decide(logits, [samples[place] for place in deciding])
@@ -175,7 +178,7 @@ class DraftForward(Protocol):
             if again:
                 logits = _without(logits, again, sampled)
             deciding = [deciding[at] for at in again]
-        # Copies, since a view would keep the states of all sequences for as long as one path needs its own.
+        # States are copied, since a view would keep those of all sequences for as long as one path needs its own.
         own = repeat(None) if states is None else iter([namespace(states).asarray(each, copy=True) for each in states])
         sure = Pending(() if confidences is None else (confidences,), lambda arrays: [each.tolist() for each in arrays])
         found, confident, rolled, *winners = read(distributions, sure, rollout, *(pending for _, pending in rounds))
@@ -202,7 +205,10 @@ class DraftForward(Protocol):
     def _roll_out(
         self, rollouts: Rollouts, rows: Sequence[PathRows], winners: Array, states: Array | None
     ) -> Pending[dict[int, tuple[DraftedToken, ...]]]:
-        """Returns by place the decisions after the first token of rows with rollouts. `winners`: [len(rows)] int64."""
+        """Queues rollouts. Returns each path's decisions after its first token, by the path's index in `rows`.
+
+        `winners`: [len(rows)] int64, the first tokens.
+        """
         from outrider.engine.rollouts import RolloutSequence  # imports torch and triton
 
         places = [place for place, row in enumerate(rows) if _can_be_rolled_out(row)][: rollouts.max_sequences]
@@ -293,22 +299,22 @@ def _sample_rows(row: PathRows, num_ahead: int) -> SampleRows:
 
 
 def _can_be_rolled_out(row: PathRows) -> bool:
-    """Returns whether more than one token is wanted, and nothing but the race decides them."""
+    """Returns whether the row wants more than one token and the race alone decides them."""
     assert isinstance(row.sampling, SequenceSampling)
     is_edited = row.sampling.penalties.changes(len(row.assumed_token_ids)) or row.sampling.constraint is not None
     return row.max_tokens > 1 and not (is_edited or row.wants_distribution)
 
 
 def _may_follow(winners: Sequence[int], token_id: int, sample: SampleRows) -> bool:
-    """Returns whether a runner-up is valid: it is not if a constraint allows only the winners."""
+    """Returns whether `token_id` is a valid runner-up. It is not valid if a constraint allows only earlier winners."""
     masks = sample.masks()
     return masks is None or (token_id not in winners and bool(masks[0, token_id // 32] >> token_id % 32 & 1))
 
 
 def _without(logits: Array, rows: Sequence[int], token_ids: Array) -> Array:
-    """Returns `rows` of [num_rows, vocab_size] as [len(rows), vocab_size], each without its winning token.
+    """Returns `rows` of `logits` as [len(rows), vocab_size], in each of which the winner cannot win again.
 
-    `token_ids`: [num_rows] int64, the winners of all rows.
+    `logits`: [num_rows, vocab_size]. `token_ids`: [num_rows] int64, the winners of all rows.
     """
     xp, places = namespace(logits), ids_like(rows, logits)
     logits = logits[places]

@@ -1,4 +1,4 @@
-"""Drafts with a smaller model of the target's vocabulary, or with a head, by the same race on its own logits.
+"""Drafts with a smaller model of the target's vocabulary, or with a head, by running the target's race on its logits.
 
 Sources: Leviathan et al. 2022. Coupling: Daliri, Musco, Suresh 2024 (arXiv 2408.07978); with the same random words on
 both sides, draft and target agree far more often than with independent draws. Drafting while the target verifies: SSD
@@ -33,29 +33,30 @@ from outrider.speculation.proposers.draft_forward import DraftForward, PathRows,
 from outrider.speculation.row_budget import MAX_ROWS, RowBudget
 
 NUM_EXTRA_TOKENS = 2
-"""Number of tokens drafted beyond num_wanted. It is small: each costs a forward and is used only in a later step."""
+"""Number of tokens drafted beyond num_wanted; few, because each costs a forward and is used only in a later step."""
 
 MAX_CATCH_UP_ROWS = 512
-"""Maximum number of prefix rows in one forward, shortest prefixes first: more cost more than they gain."""
+"""Maximum number of prefix rows in one forward, because more would cost more than they gain. The shortest prefixes come
+first."""
 
 FIRST_SHARE = 0.25
-"""Fraction of these rows that is kept for the request that has waited longest."""
+"""Fraction of a forward's prefix rows that is kept for the request that has waited longest."""
 
 CATCH_UP_SECONDS = 0.1
-"""Intended duration of a forward that computes prefixes, in seconds: the drafts of other sequences wait for it."""
+"""Intended seconds of a forward that computes prefixes. It is short, as the drafts of other sequences wait for it."""
 
 MAX_FORWARD_LOGITS = MAX_SEQUENCES + MAX_ROWS
 MAX_FORWARD_ROWS = MAX_FORWARD_LOGITS + MAX_CATCH_UP_ROWS
 """Maximum number of rows in a forward: a draft token for each sequence, the look-ahead, and prefixes."""
 
 MIN_GAIN = 0.03
-"""An incomplete branch is sent if the tokens that were not sent yet are expected to gain at least this many."""
+"""An incomplete branch is sent only if its unsent tokens are expected to gain at least this number of tokens."""
 
 SHARE_WITH_ANSWERS = 0.25
 """Fraction by which look-ahead may lengthen a forward that computes answers."""
 
 SHARE_ALONE = 1.0
-"""Fraction by which a forward of look-ahead only may take longer than the smallest one."""
+"""Fraction by which a forward that computes only look-ahead may take longer than the smallest forward."""
 
 
 class DraftModelProposer:
@@ -84,7 +85,7 @@ class DraftModelProposer:
         self.info = replace(info, num_extra_tokens=NUM_EXTRA_TOKENS, can_look_ahead=can_look_ahead)
         self._budget = RowBudget(max_prefix_rows=max_catch_up_rows, prefix_seconds=catch_up_seconds)
         self._clock = clock
-        self._skipped_forward = False  # the last call made no forward, because some requests needed none
+        self._skipped_forward = False  # whether the last call skipped the forward to answer some requests at once
         self._trees: dict[int, PathTree] = {}  # by sequence, least recently used first
         self.num_wasted_tokens = 0
 
@@ -122,7 +123,7 @@ class DraftModelProposer:
         too_long = len(token_ids) + request.num_wanted > self._forward.max_model_len
         if start is None or not token_ids or too_long or max(new, default=0) >= self._forward.vocab_size:
             return None
-        # A head is fed with all committed tokens but the first, which has no row: one token is not enough.
+        # A head is fed with all committed tokens but the first, which has no row, so one token is not enough.
         if self._head is not None and not (request.features and len(request.features) >= len(token_ids) - 1 >= 1):
             return None
         if tree is None:
@@ -140,13 +141,13 @@ class DraftModelProposer:
             tree = PathTree(kv, token_ids, start, max_model_len=max_model_len, sampling=sampling, head=self._head)
         else:
             self._follow(tree, token_ids)
-            del self._trees[request.sequence_id]  # moves it to the end, as the most recently used one
+            del self._trees[request.sequence_id]  # moves the tree to the end, as the most recently used one
         tree.features = request.features
         self._trees[request.sequence_id] = tree
         return tree
 
     def _follow(self, tree: PathTree, token_ids: Sequence[int]) -> None:
-        is_past_prompt = len(tree) >= tree.start.prompt_length  # the rest of a prompt was not generated
+        is_past_prompt = len(tree) >= tree.start.prompt_length  # tokens of the prompt do not count as generated
         new = tree.follow(token_ids)
         self._count_waste(tree)
         if new and is_past_prompt:
@@ -177,7 +178,7 @@ class DraftModelProposer:
         """
         busy = [tree for _, tree in waiting]
         budget = self._budget.num_prefix_rows
-        missing: dict[int, int] = {}  # rows, by sequence
+        missing: dict[int, int] = {}  # number of missing rows, by sequence id
         catching_up: list[int] = []
         for request, tree in waiting:
             num_missing = tree.num_missing(tree.main) if request.num_wanted > 0 else tree.num_behind
@@ -185,7 +186,7 @@ class DraftModelProposer:
             if num_missing > tree.max_path_rows or not (tree.main or self._head is not None):
                 catching_up.append(request.sequence_id)
         first = next(iter(catching_up), None)
-        kept = int(FIRST_SHARE * budget)  # for the first
+        kept = int(FIRST_SHARE * budget)  # rows kept for the first one
         for request, tree in sorted(waiting, key=lambda each: missing[each[0].sequence_id]):
             main, num_missing = tree.main, missing[request.sequence_id]
             is_draft = request.sequence_id not in catching_up
@@ -216,7 +217,7 @@ class DraftModelProposer:
                 plan.no_room.add(request.sequence_id)
 
     def _plan_look_ahead(self, plan: Plan, ahead: Sequence[tuple[ProposalRequest, PathTree]]) -> None:
-        """Adds the likeliest next tokens of all sequences with look-ahead, while they lengthen the forward little."""
+        """Adds the likeliest next tokens of all sequences with look-ahead, while the forward gets only a bit longer."""
         candidates: list[AheadRow] = []
         for request, tree in ahead:
             rows = candidate_rows(
@@ -262,9 +263,9 @@ class DraftModelProposer:
     ) -> bool:
         """Adds the path's next rows to the forward. Returns False if there is no block for them.
 
-        `max_tokens`: number of tokens wanted after the path; if blocks are short, it is reduced to one. `min_reach`:
-        that of the request. `kept`: sequences whose KV is kept, while that of others may be evicted for one
-        token; None: nothing is evicted.
+        `max_tokens`: number of tokens wanted after the path. The forward may decide fewer, and there may be blocks for
+        only one. `min_reach`: as in the request. `kept`: sequences whose main paths keep their KV while other KV is
+        evicted, which happens if there is no block even for one token; None: nothing is evicted.
         """
         missing = tree.missing(path)[:num_rows]
         start = tree.first_missing(path)
@@ -302,7 +303,7 @@ class DraftModelProposer:
         return True
 
     def _evict(self, plan: Plan, busy: Iterable[PathTree]) -> bool:
-        """Frees the blocks of an alternative, or else of the least recently used sequence. Returns whether it did."""
+        """Frees blocks of an alternative or else of the least recently used sequence. Returns whether it freed any."""
         planned = {id(path) for _, path in plan.paths}
         for tree in self._trees.values():
             for path in tree.alternatives:
@@ -373,7 +374,7 @@ class DraftModelProposer:
         )
 
     def _due(self, request: ProposalRequest, tree: PathTree) -> Iterator[AheadBranch]:
-        """Yields branches to send: complete paths, and paths that have doubled since they were sent and gain enough."""
+        """Yields branches to send: complete paths, and paths that gain enough and have doubled since the last send."""
         num_wanted = request.num_wanted
         tree.drop_wrong_stale_path()
         for each in tree.paths:
@@ -390,7 +391,7 @@ class DraftModelProposer:
             )
             if is_complete or sum(gains) >= MIN_GAIN:
                 each.num_sent = len(path)
-                # If there is room, the main path's branch begins earlier: the target may verify less than it asked for.
+                # If there is room, the main path's branch begins earlier, as the target may verify less than wanted.
                 limit = max_offered_tokens(num_wanted)
                 start = path.num_assumed or min(num_before, max(0, len(path) - limit))
                 yield AheadBranch(

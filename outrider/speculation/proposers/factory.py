@@ -106,7 +106,7 @@ def parse_draft_choice(text: str) -> DraftChoice:
 
 
 def make_proposer(name: str, settings: ProposerSettings | None = None, *, progress: Progress = no_progress) -> Proposer:
-    """Returns a new proposer. If it needs a model, loads it, which may take long.
+    """Returns a new proposer. If the proposer needs a model, loads the model, which may take long.
 
     Raises: ConfigError for an unknown name; the errors of `open_model`.
     """

@@ -1,6 +1,7 @@
 """Proposes the tokens that a sequence's grammar forces: names of properties, brackets, the rest of a choice.
 
-They are ordinary drafts: several sequences of tokens may spell the same text, and the target chooses one of them.
+Proposals are ordinary drafts that the target verifies, because several token sequences may spell the forced text, and
+the target chooses one of them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from outrider.speculation.proposers.base import Proposal, ProposalRequest, Propo
 
 
 class GrammarProposer:
-    """A `Proposer` for constrained sequences. It needs the sampler's grammar states, so it runs in its process."""
+    """A `Proposer` for constrained sequences. It runs in the sampler's process, whose grammar states it needs."""
 
     def __init__(self) -> None:
         self.info = ProposerInfo(name="grammar", needs_constraint=True)

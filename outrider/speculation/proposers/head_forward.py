@@ -1,4 +1,4 @@
-"""The forward passes of a drafter head: rows of tokens with the target's features, or with its own hidden states."""
+"""The forward passes of a drafter head. Its rows are tokens with the target's features or the head's own states."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 16
 WARM_UP_ROWS = 64
 MAX_PATHS = 16 * MAX_SEQUENCES
-"""Maximum number of paths of a head without KV. Each takes one block of a pool that has no memory."""
+"""Maximum number of paths of a head without KV. Each path takes one block of a pool that has no memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class HeadForward(DraftForward):
             known_token_ids: [vocab_size] bool, as for the target's Sampler.
             constraints: as for the target's Sampler.
             device: a torch device name.
-            kernels: the target's kernels on a CPU, for which a packed head was packed; None: torch computes.
+            kernels: on a CPU, the target's kernels; a packed head must be packed for them. None: torch computes.
         """
         spec = model.spec
         of_cache = None
@@ -90,7 +90,7 @@ class HeadForward(DraftForward):
                 num_blocks=num_blocks,
                 block_size=block_size,
                 device=device,
-                num_scratch_blocks=0 if device_type(device) == "cpu" else 1,  # for rows that pad (`step_graphs`)
+                num_scratch_blocks=0 if device_type(device) == "cpu" else 1,  # for padding rows (`step_graphs`)
                 kernels=of_cache,
             )
         pool = BlockPool(num_blocks=num_blocks, block_size=block_size, hash_seed=b"", enable_prefix_cache=False)
@@ -212,7 +212,7 @@ def confidences_of(logits: Array, temperatures: Array, target_ids: Array | None)
         target_ids: [n] int64, the ids that count; None: all.
     """
     xp = namespace(logits)
-    # In place, since allocating memory takes longer than the arithmetic.
+    # Computed in place, since allocating memory takes longer than the arithmetic.
     values = xp.asarray(logits, copy=True) if target_ids is None else xp.take(logits, target_ids, axis=1)
     values -= xp.max(values, axis=1, keepdims=True)
     values /= temperatures
@@ -224,8 +224,8 @@ def confidences_of(logits: Array, temperatures: Array, target_ids: Array | None)
 def attend_both_ways(batch: InputBatch, num_together: Sequence[int]) -> InputBatch:
     """Returns the batch in which the last `num_together` rows of each sequence attend to each other in both directions.
 
-    They also attend to everything before. Attention sees each of them at the last of their positions, with a path of
-    all their slots.
+    These rows also attend to everything before them. For attention, each of these rows has the position of the last
+    one, and its path consists of the slots of all of them.
     """
     arrays = batch.arrays
     positions, path_starts, path_slots = array("q", arrays.positions), array("q", (0,)), array("q")
@@ -244,6 +244,9 @@ def attend_both_ways(batch: InputBatch, num_together: Sequence[int]) -> InputBat
 
 
 def _depths(row: PathRows, num_rows: int) -> list[int]:
-    """Returns the depths of the path's rows and its parallel rows, `num_rows` in all."""
+    """Returns the depths of the path's rows and its parallel rows, `num_rows` in all.
+
+    The depth is 0 for rows that are fed with a feature of the target; it grows by 1 with each row after these.
+    """
     num_known = row.num_committed - row.start_position - 1  # index of the last row that is fed with a target's feature
     return [max(0, index - num_known) for index in range(num_rows)]

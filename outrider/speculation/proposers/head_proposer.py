@@ -1,4 +1,4 @@
-"""READ FIRST: makes a proposer of a head, in a decode node or in a draft node."""
+"""READ FIRST: makes a proposer from a head, in a decode node or in a draft node."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from outrider.heads.base import HeadModel
 
 MEMORY_SHARE = 0.03
-"""Fraction of free memory for a head's KV cache: it has one or a few layers, its target dozens."""
+"""Fraction of free memory for a head's KV cache. It is small, because a head has few layers and its target dozens."""
 
 MIN_CACHED_TOKENS, MAX_CACHED_TOKENS = 1 << 12, 1 << 20
 """Bounds of a head's KV cache, in tokens of all sequences. A sequence that does not fit gets no drafts."""
@@ -41,9 +41,9 @@ class HeadTarget:
 
     directory: Path
     device: str  # a torch device name
-    dtype: str  # dtype of its features
+    dtype: str  # dtype of the target's features
     known_token_ids: npt.NDArray[np.bool_]  # [vocab_size]
-    constraints: GrammarCompiler  # for the same vocabulary
+    constraints: GrammarCompiler  # a compiler for the target's vocabulary
     vocabulary_fingerprint: str
     kernels: CpuKernels | None  # for sampler and attention on a CPU; None: torch computes them
     cuda_graphs: bool = True  # whether forwards may be captured
@@ -89,9 +89,9 @@ class HeadTarget:
 
 
 def load_head(folder: Path | str, target: HeadTarget) -> HeadModel:
-    """Loads the head in this folder. On a CPU torch computes in float32: its bfloat16 is slow on few rows.
+    """Loads the head in this folder. On a CPU, torch computes it in float32, as torch's bfloat16 is slow on few rows.
 
-    Raises: ConfigError if it was made for another target or is not supported; ModelError for damaged files.
+    Raises: ConfigError if the head was made for another target or is not supported; ModelError for damaged files.
     """
     import torch
 
@@ -109,7 +109,7 @@ def load_head(folder: Path | str, target: HeadTarget) -> HeadModel:
 
 
 def open_head_forward(model: HeadModel | PackedHead, target: HeadTarget, *, num_cached_tokens: int) -> HeadForward:
-    """Returns a head's warmed-up forwards. Call it in the thread that runs them.
+    """Returns a head's warmed-up forwards. To be called in the thread that runs them.
 
     `num_cached_tokens`: see `HeadForward.of`.
     """
@@ -139,7 +139,7 @@ def make_head_proposer(
     max_catch_up_rows: int = MAX_CATCH_UP_ROWS,
     catch_up_seconds: float = CATCH_UP_SECONDS,
 ) -> DraftModelProposer:
-    """Returns a proposer with this head. Call it in the thread that owns the proposer."""
+    """Returns a proposer with this head. To be called in the thread that owns the proposer."""
     spec = model.spec
     token_bytes = sum(plane.bytes_per_token for plane in spec.planes)
     num_cached_tokens = 0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from outrider.speculation.proposers.base import Proposal, ProposalRequest, Proposer, nothing
 
 COOLDOWN_SECONDS = 1.0
-"""Seconds for which a sequence that made the proposer fail is not asked for again."""
+"""Seconds for which the proposer is not called again for a sequence that made it fail."""
 
 ALL_COOLDOWN_SECONDS = COOLDOWN_SECONDS / 4
 """Seconds without any call after a search that served no sequence. The next search skips sequences in cooldown."""
@@ -24,13 +24,13 @@ OnFailure = Callable[[Exception, int], None]
 class IsolatedProposer:
     """Wraps a `Proposer` and never raises. One thread owns it.
 
-    If a call raises, its batch is divided in halves, which are tried again, until each failing sequence is found. A
+    If a call raises, its batch is divided into halves, which are tried again, until each failing sequence is found. A
     proposer has only a cache of each sequence, so repeated calls cost only time. A failing sequence is forgotten, and
-    the proposer is not called for it during `COOLDOWN_SECONDS`, so that it cannot take the drafts of its batch in every
-    step.
+    the proposer is not called for it during `COOLDOWN_SECONDS`, so that it cannot cause the division of the batch in
+    every step.
 
-    After `MAX_FAILED_CALLS` the remaining requests get no draft in this call, but they are not forgotten. If no
-    sequence was served by then, the proposer is not called for `ALL_COOLDOWN_SECONDS`.
+    After `MAX_FAILED_CALLS` failures the remaining requests get no draft in this call, but they are not forgotten. If
+    no sequence was served by then, the proposer is not called at all for `ALL_COOLDOWN_SECONDS`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class IsolatedProposer:
         return self._proposer.num_wasted_tokens
 
     def propose(self, requests: Sequence[ProposalRequest]) -> list[Proposal]:
-        """Returns one proposal for each request, which is empty for a sequence that fails or cools down."""
+        """Returns one proposal for each request, empty if the proposer failed or was not called for the sequence."""
         now = self._clock()
         tried = [each for each in requests if self._cooldown_until.get(each.sequence_id, now) <= now]
         found = self._search(tried, now) if tried and self._all_cooldown_until <= now else {}
@@ -62,7 +62,7 @@ class IsolatedProposer:
         self._proposer.forget(sequence_id)
 
     def _search(self, requests: Sequence[ProposalRequest], now: float) -> dict[int, Proposal]:
-        """Returns proposals by sequence; those that fail are absent."""
+        """Returns proposals by sequence id. Sequences that fail are absent."""
         found: dict[int, Proposal] = {}
         groups = [requests]
         num_failed_calls = 0

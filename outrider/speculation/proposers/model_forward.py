@@ -57,7 +57,8 @@ class ModelForward(DraftForward):
     ) -> ModelForward:
         """Returns the forwards of a model with its own cache. Raises: ConfigError if the cache does not fit.
 
-        `features`: computed for every row; the model's spec has their plane. `may_shorten`: see `open_runner`.
+        `features`: the features to compute for every row; the model's spec includes their plane of the cache.
+        `may_shorten`: see `open_runner`.
         """
         cache, runner, window = open_runner(
             model,
@@ -105,7 +106,7 @@ class ModelForward(DraftForward):
 def open_draft_model(
     config: ModelConfig, kv_cache: KVCacheConfig, *, main_memory_bytes: int = 0, progress: Progress = no_progress
 ) -> DraftModelProposer:
-    """Loads a draft model. `main_memory_bytes`: memory that its cache leaves free.
+    """Loads a draft model. `main_memory_bytes`: main memory that its cache leaves free.
 
     Sequences longer than its cache get no drafts. Raises: the errors of `open_model` and `ModelForward.of`.
     """

@@ -30,11 +30,13 @@ gain (measured on chat, extraction and code with a 135M model, greedy and at tem
 """
 
 GRADES = (2, 3, 4, 8)
-"""Grades of drafts: the minimum length of the match. Drafts after longer matches are likelier to be accepted."""
+"""Grades of drafts. A grade is the minimum length of the match; longer matches make drafts likelier to be accepted."""
 
 FIRST_SEGMENT_TOKENS = 256
 SEGMENT_GROWTH = 4
-"""Size of a text's first own segment, and the factor by which the next ones grow: few segments, none ever rebuilt."""
+"""Size in tokens of the first segment after the prompt's, and the factor by which the next ones grow. So a text has few
+segments, and none is ever rebuilt.
+"""
 
 BYTES_PER_SLOT = array("i").itemsize
 
@@ -43,10 +45,10 @@ _SEED = secrets.randbits(62)
 
 
 class NgramSegment:
-    """The last position of each n-gram that ends in one segment of a text. One writer.
+    """The last position of each n-gram that ends in one segment of a text. It has one writer.
 
-    An open-addressing hash table, half full: a slot holds the position after an n-gram. The n-gram itself is read
-    from the text, so segments of equal texts may be shared, and nothing else is stored.
+    It is an open-addressing hash table that is at most half full. A slot holds the position after an n-gram. The n-gram
+    itself is read from the text, so segments of equal texts may be shared, and nothing else is stored.
     """
 
     __slots__ = ("__weakref__", "_num_slots", "_tables", "end", "limit", "num_bytes")
@@ -65,7 +67,7 @@ class NgramSegment:
         return (2 * num_positions + 1) * len(NGRAM_SIZES) * BYTES_PER_SLOT
 
     def extend(self, text: Sequence[int], end: int) -> None:
-        """Indexes positions up to `end`, exclusive and at most `limit`; the text has a token at each."""
+        """Indexes the positions before `end`, which is at most `limit`. The text must have a token at each of them."""
         for position in range(self.end, end):
             for size, table in zip(NGRAM_SIZES, self._tables):  # noqa: B905 as many; strict costs time here
                 if size <= position:
@@ -73,12 +75,15 @@ class NgramSegment:
         self.end = max(self.end, end)
 
     def find(self, text: Sequence[int], place: int, size: int) -> int:
-        """Returns the latest position after the n-gram that ends the text, by the table at `place`, or -1."""
+        """Returns the position after the latest known occurrence of the n-gram that ends the text, or -1.
+
+        `place`: the index of `size` in `NGRAM_SIZES`.
+        """
         table = self._tables[place]
         return table[self._slot(table, text, len(text), size)]
 
     def _slot(self, table: array[int], text: Sequence[int], end: int, size: int) -> int:
-        """Returns the slot of the n-gram before `end`, or the free one where it belongs."""
+        """Returns the slot of the n-gram before `end`, or the free slot where the n-gram belongs."""
         ngram = text[end - size : end]
         slot = hash((_SEED, *ngram)) % self._num_slots
         while (position := table[slot]) >= 0 and text[position - size : position] != ngram:
@@ -103,7 +108,7 @@ class NgramIndex:
         return self.segments[-1].end
 
     def is_of(self, text: Sequence[int]) -> bool:
-        """Returns whether the text may be the indexed one, by a look at the last indexed token only."""
+        """Returns whether the text may be the indexed one. It compares only the last indexed token."""
         size = len(self)
         return size <= len(text) and (self._last_token_id < 0 or text[size - 1] == self._last_token_id)
 
@@ -116,7 +121,7 @@ class NgramIndex:
         return max(num_missing, usual)
 
     def extend(self, text: Sequence[int], end: int) -> None:
-        """Indexes positions up to `end`, exclusive; the text has a token at each."""
+        """Indexes the positions before `end`. The text must have a token at each of them."""
         last = self.segments[-1]
         if num_positions := self.num_new_positions(end):
             last.extend(text, last.limit)
@@ -128,7 +133,7 @@ class NgramIndex:
     def find(self, text: Sequence[int]) -> tuple[int, int]:
         """Looks for the latest earlier occurrence of the longest n-gram that ends the text.
 
-        Returns the position after it, and its grade; (0, 0) if there is none.
+        Returns the position after this occurrence, and the match's grade; (0, 0) if there is none.
         """
         for place, size in enumerate(NGRAM_SIZES):
             if size > len(text):
@@ -142,7 +147,8 @@ class NgramIndex:
     def continuation(self, text: Sequence[int], num_tokens: int) -> tuple[tuple[int, ...], int]:
         """Returns the tokens that followed the occurrence found by `find`, and their grade.
 
-        If they reach the text's end, they are repeated: a text that has begun to repeat itself is assumed to go on.
+        If these tokens reach the text's end, they are repeated, because a text that has begun to repeat itself is
+        assumed to go on.
         """
         start, grade = self.find(text)
         if not start:
@@ -155,7 +161,7 @@ class NgramIndex:
 
 
 def _grade(text: Sequence[int], start: int, size: int) -> int:
-    """Returns the highest grade of the match before `start`, of which the last `size` tokens are known to match."""
+    """Returns the highest grade of the match before `start`, given that its last `size` tokens match."""
     grade = size
     for longer in GRADES[GRADES.index(size) + 1 :]:
         if longer > start or text[start - longer : start - grade] != text[len(text) - longer : len(text) - grade]:
@@ -167,13 +173,12 @@ def _grade(text: Sequence[int], start: int, size: int) -> int:
 class NgramProposer:
     """Proposes from the sequence's own text. It needs no model and works on any vocabulary. One thread owns it.
 
-    It also runs in the decode node. Sequences with equal prompts, e.g. the samples of a
-    request, share the prompt's part of the index. While there is no memory for a sequence, it gets no
-    drafts.
+    It also runs in the decode node. Sequences with equal prompts, e.g. the samples of a request, share the prompt's
+    part of the index. A sequence gets no drafts while there is no memory for its index.
     """
 
     def __init__(self, *, max_bytes: int = MAX_INDEX_BYTES) -> None:
-        """`max_bytes`: limit of all indexes."""
+        """`max_bytes`: limit of the memory of all indexes."""
         self.info = ProposerInfo(name="ngram", memory_bytes=max_bytes)
         self.num_wasted_tokens = 0
         self.num_bytes = 0
@@ -184,7 +189,7 @@ class NgramProposer:
         """Returns one proposal for each request, empty if no n-gram repeats. Nearly complete indexes grow first."""
         num_left = MAX_INDEXED_TOKENS
         found: dict[int, Proposal] = {}
-        asked: list[tuple[int, ProposalRequest, NgramIndex]] = []  # with the number of tokens that are not indexed
+        asked: list[tuple[int, ProposalRequest, NgramIndex]] = []  # int: number of tokens that are not indexed
         for request in requests:
             index = self._index(request)
             if index is None:

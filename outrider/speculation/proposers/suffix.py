@@ -1,4 +1,4 @@
-"""Proposes what most often followed the text's ending: in the text itself, and in earlier outputs of the node.
+"""Proposes what most often followed the text's ending, either in the text itself or in earlier outputs of the node.
 
 Source: Oliaro et al. 2024, "SuffixDecoding" (arXiv 2411.04975). The confidence in a token is its share among all tokens
 that followed; a draft ends where the product of these shares gets too small.
@@ -28,16 +28,16 @@ CONTEXT_SIZES = (16, 8, 4, 2)
 """Sizes of contexts, longest first. Single tokens predict too little, as for n-grams."""
 
 ONCE_MORE = 1 << 32
-"""A number above every token id."""
+"""A number above every token id. `SuffixIndex` adds it to an id for each repetition."""
 
 BYTES_PER_TOKEN = 512
-"""Memory per token of an indexed text: one context of each size, with its follower."""
+"""Bytes of memory per token of an indexed text, for one context of each size with its follower."""
 
 MAX_CHILDREN = 3
 """Maximum number of children of a token, if the sequence takes trees."""
 
 MIN_CONFIDENCE = 0.2
-"""Product of the shares on a path below which a draft ends."""
+"""A draft ends where the product of the shares on its path would fall below this number."""
 
 _Followers = dict[int, int]  # token id -> count
 
@@ -48,7 +48,7 @@ class Prediction:
 
     token_id: int
     share: float  # (0, 1]
-    context_size: int  # one of `CONTEXT_SIZES`: the size of the context that it followed
+    context_size: int  # size of the context that the token followed, one of `CONTEXT_SIZES`
 
 
 class SuffixIndex:
@@ -61,8 +61,8 @@ class SuffixIndex:
     __slots__ = ("_followers",)
 
     def __init__(self) -> None:
-        # A single follower, the usual case, is stored as its id plus ONCE_MORE for each repetition: a dictionary
-        # would be three times as large.
+        # A single follower, the usual case, is stored as its id plus ONCE_MORE for each repetition, because a
+        # dictionary would be three times as large.
         self._followers: dict[int, int | _Followers] = {}
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class SuffixIndex:
         followers = self._followers
         for key, token_id in self._contexts(text, start, end, salt):
             known = followers.get(key)
-            # If two contexts have the same key, the other one may have been removed already.
+            # Two contexts may have the same key, so the removal of the other may have removed this count already.
             if isinstance(known, dict):
                 if known.get(token_id, 0) > 1:
                     known[token_id] -= 1
@@ -105,7 +105,7 @@ class SuffixIndex:
     def followers(self, text: Sequence[int], *, most: int, salt: bytes = b"") -> list[Prediction]:
         """Returns the followers of the longest known ending of `text`, at most `most`; none if no ending is known.
 
-        They are sorted by falling frequency; of equally frequent ones the latest comes first.
+        They are sorted by falling frequency. Among equally frequent ones, the latest comes first.
         """
         for size in CONTEXT_SIZES:
             if size > len(text):
@@ -145,7 +145,7 @@ class _Text:
     last_token_id: int = -1  # the last of the indexed tokens
 
     def is_continued_by(self, token_ids: Sequence[int]) -> bool:
-        """Returns whether the text may be the indexed one. It compares one token: an error costs only acceptance."""
+        """Returns whether the text may be the indexed one. Compares only one token: an error costs only acceptance."""
         size = self.num_indexed
         return size <= len(token_ids) and (not size or token_ids[size - 1] == self.last_token_id)
 
@@ -166,7 +166,7 @@ class PastOutputs:
         self.num_tokens = 0
 
     def add(self, token_ids: Sequence[int], prompt_length: int, *, salt: bytes = b"") -> None:
-        """Remembers an output, for texts of the same salt. The prompt's end is the context of its first tokens."""
+        """Remembers an output, for texts of the same salt. The prompt's end is the context of the output's start."""
         first = max(prompt_length, len(token_ids) - self._max_tokens)
         context = max(0, first - max(CONTEXT_SIZES))
         text = list(token_ids[context:])
@@ -192,9 +192,9 @@ class SuffixProposer:
         min_confidence: float = MIN_CONFIDENCE,
         max_bytes: int = MAX_INDEX_BYTES,
     ) -> None:
-        """`remembered_tokens`: limit of past outputs; 0: each request learns from itself only.
+        """`remembered_tokens`: maximum number of tokens of past outputs; 0: each request learns only from itself.
 
-        `max_bytes`: limit of the sequences' indexes. While there is no memory for a sequence, it gets no drafts.
+        `max_bytes`: limit of the sequences' indexes. A sequence gets no drafts while there is no memory for its index.
         """
         self.info = ProposerInfo(name="suffix", memory_bytes=max_bytes + remembered_tokens * BYTES_PER_TOKEN)
         self.num_wasted_tokens = 0
@@ -237,16 +237,17 @@ class SuffixProposer:
     def _tree(self, text: _Text, num_wanted: int, *, max_children: int) -> DraftTree:
         """Returns the likeliest continuations, at most `num_wanted` tokens deep, in the order of their probability.
 
-        A token's probability is the product of the shares on its path. The draft ends where it gets too small.
+        A token's probability is the product of the shares on its path. The draft ends where the product gets too small.
         """
         longest = max(CONTEXT_SIZES)
         token_ids: list[int] = []
         parents: list[int] = []
-        waiting: list[tuple[float, int, int, list[int]]] = []  # heap: -confidence, order, parent, ending with token
+        # A heap of candidates: (-confidence, order, parent, the last tokens of the text including the candidate).
+        waiting: list[tuple[float, int, int, list[int]]] = []
         order = count()
 
         def expand(parent: int, ending: list[int], confidence: float) -> int:
-            """Adds the followers of `ending` to the heap. Returns the size of its longest known context, or 0."""
+            """Adds the followers of `ending` to the heap. Returns the size of the longest known context, or 0."""
             found = self._followers(text, ending, max_children)
             for each in found:
                 if confidence * each.share >= self._min_confidence:
@@ -254,7 +255,7 @@ class SuffixProposer:
                     heappush(waiting, (-confidence * each.share, next(order), parent, ended))
             return found[0].context_size if found else 0
 
-        depths = [0]  # the root's, then each token's
+        depths = [0]  # depth of the root, then of each token
         grade = expand(ROOT, list(text.token_ids[-longest:]), 1.0) if num_wanted > 0 else 0
         while waiting and len(token_ids) < num_wanted + MAX_SIBLINGS:
             negated, _, parent, ending = heappop(waiting)
@@ -272,7 +273,7 @@ class SuffixProposer:
         )
 
     def _followers(self, text: _Text, ending: Sequence[int], most: int) -> list[Prediction]:
-        """Returns followers in the text or in past outputs: those whose first token has the larger share."""
+        """Returns the followers in the text or those in past outputs, whichever begin with the larger share."""
         own = text.index.followers(ending, most=most)
         past = self._past.index.followers(ending, most=most, salt=text.salt) if self._past is not None else []
         return max(own, past, key=lambda found: found[0].share if found else 0.0)
@@ -285,8 +286,8 @@ class SuffixProposer:
                 self._num_tokens -= text.num_indexed
             prompt_length = len(token_ids) if start is None else start.prompt_length
             salt = b"" if start is None else start.options.cache_salt
-            # If a request is repeated, it would propose what rejection sampling decided with the same random words,
-            # which is a bias.
+            # Outputs of rejection sampling are not remembered: a repeated request would be proposed what the same
+            # random words decided, which is a bias.
             is_remembered = start is None or not start.wants_distributions
             text = self._texts[request.sequence_id] = _Text(prompt_length, salt, is_remembered)
         text.token_ids = token_ids

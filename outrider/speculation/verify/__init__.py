@@ -1,1 +1,1 @@
-"""Verification methods for draft tokens, one per file; `by_request` applies the one that the request chose."""
+"""Verification methods for draft tokens, one per file; `by_request` applies the one that each request chose."""

@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 
 
 class DraftRows(NamedTuple):
-    """One sequence's rows in a step: one for the token after the known ones, and one after each draft token."""
+    """One sequence's rows in a step.
+
+    The first row decides the token after the known ones; each further row decides the token after one draft token.
+    """
 
     rows: SampleRows
-    distributions: tuple[TokenDistribution, ...] = ()  # one per draft token; empty: each had probability 1
+    distributions: tuple[TokenDistribution, ...] = ()  # one per draft token; empty: each token had probability 1
     method: VerificationMethod = VerificationMethod.COUPLED
-    parents: tuple[int, ...] = ()  # as in DraftTree; empty: a chain. Coupled sampling only
+    parents: tuple[int, ...] = ()  # as in DraftTree; empty for a chain. Only coupled sampling verifies trees
 
     @property
     def draft_token_ids(self) -> tuple[int, ...]:
@@ -31,8 +34,8 @@ class Verified(NamedTuple):
     """The tokens committed for one sequence: the accepted draft tokens, then a recovered or a bonus token."""
 
     token_ids: tuple[int, ...]  # at least one
-    logprobs: tuple[TokenLogprobs | None, ...]  # one for each token; empty, or None: not requested
-    path: tuple[int, ...] = ()  # for a tree: the accepted draft tokens, by index
+    logprobs: tuple[TokenLogprobs | None, ...]  # one for each token; empty or None if not requested
+    path: tuple[int, ...] = ()  # if the draft is a tree: the indices of the accepted draft tokens
 
     @property
     def num_accepted(self) -> int:
@@ -43,7 +46,7 @@ class Verifier(Protocol):
     """A verification method. One thread owns it.
 
     A sequence's outcome depends on its own logits, parameters, tokens and draft, never on the rest of the batch.
-    Without a draft every method commits what coupled sampling does.
+    Without a draft, every method commits the token that coupled sampling would commit.
     """
 
     def queue(self, logits: Array, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:

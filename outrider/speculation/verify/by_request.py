@@ -1,4 +1,4 @@
-"""Verifies each draft of a step by its request's method."""
+"""Verifies each draft of a step with its request's verification method."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider.speculation.verify.typical import TypicalVerifier
 
 
 class RequestVerifier:
-    """Applies all methods, over one sampler. One thread owns it."""
+    """Applies all verification methods with one sampler. One thread owns it."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -28,14 +28,14 @@ class RequestVerifier:
         }
 
     def prepare(self, drafts: Sequence[DraftRows]) -> None:
-        """Starts computing the constraint masks of these drafts, while the forward runs that they are applied to."""
+        """Starts computing the constraint masks of these drafts while the forward that yields their logits runs."""
         constrained = [draft for draft in drafts if draft.rows.state.constraint is not None]
         if constrained:
             rows = [run for draft in constrained for run in (runs_of_tree(draft) if draft.parents else (draft.rows,))]
             self._sampler.prepare_masks(rows)
 
     def queue(self, logits: Array, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
-        """Returns the outcome for each draft, in order. Arguments as for `Verifier.queue`; drafts may be empty.
+        """Returns the outcome for each draft, in order. Arguments as for `Verifier.queue`; `drafts` may be empty.
 
         Reading the result waits for the device once, however many methods are used.
         """
@@ -43,7 +43,7 @@ class RequestVerifier:
             return self.verifiers[VerificationMethod.COUPLED].queue(logits, drafts)
         by_method: dict[VerificationMethod, list[int]] = {}
         for place, draft in enumerate(drafts):
-            # At temperature 0 the target allows one token only, and all methods are the same.
+            # At temperature 0 the target allows only one token, so all methods give the same result.
             method = VerificationMethod.COUPLED if draft.rows.state.params.is_greedy else draft.method
             assert not draft.parents or method is VerificationMethod.COUPLED, "only coupled sampling verifies trees"
             by_method.setdefault(method, []).append(place)

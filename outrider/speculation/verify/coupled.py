@@ -1,8 +1,8 @@
-"""Coupled sampling: a draft token is accepted if and only if the race at its position chooses it.
+"""Coupled sampling: a draft token is accepted if and only if the exponential race at its position chooses it.
 
 Source: Daliri, Musco, Suresh 2024 (arXiv 2408.07978); see docs/adr/0002. The committed tokens do not depend on the
-draft or its source. In a draft tree, each row is decided after its own path, and the text follows the path whose
-tokens equal the decisions.
+draft or its source. In a draft tree, each row decides the token after the row's own path, and the text follows the path
+whose tokens equal the decisions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CoupledVerifier:
 
 
 def accept_drafts(drafts: Sequence[DraftRows], sampled: SampledRows) -> list[Verified]:
-    """Accepts the tokens of each draft up to the first one that differs from its row's decision."""
+    """Accepts, in each draft, the tokens before the first one that differs from the decision at its position."""
     decided = tuple(sampled.token_ids)
     verified: list[Verified] = []
     start = 0

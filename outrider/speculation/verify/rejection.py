@@ -3,18 +3,19 @@
 p is the target's distribution after all SamplingParams are applied, q the distribution that the drafter drew x from.
 After a rejection the recovered token is drawn from max(p - q, 0), renormalised. Committed tokens have the distribution
 p for any q, if x was drawn from q independently of the random words that decide about it. A drafter that does not draw,
-e.g. a lookup, has q(x) = 1. That is valid unless it repeats earlier decisions of this method that used the same random
-words, as with a request that is sent again with its seed. So lookups do not remember what rejection sampling decided.
+e.g. a lookup, has q(x) = 1. This is valid unless the drafter repeats earlier decisions of this method that used the
+same random words, for example when a request is sent again with the same seed. So lookups do not remember the tokens
+that rejection sampling decided.
 
 Source: Leviathan et al. 2022 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318).
 
-Random words: purpose 2 of the decision's generator, words 0 and 1 for acceptance, 2 and 3 for the recovered token.
-The race's words (purposes 0 and 1) decide bonus tokens here and drafts in the drafter, but never both at one
-position: a position whose draft token is judged is decided by purpose 2 alone.
+The random words are those of purpose 2 of the decision's generator: words 0 and 1 decide acceptance, 2 and 3 the
+recovered token. The race's words (purposes 0 and 1) decide bonus tokens here and drafts in the drafter, but never both
+at one position, because a position whose draft token is verified is decided by purpose 2 alone.
 
-Probabilities of p are kept as integer masses, i.e. not normalised (see `elementary`), and operations on them are
-rounded as IEEE 754's float64. So a decision depends neither on the device nor on the batch. All operations are queued
-on the logits' device.
+The probabilities of p are kept as unnormalised integer masses (see `elementary`), and operations on them round as IEEE
+754 prescribes for float64. So a decision depends neither on the device nor on the batch. All operations are queued on
+the logits' device.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class RejectionVerifier:
         starts = row_starts(drafts)
         num_drafts = [len(draft.draft_token_ids) for draft in drafts]
         last_rows = ids_like([start + num for start, num in zip(starts, num_drafts, strict=True)], logits)
-        # The token after a fully accepted draft: the position's race decides it, as without a draft.
+        # The race decides the token after a fully accepted draft, as it does without a draft.
         following = self._sampler.decide(logits[last_rows], [_after_draft(draft.rows) for draft in drafts])
         num_accepted = xp.zeros_like(last_rows)
         if any(num_drafts):
@@ -86,8 +87,8 @@ class RejectionVerifier:
 def _accept(masses: Array, drafts: Sequence[DraftRows], num_drafts: Sequence[int]) -> tuple[Array, Array]:
     """Returns, for each draft, the number of accepted tokens and the token in place of the first rejected one.
 
-    Both are [num_seqs] int64. The second has no meaning if the whole draft was accepted. `masses`: of p, [num draft
-    tokens, num_ids] int64.
+    Both are [num_seqs] int64. The second has no meaning if the whole draft was accepted. `masses`: the masses of p,
+    [num draft tokens, num_ids] int64.
     """
     xp = namespace(masses)
     token_ids = [token_id for draft in drafts for token_id in draft.draft_token_ids]
@@ -109,7 +110,7 @@ def _accept(masses: Array, drafts: Sequence[DraftRows], num_drafts: Sequence[int
     within = xp.clip(ids, max=masses.shape[1] - 1)
     own = xp.take_along_axis(masses, within[:, None], axis=1)[:, 0]
     probs = xp.astype(own, xp.float64) / xp.astype(xp.sum(masses, axis=1), xp.float64)
-    # An id beyond the vocabulary has no mass.
+    # An id beyond the vocabulary has no mass and is never accepted.
     is_accepted = (to_array_like(np.asarray(bounds, dtype=np.float64), masses) < probs) & (ids == within)
 
     firsts = list(accumulate(num_drafts[:-1], initial=0))  # index of each draft's first token
@@ -118,7 +119,7 @@ def _accept(masses: Array, drafts: Sequence[DraftRows], num_drafts: Sequence[int
         [first + index if index < num else len(token_ids) for index in range(longest)]
         for first, num in zip(firsts, num_drafts, strict=True)
     ]
-    places = np.asarray(table, dtype=np.int64)  # [num_seqs, longest]: indices of draft tokens, padded by their number
+    places = np.asarray(table, dtype=np.int64)  # [num_seqs, longest]: draft token indices, padded with len(token_ids)
     stands = xp.concat([xp.astype(is_accepted, xp.int64), xp.zeros_like(ids[:1])])[to_array_like(places.ravel(), ids)]
     num_accepted = xp.sum(xp.cumulative_prod(xp.reshape(stands, places.shape), axis=1), axis=1)
     first_rejected = xp.clip(ids_like(firsts, ids) + num_accepted, max=len(token_ids) - 1)
@@ -169,7 +170,7 @@ def _recover(target: Array, drafted: Sequence[Array], words: Array) -> Array:
     left = xp.astype(target, xp.int64)
     rows = xp.arange(target.shape[0], device=target.device)[:, None]
     left[rows, ids] = xp.clip(xp.take_along_axis(target, ids, axis=1) - masses, min=0)
-    # If p and q are equal except for rounding, nothing is left.
+    # If p and q are equal except for rounding, nothing is left to draw from, and p itself is used.
     left = xp.where(xp.sum(left, axis=1, keepdims=True) > 0, left, target)
     cumulative = xp.cumulative_sum(left, axis=1)
     places = _uniform_below(words, cumulative[:, -1])
@@ -177,13 +178,14 @@ def _recover(target: Array, drafted: Sequence[Array], words: Array) -> Array:
 
 
 def _uniform_below(words: Array, totals: Array) -> Array:
-    """Returns, for each total, a uniform integer in [0, total): the high half of 64 random bits times the total.
+    """Returns, for each total, a uniform integer in [0, total).
 
-    words: [n, 2] int64, two random words; totals: [n] int64, positive.
+    It is the high half of the product of the total and 64 random bits. words: [n, 2] int64, two random words; totals:
+    [n] int64, positive.
     """
     high, low = words[:, 0], words[:, 1]
     total_high, total_low = totals >> 32, totals & _WORD
-    # A product of two words may wrap to a negative number, whose bits are the product's.
+    # A product of two words may wrap around to a negative int64, but its bits are still those of the product.
     middle, other = high * total_low, low * total_high
     carry = (((low * total_low) >> 32) & _WORD) + (middle & _WORD) + (other & _WORD)
     return high * total_high + ((middle >> 32) & _WORD) + ((other >> 32) & _WORD) + (carry >> 32)

@@ -14,12 +14,12 @@ from outrider.speculation.verify.base import DraftRows
 
 
 def row_starts(drafts: Sequence[DraftRows]) -> list[int]:
-    """Returns the first row of each draft."""
+    """Returns the index of the first row of each draft."""
     return list(accumulate((draft.rows.num_rows for draft in drafts[:-1]), initial=0))
 
 
 def draft_token_rows(drafts: Sequence[DraftRows]) -> list[int]:
-    """Returns the rows that decide about draft tokens, in order."""
+    """Returns the indices of the rows that decide about draft tokens, in order."""
     return [
         start + index
         for start, draft in zip(row_starts(drafts), drafts, strict=True)
@@ -30,10 +30,11 @@ def draft_token_rows(drafts: Sequence[DraftRows]) -> list[int]:
 def runs_of_tree(draft: DraftRows) -> list[SampleRows]:
     """Returns the rows of a tree, in order, as runs in which each token follows the one before it.
 
-    The path to a run counts as generated, as in a chain: penalties and min_tokens apply to each row's own path.
+    As in a chain, the tokens on the path to a run count as generated: penalties and min_tokens apply to each row's own
+    path.
     """
     rows = draft.rows
-    paths: list[tuple[int, ...]] = []  # the path to each draft token, inclusive
+    paths: list[tuple[int, ...]] = []  # for each draft token, the path up to and including it
     firsts = [ROOT]  # the draft token whose row begins each run
     for index, (token_id, parent) in enumerate(zip(rows.draft_token_ids, draft.parents, strict=True)):
         paths.append((*(paths[parent] if parent != ROOT else ()), token_id))
@@ -56,7 +57,7 @@ def draft_token_masses(sampler: Sampler, logits: Array, drafts: Sequence[DraftRo
     """Returns the target's distributions at the positions of draft tokens.
 
     Args:
-        sampler: the target's.
+        sampler: the target's sampler.
         logits: [num_rows, vocab_size] float32, of all rows of the drafts.
         drafts: at least one of them has a draft token.
 
@@ -73,8 +74,8 @@ def draft_token_masses(sampler: Sampler, logits: Array, drafts: Sequence[DraftRo
 def _masses(values: Array) -> Array:
     xp = namespace(values)
     largest = xp.max(values, axis=1, keepdims=True)
-    # There is no distribution for NaN, if no token is left, or for an infinite bias. The race then takes the first of
-    # the largest.
+    # There is no distribution if a logit is NaN, no token is allowed, or a bias exceeds float32's range. The race then
+    # chooses the first of the largest values, so this token gets all the mass.
     is_broken = xp.logical_not(xp.isfinite(largest))
     masses = masses_of(values, largest)
     masses *= xp.logical_not(is_broken)

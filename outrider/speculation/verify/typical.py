@@ -1,6 +1,6 @@
 """Typical acceptance. LOSSY: committed tokens do not have the target model's distribution.
 
-A draft token x is accepted if it is the token that its position's race decides, as in coupled sampling, or if the
+A draft token x is accepted if it is the token that the race at its position chooses, as in coupled sampling, or if the
 target finds it likely enough by itself:
 
     p(x) > min(threshold, alpha * exp(-H(p)))
@@ -8,8 +8,8 @@ target finds it likely enough by itself:
 where H is the entropy of p in nats: the bound is lower if the target is undecided. Otherwise the race's token is
 committed. So acceptance is never below that of coupled sampling, and the text leans towards the drafter's.
 
-Entropies are sums of float64 logarithms, which libraries round differently: if a probability is that close to its
-bound, one node may accept a token that another rejects.
+Entropies are sums of float64 logarithms, which libraries round differently. So if a probability is within such a
+rounding difference of its bound, one node may accept a token that another rejects.
 
 Source: Cai et al. 2024, "Medusa" (arXiv 2401.10774), with its threshold 0.09 and alpha 0.3.
 """
@@ -30,7 +30,9 @@ ALPHA = 0.3
 
 
 class TypicalVerifier:
-    """Typical acceptance, which trades fidelity for acceptance. Only a request or the router's setting chooses it."""
+    """Typical acceptance, which trades fidelity for more accepted tokens. It is used only if a request or the router's
+    setting chooses it.
+    """
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -44,7 +46,7 @@ class TypicalVerifier:
         return Pending(sampled.arrays, lambda arrays: accept_drafts(drafts, sampled.finish(arrays)))
 
     def _with_typical(self, decided: Array, logits: Array, drafts: Sequence[DraftRows]) -> Array:
-        """Returns the decisions [num_rows] int64, replaced by the draft tokens that are likely enough."""
+        """Returns the decisions [num_rows] int64; draft tokens that are likely enough replace those of the race."""
         xp = namespace(logits)
         masses = draft_token_masses(self._sampler, logits, drafts)
         token_ids = ids_like([token_id for draft in drafts for token_id in draft.draft_token_ids], logits)

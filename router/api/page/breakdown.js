@@ -12,8 +12,8 @@ export const PARTS = {
   moves: "moves",
   other: "elsewhere",
 };
-const NAMED_SHARE = 0.01; // share of the whole above which a part is named
-const NAMED_SECONDS = 0.01; // the same in seconds, for parts with their own cause
+const NAMED_SHARE = 0.01; // minimum share of the whole for a part to be named
+const NAMED_SECONDS = 0.01; // or this minimum in seconds, for parts with their own cause
 
 // Returns the end of the request, or the last known time while it runs.
 export function endOf(record) {
@@ -22,8 +22,8 @@ export function endOf(record) {
   return largest(known.filter((at) => typeof at === "number"), 1e-6);
 }
 
-// Returns the steps with their beginnings: the previous step of the same sample and attempt. An attempt's first step
-// begins where the work before it ended.
+// Returns the steps with their beginnings: the previous step of the same sample and attempt. The first such step begins
+// where the work before it ended.
 export function timedSteps(record) {
   const before = new Map();
   return [...record.steps]

@@ -7,7 +7,7 @@ const ROLES = ["prefill", "decode", "draft"];
 const COLUMNS = ["node", "state", "batch", "KV cache", "tokens/s", "acceptance length", "look-ahead hits", "KV traffic", "step"];
 const REMEMBERED = 60; // values of tokens/s in each node's small curve
 const FEWEST = 8; // minimum number of values in a curve
-const FULL = 0.9; // share of the KV cache above which the bar is marked as full
+const FULL = 0.9; // minimum share of the KV cache for the bar to be marked as full
 
 // Returns a node's problems, worst first, as [severity, word].
 function troubles(node) {

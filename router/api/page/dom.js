@@ -1,4 +1,4 @@
-// Makes elements from data. Texts of clients and nodes are inserted here, always as text nodes.
+// Makes elements from data. Texts of clients and nodes are inserted here, always as plain text.
 
 const SVG = "http://www.w3.org/2000/svg";
 const HIDDEN =

@@ -6,7 +6,8 @@ import { outcome } from "./lanes.js";
 
 const SHOWN = 1200; // maximum chips
 
-// Draws one row per sample. `steps`: the steps in view; `indices`: their indices among all steps, to find their chips.
+// Draws one row per sample. `steps`: the steps in view, each with its `index` among all steps, by which its chips are
+// found.
 export function tokenStrip(steps, samples) {
   let left = SHOWN;
   let hidden = 0;

@@ -1,8 +1,8 @@
 """Converts a gateway's requests to the router's own, and the router's answers to the engine's messages.
 
 The request is then validated and served like any other. Three differences of the gateway are corrected here: it
-encodes the prompts of completions without the tokenizer's special tokens, leaves the schema of tool calls open, and
-may mistake a constrained answer for reasoning.
+encodes the prompts of completions without the tokenizer's special tokens, allows additional properties in the schema of
+tool calls, and may mistake a constrained answer for reasoning.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from router.nodes.directory import ServedModel
 from router.text.tokenizer import Tokenizer
 
 COMPLETION_PREFIX = "cmpl-"
-"""Prefix of a completion's request id, the only difference from a chat's. Both prompts arrive as token ids."""
+"""Prefix of a completion's request id. Nothing else tells it from a chat, since both prompts arrive as token ids."""
 OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
 NO_REASONING = f"{OPEN_TAG}\n\n{CLOSE_TAG}\n\n"
 """The text with which templates switch reasoning off."""
@@ -55,7 +55,7 @@ _TOOL_CALLS = (
 """The beginning of the gateway's own schema of tool calls, for `tool_choice` "required" and similar."""
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _REASONING_AT_END = re.compile(f"({OPEN_TAG}\\s*)?({CLOSE_TAG}\\s*)?$")
-_END_TOKENS = 32  # enough to contain the tags, even if each of their characters is a token
+_END_TOKENS = 32  # number of a prompt's last tokens to search for the tags; enough even if each character is a token
 _UNSUPPORTED = {
     **dict.fromkeys(("mm_inputs", "extra_mm_inputs", "media_refs"), "prompts are text only"),
     **dict.fromkeys(("kv_transfer_params", "kv_transfer_params_json"), "the cluster transfers KV by itself"),
@@ -64,16 +64,16 @@ _UNSUPPORTED = {
     "structural_tag": "use a grammar",
 }
 MAX_COMPLETE_BYTES = 4 << 20
-"""Maximum bytes of a message: gRPC clients with default settings, for example tonic, reject larger ones."""
+"""Maximum bytes of a message. gRPC clients with default settings, for example tonic, reject larger messages."""
 _TOKEN_BYTES = 5
-_LOGPROB_BYTES = 9  # of a logprob and its token id
+_LOGPROB_BYTES = 9  # bytes of a logprob and its token id
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
 
 
 def request_from_engine(
     proto: Any, served: ServedModel, reasoning_parser: str = ""
 ) -> tuple[router_pb2.GenerateRequest, Sequence[int]]:
-    """Returns (the router's own request, tokens to send to the gateway before each sample's own).
+    """Returns (the router's own request, tokens to send to the gateway before each sample's own tokens).
 
     `proto`: a `vllm.grpc.engine.GenerateRequest`. Its values are validated later, like those of all requests.
     `reasoning_parser`: the gateway's parser, if it has one.
@@ -117,7 +117,7 @@ def request_from_engine(
         if reasoning_parser not in TAG_PARSERS:
             why = f"the reasoning parser {reasoning_parser} may mistake a constrained answer for reasoning"
             raise InvalidRequestError(f"{why}: send no constraint", field=f"sampling_params.{kind}")
-        if any(stop in OPEN_TAG + CLOSE_TAG for stop in params.stop):  # the gateway looks for them there too
+        if any(stop in OPEN_TAG + CLOSE_TAG for stop in params.stop):  # gateways match stop strings in the tags, too
             why = f"a stop string is part of {OPEN_TAG}{CLOSE_TAG}, which precedes a constrained answer"
             raise InvalidRequestError(why, field="sampling_params.stop")
         after, preface = _end_reasoning(proto.tokenized.input_ids, served.tokenizer)
@@ -127,7 +127,7 @@ def request_from_engine(
 
 
 def _end_reasoning(token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Returns (tokens that end the prompt's reasoning, tokens that show the gateway's parser that it has ended)."""
+    """Returns (tokens that end the prompt's reasoning, tokens that tell the gateway's parser of this end)."""
     found = _REASONING_AT_END.search(tokenizer.decode_now(token_ids[-_END_TOKENS:]))
     begun, is_closed = (found[0], bool(found[2])) if found else ("", False)
     rest = NO_REASONING.removeprefix(begun) if NO_REASONING.startswith(begun) else f"{CLOSE_TAG}\n\n"
@@ -136,7 +136,7 @@ def _end_reasoning(token_ids: Sequence[int], tokenizer: Tokenizer) -> tuple[list
 
 
 def _check_sizes(proto: Any, model: ModelInfo) -> None:
-    """Checks sizes before anything is copied: copying a million entries would block the router.
+    """Checks sizes before anything is copied, because copying a million entries would block the router.
 
     Raises: InvalidRequestError.
     """
@@ -156,7 +156,7 @@ def _sampling(params: Any) -> router_pb2.SamplingParams:
     """Returns the sampling parameters. Raises: InvalidRequestError."""
     values = {field.name: value for field, value in params.ListFields() if field.name in _COMMON_FIELDS}
     if params.HasField("seed"):
-        values["seed"] = params.seed % (1 << 64)  # int32 there, uint64 here
+        values["seed"] = params.seed % (1 << 64)  # the gateway's seed is int32, the router's uint64
     if params.HasField("choice"):
         values["choice"] = router_pb2.Choice(options=params.choice.choices)
     if params.json_object:
@@ -169,7 +169,9 @@ def _sampling(params: Any) -> router_pb2.SamplingParams:
 
 
 def _closed(schema: str) -> str:
-    """Closes a schema of tool calls: a call has only a name and parameters, and a tool without parameters takes none.
+    """Makes a schema of tool calls reject unknown keys.
+
+    A call may have only a name and parameters, and the parameters of a tool that declares none must be empty.
 
     Raises: InvalidRequestError.
     """
@@ -198,24 +200,24 @@ class EngineAnswer:
     """Converts an answer's events to the engine's messages. It takes each event once, in order.
 
     A streamed answer has a chunk for each Delta and ends with one Complete per sample. In an answer that is not
-    streamed, the Completes have all tokens. The first one has the totals over all samples (cached and draft tokens),
-    since clients add them up.
+    streamed, the Completes have all tokens. Only the first Complete has the totals over all samples (cached and draft
+    tokens), since clients add up the values of all Completes.
     """
 
     def __init__(self, request: router_pb2.GenerateRequest, *, is_streamed: bool, preface: Sequence[int] = ()) -> None:
-        """`preface`: tokens to send before each sample's own. They are not counted."""
+        """`preface`: tokens to send before each sample's own tokens, which alone are counted."""
         self._preface = preface
         num = num_samples(request.sampling)
         self._completes = [vllm_engine_pb2.GenerateComplete(index=index) for index in range(num)]
         self._is_streamed = is_streamed
         self._stop_token_ids = frozenset(request.stop.token_ids)  # other tokens that end an answer are not reported
         self._num_prompt_tokens = 0
-        # The token's own logprob, its alternatives', and as many bytes as one more has for lengths.
+        # Counts the token's own logprob, its alternatives, and one more to allow for the bytes of length prefixes.
         num_logprobs = 2 + request.output.top_logprobs if request.output.HasField("top_logprobs") else 0
         self._max_tokens = MAX_COMPLETE_BYTES // (_TOKEN_BYTES + _LOGPROB_BYTES * num_logprobs)  # per Complete
 
     def render(self, event: AnswerEvent) -> list[Any]:
-        """Returns GenerateResponses. Raises: InvalidRequestError if the answer exceeds a message."""
+        """Returns GenerateResponses. Raises: InvalidRequestError if the answer is too large for a message."""
         match event:
             case Delta() if event.token_ids:
                 return self._add(event)
@@ -251,7 +253,7 @@ class EngineAnswer:
         complete.output_ids.extend(delta.token_ids)
         if delta.logprobs:
             _extend_logprobs(complete.output_logprobs, delta.logprobs)
-        if complete.completion_tokens > self._max_tokens:  # the rest would be computed in vain
+        if complete.completion_tokens > self._max_tokens:  # computing the rest would be in vain
             raise InvalidRequestError(
                 f"the answer exceeds the message limit of {MAX_COMPLETE_BYTES} bytes; stream it",
                 field="stream",

@@ -34,9 +34,9 @@ from router.api.registry import RequestRegistry
 from router.api.vllm_engine.messages import EngineAnswer, request_from_engine
 
 MAX_ABORTED = 256
-"""Maximum requests in one Abort. Gateways send one."""
+"""Maximum number of requests in one Abort. Gateways send one request in each."""
 WATCHED_SECONDS = 10.0
-"""Seconds after its last health check for which a gateway is assumed to send requests to the router."""
+"""Seconds for which a gateway is assumed to send requests to the router after its last health check."""
 CHUNK_BYTES = 64 << 10
 NORMALISING_TEMPLATE = Path(__file__).with_name("messages.jinja").read_bytes()
 """Template that precedes the model's own. It replaces the nulls that the gateway passes for omitted members."""
@@ -57,7 +57,7 @@ class VllmEngineServicer:
 
     @property
     def is_watched(self) -> bool:
-        """Whether a gateway checks the router's health, and acts on it."""
+        """Whether a gateway has checked the router's health recently, and is therefore assumed to act on the result."""
         return time.monotonic() - self._watched_at < WATCHED_SECONDS
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -77,7 +77,7 @@ class VllmEngineServicer:
                 try:
                     await live.write(write, answer.render)
                 except PeerLostError as error:
-                    if error.reason == POISON_REQUEST:  # not UNAVAILABLE, which gateways and clients retry
+                    if error.reason == POISON_REQUEST:  # must not become UNAVAILABLE, which gateways and clients retry
                         raise MismatchError(error.message, reason=error.reason) from error
                     raise
 
@@ -97,7 +97,7 @@ class VllmEngineServicer:
         return vllm_engine_pb2.AbortResponse()
 
     async def HealthCheck(self, request: Any, context: Context) -> Any:  # noqa: N802
-        """Reports healthy once a model is served, even if all nodes are lost: requests wait for nodes to return."""
+        """Reports healthy once a model is served, even if all nodes are lost, as requests wait for nodes to return."""
         self._watched_at = time.monotonic()
         async with rpc_errors(context):
             if self._requests.is_handing_over:
@@ -129,7 +129,7 @@ class VllmEngineServicer:
             )
 
     async def GetLoads(self, request: Any, context: Context) -> Any:  # noqa: N802
-        """Reports the load of the whole cluster as one engine's."""
+        """Reports the load of the whole cluster as that of one engine."""
         async with rpc_errors(context):
             cluster = self._requests.cluster_status()
             nodes = [node for node in cluster.nodes if node.role is NodeRole.DECODE]
@@ -163,7 +163,7 @@ class VllmEngineServicer:
 
 
 def files_for_gateway(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Returns the files changed so that a gateway renders, encodes and decodes as the router does.
+    """Returns a copy of the files, changed so that a gateway renders, encodes and decodes as the router does.
 
     The gateway decodes an answer without its prompt, so its decoder must not drop a leading space.
     """
@@ -184,7 +184,8 @@ def files_for_gateway(files: Mapping[str, bytes]) -> dict[str, bytes]:
 def archive_chunks(files: Mapping[str, bytes]) -> list[Any]:
     """Returns an archive as GetTokenizerChunks of at most `CHUNK_BYTES`; the last has the archive's SHA-256 in hex.
 
-    Equal files make equal archives: entries are sorted and have no times. Call it in a thread: it compresses some MB.
+    Equal files make equal archives, because entries are sorted and have no times. Call this function in a thread, since
+    it compresses some MB.
     """
     files = files_for_gateway(files)
     buffer = io.BytesIO()

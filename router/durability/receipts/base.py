@@ -1,4 +1,7 @@
-"""The interface of receipt sinks: a directory (`directory.py`) or the routers' store. `keeper.py` makes receipts."""
+"""The interface of receipt sinks, which are a directory (`directory.py`) and the routers' store (`valkey.py`).
+
+`keeper.py` makes receipts.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class ReceiptSink(Protocol):
     """The sink's name for logs, without a password."""
 
     async def write(self, lines: Sequence[ReceiptLine]) -> Mapping[str, int]:
-        """Writes receipts and removes the oldest ones beyond the bound.
+        """Writes receipts and removes the oldest ones beyond the sink's bound.
 
         Returns the number of receipts that could not be written, by reason. Never raises.
         """

@@ -38,7 +38,7 @@ _log = get_logger("receipts")
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """The content of a receipt. Its line is made in a thread."""
+    """The content of a receipt. The receipt's line is made in another thread."""
 
     proto: router_pb2.GenerateRequest  # as the client sent it
     request: Request
@@ -56,7 +56,7 @@ class EndedRequest:
 def make_sink(
     config: RouterConfig, *, incarnation: bytes, environ: Mapping[str, str] = os.environ
 ) -> ReceiptSink | None:
-    """Makes the sink that `router.receipts` names; None: no receipts. Raises: ConfigError."""
+    """Makes the sink that `router.receipts` names. Returns None if receipts are off. Raises: ConfigError."""
     match config.receipts:
         case "":
             return None
@@ -112,14 +112,14 @@ class ReceiptKeeper:
         self._on_lost = on_lost
         self._waiting: asyncio.Queue[EndedRequest] = asyncio.Queue()
         self._num_waiting_tokens = 0
-        self._num_unwritten = 0  # waiting or being written
-        self._num_lost = 0  # since all were last written
+        self._num_unwritten = 0  # number of receipts that are waiting or being written
+        self._num_lost = 0  # number of receipts lost since all were last written
         self._work = asyncio.create_task(self._run(), name="receipts")
 
     def keep(self, proto: router_pb2.GenerateRequest, answer: Answer, record: RequestRecord, model: ModelInfo) -> None:
         """Queues the receipt of a request that has ended.
 
-        A request that was refused gets none. One that another router has taken over gets its receipt there.
+        A refused request gets no receipt. A request that another router has taken over gets its receipt there.
         """
         if answer.started is None or (answer.failure is not None and answer.failure.reason == RESUMED_ELSEWHERE):
             return
@@ -169,7 +169,7 @@ class ReceiptKeeper:
             self._num_lost = 0
 
     def _lose(self, number: int, reason: str) -> None:
-        """Counts lost receipts, and logs the first loss until all are written again."""
+        """Counts lost receipts. After the first loss, logs no other until writing has recovered and none are lost."""
         if not number:
             return
         self._on_lost(number)

@@ -24,7 +24,9 @@ _INDEX = "outrider:{receipts}:index"
 
 
 class ValkeyReceipts(ValkeyServer):
-    """A `ReceiptSink` on a server: the last one per request id, at most `MAX_RECEIPTS`, for `LIFETIME_SECONDS`."""
+    """A `ReceiptSink` on a server. It keeps the last receipt of each request id for `LIFETIME_SECONDS`, and at most
+    `MAX_RECEIPTS` receipts.
+    """
 
     def __init__(
         self,
@@ -55,13 +57,13 @@ class ValkeyReceipts(ValkeyServer):
         calls = [((_INDEX, _PREFIX + each.request_id), (each.request_id, each.line, *self._bounds)) for each in batch]
         try:
             answers = await self._run_pipeline(scripts.ADD_RECEIPT, calls)
-        except StoreError as error:  # some may have been written
+        except StoreError as error:  # some receipts may have been written
             lost[error.message] += len(batch)
         else:
             lost.update(str(answer) for answer in answers if isinstance(answer, ResponseError))
 
     async def find(self, request_id: str) -> bytes | None:
-        """Returns the latest receipt's line. Raises: StoreError."""
+        """Returns the line of a request's latest receipt. Raises: StoreError."""
         async with self._answering():
             found: bytes | None = await self._server.get(_PREFIX + request_id)
             return found

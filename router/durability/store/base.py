@@ -21,10 +21,11 @@ Call order in a router, for each request with a resume window:
    `append`). The resume window starts then. Call `delete` instead if the request ended without
    an answer to resume (refused after `create`, failed, or window over).
 
-For Resume of an id that this router does not have, call `claim`: a new Resume ends the stream attached
-before, and a client comes here because it cannot reach the owner. None means NOT_FOUND. Open the
-answer with the known tokens (none if logprobs are wanted, since those are not stored), and end it at
-once if `is_aborted`. For Abort of such an id, call `request_abort`. `read` does not claim.
+For Resume of an id that this router does not have, call `claim`. A new Resume ends a previously
+attached stream anyway, and a client comes here because it cannot reach the owner. If `claim` returns
+None, answer NOT_FOUND. Otherwise open the answer with the known tokens (none if logprobs are wanted,
+since those are not stored), and end it at once if `is_aborted`. For Abort of such an id, call
+`request_abort`. `read` does not claim.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from outrider.errors import AlreadyRunningError, MismatchError, StoreError
 class StoredRequest:
     """Everything that determines an answer. Positions count from the prompt's first token, as in `router.proto`."""
 
-    request_id: str  # 1 to 128 characters of printable ASCII, after the client's name and "·" if that is known
+    request_id: str  # 1 to 128 characters of printable ASCII, preceded by the client's name and "·" if known
     fingerprint: str  # of the model
     resume_window_seconds: float
-    start_position: int  # of the first token that the answer generates; the same for all samples
-    request: bytes  # a GenerateRequest with its seed, prompt as token ids; opaque to the store
-    numerics: str = ""  # the numerics of all nodes when it began, if exact; empty otherwise
+    start_position: int  # position of the first token that the answer generates; the same for all samples
+    request: bytes  # a GenerateRequest with its seed, and its prompt as token ids; opaque to the store
+    numerics: str = ""  # the numerics of all nodes when the request began, if exact; empty otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class StoredAnswer:
     """A stored request and the known part of its answer."""
 
     request: StoredRequest
-    token_ids: Mapping[int, tuple[int, ...]]  # by sample, from start_position without a gap
+    token_ids: Mapping[int, tuple[int, ...]]  # by sample, from start_position, without gaps
     is_ours: bool  # whether this router is the owner
     is_aborted: bool
 
@@ -82,7 +83,7 @@ class Renewal:
 
 
 class SpansRefusedError(StoreError):
-    """The store refused the tokens of these requests only, and has taken all others."""
+    """The store refused the tokens of these requests, but has stored all others."""
 
     def __init__(self, message: str, request_ids: frozenset[str]) -> None:
         super().__init__(message)
@@ -93,7 +94,7 @@ class AnswerStore(Protocol):
     """One router's access to the store. Owned by the event loop.
 
     Every method ends within the store's timeout, and raises StoreError if the store has not answered by then. The
-    operation may still take effect; every method may be repeated.
+    operation may still take effect. Every method may be repeated.
     """
 
     name: str
@@ -106,7 +107,7 @@ class AnswerStore(Protocol):
         """
 
     async def append(self, spans: Iterable[TokenSpan]) -> None:
-        """Adds tokens of any number of requests. Those of requests that this router does not own are dropped.
+        """Adds tokens of any number of requests. Drops tokens of requests that this router does not own.
 
         Raises: SpansRefusedError, StoreError.
         """
@@ -128,11 +129,14 @@ class AnswerStore(Protocol):
 
         A claimed request is retained like a running one until `finish`.
 
-        Raises: MismatchError if it was stored for another model, and stays with its owner; StoreError.
+        Raises: MismatchError if the request was stored for another model and stays with its owner; StoreError.
         """
 
     async def request_abort(self, request_id: str) -> bool:
-        """Asks the owner to abort. Returns False if unknown, finished, or asked before. Raises: StoreError."""
+        """Asks the owner to abort the request. Returns False if it is unknown, finished or already asked to abort.
+
+        Raises: StoreError.
+        """
 
     async def close(self) -> None:
         """Disconnects. Requests stay until they expire. Raises: StoreError."""

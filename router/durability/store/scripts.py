@@ -1,10 +1,10 @@
 """The store's atomic operations, as Lua scripts for a Valkey server.
 
-Every script has the same keys: the request (a hash, whose `owner` decides) and its tokens (a list of packed
-spans). Times are durations in milliseconds, so clocks need not agree. A request and its tokens
-expire in the same millisecond: time stands still within a script.
+All scripts except `ADD_RECEIPT` have the same two keys: the request (a hash, whose field `owner` names the router that
+serves it) and the request's tokens (a list of packed spans). Times are durations in milliseconds, so clocks need not
+agree. A request and its tokens expire in the same millisecond, because time stands still while a script runs.
 
-A server that is out of memory refuses a script only at its first write, and only if this write adds data.
+A server that is out of memory refuses a script only at the script's first write, and only if that write adds data.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 OWNED, ABORTED, TAKEN, MISSING = 0, 1, 2, 3
 """Return values of RENEW."""
 
-# ARGV: owner, lease, then the hash's other fields and values. At the first HSET a server that is out of memory refuses,
-# before anything is deleted. Tokens are deleted too, since a server may have evicted the hash only.
+# ARGV: owner, lease, then the hash's other fields and values. The first HSET precedes DEL, so that a server that is out
+# of memory refuses the script before anything is deleted. DEL includes the tokens, because a server may have evicted
+# only the hash.
 CREATE = """
 local owner = redis.call('HGET', KEYS[1], 'owner')
 if owner and owner ~= ARGV[1] then return 0 end
@@ -24,9 +25,10 @@ redis.call('PEXPIRE', KEYS[1], ARGV[2] + redis.call('HGET', KEYS[1], 'window'))
 return 1
 """
 
-# ARGV: owner, then sample, start position, end position and token ids, repeated. The known part of a span is cut off,
-# so that a router that got no answer may repeat the span with more; spans after a gap are skipped. A list entry is
-# sample, start position and token ids, each a little-endian uint32. A new list expires with its request.
+# ARGV: owner, then sample, start position, end position and token ids of each span. The part of a span that is already
+# stored is cut off, so that a router that got no answer may send the span again with more tokens. Spans after a gap are
+# skipped. A list entry is sample, start position and token ids, each a little-endian uint32. A new list expires with
+# its request.
 APPEND = """
 if redis.call('HGET', KEYS[1], 'owner') ~= ARGV[1] then return 0 end
 for i = 2, #ARGV, 4 do
@@ -78,7 +80,7 @@ if not fields[1] then return {{}} end
 # Returns {} if there is no request, else {fields, spans}.
 READ = _READ + "return {fields, redis.call('LRANGE', KEYS[2], 0, -1)}\n"
 
-# ARGV: owner, lease, fingerprint. Returns the same as READ; a request of another model stays with its owner.
+# ARGV: owner, lease, fingerprint. Returns the same as READ. If the fingerprint differs, the request keeps its owner.
 CLAIM = (
     _READ
     + """
@@ -98,8 +100,9 @@ if not fields[1] or fields[2] then return 0 end
 return redis.call('HSETNX', KEYS[1], 'aborted', 1)
 """
 
-# KEYS: the index of all receipts (ids by the server's time), this receipt. ARGV: id, receipt, lifetime, maximum number
-# of receipts, prefix of receipts' keys. All keys share a slot: the index is trimmed together with its receipts.
+# KEYS: the index of all receipts (a sorted set of ids by the server's time), the new receipt. ARGV: id, receipt,
+# lifetime, maximum number of receipts, prefix of receipts' keys. All keys share a hash slot, because the script deletes
+# the oldest receipts together with their entries in the index.
 ADD_RECEIPT = """
 redis.call('SET', KEYS[2], ARGV[2], 'PX', ARGV[3])
 local time = redis.call('TIME')

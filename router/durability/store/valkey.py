@@ -1,4 +1,4 @@
-"""The store that several routers share: Valkey, or another server of its protocol."""
+"""The store that several routers share: Valkey, or another server that speaks its protocol."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from router.store_address import ValkeyAddress
 
 MAX_CONNECTIONS = 16
 MAX_SPANS_PER_SCRIPT = 1000
-"""Maximum spans per script; the server answers no other client while a script runs."""
+"""Maximum spans per script. Limited, because the server answers no other client while a script runs."""
 
 
 class ValkeyServer:
@@ -47,12 +47,13 @@ class ValkeyServer:
             db=address.database,
             username=address.username,
             password=address.password,
-            # `_answering` times the whole exchange. In Python 3.11 the client's own timeouts may swallow that one.
+            # The client's own timeouts are off, because in Python 3.11 they may swallow the timeout of `_answering`,
+            # which limits the whole exchange.
             socket_timeout=None,
             socket_connect_timeout=None,
             **({"ssl_check_hostname": True} if address.is_tls else {}),
         )
-        self._server: Any = Valkey(connection_pool=self._pool)  # Any, since its annotations allow text arguments only
+        self._server: Any = Valkey(connection_pool=self._pool)  # Any: Valkey's annotations allow only text arguments
 
     async def close(self) -> None:
         async with self._answering():
@@ -61,25 +62,25 @@ class ValkeyServer:
     async def _run_pipeline(self, script: str, calls: Sequence[tuple[Sequence[str], Sequence[Any]]]) -> list[Any]:
         """Runs a script for many (keys, arguments) in one round trip. Returns an answer or a ResponseError for each.
 
-        Raises: StoreError if the server does not answer, or fails all of them.
+        Raises: StoreError if the server does not answer, or if every call fails.
         """
         if not calls:
             return []
-        digest = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()  # the server's id of the script
+        digest = hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()  # the server's id for the script
         async with self._answering():
             pipeline = self._server.pipeline(transaction=False)
-            pipeline.script_load(script)  # every time: the server may have been restarted
+            pipeline.script_load(script)  # every time, because a restarted server has lost the script
             for keys, arguments in calls:
                 pipeline.evalsha(digest, len(keys), *keys, *arguments)
             answers: list[Any] = await pipeline.execute(raise_on_error=False)
             failed = [answer for answer in answers[1:] if isinstance(answer, ResponseError)]
             if len(failed) == len(calls):
-                raise failed[0]  # the error itself, since the pipeline's quotes the command
+                raise failed[0]  # the call's own error, because the pipeline's error quotes the command
             return answers[1:]
 
     @asynccontextmanager
     async def _answering(self) -> AsyncIterator[None]:
-        """Bounds one exchange by the timeout. Raises: StoreError for any failure in it."""
+        """Limits the duration of one exchange with the server. Raises: StoreError for any failure of the exchange."""
         try:
             async with asyncio.timeout(self._timeout_seconds), self._slots:
                 yield
@@ -90,7 +91,7 @@ class ValkeyServer:
 
 
 class ValkeyAnswerStore(ValkeyServer):
-    """An `AnswerStore` on a server."""
+    """An `AnswerStore` on a Valkey server."""
 
     def __init__(self, address: ValkeyAddress, *, owner: bytes, timeout_seconds: float, lease_seconds: float) -> None:
         super().__init__(address, timeout_seconds=timeout_seconds)
@@ -161,7 +162,7 @@ class ValkeyAnswerStore(ValkeyServer):
         return replace(found, is_ours=True)
 
     def _parse(self, request_id: str, found: Sequence[Any]) -> StoredAnswer | None:
-        """Parses the return value of READ and CLAIM."""
+        """Parses the return value of READ or CLAIM. Returns None if there is no request."""
         if not found:
             return None
         fields, spans = found
@@ -222,5 +223,5 @@ def _unpack(packed: bytes) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _milliseconds(seconds: float) -> int:
-    """Rounds to milliseconds, at least 1: a server refuses an expiry of 0."""
+    """Returns the time in whole milliseconds, at least 1, because a server refuses an expiry of 0."""
     return max(round(seconds * 1e3), 1)

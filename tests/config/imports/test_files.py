@@ -201,7 +201,7 @@ def test_mtp_takes_the_head_of_the_served_model(write, tmp_path):
 
 
 def test_values_in_quotes_are_what_they_are_without_them(write):
-    """vLLM turns its file into flags, and Helm and envsubst write quotes."""
+    """Quotes mean nothing to vLLM, which turns its file into flags, and Helm and envsubst write them."""
     resolved = load(
         write(
             "max-model-len: '2048'\nmax-num-seqs: '1k'\nmax_num_batched_tokens: 25.6k\n"

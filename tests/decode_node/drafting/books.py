@@ -14,7 +14,7 @@ VOCAB_SIZE = 1000
 
 
 class Book:
-    """A book with connected nodes, which are called by number."""
+    """A book with connected nodes, which methods name by number."""
 
     def __init__(self, num_nodes=1, *, num_connected=None, feature_bytes=0):
         """`feature_bytes`: bytes of a token's features that the nodes need; 0: they need none."""

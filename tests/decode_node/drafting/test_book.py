@@ -30,7 +30,7 @@ def test_the_first_update_carries_the_start_and_later_ones_only_what_was_not_ack
 
 
 def test_a_draft_may_end_where_it_no_longer_pays_unless_its_tokens_are_drawn(book):
-    """A drawn draft that ended sooner would arrive sooner, so its tokens would decide whether it is judged."""
+    """If a drawn draft might end early, it would arrive earlier, so its tokens would affect whether it is verified."""
     book.book.min_reach = 0.25
     book.open(1, 5)
     book.open(2, 6, verification_method=VerificationMethod.REJECTION)
@@ -104,7 +104,7 @@ def test_a_sequence_that_wants_no_drafts_is_told_of_now_and_then_only(book):
 
 
 def test_while_its_node_catches_up_a_sequence_is_told_of_and_not_put_off(book):
-    """The second answer to the prompt crosses the next update."""
+    """The second answer to the prompt is in transit at the same time as the next update."""
     book.open(1, *range(600))
     (prompt,) = book.take()
     book.answer(catching_up(prompt))
@@ -170,7 +170,7 @@ def test_only_sequences_with_news_are_looked_at(book):
     assert not book.nodes[0].dirty
     book.update(1, [9], num_wanted=1)
     (update,) = book.take()
-    book.update(1, [9], num_wanted=1)  # the last update is unanswered: this is sent after its answer
+    book.update(1, [9], num_wanted=1)  # sent only after the answer to the last update
     assert (book.take(), len(book.nodes[0].dirty)) == ([], 0)
     book.answer(answer_to(update))
     assert [each.length for each in book.take()] == [4]

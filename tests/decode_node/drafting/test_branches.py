@@ -122,7 +122,7 @@ def test_branches_ahead_of_a_sequence_that_is_not_there_or_without_any_branch_ar
 
 @given(data=st.data())
 def test_whatever_order_messages_come_in_a_draft_continues_what_was_committed(data):
-    """With lost, repeated, late and reordered answers, no draft is of another text, and no answer counts as invalid."""
+    """With lost, repeated, late or reordered answers, no draft is for another text, and no answer counts as invalid."""
     book = Book()
     book.open(1, 5, 6, num_wanted=2)
     text, sent, under_way = [5, 6], [], []

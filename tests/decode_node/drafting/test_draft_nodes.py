@@ -209,7 +209,7 @@ def test_a_sequence_for_which_there_is_never_room_takes_no_turn_of_others():
 
 
 def test_a_sequence_that_is_too_long_for_a_node_keeps_no_short_one_from_it():
-    """This holds while it is tried again and again, and whatever else is refused."""
+    """This holds even if the long sequence is offered again and again, and whatever else the node refuses."""
     book = Book(1)
     book.open(0, *range(100))
     for sequence_id in range(1, 9):

@@ -107,7 +107,7 @@ def test_a_node_that_has_lost_a_sequence_gets_its_features_again():
     (stale,) = book.book.missing_features({1: 10})
     (update,) = book.take()
     book.answer(unknown_prefix(update))
-    book.book.add_features(stale, numbered(stale.start, stale.end))  # was read before the node lost the sequence
+    book.book.add_features(stale, numbered(stale.start, stale.end))  # were copied before the node lost the sequence
     (update,) = book.take()
     assert (update.start_length, update.feature_start, update.features) == (0, 0, b"")
     book.answer(held_by_node(update))
@@ -144,7 +144,7 @@ def test_a_step_copies_a_limited_number_of_bytes_and_the_fewest_first(monkeypatc
 
 
 def test_of_prompts_that_lack_as_much_one_is_ended_before_the_next_the_newest_first(monkeypatch):
-    """If they were copied by turns, all would end late, and with wide features after their sequences."""
+    """If the prompts took turns, all copies would end late, and those of wide features only after their sequences."""
     monkeypatch.setattr(book_module, "MAX_COPIED_BYTES", 10 * SIZE)
     book = book_of()
     for sequence_id in (1, 2, 3):
@@ -228,7 +228,7 @@ def test_a_node_that_needs_none_acknowledges_none():
 
 
 def test_an_update_is_answered_when_its_features_are():
-    """The end of catching up may be answered while an update with the same tokens and with features is in transit."""
+    """A node may answer the first update while another one, with the same tokens and with features, is in transit."""
     book = book_of()
     book.open(1, *range(10))
     (first,) = book.take()

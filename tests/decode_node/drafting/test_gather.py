@@ -57,7 +57,7 @@ def test_what_is_cancelled_before_its_kv_has_come_is_closed_with_the_draft_nodes
 
 
 def test_the_fallback_learns_a_prompt_while_its_kv_is_transferred(make_scripted_node):
-    """Read at the first draft, a long prompt would make that step long."""
+    """If the fallback read a long prompt only at the first draft, that step would take long."""
     fallback = ScriptedProposer([])
     node = node_with(make_scripted_node, proposers=[fallback])
     node.open()  # so that there are steps
@@ -93,7 +93,7 @@ def test_the_time_in_which_a_prompt_was_read_ahead_is_not_taken_for_that_of_draf
 
 @pytest.mark.parametrize("method", list(VerificationMethod))
 def test_a_drawn_draft_is_asked_for_in_full_whatever_a_token_costs(method):
-    """Otherwise the duration of a call would depend on drawn tokens that are not judged."""
+    """Otherwise the duration of a call would depend on drawn tokens that are not verified."""
     options = RequestOptions(sampling=SamplingParams(seed=1, max_tokens=9, temperature=1.0), verification_method=method)
     start = SequenceStart(options=options, sample=0, prompt_length=len(PROMPT))
     sequence = SimpleNamespace(key=1, token_ids=list(PROMPT))

@@ -107,13 +107,13 @@ async def test_a_node_whose_streams_end_at_once_is_dialled_ever_more_rarely(monk
 
 
 def honest(update, **changes):
-    """Returns a right answer, except for `changes` of its branch."""
+    """Returns a valid answer, except for `changes` to its branch."""
     branch = replace(DraftTree(update.length, update.prefix_hash, (1, 2)), **changes)
     return SequenceProposals(update.sequence_id, DraftStatus.PROPOSED, update.length, (branch,))
 
 
 async def test_a_lying_node_is_not_believed_about_that_sequence_any_more():
-    """test_branches tests which answers are lies."""
+    """test_branches.py tests which answers count as lies."""
     first = []  # stream id of the first sequence
 
     def answer(update):

@@ -1,7 +1,7 @@
-"""Stands in for the cluster's DNS: Python imports this file at its start when its folder is in PYTHONPATH.
+"""Stands in for the cluster's DNS: Python imports this file when it starts with this folder in PYTHONPATH.
 
-The names are those of a JSON file, NAMES_FILE, by host name: a list of addresses, which may have ports. It is read at
-each lookup.
+NAMES_FILE is the path of a JSON file with a list of addresses, which may have ports, for each host name. The file is
+read at each lookup.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _names() -> dict[str, list[str]]:
 
 
 async def resolve_from_file(target: str) -> list[str]:
-    """As `outrider.service.resolver.resolve_with_dns`."""
+    """Replaces `outrider.service.resolver.resolve_with_dns`."""
     host = resolver.host_name_of(target)
     if not host:
         return [target]

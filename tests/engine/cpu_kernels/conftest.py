@@ -20,13 +20,13 @@ from tests.engine.cpu_kernels.libraries import NOT_BATCH_INVARIANT, PATHS, TEST_
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread_of_torchs():
-    """Torch computes references with one thread, so that they take no core from the teams under test."""
+    """Limits torch, which computes references, to one thread, so that the teams under test keep their cores."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", params=PATHS)
 def library(request, made_libraries):
-    """A library for each path. Those of this machine's paths are the ones that nodes load."""
+    """The library of each path. For paths that this machine supports, it is the library that nodes load."""
     path = request.param
     if path in TEST_LIBRARIES:
         return made_libraries(path)
@@ -43,7 +43,7 @@ def portable_library():
 
 @pytest.fixture(scope="session")
 def rule_breaking_library(made_libraries):
-    """A library without batch invariance, the negative control of every check of it."""
+    """A library without batch invariance: the negative control of every check for batch invariance."""
     return made_libraries(NOT_BATCH_INVARIANT)
 
 
@@ -83,7 +83,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def source(tmp_path, monkeypatch, cache):
-    """A source with a few functions instead of all kernels, and one path."""
+    """A source folder that has a few functions instead of all kernels, and only one path."""
     source = tmp_path / "source"
     source.mkdir()
     (source / "exports.map").write_bytes((compiler.SOURCE / "exports.map").read_bytes())

@@ -1,4 +1,4 @@
-"""Libraries that are built for tests only: kernels as other processors run them, and with a mistake."""
+"""Libraries that are built for tests only: kernels of other processors, simulated, and kernels with a mistake."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.engine.cpu_kernels.paths import PREFERENCE, choose_kernels
 from outrider.errors import ConfigError
 
 SIMULATED = Path(__file__).parent / "simulated"
-_FROM_SOURCE = os.path.relpath(SIMULATED, SOURCE)  # relative to the compiler's folder: equal flags in all checkouts
+_FROM_SOURCE = os.path.relpath(SIMULATED, SOURCE)  # relative, so that flags are equal in all checkouts
 TEST_LIBRARIES = {
     "generic": (),  # portable C++ without AVX2, for other processors
     "simulated_avx512_bf16": ("-march=x86-64-v3", "-include", f"{_FROM_SOURCE}/avx512_bf16.h"),
@@ -35,7 +35,7 @@ _FLAGS = {
     **TEST_LIBRARIES,
     NOT_BATCH_INVARIANT: ("-march=x86-64-v3", "-I.", "-include", f"{_FROM_SOURCE}/breaks_the_rule.h"),
 }
-_QUICKLY = ("-O1", "-Wno-psabi")  # compilation is quick, computation is not
+_QUICKLY = ("-O1", "-Wno-psabi")  # quick to compile, slow to run
 BUILD_SECONDS = 600
 """Seconds that a test with a build may take on a busy machine."""
 
@@ -46,7 +46,7 @@ def _runs_here(path: str) -> bool:
     return False
 
 
-REAL_PATHS = [path for path in PREFERENCE if _runs_here(path)]  # test_paths skips the others with a reason
+REAL_PATHS = [path for path in PREFERENCE if _runs_here(path)]  # test_paths skips the others and says why
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:
@@ -62,7 +62,7 @@ PATHS = [
 
 
 def with_few_for_tests(cases: dict[str, tuple], few: tuple[str, ...]) -> list:
-    """Returns parameters (library, *case): all cases on the paths that nodes run, `few` on libraries made for tests."""
+    """Returns parameters (library, *case): all cases for the paths that nodes run, only `few` for test libraries."""
     return [
         pytest.param(*path.values, *case, id=f"{path.id}-{name}", marks=path.marks)
         for path in PATHS
@@ -76,7 +76,7 @@ def made_library(name: str) -> KernelLibrary:
     if find_compiler() is None:
         pytest.skip("no C++ compiler")
     headers = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(SIMULATED.iterdir()))).hexdigest()
-    with _without_preloaded_sanitizer():  # a change of the headers is one of the flags
+    with _without_preloaded_sanitizer():  # a flag names the headers' hash
         libraries, left_out = compile_libraries({name: (*_FLAGS[name], *_QUICKLY, f"-DHEADERS_{headers}")})
     if name in left_out:
         assert platform.machine() not in X86_64, left_out[name]
@@ -86,7 +86,7 @@ def made_library(name: str) -> KernelLibrary:
 
 @contextlib.contextmanager
 def _without_preloaded_sanitizer() -> Iterator[None]:
-    """Removes a preloaded sanitizer, with which the compiler would be slow."""
+    """Removes a preloaded sanitizer until the block ends, because it would slow the compiler down."""
     preloaded = os.environ.pop("LD_PRELOAD", None)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The functions of source/api.h on torch tensors, and how tests compare what they give."""
+"""The functions of source/api.h applied to torch tensors, and comparisons of their results."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def pack(
 
 
 def linear(kernels: CpuKernels, matrix: PackedMatrix, x: Tensor) -> Tensor:
-    """X [num_rows, in_features] float32 or bfloat16 -> [num_rows, out_features], into memory that was full of NaN."""
+    """Multiplies x, [num_rows, in_features] float32 or bfloat16, into guarded memory: [num_rows, out_features]."""
     y = guarded((len(x), matrix.out_features), x.dtype)
     operators.linear(kernels, Workspace(kernels.library), matrix.struct, guarded_copy(x), y)
     return checked(y)
 
 
 def rms_norm(kernels: CpuKernels, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """X [num_rows, width], weight [width] float32."""
+    """Normalises x: [num_rows, width]. `weight`: [width] float32."""
     y = guarded(x.shape, x.dtype)
     operators.rms_norm(kernels, guarded_copy(x), weight, epsilon, y)
     return checked(y)
@@ -49,7 +49,7 @@ def paged_attention(
     *,
     workspace: Workspace | None = None,
 ) -> Tensor:
-    """Over the same keys and values in panels."""
+    """Copies the caches into panels, and returns the kernel's output: [num_rows, num_heads, head_dim]."""
     y = guarded(query.shape, query.dtype)
     keys, values = in_panels(kernels, key_cache), in_panels(kernels, value_cache, are_values=True)
     workspace, struct = workspace or Workspace(kernels.library), attention_struct(query, keys, options)
@@ -59,7 +59,7 @@ def paged_attention(
 
 
 def in_panels(kernels: CpuKernels, cache: Tensor, *, are_values: bool = False) -> np.ndarray:
-    """Of [num_blocks, block_size, num_kv_heads, head_dim]: panels, with NaN where there is no slot. Aligned to 64."""
+    """Returns panels, 64-byte aligned, of a cache [num_blocks, block_size, num_kv_heads, head_dim]; padding is NaN."""
     rows = cache.flatten(0, 1)
     num_panels, (num_heads, head_dim) = -(-len(rows) // 16), rows.shape[1:]
     shape = (num_panels, num_heads, 16 * head_dim * cache.element_size())
@@ -69,14 +69,14 @@ def in_panels(kernels: CpuKernels, cache: Tensor, *, are_values: bool = False) -
     return panels
 
 
-# ---- memory of which the kernel may touch no byte too many
+# ---- memory with margins that show writes out of bounds
 
 _MARGIN = 64
 _MARK = 3.0e4
 
 
 def guarded(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
-    """NaN, between margins that `checked` looks at; its address is no multiple of a vector's size."""
+    """Returns NaN between margins that `checked` inspects, at an address that is no multiple of a vector's size."""
     count = int(torch.Size(shape).numel())
     memory = torch.full((count + 2 * _MARGIN + 1,), _MARK, dtype=dtype)
     inside = memory[_MARGIN + 1 : _MARGIN + 1 + count]
@@ -89,7 +89,7 @@ def guarded_copy(values: Tensor) -> Tensor:
 
 
 def checked(inside: Tensor) -> Tensor:
-    """A copy, once nothing was written beside it."""
+    """Asserts that nothing was written into the margins, and returns a copy."""
     storage = torch.empty(0, dtype=inside.dtype).set_(inside.untyped_storage())
     assert bool((storage[: _MARGIN + 1] == _MARK).all()), "written before the first element"
     assert bool((storage[-_MARGIN:] == _MARK).all()), "written behind the last element"
@@ -100,19 +100,19 @@ def checked(inside: Tensor) -> Tensor:
 
 
 def bits(values: Tensor) -> Tensor:
-    """So that -0 differs from 0, and NaN equals NaN."""
+    """Returns the bits as integers, so that -0 differs from 0, and NaN equals NaN."""
     return values.contiguous().view(BITS[values.dtype])
 
 
 def differing_rows(left: Tensor, right: Tensor) -> list[int]:
-    """Indices of rows of which a bit differs."""
+    """Returns the indices of rows that differ in at least one bit."""
     assert left.shape == right.shape
     unequal = bits(left) != bits(right)
     return unequal.flatten(1).any(dim=1).nonzero().flatten().tolist()
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """Half a unit in the last place, relative to the value."""
+    """Returns the largest relative error of rounding to this type: half a unit in the last place."""
     return torch.finfo(dtype).eps / 2
 
 

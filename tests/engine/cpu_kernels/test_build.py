@@ -22,7 +22,7 @@ needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ comp
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The texts that were compiled, in order."""
+    """A list of the compiled source texts, in order."""
     original, units = Compiler.compile, []
 
     def compile_unit(self, unit, arguments):
@@ -35,7 +35,7 @@ def compiled(monkeypatch):
 
 @pytest.fixture
 def fake_compiler(tmp_path):
-    """Makes an executable that answers --version, and otherwise runs the script."""
+    """fake_compiler(script) makes an executable that answers --version, and otherwise runs the script."""
 
     def make(script):
         file = tmp_path / "fake-c++"
@@ -77,7 +77,7 @@ def test_a_library_is_compiled_once_until_something_changes(source, compiled):
 
 @needs_compiler
 def test_two_processes_at_once_compile_once(source, compiled):
-    with ThreadPoolExecutor(2) as pool:  # a lock on a file is held against another opening of it, also in one process
+    with ThreadPoolExecutor(2) as pool:  # two threads suffice: a second open of the lock file waits, too
         libraries = list(pool.map(compile_library, ["portable", "portable"]))
     assert libraries[0] == libraries[1]
     assert len(compiled) == 1

@@ -1,4 +1,4 @@
-"""Processor state that other code in the process has left must not affect the kernels."""
+"""Processor state that other code in the process leaves behind must not affect the kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def random_rows(*shape, dtype=torch.bfloat16):
 
 @pytest.fixture
 def flushing():
-    """The calling thread treats subnormal numbers as zeros, as after loading code compiled with -ffast-math."""
+    """Makes the calling thread treat subnormal numbers as zeros, as code compiled with -ffast-math does when loaded."""
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormal numbers")
     yield
@@ -35,7 +35,7 @@ def test_subnormal_numbers_are_kept_whoever_computes_a_unit(library, teams, flus
     for num_threads in (1, 2, 3):
         kernels = teams(library, num_threads)
         matrix = pack(kernels, [weight])
-        for _ in range(10):  # which thread does a unit is random
+        for _ in range(10):  # it is random which thread computes which part
             y = linear(kernels, matrix, x)
             torch.set_flush_denormal(False)
             assert torch.allclose(y.double(), expected, rtol=1e-4, atol=0.0)
@@ -60,7 +60,7 @@ def test_the_callers_own_arithmetic_is_given_back(kernels, flushing):
 
 
 class Products:
-    """Products of several sizes by two of the library's source files, each before and after one of another size."""
+    """Products of several sizes, computed by two of the library's source files, so that sizes and files alternate."""
 
     ORDER = (
         *(("linear", 20), ("attention", 1), ("linear", 20), ("attention", 30), ("linear", 1), ("attention", 1)),
@@ -83,7 +83,7 @@ class Products:
         return paged_attention(self.kernels, query, *self.caches, batch, AttentionOptions(0.3))
 
     def in_turns(self, between):
-        """Computes all of ORDER, and calls `between` before each."""
+        """Computes all products of ORDER, and calls `between` before each."""
         outputs = []
         for name, num_rows in self.ORDER:
             between()
@@ -91,7 +91,7 @@ class Products:
         return outputs
 
     def assert_right(self, outputs):
-        """Checks that each output equals the first of its kind, and that linear ones are the product."""
+        """Checks that outputs of one kind and size are equal, and that those of `linear` are the right product."""
         first = {}
         for (name, num_rows), output in zip(self.ORDER, outputs, strict=True):
             assert torch.equal(bits(output), first.setdefault((name, num_rows), bits(output))), (name, num_rows)

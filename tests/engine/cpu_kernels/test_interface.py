@@ -47,7 +47,7 @@ def test_signatures_are_those_of_the_headers():
     assert SIGNATURES["outrider_team_create"] == (pointer, [ctypes.c_int32])
     assert SIGNATURES["outrider_turns_give"] == (None, [pointer, ctypes.c_int32, ctypes.c_int64])
     result, arguments = SIGNATURES["outrider_unpack_row"]
-    assert result is not ctypes.c_int32  # a status, which is raised
+    assert result is not ctypes.c_int32  # a status type that raises errors
     assert arguments == [ctypes.POINTER(structures.OutriderMatrix), ctypes.c_int64, pointer]
 
 

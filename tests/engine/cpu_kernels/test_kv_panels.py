@@ -1,4 +1,4 @@
-"""The KV cache of native kernels: its layout, and reads and writes like those of a plain cache."""
+"""The KV cache of native kernels: its layout, and that reads and writes work as in a plain cache."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def contents(cache):
 @pytest.mark.parametrize("dtype", WORDS)
 def test_sixteen_slots_of_a_head_are_a_panel_of_packed_weights(kernels, dtype):
     cache = fill(make_cache(kernels, dtype))
-    size = 4 // WORDS[dtype]().itemsize  # numbers in a word
-    shape = (NUM_LAYERS, NUM_SLOTS // 16, 16, NUM_HEADS, HEAD_DIM)  # layers, panels, keys, heads, columns
+    size = 4 // WORDS[dtype]().itemsize  # numbers in a 4-byte word
+    shape = (NUM_LAYERS, NUM_SLOTS // 16, 16, NUM_HEADS, HEAD_DIM)  # [layers, panels, keys, heads, columns]
     keys, values = (
         cache.read(plane, range(NUM_LAYERS), EVERYTHING).view(WORDS[dtype]).reshape(shape) for plane in ("k", "v")
     )

@@ -14,7 +14,7 @@ from outrider.engine.kv_cache.tensor_planes import words_of
 from tests.engine.cpu_kernels.libraries import BUILD_SECONDS
 from tests.engine.cpu_kernels.operations import assert_within, differing_rows, linear, pack, rounding_of
 
-ROUNDING = 2.0**-24  # of float32, in which products are summed
+ROUNDING = 2.0**-24  # relative error of float32, in which products are summed
 KINDS = {
     "float32": (torch.float32, torch.float32, False),
     "bfloat16": (torch.bfloat16, torch.bfloat16, False),
@@ -24,23 +24,23 @@ KINDS = {
 }
 """Dtypes of rows and of weights, and whether both become int8."""
 GROUP = 64
-"""Of k, which have a scale of their own in a row."""
+"""Number of consecutive features of a row that share a scale in int8."""
 
 SHAPES = [(1, 1, 1), (1, 2, 17), (2, 15, 16), (3, 31, 33), (5, 64, 48), (7, 65, 47),
           (13, 96, 31), (17, 33, 80), (33, 70, 35), (40, 130, 18)]  # fmt: skip
-"""Rows, in_features, out_features."""
+"""(number of rows, in_features, out_features)."""
 
 
 class Problem:
-    """Rows, weights and bias, what is to come out, and how far from it rounding may lead.
+    """Rows, weights and bias, the expected result, and the error that rounding may cause.
 
-    `seed` is that of weights and bias: equal shapes have equal rows.
+    `seed` determines weights and bias. Rows depend only on their shape.
     """
 
     def __init__(self, kind, num_rows, in_features, out_features, *, has_bias=True, seed=0):
         self.dtype, weight_dtype, self.is_quantised = KINDS[kind]
         x = torch.randn((num_rows, in_features), generator=torch.Generator().manual_seed(99))
-        # What a path does with rows of more bits than its products take is its own business.
+        # Rows fit the weights' type, since paths may treat additional bits of rows in different ways.
         self.x = x.to(weight_dtype).to(self.dtype)
         generator = torch.Generator().manual_seed(seed)
         self.weight = torch.randn((out_features, in_features), generator=generator).to(weight_dtype)
@@ -48,38 +48,41 @@ class Problem:
         weight, x = self.packed_weight(), self.multiplied_rows()
         bias = 0.0 if self.bias is None else self.bias.double()
         self.expected = x @ weight.T + bias
-        # Higham, Accuracy and Stability of Numerical Algorithms, 3.1: a sum of n products, each rounded once. Of
-        # int8 sums of a group are exact, which leaves less room than one wrong product needs.
+        # Higham, Accuracy and Stability of Numerical Algorithms, 3.1: the error of a sum of n products, each rounded
+        # once. int8 sums are exact within a group, so their bound is tight enough to notice one wrong product.
         magnitude = x.abs() @ weight.abs().T + (0.0 if self.bias is None else self.bias.double().abs())
         num_rounded = -(-in_features // GROUP) if self.is_quantised else in_features
         self.allowed_in_float = (num_rounded + 4) * ROUNDING * magnitude + 1e-36  # subnormal numbers may be lost
 
     def packed_weight(self):
-        """What the kernels multiply with: [out_features, in_features] float64."""
+        """Returns the weights that the kernels multiply with: [out_features, in_features] float64."""
         if not self.is_quantised:
             return self.weight.double()
         quantised, scales = map(torch.from_numpy, quantise_rows(words_of(self.weight)))
         return quantised.double() * scales.double().unsqueeze(1)
 
     def multiplied_rows(self):
-        """What the kernels multiply: [num_rows, in_features] float64."""
+        """Returns the rows that the kernels multiply: [num_rows, in_features] float64."""
         return quantised_rows(self.x.float()) if self.is_quantised else self.x.double()
 
     def pack(self, kernels):
         return pack(kernels, [self.weight], [self.bias], quantise=self.is_quantised)
 
     def check(self, kernels, matrix=None):
-        """The product of `matrix`, or of what this packs, with the rounding of the result to the rows' dtype."""
+        """Checks the product with `matrix`, by default this problem's. The result may be rounded to the rows' dtype."""
         allowed = self.allowed_in_float + rounding_of(self.dtype) * (self.expected.abs() + self.allowed_in_float)
         assert_within(linear(kernels, matrix or self.pack(kernels), self.x), self.expected, allowed * 1.01)
 
 
 def quantised_rows(x):
-    """[num_rows, in_features] float32 in float64: whole numbers up to 127 times the scale of their group of GROUP."""
+    """Rounds rows [num_rows, in_features] float32 like int8: whole numbers up to 127, times a scale for each GROUP.
+
+    Returns float64.
+    """
     num_rows, in_features = x.shape
     groups = torch.nn.functional.pad(x, (0, -in_features % GROUP)).view(num_rows, -1, GROUP)
     largest = groups.abs().amax(dim=2, keepdim=True)
-    steps = torch.full_like(largest, 127.0) / largest  # a number divided by a tensor is rounded twice
+    steps = torch.full_like(largest, 127.0) / largest  # `127.0 / largest` would be rounded twice
     whole = torch.where(largest > 0, torch.round(groups * steps), 0.0)
     assert bool((whole.abs() <= 127).all())
     return (whole.double() * (largest / 127.0).double()).view(num_rows, -1)[:, :in_features]
@@ -144,14 +147,14 @@ def test_int8_is_as_near_as_127_steps_allow(kernels):
     step = problem.weight.double().abs().amax(dim=1) / 127
     allowed = problem.x.double().abs().sum(dim=1, keepdim=True) * step / 2 + problem.allowed_in_float
     groups = [problem.x.double()[:, :GROUP], problem.x.double()[:, GROUP:]]
-    for first, group in zip((0, GROUP), groups, strict=True):  # what rounding the rows adds
+    for first, group in zip((0, GROUP), groups, strict=True):  # adds the error of rounding the rows
         weights = problem.packed_weight()[:, first : first + GROUP].abs().sum(dim=1)
         allowed += group.abs().amax(dim=1, keepdim=True) / 127 / 2 * weights
     assert_within(linear(kernels, problem.pack(kernels), problem.x), exact, allowed * 1.0001)
 
 
 def test_the_largest_int8_products_do_not_saturate(kernels):
-    """Sums of the largest magnitudes of both signs are exact, and so is what cancels them in the next group."""
+    """Sums of the largest magnitudes of both signs are exact, and the next group may cancel them to exactly zero."""
     x = torch.full((3, 256), 127.0)
     x[1] = -127.0
     x[2, 128:] = -127.0
@@ -163,7 +166,7 @@ def test_the_largest_int8_products_do_not_saturate(kernels):
 
 @pytest.mark.parametrize("kind", ["int8-float32", "int8-bfloat16"])
 def test_rows_that_cannot_be_rounded_to_int8_spoil_no_others(kernels, kind):
-    """NaN and infinity make a row NaN; zeros give zeros, large numbers their products, the smallest nothing."""
+    """NaN or infinity makes a row NaN. Zeros and the smallest numbers give zeros, large numbers their products."""
     problem = Problem(kind, 7, 150, 35, has_bias=False)
     weight = problem.packed_weight()
     matrix = problem.pack(kernels)
@@ -183,7 +186,7 @@ def test_rows_that_cannot_be_rounded_to_int8_spoil_no_others(kernels, kind):
 
 
 def test_a_wrong_product_would_be_noticed(kernels):
-    """The negative control: one weight that is a hundredth off is far outside the bounds."""
+    """Negative control: one weight that is wrong by one percent leads far outside the bounds."""
     problem = Problem("float32", 3, 64, 33)
     problem.weight[20, 30] *= 1.01
     with pytest.raises(AssertionError, match="more than rounding explains"):
@@ -211,13 +214,13 @@ def test_memory_that_cannot_be_had_is_an_error_and_the_workspace_stays_usable(ke
 # ---- bits
 
 COMPANIES = [(0, 2), (0, 5), (3, 8), (0, 16), (5, 22), (0, 33), (1, 70), (0, 70)]
-"""First row and end of what is computed together."""
+"""(first row, end) of ranges of rows that are computed together."""
 
 
 def rows_that_differ(kernels_alone, kernels, kind) -> list[tuple[int, int, int]]:
-    """(first, end, row) of rows whose output has other bits in company than alone."""
+    """Returns (first, end, row) of rows whose output bits differ between one batch [first, end) and the row alone."""
     problem = Problem(kind, 70, 1024, 240, has_bias=False)
-    # Halves cancel: what is left is what rounding makes of a sum, and bfloat16 does not hide a difference in that.
+    # The halves cancel, so only rounding errors of the sum remain, and bfloat16 does not hide differences in these.
     problem.x[:, 512:], problem.weight[:, 512:] = problem.x[:, :512], -problem.weight[:, :512]
     matrix_alone, matrix = problem.pack(kernels_alone), problem.pack(kernels)
     alone = torch.cat([linear(kernels_alone, matrix_alone, problem.x[row : row + 1]) for row in range(70)])
@@ -238,7 +241,7 @@ def test_a_rows_bits_do_not_depend_on_its_company_or_on_who_shares_the_work(libr
 @pytest.mark.timeout(BUILD_SECONDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kernel_that_breaks_the_rule_is_caught(rule_breaking_library, teams, kind):
-    """The negative control of the check above."""
+    """Negative control of the test above."""
     kernels = teams(rule_breaking_library, 1)
     assert rows_that_differ(kernels, kernels, kind)
 
@@ -247,7 +250,7 @@ def test_a_kernel_that_breaks_the_rule_is_caught(rule_breaking_library, teams, k
 @pytest.mark.timeout(BUILD_SECONDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_portable_path_has_the_same_bits_on_every_processor(portable_library, made_libraries, teams, kind):
-    """Nodes that name equal numerics may take over each other's answers: also one without AVX2 and FMA."""
+    """Nodes that report equal numerics may continue each other's answers, even if one has no AVX2 and FMA."""
     problem = Problem(kind, 17, 1000, 80)
     by_library = [
         linear(kernels, problem.pack(kernels), problem.x)

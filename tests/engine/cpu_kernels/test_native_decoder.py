@@ -1,4 +1,4 @@
-"""Whole decoders in one native call: transformers' logits, and the same bits in any schedule."""
+"""Whole decoders in one native call: logits are those of transformers, with the same bits in any schedule."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def decoders(checkpoints, teams):
     def decoder(library, architecture, kind):
         key = library.file, architecture, kind
         if key not in made:
-            model = copy.deepcopy(loaded(checkpoints(architecture), KINDS[kind]))  # packing removes its weights
+            model = copy.deepcopy(loaded(checkpoints(architecture), KINDS[kind]))  # packing frees its weights
             dtype = str(KINDS[kind]).removeprefix("torch.")
             spec, layers = describe_decoder(model, dtype=dtype, window=resolve_window(model.config))
             assert why_not_native(model, spec, layers) == ""
@@ -112,7 +112,7 @@ class Sequence:
 
 
 class Engine:
-    """Runs rows of some sequences over one cache, and manages its blocks."""
+    """Runs rows of several sequences on one cache, and manages the cache's blocks."""
 
     def __init__(self, decoder, spec, kernels, prompts, seed=0, features=None):
         self.random = random.Random(seed)
@@ -127,7 +127,7 @@ class Engine:
     def spoil(self, blocks):
         for block in blocks:
             for panels in (self.cache.keys, self.cache.values):
-                panels[:, block * BLOCK_SIZE // 16 : (block + 1) * BLOCK_SIZE // 16] = 0xFF  # NaN of any size
+                panels[:, block * BLOCK_SIZE // 16 : (block + 1) * BLOCK_SIZE // 16] = 0xFF  # NaN in any type
 
     def run(self, plan, *, on_layer_done=None, wants_logits=True, num_left_out=()):
         """Returns the logits of the rows, without those of drafts. `plan`: (sequence, rows, ids of wrong drafts).
@@ -182,7 +182,7 @@ def random_ids(count, seed):
     return torch.randint(3, 320, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-LONG = random_ids(280, 1)  # more than a span of attention
+LONG = random_ids(280, 1)  # longer than one span of keys in the attention kernel
 PROMPTS = [LONG, LONG[:100] + random_ids(50, 2), random_ids(70, 3)]
 
 
@@ -199,7 +199,7 @@ def logits_alone(decoder, spec, kernels):
 
 
 def rows_that_differ(alone, decoder, spec, kernels, seed, *, leaves_out=False):
-    """Returns each (sequence, position) whose logits in a random schedule have other bits than alone.
+    """Returns each (sequence, position) whose logits have other bits in a random schedule than when computed alone.
 
     The schedule has chunks of any size, single rows, wrong drafts, mixed batches, prefix hits and preemption.
     `leaves_out`: whether logits of rows at the beginning of chunks are not computed.
@@ -273,7 +273,7 @@ def test_a_prompt_in_one_chunk_and_layer_by_layer(library, teams, decoders):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_chunk_without_logits_leaves_the_same_keys_and_values(library, teams, decoders, kind):
-    """Its last layer computes only these."""
+    """The last layer of such a chunk computes only keys and values."""
     decoder, spec = decoders(library, "qwen3", kind)
     engines = [Engine(decoder, spec, teams(library, 2), PROMPTS) for _ in range(2)]
     for engine, wants_logits in zip(engines, (True, False), strict=True):
@@ -310,11 +310,11 @@ def test_features_have_the_same_bits_alone_and_in_company(library, teams, decode
 def test_drafts_of_a_tree_have_the_logits_and_leave_the_keys_and_values_of_plain_decode(
     library, teams, decoders, architecture, num_known
 ):
-    """The correct tokens are drafts of a tree, among wrong ones; then their slots are moved."""
+    """The tree has the correct tokens and wrong ones. Then the correct ones are moved to consecutive slots."""
     decoder, spec = decoders(library, architecture, "bfloat16")
     alone = prompt_alone(decoder, spec, teams(library, 1), 0)
     plain, engine = (Engine(decoder, spec, teams(library, num_threads), [LONG]) for num_threads in (1, 2))
-    start = 257 - num_known  # known tokens end at a span's border, drafts cross a block's
+    start = 257 - num_known  # the last known token is the first one of a span and of a block
     plain.run([(0, 264, [])])
     engine.run([(0, start, [])])
     sequence = engine.sequences[0]
@@ -342,7 +342,7 @@ def kv_of(engine, num_tokens):
 @pytest.mark.timeout(BUILD_SECONDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kernel_that_breaks_the_rule_is_caught(rule_breaking_library, teams, decoders, kind):
-    """The negative control of the check above."""
+    """Negative control of the test above."""
     decoder, spec = decoders(rule_breaking_library, "llama", kind)
     kernels = teams(rule_breaking_library, 1)
     assert rows_that_differ(logits_alone(decoder, spec, kernels), decoder, spec, kernels, seed=0)

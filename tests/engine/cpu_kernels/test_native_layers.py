@@ -1,4 +1,4 @@
-"""Every architecture of the tiny models with native layers: the same model, and the same bits in every batch."""
+"""Every architecture of the tiny models with native layers: right results, and the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def loaded(request, tmp_path_factory):
     directory = make_tiny_model(tmp_path_factory.mktemp(architecture), architecture=architecture)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load_module, "why_not_native", lambda *_arguments: "this test wants layers")
-        # Loading compares with the untouched model's own forward.
+        # Loading compares the logits with those of the original model's own forward.
         model = load_model(ModelConfig(id=str(directory), dtype=dtype))
     assert isinstance(model.native, NativeLayers)
     assert model.info.numerics == numerics("exact", model.kernels)
@@ -95,7 +95,7 @@ def test_a_trace_names_the_kernels(tmp_path):
 
 @pytest.mark.parametrize("width", [1504, 1500])
 def test_activations_of_many_rows_and_odd_widths_are_the_same_bits_too(tmp_path, width):
-    """The widths make torch divide an activation among threads, and leave a remainder at the end of a vector."""
+    """At these widths torch divides an activation among threads, and the last vector of a row is incomplete."""
     torch.set_num_threads(3)
     directory = make_tiny_model(tmp_path, architecture="gemma", overrides={"intermediate_size": width})
     model = load_model(ModelConfig(id=str(directory), dtype="float32"))
@@ -123,7 +123,7 @@ CONV1D = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
     ("architecture", "settings"), [("mixtral", EXPERTS), ("gpt2", CONV1D)], ids=["experts", "conv1d"]
 )
 def test_what_torch_computes_in_a_model_is_not_said_to_be_exact(tmp_path, architecture, settings):
-    """Torch's order of sums depends on the number of rows, which is detected at load by comparing bits."""
+    """Torch's order of summation depends on the number of rows. Loading detects that by comparing bits."""
     directory = make_tiny_model(tmp_path)
     common = json.loads((directory / "config.json").read_text())
     names = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
@@ -136,7 +136,7 @@ def test_what_torch_computes_in_a_model_is_not_said_to_be_exact(tmp_path, archit
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     model = load_model(ModelConfig(id=str(directory), dtype="float32"))
     assert isinstance(model.native, NativeLayers)
-    seen = "exact up to ties" if depends_on_batch(model) else "exact"  # on every processor that we know: the former
+    seen = "exact up to ties" if depends_on_batch(model) else "exact"  # the former on all known processors
     assert model.info.numerics == numerics(seen, model.kernels)
 
 

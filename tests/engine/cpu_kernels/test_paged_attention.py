@@ -1,4 +1,4 @@
-"""The native kernel's borders on every instruction path (spans, panels, sizes of heads), and a row's bits in any batch.
+"""The native kernel on every path: borders of spans and panels, head sizes, and equal bits of a row in any batch.
 
 Tests for all backends are in tests/contract/test_attention_backends.py.
 """
@@ -63,7 +63,7 @@ class Cache:
             self.queries.append(torch.randn((length, heads.num_heads, heads.head_dim), generator=generator).to(dtype))
 
     def attend(self, kernels, parts, options, *, workspace=None) -> Tensor:
-        """Attends in one batch: [num_rows, num_heads, head_dim]. `parts`: (sequence, rows, tokens before them)."""
+        """Returns a batch's output: [num_rows, num_heads, head_dim]. `parts`: (sequence, rows, tokens before them)."""
         batch = build_input_batch(
             [SequenceRows([0] * rows, before, self.tables[seq], 1) for seq, rows, before in parts], self.block_size
         )
@@ -72,7 +72,7 @@ class Cache:
 
 
 def reference(query: Tensor, keys: Tensor, values: Tensor, before: int, options: AttentionOptions):
-    """Returns (the output, the difference that rounding explains), both [rows, num_heads, head_dim] float64."""
+    """Returns (the output, the largest error by rounding), both [rows, num_heads, head_dim] float64."""
     group, dtype = query.shape[1] // keys.shape[1], query.dtype
     query, keys, values = (tensor.double() for tensor in (query, keys, values))
     keys, values = (tensor.repeat_interleave(group, dim=1) for tensor in (keys, values))
@@ -88,8 +88,8 @@ def reference(query: Tensor, keys: Tensor, values: Tensor, before: int, options:
         seen &= torch.arange(len(keys)) > positions - options.sliding_window
     weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1)
     output = torch.einsum("hrt,thd->rhd", weights, values)
-    # The error of a weight is that of its score and of the exponential, and the rounding to the values' type, which
-    # also applies to the weights in the sum that it is divided by. The sum is rounded, too.
+    # A weight has the errors of its score, of the exponential and of rounding to the values' type. So has each weight
+    # in the sum by which it is divided, and that sum is rounded, too.
     rounded = 2 * rounding_of(dtype) if dtype == torch.bfloat16 else 0.0
     weight_error = 2 * score_error.masked_fill(~seen, 0.0).amax(dim=-1) + (len(keys) + 32) * ROUNDING + rounded
     weight_error = weight_error.T.unsqueeze(-1)
@@ -128,7 +128,7 @@ def test_heads_of_any_multiple_of_16(kernels, dtype, head_dim):
 @pytest.mark.parametrize("group", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_single_rows_of_few_query_heads(kernels, dtype, group, head_dim):
-    """Few query rows are multiplied with several panels of keys, or of columns, at once: four, then two, then one."""
+    """The kernel multiplies a few query rows with several panels of keys or columns at once: with four, two or one."""
     check(kernels, [(1, 300), (1, 16), (1, 0)], dtype=dtype, heads=Heads(head_dim, 2, group))
 
 
@@ -175,7 +175,7 @@ def test_any_batch(library, teams, dtype, heads, sequences, block_size, window, 
 
 
 def test_a_wrong_mask_would_be_noticed(kernels):
-    """The negative control: one key too many is far outside the bounds."""
+    """Negative control: one key too many changes the output by far more than the bounds."""
     cache, parts = Cache([42], Heads(), torch.float32), [(0, 5, 37)]
     actual = cache.attend(kernels, parts, AttentionOptions(0.25, sliding_window=10))
     with pytest.raises(AssertionError, match="more than rounding explains"):
@@ -201,7 +201,7 @@ OPTIONS = {
 
 
 def rows_that_differ(kernels_alone, kernels, cache: Cache, batches, options) -> list[int]:
-    """Returns the positions of sequence 0 whose output in one of `batches` has other bits than alone."""
+    """Returns the positions of sequence 0 whose output bits in one of `batches` differ from those computed alone."""
     differing = []
     workspace = Workspace(kernels.library)
     for parts in batches:
@@ -251,7 +251,7 @@ def test_bits_of_heads_of_any_size(library, teams, head_dim):
         assert rows_that_differ(*kernels, cache, COMPANIES["mixed_batch"], OPTIONS["full"]) == []
 
 
-SCATTERED = (1, 3, 8, 24, 40)  # block sizes with which some or all blocks do not consist of whole panels
+SCATTERED = (1, 3, 8, 24, 40)  # block sizes that are no multiples of a panel, which has 16 slots
 
 
 def test_bits_do_not_depend_on_where_the_blocks_lie(kernels):
@@ -264,7 +264,7 @@ def test_bits_do_not_depend_on_where_the_blocks_lie(kernels):
 
 
 def test_a_sum_that_vanishes_is_the_same_zero_in_any_company(library, teams):
-    """A weight times a subnormal value may round to -0, and a masked key's +0 is added only with other rows."""
+    """A weight times a subnormal value may round to -0, and a masked key's +0 is added only if there are other rows."""
     cache = Cache([20], Heads(16, 1, 1), torch.float32)
     query, key, value = cache.queries[0], cache.keys[0], cache.values[0]
     query[:], key[:], value[:] = 1.0, 0.0, 1.0
@@ -283,7 +283,7 @@ def test_a_sum_that_vanishes_is_the_same_zero_in_any_company(library, teams):
 @pytest.mark.slow
 @pytest.mark.timeout(BUILD_SECONDS)
 def test_a_kernel_that_breaks_the_rule_is_caught(rule_breaking_library, teams):
-    """The negative control of this file's checks. In float32: rounding to bfloat16 hides most of such a mistake."""
+    """Negative control of this file's checks, in float32, because rounding to bfloat16 would hide most differences."""
     cache = Cache([530, 301, 25], Heads(16, 2, 3), torch.float32, block_size=32)
     kernels = teams(rule_breaking_library, 1)
     batches = [batch for of_company in COMPANIES.values() for batch in of_company]
@@ -291,7 +291,7 @@ def test_a_kernel_that_breaks_the_rule_is_caught(rule_breaking_library, teams):
 
 
 class Allocated(ctypes.Structure):
-    """glibc's mallinfo2."""
+    """The result of glibc's mallinfo2."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -313,7 +313,7 @@ def allocated_bytes():
 @pytest.mark.parametrize("library", REAL_PATHS, indirect=True)
 @pytest.mark.parametrize(("num_sequences", "num_rows"), [(32, 1), (9, 24)], ids=["decode", "prompts"])
 def test_scratch_of_long_contexts_and_many_members_stays_small(library, teams, num_sequences, num_rows):
-    """Partial results of all spans would take 32 MB for as many rows as a task has, and 75 MB for these prompts."""
+    """If partial results of all spans were kept, the rows of one task would take 32 MB, and these prompts 75 MB."""
     heads, num_tokens = Heads(head_dim=128, num_kv_heads=2, group=8), 10_000
     cache = Cache([num_tokens], heads, torch.float32, block_size=256)
     parts = [(0, num_rows, num_tokens - num_rows)] * num_sequences

@@ -19,7 +19,7 @@ PORTABLE, AVX512, AVX512_BF16, AMX = (
 
 
 class Libraries:
-    """Replaces compiling and loading. Records the paths that were tried, and has the faults of paths."""
+    """Replaces compiling and loading. Records which paths were tried, and fails for those with a configured fault."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -64,7 +64,7 @@ def libraries(tmp_path, monkeypatch):
 def test_the_wanted_path_or_the_best_of_the_processor_is_taken(libraries, wanted, cpu_flags, path):
     choice = choose_kernels(wanted, cpu_flags=cpu_flags)
     assert (choice.path, choice.library, choice.reason) == (path, libraries.folder / path, "")
-    assert libraries.tried == [path]  # no other is even compiled
+    assert libraries.tried == [path]  # no other path was compiled
     assert str(choice) == f"native kernels: {path}"
 
 
@@ -119,7 +119,7 @@ def test_what_is_wanted_is_taken_slow_or_not(libraries):
 
 @pytest.fixture
 def ratio(monkeypatch):
-    """The measured ratio, and the number of measurements."""
+    """A namespace with the ratio that a measurement returns, and the number of measurements."""
     ratio = SimpleNamespace(value=1.0, num_asked=0, load=0.0)
 
     def measure(_library):

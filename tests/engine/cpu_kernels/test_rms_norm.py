@@ -22,8 +22,8 @@ def assert_is_norm(actual, x, weight, epsilon):
     x64 = x.double()
     normalised = x64 / torch.sqrt(x64.square().mean(dim=1, keepdim=True) + epsilon)
     expected = normalised * weight.double()
-    # The mean's sum of `width` squares, and some operations more; then, as transformers does, one
-    # rounding to the rows' dtype before the weight and one after.
+    # Errors come from the sum of `width` squares, a few more operations, and two roundings to the rows' dtype, as in
+    # transformers: one before the multiplication with the weight and one after.
     relative = (x.shape[1] / 2 + 8) * ROUNDING + 2 * rounding_of(x.dtype)
     assert_within(actual, expected, relative * 1.01 * expected.abs() + 1e-36)
 

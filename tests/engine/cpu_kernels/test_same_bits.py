@@ -30,7 +30,7 @@ IN_FEATURES = (1, 2, 63, 576)
     ],
 )
 def pair(request, made_libraries, teams):
-    """Kernels of both paths."""
+    """The kernels of both paths, as a pair."""
     if request.param == "simulated":
         libraries = [made_libraries(f"simulated_{path}") for path in PAIR]
     else:
@@ -61,7 +61,7 @@ def test_the_pair_is_the_one_that_nodes_take_for_equal():
 def test_products(pair, rows, scale):
     for in_features in IN_FEATURES:
         x, weight = random(rows, in_features, scale=scale), random(49, in_features, scale=scale)
-        # In float32, rows keep differences that rounding to bfloat16 would hide.
+        # float32 rows also show differences that rounding to bfloat16 would hide.
         for typed in (x, x.float()):
             left, right = (linear(kernels, pack(kernels, [weight]), typed) for kernels in pair)
             assert same(left, right)
@@ -75,7 +75,7 @@ def test_products_of_any_bits(pair):
 
 
 def test_a_product_keeps_no_subnormal_number(pair):
-    """The comparison of subnormal products would miss it if both paths kept them."""
+    """A comparison of the two paths would not notice if both kept subnormal numbers."""
     x, weight = torch.full((1, 2), 2.0**-70, dtype=torch.bfloat16), torch.full((16, 2), 2.0**-60, dtype=torch.bfloat16)
     for kernels in pair:
         assert bool((linear(kernels, pack(kernels, [weight]), x.float()) == 0).all())
@@ -96,7 +96,7 @@ def test_attention(pair, scale, head_dim):
 
 
 def test_what_is_measured_are_products(pair, monkeypatch):
-    """With twenty times as many rows, measuring takes at least ten times as long."""
+    """With twenty times as many rows, a measurement takes at least ten times as long, so products dominate it."""
 
     def shortest():
         product = dot_product_speed._product(pair[1].library, ElementType.BFLOAT16)
@@ -108,7 +108,7 @@ def test_what_is_measured_are_products(pair, monkeypatch):
 
 
 def test_the_ratio_is_the_time_of_bfloat16_over_that_of_float32(pair, monkeypatch):
-    """It compares products of one type, ten with one, so that it does not depend on the processor."""
+    """A bfloat16 product is replaced by ten float32 products, so that the ratio does not depend on the processor."""
     product = dot_product_speed._product
 
     def stand_in(library, dtype):

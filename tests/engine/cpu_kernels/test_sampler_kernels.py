@@ -1,4 +1,4 @@
-"""Native decisions are the oracle's, and arrivals, logarithms and masses have the same bits."""
+"""Native kernels decide the same ids as the oracle, and their arrivals, logarithms and masses have the same bits."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_masses_are_the_same_integers(library, largest):
     indirect=["library"],
 )
 def test_decisions_are_those_of_the_oracle(library, teams, vocab_size, num_steps, is_full):
-    """No id differs, whatever the logits, parameters, histories and drafts, with one thread and with three."""
+    """With one thread and with three, no id differs, whatever the logits, parameters, histories and drafts are."""
     kinds = [by(teams(library, num_threads)) for num_threads in (1, 3)]
     rng = np.random.default_rng(vocab_size)
     for _ in range(num_steps if is_full else -(-num_steps // 4)):
@@ -92,7 +92,7 @@ def test_another_position_would_be_noticed(kernels):
 
 
 def test_a_history_that_grows_is_followed(kernels):
-    """Counts are in arrays that are replaced as they grow, and the kernels must get their new addresses."""
+    """Arrays of counts are replaced as they grow, and the kernels must get the addresses of the new arrays."""
     vocab_size = 500
     pair = Pair(vocab_size, np.ones(vocab_size, dtype=np.bool_), by(kernels))
     params = SamplingParams(seed=1, max_tokens=999, frequency_penalty=1.5, presence_penalty=0.5, repetition_penalty=1.2)
@@ -107,7 +107,7 @@ def test_a_history_that_grows_is_followed(kernels):
 
 
 def test_holes_are_left_out_of_greedy_rows(kernels):
-    """This includes rows without edits, where holes are checked only if one of them is the largest."""
+    """Holes are unknown ids. In rows without edits, they are checked only if one of them has the largest logit."""
     known = np.ones(200, dtype=np.bool_)
     known[[0, 77, 130]] = False
     pair = Pair(200, known, by(kernels))

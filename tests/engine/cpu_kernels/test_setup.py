@@ -13,7 +13,7 @@ PACKAGE = Path("outrider", "engine", "cpu_kernels")
 
 
 def test_packages_are_pure_carry_the_kernels_sources_and_compile_nothing(tmp_path, monkeypatch):
-    """Builds wheel, editable install and source distribution as pip does, with a compiler that must not be called."""
+    """Builds a wheel, an editable install and a source distribution like pip. No compiler may be called."""
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):

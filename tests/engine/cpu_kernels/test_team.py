@@ -1,4 +1,4 @@
-"""The team of threads, with a C++ program that delays members on purpose; also under the thread sanitizer."""
+"""Tests the team of threads with a C++ program that delays members on purpose, also under the thread sanitizer."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _run(*command):
 
 
 def _catches_a_race(compiler, flags, folder):
-    """Returns whether the sanitizer detects a race, without which its silence would prove nothing."""
+    """Returns whether the sanitizer detects a known race. If it does not, its silence proves nothing."""
     source, executable = folder / "race.cpp", folder / "race"
     source.write_text(RACE)
     try:

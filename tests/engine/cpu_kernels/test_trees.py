@@ -1,4 +1,4 @@
-"""Trees of drafts: a row has the same bits as alone after its own path, and so do its keys and values."""
+"""Trees of drafts: a row's attention has the same bits in the tree as alone after its own path."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ HEAD_DIM = 32
 
 
 class Tree:
-    """A context and drafts after it: queries, and keys and values in the order of slots.
+    """The queries, keys and values of a context and of drafts after it.
 
-    Keys and values are [length, num_kv_heads, head_dim].
+    Keys and values are [length, num_kv_heads, head_dim], in the order of slots.
     """
 
     def __init__(self, *, before, known, parents, group, dtype, seed):
@@ -30,7 +30,7 @@ class Tree:
         self.queries = torch.randn((known + len(parents), 2 * group, HEAD_DIM), generator=generator).to(dtype)
 
     def cache(self, order):
-        """Puts keys and values of these slots into shuffled blocks. Returns (key cache, value cache, table)."""
+        """Puts the keys and values of these slots into shuffled blocks. Returns (key cache, value cache, table)."""
         num_blocks = -(-len(order) // BLOCK_SIZE)
         table = torch.randperm(num_blocks + 2, generator=torch.Generator().manual_seed(len(order)))[
             :num_blocks
@@ -92,7 +92,7 @@ def test_any_tree_behind_any_context(
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_a_mask_alone_would_not_do(kernels, shape):
-    """The negative control: with keys in the order of rows, bits differ unless the tree is a chain."""
+    """Negative control: if the rows are computed as a chain, bits differ unless the tree is a chain."""
     tree = Tree(before=250, known=1, parents=shape, group=3, dtype=torch.float32, seed=0)
     options = AttentionOptions(0.2)
     keys, values, table = tree.cache(range(len(tree.keys)))

@@ -1,4 +1,4 @@
-"""The operations of a decoder layer between its products: the results of transformers' operations, in any batch."""
+"""A decoder layer's operations between its matrix products give transformers' results, in any batch."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ kernels = pytest.importorskip("triton") and pytest.importorskip("outrider.engine
 
 HAS_CUDA = torch.cuda.is_available()
 NO_GPU = pytest.mark.skipif(HAS_CUDA, reason="runs on the GPU")
-KINDS = [  # triton's interpreter rounds to bfloat16 otherwise than a GPU
+KINDS = [  # triton's interpreter does not round to bfloat16 as a GPU does
     *(pytest.param(("cpu", dtype), marks=NO_GPU) for dtype in (torch.float32, torch.float16)),
     *(pytest.param(("cuda", dtype), marks=pytest.mark.gpu) for dtype in (torch.float32, torch.bfloat16)),
 ]
 ROUNDINGS = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-"""Maximum relative difference of two results; in float32 more than a rounding, since sums have another order."""
+"""Maximum relative difference of two results. In float32, it exceeds one rounding, since sums have another order."""
 NUM_ROWS, NUM_HEADS, NUM_KV_HEADS = 9, 5, 2
 PARTS = [slice(0, 1), slice(3, 5), slice(4, 9)]
 
 
 @pytest.fixture
 def _interpreted():
-    """These tests run on a GPU if there is one."""
+    """Replaces the fixture that skips tests on a GPU: these run on a GPU if there is one."""
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0]}-{str(kind[1]).removeprefix('torch.')}")
@@ -35,7 +35,7 @@ def numbers(request):
 
 
 def close(found, expected):
-    """Checks that numbers differ by at most a rounding, since sums have another order."""
+    """Checks that two results differ by no more than ROUNDINGS allows, since sums have another order."""
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=ROUNDINGS[found.dtype], atol=1e-6)
 
@@ -98,7 +98,7 @@ def test_rotations_and_what_is_stored(numbers, kind, head_dim):
     assert torch.equal(values[slots], parts[2])
     for found, own in zip((query, keys[slots]), expected, strict=True):
         if kind is None and found.dtype is not torch.float32:
-            assert torch.equal(found, own)  # rounded in the same places
+            assert torch.equal(found, own)  # both are rounded in the same places
         else:
             torch.testing.assert_close(found, own, rtol=0.0, atol=ROUNDINGS[found.dtype] * float(own.abs().max()))
     assert bool((keys[[4, 6, 10]] == 7.0).all())  # slots of others
@@ -111,7 +111,7 @@ def test_rotations_and_what_is_stored(numbers, kind, head_dim):
 @torch.inference_mode()
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 def test_activated_gates(numbers, activation):
-    gate_up = numbers(NUM_ROWS, 2 * 1200) * 3.0  # two programs a row, of which one is cut
+    gate_up = numbers(NUM_ROWS, 2 * 1200) * 3.0  # two programs for each row, the second of which is partly empty
     gate, up = gate_up.chunk(2, -1)
     own = torch.nn.functional.silu(gate)
     if activation != "silu":

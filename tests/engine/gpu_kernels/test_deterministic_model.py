@@ -24,7 +24,7 @@ TOKENS = [(i * 37) % 90 for i in range(40)]
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Small models have splits, and numbers of rows on both sides of the limit for splitting."""
+    """Makes tiles so small that small models have splits, and batches on both sides of the row limit for splitting."""
     tile = layers.ProductTile(rows=16, outputs=32, features=16, split_features=32)
     monkeypatch.setattr(layers, "PRODUCT_TILE", tile)
     monkeypatch.setattr(layers, "_MAX_SPLIT_ROWS", 3)
@@ -42,7 +42,7 @@ def test_a_product_is_a_product_with_the_same_bits_in_any_batch(small_tiles):
 
 
 def test_other_splits_would_be_noticed(small_tiles, monkeypatch):
-    """Negative control."""
+    """Negative control: if products are split elsewhere, some bits differ."""
     rows, weight = torch.randn((4, 72)), torch.randn((50, 72))
     product = layers.linear(rows, weight, None)
     monkeypatch.setattr(layers, "PRODUCT_TILE", layers.ProductTile(rows=16, outputs=32, features=16, split_features=64))
@@ -55,7 +55,7 @@ def runner(small_tiles):
 
     torch.set_num_threads(1)
     register_attention()
-    # Widths are multiples of 64: on a CPU, torch computes a remainder with other code.
+    # Widths are multiples of 64, because torch on a CPU computes a remainder with other code.
     config = AutoConfig.for_model(
         "qwen2", vocab_size=96, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, initializer_range=0.2,

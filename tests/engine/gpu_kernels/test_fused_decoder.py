@@ -1,4 +1,4 @@
-"""A fused decoder in the interpreter: the logits, the cache and the features of transformers' own forward."""
+"""A fused decoder in the interpreter gives the logits, the cache and the features of transformers' own forward."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def make_model(name, *, is_deterministic=False):
         config = AutoConfig.for_model(architecture, **{**sizes, **changes})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(requires_grad=False)
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith(("norm.weight", "bias")):  # ones or zeros at first, which hide mistakes
+            if parameter_name.endswith(("norm.weight", "bias")):  # initially ones or zeros, which hide mistakes
                 parameter.add_(torch.randn(parameter.shape) * 0.3)
         models.append(model)
     own, model = models
@@ -108,7 +108,7 @@ def model(request):
 
 @torch.inference_mode()
 def reference_logits(own, token_ids):
-    """Returns [num_tokens, vocab_size]."""
+    """Returns transformers' own logits: [num_tokens, vocab_size]."""
     return own(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
 
 
@@ -158,7 +158,7 @@ def test_rows_of_a_draft_tree_see_their_own_paths(model):
 
 
 def test_a_model_is_in_memory_once_and_its_modules_go_on(model):
-    """Its modules are used if the two do not agree."""
+    """The modules share the fused decoder's weights. A node uses the modules if the two do not agree."""
     own, model = model
     weights = list(model.model.parameters())
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in weights}
@@ -187,7 +187,7 @@ def test_features_are_of_transformers_hidden_states(model, takes_final_norm):
 
 
 def test_captured_steps_are_the_same(monkeypatch):
-    """Logits and features of padded batches are correct, though all batches use one buffer."""
+    """Logits and features of padded batches are correct, although all batches share one buffer."""
     replayed = []
 
     def capture(run):
@@ -210,7 +210,7 @@ def test_captured_steps_are_the_same(monkeypatch):
 
 
 def test_rows_that_pad_have_angles_however_small_the_window_is(monkeypatch):
-    """Padding rows have ascending positions, with which the kernel would read beyond a short table."""
+    """Padding rows have ascending positions, so the kernel would read beyond the end of a short table of angles."""
     monkeypatch.setattr(module_steps, "cuda_graphs", lambda _device: lambda run: run)
     beyond = []
 
@@ -220,7 +220,7 @@ def test_rows_that_pad_have_angles_however_small_the_window_is(monkeypatch):
 
     rotate_and_store = fused_decoder.rotate_and_store
     monkeypatch.setattr(fused_decoder, "rotate_and_store", checked)
-    node = Node(make_model("qwen2")[1], graphs=GraphShapes(128))  # a window of 64
+    node = Node(make_model("qwen2")[1], graphs=GraphShapes(128))  # the window is 64 tokens
     node.runner.capture_graphs()
     node.forward(*(SequenceRows([1], 0, node.table(1), 1) for _ in range(33)))
     assert beyond

@@ -41,7 +41,7 @@ def checkpoint(tmp_path):
 
 
 def logits_of(model):
-    """Returns [20, vocab_size]."""
+    """Returns the logits of TOKENS: [20, vocab_size]."""
     return CachedRunner(model, num_blocks=5, block_size=4).prefill(TOKENS, range(5))
 
 
@@ -110,7 +110,7 @@ def test_numerics_of_a_deterministic_node_name_what_rounds_otherwise(checkpoint,
         "outrider.model_hub.support.make_attention_backend",
         lambda *names, **heads: interpreted_attention(**heads) if heads else make_attention_backend(*names),
     )
-    monkeypatch.setattr(load, "SPLIT_CONTEXT", 24)  # the interpreter is slow
+    monkeypatch.setattr(load, "SPLIT_CONTEXT", 24)  # short, because the interpreter is slow
     torch.set_num_threads(1)
     config = ModelConfig(id=str(checkpoint), deterministic=True)
     fused = load.load_model(config)

@@ -15,14 +15,14 @@ TritonAttention = pytest.importorskip("outrider.engine.attention.triton_paged").
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 40
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
-TILE = Tile(lines=16, keys=16, split_keys=16, splits_per_size=2)  # 16, 16, 32, 32, …
+TILE = Tile(lines=16, keys=16, split_keys=16, splits_per_size=2)  # splits have 16, 16, 32, 32, … keys
 BLOCKS = (7, 3, 11, 2, 9)
 PLAIN = AttentionOptions(0.25)
 
 
 HAS_CUDA = torch.cuda.is_available()
 NO_GPU = pytest.mark.skipif(HAS_CUDA, reason="runs on the GPU")
-KINDS = [  # triton's interpreter has no products of bfloat16
+KINDS = [  # triton's interpreter cannot multiply in bfloat16
     pytest.param(("cpu", torch.float32), marks=NO_GPU, id="interpreted-float32"),
     pytest.param(("cpu", torch.float16), marks=[NO_GPU, pytest.mark.full], id="interpreted-float16"),
     pytest.param(("cuda", torch.float32), marks=pytest.mark.gpu, id="cuda-float32"),
@@ -32,12 +32,12 @@ KINDS = [  # triton's interpreter has no products of bfloat16
 
 @pytest.fixture
 def _interpreted():
-    """These tests run on a GPU if there is one."""
+    """Replaces the fixture that skips tests on a GPU: these run on a GPU if there is one."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def memory(request):
-    """(queries by position, keys, values). A row's query does not depend on its place in a batch."""
+    """Returns (queries by position, keys, values). A row's query does not depend on its place in a batch."""
     generator = torch.Generator().manual_seed(3)
     shape = (NUM_BLOCKS, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM)
     shapes = ((100, NUM_HEADS, HEAD_DIM), shape, shape)
@@ -114,7 +114,7 @@ def planned(*sequences, num_programs):
 
 @pytest.mark.parametrize("position", [3, 40, 69])
 def test_a_plan_for_later_positions_gives_the_same_bits(memory, position):
-    """Forwards of a rollout use it like this: positions increase on the device."""
+    """A rollout uses one plan for all its forwards, because positions increase on the device."""
     queries, keys, values = memory
     later, now = (build_input_batch([rows(each, each + 1)], BLOCK_SIZE) for each in (70, position))
     attention = TritonAttention(
@@ -128,11 +128,11 @@ def test_a_plan_for_later_positions_gives_the_same_bits(memory, position):
 
 
 def test_a_token_has_the_same_bits_in_a_tree_and_in_a_chain(memory):
-    """Its keys are in other slots, but are read in the same order."""
+    """In the tree, its keys are in other slots, but they are read in the same order."""
     queries, keys, values = memory
     chain = attend(memory, rows(45, 50))
     keys, values = keys.clone(), values.clone()
-    # A tree whose path 0, 2, 4 is the chain's 46, 47, 48: their slots are those of rows 1, 3 and 5.
+    # Drafts 0, 2 and 4 of the tree are the chain's positions 46, 47 and 48, in the slots of rows 1, 3 and 5.
     for cache in (keys, values):
         before = [cache[BLOCKS[p // 16], p % 16].clone() for p in range(46, 52)]
         for place, source in ((46, 0), (48, 1), (50, 2)):
@@ -144,7 +144,7 @@ def test_a_token_has_the_same_bits_in_a_tree_and_in_a_chain(memory):
 
 
 def test_the_order_of_keys_would_be_noticed(memory):
-    """Negative control: other blocks of keys round otherwise."""
+    """Negative control: other blocks of keys lead to other rounding."""
     other = Tile(lines=16, keys=32, split_keys=32)
     difference = attend(memory, rows(66, 71)) - attend(memory, rows(66, 71), tile=other)
     assert 0.0 < float(difference.abs().max()) < (1e-5 if difference.dtype.itemsize == 4 else 2e-2)

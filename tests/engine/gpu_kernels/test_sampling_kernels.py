@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _small_programs(monkeypatch):
-    """Programs are small, so that a small vocabulary has several of them, the last of which is partly empty."""
+    """Makes programs so small that a small vocabulary has several of them, the last of which is partly empty."""
     monkeypatch.setattr(filters, "CHUNK", 64)
     monkeypatch.setattr(filters, "LANES", 16)
     monkeypatch.setattr(filters, "SLICES", 4)
@@ -62,7 +62,7 @@ FILTERS = [
 
 
 def check_limits(values, params):
-    """Compares the limits, ties included, with torch's, which sorts. Rows with NaN and ids at -inf are excluded."""
+    """Compares limits and ties with those that torch finds by sorting. Rows with NaN and ids at -inf are excluded."""
     num_ids = values.shape[1]
     sampler = Sampler(vocab_size=num_ids, known_token_ids=torch.ones(num_ids, dtype=torch.bool))
     states = [sampler.start(each, sample=0, prompt_token_ids=[]) for each in params]
@@ -105,7 +105,7 @@ FULL_ONLY = [pytest.param(shape, marks=pytest.mark.full) for shape in ("equal", 
 
 @pytest.mark.parametrize("shape", ["normal", *FULL_ONLY])
 def test_a_whole_vocabulary_is_limited_by_programs_of_their_real_size(shape, monkeypatch, is_full):
-    """This includes rows in which every token is a candidate, so that the list has no room for them."""
+    """In some of these rows every token is a candidate, so the list has no room for all of them."""
     num_ids = 128_256 if is_full else 32_000
     monkeypatch.undo()
     rng = np.random.default_rng(4)
@@ -114,14 +114,14 @@ def test_a_whole_vocabulary_is_limited_by_programs_of_their_real_size(shape, mon
         for each in ({"top_k": 50, "top_p": 0.9}, {"top_p": 0.7}, {"temperature": 0.1, "top_k": 5000})
     ]
     values = np.stack([logits_of(shape, num_ids, rng) for _ in params])
-    values[:, -256:] -= 30.0  # reserved ids side by side must not spoil the bound
+    values[:, -256:] -= 30.0  # unlikely ids side by side must not lower the smallest class maximum
     num_kept = check_limits(torch.from_numpy(values), params)
     assert num_kept[0] <= 50
     assert (num_kept[1] < filters.MAX_LISTED) == (shape == "normal")
 
 
 def test_a_list_that_is_enough_is_all_that_is_searched(monkeypatch):
-    """If few tokens of a row are likely, or few are allowed, the row itself is not searched."""
+    """If few tokens of a row are likely or allowed, only the list of candidates is searched, not the row."""
 
     class Blind:
         def __getitem__(self, grid):

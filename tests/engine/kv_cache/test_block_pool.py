@@ -15,7 +15,7 @@ def make_pool(num_blocks: int = 8, *, seed: bytes = b"model", enable_prefix_cach
 
 
 def cache_tokens(pool: BlockPool, token_ids: list[int]) -> list[int]:
-    """Publishes the full blocks of `token_ids` in the prefix cache and releases them."""
+    """Publishes the full blocks of `token_ids` in the prefix cache, releases them, and returns their ids."""
     kv = computed(pool, token_ids)
     block_ids = kv.block_ids.copy()
     kv.free()
@@ -80,7 +80,7 @@ def test_blocks_are_evicted_least_recently_released_first():
     pool = make_pool(num_blocks=3)
     for token in (1, 2, 3):
         cache_tokens(pool, [token] * BLOCK)
-    revived = pool.match_prefix([1] * BLOCK, max_tokens=BLOCK)  # used again: no longer the oldest
+    revived = pool.match_prefix([1] * BLOCK, max_tokens=BLOCK)  # used again, so no longer the oldest
     pool.release(revived)
     taken = pool.allocate(1)
     assert pool.match_prefix([2] * BLOCK, max_tokens=BLOCK) == []

@@ -1,4 +1,4 @@
-"""Copies that run concurrently with a GPU's forwards: what the host waits for. Here all values are on the CPU."""
+"""What the host waits for in copies that run concurrently with a GPU's forwards. Here, all values are on the CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_frames_are_gathered_and_scattered(log, dtype):
     frame = copies.gather(rows, taken, copies.fence())
     assert torch.equal(frame, rows[:, taken])
     payload = frame.view(torch.uint8).reshape(-1).numpy()
-    payload.flags.writeable = False  # like a received message
+    payload.flags.writeable = False  # read-only, like a received message
     copies.scatter(others, placed, payload, copies.fence())
     assert torch.equal(others[:, placed], frame)
     assert int(others.count_nonzero()) <= frame.numel()
@@ -48,7 +48,7 @@ def test_a_frame_is_read_after_its_layers_and_beside_the_next(log):
 
 
 def test_frames_are_written_behind_what_was_queued_when_their_blocks_were_reserved(log):
-    """They do not wait for steps that have been queued since."""
+    """Frames do not wait for steps that were queued after the reservation."""
     copies = CopyStream(torch.device("cpu"))
     reserved = copies.fence()
     log.append("a step is queued")

@@ -14,7 +14,7 @@ from outrider.errors import InternalError
 from tests.support.fake_gpu import GPU, OneDevice, fake_gpu, fake_streams
 
 OWN_WAITS = ["host waits for default", "host waits for copies"]
-"""What the host waits for in a copy: its fence, then its end."""
+"""What the host waits for when it copies: the copy's fence, then the copy's end."""
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def gpu(monkeypatch):
 
 def test_a_frame_of_the_hand_off_waits_for_its_own_fence_and_copy_only(gpu, monkeypatch):
     def page_locked(shape, dtype):
-        with unset_fake_temporarily():  # numpy reads and writes it
+        with unset_fake_temporarily():  # a real tensor, since numpy reads and writes it
             return torch.empty(tuple(shape), dtype=dtype).pin_memory()
 
     monkeypatch.setattr(tensor_planes, "empty_page_locked", page_locked)

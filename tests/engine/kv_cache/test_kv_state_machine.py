@@ -15,7 +15,7 @@ from tests.support.pool_integrity import check_pool
 
 NUM_BLOCKS = 12
 BLOCK = 3
-TOKENS = st.integers(0, 1)  # few, so that prefixes are often equal
+TOKENS = st.integers(0, 1)  # two values, so that prefixes are often equal
 
 
 @dataclass

@@ -145,7 +145,7 @@ BLOCK_BYTES = SPEC.bytes_per_token * 4
 
 
 def room_of(num_blocks):
-    """Returns main memory with room for this number of blocks."""
+    """Returns the sizes of a main memory with room for this number of blocks."""
     return KVMemory(free_bytes=num_blocks * BLOCK_BYTES, whole_bytes=num_blocks * BLOCK_BYTES)
 
 
@@ -160,8 +160,8 @@ def test_a_pool_is_sized_by_setting_or_free_memory_and_holds_two_windows_where_t
     assert blocks(num_blocks=50) == 50
     assert blocks(memory=f"{70 * BLOCK_BYTES + 1}B") == 70
     assert blocks(memory="50%") == 5000
-    assert blocks(room_of(40), memory="10%") == 32  # two windows of 64 tokens
-    assert blocks(room_of(20)) == 20  # one is enough
+    assert blocks(room_of(40), memory="10%") == 32  # the blocks of two windows of 64 tokens
+    assert blocks(room_of(20)) == 20  # one window is enough
 
 
 def test_a_pool_that_cannot_hold_a_window_is_refused_with_the_fix():
@@ -178,13 +178,13 @@ GPU_ROOM = KVMemory(
     default_share=0.9,
     num_windows=0,
 )
-"""Half of the GPU is free; without its KV, this process takes a quarter of it."""
+"""Half of the GPU's memory is free. This process takes a quarter of the memory, not counting its KV."""
 
 
 def test_a_share_of_a_gpu_is_of_all_its_memory_and_weights_count():
-    assert blocks(GPU_ROOM) == 500  # the share is 650 blocks, of which these are free
+    assert blocks(GPU_ROOM) == 500  # the share leaves 650 blocks, but only 500 are free
     assert blocks(GPU_ROOM, memory="45%") == 200
-    assert blocks(GPU_ROOM, memory="26.7%") == 17  # the share only, although a second window would be free
+    assert blocks(GPU_ROOM, memory="26.7%") == 17  # no more than the share, although more is free
     with pytest.raises(ConfigError, match=r"64 tokens needs 12,288 bytes.*kv_cache\.memory gives 0 after 192,000 for"):
         blocks(GPU_ROOM, memory="20%")
     assert blocks(GPU_ROOM, memory=f"{70 * BLOCK_BYTES}B") == 70
@@ -194,7 +194,7 @@ def test_a_share_of_a_gpu_is_of_all_its_memory_and_weights_count():
     ("num_blocks", "window"), [(3000, 10_000), (2500, 10_000), (2499, 9216), (600, 2048), (256, 1024), (255, None)]
 )
 def test_a_window_is_as_long_as_the_pool_in_even_steps(num_blocks, window):
-    """A window of less than one step is refused."""
+    """A window shortened to the pool is a multiple of 1,024 tokens. A shorter one is refused."""
     spec = dataclasses.replace(SPEC, max_model_len=10_000)
     on_gpu = dataclasses.replace(GPU_ROOM, whole_bytes=10**9, free_bytes=num_blocks * BLOCK_BYTES)
     for config, room in (

@@ -18,7 +18,7 @@ def pool() -> BlockPool:
 
 
 def computed(pool: BlockPool, token_ids: list[int]) -> SequenceKV:
-    """Makes a sequence with the KV of all of `token_ids`."""
+    """Makes a sequence that has the KV of all `token_ids`."""
     kv = SequenceKV.create(pool, token_ids, max_cached_tokens=len(token_ids))
     kv.reserve(len(token_ids))
     kv.advance(len(token_ids))
@@ -54,7 +54,7 @@ def test_what_one_tenant_published_no_other_finds(pool):
     kv = SequenceKV.create(pool, tokens, max_cached_tokens=8, cache_salt=b"alice")
     kv.reserve(8)
     kv.advance(8)
-    kv.fork().publish(tokens)  # a copy keeps the salt
+    kv.fork().publish(tokens)  # a fork keeps the salt
     assert [found(salt) for salt in (b"alice", b"bob", b"")] == [8, 0, 0]
 
 

@@ -60,7 +60,7 @@ def test_a_step_that_fails_because_a_rank_was_killed_says_so(rig):
     def fail():
         with rig.group.running(MoveSlots(())):
             rig.process.kill()
-            raise RuntimeError("Connection closed by peer")  # as a collective fails
+            raise RuntimeError("Connection closed by peer")  # as a collective does when it fails
 
     with pytest.raises(RankLostError, match=r"rank 1 .* ended with status -9") as caught:
         fail()

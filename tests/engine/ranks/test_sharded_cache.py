@@ -1,4 +1,4 @@
-"""Rank 0's cache and the workers of other ranks, which are threads here: the order of their work, and their heads."""
+"""Rank 0's cache and the workers of other ranks, here threads: the order in which they work, and their heads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLOTS = np.array([5, 0, 23, 17])
 
 
 class EndlessProcess:
-    """A stand-in for the process of a rank, which never ends."""
+    """A stand-in for a rank's process. It never ends."""
 
     pid = 0
 
@@ -137,7 +137,7 @@ def test_what_one_rank_has_is_what_several_have(ranks, heads):
     ranks.cache.write(FEATURES.name, range(1), SLOTS, payload.data)
     assert np.array_equal(ranks.cache.read(FEATURES.name, range(1), SLOTS, heads=range(1)), payload)
     other = PagedKVCache(whole.planes, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-    for held in ranks.cache.head_ranges("k"):  # like frames for a node with one rank
+    for held in ranks.cache.head_ranges("k"):  # as for a node with one rank
         payload = ranks.cache.read("k", range(NUM_LAYERS), SLOTS, heads=held)
         other.write("k", range(NUM_LAYERS), SLOTS, payload.data, heads=held)
     everything = ranks.cache.read("k", range(NUM_LAYERS), SLOTS)
@@ -178,12 +178,12 @@ def test_what_does_not_fit_is_refused(ranks, lie, problem):
         ranks.cache.write(
             request["plane"], request["layers"], request["slots"], request["payload"], heads=request.get("heads")
         )
-    with pytest.raises(InternalError, match="slots"):  # the check of another rank reports it too
+    with pytest.raises(InternalError, match="slots"):  # the error of another rank's check is raised, too
         ranks.cache.read("k", range(1), np.array([99]), heads=range(NUM_HEADS - 1, NUM_HEADS))
 
 
 def test_a_read_waits_for_the_layers_that_its_fence_names(ranks):
-    """Rank 0 has finished the first layer and the others have not begun it: a push contains what they write later."""
+    """Rank 0 has finished the first layer, which the others have not begun. A push contains what they write later."""
     answers = queue.SimpleQueue()
     first = np.array([0])
     with ranks.step():
@@ -203,18 +203,18 @@ def test_a_read_waits_for_the_layers_that_its_fence_names(ranks):
 
 
 def test_a_write_waits_for_the_commands_before_it_but_not_for_the_step_at_hand(ranks):
-    """A copy may still read a block that is freed after it; a step uses no block that a transfer writes."""
+    """An earlier copy may still read a block that was freed since. A step uses no block that a transfer writes."""
     value = np.full((1, 1, NUM_HEADS * HEAD_DIM), 5, dtype=np.float32).tobytes()
     ranks.cache.copy_blocks([(0, 1)])
     with ranks.step():
-        ranks.cache.write("v", range(1), np.array([9]), value)  # the others wait in their first layer
+        ranks.cache.write("v", range(1), np.array([9]), value)  # meanwhile, other ranks wait in their first layer
         assert (ranks.caches[-1].values[0].flatten(0, 1)[9] == 5).all()
         for runner in ranks.runners:
             runner.gates.put(True)
             runner.gates.put(True)
     after = ranks.cache.read("k", range(NUM_LAYERS), np.array([0])).view(np.float32)
     own = NUM_HEADS // ranks.group.size
-    assert (after.reshape(NUM_LAYERS, NUM_HEADS, HEAD_DIM)[:, own:] == 1).all()  # reads come after the whole step
+    assert (after.reshape(NUM_LAYERS, NUM_HEADS, HEAD_DIM)[:, own:] == 1).all()  # the read came after the whole step
 
 
 def test_a_rank_that_is_gone_is_an_error_for_every_caller(ranks):

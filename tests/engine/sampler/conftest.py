@@ -15,7 +15,7 @@ from tests.support.sampler_kinds import NUMPY, TORCH, SamplerKind, SamplerOfKind
 
 @pytest.fixture
 def make_sampler(sampler_kind: SamplerKind) -> Callable[..., Sampler]:
-    """Makes a sampler of each kind. By default every id is known."""
+    """Returns a function that makes a sampler of the tested kind. By default, every id is known."""
 
     def make(vocab_size: int, known: npt.NDArray[np.bool_] | None = None) -> Sampler:
         mask = np.ones(vocab_size, dtype=np.bool_) if known is None else known
@@ -26,7 +26,7 @@ def make_sampler(sampler_kind: SamplerKind) -> Callable[..., Sampler]:
 
 @pytest.fixture(params=[TORCH.array, NUMPY.array], ids=["torch", "numpy"])
 def array(request: pytest.FixtureRequest) -> Callable[[Any], Array]:
-    """Makes an array of either library."""
+    """Returns a function that makes an array of the tested library."""
     return request.param
 
 

@@ -16,7 +16,7 @@ def params_of(**settings: object) -> SamplingParams:
 
 
 def reference_arrivals(seed: int, sample: int, position: int, vocab_size: int) -> npt.NDArray[np.float64]:
-    """Returns every arrival of one decision: [vocab] float64."""
+    """Returns the arrival times of all tokens in one decision: [vocab] float64."""
     key = split_seed(seed)
 
     def exponential(word: int) -> float:
@@ -36,14 +36,14 @@ def reference_arrivals(seed: int, sample: int, position: int, vocab_size: int) -
 def reference_distribution(values: npt.NDArray[np.float32], params: SamplingParams) -> npt.NDArray[np.float64]:
     """Returns the log-probabilities of the distribution from which a token is drawn: [vocab].
 
-    It applies the contract's steps 5 and 6 to values after step 4. For greedy rows the temperature is 1.
+    `values` are those after step 4 of the contract. This applies steps 5 and 6, for greedy rows with temperature 1.
     """
     if params.is_greedy:
         return _log_softmax(values.astype(np.float64))
-    # The sampler divides in float32, so ties are those of float32 values.
+    # The sampler divides in float32, so values that are equal in float32 are ties.
     values = (values / np.float32(params.temperature)).astype(np.float64)
     order = sorted(range(len(values)), key=lambda token_id: (-values[token_id], token_id))
-    probs = np.exp(values - values.max())  # relative to the largest: those of equal tokens add up exactly
+    probs = np.exp(values - values.max())  # relative to the largest, so sums over equal tokens are exact
     if params.min_p > 0:
         order = [token_id for token_id in order if probs[token_id] >= params.min_p * probs.max() * (1 - 1e-9)]
     if params.top_k > 0:

@@ -24,7 +24,7 @@ SIZES = [1, 63, 65, 700, 5000]
 
 
 def bits(array):
-    """Returns an array's bits, by which NaN equals itself, and 0.0 differs from -0.0."""
+    """Returns an array's dtype, shape and bits. Compared by bits, NaN equals itself, and 0.0 differs from -0.0."""
     array = np.ascontiguousarray(np.asarray(array))
     return array.dtype, array.shape, array.tobytes()
 
@@ -65,7 +65,7 @@ SETTINGS = [
 
 
 def starts(samplers, rng, vocab_size, asked=None):
-    """Returns a state of each sampler for a sample with random parameters and one of SETTINGS."""
+    """Returns each sampler's state of one sample, with random parameters and one of SETTINGS."""
     params = random_params(rng, vocab_size, **SETTINGS[rng.integers(len(SETTINGS))])
     options = {
         "sample": int(rng.integers(4)),
@@ -102,7 +102,7 @@ def test_keys_and_tables_of_logprobs_have_the_same_bits(vocab_size):
         for kind in (NUMPY, TORCH):
             table = map_row_chunks(partial(logprobs._table, num_top), kind.array(logits), kind.array(token_ids))
             tables.append(np.asarray(table).copy())
-            tables[-1][:, 2] += 0.0  # the largest value may be either zero
+            tables[-1][:, 2] += 0.0  # turns -0.0 into 0.0, as the largest value may be a zero of either sign
         one, other = tables
         assert bits(one[has_mass]) == bits(other[has_mass])
         assert np.array_equal(np.delete(one, 3, axis=1), np.delete(other, 3, axis=1), equal_nan=True)
@@ -142,6 +142,6 @@ def test_drafts_have_the_same_outcome(samplers, vocab_size, method):
         masses, outcomes = [], []
         for sampler, own in zip(samplers, rows, strict=True):
             masses.append(bits(draft_token_masses(sampler, sampler.array(logits), own)))
-            outcomes.append(repr(verify_now(RequestVerifier(sampler), logits, own)))  # NaN is not equal to itself
+            outcomes.append(repr(verify_now(RequestVerifier(sampler), logits, own)))  # repr, because NaN != NaN
         assert masses[0] == masses[1]
         assert outcomes[0] == outcomes[1]

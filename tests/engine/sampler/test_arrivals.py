@@ -12,19 +12,19 @@ GOLDEN_KEY = RaceKey(0x0123456789ABCDEF, 0, 1000)
 
 @pytest.fixture
 def place(array):
-    """An array on the device where keys are put."""
+    """An array of the tested library, on the device where keys are put."""
     return array(np.zeros(1))
 
 
 @pytest.fixture
 def all_arrivals(place):
-    """Computes all arrivals with either library: [vocab] float32."""
+    """Returns a function that computes all arrivals with the tested library: [vocab] float32."""
     return lambda key, vocab_size: np.asarray(arrivals_of(words_of([key], place), vocab_size)[0])
 
 
 def test_golden_arrivals(all_arrivals):
     arrivals = all_arrivals(GOLDEN_KEY, 49152)
-    assert arrivals[7] == pytest.approx(0.014634177, rel=1e-6)  # the first of block 0
+    assert arrivals[7] == pytest.approx(0.014634177, rel=1e-6)  # the earliest arrival of block 0
     assert arrivals[:64].argmin() == 7
     assert arrivals[:4] == pytest.approx([0.515110, 0.683612, 0.895593, 3.293830], abs=2e-6)
     assert arrivals[49151] == pytest.approx(2.658985, abs=2e-6)
@@ -54,7 +54,7 @@ def test_exponential_stays_finite_and_precise_at_both_ends(array):
 
 
 def test_arrivals_are_independent_unit_exponentials(all_arrivals):
-    """Kolmogorov-Smirnov over a vocabulary, and no correlation within blocks, samples or positions."""
+    """They pass a Kolmogorov-Smirnov test, and are not correlated within blocks or between samples or positions."""
     vocab_size = 12800
     arrivals = [
         all_arrivals(RaceKey(5, sample, position), vocab_size).astype(np.float64)
@@ -70,19 +70,19 @@ def test_arrivals_are_independent_unit_exponentials(all_arrivals):
         for shift in (1, 2, 4, 7, 32):
             pair = np.corrcoef(blocks[:, :-shift].ravel(), blocks[:, shift:].ravel())[0, 1]
             assert abs(pair) * np.sqrt(vocab_size) < 4.5
-        # Their minima over blocks are Exp(64), the winners uniform.
+        # The minimum of a block has the distribution Exp(64), and its place is uniform.
         assert kolmogorov_smirnov(arrivals[i].reshape(-1, 64).min(axis=1) * 64) < 1.95
 
 
 def test_a_wait_without_the_first_arrival_is_noticed(all_arrivals):
-    """Negative control: without the added e_b, arrivals are not Exp(1)."""
+    """Negative control: if the block's first arrival is not added to the others, arrivals are not Exp(1)."""
     times = all_arrivals(RaceKey(5, 0, 0), 64 * 3200).reshape(-1, 64).astype(np.float64)
     first = times.min(axis=1, keepdims=True)
     assert kolmogorov_smirnov(np.where(times > first, times - first, times).ravel()) > 1.95
 
 
 def kolmogorov_smirnov(times: np.ndarray) -> float:
-    """Returns sqrt(n) D against Exp(1), which exceeds 1.95 for one sample in a thousand."""
+    """Returns the statistic sqrt(n) * D against Exp(1). It exceeds 1.95 for one sample in a thousand."""
     count = len(times)
     distribution = 1 - np.exp(-np.sort(times))
     steps = np.arange(count + 1) / count

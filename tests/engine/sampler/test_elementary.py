@@ -1,4 +1,4 @@
-"""Elementary functions: equal bits everywhere, and accuracy."""
+"""Elementary functions are accurate, and have equal bits everywhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MASS_ONE = 2**44
 
 @pytest.fixture
 def logarithm(array):
-    """Computes with either library. Takes and returns numpy's arrays."""
+    """Returns a function that computes with the tested library, but takes and returns numpy's arrays."""
 
     def compute(values, rests=None):
         return np.asarray(elementary.logarithm(array(values), None if rests is None else array(rests)))
@@ -56,7 +56,7 @@ def test_what_rounding_took_counts(logarithm):
     logarithms = logarithm(rounded, (np.float32(1.0) - rounded) - small)
     assert units_in_the_last_place(logarithms, np.log1p(-small.astype(np.float64))).max() < 1.0
     without = units_in_the_last_place(logarithm(rounded), np.log1p(-small.astype(np.float64)))
-    assert without.max() > 1000  # negative control: the small ones need it
+    assert without.max() > 1000  # negative control: small values need their rests
 
 
 def test_masses_are_rounded_exponentials(masses_of):

@@ -73,7 +73,7 @@ def test_logprobs_of_both_modes_are_those_of_the_reference(ties, settings, num_t
                 logprobs = values - math.log(np.exp(values).sum())
             else:
                 logprobs = reference_distribution(edited(row, known, decision), params)
-                # Logprobs order as the distribution does, but ties survive no logarithm.
+                # Logprobs have the order of the distribution, but a logarithm does not preserve ties.
                 values = np.round(logprobs, 9)
             check(answer, expected_logprobs(logprobs, values, token_id, num_top))
 

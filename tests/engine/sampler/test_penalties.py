@@ -15,7 +15,7 @@ VOCAB_SIZE = 100
 
 @pytest.fixture
 def edited(array):
-    """Edits a row with either library."""
+    """Returns a function that edits a row with the tested library."""
 
     def edit(params, logits, penalties, assumed=()):
         editor = LogitEditor(Vocabulary.of(np.ones(len(logits), dtype=np.bool_)))
@@ -106,7 +106,7 @@ def test_rows_with_drafts_decide_as_sequential_steps_do(settings, make_sampler):
     """Row j counts the drafts before it, so decisions equal those made token by token, whatever the drafts are."""
     rng = np.random.default_rng(8)
     logits = (rng.standard_normal((8, VOCAB_SIZE)) * 2).astype(np.float32)
-    logits[:, [1, 2]] += 3  # stop tokens are tempting
+    logits[:, [1, 2]] += 3  # makes stop tokens likely
     prompt, generated, drafts = [5, 6, 6, 50], [7, 8], tuple(rng.integers(0, VOCAB_SIZE, size=7).tolist())
     params, stops = params_of(**settings), [1, 2]
     sampler = make_sampler(VOCAB_SIZE)
@@ -131,7 +131,7 @@ def test_rows_with_drafts_decide_as_sequential_steps_do(settings, make_sampler):
 
 
 def test_ignoring_drafts_is_noticed(make_sampler):
-    """Negative control: without the drafts before it a row would have another token."""
+    """Negative control: a row that did not count the drafts before it would have another token."""
     logits = np.zeros((8, VOCAB_SIZE), dtype=np.float32)
     logits[:, 7] = 9.0
     params = params_of(temperature=0.0, frequency_penalty=2.0, presence_penalty=2.0)

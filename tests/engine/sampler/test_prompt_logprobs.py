@@ -1,4 +1,4 @@
-"""Logprobs of a prompt's tokens: those that generated tokens would have, in pieces of any size."""
+"""A prompt's tokens have the logprobs that generated tokens would have, whatever pieces they are computed in."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_plans_last_rows_are_taken(logits, token_ids):
     assert others.tolist() == logits[:3].tolist()
     assert {each.key: list(entries) for each, entries in read(*scored)} == {
         1: read(pending_prompt_logprobs(logits[3:7], token_ids[:4], 2))[0],
-        2: read(pending_prompt_logprobs(logits[7:12], token_ids[4:9], 2))[0][2:],  # it was preempted: two were known
+        2: read(pending_prompt_logprobs(logits[7:12], token_ids[4:9], 2))[0][2:],  # two were known before a preemption
     }
     assert first.scoring is None
     assert second.scoring.num_done == 5

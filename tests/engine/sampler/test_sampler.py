@@ -39,7 +39,7 @@ SETTINGS = [
 
 
 def test_a_row_does_not_depend_on_its_batch(make_sampler):
-    """Alone, with any other rows, in any order and place, it has the same token and the same bits of logprobs."""
+    """It has the same token and the same bits of logprobs alone, with any other rows, and at any place among them."""
     rng = np.random.default_rng(1)
     sampler, fresh = make_sampler(VOCAB_SIZE), make_sampler(VOCAB_SIZE)
     logits = random_logits(42)
@@ -139,7 +139,7 @@ def test_the_same_luck_makes_a_similar_drafter_agree(make_sampler):
 )
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_row_of_nan_is_decided_for_the_first_of_them(make_sampler, settings):
-    """Bad weights must not end a step, whose other rows are valid. An unknown id is banned, whatever its logit."""
+    """NaN must not end a step, since other rows may be valid. An unknown id is banned, whatever its logit."""
     known = np.arange(VOCAB_SIZE) != 0
     logits = random_logits(4)
     logits[1, :] = np.nan

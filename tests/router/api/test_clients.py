@@ -1,4 +1,4 @@
-"""A router that requires tokens of its clients."""
+"""A router that requires secret tokens from its clients."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_a_strangers_message_is_not_even_read(cluster, clients):
 
 
 async def test_requests_belong_to_who_made_them(cluster, clients):
-    cluster.decode.step_seconds = 0.1  # 40 s in total
+    cluster.decode.step_seconds = 0.1  # all 400 tokens would take 40 s
     await cluster.serve(clients=clients)
     request = cluster.request(request_id="r", max_tokens=400, resume_window={"seconds": 30})
     own = cluster.stub.Generate(request, metadata=ALICE, timeout=2 * PATIENCE_SECONDS)
@@ -106,7 +106,7 @@ async def test_prefixes_are_cached_for_each_tenant(cluster, clients):
 
 
 async def test_aborting_what_runs_is_never_refused_and_guessing_is_charged(cluster, clients):
-    cluster.decode.step_seconds = 0.1  # 40 s in total
+    cluster.decode.step_seconds = 0.1  # all 400 tokens would take 40 s
     await cluster.serve(clients=clients)
     request = cluster.request(request_id="r", max_tokens=400)
     call = cluster.stub.Generate(request, metadata=BOB, timeout=2 * PATIENCE_SECONDS)
@@ -121,7 +121,7 @@ async def test_aborting_what_runs_is_never_refused_and_guessing_is_charged(clust
 
 @pytest.mark.parametrize("of_one_name", [True, False])
 async def test_one_client_cannot_take_all_watches(cluster, clients, monkeypatch, of_one_name):
-    """Clients are identified by name, and without tokens by address."""
+    """Clients are identified by name, or, without a token file, by address."""
     monkeypatch.setattr("router.api.servicer.MAX_WATCHES_PER_CLIENT", 2)
     await cluster.serve(clients=clients if of_one_name else None)
 

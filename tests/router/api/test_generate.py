@@ -38,7 +38,7 @@ async def test_summary_has_the_figures_of_all_nodes(cluster):
     await cluster.serve()
     answer = await cluster.generate(text="0123456789", max_tokens=9)
     metrics, usage = answer.summary.metrics, answer.summary.usage
-    assert (usage.num_prompt_tokens, usage.num_cached_tokens) == (10, 4)  # 5 in prefill, the last in decode
+    assert (usage.num_prompt_tokens, usage.num_cached_tokens) == (10, 4)  # prefill computed 5, decode the last
     assert 0 < metrics.queue_seconds <= metrics.ttft_seconds <= metrics.e2e_seconds
     assert metrics.prefill_seconds == pytest.approx(0.001)
     assert (metrics.kv_transfer.connector, metrics.kv_transfer.bytes) == ("fake", 9 * 64)
@@ -335,7 +335,7 @@ async def test_min_tokens_counts_the_tokens_that_were_brought(cluster):
     await cluster.serve()
     answer = await cluster.generate(
         min_tokens=3,
-        generated_token_ids=[97, 256],  # min_tokens excluded end-of-text there
+        generated_token_ids=[97, 256],  # min_tokens excluded end-of-text (256) there
         output=router_pb2.OutputOptions(echo=True),
     )
     assert len(answer.token_ids()) == 6

@@ -25,7 +25,7 @@ def router():
 
 
 async def honest_streams(cluster):
-    """Returns (the token ids of each stream, the numbers of attempts); 1 means that no node seemed lost."""
+    """Returns (each stream's token ids, the set of numbers of attempts). One attempt means that no node seemed lost."""
     answers = await asyncio.gather(*(cluster.generate(seed=n, max_tokens=NUM_TOKENS) for n in range(NUM_STREAMS)))
     return [answer.token_ids() for answer in answers], {answer.summary.metrics.attempts for answer in answers}
 

@@ -16,7 +16,7 @@ from tests.support.memory_store import MemoryAnswerStore
 
 
 class TakenStore(MemoryAnswerStore):
-    """A store in which another router creates a lost request just before this one does."""
+    """A store in which another router creates a request that was lost, just before this router does."""
 
     num_refused = 0
     is_taken = False
@@ -68,7 +68,7 @@ class RefusingStore(MemoryAnswerStore):
 
     def __init__(self, **fields):
         super().__init__(**fields)
-        self.starts = Counter()  # of spans, by request and position
+        self.starts = Counter()  # number of spans by request and start position
 
     async def append(self, spans):
         spans = list(spans)
@@ -116,7 +116,7 @@ async def test_a_store_that_was_emptied_is_filled_again_by_several_calls_at_a_ti
 
 
 async def test_a_whole_answer_is_looked_at_again_when_it_is_read_and_when_its_window_ends(cluster):
-    """It is not polled in between."""
+    """The keeper does not poll the answer in between."""
     _, records = await serve(cluster, lease_seconds=0.1, store_lease_seconds=0.1)
     keeper = cluster.service.requests.keeper
     await cluster.generate(request(cluster, 3, seconds=1.0))

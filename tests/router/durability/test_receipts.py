@@ -38,7 +38,7 @@ def lost(cluster):
 
 
 async def kept(cluster, folder, number=1):
-    """Returns the receipts, once there are so many."""
+    """Waits until there are `number` receipts, and returns all that have been written."""
     await cluster.eventually(lambda: len(lines_of(folder)) >= number, what="receipts")
     return [Receipt.from_line(line) for line in lines_of(folder)]
 
@@ -73,7 +73,7 @@ async def test_a_receipt_has_the_complete_request_its_tokens_and_who_computed_th
     assert list(complete.token_ids.ids) == list(b"a prompt")
     assert complete.sampling.seed == answer.started.seed
     assert complete.speculation.method == router_pb2.VERIFICATION_METHOD_COUPLED
-    for unchanged in (request, complete):  # all else is as the client sent it
+    for unchanged in (request, complete):  # all other fields are as the client sent them
         unchanged.sampling.ClearField("seed")
         unchanged.ClearField("speculation")
         unchanged.ClearField("prompt")
@@ -145,7 +145,7 @@ async def test_the_router_that_finishes_an_answer_keeps_it_whole_and_the_one_bef
     await router_pair.serve(receipts=str(folder))
     call, _, deltas = await router_pair.begin()
     next_position = deltas[-1].start_position + len(deltas[-1].token_ids)
-    messages = await router_pair.resume({0: next_position})  # while the first router is alive
+    messages = await router_pair.resume({0: next_position})  # on the second router, while the first is alive
     first = router_pair.first
     assert (await refused(call)).reason == "RESUMED_ELSEWHERE"
     receipts = await kept(first, folder)
@@ -280,7 +280,7 @@ async def test_a_disk_that_hangs_holds_up_neither_an_answer_nor_the_routers_end(
     try:
         for number in range(5):
             await cluster.generate(request_id=f"r-{number}")
-        await cluster.eventually(lambda: lost(cluster) == 2)  # one is being written, two wait
+        await cluster.eventually(lambda: lost(cluster) == 2)  # of the five receipts, one is being written and two wait
         await cluster.service.stop()
         assert lost(cluster) == 5
     finally:
@@ -297,7 +297,7 @@ async def test_a_store_is_that_of_the_router_with_its_password(store_server):
     config = RouterConfig(store=store_server.url, receipts="store", store_timeout_seconds=PATIENCE_SECONDS)
     sink = keeper.make_sink(config, incarnation=b"me", environ={"OUTRIDER_STORE_PASSWORD": "s3cret"})
     assert sink.name == f"{store_server.url}/0"
-    (reason,) = await sink.write([receipt_line("a")])  # the server has no password
+    (reason,) = await sink.write([receipt_line("a")])  # the server rejects a password because it has none
     assert "AUTH" in reason
     assert "s3cret" not in reason
     await sink.close()

@@ -123,7 +123,7 @@ async def test_a_client_that_goes_to_another_router_and_back_keeps_its_stream(pa
     await pair.serve()
     pair.first.decode.step_seconds = 0.05
     await pair.begin(num_deltas=2)
-    renewal = gated(pair.stores[0], "renew")  # which would tell the first router of the second
+    renewal = gated(pair.stores[0], "renew")  # a renewal would reveal the take-over to the first router
     await renewal.until_entered()
     resumed = pair.second.resume_call()
     assert (await resumed.read()).HasField("started")
@@ -167,7 +167,7 @@ async def test_an_abort_at_the_router_that_has_lost_the_request_reaches_the_one_
     await pair.serve()
     pair.first.decode.step_seconds = 0.1
     await pair.begin(num_deltas=2)
-    renewal = gated(pair.stores[0], "renew")  # which would tell it
+    renewal = gated(pair.stores[0], "renew")  # a renewal would reveal the take-over to the first router
     await renewal.until_entered()
     resumed = pair.second.resume_call()
     assert (await resumed.read()).HasField("started")
@@ -181,7 +181,7 @@ async def test_an_abort_at_the_router_that_has_lost_the_request_reaches_the_one_
 
 
 async def test_a_router_that_stops_ends_no_request_for_good_whatever_it_is_doing(pair, monkeypatch):
-    """After a drain that takes too long, only `stop` is called."""
+    """The test calls only `stop`, as happens after a drain that has taken too long."""
     monkeypatch.setattr("router.requests.machine.STATS_SECONDS", PATIENCE_SECONDS)
     await pair.serve(max_waiting=4)
     prefill, decode = pair.first.prefill, pair.first.decode
@@ -189,7 +189,7 @@ async def test_a_router_that_stops_ends_no_request_for_good_whatever_it_is_doing
     decode.step_seconds = 0.0
     whole = pair.first.stub.Generate(pair.request(request_id="whole", max_tokens=2))
     while not (await whole.read()).HasField("finished"):
-        pass  # only the prefill node's statistics are missing
+        pass  # from now on, only the prefill node's statistics are missing
     decode.step_seconds, decode.max_running = 0.01, 1
     calls = [pair.first.stub.Generate(pair.request(request_id=name)) for name in ("running", "waiting")]
     await pair.first.eventually(lambda: pair.first.context.queue.num_waiting == 1)
@@ -215,7 +215,7 @@ async def test_a_resume_whose_window_ends_while_the_store_is_asked_is_not_left_w
     outcome = (await asyncio.gather(resumed, return_exceptions=True))[0]
     if isinstance(outcome, grpc.aio.AioRpcError):
         assert outcome.code() is grpc.StatusCode.NOT_FOUND
-    else:  # the store still had it
+    else:  # the store still had the request
         assert told(outcome)
     cluster.decode.step_seconds = 0.0
 

@@ -20,7 +20,7 @@ from router.store_address import store_address
 from tests.support.store_server import StoreServer, tls_in_front_of
 
 PATIENCE_SECONDS = 30.0
-TIMEOUT_SECONDS = 0.4  # of calls to a server that does not answer
+TIMEOUT_SECONDS = 0.4  # timeout of calls to a server that does not answer
 NAP_SECONDS = 0.02
 STORED = StoredRequest(
     request_id="r1", fingerprint="f", resume_window_seconds=30.0, start_position=3, request=b"request"
@@ -41,7 +41,7 @@ async def store(store_server):
 
 @pytest.fixture
 async def server_keys(store_server):
-    """A client of the server, as an operator would use."""
+    """A plain Valkey client of the server, like an operator's."""
     client = Valkey(host="127.0.0.1", port=store_server.port)
     yield client
     await client.aclose()
@@ -63,7 +63,7 @@ def all_calls(store):
 async def end_in_time(work):
     """Returns the result of `work`, which must end within twice the store's timeout.
 
-    Counted in naps of the event loop, which a machine that is busy with other things makes longer, not more.
+    The time is counted in naps of the event loop. On a busy machine, each nap takes longer, so `work` gets more time.
     """
     task = asyncio.ensure_future(work)
     for _ in range(round(2 * TIMEOUT_SECONDS / NAP_SECONDS)):
@@ -112,7 +112,7 @@ async def test_a_frozen_server_holds_no_call_beyond_its_timeout(store, store_ser
             assert {type(result) for result in results} == {StoreError}
     finally:
         store_server.thaw()
-    # Earlier calls may have taken effect. Their responses must not be taken for those of later calls.
+    # Earlier calls may have taken effect. Their responses must not be mistaken for those of later calls.
     await store.create(STORED)
     await store.append([TokenSpan("r1", 0, 3, [7, 8])])
     for _ in range(40):
@@ -131,7 +131,7 @@ async def test_a_server_that_was_emptied_says_what_is_missing(store, server_keys
 
 async def test_spans_that_are_repeated_as_they_were_or_with_more_are_stored_once(store, server_keys):
     await store.create(STORED)
-    for number in range(98):  # as if the server always responded too late
+    for number in range(98):  # repeats, as if every response had come too late
         await store.append([TokenSpan("r1", 0, 3, range(1 + number // 2))])
     (tokens,) = [key for key in await server_keys.keys() if key.endswith(b":tokens")]
     entries = await server_keys.lrange(tokens, 0, -1)

@@ -20,7 +20,7 @@ def breaker(clock):
 
 
 def cooldown_of(breaker, clock):
-    """Waits until the cooldown is over. Returns its seconds."""
+    """Waits until the cooldown is over. Returns the seconds that it took."""
     start = clock()
     while breaker.is_open:
         clock.advance(0.1)
@@ -127,7 +127,7 @@ async def test_a_request_that_fails_wherever_it_goes_opens_no_breaker(node_pair,
     links = [node_pair.link_of(node) for node in nodes]
     for node in nodes:
         node.fails_with, node.fails_opens = grpc.StatusCode.INTERNAL, True
-    if role == "prefill":  # then the decode node computes the prompt
+    if role == "prefill":  # without a prefill node, the decode node computes the prompt
         assert (await node_pair.generate(max_tokens=2)).token_ids()
     else:
         assert (await node_pair.fail(max_tokens=2)).reason == "REQUEST_LOSES_NODES"

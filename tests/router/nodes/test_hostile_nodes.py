@@ -29,7 +29,7 @@ def stalls(node):
 
 
 def boasts(node):
-    """Reports that the node is never busy nor late and has unlimited room, and pushes nothing."""
+    """Reports that the node is never busy or late and has unlimited room, and pushes nothing."""
     load = NodeLoad(num_outstanding_tokens=0, kv_blocks_free=2**31 - 1, tokens_per_second=1e30)
     node.pushes = False
     node.report = lambda: NodeReport(
@@ -60,7 +60,7 @@ async def honest_streams(cluster):
 async def test_streams_go_on_with_the_honest_node(node_pair, behave):
     await node_pair.serve(kv_ready_timeout_seconds=1.0)
     undisturbed = await honest_streams(node_pair)
-    honest, hostile = sorted(node_pair.prefills, key=lambda node: len(node.requests))  # it has the prompt's prefix
+    honest, hostile = sorted(node_pair.prefills, key=lambda node: len(node.requests))  # `hostile` holds the prefix
     num_asked, num_honest = len(hostile.requests), len(honest.requests)
     behave(hostile)
     assert await honest_streams(node_pair) == undisturbed

@@ -20,7 +20,7 @@ class EndedError(Exception):
 
 
 class Transport:
-    """A transport to a node that has these states in turn. None: it raises PeerLostError."""
+    """A transport to a node that reports these states in turn. For None, it raises PeerLostError instead."""
 
     def __init__(self, states):
         self._states = iter(states)
@@ -38,7 +38,7 @@ class Transport:
 
 
 async def pauses_of(monkeypatch, states, num_pauses=60):
-    """Returns the pauses of a link. Its node is an alias of another one when it serves."""
+    """Returns a link's pauses in seconds. If the link's node serves, it is approved as an alias of another node."""
     pauses = []
 
     async def pause(seconds):

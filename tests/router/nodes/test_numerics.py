@@ -62,7 +62,7 @@ async def test_a_third_kind_is_warned_of_again_and_the_same_kind_not(cluster, wa
 
 
 async def test_a_reservation_is_filled_by_nodes_of_one_kind_only(node_pair):
-    """The hashes of its KV blocks depend on the numerics."""
+    """The hashes of a reservation's KV blocks depend on the numerics."""
     node_pair.prefills[0].model, node_pair.prefills[1].model = EXACT, OTHER
     for node in node_pair.decodes:
         node.model = EXACT
@@ -81,7 +81,7 @@ async def test_a_reservation_is_filled_by_nodes_of_one_kind_only(node_pair):
 
 
 async def test_the_shortest_window_of_all_nodes_is_served(cluster):
-    """An answer may continue on any of them."""
+    """An answer may continue on any node."""
     cluster.nodes += [FakeDecodeNode(name="decode-1", model=fake_model_info(max_model_len=100))]
     cluster.nodes += [FakeDecodeNode(name="decode-2", model=fake_model_info(max_model_len=300))]
     await cluster.serve()

@@ -87,7 +87,7 @@ async def test_a_request_that_moves_shows_both_decode_nodes(node_pair, tracer):
 
 
 async def test_what_is_not_sampled_is_no_span_and_no_byte(cluster, tracer):
-    """This includes hostile values. The router does not start traces by itself here."""
+    """Hostile headers count as not sampled, because the router does not start traces by itself here."""
     await cluster.serve(tracer=tracer)
     for traceparent in (NOT_SAMPLED, *HOSTILE[1:5], "x" * 2000):
         messages = await generate(cluster, (("traceparent", traceparent),))

@@ -21,11 +21,11 @@ from tests.support.memory import traced
 from tests.support.router_fakes import fake_model_info
 
 TOKEN = 96
-"""Bytes of one token."""
+"""Bytes that the budget charges for one token."""
 
 
 def request(num_prompt_tokens=1, max_tokens=1, num_brought=0):
-    """An answer in a budget. By default no growth is expected."""
+    """Returns the request of an answer in a budget. By default, the answer is not expected to grow."""
     return Request(
         request_id="r",
         prompt_token_ids=(1,) * num_prompt_tokens,
@@ -239,7 +239,7 @@ async def test_long_windows_reserve_nothing_for_tokens_that_may_never_come(wide)
 
 
 async def test_a_client_that_never_reads_locks_nobody_out(cluster, monkeypatch):
-    """gRPC buffers megabytes for a client that does not read; this writer takes nothing."""
+    """gRPC buffers megabytes for a client that does not read, so the test uses a writer that takes nothing."""
     monkeypatch.setattr(answer_budget, "STALLED_SECONDS", 0.05)
     monkeypatch.setattr(answer_budget, "TICK_SECONDS", 0.01)
     await cluster.serve(answer_memory_bytes=65_536)
@@ -273,7 +273,7 @@ async def test_an_answer_that_is_kept_takes_no_more_memory_than_it_is_charged(cl
         cluster.prefill.requests.clear()
         gc.collect()
 
-    await keep(5)  # allocates what is allocated once per process
+    await keep(5)  # makes the allocations that are made once per process
     excesses = []
     with traced() as size:
         for _ in range(5):

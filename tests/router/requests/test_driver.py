@@ -28,7 +28,7 @@ def live(cluster, request_id="r"):
 
 
 async def test_an_answer_that_waits_for_its_client_does_not_keep_the_request_as_it_was_sent(cluster):
-    """It may have megabytes of text, which the memory budget of answers does not count."""
+    """The request may hold megabytes of text, which the memory budget of answers does not count."""
     await cluster.serve()
     await cluster.generate(cluster.resumable(max_tokens=3))
     assert live(cluster)._driver.encoded.proto is None
@@ -36,7 +36,7 @@ async def test_an_answer_that_waits_for_its_client_does_not_keep_the_request_as_
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), grpc.aio.UsageError("Channel is closed.")])
 async def test_a_prefill_call_that_ends_unexpectedly_is_a_failed_transfer(cluster, error):
-    """For example because gRPC cancels all calls of a channel that is closed."""
+    """For example, gRPC cancels all calls of a channel that is closed."""
     await cluster.serve()
     transport = cluster.service.nodes.prefill_nodes[0].transport
     prefill = transport.prefill
@@ -76,7 +76,7 @@ async def test_a_summary_that_cannot_be_made_fails_the_request_once_in_every_vie
 
 
 async def test_a_prefill_call_that_is_over_is_not_watched_any_more(cluster):
-    """Otherwise a node that turns late later would be counted as hedged."""
+    """Otherwise a node that becomes late afterwards would be counted as hedged."""
     cluster.prefill.fails_with = grpc.StatusCode.INTERNAL
     await cluster.serve()
     link = cluster.service.nodes.prefill_nodes[0]
@@ -179,7 +179,7 @@ async def test_however_a_request_ends_it_is_counted_once(cluster, how, reason, w
 
 @pytest.fixture
 async def encoding(cluster, monkeypatch):
-    """Starts a call of a request "r" whose encoding waits for `cluster.encoded`."""
+    """Starts a call for request "r", whose encoding waits for `cluster.encoded`."""
     await cluster.serve()
     cluster.encoded = asyncio.Event()
 
@@ -244,7 +244,7 @@ async def test_what_grows_beyond_the_memory_ends_the_newest_in_the_middle_of_the
     tasks = [asyncio.ensure_future(cluster.generate(request_id="old", max_tokens=400))]
     await cluster.eventually(lambda: len(cluster.decode.groups) == 1)
     newest = asyncio.ensure_future(cluster.fail(request_id="new", max_tokens=400))
-    await cluster.eventually(lambda: len(cluster.decode.groups) == 2)  # it has been encoded, too
+    await cluster.eventually(lambda: len(cluster.decode.groups) == 2)  # the new request has been encoded, too
     await cluster.eventually(lambda: live(cluster, "new").answer.num_generated_tokens > 3)
     budget._limit_bytes = budget.reserved_bytes
     assert (await newest).reason == "JOURNAL_FULL"

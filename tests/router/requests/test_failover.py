@@ -15,7 +15,7 @@ from tests.support.router_fakes.decode_node import letters
 
 LONG = 300
 FOREVER_SECONDS = 300.0
-"""Seconds after which a late node would be declared lost. The tests are faster, so work migrates by hedges only."""
+"""Seconds after which a late node would be declared lost. The tests end earlier, so work migrates by hedges only."""
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def outline(answer):
 
 
 def with_a_mark(opened, sample):
-    """Returns the letters with another 61st token."""
+    """Returns the letters, with a different token at index 60."""
     return [33 if place == 60 else token_id for place, token_id in enumerate(letters(opened, sample))]
 
 
@@ -65,7 +65,7 @@ async def test_an_answer_is_the_same_whatever_happens_to_its_decode_node(pair, k
     await pair.serve()
     undisturbed = await pair.generate(**fields)
     num_opened = pair.num_opened
-    pair.pace(0.02)  # so slow that it does not end before it migrates
+    pair.pace(0.02)  # so slow that the answer does not end before it migrates
     task = asyncio.ensure_future(pair.generate(**fields))
     await pair.until_streaming(num_tokens=10)
     busy, free = pair.busy_and_free()

@@ -12,12 +12,12 @@ from tests.support.router_fakes.decode_node import letters
 
 LONG = 400
 FOREVER_SECONDS = 300.0
-"""Seconds after which a late node would be declared lost. The tests are faster, so work migrates by hedges only."""
+"""Seconds after which a late node would be declared lost. The tests end earlier, so work migrates by hedges only."""
 
 
 @pytest.fixture
 def pair(node_pair):
-    """Nodes with slow steps, so that an answer outlasts what happens to its node. `finish` makes them fast."""
+    """Nodes with slow steps, so that an answer outlasts what happens to its node. `finish` makes the steps fast."""
     node_pair.pace(0.01)
     return node_pair
 
@@ -33,7 +33,7 @@ async def finish(pair, task):
 
 
 async def test_a_hedge_that_was_refused_leaves_the_budget_for_another_one(pair, monkeypatch):
-    monkeypatch.setattr("outrider.service.liveness.SILENT_SECONDS", FOREVER_SECONDS)  # else there is no limit
+    monkeypatch.setattr("outrider.service.liveness.SILENT_SECONDS", FOREVER_SECONDS)  # silent nodes have no limit
     await pair.serve(liveness_timeout_seconds=FOREVER_SECONDS)
     task, busy, free = await pair.begin(LONG)
     free.max_running = 0
@@ -66,7 +66,7 @@ async def test_a_request_whose_only_large_enough_node_is_gone_holds_up_nobody(pa
 async def test_a_request_that_ends_as_its_turn_comes_takes_no_place_and_costs_no_other_request_its_own(
     cluster, monkeypatch
 ):
-    """It is aborted in the turn of the event loop in which room comes, before its task has left the queue."""
+    """It is aborted in the same turn of the event loop in which room appears, before its task has left the queue."""
     await cluster.serve(prefill_outstanding_tokens=64, liveness_timeout_seconds=FOREVER_SECONDS)
     requests, placement = cluster.service.requests, cluster.context.placement
     release_prefill = placement.release_prefill

@@ -1,6 +1,6 @@
-"""Random walks of a request's machine through events that can occur, with the checks of scenarios.
+"""Random walks of a request's machine through events that can occur. Scenarios' checks apply to each event.
 
-A walk is recorded as a scenario (`tests.support.scenarios`), so that one that fails can become a test.
+A walk is recorded as a scenario (`tests.support.scenarios`), so that a failing walk can become a test.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Walk:
 
     def __init__(self, seed: int) -> None:
         self.told: list[str] = []  # the scenario so far
-        self.seen: set[object] = set()  # states, and those of two attempts at once
+        self.seen: set[object] = set()  # states of the request and its attempts, alone and as a tuple
         self._random = random.Random(seed)
         self._scenario = Scenario()
-        self._sent: dict[tuple[int, int], int] = {}  # by attempt and sample: the next position that its node sends
+        self._sent: dict[tuple[int, int], int] = {}  # (attempt, sample) -> the next position that the node sends
         self._num_reading = 0
         self._num_nodes = 0
         self._tell(self._random.choice(REQUESTS))
 
     def run(self) -> None:
-        """Walks. Raises: AssertionError or KeyError if something is held twice, lost or forgotten."""
+        """Makes the walk. Raises: AssertionError or KeyError if something is held twice, lost or forgotten."""
         for _event in range(NUM_EVENTS):
             choices = self._choices()
             [(_weight, line)] = self._random.choices(choices, [weight for weight, _line in choices])
@@ -86,7 +86,7 @@ class Walk:
         ledger = self._scenario.ledger
         if ledger.choosing:
             return [(1, f"prefill-chosen {min(ledger.choosing)} {chosen}") for chosen in (self._new_node("p"), "none")]
-        if ledger.num_hedges_wanted:  # before its result, only the router's own events can occur
+        if ledger.num_hedges_wanted:  # until the hedge is placed or refused, only the router's own events can occur
             place = f"placed {self._new_node('d')} {self._new_node('p')} hedge"
             return [(8, place), (4, "not-placed"), (3, "fail ANSWER_MEMORY_FULL"), (1, "drop ANSWER_EVICTED")]
         choices = self._of_clients()
@@ -166,7 +166,7 @@ class Walk:
 
 
 def walk(seed: int) -> Walk:
-    """Walks. If the walk fails, its scenario is added to the error."""
+    """Makes a walk. If it fails, its scenario is added to the error."""
     walked = Walk(seed)
     try:
         walked.run()
@@ -184,7 +184,7 @@ def test_nothing_is_lost_on_any_way():
 
 
 def nothing(*_arguments: object) -> None:
-    """Replaces a method, as if it had been forgotten."""
+    """Replaces a method, as if the machine forgot to call it."""
 
 
 def walk_all() -> None:

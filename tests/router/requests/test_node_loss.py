@@ -51,7 +51,7 @@ async def test_without_a_decode_node_a_request_waits_as_long_as_is_configured(cl
 
 @pytest.mark.parametrize("how", ["frozen", "restarted", "session broken", 8, 14, 2, 13])
 async def test_an_answer_goes_on_when_its_only_decode_node_is_back_or_gives_it_up(cluster, how):
-    """A number is the status with which the node fails the group."""
+    """If `how` is a number, it is the gRPC status with which the node fails the group."""
     cluster.decode.step_seconds = 0.002
     await cluster.serve()
     streaming = start_stream(cluster)
@@ -93,7 +93,7 @@ async def test_a_lost_prefill_node_without_another_leaves_the_prompt_to_the_deco
     answer = await asyncio.wait_for(streaming, PATIENCE_SECONDS)
     assert len(answer.token_ids()) == 20
     retargeted = [command.transfer_id for command in cluster.decode.retargeted]
-    assert retargeted[-1] == b""  # the router may try it once more before it knows that it is lost
+    assert retargeted[-1] == b""  # the router may try the lost node once more before it notices the loss
     assert answer.summary.metrics.attempts == 1 + len(retargeted) <= 3
     assert len(cluster.decode.opened) == 1, "the reservation stayed"
 
@@ -146,7 +146,7 @@ async def test_nodes_of_different_features_are_not_paired_and_both_are_named(clu
     for _ in range(4):
         assert (await cluster.generate(max_tokens=8)).token_ids()
     assert not (other.opened if kind is FakeDecodeNode else other.requests)
-    for node in (cluster.decode, cluster.prefill):  # once the others have left, it is approved
+    for node in (cluster.decode, cluster.prefill):  # once these nodes have left, the stranger is approved
         cluster.nodes.remove(node)
         await node.stop()
     await cluster.eventually(lambda: refused.is_serving)

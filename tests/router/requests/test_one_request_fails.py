@@ -30,7 +30,7 @@ class BrokenText:
 
 
 async def test_a_detokenizer_that_fails_ends_its_own_request_only(cluster):
-    cluster.decode.step_seconds = 0.02  # the other requests run while it fails
+    cluster.decode.step_seconds = 0.02  # slow, so that the other requests still run when it fails
     await cluster.serve()
     session = cluster.service.nodes.decode_nodes[0].session
     others = [asyncio.ensure_future(cluster.generate(seed=seed, max_tokens=LONG)) for seed in range(2)]

@@ -19,7 +19,7 @@ LONG = 400
 
 
 async def start_long(cluster):
-    """Starts a request that runs until it is stopped, since the node's steps are slow. Its Started has been read."""
+    """Starts a request that runs until it is stopped, since node steps are slow. Returns its call after Started."""
     call = cluster.stub.Generate(cluster.request(max_tokens=LONG))
     assert (await call.read()).HasField("started")
     return call
@@ -151,7 +151,7 @@ async def test_higher_priority_goes_first_then_arrival(full):
         order.append(name)
 
     tasks = []
-    entries = [("first", 0, 90), ("second", 0, 10), ("low", -5, 10), ("high", 9, 90)]  # a short prompt passes no other
+    entries = [("first", 0, 90), ("second", 0, 10), ("low", -5, 10), ("high", 9, 90)]  # short prompts overtake none
     for num_before, entry in enumerate(entries):
         tasks.append(asyncio.ensure_future(one(*entry)))
         await wait_for_queue(full, num_before + 1)
@@ -184,7 +184,7 @@ NUM_REQUESTS = 48
 
 
 class Load:
-    """Clients that send a request as soon as the last one has ended or was rejected."""
+    """Clients that each send a request as soon as their previous one has ended or was rejected."""
 
     def __init__(self, cluster):
         self._cluster = cluster

@@ -94,7 +94,7 @@ async def test_another_router_that_takes_the_answer_over_has_them_computed_again
 
 @pytest.mark.parametrize("how", ["dies", "sends nonsense"])
 async def test_what_is_lost_with_its_prefill_node_is_computed_again(node_pair, how):
-    """It is lost after the KV was complete and the answer's tokens were computed."""
+    """The logprobs are lost after the KV was complete and the answer's tokens were computed."""
     pair = await node_pair.serve()
     for node in pair.prefills:
         node.answer_gate = asyncio.Event()
@@ -116,7 +116,7 @@ async def test_what_is_lost_with_its_prefill_node_is_computed_again(node_pair, h
 
 
 async def test_prompts_that_are_scored_keep_no_others_in_the_queue(serving):
-    """A step has rows for one scored prompt. More of them at a node would only hold places and reserved blocks."""
+    """A step has room for one scored prompt only. More of them at a node would only hold places and reserved blocks."""
     serving.prefill.max_rows_per_step = 64
     await serving.eventually(lambda: serving.service.nodes.prefill_nodes[0].report.load.max_rows_per_step == 64)
     gate = serving.prefill.answer_gate = asyncio.Event()
@@ -156,7 +156,7 @@ async def test_a_continuation_that_has_ended_already_has_them(serving):
 
 @pytest.mark.parametrize(("num_counted", "waits"), [(MAX_SCORED_ROWS, False), (10_000, True)])
 async def test_other_prompts_are_computed_beside_one_that_is_scored(serving, monkeypatch, num_counted, waits):
-    """A scored prompt counts with its rows per step. Counted whole, it would keep others in the queue."""
+    """A scored prompt counts as MAX_SCORED_ROWS tokens. If all of it counted, it would keep others in the queue."""
     monkeypatch.setattr("router.scheduling.placement.MAX_SCORED_ROWS", num_counted)
     serving.prefill.max_rows_per_step = 64
     await serving.eventually(lambda: serving.service.nodes.prefill_nodes[0].report.load.max_rows_per_step == 64)

@@ -1,6 +1,6 @@
 """Scenarios of one request (`tests/router/scenarios/*.txt`): the machine's response to each event.
 
-`pytest tests/router/requests/test_scenarios.py --rewrite` writes the responses; read the difference.
+`pytest tests/router/requests/test_scenarios.py --rewrite` writes the responses into the files; review the diff.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The nodes that a request gets, and what it waits for: placement and the queue with links without connections."""
+"""Placement and the queue: the nodes that a request gets, and what it waits for. The links have no connections."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Nodes:
         await asyncio.sleep(0)
 
     async def refuse(self, num_tokens, num_samples=1):
-        """Starts a request that every decode node with too few free blocks rejects, so that it waits."""
+        """Starts a request. Every decode node that it is placed on rejects it for lack of blocks, until it waits."""
         task = await self.ask(num_tokens, num_samples)
         while task.done():
             place = task.result()
@@ -111,7 +111,7 @@ SIZE = Size(160, 2)
     ("is_kept_out", "size", "load", "after"),
     [
         (False, SIZE, ROOM, 0.5),
-        (True, SIZE, ROOM, 0.4),  # another router goes first
+        (True, SIZE, ROOM, 0.4),  # within the rejection's wait_seconds (0.5), another router goes first
         (True, Size(1, 1), ROOM, 0.4),
         (True, SIZE, NodeLoad(kv_blocks_free=9, num_sequences_free=2), 1.0),
         (True, SIZE, NodeLoad(kv_blocks_free=10, num_sequences_free=1), 1.0),
@@ -220,7 +220,7 @@ async def test_no_prefill_node_is_kept_that_gets_nothing_because_it_failed(make_
 
 
 async def test_what_waits_for_two_kinds_of_nodes_gets_both(make_nodes):
-    """Others take the room of one role while the request waits for the other role, but not forever."""
+    """Other requests take the room of one role while the request waits for the other role, but not forever."""
     nodes = make_nodes(num_decode_nodes=2, num_prefill_nodes=2)
     for link in nodes.prefill_nodes:
         link.num_outstanding_tokens = 300

@@ -31,7 +31,7 @@ def budget(nodes):
 
 
 def num_moves(budget, late):
-    """Hedges until the limit is reached. Returns the number of hedges; 20: there is no limit."""
+    """Hedges until the limit is reached. Returns the number of hedges, or 20 if there is no limit."""
     for num in range(20):
         if not budget.may_hedge(late):
             return num
@@ -43,7 +43,7 @@ def test_a_tenth_of_what_runs_moves_over_all_late_nodes(budget, nodes):
     nodes.late_nodes = [Link(), Link()]
     assert num_moves(budget, nodes.late_nodes[0]) == 3
     assert num_moves(budget, nodes.late_nodes[1]) == 0
-    del nodes.late_nodes[0]  # it is on time again
+    del nodes.late_nodes[0]  # this node is on time again
     assert num_moves(budget, nodes.late_nodes[0]) == 3
 
 

@@ -57,7 +57,7 @@ async def test_prompts_that_are_scored_wait_for_each_other_and_not_others_for_th
     tasks = await queue_up(queue, long, short, waiting())
     places.max_scored_tokens = 2
     await give_room(queue, places, 3)
-    assert [task.done() for task in tasks] == [False, False, True]  # a short one does not pass a long one
+    assert [task.done() for task in tasks] == [False, False, True]  # a short scored prompt does not overtake a long one
     places.max_scored_tokens = 9
     await pump(queue)
     await asyncio.gather(*tasks)
@@ -77,7 +77,7 @@ async def test_a_place_given_to_someone_who_has_just_left_is_given_back():
 
 
 async def test_someone_who_has_just_left_is_given_no_place():
-    """Room comes in the turn of the event loop in which the task is cancelled, before it has run."""
+    """Room appears in the same turn of the event loop in which the task is cancelled, before the task has run."""
     places = FakePlaces()
     queue = make_queue(places)
     left, other, last = await queue_up(queue, waiting(), waiting(), waiting())
@@ -191,7 +191,7 @@ async def test_a_client_does_not_pay_for_requests_that_gave_way():
         served.append(entry.client)
         return place
 
-    for _ in range(20):  # it fills the queue again and again, and another client asks for its share
+    for _ in range(20):  # one client fills the queue again and again, and another asks for its share
         flood = await queue_up(queue, *(waiting(client="flood") for _ in range(4)))
         others = await queue_up(queue, waiting(client="b"), waiting(client="b"))
         await asyncio.sleep(0)
@@ -212,7 +212,7 @@ async def test_what_has_begun_is_displaced_by_nobody():
     for entry in begun:
         await queue.wait_for_place(entry)
         entry.bypasses_limits = True
-    tasks = await queue_up(queue, *begun)  # their node was lost
+    tasks = await queue_up(queue, *begun)  # they return to the queue because their node was lost
     with pytest.raises(CapacityError):
         await queue.wait_for_place(waiting(client="b"))
     assert not any(task.done() for task in tasks)

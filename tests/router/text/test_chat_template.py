@@ -1,4 +1,4 @@
-"""Chats are rendered as by transformers, also if clients omit members of messages or write them differently."""
+"""Chats are rendered as transformers does it, even if clients omit members of messages or write them differently."""
 
 import json
 

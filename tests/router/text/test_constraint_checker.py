@@ -1,4 +1,4 @@
-"""Constraints are compiled in a process, which only a constraint that exceeds its limits ends."""
+"""Constraints are compiled in a process of its own. Only a constraint that exceeds its limits ends the process."""
 
 import asyncio
 import fcntl
@@ -139,7 +139,7 @@ async def test_how_many_constraints_wait_depends_on_how_long_one_takes(checker, 
     async def accepted(client):
         """Returns how many of a client's hundred constraints are queued."""
         tasks = [asyncio.ensure_future(checker.check(numbered(), client=client)) for _ in range(100)]
-        for _ in range(10):  # iterations of the event loop: the queue refuses at once
+        for _ in range(10):  # a few turns of the event loop suffice, because the queue refuses at once
             await asyncio.sleep(0)
         refused = [error for task in tasks if task.done() and (error := task.exception())]
         assert all(isinstance(error, CapacityError) and error.reason == "CONSTRAINTS_BUSY" for error in refused)
@@ -208,7 +208,7 @@ async def test_ctrl_c_is_not_for_the_process(checker):
 
 
 async def test_a_process_that_is_stopped_is_given_up(checker, monkeypatch):
-    """This holds even if it has not read a long constraint."""
+    """This holds even if the process has not read a long constraint."""
     assert await verdict(checker, GOOD) == ""
     monkeypatch.setattr(constraint_checker, "ANSWER_SECONDS", 0.5)
     os.kill(checker._process.pid, signal.SIGSTOP)

@@ -83,7 +83,7 @@ async def test_nothing_is_done_for_those_who_left(desk):
     for task in others[:2]:
         task.cancel()
     await asyncio.wait(others[:2])
-    await asyncio.sleep(0)  # the thread pool learns of it one iteration later
+    await asyncio.sleep(0)  # the thread pool learns of the cancellation one iteration later
     await finish(desk, [first, *others])
     assert desk.done == ["a", "c"]
 

@@ -1,4 +1,4 @@
-"""`HeadForward` gives the logits of the owners' code for heads of every form."""
+"""`HeadForward` gives the same logits as the heads' own published code, for every form."""
 
 from __future__ import annotations
 

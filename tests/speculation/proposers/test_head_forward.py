@@ -142,7 +142,7 @@ def test_looking_ahead_feeds_own_states_and_true_features_replace_them(params):
 
 
 def count_forwards(proposer) -> list[int]:
-    """Returns a list that will have the number of rows of each further forward."""
+    """Returns a list to which each further forward adds its number of rows."""
     calls, forward = [], proposer._forward
 
     class Counting:

@@ -72,7 +72,7 @@ def proposer_of(folder, target):
 
 
 def test_a_draft_ends_where_the_head_is_no_longer_sure(config):
-    """With random weights no token has a probability of one half."""
+    """With random weights, no token's probability reaches one half."""
     target = HeadTarget.locate(config)
     whole = tree_of(proposer_of(config.head, target), PROMPT, 6)
     short = tree_of(proposer_of(config.head, target), PROMPT, 6, min_reach=0.5)

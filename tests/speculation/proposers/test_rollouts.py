@@ -1,4 +1,4 @@
-"""Rollouts draft the same as one call per token. In Triton's interpreter, a graph's replay repeats a call."""
+"""Rollouts draft the same as one call per token. In Triton's interpreter, a replayed graph repeats its call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILTERED = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01}
 PENALISED = {"temperature": 0.9, "presence_penalty": 0.7}
 EARLY = {"temperature": 0.9, "min_tokens": 3}
 KINDS = ["model", pytest.param("head", marks=pytest.mark.full), "head of few ids"]
-"""The two heads differ only in their ids, so a short run uses one."""
+"""The two heads differ only in their ids, so a short run uses only one of them."""
 LONG_FOR_A_MODEL = pytest.mark.parametrize(
     "pair",
     [*(pytest.param(kind, marks=pytest.mark.full) for kind in ("model", "head")), "head of few ids"],
@@ -48,7 +48,7 @@ def graphs():
 
 @pytest.fixture(params=KINDS)
 def pair(request, model, graphs, monkeypatch):
-    """A proposer with a call for each token, and one with rollouts."""
+    """Two proposers: the first makes a call for each token, the second uses rollouts."""
     rolling.small(monkeypatch)
     forwards = []
     for _ in range(2):
@@ -104,7 +104,7 @@ def assert_alike(one, other):
 
 
 def rounds(pair, graphs, params, *asked):
-    """For each (num_wanted, num_agreeing): drafts, then commits the first agreeing tokens and another one."""
+    """For each (num_wanted, num_agreeing), drafts, then commits the first `num_agreeing` tokens and a different one."""
     text = list(PROMPT)
     for num_wanted, num_agreeing in asked:
         graphs.num_replays = 0

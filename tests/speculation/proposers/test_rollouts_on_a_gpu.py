@@ -89,7 +89,7 @@ class Features:
 
 
 def paths_of(forward, *numbers):
-    """Of (rows, tokens) each."""
+    """Returns one path for each (number of rows, number of tokens)."""
     state = forward.sampler.start(SamplingParams(seed=1, max_tokens=99, top_p=0.9), sample=0, prompt_token_ids=[1, 2])
     fed, blocks = Features(), (range(8), range(8, 16), range(16, 24))
     return [
@@ -99,14 +99,14 @@ def paths_of(forward, *numbers):
 
 
 def test_a_rollout_is_one_graph_of_the_rehearsed_forwards_and_the_host_reads_once(forward, reads, monkeypatch):
-    """One test, since capturing takes seconds. The rehearsal reserves memory for as many forwards."""
+    """This is one test since capturing takes seconds. The rehearsal reserves memory for the same number of forwards."""
     captured = record_captured_forwards(monkeypatch)
     with OneDevice():
         rolling = replace(forward, rollouts=open_rollouts(forward, str(GPU)))
     assert len(captured) == GraphShapes(has_rollouts=True).num_forwards - GraphShapes().num_forwards == 132
     assert reads == [], "capturing does not wait"
 
-    with OneDevice():  # a prompt is among the rows, and one path wants no more than a token
+    with OneDevice():  # some rows are a prompt's, and one path wants only one token
         decided = rolling.decide(paths_of(rolling, (40, 5), (3, 1), (2, 4)), [(0, 23)])
     rounds, confidences = 3 + 2 + 1, 3 if rolling.head is not None else 0
     assert reads == [rounds + confidences + 4 * (4 + 1) * 2]

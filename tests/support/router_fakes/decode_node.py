@@ -60,7 +60,7 @@ class FakeGroup:
     opened: OpenSequenceGroup
     transfer_id: bytes  # the awaited transfer; empty if there is none
     num_blocks: int
-    tokens: dict[int, Sequence[int]]  # by running sample: its whole answer
+    tokens: dict[int, Sequence[int]]  # each running sample's whole answer
     num_sent: dict[int, int]  # by running sample
     is_ready: bool = False
 
@@ -96,7 +96,7 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
         self.max_local_prefill_tokens = 0  # in addition to the last prompt token
         self.held_prefix_length = 0
         self.answers_opens = True
-        self.fails_opens = False  # accepts each group and aborts it at once
+        self.fails_opens = False  # True if it accepts each group and then aborts it at once
         self.rejected_draft_token_ids: tuple[int, ...] = ()  # of each step
         self.num_accepted_per_step: int | None = None  # None if nothing is drafted
         self.opened: list[OpenSequenceGroup] = []  # every Open, in order

@@ -35,7 +35,7 @@ def fake_tokenizer_files() -> dict[str, bytes]:
     return dict(_tokenizer_files())
 
 
-@functools.cache  # every fake node has them
+@functools.cache  # every fake node has these files
 def _tokenizer_files() -> dict[str, bytes]:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     by_byte = {_character_of(byte): byte for byte in range(256)}

@@ -19,7 +19,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class FakeNode:
-    """A node's server and identity. `freeze` acts like SIGSTOP: connections stay, and nothing moves."""
+    """A node's server and identity. `freeze` acts like SIGSTOP: connections stay open, but nothing answers."""
 
     def __init__(self, role: NodeRole, *, name: str, model: ModelInfo | None = None) -> None:
         self.role = role
@@ -60,7 +60,7 @@ class FakeNode:
         await self._moves.wait()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds the services of the role other than NodeService."""
+        """Adds the role's services, except for NodeService."""
 
     def info(self) -> NodeInfo:
         return NodeInfo(

@@ -21,8 +21,8 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
         super().__init__(NodeRole.PREFILL, name=name, model=model)
         self.prefill_seconds = 0.0
         self.num_cached_tokens = 0
-        self.max_answered_logprobs: int | None = None  # None for all tokens that were requested
-        self.repeats_logprobs = 1  # how often they are sent
+        self.max_answered_logprobs: int | None = None  # maximum number of tokens; None: all that were requested
+        self.repeats_logprobs = 1  # how many times the logprobs are sent
         self.answer_gate: asyncio.Event | None = None  # pushes are answered once it is set
         self.times = prefill_pb2.PrefillResponse()  # the times that it reports for the parts of a call
         self.fails_with: grpc.StatusCode | None = None

@@ -245,7 +245,7 @@ class DecoderStep final : public Job {
     const int64_t width = decoder_.hidden_size, attended_width = decoder_.num_heads * decoder_.head_dim;
     const Rows all{num_rows_, nullptr}, rows = rows_of(index);
     const auto note = [&](OutriderPhase kind) {
-      if (member.index == 0) workspace_.times.note(kind);  // only the caller takes part in every phase
+      if (member.index == 0) workspace_.times.note(kind);  // only the caller: others may be late (see Job)
     };
     const auto add = [&](const TileRow& tile) {
       AddTo<float>{residual_, width}(TileRow{rows[tile.row], tile.column, tile.num, tile.values});

@@ -100,8 +100,8 @@ def request(serial: int, spans: list[Any], steps: list[Any], moves: list[Any], *
 
 
 def moved_request(serial: int = 17) -> dict[str, Any]:
-    """1.90 s in the queue, 0.35 s of prefill in two chunks, 20 ms of transfer, 0.35 s of decoding, and from 2.50 s on a
-    move that costs 0.40 s; ten steps of three tokens on two nodes, the last of which ends at 3.02 s."""
+    """Makes a record with 1.90 s in the queue, 0.35 s of prefill in two chunks, 20 ms of transfer, 0.35 s of decoding,
+    and from 2.50 s on a move that costs 0.40 s. It has ten steps of three tokens on two nodes, and ends at 3.02 s."""
     spans = [
         span("queue", 0.0, 1.9),
         span("prefill", 1.9, 2.25, "prefill-0", num_tokens=242),

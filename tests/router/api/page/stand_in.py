@@ -24,7 +24,9 @@ HEADERS = {
 
 
 class StandIn:
-    """`answers`: JSON by path, for example "/api/cluster". After `num_answers` of them it stops answering.
+    """The answers of a stand-in for a router. After `num_answers` answers with JSON, it stops answering.
+
+    `answers`: JSON by path, for example "/api/cluster".
 
     `user`: a script that does what a user would, in a module beside the page's own.
     """

@@ -31,7 +31,7 @@ const note = (name, value) => {
 
 
 def title_of(page):
-    """Returns the title in the head; parts of pictures have titles, too."""
+    """Returns the title in the page's head, because parts of pictures have titles, too."""
     return page.one("head").one("title").text
 
 
@@ -182,7 +182,7 @@ def test_the_timeline_of_a_request_that_moved(look):
         ),
         "outlined": [1, "0"],
         "last step": "step on decode-1",
-        "closer": ["2.65 s", 18],  # the second node's steps only
+        "closer": ["2.65 s", 18],  # only steps of the second node
         "a frame": "KV frame from prefill-0 · at 2.05 s, 70 ms · 2.9 MB, 42.1 MB/s",
         "pointed at": "prefill chunk on prefill-0 · at 1.90 s, 0.20 s · 128 tokens",
     }

@@ -24,7 +24,7 @@ async def test_an_abort_frees_at_once_though_nobody_reads_the_stream(cluster):
 
 
 async def test_an_abort_reaches_a_request_beside_one_that_it_is_charged_for(cluster, tmp_path):
-    """Requests that run are aborted, even if the call names others that cannot be."""
+    """Running requests are aborted even if the call also names unknown ones, for which it is refused."""
     path = tmp_path / "tokens"
     path.write_text(line("alice", "a-secret", "rate=1") + "\n", encoding="utf-8")
     cluster.decode.step_seconds = 0.05

@@ -111,7 +111,7 @@ def test_what_a_client_asks_for_arrives(client, decode):
 
 
 def test_a_client_that_leaves_frees_its_place(client, decode):
-    decode.step_seconds = 0.25  # 100 s, if nobody stopped it
+    decode.step_seconds = 0.25  # 100 s, unless the answer is stopped
     stream = chat(client, max_tokens=400, stream=True)
     next(iter(stream))
     wait_for(lambda: decode.groups)

@@ -80,7 +80,7 @@ def test_a_constrained_answer_is_no_thought(thinking, options, says, stream):
     else:
         assert content == says
     assert thoughts == ""
-    tags = len("<think></think>") if stream else 0  # the gateway counts all that it gets
+    tags = len("<think></think>") if stream else 0  # the gateway counts all text of a stream
     assert 0 <= usage.completion_tokens - (len(says) + 1) <= tags
     prompt = bytes(token_id for token_id in decode.opened[-1].prompt_token_ids if token_id < 256)
     assert prompt.endswith(b"<think>\n\n</think>\n\n")

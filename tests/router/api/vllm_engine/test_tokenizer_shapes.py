@@ -31,7 +31,7 @@ def byte_level(**added):
 
 
 def sentence_piece(*, scheme=""):
-    """Makes a tokenizer like Llama 2's, or with `scheme` like newer conversions of it."""
+    """Makes a tokenizer like Llama 2's or, with `scheme`, like newer conversions of it."""
     pieces = ["\u2581", *"abcdefghijklmnopqrstuvwxyzHOT,<>|_", "\u2581t", "he"]
     vocab = {token: number for number, token in enumerate([*SPECIAL, *(f"<0x{i:02X}>" for i in range(256)), *pieces])}
     merges = [("\u2581", "t"), ("h", "e")]
