@@ -36,7 +36,7 @@ PLAN_ARGUMENTS = {  # for each field of the plan: flag, type, metavariable, help
         "--steps",
         int,
         "N",
-        "draft tokens per training step, each computed from the head's own previous outputs; default 4",
+        "number of draft tokens that are trained one after another, each from the head's own outputs; default 4",
     ),
     "batch_size": ("--batch", int, "N", "number of texts in a training step; default 6"),
     "learning_rate": ("--rate", float, "R", "learning rate; default 0.0012"),

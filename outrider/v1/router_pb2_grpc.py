@@ -83,8 +83,8 @@ class RouterServiceServicer(object):
         """Streams a request's tokens as they are verified: one Started when the
         request is admitted, then the Deltas of each sample, with one Finished after
         a sample's last Delta, then one Summary and the status OK. Samples are
-        interleaved. If the queue is full, the call ends with RESOURCE_EXHAUSTED
-        instead of Started.
+        interleaved. If the router has no room for the request, the call ends with
+        RESOURCE_EXHAUSTED instead of Started.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
