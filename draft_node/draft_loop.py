@@ -40,7 +40,7 @@ IDLE_SECONDS = 0.5
 
 TIME_SMOOTHING = 0.2
 TIME_FADING = 0.95
-"""Weight of a look-ahead step in the mean duration of such steps; the factor by which each other step multiplies it."""
+"""Weight of a new look-ahead step in the mean duration of such steps; factor of that mean for every other step."""
 
 _log = get_logger("draft_loop")
 

@@ -1,4 +1,4 @@
-"""A profile of an engine's steps, as values: the time spent in each part. Torch-free."""
+"""Plain data types for the profile of an engine's steps: the time spent in each part of a step. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of a benchmark: prompts from a JSONL file, with {text} or {messages} per line, and options.
+"""The requests of a benchmark: options, and prompts from a JSONL file with {text} or {messages} in each line.
 
 A line may have an id, by default its number, and a kind, by which figures can be grouped.
 """

@@ -114,7 +114,7 @@ def _token_text(client: Client, token_id: int | None) -> str:
 
 
 def _node_lines(receipt: Receipt, nodes: tuple[NodeVersion, ...]) -> Iterator[str]:
-    """Yields lines that compare the receipt's nodes with `nodes`, which computed the answer now."""
+    """Yields lines that compare the receipt's nodes with `nodes`, which computed the answer of this replay."""
     if not nodes:
         yield "the router does not say which nodes computed it now"
         return

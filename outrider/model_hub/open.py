@@ -1,8 +1,8 @@
 """READ FIRST: how a node gets its model: from packed weights if there are any, else from the checkpoint.
 
 Packed weights are mapped, without torch, transformers, packing or checks, and nodes of one machine share them. If
-there are none, a node starts a process that packs them and ends (`packed_weights.PACKER`). If that fails, the node
-packs them itself and stores them for the next node. The default model is packed without torch (`default_packing`);
+there are none, the node starts a short process that packs the weights (`packed_weights.PACKER`). If that fails, the
+node packs them itself and stores them for the next node. The default model is packed without torch (`default_packing`);
 others are loaded with torch and transformers by outrider.model_hub.load.
 """
 

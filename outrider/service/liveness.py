@@ -23,8 +23,8 @@ MIN_GRACE_SECONDS = 1.0
 STEP_TOLERANCE = 10.0
 """A step may take this many times its expected duration, since other programs share the cores."""
 REPORT_TOLERANCE = 2.0
-"""Reports may be missing for the grace period plus the expected time of a step multiplied by this number. The
-number is small, because native kernels release the GIL.
+"""Reports may be missing for the grace period plus this many times the expected duration of a step. The number is
+small, because native kernels release the GIL.
 """
 LATE_SECONDS = 0.5
 """Seconds that a report or a step may be overdue before the process is suspected."""

@@ -10,9 +10,9 @@ from outrider.wire.answer import num_packed_logprobs
 class PromptLogprobsHold:
     """Holds back an attempt's tokens until the prompt's logprobs, which clients get first (in Started), are complete.
 
-    The logprobs come from the node that computes the prompt: in a prefill node's response, which tokens may overtake,
-    or in a decode node's events before its first token. If the logprobs are lost with this node, the tokens held back
-    are lost too, and another attempt begins where this one began.
+    The logprobs come from the node that computes the prompt. A prefill node sends them in its response, and tokens may
+    arrive before that response. A decode node sends them in events before its first token. If the logprobs are lost
+    with this node, the tokens held back are lost too, and another attempt begins where this one began.
     """
 
     def __init__(self, num_logprobs: int) -> None:

@@ -85,7 +85,7 @@ class Demand:
 
     @property
     def family(self) -> Family:
-        """The key of demands that differ only in size, so that the larger of two needs no less room on any node."""
+        """A key shared by demands that differ only in size. The larger one needs at least as much room on any node."""
         return self.is_scored, self.numerics, self.excluded, self.avoided
 
     @property

@@ -28,9 +28,9 @@ MAX_WAITING_BYTES = 32 << 20
 MAX_CLIENT_BYTES = 8 << 20
 """Maximum bytes of one client's waiting texts, enough for four of the largest requests."""
 NEW_CLIENT_FACTOR = 4
-"""Multiple of `MAX_WAITING_BYTES` up to which a client without waiting texts is still served.
+"""A client without waiting texts is served while all waiting texts have less than this multiple of `MAX_WAITING_BYTES`.
 
-This is limited, because client names are unverified.
+There is a limit because client names are unverified, so that one client can pose as many new ones.
 """
 RETRY_SECONDS = 1.0
 """Seconds after which a refused client should retry."""

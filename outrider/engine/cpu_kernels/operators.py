@@ -56,7 +56,7 @@ def paged_attention(
     batch: Structure,
     options: Structure,
     query: Tensor,  # [num_rows, num_heads, head_dim], float32 or bfloat16, head_dim a multiple of HEAD_DIM_STEP
-    key_cache: npt.NDArray[np.uint8],  # one layer's, in panels (see PanelPlane)
+    key_cache: npt.NDArray[np.uint8],  # the cache of one layer, laid out in panels (see PanelPlane)
     value_cache: npt.NDArray[np.uint8],  # same
     output: Tensor,  # like query
 ) -> None:
@@ -73,7 +73,7 @@ def paged_attention(
 def write_rows(
     kernels: CpuKernels,
     rows: Tensor,  # [num_rows, num_kv_heads, head_dim], float32 or bfloat16
-    cache: npt.NDArray[np.uint8],  # one layer's, in panels
+    cache: npt.NDArray[np.uint8],  # the cache of one layer, laid out in panels
     slots: Tensor,  # [num_rows] int64
     *,
     are_values: bool,

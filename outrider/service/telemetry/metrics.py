@@ -299,7 +299,7 @@ class RouterMetrics:
         self.observe_tokens = self._token_times.add
         family = _Family(model_name, registry)
         family.count_lost_log_lines()
-        # Callbacks give the values at each scrape, in another thread, because a wait grows even if nothing happens.
+        # Each scrape reads these gauges by callbacks, in another thread, since a wait grows without any event.
         self.follow_running = family.gauge("vllm:num_requests_running", "Requests that nodes work on.").set_function
         self.follow_waiting = family.gauge("vllm:num_requests_waiting", "Requests in the router's queue.").set_function
         self.follow_waiting_tokens = family.gauge(

@@ -84,7 +84,7 @@ class Tracer:
         """Starts tracing, once the service knows its instance name."""
 
     def enter(self, metadata: Metadata | None) -> None:
-        """Makes spans of this task, and of tasks that it starts, continue the trace of the client's call."""
+        """Continues the trace of the client's call in the spans of this task and of the tasks that it starts."""
 
     def begin(self, name: str) -> Span:
         """Begins a request's span, either below the client's span or as the root of a new trace."""

@@ -31,7 +31,7 @@ ONCE_MORE = 1 << 32
 """A number above every token id. `SuffixIndex` adds it to an id for each repetition."""
 
 BYTES_PER_TOKEN = 512
-"""Bytes of memory per token of an indexed text, for one context of each size with its follower."""
+"""Bytes of memory that each token of an indexed text takes: with it, one context of each size is stored."""
 
 MAX_CHILDREN = 3
 """Maximum number of children of a token, if the sequence takes trees."""
