@@ -128,12 +128,14 @@ async def test_a_refused_request_has_made_no_token(cluster, call):
 
 async def test_an_answer_that_is_taken_over_counts_the_tokens_of_both_routers(router_pair):
     await router_pair.serve()
-    _, started, _ = await router_pair.begin(max_tokens=30)
+    _, started, _ = await router_pair.begin(max_tokens=100)
+    stored = router_pair.records.get("r").tokens
+    await router_pair.first.eventually(lambda: stored.token_ids().get(0), what="tokens in the store")
     await router_pair.kill_first()
     request = router_pb2.ResumeRequest(request_id="r", next_positions={0: started.num_prompt_tokens})
     trailers, messages, error = await finish(router_pair.second.stub.Resume(request, timeout=PATIENCE_SECONDS))
     assert error is None
-    assert trailers[TOKENS] == "30"
-    assert messages[-1].summary.usage.num_generated_tokens == 30
+    assert trailers[TOKENS] == "100"
+    assert messages[-1].summary.usage.num_generated_tokens == 100
     (record,) = router_pair.second.context.records
-    assert sum(step.num_tokens for step in record.steps) < record.num_generated_tokens == 30
+    assert sum(step.num_tokens for step in record.steps) < record.num_generated_tokens == 100
