@@ -119,7 +119,7 @@ class AttemptNodes:
             self._on_decode_change()
 
     def perform(self, instruction: do.AttemptInstruction) -> None:
-        self._PERFORM[type(instruction)](self, instruction)
+        self.PERFORM[type(instruction)](self, instruction)
 
     def _start_prefill(self, wanted: do.StartPrefill) -> None:
         link = self.place.prefill
@@ -194,7 +194,7 @@ class AttemptNodes:
             self._watched.remove_listener(self._on_prefill_change)
             self._watched = None
 
-    _PERFORM: ClassVar[Mapping[type, Callable[[AttemptNodes, Any], None]]] = {
+    PERFORM: ClassVar[Mapping[type, Callable[[AttemptNodes, Any], None]]] = {
         do.StartPrefill: _start_prefill,
         do.StopPrefill: _stop_prefill,
         do.ChoosePrefill: _choose_prefill,

@@ -141,7 +141,7 @@ class Driver:
         failure: Exception | None = None
         for instruction in instructions:
             try:
-                self._perform(instruction)
+                self._PERFORM[type(instruction)](self, instruction)
             except Exception as error:  # noqa: BLE001 the other instructions still have to be performed
                 name = type(instruction).__name__
                 _log.exception("a request failed", request_id=self._key, state=request.state.name, instruction=name)
@@ -155,15 +155,9 @@ class Driver:
     def _crash(self, cause: Exception) -> None:
         for instruction in self.request.crash(self._fail(cause), self._now):
             try:
-                self._perform(instruction)
+                self._PERFORM[type(instruction)](self, instruction)
             except Exception as failure:  # noqa: BLE001 the rest still has to be freed
                 _log.exception("a request could not be freed", request_id=self._key, error=str(failure))
-
-    def _perform(self, instruction: do.Instruction) -> None:
-        if isinstance(instruction, do.AttemptInstruction):
-            self._perform_on_nodes(instruction)
-        else:
-            self._PERFORM[type(instruction)](self, instruction)
 
     def _fail(self, cause: Exception) -> InternalError:
         """Fails the answer, unless it has ended. Returns the error."""
@@ -367,4 +361,5 @@ class Driver:
         do.Summarize: _summarize,
         do.SettleRequest: _settle,
         do.FreeKey: _free_key,
+        **dict.fromkeys(AttemptNodes.PERFORM, _perform_on_nodes),
     }
