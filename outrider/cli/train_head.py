@@ -78,5 +78,5 @@ def run(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise  # the error comes from the terminal, not from the run
     except OSError as error:  # a full disk
-        raise ConfigError(f"{error}; afterwards, the same command continues with the data in {plan.work}") from error
+        raise ConfigError(f"{error}; once this is fixed, the same command continues from {plan.work}") from error
     return 0

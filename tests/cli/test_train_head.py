@@ -36,7 +36,7 @@ def test_a_full_disk_ends_the_run_in_one_line(tiny_model, tmp_path, capsys, monk
 
     monkeypatch.setattr("outrider.training.run.train_head", fill)
     assert main(["train-head", "--out", str(tmp_path / "head"), "--model", str(tiny_model)]) == 1
-    assert "No space left on device; afterwards, the same command continues" in capsys.readouterr().err
+    assert "No space left on device; once this is fixed, the same command continues" in capsys.readouterr().err
 
 
 def test_a_folder_is_asked_for(capsys):
