@@ -17,7 +17,8 @@ from outrider.engine.rotation import inverse_frequencies
 from outrider.heads.packed_head import PackedHead
 from outrider.heads.spec import HeadSpec
 from outrider.model_hub.checkpoint_text import read_json
-from outrider.model_hub.default_packing import decoder_shape, map_tensors
+from outrider.model_hub.default_packing import decoder_shape
+from outrider.model_hub.safetensors_files import SafetensorsFiles
 
 _LAYER = "layers.0."
 _READ = (
@@ -32,7 +33,7 @@ _READ = (
 
 def pack_default_head(folder: Path, target: Path, kernels: CpuKernels, max_model_len: int) -> PackedHead:
     """Packs the default model's head as `Eagle3.pack` would. `target`: the folder of the default model."""
-    about, tensors = read_json(folder / "config.json"), map_tensors(folder / "model.safetensors")
+    about, tensors = read_json(folder / "config.json"), SafetensorsFiles(folder)
     layer = about["transformer_layer_config"]
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for name in _READ:
@@ -41,7 +42,7 @@ def pack_default_head(folder: Path, target: Path, kernels: CpuKernels, max_model
     packing = DecoderPacking(kernels, quantise=True)
     packing.add_layer(0, tensors, _LAYER)
     packing.add_rotation(inverse_frequencies(layer["rope_theta"], layer["head_dim"]), max_model_len)
-    packing.add("embedding", map_tensors(target / "model.safetensors")["model.embed_tokens.weight"])
+    packing.add("embedding", SafetensorsFiles(target)["model.embed_tokens.weight"])
     packing.add_norm("feature_norm", tensors[f"{_LAYER}hidden_norm.weight"])
     packing.add_norm("final_norm", tensors["norm.weight"])
     packing.add_matrix("head", [PlainLinear(tensors["lm_head.weight"])])

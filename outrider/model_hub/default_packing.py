@@ -27,8 +27,8 @@ from outrider.engine.runner_base import ModelRunner
 from outrider.errors import ModelError
 from outrider.model_hub.checkpoint_text import read_json
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.fingerprint import read_header
 from outrider.model_hub.loaded_model import INT8
+from outrider.model_hub.safetensors_files import SafetensorsFiles
 from outrider.model_hub.window import resolve_window
 
 RECORDED_LOGITS = Path(__file__).with_name("default_logits.json")
@@ -38,18 +38,6 @@ PROBE_BLOCKS = (24, 4)
 """Number of blocks, and number of tokens per block, of the cache for `probe_logits`."""
 _BLOCK_TABLES = ((6, 1, 4, 20, 9, 23, 11, 3, 17, 14), (2, 7, 0, 22, 5, 19, 8, 16, 12, 21))
 """Block tables of the sequences of `probe_logits`."""
-_TYPES = {"BF16": np.uint16, "I64": np.int64, "BOOL": np.bool_}
-"""numpy's types for the types in a safetensors header."""
-
-
-def map_tensors(path: Path) -> dict[str, np.ndarray]:
-    """Maps the tensors of a safetensors file. bfloat16 becomes uint16; safetensors itself reads it only with torch."""
-    start, header = read_header(path)
-    data = np.memmap(path, np.uint8, "r", offset=start)
-    return {
-        name: data[slice(*entry["data_offsets"])].view(_TYPES[entry["dtype"]]).reshape(entry["shape"])
-        for name, entry in header.items()
-    }
 
 
 def decoder_shape(about: Mapping[str, Any], packing: DecoderPacking) -> DecoderShape:
@@ -80,7 +68,7 @@ def pack_default_model(
     """
     if config.dtype not in ("auto", "bfloat16"):
         return None
-    about, tensors = read_json(directory / "config.json"), map_tensors(directory / "model.safetensors")
+    about, tensors = read_json(directory / "config.json"), SafetensorsFiles(directory)
     spec = ModelSpec(
         architecture="LlamaForCausalLM",
         num_layers=about["num_hidden_layers"],

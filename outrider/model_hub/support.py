@@ -151,7 +151,7 @@ def check_paged_forward(
     """
     spec = model.spec
     allowed = allowed_difference(spec.dtype, is_lossy=is_lossy)
-    token_ids = _probe_token_ids(spec.vocab_size)
+    token_ids = probe_token_ids(spec.vocab_size)
     cache = model.make_cache(*PROBE_BLOCKS)
     runner = make_runner(model, cache, make_attention_backend("torch_sdpa", cache.device))
     paged = torch.as_tensor(probe_logits(runner, token_ids.tolist()))
@@ -264,7 +264,7 @@ def _recorder(name: str, layers: dict[int, tuple[tuple[int, int, int], Attention
 _HARMLESS_TENSORS = frozenset({"position_ids", "cache_position", "input_ids"})
 
 
-def _probe_token_ids(vocab_size: int) -> Tensor:
+def probe_token_ids(vocab_size: int) -> Tensor:
     """Returns random ids for two sequences: [2, _PROBE_TOKENS] int64."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, vocab_size, (2, _PROBE_TOKENS), generator=generator)
@@ -275,7 +275,7 @@ def reference_logits(model: PreTrainedModel, vocab_size: int) -> Tensor:
 
     Returns [2, _PROBE_TOKENS, vocab_size] float32.
     """
-    return _own_forward(model, _probe_token_ids(vocab_size))
+    return _own_forward(model, probe_token_ids(vocab_size))
 
 
 def float32_logits(model: PreTrainedModel) -> Tensor:

@@ -1,0 +1,135 @@
+"""transformers' own logits of a checkpoint, computed layer by layer, so that memory holds the weights of one layer."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
+from outrider.engine.cpu_kernels.matrices import to_float32
+from outrider.engine.kv_cache.array_plane import Words
+from outrider.errors import ModelError
+from outrider.model_hub.support import architecture_name, probe_token_ids
+
+_UNUSED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Names of tensors in old checkpoints that transformers ignores, because it computes them."""
+
+
+def layerwise_logits(
+    config: PretrainedConfig,
+    tensors: Mapping[str, Words | GroupedWeight],
+    *,
+    dtype: torch.dtype = torch.float32,
+    token_ids: Tensor | None = None,
+) -> Tensor:
+    """Runs transformers' model with eager attention on a CPU, whatever the format of its checkpoint.
+
+    The weights of a decoder layer, of the embeddings and of the head are read just before they are used, and dropped
+    after it. The logits have the bits of transformers' whole model with the same (dequantised) weights.
+
+    Args:
+        config: the model's configuration. Its `quantization_config` is ignored, because `tensors` are dequantised here.
+        tensors: the weights by transformers' parameter names. A tied head may be absent.
+        dtype: the type of weights and arithmetic. torch.bfloat16 shows the rounding of transformers itself.
+        token_ids: [num_sequences, num_tokens] int64; None for those of `support.reference_logits`.
+
+    Returns: [num_sequences, num_tokens, vocab_size] float32.
+
+    Raises: ModelError that names a tensor that is missing, has a wrong shape or is not one of the model's.
+    """
+    model = _empty_model(config, dtype)
+    sources = _sources(model, tensors)
+
+    def read(name: str, like: Tensor) -> Tensor:
+        stored = tensors[sources[name]]
+        values = stored.dequantise() if isinstance(stored, GroupedWeight) else to_float32(stored)
+        if values.shape != like.shape:
+            raise ModelError(
+                f"{architecture_name(config)}: {sources[name]} has the shape {list(values.shape)}, but the "
+                f"configuration needs {list(like.shape)}: config.json or the weights are another model's"
+            )
+        return torch.tensor(values, dtype=like.dtype)
+
+    for name, module, has_children in _units(model):
+        _read_while_running(module, name, read, recurse=has_children)
+    for name, value in model.state_dict().items():
+        if not value.is_meta:  # a buffer
+            value.copy_(read(name, value))
+    if token_ids is None:
+        token_ids = probe_token_ids(model.get_output_embeddings().weight.shape[0])
+    with torch.inference_mode():
+        logits: Tensor = model(input_ids=token_ids, use_cache=False).logits
+    return logits.float()
+
+
+def _empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns the model with parameters on torch's meta device and real buffers, which its constructor computes."""
+    config = copy.deepcopy(config)
+    for each in (config, config.get_text_config(decoder=True)):
+        if hasattr(each, "quantization_config"):
+            del each.quantization_config
+    with init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    return model.requires_grad_(requires_grad=False).eval()
+
+
+def _sources(model: PreTrainedModel, tensors: Mapping[str, Words | GroupedWeight]) -> dict[str, str]:
+    """Returns the tensor for each of the model's parameters and stored buffers. Of two tied ones, one may be absent.
+
+    Raises: ModelError if a tensor is missing, or is not one of the model's.
+    """
+    tied: dict[str, str] = model.all_tied_weights_keys
+    partners = {source: name for name, source in tied.items()} | tied
+    sources = {name: name if name in tensors else partners.get(name, name) for name in model.state_dict()}
+    ignored = model._keys_to_ignore_on_load_unexpected or ()  # noqa: SLF001 it has no public name
+    unused = re.compile("|".join((*_UNUSED, *ignored)))
+    missing = [name for name, source in sources.items() if source not in tensors]
+    extra = [name for name in tensors if name not in sources and not unused.search(name)]
+    for names, problem in ((missing, "the weights lack"), (extra, "the model has no place for")):
+        if names:
+            raise ModelError(
+                f"{architecture_name(model.config)}: {problem} {names[0]} ({len(names)} such tensors): config.json or "
+                "the weights are another model's, or the weights are incomplete"
+            )
+    return sources
+
+
+def _units(model: PreTrainedModel) -> list[tuple[str, nn.Module, bool]]:
+    """Returns (name, module, whether with children) of what is read at once: each layer, and each module outside."""
+    modules = dict(model.named_modules())
+    layers = next((f"{name}." for name, module in modules.items() if isinstance(module, nn.ModuleList)), "")
+    units = []
+    for name, module in modules.items():
+        if not (layers and name.startswith(layers)):
+            units.append((name, module, False))
+        elif "." not in name.removeprefix(layers):
+            units.append((name, module, True))
+    return units
+
+
+def _read_while_running(unit: nn.Module, prefix: str, read: Callable[[str, Tensor], Tensor], *, recurse: bool) -> None:
+    """Reads the parameters before each forward of the module and drops them after it."""
+    modules = unit.named_modules(prefix=prefix) if recurse else [(prefix, unit)]
+    empty = [
+        (module, name, f"{path}.{name}".lstrip("."), parameter)
+        for path, module in modules
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+
+    def fill(_unit: nn.Module, _input: object) -> None:
+        for module, name, full_name, parameter in empty:
+            module.register_parameter(name, nn.Parameter(read(full_name, parameter), requires_grad=False))
+
+    def drop(_unit: nn.Module, _input: object, _output: object) -> None:
+        for module, name, _, parameter in empty:
+            module.register_parameter(name, parameter)
+
+    if empty:
+        unit.register_forward_pre_hook(fill)
+        unit.register_forward_hook(drop)
