@@ -20,9 +20,9 @@ from transformers.utils import logging as transformers_logging
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
+from outrider.engine.cpu_kernels.decoder_options import HEAD_DIM_STEP
 from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
 from outrider.engine.cpu_kernels.modules import NativeLayers
-from outrider.engine.cpu_kernels.packing import HEAD_DIM_STEP
 from outrider.engine.cpu_kernels.paths import FUSED, KernelChoice
 from outrider.engine.device import device_type
 from outrider.engine.gpu_kernels import why_not_fused
@@ -185,7 +185,7 @@ def _make_runnable(
         return runnable
     started, quantise = start_kernels(kernels, config), config.weights == INT8
     if not why_not_native(model, spec, layers):
-        decoder = NativeDecoder(started, pack_decoder(started, model, spec, layers, quantise=quantise))
+        decoder = NativeDecoder(started, pack_decoder(started, model, spec, quantise=quantise))
         return replace(runnable, model=None, native=decoder)
     native = NativeLayers(started, quantise=quantise)
     native.replace_in(model)

@@ -12,7 +12,8 @@ from dataclasses import asdict
 from functools import cache
 
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
-from outrider.engine.cpu_kernels.decoder_weights import MODEL_TYPES, DecoderShape, DecoderWeights
+from outrider.engine.cpu_kernels.decoder_options import FAMILIES
+from outrider.engine.cpu_kernels.decoder_weights import DecoderShape, DecoderWeights
 from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.engine.device import needs_torch
 from outrider.engine.model_spec import ModelSpec
@@ -38,7 +39,7 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     location = locate_model(config, progress=progress)
     device = resolve_device(config.device)
     kernels = choose_model_kernels(config, device, progress=progress)
-    is_decoder = read_json(location.directory / "config.json").get("model_type") in MODEL_TYPES
+    is_decoder = read_json(location.directory / "config.json").get("model_type") in FAMILIES
     if kernels.library is None or not is_decoder or not config.keep_packed:
         return _load(config, kernels, progress)
     try:
