@@ -22,6 +22,7 @@ from outrider.engine.features import FeatureReduction
 from outrider.engine.kv_cache.array_plane import Words
 from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.engine.model_spec import ModelSpec
+from outrider.engine.scaled_rotations import Rotation
 from outrider.errors import ModelError
 
 if TYPE_CHECKING:
@@ -74,7 +75,9 @@ def pack_decoder(
     _compare_with_own(base.rotary_emb, options, spec.max_model_len)
     head: Any = model.get_output_embeddings()
     is_tied = head.weight.data_ptr() == base.embed_tokens.weight.data_ptr()
-    return pack_weights(kernels, replace(options, is_tied=is_tied), spec, _Parameters(model), quantise=quantise)
+    rotations = tuple(_with_own_frequencies(rotation, base.rotary_emb) for rotation in options.rotations)
+    options = replace(options, is_tied=is_tied, rotations=rotations)
+    return pack_weights(kernels, options, spec, _Parameters(model), quantise=quantise)
 
 
 class _Parameters(Mapping[str, Words]):
@@ -112,6 +115,19 @@ def pack_reduction(kernels: CpuKernels, reduction: FeatureSpec, element_type: El
         packing.add_matrix("reduction.projection", [plain_linear(reduction.projection.to(dtype), reduction.bias)])
     spec = {field.name: getattr(reduction, field.name) for field in fields(FeatureSpec)}
     return PackedReduction(**spec, element_type=element_type, blobs=packing.blobs)
+
+
+def _with_own_frequencies(rotation: Rotation, rotary: Any) -> Rotation:
+    """Returns the rotation with the model's own frequencies if they are scaled.
+
+    torch's powers and ours may differ in the last place. Scaled frequencies have always been torch's here, so packed
+    models keep their bits.
+    """
+    layers = rotation.layer_type
+    if (rotary.rope_type[layers] if layers else rotary.rope_type) == "default":
+        return rotation
+    own = getattr(rotary, f"{layers}_inv_freq" if layers else "inv_freq")
+    return replace(rotation, frequencies=own.float().numpy())
 
 
 def _compare_with_own(rotary: Any, options: DecoderOptions, num_positions: int) -> None:

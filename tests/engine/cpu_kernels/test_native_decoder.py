@@ -22,6 +22,8 @@ from outrider.engine.kv_cache.tensor_planes import tensor_of
 from outrider.errors import InternalError
 from outrider.model_hub.support import describe_decoder
 from outrider.model_hub.window import resolve_window
+from tests.engine.cpu_kernels.families import FAMILIES as ARCHITECTURES
+from tests.engine.cpu_kernels.families import SHAPE
 from tests.engine.cpu_kernels.libraries import BUILD_SECONDS, with_few_for_tests
 from tests.engine.cpu_kernels.operations import differing_rows
 from tests.support.tiny_model import make_tiny_model
@@ -29,31 +31,6 @@ from tests.support.tiny_model import make_tiny_model
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 VOCAB_SIZE = 331
-SHAPE = {
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
-ARCHITECTURES = {
-    "llama": {"num_key_value_heads": 1, "tie_word_embeddings": True},
-    "mistral": {"sliding_window": 40},
-    "qwen2": {"head_dim": None, "tie_word_embeddings": True},  # with biases
-    "qwen3": {"head_dim": 48, "num_attention_heads": 4},  # normalises queries and keys
-    "smollm3": {"num_hidden_layers": 2, "no_rope_layer_interval": 2},
-    "phi3": {"partial_rotary_factor": 0.75, "head_dim": 32, "num_attention_heads": 4, "pad_token_id": 0},
-    "granite": {
-        "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.0625,
-        "residual_multiplier": 0.22,
-        "logits_scaling": 8.0,
-    },
-    "gemma2": {"sliding_window": 40, "query_pre_attn_scalar": 32, "final_logit_softcapping": 3.0},
-    "gemma3_text": {"sliding_window": 40, "query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]},
-    "olmo2": {"pad_token_id": 0, "eos_token_id": 2},
-}
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
 
 
@@ -395,7 +372,7 @@ def test_float32_logits_with_heads_of_any_size(library, teams, head_dim, tmp_pat
     shape = {**SHAPE, "head_dim": head_dim, "num_attention_heads": 4}
     make_tiny_model(tmp_path, architecture="qwen3", vocab_size=VOCAB_SIZE, overrides=shape)
     model = load(tmp_path, torch.float32)
-    spec, layers = describe_decoder(model, dtype="float32", window=resolve_window(model.config))
+    spec, _ = describe_decoder(model, dtype="float32", window=resolve_window(model.config))
     decoder = NativeDecoder(teams(library, 1), pack_decoder(teams(library, 1), model, spec))
     logits = native_logits(decoder, spec, teams(library, 1))
     assert error_of(logits, logits_of_transformers(tmp_path, torch.float32)) < 1e-5
