@@ -31,6 +31,7 @@ from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import BatchInvariance, Numerics, native_numerics, torch_batch_invariance, torch_numerics
 from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ConfigError, ModelError
+from outrider.model_hub.checkpoint import Checkpoint, open_checkpoint
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import check_weight_files
 from outrider.model_hub.kernels import (
@@ -41,6 +42,7 @@ from outrider.model_hub.kernels import (
     resolve_device,
     start_kernels,
 )
+from outrider.model_hub.layerwise_reference import layerwise_logits, load_tensors
 from outrider.model_hub.loaded_model import INT8, LoadedModel, describe_model
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.support import (
@@ -74,6 +76,7 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     if num_ranks > 1:
         device = device_of_rank(config, own_rank(config))
     hf_config = read_config(location.directory)
+    checkpoint = open_checkpoint(location.directory)
     check_config(hf_config, device)
     text_config = hf_config.get_text_config(decoder=True)
     window = resolve_window(text_config, config.max_model_len)
@@ -87,6 +90,7 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     model = _load_weights(
         location.directory,
         hf_config,
+        checkpoint,
         TORCH_DTYPES[dtype],
         device,
         progress,
@@ -109,10 +113,13 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     runnable = _make_runnable(config, kernels, model, device, spec, layers)
 
     def exact() -> Tensor:
+        if checkpoint is not None:
+            return layerwise_logits(hf_config, checkpoint.tensors)
         if getattr(hf_config, "quantization_config", None):
             return expected  # models with quantized weights do not compute in float32
         directory, own_config = location.directory, copy.deepcopy(hf_config)
-        return float32_logits(_load_weights(directory, own_config, TORCH_DTYPES[dtype], "cpu", progress, num_ranks=1))
+        model = _load_weights(directory, own_config, None, TORCH_DTYPES[dtype], "cpu", progress, num_ranks=1)
+        return float32_logits(model)
 
     try:
         check_paged_forward(runnable, expected, exact=exact, is_lossy=config.weights == INT8)
@@ -221,6 +228,7 @@ def read_config(directory: Path) -> PretrainedConfig:
 def _load_weights(
     directory: Path,
     config: PretrainedConfig,
+    checkpoint: Checkpoint | None,
     dtype: torch.dtype,
     device: str,
     progress: Progress,
@@ -230,11 +238,19 @@ def _load_weights(
 ) -> PreTrainedModel:
     """Loads the weights, or with several ranks this rank's shard, by transformers' plan.
 
+    `checkpoint`: the weights, dequantised if they are quantised, if transformers does not read them.
+
     `moves_one_by_one`: whether to load to the CPU, and move tensors to the device one by one. Otherwise
     transformers allocates one piece of device memory for all weights, and weights that are joined later leave holes in
     it.
     """
     register_attention()
+    if checkpoint is not None:
+        if num_ranks > 1:
+            raise ConfigError(f"model.tensor_parallel_size is {num_ranks}: {checkpoint.format} has no plan for ranks")
+        model = load_tensors(config, checkpoint.tensors, dtype=dtype, attention=ATTENTION_NAME, progress=progress)
+        nn.Module.to(model, device)  # in place
+        return model
     at_first = "cpu" if moves_one_by_one else device
     placement: dict[str, Any] = {"device_map": {"": at_first} if device_type(at_first) != "cpu" else None}
     if num_ranks > 1:
@@ -255,7 +271,7 @@ def _load_weights(
             if "ignore_mismatched_sizes" in why:  # the message refers to a report that is not shown
                 why = "its weights have other shapes than its config.json says"
             raise ModelError(f"{architecture_name(config)} cannot be loaded from {directory}: {why}") from error
-    model: PreTrainedModel = loaded[0]
+    model = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):  # transformers initialises them
         raise ModelError(f"{directory} has no weights for {len(missing)} tensors of the model, such as {missing[0]}")
     model.requires_grad_(requires_grad=False)

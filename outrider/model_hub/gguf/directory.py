@@ -20,15 +20,13 @@ from typing import Any
 from outrider.cache_directory import locked, remove_unused
 from outrider.errors import ModelError
 from outrider.model_hub.checkpoint_text import read_json
-from outrider.model_hub.fingerprint import cached_sha256
+from outrider.model_hub.fingerprint import GGUF_TABLE, cached_sha256, gguf_files
 from outrider.model_hub.gguf.config import make_config
 from outrider.model_hub.gguf.families import FAMILIES, ROTATION_FACTORS
 from outrider.model_hub.gguf.header import GgufHeader, TensorEntry, read_header
 from outrider.model_hub.gguf.tensors import GgufTensors, read_tensor
 from outrider.progress import Progress, no_progress
 
-TABLE_FILE = "gguf.json"
-"""Names the GGUF files and lists their tensors. A directory with this file stands for a GGUF model."""
 _VERSION = 1
 """Increases when the text files' content changes for the same GGUF file."""
 _PART = re.compile(r"(?P<start>.+-)(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -107,13 +105,8 @@ def gguf_directory(path: Path, cache: Path, *, progress: Progress = no_progress)
 
 def open_directory(directory: Path) -> GgufCheckpoint:
     """Opens a directory that `gguf_directory` returned. Raises: ModelError if its GGUF files are missing or changed."""
-    table = read_json(directory / TABLE_FILE)
-    files = []
-    for file in table["files"]:
-        path = Path(file["path"])
-        if not path.is_file() or path.stat().st_size != file["size"]:
-            raise ModelError(f"{path} is missing or has changed since it was opened first: start again")
-        files.append(path)
+    table = read_json(directory / GGUF_TABLE)
+    files = gguf_files(table)
     entries = [TensorEntry(name, kind, tuple(shape), offset, at) for name, kind, shape, offset, at in table["tensors"]]
     head_dim = read_json(directory / "config.json")["head_dim"]
     return GgufCheckpoint(directory, files, GgufTensors(files, entries, table["architecture"], head_dim))
@@ -151,4 +144,4 @@ def _text_files(files: Sequence[Path], progress: Progress) -> Mapping[str, Any]:
         "tensors": [astuple(entry) for entry in header.tensors],
     }
     progress("convert", 2, 2)
-    return {"config.json": config, TABLE_FILE: table}
+    return {"config.json": config, GGUF_TABLE: table}
