@@ -19,12 +19,13 @@ from typing import Any
 
 from outrider.cache_directory import locked, remove_unused
 from outrider.errors import ModelError
-from outrider.model_hub.checkpoint_text import read_json
+from outrider.model_hub.checkpoint_text import TOKENIZER_FILE, read_json
 from outrider.model_hub.fingerprint import GGUF_TABLE, cached_sha256, gguf_files
 from outrider.model_hub.gguf.config import make_config
 from outrider.model_hub.gguf.families import FAMILIES, ROTATION_FACTORS
 from outrider.model_hub.gguf.header import GgufHeader, TensorEntry, read_header
 from outrider.model_hub.gguf.tensors import GgufTensors, read_tensor
+from outrider.model_hub.gguf.tokenizer import GgufVocabulary
 from outrider.progress import Progress, no_progress
 
 _VERSION = 1
@@ -117,6 +118,7 @@ def _write(files: Sequence[Path], directory: Path, progress: Progress) -> None:
     work = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f"{directory.name}.tmp-"))
     try:
         for name, content in _text_files(files, progress).items():
+            (work / name).parent.mkdir(exist_ok=True)
             (work / name).write_text(content if isinstance(content, str) else json.dumps(content, indent=2) + "\n")
         work.chmod(0o755)
         work.rename(directory)
@@ -143,5 +145,7 @@ def _text_files(files: Sequence[Path], progress: Progress) -> Mapping[str, Any]:
         "files": [{"path": str(path), "size": path.stat().st_size} for path in files],
         "tensors": [astuple(entry) for entry in header.tensors],
     }
+    vocabulary = GgufVocabulary.of(header.metadata)
+    tokenizer = vocabulary.make_tokenizer().to_str()
     progress("convert", 2, 2)
-    return {"config.json": config, GGUF_TABLE: table}
+    return {"config.json": config, TOKENIZER_FILE: tokenizer, **vocabulary.text_files(), GGUF_TABLE: table}
