@@ -33,7 +33,7 @@ def write_checkpoint(
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         module = name.removesuffix(".weight")
         parts = quantise(module, *tensors.pop(name).shape)
-        tensors |= {f"{module}.{part}": values.contiguous() for part, values in parts.items()}
+        tensors |= {f"{module}.{part}": values.contiguous().clone() for part, values in parts.items()}
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": dict(quantization)}))
