@@ -111,6 +111,7 @@ def describe_model(
         fingerprint=model_fingerprint(directory, dtype=arithmetic, cache=cache_directory(config)),
         vocabulary_fingerprint=vocabulary_fingerprint(text.own_vocabulary),
         numerics=str(numerics),
+        weights="int8, rounded at load" if config.weights == INT8 else spec.dtype,
     )
     return LoadedModel(
         model=model.model,

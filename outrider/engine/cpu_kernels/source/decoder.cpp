@@ -31,8 +31,25 @@ void for_rows(int64_t unit, int64_t num_rows, F&& f) {
   for (int64_t row = unit * kRowsOfUnit; row < std::min(num_rows, (unit + 1) * kRowsOfUnit); row++) f(row);
 }
 
-// Type: the type of keys and values, to which activations are rounded. Weight: the type of linear layers.
-template <class Type, class Weight>
+// Returns whether rows are quantised before they are multiplied by the matrix.
+bool is_quantised(const OutriderMatrix& matrix) { return matrix.type == OUTRIDER_INT8; }
+
+// Calls f with a null pointer whose type is that of the matrix's weights. Plain weights have the decoder's type.
+template <class Type, class F>
+void with_weight(const OutriderMatrix& matrix, F&& f) {
+  if (is_quantised(matrix)) return f(static_cast<int8_t*>(nullptr));
+  f(static_cast<Type*>(nullptr));
+}
+
+// Calls f with a null pointer whose type is that of activations, keys and values.
+template <class F>
+void with_type(const OutriderDecoder& decoder, F&& f) {
+  if (decoder.type == OUTRIDER_BFLOAT16) return f(static_cast<BFloat16*>(nullptr));
+  f(static_cast<float*>(nullptr));
+}
+
+// Type: the type of keys and values, to which activations are rounded.
+template <class Type>
 class DecoderStep final : public Job {
  public:
   DecoderStep(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& decoder, const OutriderBatch& batch,
@@ -50,7 +67,11 @@ class DecoderStep final : public Job {
     attended_ = workspace.attended.of<Row>(num_rows_ * decoder.num_heads * decoder.head_dim);
     gated_ = workspace.gated.of<Row>(num_rows_ * decoder.intermediate_size);
     const int64_t widest = std::max({width, decoder.num_heads * decoder.head_dim, decoder.intermediate_size});
-    quantised_ = workspace.quantised.of<QuantisedGroup>(kIsQuantised ? num_rows_ * groups_of(widest) : 0);
+    const bool has_quantised = std::any_of(layers_.begin(), layers_.end(), [](const OutriderLayer& layer) {
+      return is_quantised(layer.qkv) || is_quantised(layer.output) || is_quantised(layer.gate_up) ||
+             is_quantised(layer.down);
+    });
+    quantised_ = workspace.quantised.of<QuantisedGroup>(has_quantised ? num_rows_ * groups_of(widest) : 0);
     if (features != nullptr) {
       features_ = *features;
       taps_.assign(features->taps, features->taps + features->num_taps);
@@ -75,7 +96,6 @@ class DecoderStep final : public Job {
   }
 
  private:
-  static constexpr bool kIsQuantised = sizeof(Weight) == 1;
   using Row = Activation<Type>;
 
   // Some rows of the batch.
@@ -151,7 +171,7 @@ class DecoderStep final : public Job {
     rms_norm_row<Type>(feature, width, decoder_.feature_norm, decoder_.epsilon, to + width);
     for (int64_t i = 0; i < width; i++)
       residual[i] = decoder_.begins_normalised ? widen(to[width + i]) : widen(feature[i]);
-    quantise<Weight>(normalised_, row, 2 * width, quantised_);
+    quantise_for(layers_[0].qkv, normalised_, row, 2 * width);
   }
 
   // Copies a row of the residual stream, rounded, to the taps that are after this number of layers.
@@ -198,27 +218,33 @@ class DecoderStep final : public Job {
     });
   }
 
-  // A phase: normalises rows of the residual stream. `num_layers`: the layers before it, for taps; -1: no taps.
+  // Quantises one of `rows` [num_rows, width] if it is multiplied by a quantised matrix.
+  void quantise_for(const OutriderMatrix& matrix, const Row* rows, int64_t row, int64_t width) {
+    if (is_quantised(matrix)) quantise_row(rows + row * width, width, quantised_ + row * groups_of(width));
+  }
+
+  // A phase: normalises rows of the residual stream for a product. `num_layers`: the layers before it, for taps; -1: no
+  // taps.
   void normalise(Phase& phase, Member member, NextWeights& ahead, const Rows& rows, const float* weight,
-                 int64_t num_layers = -1) {
+                 const OutriderMatrix& matrix, int64_t num_layers = -1) {
     const int64_t width = decoder_.hidden_size;
     const auto normalise_rows = [&](int64_t unit) {
       for_rows(unit, rows.num, [&](int64_t index) {
         tap(rows[index], num_layers);
         const float* from = residual_ + rows[index] * width;
         rms_norm_row<Type>(from, width, weight, decoder_.epsilon, normalised_ + index * width);
-        quantise<Weight>(normalised_, index, width, quantised_);
+        quantise_for(matrix, normalised_, index, width);
       });
     };
     phase.share(member, row_units(rows.num), normalise_rows, ahead);
   }
 
-  // A phase: quantises rows for the next product, if weights are int8.
+  // A phase: quantises rows for the next product, if its matrix is quantised.
   void quantise_rows(Phase& phase, Member member, NextWeights& ahead, const Row* rows, int64_t num_rows,
-                     int64_t width) {
-    if (!kIsQuantised) return;
+                     const OutriderMatrix& matrix) {
+    if (!is_quantised(matrix)) return;
     const auto quantise_unit = [&](int64_t unit) {
-      for_rows(unit, num_rows, [&](int64_t row) { quantise<Weight>(rows, row, width, quantised_); });
+      for_rows(unit, num_rows, [&](int64_t row) { quantise_for(matrix, rows, row, matrix.in_features); });
     };
     phase.share(member, row_units(num_rows), quantise_unit, ahead);
   }
@@ -227,22 +253,30 @@ class DecoderStep final : public Job {
   template <class Finish>
   void multiply(Phase& phase, Member member, NextWeights& ahead, const Row* rows, int64_t num_rows,
                 const OutriderMatrix& matrix, const OutriderMatrix* next, Finish&& finish) {
-    const Matrix<Weight> typed(matrix);
-    ahead = next != nullptr ? NextWeights(Matrix<Weight>(*next), member) : NextWeights();
-    const bool prefetches_next = prefetches_next_unit<Weight>(num_rows, typed.depth);
-    const int64_t last = prefetches_next ? Phase::end_of(member, num_units(typed)) - 1 : -1;
-    const auto multiply_rows = [&](int64_t unit) {
-      const void* const first_of_next = unit == last ? ahead.take(kTileColumns * typed.depth * sizeof(Weight)) : nullptr;
-      multiply_unit<Weight>(unit, multiplied<Weight>(rows, quantised_), activations_before<Weight>(typed.depth),
-                            num_rows, typed, finish, first_of_next);
-    };
-    phase.share(member, num_units(typed), multiply_rows, ahead);
+    ahead = NextWeights();
+    if (next != nullptr)
+      with_weight<Type>(*next, [&](auto* weight) {
+        ahead = NextWeights(Matrix<std::remove_pointer_t<decltype(weight)>>(*next), member);
+      });
+    with_weight<Type>(matrix, [&](auto* weight) {
+      using Weight = std::remove_pointer_t<decltype(weight)>;
+      const Matrix<Weight> typed(matrix);
+      const bool prefetches_next = prefetches_next_unit<Weight>(num_rows, typed.depth);
+      const int64_t last = prefetches_next ? Phase::end_of(member, num_units(typed)) - 1 : -1;
+      const auto multiply_rows = [&](int64_t unit) {
+        const int64_t bytes = kTileColumns * typed.depth * sizeof(Weight);
+        const void* const first_of_next = unit == last ? ahead.take(bytes) : nullptr;
+        multiply_unit<Weight>(unit, multiplied<Weight>(rows, quantised_), activations_before<Weight>(typed.depth),
+                              num_rows, typed, finish, first_of_next);
+      };
+      phase.share(member, num_units(typed), multiply_rows, ahead);
+    });
   }
 
   void run_layer(size_t index, Phase* phases, Member member, NextWeights& ahead) {
     const OutriderLayer& layer = layers_[index];
     const OutriderMatrix* next_qkv = index + 1 < layers_.size() ? &layers_[index + 1].qkv : nullptr;
-    const int64_t width = decoder_.hidden_size, attended_width = decoder_.num_heads * decoder_.head_dim;
+    const int64_t width = decoder_.hidden_size;
     const Rows all{num_rows_, nullptr}, rows = rows_of(index);
     const auto note = [&](OutriderPhase kind) {
       if (member.index == 0) workspace_.times.note(kind);  // only the caller: others may be late (see Job)
@@ -251,7 +285,7 @@ class DecoderStep final : public Job {
       AddTo<float>{residual_, width}(TileRow{rows[tile.row], tile.column, tile.num, tile.values});
     };
     if (batch_.features == nullptr || first_ + static_cast<int64_t>(index) > 0)
-      normalise(phases[0], member, ahead, all, layer.input_norm, first_ + static_cast<int64_t>(index));
+      normalise(phases[0], member, ahead, all, layer.input_norm, layer.qkv, first_ + static_cast<int64_t>(index));
     note(OUTRIDER_NORM);
     multiply(phases[1], member, ahead, normalised_, num_rows_, layer.qkv, &layer.output,
              StoreTo<Type>{projected_, heads_ * decoder_.head_dim});
@@ -264,14 +298,14 @@ class DecoderStep final : public Job {
     if (rows.num == 0) return;
     attend(phases[3], phases[4], index, member, ahead);
     note(OUTRIDER_ATTENTION);
-    quantise_rows(phases[5], member, ahead, attended_, rows.num, attended_width);
+    quantise_rows(phases[5], member, ahead, attended_, rows.num, layer.output);
     multiply(phases[6], member, ahead, attended_, rows.num, layer.output, &layer.gate_up, add);
     note(OUTRIDER_LINEAR);
-    normalise(phases[7], member, ahead, rows, layer.post_attention_norm);
+    normalise(phases[7], member, ahead, rows, layer.post_attention_norm, layer.gate_up);
     note(OUTRIDER_NORM);
     multiply(phases[8], member, ahead, normalised_, rows.num, layer.gate_up, &layer.down,
              SiluMultiplyTo<Type, Row>{gated_, decoder_.intermediate_size});
-    quantise_rows(phases[9], member, ahead, gated_, rows.num, decoder_.intermediate_size);
+    quantise_rows(phases[9], member, ahead, gated_, rows.num, layer.down);
     multiply(phases[10], member, ahead, gated_, rows.num, layer.down, next_qkv, add);
     note(OUTRIDER_LINEAR);
   }
@@ -343,7 +377,7 @@ class DecoderStep final : public Job {
   int64_t query_rows_ = 0;
   float* residual_ = nullptr;  // [rows, hidden]
   Row* normalised_ = nullptr;  // [rows, hidden]
-  QuantisedGroup* quantised_ = nullptr;  // [rows, groups], the next product's input if weights are int8
+  QuantisedGroup* quantised_ = nullptr;  // [rows, groups], the next product's input if its matrix is quantised
   Type* projected_ = nullptr;  // [rows, heads_, head_dim]
   Row* attended_ = nullptr;    // [rows, num_heads, head_dim]
   Row* gated_ = nullptr;       // [rows, intermediate]
@@ -363,14 +397,14 @@ struct ScatterTo {
   }
 };
 
-template <class Type, class Weight>
+template <class Type>
 void logits_of(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& decoder, const int64_t* rows,
                int64_t num, float* logits, const int64_t* columns, int64_t num_columns, Type* states) {
   workspace.times.begin();
   const int64_t width = decoder.hidden_size;
   const float* residual = workspace.residual.get<float>();
   auto* normalised = workspace.activations.of<Activation<Type>>(num * width);
-  auto* quantised = workspace.quantised.of<QuantisedGroup>(sizeof(Weight) == 1 ? num * groups_of(width) : 0);
+  auto* quantised = workspace.quantised.of<QuantisedGroup>(is_quantised(decoder.head) ? num * groups_of(width) : 0);
   team.share(row_units(num), [&](int64_t unit, int) {
     for_rows(unit, num, [&](int64_t i) {
       const float* from = residual + rows[i] * width;
@@ -379,14 +413,17 @@ void logits_of(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& 
       for (int64_t d = 0; states != nullptr && d < width; d += kWidth)
         store_rounded(states + i * width + d,
                       decoder.keeps_normalised ? load_wide(normalised + i * width + d) : load(from + d));
-      quantise<Weight>(normalised, i, width, quantised);
+      if (is_quantised(decoder.head)) quantise_row(normalised + i * width, width, quantised + i * groups_of(width));
     });
   });
-  const Matrix<Weight> head(decoder.head);
   const auto multiply = [&](const auto& store) {
-    team.share(num_units(head), [&](int64_t unit, int) {
-      multiply_unit<Weight>(unit, multiplied<Weight>(normalised, quantised), activations_before<Weight>(head.depth),
-                            num, head, store);
+    with_weight<Type>(decoder.head, [&](auto* weight) {
+      using Weight = std::remove_pointer_t<decltype(weight)>;
+      const Matrix<Weight> head(decoder.head);
+      team.share(num_units(head), [&](int64_t unit, int) {
+        multiply_unit<Weight>(unit, multiplied<Weight>(normalised, quantised), activations_before<Weight>(head.depth),
+                              num, head, store);
+      });
     });
   };
   if (columns == nullptr) {
@@ -395,17 +432,6 @@ void logits_of(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& 
     multiply(ScatterTo{logits, num_columns, columns});
   }
   workspace.times.note(OUTRIDER_HEAD);
-}
-
-// Calls f with null pointers whose types are those of the activations and of a matrix.
-template <class F>
-void with_types(const OutriderDecoder& decoder, const OutriderMatrix& matrix, F&& f) {
-  const auto with_weight = [&](auto* type) {
-    if (matrix.type == OUTRIDER_INT8) return f(type, static_cast<int8_t*>(nullptr));
-    f(type, type);
-  };
-  if (decoder.type == OUTRIDER_BFLOAT16) return with_weight(static_cast<BFloat16*>(nullptr));
-  with_weight(static_cast<float*>(nullptr));
 }
 
 }  // namespace
@@ -417,12 +443,11 @@ OutriderStatus outrider_decoder_layers(OutriderTeam* team, OutriderWorkspace* wo
                                        const OutriderBatch* batch, void* const* key_caches, void* const* value_caches,
                                        const OutriderFeatures* features, int64_t first, int64_t last) {
   return call([&] {
-    with_types(*decoder, decoder->layers[0].qkv, [&](auto* type, auto* weight) {
+    with_type(*decoder, [&](auto* type) {
       using Type = std::remove_pointer_t<decltype(type)>;
-      using Weight = std::remove_pointer_t<decltype(weight)>;
       Team& threads = *reinterpret_cast<Team*>(team);
-      threads.run(std::make_shared<DecoderStep<Type, Weight>>(threads, *workspace, *decoder, *batch, key_caches,
-                                                              value_caches, features, first, last));
+      threads.run(std::make_shared<DecoderStep<Type>>(threads, *workspace, *decoder, *batch, key_caches, value_caches,
+                                                      features, first, last));
     });
   });
 }
@@ -432,11 +457,10 @@ OutriderStatus outrider_decoder_logits(OutriderTeam* team, OutriderWorkspace* wo
                                        int64_t num_columns, void* states) {
   if (num_logits == 0) return 0;
   return call([&] {
-    with_types(*decoder, decoder->head, [&](auto* type, auto* weight) {
+    with_type(*decoder, [&](auto* type) {
       using Type = std::remove_pointer_t<decltype(type)>;
-      using Weight = std::remove_pointer_t<decltype(weight)>;
-      logits_of<Type, Weight>(*reinterpret_cast<Team*>(team), *workspace, *decoder, rows, num_logits, logits, columns,
-                              num_columns, static_cast<Type*>(states));
+      logits_of<Type>(*reinterpret_cast<Team*>(team), *workspace, *decoder, rows, num_logits, logits, columns,
+                      num_columns, static_cast<Type*>(states));
     });
   });
 }

@@ -72,7 +72,7 @@ const Activation<Weight>* as_activations(OutriderWorkspace& workspace, const T* 
 template <class T>
 const QuantisedGroup* as_groups(OutriderWorkspace& workspace, const T* x, int64_t num_rows, int64_t width) {
   QuantisedGroup* to = workspace.quantised.of<QuantisedGroup>(num_rows * groups_of(width));
-  for (int64_t row = 0; row < num_rows; row++) quantise<int8_t>(x, row, width, to);
+  for (int64_t row = 0; row < num_rows; row++) quantise_row(x + row * width, width, to + row * groups_of(width));
   return to;
 }
 

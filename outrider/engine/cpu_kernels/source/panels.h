@@ -81,12 +81,6 @@ static inline const Activation<Weight>* multiplied(const Row* rows, const Quanti
   else return rows;
 }
 
-// Quantises one of `rows` [num_rows, width] if weights are int8.
-template <class Weight, class Row>
-static inline void quantise(const Row* rows, int64_t row, int64_t width, QuantisedGroup* quantised) {
-  if constexpr (sizeof(Weight) == 1) quantise_row(rows + row * width, width, quantised + row * groups_of(width));
-}
-
 constexpr int kTileColumns = 2 * kPanel;  // columns of the tile that one call computes
 
 // Prefetches weights while others are multiplied. If several calls multiply the same panels, each with some rows, the
