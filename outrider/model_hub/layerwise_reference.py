@@ -116,6 +116,8 @@ def _empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -
 def _sources(model: PreTrainedModel, tensors: Tensors) -> dict[str, str]:
     """Returns the tensor for each of the model's parameters and stored buffers. Of two tied ones, one may be absent.
 
+    Biases of zeros, which AutoGPTQ writes for all linear layers, may be in excess: they change nothing.
+
     Raises: ModelError if a tensor is missing, or is not one of the model's.
     """
     tied: dict[str, str] = model.all_tied_weights_keys
@@ -125,6 +127,7 @@ def _sources(model: PreTrainedModel, tensors: Tensors) -> dict[str, str]:
     unused = re.compile("|".join((*_UNUSED, *ignored)))
     missing = [name for name, source in sources.items() if source not in tensors]
     extra = [name for name in tensors if name not in sources and not unused.search(name)]
+    extra = [name for name in extra if not (name.endswith(".bias") and not to_float32(tensors[name]).any())]
     for names, problem in ((missing, "the weights lack"), (extra, "the model has no place for")):
         if names:
             raise ModelError(
