@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.errors import ConfigError
 from outrider.model_hub.checkpoint import Checkpoint
 from outrider.model_hub.config import DEQUANTIZED, ModelConfig
@@ -39,26 +40,28 @@ class WeightFormat:
 
 
 def choose_weight_format(
-    config: ModelConfig, checkpoint: Checkpoint | None, *, dtype: str, is_native: bool
+    config: ModelConfig, checkpoint: Checkpoint | None, kernels: KernelChoice, *, dtype: str, is_decoder: bool
 ) -> WeightFormat:
     """Returns the format that `model.weights` selects for a checkpoint.
 
-    `checkpoint`: None for a plain one that transformers reads. `is_native`: whether native kernels compute the model.
+    `checkpoint`: None for a plain one that transformers reads. `is_decoder`: whether the native decoder computes the
+    whole model.
 
     Raises: ConfigError if the setting does not fit the checkpoint or the kernels.
     """
-    is_quantised = checkpoint is not None and checkpoint.is_quantised
     if config.weights in _LOSSY_TYPES:
-        if is_quantised:
+        if checkpoint is not None and checkpoint.is_quantised:
             raise ConfigError(
                 f"model.weights {config.weights}: the checkpoint is quantised already ({checkpoint.format}); set "
-                f"model.weights to auto, or to {DEQUANTIZED}"
+                f"model.weights to auto or {DEQUANTIZED}"
             )
-        if not is_native:
-            raise ConfigError(f"model.weights {config.weights} needs native kernels; set model.weights to auto")
+        if kernels.library is None:
+            raise ConfigError(
+                f"model.weights {config.weights} needs native kernels: {kernels}; set model.weights to auto"
+            )
         return WeightFormat(f"{config.weights}, rounded at load", config.weights, has_int8_activations=True)
-    if not is_quantised:
+    if checkpoint is None:
         return WeightFormat(dtype)
-    if config.weights == DEQUANTIZED or not is_native:
-        return WeightFormat(f"{checkpoint.format}, dequantised to {dtype}")
-    return WeightFormat(checkpoint.format, has_int8_activations=True)
+    if checkpoint.is_quantised and is_decoder and config.weights != DEQUANTIZED:
+        return WeightFormat(checkpoint.format, has_int8_activations=True)
+    return WeightFormat(f"{checkpoint.format}, in {dtype}")

@@ -32,7 +32,7 @@ def why_not(quantization: Mapping[str, Any]) -> str:
         return f"compressed-tensors with sparsity ({sparsity}) is not supported"
     if quantization.get("transform_config"):
         return "compressed-tensors with transforms of activations (transform_config) is not supported"
-    for group in _groups(quantization):
+    for group in groups(quantization):
         weights = group["weights"]
         layout = group.get("format") or quantization.get("format")
         if layout not in _FORMATS:
@@ -47,11 +47,11 @@ def why_not(quantization: Mapping[str, Any]) -> str:
 
 def scheme(quantization: Mapping[str, Any]) -> Scheme:
     """Returns how the weights are read."""
-    blocks = [block for group in _groups(quantization) if (block := group["weights"].get("block_structure"))]
+    blocks = [block for group in groups(quantization) if (block := group["weights"].get("block_structure"))]
     return Scheme(frozenset({"weight_scale"}), frozenset(_PARTS), partial(_read, block=blocks[0] if blocks else None))
 
 
-def _groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Returns the groups of modules with quantised weights."""
     groups = (quantization.get("config_groups") or {}).values()
     return [group for group in groups if isinstance(group, Mapping) and group.get("weights")]

@@ -46,6 +46,14 @@ def method_of(quantization: _Configuration) -> str:
     return str(quantization.get("quant_method") or ("bitsandbytes" if is_old else "unnamed"))
 
 
+def num_bits(quantization: _Configuration) -> int:
+    """Returns the bits of a weight: 4 or 8 for integers, 0 for FP8, which is not an integer format."""
+    if method_of(quantization) == "compressed-tensors":
+        kinds = [group["weights"] for group in compressed_tensors.groups(quantization)]
+        return int(kinds[0].get("num_bits", 8)) if kinds and kinds[0].get("type", "int") == "int" else 0
+    return int(quantization.get("bits") or quantization.get("w_bit") or 0)
+
+
 def why_not_readable(quantization: _Configuration) -> str:
     """Returns why `open_safetensors` cannot read the weights, and what to do; "" if it can."""
     method = method_of(quantization)
