@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ctypes import Structure
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,15 @@ MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types in config.json with the shape of Llama."""
 
 
+class MatrixSize(NamedTuple):
+    """Size and format of a packed matrix."""
+
+    out_features: int
+    in_features: int
+    type: int  # an ElementType
+    unit_size: int = 0  # see PackedFormat
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
     """Sizes and constants of a decoder in the shape of Llama."""
@@ -37,14 +46,14 @@ class DecoderShape:
     epsilon: float  # added to the norms' mean square
     element_type: ElementType  # type of activations, embedding, and weights that are not int8
     sliding_windows: tuple[int, ...]  # by layer; 0: none
-    matrix_sizes: Mapping[str, tuple[int, int]]  # by name: (out_features, in_features)
+    matrix_sizes: Mapping[str, MatrixSize]  # by name
     begins_normalised: bool = False  # for drafter heads: see OutriderDecoder
     keeps_normalised: bool = False  # same
 
     @classmethod
     def of_json(cls, shape: Mapping[str, Any]) -> DecoderShape:
         """Restores a shape from the JSON of its `asdict`."""
-        sizes = {name: tuple(sizes) for name, sizes in shape["matrix_sizes"].items()}
+        sizes = {name: MatrixSize(*size) for name, size in shape["matrix_sizes"].items()}
         types = {"element_type": ElementType(shape["element_type"]), "sliding_windows": tuple(shape["sliding_windows"])}
         return cls(**{**shape, **types, "matrix_sizes": sizes})
 
@@ -68,7 +77,7 @@ class DecoderWeights:
 
     def matrix(self, name: str) -> Structure:
         """Returns an OutriderMatrix, which points to blobs but does not keep them alive."""
-        return _matrix(self.blobs, name, self.shape.matrix_sizes[name], self.shape.element_type)
+        return _matrix(self.blobs, name, self.shape.matrix_sizes[name])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,8 +94,8 @@ class PackedReduction(FeatureSpec):
     @property
     def projection(self) -> Structure:
         """An OutriderMatrix, which does not keep its blobs alive; `packed` is null if there is no projection."""
-        sizes = (self.width, len(self.taps) * self.hidden_size)
-        return _matrix(self.blobs, "reduction.projection", sizes, self.element_type)
+        size = MatrixSize(self.width, len(self.taps) * self.hidden_size, self.element_type)
+        return _matrix(self.blobs, "reduction.projection", size)
 
     def struct(self, plane: np.ndarray) -> Structure:
         """Returns an OutriderFeatures for decoder steps that write to `plane` [num_blocks, block_size, 1, width].
@@ -108,7 +117,7 @@ class PackedReduction(FeatureSpec):
         return np.asarray(self.taps, dtype=np.int64)
 
 
-def _matrix(blobs: Mapping[str, np.ndarray], name: str, sizes: tuple[int, int], element_type: ElementType) -> Structure:
-    packed, bias, scales = (address_of(blobs.get(f"{name}.{part}")) for part in (PACKED, BIAS, SCALES))
-    kind = element_type if scales is None else ElementType.INT8
-    return structures.OutriderMatrix(packed, bias, scales, *sizes, kind)
+def _matrix(blobs: Mapping[str, np.ndarray], name: str, size: MatrixSize) -> Structure:
+    return structures.OutriderMatrix(
+        *(address_of(blobs.get(f"{name}.{part}")) for part in (PACKED, BIAS, SCALES)), *size
+    )

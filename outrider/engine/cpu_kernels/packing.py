@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from outrider.engine.cpu_kernels.decoder_weights import BIAS, LAYER_NORMS, PACKED, SCALES
+from outrider.engine.cpu_kernels.decoder_weights import BIAS, LAYER_NORMS, PACKED, SCALES, MatrixSize
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.matrices import Floats, PackedMatrix, PlainLinear, WeightArena, to_float32
 from outrider.engine.kv_cache.array_plane import Words
@@ -29,7 +29,7 @@ class DecoderPacking:
         self._quantise = quantise
         self._arena = WeightArena()
         self.blobs: dict[str, np.ndarray] = {}
-        self.matrix_sizes: dict[str, tuple[int, int]] = {}
+        self.matrix_sizes: dict[str, MatrixSize] = {}
 
     def add(self, name: str, values: np.ndarray | None) -> None:
         """Adds values unchanged. Does nothing for None."""
@@ -43,7 +43,9 @@ class DecoderPacking:
     def add_matrix(self, name: str, linears: Sequence[PlainLinear], *, interleave: bool = False) -> None:
         """Packs linear layers with the same input into one matrix; see PackedMatrix."""
         matrix = PackedMatrix(self._kernels, self._arena, linears, interleave=interleave, quantise=self._quantise)
-        self.matrix_sizes[name] = (matrix.out_features, matrix.in_features)
+        self.matrix_sizes[name] = MatrixSize(
+            matrix.out_features, matrix.in_features, matrix.format.type, matrix.format.unit_size
+        )
         for part, values in ((PACKED, matrix.packed), (BIAS, matrix.bias), (SCALES, matrix.scales)):
             self.add(f"{name}.{part}", values)
 
