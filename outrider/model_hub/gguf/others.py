@@ -32,4 +32,6 @@ def write_dequantised(file: Path, architecture: str, dtype: str, directory: Path
     model, info = loaded
     if missing := sorted(info["missing_keys"]):  # transformers initialises them
         raise ModelError(f"{file} has no weights for {len(missing)} tensors of the model, such as {missing[0]}")
+    model.hf_quantizer = None  # the weights that were loaded are plain
+    del model.config.quantization_config
     model.save_pretrained(directory)
