@@ -31,12 +31,14 @@ def write_gguf(
     quantise: Callable[[str, np.ndarray], gguf.GGMLQuantizationType | None] = lambda _name, _values: None,
     metadata: Mapping[str, Any] | None = None,
     vocabulary: Mapping[str, Any] | None = None,
+    values: Mapping[str, Any] | None = None,
     split_max_tensors: int = 0,
 ) -> Path:
     """Writes `model` (a causal language model in float32) and returns the first file.
 
     `quantise` chooses a tensor's type by its name and values, None for F32. `metadata`: further values of the
-    architecture. `vocabulary`: values of "tokenizer.ggml"; BYTES without it.
+    architecture. `vocabulary`: values of "tokenizer.ggml"; BYTES without it. `values`: further metadata by
+    its whole name.
     """
     config = model.config
     name = ARCHITECTURES.get(config.model_type, config.model_type)
@@ -49,11 +51,17 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(config.norm_epsilon)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     add_values(writer, name, {**_rotation(config, head_dim), **_own_values(config), **(metadata or {})})
     add_values(writer, "tokenizer.ggml", vocabulary or BYTES)
+    for key, value in (values or {}).items():
+        group, _, name_in_group = key.rpartition(".")
+        add_values(writer, group, {name_in_group: value})
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for parameter, tensor in {**_factors(config, head_dim), **_state(model)}.items():
         values = np.asarray(tensor, np.float32)

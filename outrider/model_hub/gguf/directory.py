@@ -1,7 +1,8 @@
 """The directory in transformers' layout that stands for a GGUF model: small text files that are written once.
 
 The weights stay in the GGUF file, which `gguf.json` names, together with the table of tensors. Whoever opens the
-directory reads neither the file's header nor its vocabulary.
+directory reads neither the file's header nor its vocabulary. Only if the architecture is not one of FAMILIES, there is
+no `gguf.json`, and the directory has dequantised weights that transformers wrote.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from outrider.cache_directory import locked, remove_unused
 from outrider.errors import ModelError
 from outrider.model_hub.checkpoint_text import TOKENIZER_FILE, read_json
 from outrider.model_hub.fingerprint import GGUF_TABLE, cached_sha256, gguf_files
-from outrider.model_hub.gguf.config import make_config
+from outrider.model_hub.gguf.config import make_config, matrices_dtype
 from outrider.model_hub.gguf.families import FAMILIES, ROTATION_FACTORS
 from outrider.model_hub.gguf.header import GgufHeader, TensorEntry, read_header
 from outrider.model_hub.gguf.tensors import GgufTensors, read_tensor
@@ -117,35 +118,37 @@ def _write(files: Sequence[Path], directory: Path, progress: Progress) -> None:
     """Leaves `directory` complete or absent: the files are written to another directory, which is then renamed."""
     work = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f"{directory.name}.tmp-"))
     try:
-        for name, content in _text_files(files, progress).items():
-            (work / name).parent.mkdir(exist_ok=True)
-            (work / name).write_text(content if isinstance(content, str) else json.dumps(content, indent=2) + "\n")
+        _convert(files, work, progress)
         work.chmod(0o755)
         work.rename(directory)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _text_files(files: Sequence[Path], progress: Progress) -> Mapping[str, Any]:
-    """Returns the files' contents by name: texts, or objects to be written as JSON."""
+def _convert(files: Sequence[Path], work: Path, progress: Progress) -> None:
+    """Writes all files into `work`. Of an architecture that only transformers reads, this includes the weights."""
     progress("convert", 0, 2)
     headers = [read_header(path, at) for at, path in enumerate(files)]
     header = GgufHeader(headers[0].metadata, [entry for each in headers for entry in each.tensors])
-    architecture = header.metadata.get("general.architecture")
-    if architecture not in FAMILIES:
-        raise ModelError(
-            f"{files[0]} is of architecture {architecture}, which is not supported: use one of {', '.join(FAMILIES)}"
-        )
-    factors = {entry.name: read_tensor(files, entry) for entry in header.tensors if entry.name in ROTATION_FACTORS}
-    config = make_config(header, factors)
-    GgufTensors(files, header.tensors, architecture, config["head_dim"])  # refuses unknown tensors
+    architecture = str(header.metadata.get("general.architecture"))
+    contents: dict[str, Any] = {}
+    if architecture in FAMILIES:
+        factors = {entry.name: read_tensor(files, entry) for entry in header.tensors if entry.name in ROTATION_FACTORS}
+        contents["config.json"] = config = make_config(header, factors)
+        GgufTensors(files, header.tensors, architecture, config["head_dim"])  # refuses unknown tensors
+        contents[GGUF_TABLE] = {
+            "architecture": architecture,
+            "files": [{"path": str(path), "size": path.stat().st_size} for path in files],
+            "tensors": [astuple(entry) for entry in header.tensors],
+        }
     progress("convert", 1, 2)
-    table = {
-        "architecture": architecture,
-        "files": [{"path": str(path), "size": path.stat().st_size} for path in files],
-        "tensors": [astuple(entry) for entry in header.tensors],
-    }
     vocabulary = GgufVocabulary.of(header.metadata)
-    tokenizer = vocabulary.make_tokenizer().to_str()
+    contents |= {TOKENIZER_FILE: vocabulary.make_tokenizer().to_str(), **vocabulary.text_files()}
+    if architecture not in FAMILIES:
+        from outrider.model_hub.gguf.others import write_dequantised  # imports torch
+
+        write_dequantised(files[0], architecture, matrices_dtype(header), work)
+    for name, content in contents.items():
+        (work / name).parent.mkdir(exist_ok=True)
+        (work / name).write_text(content if isinstance(content, str) else json.dumps(content, indent=2) + "\n")
     progress("convert", 2, 2)
-    return {"config.json": config, TOKENIZER_FILE: tokenizer, **vocabulary.text_files(), GGUF_TABLE: table}

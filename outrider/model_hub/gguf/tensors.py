@@ -11,6 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from outrider.engine.arrays import from_bfloat16
 from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
 from outrider.model_hub.gguf.blocks import FORMATS, decode_rows
 from outrider.model_hub.gguf.families import FAMILIES, ROTATION_FACTORS, name_in_transformers
@@ -83,6 +84,13 @@ class GgufTensors(Mapping[str, "Words | GroupedWeight"]):
     @cached_property
     def _maps(self) -> list[npt.NDArray[np.uint8]]:
         return [np.asarray(np.memmap(path, np.uint8, "r")) for path in self._files]
+
+
+def float_values(tensor: Words | GroupedWeight) -> npt.NDArray[np.float32]:
+    """Returns the tensor's values, which are rounded only if they are quantised."""
+    if isinstance(tensor, GroupedWeight):
+        return tensor.dequantise()
+    return from_bfloat16(tensor) if tensor.dtype == np.uint16 else tensor
 
 
 def read_tensor(files: Sequence[Path], entry: TensorEntry) -> Words:
