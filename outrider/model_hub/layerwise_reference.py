@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
-from outrider.engine.cpu_kernels.matrices import to_float32
+from outrider.engine.cpu_kernels.matrices import Floats, to_float32
 from outrider.engine.kv_cache.array_plane import Words
 from outrider.errors import ModelError
 from outrider.model_hub.support import architecture_name, probe_token_ids
@@ -47,8 +47,7 @@ def layerwise_logits(
     sources = _sources(model, tensors)
 
     def read(name: str, like: Tensor) -> Tensor:
-        stored = tensors[sources[name]]
-        values = stored.dequantise() if isinstance(stored, GroupedWeight) else to_float32(stored)
+        values = _float32(tensors[sources[name]])
         if values.shape != like.shape:
             raise ModelError(
                 f"{architecture_name(config)}: {sources[name]} has the shape {list(values.shape)}, but the "
@@ -93,7 +92,7 @@ def _sources(model: PreTrainedModel, tensors: Mapping[str, Words | GroupedWeight
     unused = re.compile("|".join((*_UNUSED, *ignored)))
     missing = [name for name, source in sources.items() if source not in tensors]
     extra = [name for name in tensors if name not in sources and not unused.search(name)]
-    extra = [name for name in extra if not (name.endswith(".bias") and not to_float32(tensors[name]).any())]
+    extra = [name for name in extra if not (name.endswith(".bias") and not _float32(tensors[name]).any())]
     for names, problem in ((missing, "the weights lack"), (extra, "the model has no place for")):
         if names:
             raise ModelError(
@@ -101,6 +100,10 @@ def _sources(model: PreTrainedModel, tensors: Mapping[str, Words | GroupedWeight
                 "the weights are another model's, or the weights are incomplete"
             )
     return sources
+
+
+def _float32(stored: Words | GroupedWeight) -> Floats:
+    return stored.dequantise() if isinstance(stored, GroupedWeight) else to_float32(stored)
 
 
 def _units(model: PreTrainedModel) -> list[tuple[str, nn.Module, bool]]:
