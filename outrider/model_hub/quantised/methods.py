@@ -11,12 +11,12 @@ from outrider.model_hub.quantised import awq, compressed_tensors, fp8, gptq
 from outrider.model_hub.quantised.scheme import ADVICE, Scheme
 
 _Configuration = Mapping[str, Any]
-_READ: Mapping[str, tuple[Callable[[_Configuration], str], Callable[[_Configuration], Scheme]]] = {
-    "awq": (awq.why_not, awq.scheme),
-    "gptq": (gptq.why_not, gptq.scheme),
-    "compressed-tensors": (compressed_tensors.why_not, compressed_tensors.scheme),
-    "fp8": (fp8.why_not, fp8.scheme),
-    "fbgemm_fp8": (fp8.why_not, fp8.scheme),
+_SCHEMES: Mapping[str, Callable[[_Configuration], Scheme | str]] = {
+    "awq": awq.scheme,
+    "compressed-tensors": compressed_tensors.scheme,
+    "fbgemm_fp8": fp8.scheme,
+    "fp8": fp8.scheme,
+    "gptq": gptq.scheme,
 }
 _PACKAGES: Mapping[str, Mapping[str, str]] = {
     "aqlm": {"aqlm": "aqlm[gpu]"},
@@ -48,19 +48,23 @@ def method_of(quantization: _Configuration) -> str:
 
 def why_not_readable(quantization: _Configuration) -> str:
     """Returns why `open_safetensors` cannot read the weights, and what to do; "" if it can."""
-    method = method_of(quantization)
-    if method not in _READ:
-        known = ", ".join(sorted(_READ))
-        return f"its weights are quantized by {method}, and on a CPU only by {known} are supported: {ADVICE}"
-    why = _READ[method][0](quantization)
-    return f"{why}: {ADVICE}" if why else ""
+    found = _scheme(quantization)
+    return f"{found}: {ADVICE}" if isinstance(found, str) else ""
 
 
 def choose_scheme(quantization: _Configuration) -> Scheme:
     """Returns how the weights are read. Raises: ModelError if they cannot be."""
-    if why := why_not_readable(quantization):
-        raise ModelError(why)
-    return _READ[method_of(quantization)][1](quantization)
+    found = _scheme(quantization)
+    if isinstance(found, str):
+        raise ModelError(f"{found}: {ADVICE}")
+    return found
+
+
+def _scheme(quantization: _Configuration) -> Scheme | str:
+    method = method_of(quantization)
+    if method in _SCHEMES:
+        return _SCHEMES[method](quantization)
+    return f"its weights are quantized by {method}, and on a CPU only by {', '.join(_SCHEMES)} are supported"
 
 
 def gpu_package(method: str) -> str | None:
