@@ -9,7 +9,7 @@ from outrider.engine.device import device_type
 from outrider.model_hub.checkpoint_text import read_json
 from outrider.model_hub.fingerprint import GGUF_TABLE
 from outrider.model_hub.gguf.directory import open_directory
-from outrider.model_hub.quantised.methods import method_of, num_bits, quantization_of
+from outrider.model_hub.quantised.methods import choose_scheme, method_of, quantization_of
 from outrider.model_hub.quantised.open import Tensors, open_safetensors
 
 
@@ -34,6 +34,6 @@ def open_checkpoint(directory: Path, device: str) -> Checkpoint | None:
     quantization = quantization_of(read_json(directory / "config.json"))
     if not quantization or device_type(device) != "cpu":
         return None
-    bits = num_bits(quantization)
+    bits = choose_scheme(quantization).bits
     name = method_of(quantization) + (f", {bits} bits" if bits else "")
     return Checkpoint(open_safetensors(directory), name, is_quantised=bits > 0)

@@ -20,18 +20,14 @@ from outrider.model_hub.safetensors_files import SafetensorsFiles
 _FEATURES = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def why_not(quantization: Mapping[str, Any]) -> str:
-    """Returns why a checkpoint with this configuration cannot be read; "" if it can."""
+def scheme(quantization: Mapping[str, Any]) -> Scheme | str:
+    """Returns how the weights of a checkpoint with this configuration are read, or why they cannot be."""
     layout = str(quantization.get("version") or quantization.get("format") or "gemm").lower()
     if layout != "gemm":
         return f"AWQ in the layout {layout!r} is not supported, only 'gemm'"
-    bits = quantization.get("bits", 4)
-    return "" if bits == 4 else f"AWQ of {bits} bits is not supported, only of 4"
-
-
-def scheme(_quantization: Mapping[str, Any]) -> Scheme:
-    """Returns how the weights are read."""
-    return Scheme(frozenset({"qweight"}), frozenset({"qweight", "qzeros", "scales"}), _read)
+    if (bits := quantization.get("bits", 4)) != 4:
+        return f"AWQ of {bits} bits is not supported, only of 4"
+    return Scheme(frozenset({"qweight"}), frozenset({"qweight", "qzeros", "scales"}), _read, bits=4)
 
 
 def _read(files: SafetensorsFiles, module: str) -> GroupedWeight:

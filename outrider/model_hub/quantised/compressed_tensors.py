@@ -26,14 +26,16 @@ _STRATEGIES["float", 8] = ("block", "channel", "tensor")
 _PARTS = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
 
 
-def why_not(quantization: Mapping[str, Any]) -> str:
-    """Returns why a checkpoint with this configuration cannot be read; "" if it can."""
+def scheme(quantization: Mapping[str, Any]) -> Scheme | str:
+    """Returns how the weights of a checkpoint with this configuration are read, or why they cannot be."""
     if (sparsity := (quantization.get("sparsity_config") or {}).get("format", "dense")) != "dense":
         return f"compressed-tensors with sparsity ({sparsity}) is not supported"
     if quantization.get("transform_config"):
         return "compressed-tensors with transforms of activations (transform_config) is not supported"
-    for group in groups(quantization):
-        weights = group["weights"]
+    block, bits = None, 0
+    for group in (quantization.get("config_groups") or {}).values():
+        if not isinstance(group, Mapping) or not (weights := group.get("weights")):
+            continue  # the name of a preset, or activations only
         layout = group.get("format") or quantization.get("format")
         if layout not in _FORMATS:
             return f"compressed-tensors in the format {layout!r} is not supported, only {', '.join(_FORMATS)}"
@@ -42,19 +44,9 @@ def why_not(quantization: Mapping[str, Any]) -> str:
             return f"compressed-tensors with {kind[0]} weights of {kind[1]} bits by {strategy} is not supported"
         if weights.get("actorder") in ("group", "dynamic", True):
             return "compressed-tensors with inputs ordered by activation (actorder group) is not supported"
-    return ""
-
-
-def scheme(quantization: Mapping[str, Any]) -> Scheme:
-    """Returns how the weights are read."""
-    blocks = [block for group in groups(quantization) if (block := group["weights"].get("block_structure"))]
-    return Scheme(frozenset({"weight_scale"}), frozenset(_PARTS), partial(_read, block=blocks[0] if blocks else None))
-
-
-def groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns the groups of modules with quantised weights."""
-    groups = (quantization.get("config_groups") or {}).values()
-    return [group for group in groups if isinstance(group, Mapping) and group.get("weights")]
+        block = weights.get("block_structure") or block
+        bits = max(bits, int(kind[1]) * (kind[0] == "int"))
+    return Scheme(frozenset({"weight_scale"}), frozenset(_PARTS), partial(_read, block=block), bits)
 
 
 def _read(files: SafetensorsFiles, module: str, *, block: tuple[int, int] | None) -> Words | GroupedWeight:

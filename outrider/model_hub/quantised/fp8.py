@@ -33,15 +33,10 @@ def _e4m3() -> npt.NDArray[np.float32]:
 _E4M3 = _e4m3()
 
 
-def why_not(quantization: Mapping[str, Any]) -> str:
-    """Returns why a checkpoint with this configuration cannot be read; "" if it can."""
+def scheme(quantization: Mapping[str, Any]) -> Scheme | str:
+    """Returns how the weights of a checkpoint with this configuration are read, or why they cannot be."""
     if (experts := quantization.get("expert_dtype", "fp8")) != "fp8":
-        return f"experts in {experts} are not supported"
-    return ""
-
-
-def scheme(quantization: Mapping[str, Any]) -> Scheme:
-    """Returns how the weights are read."""
+        return f"FP8 with experts in {experts} is not supported"
     block = quantization.get("weight_block_size")
     return Scheme(frozenset(SCALES), frozenset({"weight", *SCALES}), partial(read_fp8, block=block))
 

@@ -23,25 +23,17 @@ _ONES = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}
 """1 in each field of a word, by the fields' number of bits."""
 
 
-def why_not(quantization: Mapping[str, Any]) -> str:
-    """Returns why a checkpoint with this configuration cannot be read; "" if it can."""
+def scheme(quantization: Mapping[str, Any]) -> Scheme | str:
+    """Returns how the weights of a checkpoint with this configuration are read, or why they cannot be."""
+    version = str(quantization.get("checkpoint_format") or quantization.get("format") or _VERSIONS[0]).lower()
+    if version not in _VERSIONS:
+        return f"GPTQ in the format {version!r} is not supported, only {' and '.join(map(repr, _VERSIONS))}"
     if (bits := quantization.get("bits")) not in _BITS:
         return f"GPTQ of {bits} bits is not supported, only of 4 and 8"
-    if (version := _version(quantization)) not in _VERSIONS:
-        return f"GPTQ in the format {version!r} is not supported, only {' and '.join(map(repr, _VERSIONS))}"
     if quantization.get("desc_act") and quantization.get("group_size") != -1:
         return "GPTQ with inputs ordered by activation (desc_act) is not supported"
-    return ""
-
-
-def scheme(quantization: Mapping[str, Any]) -> Scheme:
-    """Returns how the weights are read."""
-    read = partial(_read, is_decremented=_version(quantization) == _VERSIONS[0])
-    return Scheme(frozenset({"qweight"}), frozenset({"qweight", "qzeros", "scales", "g_idx"}), read)
-
-
-def _version(quantization: Mapping[str, Any]) -> str:
-    return str(quantization.get("checkpoint_format") or quantization.get("format") or _VERSIONS[0]).lower()
+    read = partial(_read, is_decremented=version == _VERSIONS[0])
+    return Scheme(frozenset({"qweight"}), frozenset({"qweight", "qzeros", "scales", "g_idx"}), read, bits=bits)
 
 
 def _read(files: SafetensorsFiles, module: str, *, is_decremented: bool) -> GroupedWeight:

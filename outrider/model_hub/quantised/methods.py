@@ -11,12 +11,12 @@ from outrider.model_hub.quantised import awq, compressed_tensors, fp8, gptq
 from outrider.model_hub.quantised.scheme import ADVICE, Scheme
 
 _Configuration = Mapping[str, Any]
-_READ: Mapping[str, tuple[Callable[[_Configuration], str], Callable[[_Configuration], Scheme]]] = {
-    "awq": (awq.why_not, awq.scheme),
-    "gptq": (gptq.why_not, gptq.scheme),
-    "compressed-tensors": (compressed_tensors.why_not, compressed_tensors.scheme),
-    "fp8": (fp8.why_not, fp8.scheme),
-    "fbgemm_fp8": (fp8.why_not, fp8.scheme),
+_SCHEMES: Mapping[str, Callable[[_Configuration], Scheme | str]] = {
+    "awq": awq.scheme,
+    "compressed-tensors": compressed_tensors.scheme,
+    "fbgemm_fp8": fp8.scheme,
+    "fp8": fp8.scheme,
+    "gptq": gptq.scheme,
 }
 _PACKAGES: Mapping[str, Mapping[str, str]] = {
     "aqlm": {"aqlm": "aqlm[gpu]"},
@@ -46,29 +46,25 @@ def method_of(quantization: _Configuration) -> str:
     return str(quantization.get("quant_method") or ("bitsandbytes" if is_old else "unnamed"))
 
 
-def num_bits(quantization: _Configuration) -> int:
-    """Returns the bits of a weight: 4 or 8 for integers, 0 for FP8, which is not an integer format."""
-    if method_of(quantization) == "compressed-tensors":
-        kinds = [group["weights"] for group in compressed_tensors.groups(quantization)]
-        return int(kinds[0].get("num_bits", 8)) if kinds and kinds[0].get("type", "int") == "int" else 0
-    return int(quantization.get("bits") or quantization.get("w_bit") or 0)
-
-
 def why_not_readable(quantization: _Configuration) -> str:
     """Returns why `open_safetensors` cannot read the weights, and what to do; "" if it can."""
-    method = method_of(quantization)
-    if method not in _READ:
-        known = ", ".join(sorted(_READ))
-        return f"its weights are quantized by {method}, and on a CPU only by {known} are supported: {ADVICE}"
-    why = _READ[method][0](quantization)
-    return f"{why}: {ADVICE}" if why else ""
+    found = _scheme(quantization)
+    return f"{found}: {ADVICE}" if isinstance(found, str) else ""
 
 
 def choose_scheme(quantization: _Configuration) -> Scheme:
     """Returns how the weights are read. Raises: ModelError if they cannot be."""
-    if why := why_not_readable(quantization):
-        raise ModelError(why)
-    return _READ[method_of(quantization)][1](quantization)
+    found = _scheme(quantization)
+    if isinstance(found, str):
+        raise ModelError(f"{found}: {ADVICE}")
+    return found
+
+
+def _scheme(quantization: _Configuration) -> Scheme | str:
+    method = method_of(quantization)
+    if method in _SCHEMES:
+        return _SCHEMES[method](quantization)
+    return f"its weights are quantized by {method}, and on a CPU only by {', '.join(_SCHEMES)} are supported"
 
 
 def gpu_package(method: str) -> str | None:

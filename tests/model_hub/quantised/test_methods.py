@@ -12,7 +12,7 @@ def test_what_is_read(method):
     assert why_not_readable({"quant_method": method}) == ""
 
 
-@pytest.mark.parametrize("method", sorted(set(AUTO_QUANTIZER_MAPPING) - set(methods._READ)))
+@pytest.mark.parametrize("method", sorted(set(AUTO_QUANTIZER_MAPPING) - set(methods._SCHEMES)))
 def test_every_other_method_of_transformers_is_refused_by_name(method):
     why = why_not_readable({"quant_method": method})
     assert why.startswith(f"its weights are quantized by {method}, and on a CPU only by awq, ")
