@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ctypes import Structure
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,15 @@ PACKED, BIAS, SCALES = "packed", "bias", "scales"
 """The last parts of blobs' names, which follow the name of a matrix."""
 LAYER_NORMS = ("input_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm", "query_norm", "key_norm")
 LAYER_MATRICES = ("qkv", "output", "gate_up", "down")
+
+
+class MatrixSize(NamedTuple):
+    """Size and format of a packed matrix."""
+
+    out_features: int
+    in_features: int
+    type: int  # an ElementType
+    unit_size: int = 0  # see PackedFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +45,7 @@ class DecoderShape:
     element_type: ElementType  # type of activations, embedding, and weights that are not int8
     sliding_windows: tuple[int, ...]  # by layer; 0: none
     rotations: tuple[int, ...]  # by layer: the number of its rotation in the names of blobs; -1: none
-    matrix_sizes: Mapping[str, tuple[int, int]]  # by name: (out_features, in_features)
+    matrix_sizes: Mapping[str, MatrixSize]  # by name
     attention_softcap: float = 0.0
     logits_softcap: float = 0.0
     logits_scale: float = 1.0
@@ -51,7 +60,7 @@ class DecoderShape:
     @classmethod
     def of_json(cls, shape: Mapping[str, Any]) -> DecoderShape:
         """Restores a shape from the JSON of its `asdict`."""
-        sizes = {name: tuple(sizes) for name, sizes in shape["matrix_sizes"].items()}
+        sizes = {name: MatrixSize(*size) for name, size in shape["matrix_sizes"].items()}
         by_layer = {name: tuple(shape[name]) for name in ("sliding_windows", "rotations")}
         return cls(**{**shape, **by_layer, "element_type": ElementType(shape["element_type"]), "matrix_sizes": sizes})
 
@@ -75,7 +84,7 @@ class DecoderWeights:
 
     def matrix(self, name: str) -> Structure:
         """Returns an OutriderMatrix, which points to blobs but does not keep them alive."""
-        return _matrix(self.blobs, name, self.shape.matrix_sizes[name], self.shape.element_type)
+        return _matrix(self.blobs, name, self.shape.matrix_sizes[name])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,8 +101,8 @@ class PackedReduction(FeatureSpec):
     @property
     def projection(self) -> Structure:
         """An OutriderMatrix, which does not keep its blobs alive; `packed` is null if there is no projection."""
-        sizes = (self.width, len(self.taps) * self.hidden_size)
-        return _matrix(self.blobs, "reduction.projection", sizes, self.element_type)
+        size = MatrixSize(self.width, len(self.taps) * self.hidden_size, self.element_type)
+        return _matrix(self.blobs, "reduction.projection", size)
 
     def struct(self, plane: np.ndarray) -> Structure:
         """Returns an OutriderFeatures for decoder steps that write to `plane` [num_blocks, block_size, 1, width].
@@ -115,7 +124,7 @@ class PackedReduction(FeatureSpec):
         return np.asarray(self.taps, dtype=np.int64)
 
 
-def _matrix(blobs: Mapping[str, np.ndarray], name: str, sizes: tuple[int, int], element_type: ElementType) -> Structure:
-    packed, bias, scales = (address_of(blobs.get(f"{name}.{part}")) for part in (PACKED, BIAS, SCALES))
-    kind = element_type if scales is None else ElementType.INT8
-    return structures.OutriderMatrix(packed, bias, scales, *sizes, kind)
+def _matrix(blobs: Mapping[str, np.ndarray], name: str, size: MatrixSize) -> Structure:
+    return structures.OutriderMatrix(
+        *(address_of(blobs.get(f"{name}.{part}")) for part in (PACKED, BIAS, SCALES)), *size
+    )

@@ -9,7 +9,7 @@ import numpy as np
 
 from outrider.engine.arrays import to_bfloat16
 from outrider.engine.cpu_kernels.decoder_options import FAMILIES, DecoderOptions, Family
-from outrider.engine.cpu_kernels.decoder_weights import BIAS, PACKED, SCALES, DecoderWeights
+from outrider.engine.cpu_kernels.decoder_weights import BIAS, PACKED, SCALES, DecoderWeights, MatrixSize
 from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import ElementType
@@ -48,7 +48,7 @@ class DecoderPacking:
         self._element_type = element_type
         self._arena = WeightArena()
         self.blobs: dict[str, np.ndarray] = {}
-        self.matrix_sizes: dict[str, tuple[int, int]] = {}
+        self.matrix_sizes: dict[str, MatrixSize] = {}
 
     def add(self, name: str, values: np.ndarray | None) -> None:
         """Adds values unchanged. Does nothing for None."""
@@ -69,7 +69,9 @@ class DecoderPacking:
                 for each in linears
             ]
         matrix = PackedMatrix(self._kernels, self._arena, linears, interleave=interleave, quantise=self._quantise)
-        self.matrix_sizes[name] = (matrix.out_features, matrix.in_features)
+        self.matrix_sizes[name] = MatrixSize(
+            matrix.out_features, matrix.in_features, matrix.format.type, matrix.format.unit_size
+        )
         for part, values in ((PACKED, matrix.packed), (BIAS, matrix.bias), (SCALES, matrix.scales)):
             self.add(f"{name}.{part}", values)
 

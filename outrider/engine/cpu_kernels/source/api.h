@@ -11,7 +11,18 @@
 
 #define OUTRIDER_API extern "C" __attribute__((visibility("default")))
 
-enum OutriderType : int32_t { OUTRIDER_FLOAT32 = 0, OUTRIDER_BFLOAT16 = 1, OUTRIDER_INT8 = 2 };
+// From OUTRIDER_INT8 on, the types are for weights only (panels_quantised.h).
+enum OutriderType : int32_t {
+  OUTRIDER_FLOAT32 = 0,
+  OUTRIDER_BFLOAT16 = 1,
+  OUTRIDER_INT8 = 2,  // one scale for each output feature
+  OUTRIDER_INT8_GROUPS_16 = 3,
+  OUTRIDER_INT8_GROUPS_32 = 4,
+  OUTRIDER_INT8_GROUPS_32_MINIMA = 5,
+  OUTRIDER_INT4_GROUPS_32 = 6,
+  OUTRIDER_INT4_GROUPS_32_MINIMA = 7,
+  OUTRIDER_INT4_ZEROS = 8
+};
 
 struct OutriderTeam;       // threads
 struct OutriderWorkspace;  // scratch memory of one runner, which grows to its largest step
@@ -55,19 +66,23 @@ struct OutriderMatrix {
   const float* scales;  // [out_features] for INT8, otherwise null
   int64_t out_features;
   int64_t in_features;
-  int32_t type;  // OutriderType
+  int32_t type;       // OutriderType
+  int32_t unit_size;  // inputs of one unit of a quantised weight, or 0: see panels_quantised.h
 };
 
-// Returns the size of the packed weight in bytes.
+// Returns the size of a packed plain weight, FLOAT32 or BFLOAT16, in bytes.
 OUTRIDER_API int64_t outrider_packed_size(int32_t type, int64_t out_features, int64_t in_features);
 
-// Packs rows [first, first + num) of a weight [out_features, in_features], given as `from`
+// Packs rows [first, first + num) of a plain weight [out_features, in_features], given as `from`
 // [num, in_features]. Several calls fill one matrix with projections that are computed
 // together. `interleave` 1: panels of the first half of out_features (gate) alternate with
-// panels of the second (up), as the decoder needs them. For INT8, `from` must be quantised.
+// panels of the second (up), as the decoder needs them.
 OUTRIDER_API OutriderStatus outrider_pack(OutriderTeam* team, int32_t type, const void* from, int64_t first,
                                           int64_t num, int64_t out_features, int64_t in_features, int32_t interleave,
                                           void* packed);
+
+// Returns what is added to 8-bit codes when quantised weights are packed (../group_packing.py).
+OUTRIDER_API int32_t outrider_code_offset(void);
 
 // Unpacks one row of the weight, for embeddings that are tied to the output layer.
 OUTRIDER_API OutriderStatus outrider_unpack_row(const OutriderMatrix* matrix, int64_t row, float* to);

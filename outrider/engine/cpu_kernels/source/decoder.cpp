@@ -31,12 +31,12 @@ void for_rows(int64_t unit, int64_t num_rows, F&& f) {
 }
 
 // Returns whether rows are quantised before they are multiplied by the matrix.
-bool is_quantised(const OutriderMatrix& matrix) { return matrix.type == OUTRIDER_INT8; }
+bool is_quantised(const OutriderMatrix& matrix) { return matrix.type >= OUTRIDER_INT8; }
 
 // Calls f with a null pointer whose type is that of the matrix's weights. Plain weights have the decoder's type.
 template <class Type, class F>
 void with_weight(const OutriderMatrix& matrix, F&& f) {
-  if (is_quantised(matrix)) return f(static_cast<int8_t*>(nullptr));
+  if (is_quantised(matrix)) return with_codes(matrix.type, f);
   f(static_cast<Type*>(nullptr));
 }
 
@@ -74,7 +74,7 @@ class DecoderStep final : public Job {
       return is_quantised(layer.qkv) || is_quantised(layer.output) || is_quantised(layer.gate_up) ||
              is_quantised(layer.down);
     });
-    quantised_ = workspace.quantised.of<QuantisedGroup>(has_quantised ? num_rows_ * groups_of(widest) : 0);
+    quantised_ = workspace.quantised.of<QuantisedGroup>(has_quantised ? groups_in_memory(num_rows_, widest) : 0);
     if (features != nullptr) {
       features_ = *features;
       taps_.assign(features->taps, features->taps + features->num_taps);
@@ -180,7 +180,7 @@ class DecoderStep final : public Job {
     normalise_row(feature, width, decoder_.feature_norm, to + width);
     for (int64_t i = 0; i < width; i++)
       residual[i] = decoder_.begins_normalised ? widen(to[width + i]) : widen(feature[i]);
-    quantise_for(layers_[0].qkv, normalised_, row, 2 * width);
+    quantise_for(layers_[0].qkv, normalised_, row, num_rows_, 2 * width);
   }
 
   // Copies a row of the residual stream, rounded, to the taps that are after this number of layers.
@@ -217,15 +217,15 @@ class DecoderStep final : public Job {
     const Matrix<Type> projection(features_.projection);
     const StoreTo<Type> store{plane, projection.out_features};
     product.share(member, num_units(projection), [&](int64_t unit) {
-      multiply_unit<Type>(unit, tapped_, width, num_rows_, projection, [&](const TileRow& tile) {
+      multiply_unit<Type>(unit, tapped_, num_rows_, projection, [&](const TileRow& tile) {
         store(TileRow{batch_.slots[tile.row], tile.column, tile.num, tile.values});
       });
     });
   }
 
   // Quantises one of `rows` [num_rows, width] if it is multiplied by a quantised matrix.
-  void quantise_for(const OutriderMatrix& matrix, const Row* rows, int64_t row, int64_t width) {
-    if (is_quantised(matrix)) quantise_row(rows + row * width, width, quantised_ + row * groups_of(width));
+  void quantise_for(const OutriderMatrix& matrix, const Row* rows, int64_t row, int64_t num_rows, int64_t width) {
+    if (is_quantised(matrix)) quantise_row(rows + row * width, width, quantised_ + row, group_stride(num_rows));
   }
 
   // Normalises a row with one of the model's norms; only rounds it if there is no such norm.
@@ -268,7 +268,7 @@ class DecoderStep final : public Job {
         add_output(index, rows[index], output_norm);
         tap(rows[index], num_layers);
         normalise_row(residual_ + rows[index] * width, width, weight, normalised_ + index * width);
-        quantise_for(matrix, normalised_, index, width);
+        quantise_for(matrix, normalised_, index, rows.num, width);
       });
     };
     phase.share(member, row_units(rows.num), normalise_rows, ahead);
@@ -279,7 +279,7 @@ class DecoderStep final : public Job {
                      const OutriderMatrix& matrix) {
     if (!is_quantised(matrix)) return;
     const auto quantise_unit = [&](int64_t unit) {
-      for_rows(unit, num_rows, [&](int64_t row) { quantise_for(matrix, rows, row, matrix.in_features); });
+      for_rows(unit, num_rows, [&](int64_t row) { quantise_for(matrix, rows, row, num_rows, matrix.in_features); });
     };
     phase.share(member, row_units(num_rows), quantise_unit, ahead);
   }
@@ -296,13 +296,11 @@ class DecoderStep final : public Job {
     with_weight<Type>(matrix, [&](auto* weight) {
       using Weight = std::remove_pointer_t<decltype(weight)>;
       const Matrix<Weight> typed(matrix);
-      const bool prefetches_next = prefetches_next_unit<Weight>(num_rows, typed.depth);
+      const bool prefetches_next = prefetches_next_unit(num_rows, typed);
       const int64_t last = prefetches_next ? Phase::end_of(member, num_units(typed)) - 1 : -1;
       const auto multiply_rows = [&](int64_t unit) {
-        const int64_t bytes = kTileColumns * typed.depth * sizeof(Weight);
-        const void* const first_of_next = unit == last ? ahead.take(bytes) : nullptr;
-        multiply_unit<Weight>(unit, multiplied<Weight>(rows, quantised_), activations_before<Weight>(typed.depth),
-                              num_rows, typed, finish, first_of_next);
+        const void* const first_of_next = unit == last ? ahead.take(unit_bytes(typed)) : nullptr;
+        multiply_unit<Weight>(unit, multiplied<Weight>(rows, quantised_), num_rows, typed, finish, first_of_next);
       };
       phase.share(member, num_units(typed), multiply_rows, ahead);
     });
@@ -427,7 +425,7 @@ class DecoderStep final : public Job {
   float* residual_ = nullptr;  // [rows, hidden]
   float* outputs_ = nullptr;   // [rows, hidden], the last product, if it is normalised before it is added
   Row* normalised_ = nullptr;  // [rows, hidden]
-  QuantisedGroup* quantised_ = nullptr;  // [rows, groups], the next product's input if its matrix is quantised
+  QuantisedGroup* quantised_ = nullptr;  // [groups][rows], the next product's input if its matrix is quantised
   Type* projected_ = nullptr;  // [rows, heads_, head_dim]
   Row* attended_ = nullptr;    // [rows, num_heads, head_dim]
   Row* gated_ = nullptr;       // [rows, intermediate]
@@ -463,7 +461,7 @@ void logits_of(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& 
   const int64_t width = decoder.hidden_size;
   const float* residual = workspace.residual.get<float>();
   auto* normalised = workspace.activations.of<Activation<Type>>(num * width);
-  auto* quantised = workspace.quantised.of<QuantisedGroup>(is_quantised(decoder.head) ? num * groups_of(width) : 0);
+  auto* quantised = workspace.quantised.of<QuantisedGroup>(is_quantised(decoder.head) ? groups_in_memory(num, width) : 0);
   team.share(row_units(num), [&](int64_t unit, int) {
     for_rows(unit, num, [&](int64_t i) {
       const float* from = residual + rows[i] * width;
@@ -473,7 +471,7 @@ void logits_of(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& 
       for (int64_t d = 0; states != nullptr && d < width; d += kWidth)
         store_rounded(states + i * width + d,
                       decoder.keeps_normalised ? load_wide(normalised + i * width + d) : load(from + d));
-      if (is_quantised(decoder.head)) quantise_row(normalised + i * width, width, quantised + i * groups_of(width));
+      if (is_quantised(decoder.head)) quantise_row(normalised + i * width, width, quantised + i, group_stride(num));
     });
   });
   const auto multiply = [&](const auto& store) {
@@ -481,11 +479,10 @@ void logits_of(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& 
       using Weight = std::remove_pointer_t<decltype(weight)>;
       const Matrix<Weight> head(decoder.head);
       team.share(num_units(head), [&](int64_t unit, int) {
-        multiply_unit<Weight>(unit, multiplied<Weight>(normalised, quantised), activations_before<Weight>(head.depth),
-                              num, head, [&](const TileRow& tile) {
-                                finish_logits(decoder, tile);
-                                store(tile);
-                              });
+        multiply_unit<Weight>(unit, multiplied<Weight>(normalised, quantised), num, head, [&](const TileRow& tile) {
+          finish_logits(decoder, tile);
+          store(tile);
+        });
       });
     });
   };

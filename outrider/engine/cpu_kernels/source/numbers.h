@@ -139,6 +139,24 @@ static inline Floats load_wide(const BFloat16* from) {
 #endif
 }
 
+// Loads kWidth consecutive float16 as float32, exactly.
+static inline Floats load_halves(const void* from) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+#else
+  uint16_t halves[kWidth];
+  std::memcpy(halves, from, sizeof halves);
+  Words bits;
+  for (int i = 0; i < kWidth; i++) bits[i] = static_cast<uint32_t>(halves[i] & 0x7fff) << 13;
+  const Floats magnitude = bits < 0x0f800000 ? reinterpret_cast<Floats>(bits) * 0x1p112f
+                                             : reinterpret_cast<Floats>(bits | 0x7f800000);  // infinite or NaN
+  for (int i = 0; i < kWidth; i++) bits[i] = static_cast<uint32_t>(halves[i] & 0x8000) << 16;
+  return reinterpret_cast<Floats>(reinterpret_cast<Words>(magnitude) | bits);
+#endif
+}
+
 static inline void store_one(float* to, float value) { *to = value; }
 static inline void store_one(BFloat16* to, float value) { *to = round_to_bfloat16(value); }
 
