@@ -87,3 +87,8 @@ class ModelConfig:
     )
     keep_packed: bool = fixed(True)  # whether to cache weights in the form that native kernels read, for later starts
     cache_dir: str = fixed("")  # for converted and packed models; empty: $OUTRIDER_CACHE_DIR, else the user's cache
+
+    @property
+    def rounds_weights_to(self) -> str:
+        """The type to which plain weights are rounded at load, "int8" or "int4"; "" if they are not."""
+        return self.weights if self.weights in ("int8", "int4") else ""

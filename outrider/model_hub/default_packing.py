@@ -24,7 +24,6 @@ from outrider.engine.runner_base import ModelRunner
 from outrider.errors import ModelError
 from outrider.model_hub.checkpoint_text import read_json
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.loaded_model import INT8
 from outrider.model_hub.safetensors_files import SafetensorsFiles
 from outrider.model_hub.window import resolve_window
 
@@ -52,7 +51,7 @@ def pack_default_model(
     assert isinstance(options, DecoderOptions), options
     window = resolve_window(SimpleNamespace(**about), config.max_model_len)
     spec = options.spec(dtype="bfloat16", max_model_len=window.max_model_len)
-    weights = pack_weights(kernels, options, spec, tensors, quantise=config.weights == INT8)
+    weights = pack_weights(kernels, options, spec, tensors, quantise=config.rounds_weights_to)
     _check(RunnableModel(model=None, native=NativeDecoder(kernels, weights), device="cpu", spec=spec), config)
     return spec, weights
 
@@ -63,7 +62,7 @@ def _check(model: RunnableModel, config: ModelConfig) -> None:
     logits = probe_logits(make_runner(model, model.make_cache(*PROBE_BLOCKS)), [recorded["token_ids"]])[0]
     expected = np.asarray(recorded["logits"])  # [num_tokens, n]: logits of recorded["ids"]
     difference = np.abs(np.take_along_axis(logits, np.asarray(recorded["ids"]), 1) - expected).max() / expected.max()
-    if not difference <= (allowed := allowed_difference("bfloat16", is_lossy=config.weights == INT8)):
+    if not difference <= (allowed := allowed_difference("bfloat16", is_lossy=bool(config.rounds_weights_to))):
         raise ModelError(
             f"the native kernels' logits differ from the default model's by {difference:.2g} of the largest "
             f"({allowed} allowed): set model.kernels to torch"

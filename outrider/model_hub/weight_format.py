@@ -49,7 +49,7 @@ def choose_weight_format(
 
     Raises: ConfigError if the setting does not fit the checkpoint or the kernels.
     """
-    if config.weights in _LOSSY_TYPES:
+    if config.rounds_weights_to:
         if checkpoint is not None and checkpoint.is_quantised:
             raise ConfigError(
                 f"model.weights {config.weights}: the checkpoint is quantised already ({checkpoint.format}); set "
@@ -59,7 +59,7 @@ def choose_weight_format(
             raise ConfigError(
                 f"model.weights {config.weights} needs native kernels: {kernels}; set model.weights to auto"
             )
-        return WeightFormat(f"{config.weights}, rounded at load", config.weights, has_int8_activations=True)
+        return WeightFormat(f"{config.weights}, rounded at load", config.rounds_weights_to, has_int8_activations=True)
     if checkpoint is None:
         return WeightFormat(dtype)
     if checkpoint.is_quantised and is_decoder and config.weights != DEQUANTIZED:
