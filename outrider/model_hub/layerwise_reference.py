@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
@@ -16,7 +16,9 @@ from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
 from outrider.engine.cpu_kernels.matrices import Floats, to_float32
 from outrider.engine.kv_cache.array_plane import Words
 from outrider.errors import ModelError
+from outrider.model_hub.quantised.open import Tensors
 from outrider.model_hub.support import architecture_name, probe_token_ids
+from outrider.progress import Progress, no_progress
 
 _UNUSED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Names of tensors in old checkpoints that transformers ignores, because it computes them."""
@@ -27,7 +29,7 @@ _Place: TypeAlias = tuple[nn.Module, str, str, nn.Parameter]
 
 def layerwise_logits(
     config: PretrainedConfig,
-    tensors: Mapping[str, Words | GroupedWeight],
+    tensors: Tensors,
     *,
     dtype: torch.dtype = torch.float32,
     token_ids: Tensor | None = None,
@@ -47,19 +49,8 @@ def layerwise_logits(
 
     Raises: ModelError that names a tensor that is missing, has a wrong shape or is not one of the model's.
     """
-    model = _empty_model(config, dtype)
-    sources = _sources(model, tensors)
-
-    def read(name: str, like: Tensor) -> Tensor:
-        values = _float32(tensors[sources[name]])
-        if values.shape != like.shape:
-            raise ModelError(
-                f"{architecture_name(config)}: {sources[name]} has the shape {list(values.shape)}, but the "
-                f"configuration needs {list(like.shape)}: config.json or the weights are another model's"
-            )
-        own = values if values.flags.writeable else values.copy()  # a file's float32 cannot be a tensor's memory
-        return torch.from_numpy(own).to(like.dtype)
-
+    model = _empty_model(config, dtype, "eager")
+    read = _reader(model, tensors)
     for name, places in _places(model).items():
         _read_while_running(model.get_submodule(name), places, read)
     for name, value in model.state_dict().items():
@@ -72,18 +63,62 @@ def layerwise_logits(
     return logits.float()
 
 
-def _empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def load_tensors(
+    config: PretrainedConfig,
+    tensors: Tensors,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+    progress: Progress = no_progress,
+) -> PreTrainedModel:
+    """Makes transformers' model on the CPU with all weights, dequantised and rounded to `dtype`.
+
+    `attention`: the name of its attention implementation. Raises: as `layerwise_logits`.
+    """
+    model = _empty_model(config, dtype, attention)
+    read = _reader(model, tensors)
+    tied: dict[str, str] = model.all_tied_weights_keys
+    state = {name: value for name, value in model.state_dict().items() if name not in tied}
+    for done, (name, value) in enumerate(state.items()):
+        progress("weights", done, len(state))
+        model.load_state_dict({name: read(name, value)}, strict=False, assign=True)
+    model.tie_weights()
+    progress("weights", len(state), len(state))
+    return model.requires_grad_(requires_grad=False)
+
+
+def _reader(model: PreTrainedModel, tensors: Tensors) -> Callable[[str, Tensor], Tensor]:
+    """Returns read(name, like), which returns the tensor of a parameter in the dtype of `like`.
+
+    Raises: ModelError if a tensor is missing, or is not one of the model's; `read` raises it for a wrong shape.
+    """
+    sources = _sources(model, tensors)
+
+    def read(name: str, like: Tensor) -> Tensor:
+        values = _float32(tensors[sources[name]])
+        if values.shape != like.shape:
+            raise ModelError(
+                f"{architecture_name(model.config)}: {sources[name]} has the shape {list(values.shape)}, but the "
+                f"configuration needs {list(like.shape)}: config.json or the weights are another model's"
+            )
+        own = values if values.flags.writeable else values.copy()  # a file's float32 cannot be a tensor's memory
+        return torch.from_numpy(own).to(like.dtype)
+
+    return read
+
+
+def _empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     """Returns the model with parameters on torch's meta device and real buffers, which its constructor computes."""
     config = copy.deepcopy(config)
     for each in (config, config.get_text_config(decoder=True)):
         if hasattr(each, "quantization_config"):
             del each.quantization_config
     with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     return model.requires_grad_(requires_grad=False).eval()
 
 
-def _sources(model: PreTrainedModel, tensors: Mapping[str, Words | GroupedWeight]) -> dict[str, str]:
+def _sources(model: PreTrainedModel, tensors: Tensors) -> dict[str, str]:
     """Returns the tensor for each of the model's parameters and stored buffers. Of two tied ones, one may be absent.
 
     Biases of zeros, which AutoGPTQ writes for all linear layers, may be in excess: they change nothing.

@@ -27,7 +27,7 @@ def scheme(quantization: Mapping[str, Any]) -> Scheme | str:
         return f"AWQ in the layout {layout!r} is not supported, only 'gemm'"
     if (bits := quantization.get("bits", 4)) != 4:
         return f"AWQ of {bits} bits is not supported, only of 4"
-    return Scheme(frozenset({"qweight"}), frozenset({"qweight", "qzeros", "scales"}), _read)
+    return Scheme(frozenset({"qweight"}), frozenset({"qweight", "qzeros", "scales"}), _read, bits=4)
 
 
 def _read(files: SafetensorsFiles, module: str) -> GroupedWeight:

@@ -32,7 +32,7 @@ def scheme(quantization: Mapping[str, Any]) -> Scheme | str:
         return f"compressed-tensors with sparsity ({sparsity}) is not supported"
     if quantization.get("transform_config"):
         return "compressed-tensors with transforms of activations (transform_config) is not supported"
-    block = None
+    block, bits = None, 0
     for group in (quantization.get("config_groups") or {}).values():
         if not isinstance(group, Mapping) or not (weights := group.get("weights")):
             continue  # the name of a preset, or activations only
@@ -45,7 +45,8 @@ def scheme(quantization: Mapping[str, Any]) -> Scheme | str:
         if weights.get("actorder") in ("group", "dynamic", True):
             return "compressed-tensors with inputs ordered by activation (actorder group) is not supported"
         block = weights.get("block_structure") or block
-    return Scheme(frozenset({"weight_scale"}), frozenset(_PARTS), partial(_read, block=block))
+        bits = max(bits, int(kind[1]) * (kind[0] == "int"))
+    return Scheme(frozenset({"weight_scale"}), frozenset(_PARTS), partial(_read, block=block), bits)
 
 
 def _read(files: SafetensorsFiles, module: str, *, block: tuple[int, int] | None) -> Words | GroupedWeight:

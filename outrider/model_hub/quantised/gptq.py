@@ -33,7 +33,7 @@ def scheme(quantization: Mapping[str, Any]) -> Scheme | str:
     if quantization.get("desc_act") and quantization.get("group_size") != -1:
         return "GPTQ with inputs ordered by activation (desc_act) is not supported"
     read = partial(_read, is_decremented=version == _VERSIONS[0])
-    return Scheme(frozenset({"qweight"}), frozenset({"qweight", "qzeros", "scales", "g_idx"}), read)
+    return Scheme(frozenset({"qweight"}), frozenset({"qweight", "qzeros", "scales", "g_idx"}), read, bits=bits)
 
 
 def _read(files: SafetensorsFiles, module: str, *, is_decremented: bool) -> GroupedWeight:

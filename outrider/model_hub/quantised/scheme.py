@@ -32,6 +32,7 @@ class Scheme:
     markers: frozenset[str]  # last parts of tensors' names that only quantised modules have
     parts: frozenset[str]  # the parts that together are the weight; others, such as "bias", are plain tensors
     read: Callable[[SafetensorsFiles, str], Words | GroupedWeight]  # reads the weight of the module with this name
+    bits: int = 0  # of an integer weight, 4 or 8; 0: weights are floating-point numbers
 
 
 def unpack(words: npt.NDArray[Any], bits: int) -> Codes:
