@@ -18,7 +18,7 @@ from outrider.engine.kv_cache.array_plane import Words
 from outrider.model_hub.quantised.scheme import Scheme
 from outrider.model_hub.safetensors_files import SafetensorsFiles
 
-_ROWS_AT_ONCE = 32
+_ROWS_AT_ONCE = 32  # so few that intermediate results fit the cache
 SCALES = ("weight_scale_inv", "weight_scale")
 
 
