@@ -298,11 +298,18 @@ def test_quantized_layers_are_left_to_their_quantizer(tiny, kind):
     assert why_not_native(model, spec, layers) == "its 1.self_attn.o_proj is not a plain nn.Linear"
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "compressed-tensors", "unheard-of"])
-def test_a_quantized_checkpoint_is_refused_on_a_cpu_with_the_way_out(copy, method):
+@pytest.mark.parametrize(
+    ("quantization", "why"),
+    [
+        ({"quant_method": "hqq"}, "quantized by hqq"),
+        ({"load_in_4bit": True}, "quantized by bitsandbytes"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ of 3 bits"),
+    ],
+)
+def test_weights_quantized_in_an_unsupported_way_are_refused_on_a_cpu_with_the_way_out(copy, quantization, why):
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
-    with pytest.raises(ModelError, match=rf"quantized \({method}\).*CUDA device.*model\.weights=int8"):
+    (copy / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    with pytest.raises(ModelError, match=rf"LlamaForCausalLM.*{why}.*model\.weights=int8"):
         load(copy)
 
 
