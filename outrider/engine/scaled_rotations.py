@@ -36,12 +36,13 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     stated = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     by_type = {layers: dict(each) for layers, each in stated.items() if isinstance(each, Mapping)}
-    if not by_type and (local := config.get("rope_local_base_freq")):
-        by_type = {"full_attention": stated, "sliding_attention": {"rope_theta": local}}
-    for each in by_type.values() or [stated]:
+    if not by_type and "rope_local_base_freq" in config:  # layers with a window are not scaled
+        by_type = {"full_attention": stated, "sliding_attention": {}}
+    for layers, each in (by_type or {"": stated}).items():
         kind = each.get("rope_type") or each.pop("type", None) or "default"
-        each["rope_type"] = kind = "longrope" if kind == "su" else kind
-        each.setdefault("rope_theta", config.get("rope_theta") or _DEFAULT_THETA)
+        each["rope_type"] = kind
+        local = config.get("rope_local_base_freq") if layers == "sliding_attention" else None
+        each.setdefault("rope_theta", local or config.get("rope_theta") or _DEFAULT_THETA)
         if (factor := config.get("partial_rotary_factor")) is not None:
             each.setdefault("partial_rotary_factor", factor)
         if kind in _WITH_ORIGINAL_WINDOW:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from outrider.engine.cpu_kernels.decoder_options import FAMILIES
 from outrider.engine.scaled_rotations import make_rotation, rope_parameters
 from outrider.errors import ModelError
 
@@ -47,9 +50,10 @@ def test_frequencies_and_scale_are_those_of_transformers(kind):
     ("architecture", "settings"),
     [
         ("llama", {"rope_theta": 500_000.0, "rope_scaling": {"type": "linear", "factor": 2.0}}),
-        ("llama", {"max_position_embeddings": 2048}),
+        ("llama", {}),
+        ("olmo3", {"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
         ("qwen2", {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
-        ("phi3", {"rope_scaling": {"type": "su", **LONG}, "original_max_position_embeddings": 512, "head_dim": 32}),
+        ("phi3", {"rope_scaling": {"type": "longrope", **LONG}, "original_max_position_embeddings": 512}),
         ("phi3", {"partial_rotary_factor": 0.75, "rope_theta": 20_000.0}),
         ("gemma3_text", {"rope_theta": 1e6, "rope_local_base_freq": 20_000.0}),
         ("gemma3_text", {"rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
@@ -57,23 +61,19 @@ def test_frequencies_and_scale_are_those_of_transformers(kind):
     ],
 )
 def test_files_of_older_versions_have_the_parameters_that_transformers_reads_from_them(architecture, settings):
-    sizes = {"hidden_size": 128, "num_attention_heads": 4}
-    expected = AutoConfig.for_model(architecture, **sizes, **settings).rope_parameters
-    found = rope_parameters({"rope_theta": _DEFAULTS.get(architecture), "max_position_embeddings": 4096, **settings})
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 4096}
+    expected = AutoConfig.for_model(architecture, **sizes | copy.deepcopy(settings)).rope_parameters
+    of_family = {name: value for name, value in FAMILIES[architecture].settings.items() if name.startswith("rope")}
+    found = rope_parameters({"max_position_embeddings": 4096, **of_family, **settings})
     assert _without_defaults(found) == _without_defaults(expected)
-
-
-_DEFAULTS = {"gemma3_text": 1_000_000.0}
 
 
 def _without_defaults(parameters):
     """`partial_rotary_factor` is 1 and `original_max_position_embeddings` is the window by default."""
     if any(isinstance(each, dict) for each in parameters.values()):
         return {name: _without_defaults(each) for name, each in parameters.items()}
-    ignored = {"type", "original_max_position_embeddings"} | {"partial_rotary_factor"} * (
-        parameters.get("partial_rotary_factor") == 1.0
-    )
-    return {name: value for name, value in parameters.items() if name not in ignored}
+    defaults = {"partial_rotary_factor": 1.0, "original_max_position_embeddings": 4096}
+    return {name: value for name, value in parameters.items() if name != "type" and defaults.get(name) != value}
 
 
 def test_unknown_and_incomplete_rotations_are_refused():

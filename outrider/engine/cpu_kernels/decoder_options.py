@@ -80,6 +80,7 @@ FAMILIES = {
             "max_window_layers": 0,
             "no_rope_layers": None,
             "no_rope_layer_interval": 4,
+            "rope_theta": 2_000_000.0,
             "tie_word_embeddings": True,
         }
     ),
@@ -118,7 +119,7 @@ FAMILIES = {
         rounds_norms_once=True,
         norms_all_heads=True,
         full_every=4,
-        settings={**_WINDOWS, "sliding_window": 4096},
+        settings={**_WINDOWS, "sliding_window": 4096, "rope_theta": 500_000.0, "rope_local_base_freq": None},
     ),
 }
 """Families by `model_type` in config.json."""

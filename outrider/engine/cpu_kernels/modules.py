@@ -48,17 +48,18 @@ class NativeLinear(nn.Module):
 class NativeRMSNorm(nn.Module):
     """RMS norm, computed by the native kernel."""
 
-    def __init__(self, owner: NativeLayers, weight: Tensor, epsilon: float) -> None:
+    def __init__(self, owner: NativeLayers, weight: Tensor, epsilon: float, rounds_once: bool) -> None:  # noqa: FBT001
         super().__init__()
         self._owner = owner
         self._weight = weight.detach().float().contiguous()
         self._epsilon = epsilon
+        self._rounds_once = rounds_once
 
     def forward(self, rows: Tensor) -> Tensor:
         """Normalises […, width] over the last dimension."""
         rows = rows.contiguous()
         output = torch.empty_like(rows)
-        rms_norm(self._owner.kernels, rows, self._weight, self._epsilon, output)
+        rms_norm(self._owner.kernels, rows, self._weight, self._epsilon, output, rounds_once=self._rounds_once)
         return output
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class DecoderPacking:
     """The weights packed so far, by their names in DecoderWeights."""
 
     def __init__(self, kernels: CpuKernels, *, quantise: bool = False, element_type: ElementType | None = None) -> None:
-        """`element_type`: the type to which plain matrices are rounded; None: they keep theirs."""
+        """`element_type`: the type to which plain weights are rounded; None: they keep theirs."""
         self._kernels = kernels
         self._quantise = quantise
         self._element_type = element_type
@@ -55,19 +56,19 @@ class DecoderPacking:
         if values is not None:
             self.blobs[name] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
+    def _typed(self, weight: Any) -> Any:
+        """Returns plain weights in the element type, and others unchanged."""
+        if self._element_type is None or weight is None or isinstance(weight, GroupedWeight):
+            return weight
+        return _of_type(weight, self._element_type)
+
     def add_norm(self, name: str, weight: Words | GroupedWeight, offset: float = 0.0) -> None:
         """Adds a norm's weight plus `offset` as float32."""
-        self.add(name, to_float32(_plain(weight)) + np.float32(offset))
+        self.add(name, to_float32(self._typed(_plain(weight))) + np.float32(offset))
 
     def add_matrix(self, name: str, linears: Sequence[PlainLinear], *, interleave: bool = False) -> None:
         """Packs linear layers with the same input into one matrix; see PackedMatrix."""
-        if self._element_type is not None:
-            linears = [
-                each
-                if isinstance(each.weight, GroupedWeight)
-                else replace(each, weight=_of_type(each.weight, self._element_type))
-                for each in linears
-            ]
+        linears = [PlainLinear(self._typed(each.weight), self._typed(each.bias)) for each in linears]
         matrix = PackedMatrix(self._kernels, self._arena, linears, interleave=interleave, quantise=self._quantise)
         self.matrix_sizes[name] = MatrixSize(
             matrix.out_features, matrix.in_features, matrix.format.type, matrix.format.unit_size
@@ -84,7 +85,8 @@ class DecoderPacking:
             if name not in _OPTIONAL_NORMS or weight in tensors:
                 self.add_norm(f"{index}.{name}", tensors[weight], family.norm_offset)
         for name, (whole, *parts) in _MATRICES.items():
-            places = [f"{prefix}{whole}"] if f"{prefix}{whole}.weight" in tensors else [prefix + part for part in parts]
+            names = [whole] if f"{prefix}{whole}.weight" in tensors or not parts else parts
+            places = [prefix + each for each in names]
             linears = [PlainLinear(tensors[f"{each}.weight"], tensors.get(f"{each}.bias")) for each in places]
             self.add_matrix(f"{index}.{name}", linears, interleave=name == "gate_up")
 

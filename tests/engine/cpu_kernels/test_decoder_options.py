@@ -22,6 +22,8 @@ from tests.support.processes import run_python
 from tests.support.tiny_model import make_tiny_model
 
 LARGE = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 8, "num_attention_heads": 32}
+STATED = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}
+"""Settings that all files have."""
 
 
 def test_every_family_is_tested():
@@ -50,28 +52,24 @@ def test_weights_are_packed_the_same_with_and_without_torch(checkpoint, portable
 
 
 def test_the_options_need_no_torch():
-    run_python(
+    ran = run_python(
+        "-c",
         "import sys; from outrider.engine.cpu_kernels.packing import pack_weights; "
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
+        "assert not {'torch', 'transformers'} & set(sys.modules)",
     )
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_defaults_are_those_of_transformers(family):
     """Old files lack settings that equal the defaults."""
-    config = AutoConfig.for_model(family, **LARGE)
-    found = decoder_options({"model_type": family, "vocab_size": config.vocab_size, **LARGE} | _stated(family))
+    config = AutoConfig.for_model(family, **LARGE, **STATED)
+    found = decoder_options({"model_type": family, "vocab_size": config.vocab_size, **LARGE, **STATED})
     expected = decoder_options(config.to_dict())
     assert found.shape == expected.shape
     assert (found.vocab_size, found.is_tied) == (expected.vocab_size, expected.is_tied)
     for ours, theirs in zip(found.rotations, expected.rotations, strict=True):
         assert np.array_equal(ours.frequencies, theirs.frequencies)
-
-
-def _stated(family):
-    """Settings that every file of a family has, whatever its version."""
-    stated = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0}
-    return stated
 
 
 @pytest.mark.parametrize(
