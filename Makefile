@@ -150,6 +150,10 @@ browser: ## Chromium, for the tests and pictures of the router's page, from Debi
 pictures: $(READY) browser ## The pictures of the router's page in docs/figures, of a cluster that is started for them
 	$(BIN)/python -m benchmarks.pictures
 
+.PHONY: gemma
+gemma: $(ENVIRONMENT) ## A second real model for tests, Gemma 3 270M as GGUF, under Gemma's own terms of use
+	$(BIN)/python checks/gemma.py
+
 FAULTS_ARGS ?=
 .PHONY: faults
 faults: $(READY) ## Every fault at every point of the protocol; writes docs/faults.md (FAULTS_ARGS=--failed: again)

@@ -138,12 +138,13 @@ struct AddTo {
   }
 };
 
-// Stores silu(gate) * up. A tile has a panel of gates and the panel of the same ups. Gate and
+// Stores silu(gate) * up, or gelu(gate) * up. A tile has a panel of gates and the panel of the same ups. Gate and
 // up are rounded to T first, as two separate layers would round them.
 template <class T, class To>
-struct SiluMultiplyTo {
+struct ActivateMultiplyTo {
   To* y;
   int64_t width;
+  bool is_gelu;
 
   void operator()(const TileRow& tile) const {
     To* to = y + tile.row * width + tile.column / 2;
@@ -152,7 +153,7 @@ struct SiluMultiplyTo {
       const T* type = nullptr;
       const Floats gate = rounded_to(load(tile.values + c), type);
       const Floats up = rounded_to(load(tile.values + kPanel + c), type);
-      const Floats value = rounded_to(gate * sigmoid(gate) * up, type);
+      const Floats value = rounded_to((is_gelu ? gelu(gate) : gate * sigmoid(gate)) * up, type);
       if (c + kWidth <= left) {
         store_exact(to + c, value);
       } else {

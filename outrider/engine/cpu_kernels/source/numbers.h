@@ -238,6 +238,11 @@ static inline float exponential(float x) { return exponential(broadcast(x))[0]; 
 
 static inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exponential(-x)); }
 
+// The tanh approximation of GELU (Hendrycks and Gimpel, 2016), since (1 + tanh(x)) / 2 = sigmoid(2x).
+static inline Floats gelu(Floats x) {
+  return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));  // the factor is sqrt(8 / pi)
+}
+
 static inline Floats hyperbolic_tangent(Floats x) {
   const Floats e = exponential(x * -2.0f);
   return (1.0f - e) / (1.0f + e);
