@@ -60,7 +60,7 @@ def test_weights_of_different_formats_get_one_that_has_room_for_all(names, expec
 
 @pytest.mark.parametrize("names", [("Q6_K", "Q4_K"), ("Q8_0", "Q4_K")], ids="-".join)
 def test_weights_that_no_format_has_room_for_are_refused(names):
-    with pytest.raises(ModelError, match="have no format for quantised weights in groups of .* dequantized"):
+    with pytest.raises(ModelError, match=r"have no format for quantised weights in groups of .* dequantized"):
         in_one_format([random_weight(name, 16, 512) for name in names])
 
 
