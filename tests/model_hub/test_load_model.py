@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.torch_sdpa import TorchSdpaAttention
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
-from outrider.engine.cpu_kernels.decoder_packing import why_not_native
+from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.errors import ConfigError, ModelError, NotFoundError
 from outrider.model_hub import load as load_module
@@ -312,10 +312,10 @@ def test_a_window_that_is_not_the_models_is_seen_at_load(tmp_path, monkeypatch):
     directory = make_tiny_model(tmp_path, architecture="mistral")
     assert load(directory).spec.num_layers == 3
 
-    def describe(*arguments, **keywords):
-        spec, layers = describe_decoder(*arguments, **keywords)
-        return spec, [dataclasses.replace(options, sliding_window=None) for options in layers]
+    def pack(*arguments, **keywords):
+        weights = pack_decoder(*arguments, **keywords)
+        return dataclasses.replace(weights, shape=dataclasses.replace(weights.shape, sliding_windows=(0,) * 3))
 
-    monkeypatch.setattr(load_module, "describe_decoder", describe)
+    monkeypatch.setattr(load_module, "pack_decoder", pack)
     with pytest.raises(ModelError, match="differs from the model's own"):
         load(directory)

@@ -239,11 +239,11 @@ def _rotations(
         rotations: tuple[Rotation, ...] = (make_rotation(parameters, head_dim, length),)
         numbers = [0] * len(windows)
     else:
-        rotations = tuple(make_rotation(each, head_dim, length, layers) for layers, each in parameters.items())
-        kinds = settings.get("layer_types") or [
-            "sliding_attention" if window else "full_attention" for window in windows
-        ]
-        numbers = [list(parameters).index(kind) for kind in kinds]
+        own = ["sliding_attention" if window else "full_attention" for window in windows]
+        kinds = settings.get("layer_types") or own
+        used = sorted(set(kinds))
+        rotations = tuple(make_rotation(parameters[kind], head_dim, length, kind) for kind in used)
+        numbers = [used.index(kind) for kind in kinds]
     if "no_rope_layers" in settings:
         interval = settings["no_rope_layer_interval"]
         rotates = settings["no_rope_layers"] or [(layer + 1) % interval for layer in range(len(windows))]

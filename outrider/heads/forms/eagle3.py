@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.engine.cpu_kernels.decoder_options import HEAD_DIM_STEP, WIDTH_STEP
 from outrider.engine.cpu_kernels.decoder_packing import pack_reduction
 from outrider.engine.cpu_kernels.decoder_weights import DecoderShape, DecoderWeights
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.operators import ELEMENT_TYPES, plain_linear
-from outrider.engine.cpu_kernels.packing import HEAD_DIM_STEP, WIDTH_STEP, DecoderPacking
+from outrider.engine.cpu_kernels.packing import DecoderPacking
 from outrider.engine.features import FeatureReduction, rms_norm
 from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.heads.base import Attend, HeadModel, HeadRows
