@@ -167,7 +167,9 @@ class GgufVocabulary:
         """Returns the files besides tokenizer.json by path: texts, or objects to be written as JSON."""
         special = {name: self.special_id(key) for name, key in _SPECIAL_TOKENS.items()}
         named = {name: self.tokens[token_id] for name, token_id in special.items() if token_id is not None}
-        generation = {f"{name}_id": special[name] for name in ("bos_token", "pad_token") if special[name] is not None}
+        generation: dict[str, Any] = {
+            f"{name}_id": special[name] for name in ("bos_token", "pad_token") if special[name] is not None
+        }
         generation["eos_token_id"] = self.eos_ids()
         for name, parameter in _SAMPLING.items():
             if (value := self.metadata.get(f"general.sampling.{name}")) is not None:
