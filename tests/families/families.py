@@ -67,6 +67,10 @@ COMPRESSED = {
 }  # fmt: skip
 
 
+def native(model_type: str, **settings: Any) -> Family:
+    return Family(model_type=model_type, settings=settings)
+
+
 def by_layers(model_type: str, *, torch_computes: str = "", **settings: Any) -> Family:
     return Family(model_type=model_type, settings=settings, kernels=BY_LAYERS, torch_computes=torch_computes)
 
@@ -82,27 +86,24 @@ NO_ARGUMENTS = (
 
 FAMILIES: Mapping[str, Family] = {
     "SmolLM2 135M, the default model": Family(model_type="", load={"id": DEFAULT_MODEL_ID, "max_model_len": 1024}),
-    "Llama": Family(model_type="llama"),
-    "Llama 3 with biases": Family(
-        model_type="llama",
-        settings={"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3, "tie_word_embeddings": True},
+    "Llama": native("llama"),
+    "Llama 3 with biases": native(
+        "llama", attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3, tie_word_embeddings=True
     ),
-    "Mistral": Family(model_type="mistral"),
-    "Qwen 2": Family(model_type="qwen2", settings={"tie_word_embeddings": True}),
-    "Qwen 3": Family(model_type="qwen3", settings={"head_dim": 32}),
-    "Gemma": by_layers("gemma", head_dim=32),
-    "Gemma 2": by_layers("gemma2", **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
-    "Gemma 3": by_layers("gemma3_text", **GEMMA),
-    "Phi-3": by_layers("phi3", sliding_window=20),
-    "Phi-4-mini": by_layers(
-        "phi3", rope_parameters=LONG, original_max_position_embeddings=512, tie_word_embeddings=True
-    ),
-    "Granite": by_layers(
+    "Mistral": native("mistral"),
+    "Qwen 2": native("qwen2", tie_word_embeddings=True),
+    "Qwen 3": native("qwen3", head_dim=32),
+    "Gemma": native("gemma", head_dim=32),
+    "Gemma 2": native("gemma2", **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
+    "Gemma 3": native("gemma3_text", **GEMMA),
+    "Phi-3": native("phi3", sliding_window=20),
+    "Phi-4-mini": native("phi3", rope_parameters=LONG, original_max_position_embeddings=512, tie_word_embeddings=True),
+    "Granite": native(
         "granite", embedding_multiplier=3.0, attention_multiplier=0.1, residual_multiplier=0.5, logits_scaling=2.0
     ),
-    "OLMo 2": by_layers("olmo2"),
-    "OLMo 3": by_layers("olmo3", **TWO_OF_THREE),
-    "SmolLM3": by_layers("smollm3", no_rope_layers=[1, 0, 1]),
+    "OLMo 2": native("olmo2"),
+    "OLMo 3": native("olmo3", **TWO_OF_THREE),
+    "SmolLM3": native("smollm3", no_rope_layers=[1, 0, 1]),
     "GLM-4": by_layers("glm4", head_dim=32),
     "Cohere": by_layers("cohere"),
     "Cohere 2": by_layers("cohere2", **TWO_OF_THREE),

@@ -30,7 +30,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0},
     "gemma3_text": {"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 32},
 }
-"""Differences from the common shape, by transformers' model_type. Other types have none (see tests/families)."""
+"""Differences from the common shape, by transformers' model_type."""
 
 
 def make_tiny_model(
@@ -44,10 +44,10 @@ def make_tiny_model(
 ) -> Path:
     """Writes a random decoder of about 100,000 weights to `path` and returns it.
 
-    `architecture` is transformers' model_type; `vocab_size` is the number of the model's
+    `architecture` is a model_type of transformers; `vocab_size` is the number of the model's
     rows, at least the tokenizer's, the rest being padding; `dtype` is that of the stored
     weights; `overrides` go into the configuration. Equal arguments give equal weights and
-    tokenizers. Raises ValueError if the vocabulary is too small.
+    tokenizers. Raises ValueError for an unknown architecture or a vocabulary that is too small.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

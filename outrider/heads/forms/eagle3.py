@@ -123,9 +123,11 @@ class Eagle3(HeadModel):
         weights = DecoderWeights(
             DecoderShape(
                 **asdict(shape),
+                rotary_dim=shape.head_dim,
                 scaling=shape.head_dim**-0.5,
                 element_type=element_type,
                 sliding_windows=(0,) * shape.num_layers,
+                rotations=(0,) * shape.num_layers,
                 matrix_sizes=packing.matrix_sizes,
                 begins_normalised=not self._keeps_unnormed,
                 keeps_normalised=self._feeds_back_normed,

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from outrider.engine.arrays import from_bfloat16
 from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
 from outrider.model_hub.gguf.blocks import FORMATS, decode_rows
 from outrider.model_hub.gguf.families import FAMILIES, ROTATION_FACTORS, name_in_transformers
@@ -61,15 +62,35 @@ class GgufTensors(Mapping[str, "Words | GroupedWeight"]):
         """Returns the shape of a parameter without reading it."""
         return self._entries[name].shape
 
+    @property
+    def formats(self) -> list[str]:
+        """The matrices' types, the most frequent one first, such as ["Q5_0", "Q4_K"]."""
+        return [name for name, _ in self._types().most_common()]
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether any tensor is a GroupedWeight."""
+        return any(entry.type in FORMATS for entry in self._entries.values())
+
     def describe(self) -> str:
         """Tells what the matrices are, for example "18 layers; Q5_0 81, Q4_K 27, Q8_0 10, Q6_K 9 tensors"."""
-        types = Counter(entry.type_name for entry in self._entries.values() if len(entry.shape) > 1)
+        types = self._types()
         num_layers = len({name.split(".")[2] for name in self._entries if name.startswith("model.layers.")})
         return f"{num_layers} layers; {', '.join(f'{name} {count}' for name, count in types.most_common())} tensors"
+
+    def _types(self) -> Counter[str]:
+        return Counter(entry.type_name for entry in self._entries.values() if len(entry.shape) > 1)
 
     @cached_property
     def _maps(self) -> list[npt.NDArray[np.uint8]]:
         return [np.asarray(np.memmap(path, np.uint8, "r")) for path in self._files]
+
+
+def float_values(tensor: Words | GroupedWeight) -> npt.NDArray[np.float32]:
+    """Returns the tensor's values, which are rounded only if they are quantised."""
+    if isinstance(tensor, GroupedWeight):
+        return tensor.dequantise()
+    return from_bfloat16(tensor) if tensor.dtype == np.uint16 else tensor
 
 
 def read_tensor(files: Sequence[Path], entry: TensorEntry) -> Words:

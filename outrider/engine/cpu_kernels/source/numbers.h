@@ -139,6 +139,24 @@ static inline Floats load_wide(const BFloat16* from) {
 #endif
 }
 
+// Loads kWidth consecutive float16 as float32, exactly.
+static inline Floats load_halves(const void* from) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+#else
+  uint16_t halves[kWidth];
+  std::memcpy(halves, from, sizeof halves);
+  Words bits;
+  for (int i = 0; i < kWidth; i++) bits[i] = static_cast<uint32_t>(halves[i] & 0x7fff) << 13;
+  const Floats magnitude = bits < 0x0f800000 ? reinterpret_cast<Floats>(bits) * 0x1p112f
+                                             : reinterpret_cast<Floats>(bits | 0x7f800000);  // infinite or NaN
+  for (int i = 0; i < kWidth; i++) bits[i] = static_cast<uint32_t>(halves[i] & 0x8000) << 16;
+  return reinterpret_cast<Floats>(reinterpret_cast<Words>(magnitude) | bits);
+#endif
+}
+
 static inline void store_one(float* to, float value) { *to = value; }
 static inline void store_one(BFloat16* to, float value) { *to = round_to_bfloat16(value); }
 
@@ -205,6 +223,11 @@ static inline Floats exponential(Floats x) {
 static inline float exponential(float x) { return exponential(broadcast(x))[0]; }
 
 static inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exponential(-x)); }
+
+// The tanh approximation of GELU (Hendrycks and Gimpel, 2016), since (1 + tanh(x)) / 2 = sigmoid(2x).
+static inline Floats gelu(Floats x) {
+  return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));  // the factor is sqrt(8 / pi)
+}
 
 static inline Floats hyperbolic_tangent(Floats x) {
   const Floats e = exponential(x * -2.0f);
