@@ -45,7 +45,8 @@ class DecoderPacking:
 
     def __init__(self, kernels: CpuKernels, *, quantise: str = "", element_type: ElementType | None = None) -> None:
         """`quantise`: see PackedMatrix. `element_type`: the type to which plain weights are rounded; None: they
-        keep theirs."""
+        keep theirs.
+        """
         self._kernels = kernels
         self._quantise = quantise
         self._element_type = element_type
