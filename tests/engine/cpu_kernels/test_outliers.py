@@ -1,4 +1,4 @@
-"""Models with outliers in norms and residual streams, as trained ones have: bfloat16 is no worse than in transformers."""
+"""Models with outliers in norms and residual streams, as trained ones have, in bfloat16."""
 
 from __future__ import annotations
 
