@@ -20,7 +20,7 @@ MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]
 
 MakeNorm = Callable[[Tensor, float, bool], nn.Module]
 """Makes a norm from a weight [width] float32, the epsilon added to the mean square, and whether it rounds only once:
-after the product with the weight (Gemma), but not before it (Llama)."""
+after the product with the weight (Gemma, OLMo 2) instead of before it as well (Llama)."""
 
 _ALLOWED_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
 """Allowed difference between the outputs of two norms, by dtype. It is relative to the output; if the norm adds one to

@@ -38,7 +38,7 @@ def pack_default_head(folder: Path, target: Path, kernels: CpuKernels, max_model
     for name in _READ:
         digest.update(name.encode())
         digest.update(tensors[name].data)
-    packing = DecoderPacking(kernels, quantise=True)
+    packing = DecoderPacking(kernels, quantise="int8")
     packing.add_layer(0, tensors, _LAYER)
     options = decoder_options(layer)
     assert isinstance(options, DecoderOptions), options

@@ -21,7 +21,7 @@ def exact_model(tmp_path_factory):
     if choose_kernels().library is None:
         pytest.skip("no native kernels were built")
     path = make_tiny_model(
-        tmp_path_factory.mktemp("model"), architecture="gemma", overrides={"max_position_embeddings": 2048}
+        tmp_path_factory.mktemp("model"), architecture="glm4", overrides={"max_position_embeddings": 2048}
     )
     return load_by_layers(path)
 

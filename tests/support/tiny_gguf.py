@@ -65,7 +65,9 @@ def write_gguf(
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for parameter, tensor in {**_factors(config, head_dim), **_state(model)}.items():
         values = np.asarray(tensor, np.float32)
-        if name == "llama" and parameter.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")):
+        if name in ("llama", "smollm3") and parameter.endswith(
+            ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
+        ):
             values = _neighbours(values, head_dim)
         if name.startswith("gemma") and parameter.endswith("norm.weight"):
             values = values + np.float32(1.0)

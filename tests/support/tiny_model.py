@@ -74,8 +74,8 @@ def make_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):  # ones or zeros would hide mistakes
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms and biases: ones or zeros would hide mistakes
                 torch.nn.init.normal_(parameter, mean=float(parameter.detach().mean()), std=0.1)
     path.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, dtype)).save_pretrained(path)

@@ -56,9 +56,7 @@ def _is_unsupported_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or hasattr(module, "in_features")
 
 
-def pack_decoder(
-    kernels: CpuKernels, model: PreTrainedModel, spec: ModelSpec, *, quantise: bool = False
-) -> DecoderWeights:
+def pack_decoder(kernels: CpuKernels, model: PreTrainedModel, spec: ModelSpec, *, quantise: str = "") -> DecoderWeights:
     """Packs the weights of `model`, which cannot compute afterwards.
 
     Each weight is packed, then dropped, so that the model is in memory only once.
@@ -67,7 +65,7 @@ def pack_decoder(
         kernels: the kernels for whose instruction path the weights are packed.
         model: on the CPU; `why_not_native` must be empty for it.
         spec: sizes of the model.
-        quantise: whether to store linear layers, including the output layer, as int8 (lossy).
+        quantise: see pack_weights.
     """
     options = decoder_options(model.config.to_dict())
     assert isinstance(options, DecoderOptions), options

@@ -17,7 +17,7 @@ from outrider.engine.feature_spec import FeatureSpec
 PACKED, BIAS, SCALES = "packed", "bias", "scales"
 """The last parts of blobs' names, which follow the name of a matrix."""
 LAYER_NORMS = ("input_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm", "query_norm", "key_norm")
-LAYER_MATRICES = ("qkv", "output", "gate_up", "down")
+LAYER_MATRICES = ("qkv", "value", "output", "gate_up", "down")
 
 
 class MatrixSize(NamedTuple):
@@ -83,8 +83,11 @@ class DecoderWeights:
         return address_of(self.blobs.get(name))
 
     def matrix(self, name: str) -> Structure:
-        """Returns an OutriderMatrix, which points to blobs but does not keep them alive."""
-        return _matrix(self.blobs, name, self.shape.matrix_sizes[name])
+        """Returns an OutriderMatrix, which points to blobs but does not keep them alive.
+
+        Its `packed` is null if the decoder does not have the matrix.
+        """
+        return _matrix(self.blobs, name, self.shape.matrix_sizes.get(name, MatrixSize(0, 0, ElementType.FLOAT32)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

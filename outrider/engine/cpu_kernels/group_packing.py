@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight, GroupFactors
 from outrider.engine.cpu_kernels.library import ElementType
+from outrider.engine.kv_cache.array_plane import Words
 from outrider.errors import ModelError
 
 PANEL = 16
@@ -157,6 +158,12 @@ def in_one_format(weights: Sequence[GroupedWeight]) -> tuple[PackedFormat, list[
     if name not in ElementType.__members__:
         raise _unsupported(weights, "minima")
     return PackedFormat(ElementType[name], unit_size), weights
+
+
+def have_one_format(weights: Sequence[Words | GroupedWeight]) -> bool:
+    """Returns whether the weights have the same format, so that one matrix can have all of them unchanged."""
+    formats = {in_one_format([each])[0] if isinstance(each, GroupedWeight) else each.dtype for each in weights}
+    return len(formats) == 1
 
 
 def _unsupported(weights: Sequence[GroupedWeight], what: str) -> ModelError:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from outrider.engine.arrays import from_bfloat16
 from outrider.engine.cpu_kernels.group_packing import PANEL, PackedFormat, in_one_format
+from outrider.engine.cpu_kernels.group_quantisation import quantise_groups
 from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight, GroupFactors
 from outrider.engine.cpu_kernels.interface import address_of, structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
@@ -76,7 +77,7 @@ class PackedMatrix:
         linears: Sequence[PlainLinear],
         *,
         interleave: bool = False,
-        quantise: bool = False,
+        quantise: str = "",
     ) -> None:
         """Packs several linear layers into one matrix.
 
@@ -85,7 +86,8 @@ class PackedMatrix:
             arena: allocates the packed weights.
             linears: layers with the same input, all plain with one type or all quantised.
             interleave: whether the panels of two layers, gate and up, alternate.
-            quantise: store plain weights as int8 with one scale per output feature (lossy).
+            quantise: "int8" rounds plain weights to 8 bits with one scale per output feature, and "int4" to 4 bits (see
+                quantise_groups); "": plain weights stay as they are.
 
         Raises:
             ModelError: if the weights do not fit into one matrix.
@@ -102,10 +104,12 @@ class PackedMatrix:
         grouped = [linear.weight for linear in linears if isinstance(linear.weight, GroupedWeight)]
         if plain and grouped:
             raise ModelError("of weights that are multiplied together, some are quantised and others are not")
+        if quantise == "int4" and plain:
+            grouped = [quantise_groups(to_float32(weight), 4) for weight in plain]
         if grouped:
             self.format, grouped = in_one_format(grouped)
             self.packed = self._pack_grouped(self._joined(grouped))
-        elif quantise:
+        elif quantise == "int8":
             self.format = PackedFormat(ElementType.INT8)
             codes, scales = zip(*map(quantise_rows, plain), strict=True)
             self.scales = self._stacked(scales)

@@ -86,8 +86,8 @@ class WholeVectorActivation(nn.Module):
 class NativeLayers:
     """The state shared by one model's native layers. Not thread-safe: it belongs to the thread that runs the model."""
 
-    def __init__(self, kernels: CpuKernels, *, quantise: bool = False) -> None:
-        """`quantise`: whether to compute linear layers in int8 (lossy)."""
+    def __init__(self, kernels: CpuKernels, *, quantise: str = "") -> None:
+        """`quantise`: see PackedMatrix."""
         self.kernels = kernels
         self.quantise = quantise
         self.workspace = Workspace(kernels.library)

@@ -11,6 +11,7 @@ import numpy as np
 from outrider.engine.arrays import to_bfloat16
 from outrider.engine.cpu_kernels.decoder_options import FAMILIES, DecoderOptions, Family
 from outrider.engine.cpu_kernels.decoder_weights import BIAS, PACKED, SCALES, DecoderWeights, MatrixSize
+from outrider.engine.cpu_kernels.group_packing import have_one_format
 from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import ElementType
@@ -42,8 +43,10 @@ _POSITIONS_AT_ONCE = 4096
 class DecoderPacking:
     """The weights packed so far, by their names in DecoderWeights."""
 
-    def __init__(self, kernels: CpuKernels, *, quantise: bool = False, element_type: ElementType | None = None) -> None:
-        """`element_type`: the type to which plain weights are rounded; None: they keep theirs."""
+    def __init__(self, kernels: CpuKernels, *, quantise: str = "", element_type: ElementType | None = None) -> None:
+        """`quantise`: see PackedMatrix. `element_type`: the type to which plain weights are rounded; None: they
+        keep theirs.
+        """
         self._kernels = kernels
         self._quantise = quantise
         self._element_type = element_type
@@ -88,6 +91,8 @@ class DecoderPacking:
             names = [whole] if f"{prefix}{whole}.weight" in tensors or not parts else parts
             places = [prefix + each for each in names]
             linears = [PlainLinear(tensors[f"{each}.weight"], tensors.get(f"{each}.bias")) for each in places]
+            if name == "qkv" and len(linears) > 1 and not have_one_format([linears[0].weight, linears[-1].weight]):
+                self.add_matrix(f"{index}.value", [linears.pop()])
             self.add_matrix(f"{index}.{name}", linears, interleave=name == "gate_up")
 
     def add_rotation(
@@ -118,7 +123,7 @@ def pack_weights(
     spec: ModelSpec,
     tensors: Mapping[str, Words | GroupedWeight],
     *,
-    quantise: bool = False,
+    quantise: str = "",
 ) -> DecoderWeights:
     """Packs a model, reading one tensor at a time.
 
@@ -127,7 +132,7 @@ def pack_weights(
         options: the model's options.
         spec: its sizes; `spec.dtype` is the type of activations, embedding, and weights that are not quantised.
         tensors: by transformers' names. Plain weights of another type are rounded to `spec.dtype`.
-        quantise: whether to store linear layers, including the output layer, as int8 (lossy).
+        quantise: "int8" or "int4", to which plain linear layers, the output layer included, are rounded; "": not.
 
     Raises: ModelError if a tensor is missing, or if the angles of a rotation are too large.
     """

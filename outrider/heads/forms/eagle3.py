@@ -109,7 +109,7 @@ class Eagle3(HeadModel):
     def pack(self, kernels: CpuKernels) -> PackedHead:
         shape, element_type = self._shape, ELEMENT_TYPES[self._embedding.dtype]
         # Most of a draft token's time is spent on reading weights. Quantising them changes few drafts and no answer.
-        packing = DecoderPacking(kernels, quantise=self._embedding.dtype == torch.bfloat16)
+        packing = DecoderPacking(kernels, quantise="int8" if self._embedding.dtype == torch.bfloat16 else "")
         for index, prefix in enumerate(self._prefixes):
             of_layer = {name: place for name, place in self._places.items() if name.startswith(prefix)}
             tensors = {name: words_of(place.weight[place.rows]) for name, place in of_layer.items()}

@@ -25,7 +25,7 @@ from outrider.model_hub.fingerprint import GGUF_TABLE, cached_sha256, gguf_files
 from outrider.model_hub.gguf.config import make_config, matrices_dtype
 from outrider.model_hub.gguf.families import FAMILIES, ROTATION_FACTORS
 from outrider.model_hub.gguf.header import GgufHeader, TensorEntry, read_header
-from outrider.model_hub.gguf.tensors import GgufTensors, read_tensor
+from outrider.model_hub.gguf.tensors import GgufTensors, float_values, read_tensor
 from outrider.model_hub.gguf.tokenizer import GgufVocabulary
 from outrider.progress import Progress, no_progress
 
@@ -121,6 +121,10 @@ def _write(files: Sequence[Path], directory: Path, progress: Progress) -> None:
         _convert(files, work, progress)
         work.chmod(0o755)
         work.rename(directory)
+    except (OSError, ModelError):
+        raise
+    except Exception as error:  # metadata of other types, or what `tokenizers` does not accept
+        raise ModelError(f"{files[0]} cannot be converted: {type(error).__name__}: {error}") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -133,7 +137,8 @@ def _convert(files: Sequence[Path], work: Path, progress: Progress) -> None:
     architecture = str(header.metadata.get("general.architecture"))
     contents: dict[str, Any] = {}
     if architecture in FAMILIES:
-        factors = {entry.name: read_tensor(files, entry) for entry in header.tensors if entry.name in ROTATION_FACTORS}
+        small = [entry for entry in header.tensors if entry.name in ROTATION_FACTORS]
+        factors = {entry.name: float_values(read_tensor(files, entry)) for entry in small}
         contents["config.json"] = config = make_config(header, factors)
         GgufTensors(files, header.tensors, architecture, config["head_dim"])  # refuses unknown tensors
         contents[GGUF_TABLE] = {

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +90,8 @@ def float_values(tensor: Words | GroupedWeight) -> npt.NDArray[np.float32]:
     """Returns the tensor's values, which are rounded only if they are quantised."""
     if isinstance(tensor, GroupedWeight):
         return tensor.dequantise()
-    return from_bfloat16(tensor) if tensor.dtype == np.uint16 else tensor
+    words: Any = tensor  # mypy does not narrow arrays by their dtype
+    return from_bfloat16(words) if words.dtype == np.uint16 else words
 
 
 def read_tensor(files: Sequence[Path], entry: TensorEntry) -> Words:

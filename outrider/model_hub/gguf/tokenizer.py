@@ -5,9 +5,11 @@ Texts get the same token ids as from llama.cpp with special tokens parsed, as fa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
@@ -128,19 +130,12 @@ class GgufVocabulary:
 
     def _sentence_piece(self) -> Tokenizer:
         """Makes SentencePiece's BPE, which joins the two neighbours whose joined token has the highest score."""
-        ids, scores = self.ids, self.get("scores") or [0.0] * len(self.tokens)
-        ranked: list[tuple[float, str, str]] = []
-        for token, score in zip(self.tokens, scores, strict=True):
-            for at in range(1, len(token)):
-                left, right = token[:at], token[at:]
-                if left in ids and right in ids:
-                    ranked.append((-score, left, right))
-        ranked.sort(key=lambda each: each[0])
+        merges = _sentence_piece_merges(dict(zip(self.tokens, self.get("scores"), strict=True)))
         unknown = self.special_id("unknown")
         tokenizer = Tokenizer(
             models.BPE(
-                vocab=ids,
-                merges=[(left, right) for _, left, right in ranked],
+                vocab=self.ids,
+                merges=merges,
                 unk_token=None if unknown is None else self.tokens[unknown],
                 fuse_unk=True,
                 byte_fallback=True,
@@ -167,7 +162,9 @@ class GgufVocabulary:
         """Returns the files besides tokenizer.json by path: texts, or objects to be written as JSON."""
         special = {name: self.special_id(key) for name, key in _SPECIAL_TOKENS.items()}
         named = {name: self.tokens[token_id] for name, token_id in special.items() if token_id is not None}
-        generation = {f"{name}_id": special[name] for name in ("bos_token", "pad_token") if special[name] is not None}
+        generation: dict[str, Any] = {
+            f"{name}_id": special[name] for name in ("bos_token", "pad_token") if special[name] is not None
+        }
         generation["eos_token_id"] = self.eos_ids()
         for name, parameter in _SAMPLING.items():
             if (value := self.metadata.get(f"general.sampling.{name}")) is not None:
@@ -182,3 +179,24 @@ class GgufVocabulary:
             elif key.startswith("tokenizer.chat_template."):
                 files[f"{TEMPLATE_FOLDER}/{key.removeprefix('tokenizer.chat_template.')}.jinja"] = template
         return files
+
+
+def _sentence_piece_merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Returns the last merge that makes each token, best score first. `scores`: by token.
+
+    In any text, a token is made of its characters by the same merges as if it stood alone, because a merge with a
+    neighbour would end it. So other ways to divide it never occur.
+    """
+    found = []
+    for token, score in scores.items():
+        parts = list(token)
+        while len(parts) > 2:
+            joined = [scores.get(left + right, -math.inf) for left, right in pairwise(parts)]
+            at = joined.index(max(joined))  # of equal scores, the first
+            if joined[at] == -math.inf:
+                break
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        if len(parts) == 2 and " " not in token and all(part in scores for part in parts):  # spaces are escaped
+            found.append((score, parts[0], parts[1]))
+    found.sort(key=lambda merge: -merge[0])
+    return [(left, right) for _, left, right in found]

@@ -18,6 +18,7 @@ from outrider.engine.kv_cache.array_plane import Words
 from outrider.model_hub.quantised.scheme import Scheme
 from outrider.model_hub.safetensors_files import SafetensorsFiles
 
+_ROWS_AT_ONCE = 32  # so few that intermediate results fit the cache
 SCALES = ("weight_scale_inv", "weight_scale")
 
 
@@ -49,16 +50,19 @@ def read_fp8(files: SafetensorsFiles, module: str, *, block: tuple[int, int] | N
     """
     if (kind := files.types[f"{module}.weight"]) != "F8_E4M3":
         raise ValueError(f"a weight of the type {kind}, not F8_E4M3")
-    values = _E4M3[files[f"{module}.weight"]]
+    codes = files[f"{module}.weight"]
     scales = files.floats(next(name for part in SCALES if (name := f"{module}.{part}") in files))
-    out_features, in_features = values.shape
+    out_features, in_features = codes.shape
     if scales.size == 1:
-        values *= scales.reshape(())
+        num_rows, scales = out_features, scales.reshape(1, 1)  # the rows that a row of scales applies to
     elif scales.shape in ((out_features,), (out_features, 1)):
-        values *= scales.reshape(out_features, 1)
+        num_rows, scales = 1, scales.reshape(-1, 1)
     elif block and scales.shape == (-(-out_features // block[0]), -(-in_features // block[1])):
-        for row, row_scales in enumerate(scales):
-            values[row * block[0] : (row + 1) * block[0]] *= np.repeat(row_scales, block[1])[:in_features]
+        num_rows, scales = block[0], np.repeat(scales, block[1], axis=1)[:, :in_features]
     else:
-        raise ValueError(f"{values.shape} weights, {scales.shape} scales, blocks of {block}")
-    return to_bfloat16(values)
+        raise ValueError(f"{codes.shape} weights, {scales.shape} scales, blocks of {block}")
+    words = np.empty(codes.shape, np.uint16)
+    for start in range(0, out_features, _ROWS_AT_ONCE):
+        rows = np.arange(start, min(start + _ROWS_AT_ONCE, out_features))
+        words[rows] = to_bfloat16(_E4M3[codes[rows]] * scales[rows // num_rows])
+    return words

@@ -79,7 +79,7 @@ def decoders(checkpoints, teams):
             dtype = str(KINDS[kind]).removeprefix("torch.")
             spec, layers = describe_decoder(model, dtype=dtype, window=resolve_window(model.config))
             assert why_not_native(model, spec, layers) == ""
-            weights = pack_decoder(teams(library, 1), model, spec, quantise=kind == "int8")
+            weights = pack_decoder(teams(library, 1), model, spec, quantise="int8" * (kind == "int8"))
             made[key] = NativeDecoder(teams(library, 1), weights), spec
         return made[key]
 

@@ -1,4 +1,4 @@
-"""Models with outliers in norms and residual streams, as trained ones have, in bfloat16."""
+"""Models with outliers in norms and residual streams, as trained ones have: bfloat16 errs as in transformers."""
 
 from __future__ import annotations
 

@@ -133,6 +133,20 @@ def test_a_failed_conversion_leaves_nothing(original, tmp_path):
     assert list((tmp_path / "cache/gguf").iterdir()) == []
 
 
+@pytest.mark.parametrize("vocabulary", [{"token_type": [1, 1]}, {"merges": ["no token"]}])
+def test_a_vocabulary_that_makes_no_sense_is_refused(original, vocabulary, tmp_path):
+    path = write_gguf(original, tmp_path / "tiny.gguf", vocabulary=BYTES | vocabulary)
+    with pytest.raises(ModelError, match=r"tiny\.gguf cannot be converted"):
+        gguf_directory(path, tmp_path / "cache")
+
+
+def test_a_missing_value_is_named(original, tmp_path):
+    path = write_gguf(original, tmp_path / "tiny.gguf")
+    path.write_bytes(path.read_bytes().replace(b"llama.block_count", b"llama.other_count"))
+    with pytest.raises(ModelError, match=r"the GGUF file has no llama\.block_count"):
+        gguf_directory(path, tmp_path / "cache")
+
+
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
 def test_a_cache_that_cannot_be_written_is_named(original, tmp_path):
     path = write_gguf(original, tmp_path / "tiny.gguf")

@@ -37,6 +37,7 @@ MODELS = {
     "llama yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
                                                  "original_max_position_embeddings": 512}}),
     "mistral": ("mistral", {"head_dim": 32, "sliding_window": None}),
+    "smollm 3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "gemma": ("gemma", {"head_dim": 32}),

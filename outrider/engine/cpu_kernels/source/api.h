@@ -166,6 +166,7 @@ struct OutriderLayer {
   const float* cosines;                // [max_positions, rotary_dim / 2]; null: the layer does not rotate
   const float* sines;
   OutriderMatrix qkv;                // query heads, then key heads, then value heads
+  OutriderMatrix value;              // value heads if `qkv` does not have them; otherwise `packed` is null
   OutriderMatrix output;
   OutriderMatrix gate_up;  // interleaved
   OutriderMatrix down;

@@ -18,7 +18,7 @@
 namespace outrider {
 namespace {
 
-constexpr int kPhasesOfLayer = 11;
+constexpr int kPhasesOfLayer = 12;
 constexpr int kLastPhases = 3;  // the norm of the last layer's output, and two phases of features
 constexpr int64_t kRowsOfUnit = 8;  // in phases that process rows one by one
 
@@ -32,6 +32,11 @@ void for_rows(int64_t unit, int64_t num_rows, F&& f) {
 
 // Returns whether rows are quantised before they are multiplied by the matrix.
 bool is_quantised(const OutriderMatrix& matrix) { return matrix.type >= OUTRIDER_INT8; }
+
+// Returns the matrix that decides whether a layer's input is quantised.
+const OutriderMatrix& input_matrix(const OutriderLayer& layer) {
+  return is_quantised(layer.value) ? layer.value : layer.qkv;
+}
 
 // Calls f with a null pointer whose type is that of the matrix's weights. Plain weights have the decoder's type.
 template <class Type, class F>
@@ -71,7 +76,7 @@ class DecoderStep final : public Job {
     outputs_ = workspace.outputs.of<float>(normalises_outputs ? num_rows_ * decoder.hidden_size : 0);
     const int64_t widest = std::max({width, decoder.num_heads * decoder.head_dim, decoder.intermediate_size});
     const bool has_quantised = std::any_of(layers_.begin(), layers_.end(), [](const OutriderLayer& layer) {
-      return is_quantised(layer.qkv) || is_quantised(layer.output) || is_quantised(layer.gate_up) ||
+      return is_quantised(input_matrix(layer)) || is_quantised(layer.output) || is_quantised(layer.gate_up) ||
              is_quantised(layer.down);
     });
     quantised_ = workspace.quantised.of<QuantisedGroup>(has_quantised ? groups_in_memory(num_rows_, widest) : 0);
@@ -180,7 +185,7 @@ class DecoderStep final : public Job {
     normalise_row(feature, width, decoder_.feature_norm, to + width);
     for (int64_t i = 0; i < width; i++)
       residual[i] = decoder_.begins_normalised ? widen(to[width + i]) : widen(feature[i]);
-    quantise_for(layers_[0].qkv, normalised_, row, num_rows_, 2 * width);
+    quantise_for(input_matrix(layers_[0]), normalised_, row, num_rows_, 2 * width);
   }
 
   // Copies a row of the residual stream, rounded, to the taps that are after this number of layers.
@@ -325,10 +330,15 @@ class DecoderStep final : public Job {
     };
     if (batch_.features == nullptr || first_ + static_cast<int64_t>(index) > 0)
       normalise(phases[0], member, ahead, all, index > 0 ? layers_[index - 1].mlp_output_norm : nullptr,
-                layer.input_norm, layer.qkv, first_ + static_cast<int64_t>(index));
+                layer.input_norm, input_matrix(layer), first_ + static_cast<int64_t>(index));
     note(OUTRIDER_NORM);
-    multiply(phases[1], member, ahead, normalised_, num_rows_, layer.qkv, &layer.output,
-             StoreTo<Type>{projected_, heads_ * decoder_.head_dim});
+    const int64_t projected_width = heads_ * decoder_.head_dim;
+    const bool has_value = layer.value.packed != nullptr;
+    multiply(phases[1], member, ahead, normalised_, num_rows_, layer.qkv, has_value ? &layer.value : &layer.output,
+             StoreTo<Type>{projected_, projected_width});
+    if (has_value)
+      multiply(phases[11], member, ahead, normalised_, num_rows_, layer.value, &layer.output,
+               StoreTo<Type>{projected_ + layer.qkv.out_features, projected_width});
     note(OUTRIDER_LINEAR);
     const auto rotate_rows = [&](int64_t unit) {
       for_rows(unit, num_rows_, [&](int64_t row) { rotate_and_write(row, layer, index); });

@@ -80,21 +80,35 @@ static inline Floats multiply_add(Floats a, Floats b, Floats c) {
 static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 static inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 
-// Returns the sum of all lanes, always in the same order: the halves are added repeatedly.
+// Combines the upper half of the lanes with the lower one, then the halves of the result, until one lane is left. The
+// compiler makes shuffles of it; loops over lanes would go through memory.
+template <class Combine>
+static inline float folded(Floats lanes, Combine&& combine) {
+  typedef float Four __attribute__((vector_size(16)));
+  typedef float Eight __attribute__((vector_size(32)));
+  Eight eight;
+#if defined(__AVX512F__)
+  Eight halves[2];
+  std::memcpy(halves, &lanes, sizeof halves);
+  eight = combine(halves[0], halves[1]);
+#else
+  eight = lanes;
+#endif
+  Four quarters[2];
+  std::memcpy(quarters, &eight, sizeof quarters);
+  const Four four = combine(quarters[0], quarters[1]);
+  const Four two = combine(four, __builtin_shufflevector(four, four, 2, 3, 0, 1));
+  const Four one = combine(two, __builtin_shufflevector(two, two, 1, 0, 3, 2));
+  return one[0];
+}
+
+// Returns the sum of all lanes, always in the same order.
 static inline float sum_of_lanes(Floats value) {
-  float lanes[kWidth];
-  store(lanes, value);
-  for (int half = kWidth / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-  return lanes[0];
+  return folded(value, [](auto lower, auto upper) { return lower + upper; });
 }
 
 static inline float largest_of_lanes(Floats value) {
-  float lanes[kWidth];
-  store(lanes, value);
-  for (int half = kWidth / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-  return lanes[0];
+  return folded(value, [](auto lower, auto upper) { return lower > upper ? lower : upper; });
 }
 
 // ---- bfloat16: the upper half of a float32, rounded to nearest, ties to even.

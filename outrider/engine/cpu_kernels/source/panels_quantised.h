@@ -34,12 +34,12 @@ constexpr bool kHasSignedCodes = false;
 
 struct QuantisedGroup {
   int8_t values[kDepthOfGroup];
-  float scale;    // NaN if a value is infinite or NaN
-  float sums[7];  // of the values, exact: four of 16, two of 32, and one of all 64
+  float scale;        // NaN if a value is infinite or NaN
+  int32_t starts[7];  // -128 times sums of the values: of four parts of 16, two of 32, and all 64
 
   template <int Size>
-  const float& sum(int part) const {
-    return sums[(Size == 32 ? 4 : Size == 64 ? 6 : 0) + part];
+  const int32_t& start(int part) const {
+    return starts[(Size == 32 ? 4 : Size == 64 ? 6 : 0) + part];
   }
 };
 static_assert(sizeof(QuantisedGroup) == kDepthOfGroup + 32);
@@ -71,7 +71,7 @@ struct Codes {
   static constexpr int kGroups = kDepthOfGroup / Group;  // in a block
   static constexpr int64_t kCodeBytes = kDepthOfGroup * kPanel * Bits / 8;
   static constexpr bool kBlocksHaveFactors = Kind == Factors::kScales || Kind == Factors::kMinima;
-  static constexpr int kOffset = Bits == 8 ? 128 : Kind == Factors::kScales ? 8 : 0;  // added to codes: unsigned bytes
+  static constexpr int kOffset = Bits == 8 ? 128 : Kind == Factors::kScales ? 8 : 0;  // makes codes unsigned
 
   // Returns the bytes of a block's factors of one kind. `has_units`: whether they are steps.
   static constexpr int64_t factor_bytes(bool has_units) { return kGroups * kPanel * (has_units ? 1 : 2); }
@@ -116,7 +116,10 @@ static inline void store_bytes(int8_t* to, Ints values) {
 
 // Loads kWidth consecutive int8 as float32.
 static inline Floats load_bytes(const void* from) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(from));
+  return __builtin_convertvector(reinterpret_cast<Ints>(_mm512_cvtepi8_epi32(bytes)), Floats);
+#elif defined(__AVX2__)
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
 #else
   typedef int8_t Bytes __attribute__((vector_size(kWidth)));
@@ -157,11 +160,11 @@ static inline void quantise_row(const T* x, int64_t width, QuantisedGroup* to, i
         store_bytes(to->values + v * kWidth, whole);
         sums += __builtin_convertvector(whole, Floats);
       }
-      to->sums[part] = sum_of_lanes(sums);
+      to->starts[part] = static_cast<int32_t>(-128.0f * sum_of_lanes(sums));
     }
-    to->sums[4] = to->sums[0] + to->sums[1];
-    to->sums[5] = to->sums[2] + to->sums[3];
-    to->sums[6] = to->sums[4] + to->sums[5];
+    to->starts[4] = to->starts[0] + to->starts[1];
+    to->starts[5] = to->starts[2] + to->starts[3];
+    to->starts[6] = to->starts[4] + to->starts[5];
     to->scale = is_finite ? magnitude / 127.0f : __builtin_nanf("");
   }
 }
@@ -203,44 +206,42 @@ class CodePanel {
           if constexpr (kHasMinima) minimum_[v] = load_bytes(minima + at) * unit_minimum_[v];
         } else {
           scale_[v] = load_halves(from + at * 2);
-          if constexpr (kHasMinima) minimum_[v] = -load_halves(minima + at * 2);
+          if constexpr (kHasMinima) minimum_[v] = load_halves(minima + at * 2) * kOfStarts;
         }
       }
     }
   }
 
   // Adds the products of the group whose factors are loaded, for kWidth columns of a row, to those of earlier groups.
-  // `x`, `part`: what they were multiplied with. `Offset`: what was added to codes. Sums and offsets are exact; then each
-  // operation rounds once.
-  template <int Offset>
+  // `x`, `part`: what they were multiplied with. Products and those of zeros are exact; then each operation rounds once.
   Floats add(int v, Ints products, const QuantisedGroup& x, int part, Floats before) const {
-    const Floats sum = broadcast(x.template sum<Weight::kGroup>(part));
+    const auto start = [&] { return __builtin_convertvector(Ints{} + x.template start<Weight::kGroup>(part), Floats); };
     Floats total = __builtin_convertvector(products, Floats);
-    if constexpr (Offset != 0) total = multiply_add(sum, broadcast(-Offset), total);
-    if constexpr (Weight::kKind == Factors::kZeros) total = multiply_add(sum, minimum_[v], total);
+    if constexpr (Weight::kKind == Factors::kZeros) total = multiply_add(start(), minimum_[v], total);
     if constexpr (Weight::kKind != Factors::kOfFeature) total *= scale_[v];
-    if constexpr (kHasMinima) total = multiply_add(sum, minimum_[v], total);
+    if constexpr (kHasMinima) total = multiply_add(start(), minimum_[v], total);
     return multiply_add(total, broadcast(x.scale), before);
   }
 
   // Returns the weight of a code in the group whose factors are loaded, without the scale of an output feature.
   float weight_of(int code, int v, int lane) const {
     float weight = static_cast<float>(code);
-    if constexpr (Weight::kKind == Factors::kZeros) weight += minimum_[v][lane];
+    if constexpr (Weight::kKind == Factors::kZeros) weight -= minimum_[v][lane] / kOfStarts;
     if constexpr (Weight::kKind != Factors::kOfFeature) weight *= scale_[v][lane];
-    if constexpr (kHasMinima) weight += minimum_[v][lane];
+    if constexpr (kHasMinima) weight -= minimum_[v][lane] / kOfStarts;
     return weight;
   }
 
  private:
   static constexpr bool kHasMinima = Weight::kKind == Factors::kMinima;
+  static constexpr float kOfStarts = 1.0f / 128;  // of minima and zeros, because starts are -128 times sums
 
   void load_header(const char* from) {
     const char* const rest = from + kPanel * 2;
     for (int v = 0; v < kVectorsPerPanel; v++) {
       unit_scale_[v] = scale_[v] = load_halves(from + v * kWidth * 2);
-      if constexpr (kHasMinima) unit_minimum_[v] = -load_halves(rest + v * kWidth * 2);
-      if constexpr (Weight::kKind == Factors::kZeros) minimum_[v] = -load_bytes(rest + v * kWidth);
+      if constexpr (kHasMinima) unit_minimum_[v] = load_halves(rest + v * kWidth * 2) * kOfStarts;
+      if constexpr (Weight::kKind == Factors::kZeros) minimum_[v] = load_bytes(rest + v * kWidth) * kOfStarts;
     }
   }
 
@@ -250,7 +251,7 @@ class CodePanel {
   int64_t left_of_unit_ = 0;
   const bool has_units_;
   Floats unit_scale_[kVectorsPerPanel], unit_minimum_[kVectorsPerPanel];
-  Floats scale_[kVectorsPerPanel], minimum_[kVectorsPerPanel];  // minima and zeros are negative here
+  Floats scale_[kVectorsPerPanel], minimum_[kVectorsPerPanel];  // a minimum or zero times kOfStarts
 };
 
 }  // namespace outrider

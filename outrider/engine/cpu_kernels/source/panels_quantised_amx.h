@@ -13,9 +13,12 @@ template <class Weight>
 static inline const int8_t* bytes_of_block(const char* codes, int8_t* room) {
   if constexpr (Weight::kBits == 8) return reinterpret_cast<const int8_t*>(codes);
   for (int64_t line = 0; line < Weight::kCodeBytes; line += 64) {
+    typedef int8_t Bytes __attribute__((vector_size(64)));
     const Words pairs = reinterpret_cast<Words>(_mm512_loadu_si512(codes + line));
-    store(reinterpret_cast<float*>(room + 2 * line), reinterpret_cast<Floats>(pairs & 0x0f0f0f0f));
-    store(reinterpret_cast<float*>(room + 2 * line + 64), reinterpret_cast<Floats>(pairs >> 4 & 0x0f0f0f0f));
+    for (int i = 0; i < 2; i++) {
+      const Bytes bytes = reinterpret_cast<Bytes>(pairs >> 4 * i & 0x0f0f0f0f) - static_cast<int8_t>(Weight::kOffset);
+      std::memcpy(room + 2 * line + 64 * i, &bytes, sizeof bytes);
+    }
   }
   return room;
 }
@@ -62,7 +65,7 @@ template <class Weight>
       for (int r = 0; r < kRowsOfTile; r++) {
         Ints some;
         std::memcpy(&some, to + r * kPanel, sizeof some);
-        totals[r] = panel.template add<Weight::kBits == 8 ? 0 : Weight::kOffset>(0, some, x[r], group, totals[r]);
+        totals[r] = panel.add(0, some, x[r], group, totals[r]);
       }
     }
   }

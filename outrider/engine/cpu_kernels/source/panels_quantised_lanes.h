@@ -6,7 +6,8 @@
 
 namespace outrider {
 
-// Codes of four k of a panel as unsigned bytes, and the sums of one row and a panel. No step may saturate: sums of two
+// Codes of four k of a panel as unsigned bytes, and the sums of one row and a panel, which begin with what their offset
+// adds, negative: a start, shifted to the right if the offset is less than 128. No step may saturate: sums of two
 // products, up to 2 * 255 * 127, exceed 16 bits.
 #if defined(__AVX512VNNI__)
 #if defined(__AMX_INT8__)
@@ -29,6 +30,8 @@ struct PanelQuad {
 
 struct PanelSums {
   __m512i sums{};
+
+  void begin(const int32_t& start, int shift) { sums = reinterpret_cast<__m512i>((Ints{} + start) >> shift); }
 
   // Around the intrinsic GCC 12 would copy sums between registers.
   void add(const PanelQuad& weights, const int8_t* quad) {
@@ -65,6 +68,10 @@ struct PanelQuad {
 struct PanelSums {
   __m256i pairs[4] = {};  // for each column, its even and its odd pairs of k
 
+  void begin(int32_t start, int shift) {
+    for (__m256i& pair : pairs) pair = _mm256_set1_epi64x(static_cast<uint32_t>(start >> shift));
+  }
+
   void add(const PanelQuad& weights, const int8_t* quad) {
     int32_t four;
     std::memcpy(&four, quad, sizeof four);
@@ -95,6 +102,10 @@ struct PanelQuad {
 struct PanelSums {
   int32_t sums[kPanel] = {};
 
+  void begin(int32_t start, int shift) {
+    for (int32_t& sum : sums) sum = start >> shift;
+  }
+
   void add(const PanelQuad& weights, const int8_t* quad) {
     for (int c = 0; c < kPanel; c++)
       for (int i = 0; i < kQuad; i++) sums[c] += weights.bytes[c * kQuad + i] * quad[i];
@@ -120,14 +131,20 @@ template <class Weight, int Rows>
     panel.next_block(read);
     const char* codes = panel.codes();
     for (int group = 0; group < Weight::kGroups; group++) {
+      asm("" : "+r"(x));  // otherwise GCC 12 loads scales before the loop and spills them
+      const int8_t* quads = x->values + group * Weight::kGroup;
       PanelSums sums[Rows];
-      for (int k = group * Weight::kGroup; k < (group + 1) * Weight::kGroup; k += 2 * kQuad) {
+#pragma GCC unroll 16
+      for (int r = 0; r < Rows; r++)
+        if constexpr (Weight::kOffset != 0)
+          sums[r].begin(x[r].template start<Weight::kGroup>(group), Weight::kOffset == 128 ? 0 : 4);
+      for (int k = 0; k < Weight::kGroup; k += 2 * kQuad, quads += 2 * kQuad) {
         read(Weight::kBits / 4);
 #pragma GCC unroll 2
         for (int i = 0; i < 2; i++) {
           const PanelQuad weights = PanelQuad::load<Weight::kBits>(codes, i);
 #pragma GCC unroll 16
-          for (int r = 0; r < Rows; r++) sums[r].add(weights, x[r].values + k + i * kQuad);
+          for (int r = 0; r < Rows; r++) sums[r].add(weights, quads + r * sizeof(QuantisedGroup) + i * kQuad);
         }
         codes += 2 * kQuad * kPanel * Weight::kBits / 8;
       }
@@ -136,7 +153,7 @@ template <class Weight, int Rows>
       for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 2
         for (int v = 0; v < kVectorsPerPanel; v++)
-          totals[r][v] = panel.template add<Weight::kOffset>(v, sums[r].columns(v), x[r], group, totals[r][v]);
+          totals[r][v] = panel.add(v, sums[r].columns(v), x[r], group, totals[r][v]);
     }
   }
 #pragma GCC unroll 16
