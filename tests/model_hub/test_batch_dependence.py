@@ -11,8 +11,9 @@ from outrider.engine import module_steps
 from outrider.engine.attention.native import NativeAttention
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.linear import replace_norms
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.load import load_model
 from outrider.model_hub.support import SPLIT_CONTEXT, depends_on_batch
-from tests.support.by_layers import load_by_layers
 from tests.support.tiny_model import make_tiny_model
 
 
@@ -23,7 +24,7 @@ def exact_model(tmp_path_factory):
     path = make_tiny_model(
         tmp_path_factory.mktemp("model"), architecture="glm4", overrides={"max_position_embeddings": 2048}
     )
-    return load_by_layers(path)
+    return load_model(ModelConfig(id=str(path)))
 
 
 def attention_that_errs_in(monkeypatch, is_wrong):

@@ -18,7 +18,6 @@ from outrider.model_hub import load as load_module
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.model_hub.support import depends_on_batch
-from tests.support.by_layers import load_by_layers
 from tests.support.cached_runner import CachedRunner
 from tests.support.tiny_model import ARCHITECTURES, make_tiny_model
 
@@ -31,6 +30,15 @@ BLOCKS = ([3, 4, 5, 6], [9, 8, 20, 11], [13, 14, 15, 16])
 
 def numerics(promise, kernels):
     return f"{promise} ({kernels.arithmetic} {KERNELS_REVISION}, by layers {LAYERS_REVISION}, {NUMERICS})"
+
+
+def load_by_layers(directory, dtype="auto"):
+    """Loading compares the logits with those of the original model's own forward."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_module, "why_not_native", lambda *_arguments: "this test wants layers")
+        model = load_model(ModelConfig(id=str(directory), dtype=dtype))
+    assert isinstance(model.native, NativeLayers)
+    return model
 
 
 @pytest.fixture(scope="module", params=[(name, dtype) for name in ARCHITECTURES for dtype in ("float32", "bfloat16")],
