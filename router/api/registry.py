@@ -287,6 +287,7 @@ class RequestRegistry:
             fingerprint=info.fingerprint,
             version=__version__,
             default_sampling=served.text.default_sampling,
+            weights=info.weights,
         )
 
     def cluster_status(self) -> ClusterStatus:

@@ -22,7 +22,7 @@ from typing import Any
 from outrider.cache_directory import locked, remove_unused
 from outrider.errors import ModelError
 from outrider.model_hub.checkpoint_text import TOKENIZER_FILE, read_json
-from outrider.model_hub.fingerprint import cached_sha256
+from outrider.model_hub.fingerprint import GGUF_TABLE, cached_sha256, gguf_files
 from outrider.model_hub.gguf.config import make_config, matrices_dtype
 from outrider.model_hub.gguf.families import FAMILIES, ROTATION_FACTORS
 from outrider.model_hub.gguf.header import GgufHeader, TensorEntry, read_header
@@ -30,8 +30,6 @@ from outrider.model_hub.gguf.tensors import GgufTensors, float_values, read_tens
 from outrider.model_hub.gguf.tokenizer import GgufVocabulary
 from outrider.progress import Progress, no_progress
 
-TABLE_FILE = "gguf.json"
-"""Names the GGUF files and lists their tensors. A directory with this file stands for a GGUF model."""
 _VERSION = 1
 """Increases when the text files' content changes for the same GGUF file."""
 _PART = re.compile(r"(?P<start>.+-)(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -108,13 +106,8 @@ def gguf_directory(path: Path, cache: Path, *, progress: Progress = no_progress)
 
 def open_directory(directory: Path) -> GgufCheckpoint:
     """Opens a directory that `gguf_directory` returned. Raises: ModelError if its GGUF files are missing or changed."""
-    table = read_json(directory / TABLE_FILE)
-    files = []
-    for file in table["files"]:
-        path = Path(file["path"])
-        if not path.is_file() or path.stat().st_size != file["size"]:
-            raise ModelError(f"{path} is missing or has changed since it was opened first: start again")
-        files.append(path)
+    table = read_json(directory / GGUF_TABLE)
+    files = gguf_files(table)
     entries = [TensorEntry(name, kind, tuple(shape), offset, at) for name, kind, shape, offset, at in table["tensors"]]
     head_dim = read_json(directory / "config.json")["head_dim"]
     return GgufCheckpoint(directory, files, GgufTensors(files, entries, table["architecture"], head_dim))
@@ -151,7 +144,7 @@ def _convert(files: Sequence[Path], work: Path, progress: Progress) -> None:
         factors = {entry.name: float_values(read_tensor(files, entry)) for entry in small}
         contents["config.json"] = config = make_config(header, factors)
         GgufTensors(files, header.tensors, architecture, config["head_dim"])  # refuses unknown tensors
-        contents[TABLE_FILE] = {
+        contents[GGUF_TABLE] = {
             "architecture": architecture,
             "files": [{"path": str(path), "size": path.stat().st_size} for path in files],
             "tensors": [astuple(entry) for entry in header.tensors],

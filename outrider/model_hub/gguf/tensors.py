@@ -64,11 +64,24 @@ class GgufTensors(Mapping[str, "Words | GroupedWeight"]):
         """Returns the shape of a parameter without reading it."""
         return self._entries[name].shape
 
+    @property
+    def formats(self) -> list[str]:
+        """The matrices' types, the most frequent one first, such as ["Q5_0", "Q4_K"]."""
+        return [name for name, _ in self._types().most_common()]
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether any tensor is a GroupedWeight."""
+        return any(entry.type in FORMATS for entry in self._entries.values())
+
     def describe(self) -> str:
         """Tells what the matrices are, for example "18 layers; Q5_0 81, Q4_K 27, Q8_0 10, Q6_K 9 tensors"."""
-        types = Counter(entry.type_name for entry in self._entries.values() if len(entry.shape) > 1)
+        types = self._types()
         num_layers = len({name.split(".")[2] for name in self._entries if name.startswith("model.layers.")})
         return f"{num_layers} layers; {', '.join(f'{name} {count}' for name, count in types.most_common())} tensors"
+
+    def _types(self) -> Counter[str]:
+        return Counter(entry.type_name for entry in self._entries.values() if len(entry.shape) > 1)
 
     @cached_property
     def _maps(self) -> list[npt.NDArray[np.uint8]]:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
 from outrider.errors import ModelError
 from outrider.model_hub.checkpoint_text import open_text
+from outrider.model_hub.fingerprint import GGUF_TABLE
 from outrider.model_hub.gguf import directory as rooms
 from outrider.model_hub.gguf.directory import find_files, gguf_directory, open_directory, open_gguf
 from outrider.model_hub.gguf.header import read_header
@@ -230,7 +231,7 @@ def test_the_text_room_reads_the_files_and_adds_bos_as_the_file_says(original, t
 def test_other_architectures_are_read_by_transformers(tmp_path):
     original = random_model("starcoder2", {"vocab_size": len(BYTES["tokens"]), "sliding_window": None})
     directory = gguf_directory(write_gguf(original, tmp_path / "tiny.gguf"), tmp_path / "cache")
-    assert not (directory / rooms.TABLE_FILE).exists()
+    assert not (directory / GGUF_TABLE).exists()
     read = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     torch.testing.assert_close(logits(read), logits(original))
     assert open_text(directory)[1].eos_token_ids == (127,)
