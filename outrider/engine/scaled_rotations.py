@@ -108,7 +108,8 @@ def _yarn(plain: Floats, parameters: Mapping[str, Any], window: int) -> tuple[Fl
         of_heads, of_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
         is_ratio = of_heads and of_all
         scale = _yarn_scale(factor, of_heads) / _yarn_scale(factor, of_all) if is_ratio else _yarn_scale(factor, 1.0)
-    return plain / factor * ramp + plain * (1 - ramp), float(scale)
+    scaled: Floats = plain / np.float32(factor) * ramp + plain * (1 - ramp)
+    return scaled, float(scale)
 
 
 def _yarn_scale(factor: float, slope: Any) -> float:

@@ -80,7 +80,11 @@ class DecoderPacking:
             self.add(f"{name}.{part}", values)
 
     def add_layer(
-        self, index: int, tensors: Mapping[str, Words], prefix: str = "", family: Family = FAMILIES["llama"]
+        self,
+        index: int,
+        tensors: Mapping[str, Words | GroupedWeight],
+        prefix: str = "",
+        family: Family = FAMILIES["llama"],
     ) -> None:
         """Adds a layer, whose tensors have transformers' names after the prefix. Raises: KeyError if one is missing."""
         for name, place in family.norms.items():
@@ -90,7 +94,7 @@ class DecoderPacking:
         for name, (whole, *parts) in _MATRICES.items():
             names = [whole] if f"{prefix}{whole}.weight" in tensors or not parts else parts
             places = [prefix + each for each in names]
-            linears = [PlainLinear(tensors[f"{each}.weight"], tensors.get(f"{each}.bias")) for each in places]
+            linears = [PlainLinear(tensors[f"{each}.weight"], _bias(tensors, each)) for each in places]
             if name == "qkv" and len(linears) > 1 and not have_one_format([linears[0].weight, linears[-1].weight]):
                 self.add_matrix(f"{index}.value", [linears.pop()])
             self.add_matrix(f"{index}.{name}", linears, interleave=name == "gate_up")
@@ -143,7 +147,7 @@ def pack_weights(
     try:
         for layer in range(spec.num_layers):
             packing.add_layer(layer, tensors, f"model.layers.{layer}.", family)
-        packing.add_matrix("head", [PlainLinear(tensors[head], tensors.get("lm_head.bias"))])
+        packing.add_matrix("head", [PlainLinear(tensors[head], _bias(tensors, "lm_head"))])
         if not options.is_tied:
             packing.add("embedding", _of_type(_plain(tensors[embedding]), element_type))
         packing.add_norm("final_norm", tensors["model.norm.weight"], family.norm_offset)
@@ -158,6 +162,11 @@ def pack_weights(
         options.shape, element_type=element_type, embedding_scale=float(scale[0]), matrix_sizes=packing.matrix_sizes
     )
     return DecoderWeights(shape, packing.blobs)
+
+
+def _bias(tensors: Mapping[str, Words | GroupedWeight], name: str) -> Words | None:
+    bias = tensors.get(f"{name}.bias")
+    return None if bias is None else _plain(bias)
 
 
 def _plain(weight: Words | GroupedWeight) -> Words:
