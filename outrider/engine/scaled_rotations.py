@@ -102,14 +102,13 @@ def _yarn(plain: Floats, parameters: Mapping[str, Any], window: int) -> tuple[Fl
     if parameters.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, num_dims - 1)
-    ramp = np.clip((np.arange(len(plain), dtype=np.float32) - first) / ((last - first) or 0.001), 0, 1)
+    ramp: Floats = np.clip((np.arange(len(plain), dtype=np.float32) - first) / ((last - first) or 0.001), 0, 1)
     scale = parameters.get("attention_factor")
     if scale is None:
         of_heads, of_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
         is_ratio = of_heads and of_all
         scale = _yarn_scale(factor, of_heads) / _yarn_scale(factor, of_all) if is_ratio else _yarn_scale(factor, 1.0)
-    scaled: Floats = plain / np.float32(factor) * ramp + plain * (1 - ramp)
-    return scaled, float(scale)
+    return plain / factor * ramp + plain * (1 - ramp), float(scale)
 
 
 def _yarn_scale(factor: float, slope: Any) -> float:
