@@ -121,7 +121,8 @@ def _longrope(plain: Floats, parameters: Mapping[str, Any], window: int) -> tupl
     scale = parameters.get("attention_factor")
     if scale is None:
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return plain / np.asarray(parameters["short_factor"], dtype=np.float32), float(scale)
+    factors: Floats = np.asarray(parameters["short_factor"], dtype=np.float32)
+    return plain / factors, float(scale)
 
 
 _KINDS = {
