@@ -194,6 +194,8 @@ def _load_modules(source: _Source) -> tuple[_Source, RunnableModel]:
         spec = replace(spec, dtype=dtype)
     check_deterministic(config, device, source.kernels)
     expected = reference_logits(model, spec.vocab_size)
+    if source.kernels.library is not None and (reason := why_not_native(model, spec, layers)):
+        source = replace(source, kernels=replace(source.kernels, reason=f"by layers: {reason}"))
     runnable = _make_runnable(source, model, spec, layers)
 
     def exact() -> Tensor:

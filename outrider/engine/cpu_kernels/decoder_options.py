@@ -160,7 +160,7 @@ def decoder_options(config: Mapping[str, Any]) -> DecoderOptions | str:
     """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
-        return f"{config.get('model_type')} is not one of {', '.join(FAMILIES)}"
+        return f"{config.get('model_type')} is none of the native decoder's families"
     settings = {name: config.get(name, default) for name, default in {**_COMMON, **family.settings}.items()}
     if missing := [name for name in _REQUIRED if settings[name] is None]:
         return f"its config.json has no {missing[0]}"
