@@ -159,6 +159,10 @@ FAULTS_ARGS ?=
 faults: $(READY) ## Every fault at every point of the protocol; writes docs/faults.md (FAULTS_ARGS=--failed: again)
 	$(BIN)/python -m tests.faults.make_table $(FAULTS_ARGS)
 
+.PHONY: models
+models: $(READY) ## Every family of models compared with transformers; writes docs/models.md
+	$(BIN)/python -m tests.families.page
+
 FUZZ_EXAMPLES ?= 3000
 .PHONY: fuzz
 fuzz: $(READY) ## Any bytes to every method and to KV ingest, for minutes (FUZZ_EXAMPLES=100000; the suite has a short run)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from accelerate import init_empty_weights
@@ -12,18 +13,23 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
-from outrider.engine.cpu_kernels.matrices import to_float32
+from outrider.engine.cpu_kernels.matrices import Floats, to_float32
 from outrider.engine.kv_cache.array_plane import Words
 from outrider.errors import ModelError
+from outrider.model_hub.quantised.open import Tensors
 from outrider.model_hub.support import architecture_name, probe_token_ids
+from outrider.progress import Progress, no_progress
 
 _UNUSED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Names of tensors in old checkpoints that transformers ignores, because it computes them."""
 
+_Place: TypeAlias = tuple[nn.Module, str, str, nn.Parameter]
+"""A module, a parameter's name in it, its name in the model, and the parameter itself on torch's meta device."""
+
 
 def layerwise_logits(
     config: PretrainedConfig,
-    tensors: Mapping[str, Words | GroupedWeight],
+    tensors: Tensors,
     *,
     dtype: torch.dtype = torch.float32,
     token_ids: Tensor | None = None,
@@ -43,21 +49,10 @@ def layerwise_logits(
 
     Raises: ModelError that names a tensor that is missing, has a wrong shape or is not one of the model's.
     """
-    model = _empty_model(config, dtype)
-    sources = _sources(model, tensors)
-
-    def read(name: str, like: Tensor) -> Tensor:
-        stored = tensors[sources[name]]
-        values = stored.dequantise() if isinstance(stored, GroupedWeight) else to_float32(stored)
-        if values.shape != like.shape:
-            raise ModelError(
-                f"{architecture_name(config)}: {sources[name]} has the shape {list(values.shape)}, but the "
-                f"configuration needs {list(like.shape)}: config.json or the weights are another model's"
-            )
-        return torch.tensor(values, dtype=like.dtype)
-
-    for name, module, has_children in _units(model):
-        _read_while_running(module, name, read, recurse=has_children)
+    model = _empty_model(config, dtype, "eager")
+    read = _reader(model, tensors)
+    for name, places in _places(model).items():
+        _read_while_running(model.get_submodule(name), places, read)
     for name, value in model.state_dict().items():
         if not value.is_meta:  # a buffer
             value.copy_(read(name, value))
@@ -68,19 +63,65 @@ def layerwise_logits(
     return logits.float()
 
 
-def _empty_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def load_tensors(
+    config: PretrainedConfig,
+    tensors: Tensors,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+    progress: Progress = no_progress,
+) -> PreTrainedModel:
+    """Makes transformers' model on the CPU with all weights, dequantised and rounded to `dtype`.
+
+    `attention`: the name of its attention implementation. Raises: as `layerwise_logits`.
+    """
+    model = _empty_model(config, dtype, attention)
+    read = _reader(model, tensors)
+    tied: dict[str, str] = model.all_tied_weights_keys
+    state = {name: value for name, value in model.state_dict().items() if name not in tied}
+    for done, (name, value) in enumerate(state.items()):
+        progress("weights", done, len(state))
+        model.load_state_dict({name: read(name, value)}, strict=False, assign=True)
+    model.tie_weights()
+    progress("weights", len(state), len(state))
+    return model.requires_grad_(requires_grad=False)
+
+
+def _reader(model: PreTrainedModel, tensors: Tensors) -> Callable[[str, Tensor], Tensor]:
+    """Returns read(name, like), which returns the tensor of a parameter in the dtype of `like`.
+
+    Raises: ModelError if a tensor is missing, or is not one of the model's; `read` raises it for a wrong shape.
+    """
+    sources = _sources(model, tensors)
+
+    def read(name: str, like: Tensor) -> Tensor:
+        values = _float32(tensors[sources[name]])
+        if values.shape != like.shape:
+            raise ModelError(
+                f"{architecture_name(model.config)}: {sources[name]} has the shape {list(values.shape)}, but the "
+                f"configuration needs {list(like.shape)}: config.json or the weights are another model's"
+            )
+        own = values if values.flags.writeable else values.copy()  # a file's float32 cannot be a tensor's memory
+        return torch.from_numpy(own).to(like.dtype)
+
+    return read
+
+
+def _empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     """Returns the model with parameters on torch's meta device and real buffers, which its constructor computes."""
     config = copy.deepcopy(config)
     for each in (config, config.get_text_config(decoder=True)):
         if hasattr(each, "quantization_config"):
             del each.quantization_config
     with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     return model.requires_grad_(requires_grad=False).eval()
 
 
-def _sources(model: PreTrainedModel, tensors: Mapping[str, Words | GroupedWeight]) -> dict[str, str]:
+def _sources(model: PreTrainedModel, tensors: Tensors) -> dict[str, str]:
     """Returns the tensor for each of the model's parameters and stored buffers. Of two tied ones, one may be absent.
+
+    Biases of zeros, which AutoGPTQ writes for all linear layers, may be in excess: they change nothing.
 
     Raises: ModelError if a tensor is missing, or is not one of the model's.
     """
@@ -91,6 +132,7 @@ def _sources(model: PreTrainedModel, tensors: Mapping[str, Words | GroupedWeight
     unused = re.compile("|".join((*_UNUSED, *ignored)))
     missing = [name for name, source in sources.items() if source not in tensors]
     extra = [name for name in tensors if name not in sources and not unused.search(name)]
+    extra = [name for name in extra if not (name.endswith(".bias") and not _float32(tensors[name]).any())]
     for names, problem in ((missing, "the weights lack"), (extra, "the model has no place for")):
         if names:
             raise ModelError(
@@ -100,36 +142,32 @@ def _sources(model: PreTrainedModel, tensors: Mapping[str, Words | GroupedWeight
     return sources
 
 
-def _units(model: PreTrainedModel) -> list[tuple[str, nn.Module, bool]]:
-    """Returns (name, module, whether with children) of what is read at once: each layer, and each module outside."""
-    modules = dict(model.named_modules())
-    layers = next((f"{name}." for name, module in modules.items() if isinstance(module, nn.ModuleList)), "")
-    units = []
-    for name, module in modules.items():
-        if not (layers and name.startswith(layers)):
-            units.append((name, module, False))
-        elif "." not in name.removeprefix(layers):
-            units.append((name, module, True))
-    return units
+def _float32(stored: Words | GroupedWeight) -> Floats:
+    return stored.dequantise() if isinstance(stored, GroupedWeight) else to_float32(stored)
 
 
-def _read_while_running(unit: nn.Module, prefix: str, read: Callable[[str, Tensor], Tensor], *, recurse: bool) -> None:
+def _places(model: PreTrainedModel) -> dict[str, list[_Place]]:
+    """Returns the places of parameters by the module that they are read for: a layer, or a module outside of layers."""
+    layers = next((f"{name}." for name, each in model.named_modules() if isinstance(each, nn.ModuleList)), None)
+    places: dict[str, list[_Place]] = {}
+    for path, module in model.named_modules():
+        layer = path.removeprefix(layers).split(".")[0] if layers and path.startswith(layers) else ""
+        unit = f"{layers}{layer}" if layer else path
+        for name, empty in module.named_parameters(recurse=False):
+            places.setdefault(unit, []).append((module, name, f"{path}.{name}".lstrip("."), empty))
+    return places
+
+
+def _read_while_running(unit: nn.Module, places: list[_Place], read: Callable[[str, Tensor], Tensor]) -> None:
     """Reads the parameters before each forward of the module and drops them after it."""
-    modules = unit.named_modules(prefix=prefix) if recurse else [(prefix, unit)]
-    empty = [
-        (module, name, f"{path}.{name}".lstrip("."), parameter)
-        for path, module in modules
-        for name, parameter in module.named_parameters(recurse=False)
-    ]
 
     def fill(_unit: nn.Module, _input: object) -> None:
-        for module, name, full_name, parameter in empty:
-            module.register_parameter(name, nn.Parameter(read(full_name, parameter), requires_grad=False))
+        for module, name, full_name, empty in places:
+            module.register_parameter(name, nn.Parameter(read(full_name, empty), requires_grad=False))
 
     def drop(_unit: nn.Module, _input: object, _output: object) -> None:
-        for module, name, _, parameter in empty:
-            module.register_parameter(name, parameter)
+        for module, name, _, empty in places:
+            module.register_parameter(name, empty)
 
-    if empty:
-        unit.register_forward_pre_hook(fill)
-        unit.register_forward_hook(drop)
+    unit.register_forward_pre_hook(fill)
+    unit.register_forward_hook(drop)

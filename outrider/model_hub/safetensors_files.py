@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from outrider.engine.arrays import from_bfloat16
 from outrider.errors import ModelError
 from outrider.model_hub.fingerprint import read_header, weight_files
 
@@ -44,6 +45,13 @@ class SafetensorsFiles(Mapping[str, npt.NDArray[Any]]):
         if (word := _TYPES.get(entry["dtype"])) is None:
             raise ModelError(f"{self.directory}: {name} has the type {entry['dtype']}, which is not supported")
         return data[slice(*entry["data_offsets"])].view(word).reshape(entry["shape"])
+
+    def floats(self, name: str) -> npt.NDArray[np.float32]:
+        """Returns the tensor in float32, exactly. Raises: KeyError, ModelError if its type is not a plain float."""
+        values, kind = self[name], self.types[name]
+        if kind not in ("F32", "F16", "BF16"):
+            raise ModelError(f"{self.directory}: {name} has the type {kind}, not float32, float16 or bfloat16")
+        return from_bfloat16(values) if kind == "BF16" else values.astype(np.float32, copy=False)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

@@ -25,6 +25,7 @@ from outrider.engine.numerics import allowed_difference
 from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ModelError
 from outrider.model_hub.default_packing import PROBE_BLOCKS, probe_logits
+from outrider.model_hub.quantised.methods import gpu_package, method_of, quantization_of, why_not_readable
 from outrider.model_hub.window import Window
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -51,16 +52,16 @@ _COMPARED_CHUNK = 200
 def check_config(config: PretrainedConfig, device: str) -> None:
     """Refuses models whose configuration makes them unsuitable. Raises: ModelError that names the architecture.
 
-    Quantized weights are left to transformers' quantizers, whose kernels are for GPUs. On a CPU all
-    quantized weights are refused, because some are dequantized to two or four times the memory, some fail in the first
-    forward, and transformers skips methods that it does not know.
+    On a CPU we read quantized weights ourselves. On a GPU they are left to transformers' quantizers, most of which need
+    a package.
     """
     name = architecture_name(config)
-    if device_type(device) == "cpu" and (method := _quantization_method(config)):
-        raise ModelError(
-            f"{name} is quantized ({method}), which needs a CUDA device: on a CPU serve the checkpoint that it was "
-            "made from, with model.weights=int8 for half the memory"
-        )
+    if quantization := quantization_of(config.to_dict()):
+        if device_type(device) == "cpu":
+            if why := why_not_readable(quantization):
+                raise ModelError(f"{name}: {why}")
+        elif package := gpu_package(method := method_of(quantization)):
+            raise ModelError(f"{name} is quantized ({method}), which needs a package on a GPU: pip install {package}")
     if config.is_encoder_decoder:
         raise ModelError(f"{name} is an encoder-decoder: only decoders that continue a text can be served")
     text_config = config.get_text_config(decoder=True)
@@ -221,14 +222,6 @@ def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa", *, num
     parents = [2 * (draft // 2) - 1 for draft in range(len(tree) - 1)]
     in_tree = logits(SequenceRows(tree, start, in_chunks, len(tree), parents))[::2]
     return not all(torch.equal(found, expected[: len(found)]) for found in (alone, together, in_tree))
-
-
-def _quantization_method(config: PretrainedConfig) -> str:
-    """Returns the quantization method that config.json names, such as "awq"; empty for plain weights."""
-    quantization = getattr(config, "quantization_config", None)
-    if not quantization:
-        return ""
-    return str(quantization.get("quant_method", "unnamed") if isinstance(quantization, Mapping) else quantization)
 
 
 def architecture_name(config: PretrainedConfig) -> str:

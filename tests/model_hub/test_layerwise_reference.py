@@ -75,7 +75,7 @@ def num_weights_in_memory():
     ("change", "message"),
     [
         ({"model.layers.1.mlp.up_proj.weight": None}, r"lack model\.layers\.1\.mlp\.up_proj\.weight \(1 such"),
-        ({"model.layers.1.mlp.up_proj.bias": np.zeros(128, np.float32)}, r"no place for .*up_proj\.bias"),
+        ({"model.layers.1.mlp.up_proj.bias": np.ones(128, np.float32)}, r"no place for .*up_proj\.bias"),
         ({"model.norm.weight": np.ones(63, np.float32)}, r"model\.norm\.weight has the shape \[63\].* needs \[64\]"),
         ({"lm_head.weight": None}, r"lack lm_head\.weight"),
     ],
@@ -88,10 +88,11 @@ def test_wrong_tensors_are_refused_by_name(tiny, change, message):
         layerwise_logits(AutoConfig.from_pretrained(tiny), tensors)
 
 
-def test_tensors_that_transformers_computes_itself_and_the_quantization_are_ignored(tiny):
+def test_tensors_that_change_nothing_and_the_quantization_are_ignored(tiny):
     config = AutoConfig.from_pretrained(tiny)
     expected = layerwise_logits(config, open_safetensors(tiny))
     config.quantization_config = {"quant_method": "awq", "bits": 4}
     tensors = {**open_safetensors(tiny), "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
+    tensors["model.layers.0.mlp.up_proj.bias"] = np.zeros(128, np.float32)
     assert torch.equal(layerwise_logits(config, tensors), expected)
     assert config.quantization_config, "the caller's configuration is unchanged"

@@ -12,6 +12,17 @@ import numpy as np
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
 """llama.cpp's names of architectures by transformers' model_type, where they differ."""
 
+BYTES = {
+    "model": "gpt2",
+    "pre": "gpt-2",
+    "tokens": [*(chr(0x100 + index) for index in range(33)), *map(chr, range(33, 127)), "<|end|>"],
+    "token_type": [*(1 for _ in range(33 + 94)), 3],
+    "merges": [],
+    "bos_token_id": 0,
+    "eos_token_id": 127,
+}
+"""A vocabulary of ASCII characters, as values of "tokenizer.ggml"."""
+
 
 def write_gguf(
     model: Any,
@@ -19,13 +30,15 @@ def write_gguf(
     *,
     quantise: Callable[[str, np.ndarray], gguf.GGMLQuantizationType | None] = lambda _name, _values: None,
     metadata: Mapping[str, Any] | None = None,
-    tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
+    vocabulary: Mapping[str, Any] | None = None,
+    values: Mapping[str, Any] | None = None,
     split_max_tensors: int = 0,
 ) -> Path:
     """Writes `model` (a causal language model in float32) and returns the first file.
 
     `quantise` chooses a tensor's type by its name and values, None for F32. `metadata`: further values of the
-    architecture. `tokenizer` writes the vocabulary.
+    architecture. `vocabulary`: values of "tokenizer.ggml"; BYTES without it. `values`: further metadata by
+    its whole name.
     """
     config = model.config
     name = ARCHITECTURES.get(config.model_type, config.model_type)
@@ -38,18 +51,21 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(config.norm_epsilon)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    for key, value in {**_rotation(config, head_dim), **_own_values(config), **(metadata or {})}.items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-        (writer.add_string if isinstance(value, str) else add)(f"{name}.{key}", value)
-    if tokenizer is not None:
-        tokenizer(writer)
+    add_values(writer, name, {**_rotation(config, head_dim), **_own_values(config), **(metadata or {})})
+    add_values(writer, "tokenizer.ggml", vocabulary or BYTES)
+    add_values(writer, "", values or {})
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for parameter, tensor in {**_factors(config, head_dim), **_state(model)}.items():
         values = np.asarray(tensor, np.float32)
-        if name == "llama" and parameter.endswith(("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")):
+        if name in ("llama", "smollm3") and parameter.endswith(
+            ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
+        ):
             values = _neighbours(values, head_dim)
         if name.startswith("gemma") and parameter.endswith("norm.weight"):
             values = values + np.float32(1.0)
@@ -64,6 +80,13 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path if path.exists() else min(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))
+
+
+def add_values(writer: gguf.GGUFWriter, group: str, values: Mapping[str, Any]) -> None:
+    """Adds metadata; the type follows from each value's."""
+    adds = {list: writer.add_array, str: writer.add_string, bool: writer.add_bool, float: writer.add_float32}
+    for key, value in values.items():
+        adds.get(type(value), writer.add_uint32)(f"{group}.{key}".lstrip("."), value)
 
 
 def _state(model: Any) -> dict[str, Any]:

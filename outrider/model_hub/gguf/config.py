@@ -76,7 +76,7 @@ def make_config(header: GgufHeader, factors: Factors) -> dict[str, Any]:
     config = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        "dtype": _dtype(header),
+        "dtype": matrices_dtype(header),
         "vocab_size": shapes["token_embd.weight"][0],
         "hidden_size": metadata.get("embedding_length"),
         "intermediate_size": metadata.number("feed_forward_length"),
@@ -94,7 +94,7 @@ def make_config(header: GgufHeader, factors: Factors) -> dict[str, Any]:
     return config | _OWN_SETTINGS.get(metadata.architecture, lambda _: {})(metadata)
 
 
-def _dtype(header: GgufHeader) -> str:
+def matrices_dtype(header: GgufHeader) -> str:
     """Returns the type of most plain weights, or bfloat16 if matrices are quantised."""
     sizes: Counter[int] = Counter()
     for entry in header.tensors:
@@ -115,7 +115,7 @@ def _rotation(metadata: _Metadata) -> dict[str, Any]:
                 found[name] = value
     elif kind == "linear" and factor != 1.0:
         found |= {"rope_type": "linear", "factor": factor}
-    elif kind not in ("none", "linear", "longrope"):
+    elif kind not in ("none", "linear") and (kind != "longrope" or "rope_factors_long.weight" not in metadata.factors):
         raise ModelError(f"the GGUF file's rotations are scaled by {kind!r}, which is not supported")
     if "rope_freqs.weight" in metadata.factors:
         found |= _llama3_rotation(metadata.factors["rope_freqs.weight"], theta)

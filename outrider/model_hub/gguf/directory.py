@@ -1,7 +1,8 @@
 """The directory in transformers' layout that stands for a GGUF model: small text files that are written once.
 
 The weights stay in the GGUF file, which `gguf.json` names, together with the table of tensors. Whoever opens the
-directory reads neither the file's header nor its vocabulary.
+directory reads neither the file's header nor its vocabulary. The directory of an architecture that is not in FAMILIES
+has dequantised weights, written by transformers, instead of `gguf.json`.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from outrider.cache_directory import locked, remove_unused
 from outrider.errors import ModelError
-from outrider.model_hub.checkpoint_text import read_json
-from outrider.model_hub.fingerprint import cached_sha256
-from outrider.model_hub.gguf.config import make_config
+from outrider.model_hub.checkpoint_text import TOKENIZER_FILE, read_json
+from outrider.model_hub.fingerprint import GGUF_TABLE, cached_sha256, gguf_files
+from outrider.model_hub.gguf.config import make_config, matrices_dtype
 from outrider.model_hub.gguf.families import FAMILIES, ROTATION_FACTORS
 from outrider.model_hub.gguf.header import GgufHeader, TensorEntry, read_header
-from outrider.model_hub.gguf.tensors import GgufTensors, read_tensor
+from outrider.model_hub.gguf.tensors import GgufTensors, float_values, read_tensor
+from outrider.model_hub.gguf.tokenizer import GgufVocabulary
 from outrider.progress import Progress, no_progress
 
-TABLE_FILE = "gguf.json"
-"""Names the GGUF files and lists their tensors. A directory with this file stands for a GGUF model."""
 _VERSION = 1
 """Increases when the text files' content changes for the same GGUF file."""
 _PART = re.compile(r"(?P<start>.+-)(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -52,7 +53,7 @@ def open_gguf(path: Path, cache: Path, *, progress: Progress = no_progress) -> G
 def find_files(path: Path) -> list[Path]:
     """Returns the files of a GGUF model in order. `path`: a file, the first of several parts, or a directory.
 
-    Raises: ModelError if parts are missing, or if the directory does not have exactly one model.
+    Raises: ModelError if a file is missing or cannot be read, or if the directory does not have exactly one model.
     """
     if path.is_dir():
         # Projectors turn images into tokens; they belong to another file's model.
@@ -64,15 +65,12 @@ def find_files(path: Path) -> list[Path]:
         path = path / firsts[0]
     path = path.resolve()
     part = _PART.fullmatch(path.name)
-    if part is None:
-        return [path]
-    files = [
-        path.with_name(f"{part['start']}{at:05}-of-{part['count']}.gguf") for at in range(1, int(part["count"]) + 1)
-    ]
+    count = int(part["count"]) if part else 1
+    files = [path.with_name(f"{part['start']}{at + 1:05}-of-{count:05}.gguf") if part else path for at in range(count)]
     if path != files[0]:
         raise ModelError(f"{path} is a later part of a split model: give the first part, {files[0].name}")
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise ModelError(f"{path} is the first of {len(files)} parts, and {', '.join(missing)} are missing")
+    if missing := [file.name for file in files if not os.access(file, os.R_OK)]:
+        raise ModelError(f"{path.parent} lacks {', '.join(missing)}, or user {os.getuid()} may not read them")
     return files
 
 
@@ -96,24 +94,20 @@ def gguf_directory(path: Path, cache: Path, *, progress: Progress = no_progress)
                     directories.mkdir(exist_ok=True)
                     remove_unused(directories.iterdir())
                     _write(files, directory, progress)
-        os.utime(directory)  # marks it as used
     except OSError as error:
         raise ModelError(
             f"the model cache {cache} cannot be written by user {os.getuid()} ({error.strerror or error}): let that "
             "user write there, make room, or choose another directory with OUTRIDER_CACHE_DIR"
         ) from error
+    with suppress(OSError):
+        os.utime(directory)  # marks it as used
     return directory
 
 
 def open_directory(directory: Path) -> GgufCheckpoint:
     """Opens a directory that `gguf_directory` returned. Raises: ModelError if its GGUF files are missing or changed."""
-    table = read_json(directory / TABLE_FILE)
-    files = []
-    for file in table["files"]:
-        path = Path(file["path"])
-        if not path.is_file() or path.stat().st_size != file["size"]:
-            raise ModelError(f"{path} is missing or has changed since it was opened first: start again")
-        files.append(path)
+    table = read_json(directory / GGUF_TABLE)
+    files = gguf_files(table)
     entries = [TensorEntry(name, kind, tuple(shape), offset, at) for name, kind, shape, offset, at in table["tensors"]]
     head_dim = read_json(directory / "config.json")["head_dim"]
     return GgufCheckpoint(directory, files, GgufTensors(files, entries, table["architecture"], head_dim))
@@ -123,32 +117,47 @@ def _write(files: Sequence[Path], directory: Path, progress: Progress) -> None:
     """Leaves `directory` complete or absent: the files are written to another directory, which is then renamed."""
     work = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f"{directory.name}.tmp-"))
     try:
-        for name, content in _text_files(files, progress).items():
-            (work / name).write_text(content if isinstance(content, str) else json.dumps(content, indent=2) + "\n")
+        _convert(files, work, progress)
         work.chmod(0o755)
         work.rename(directory)
+    except (OSError, ModelError):
+        raise
+    except Exception as error:  # metadata of other types, or what `tokenizers` does not accept
+        raise ModelError(f"{files[0]} cannot be converted: {type(error).__name__}: {error}") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _text_files(files: Sequence[Path], progress: Progress) -> Mapping[str, Any]:
-    """Returns the files' contents by name: texts, or objects to be written as JSON."""
+def _convert(files: Sequence[Path], work: Path, progress: Progress) -> None:
+    """Writes all files into `work`. Of an architecture that only transformers reads, this includes the weights."""
     progress("convert", 0, 2)
     headers = [read_header(path, at) for at, path in enumerate(files)]
     header = GgufHeader(headers[0].metadata, [entry for each in headers for entry in each.tensors])
-    architecture = header.metadata.get("general.architecture")
-    if architecture not in FAMILIES:
-        raise ModelError(
-            f"{files[0]} is of architecture {architecture}, which is not supported: use one of {', '.join(FAMILIES)}"
-        )
-    factors = {entry.name: read_tensor(files, entry) for entry in header.tensors if entry.name in ROTATION_FACTORS}
-    config = make_config(header, factors)
-    GgufTensors(files, header.tensors, architecture, config["head_dim"])  # refuses unknown tensors
+    if (kind := header.metadata.get("general.type", "model")) != "model":
+        raise ModelError(f"{files[0]} is a GGUF file of type {kind}, not a model")
+    if (count := header.metadata.get("split.count") or 1) != len(files):
+        raise ModelError(f"{files[0]} is one of {count} parts: name the first …-00001-of-{count:05}.gguf, and so on")
+    architecture = str(header.metadata.get("general.architecture"))
+    contents: dict[str, Any] = {}
+    if architecture in FAMILIES:
+        small = [entry for entry in header.tensors if entry.name in ROTATION_FACTORS]
+        factors = {entry.name: float_values(read_tensor(files, entry)) for entry in small}
+        contents["config.json"] = config = make_config(header, factors)
+        GgufTensors(files, header.tensors, architecture, config["head_dim"])  # refuses unknown tensors
+        contents[GGUF_TABLE] = {
+            "architecture": architecture,
+            "files": [{"path": str(path), "size": path.stat().st_size} for path in files],
+            "tensors": [astuple(entry) for entry in header.tensors],
+        }
     progress("convert", 1, 2)
-    table = {
-        "architecture": architecture,
-        "files": [{"path": str(path), "size": path.stat().st_size} for path in files],
-        "tensors": [astuple(entry) for entry in header.tensors],
-    }
+    vocabulary = GgufVocabulary.of(header.metadata)
+    contents |= {TOKENIZER_FILE: vocabulary.make_tokenizer().to_str(), **vocabulary.text_files()}
+    if architecture not in FAMILIES:
+        from outrider.model_hub.gguf.others import write_dequantised  # imports torch
+
+        write_dequantised(files[0], architecture, matrices_dtype(header), work)
+    for name, content in contents.items():
+        (work / name).parent.mkdir(exist_ok=True)
+        text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+        (work / name).write_text(text, encoding="utf-8")
     progress("convert", 2, 2)
-    return {"config.json": config, TABLE_FILE: table}

@@ -47,6 +47,7 @@ class Family:
 
 FAMILIES = {
     "llama": Family(model_type="llama", architecture="LlamaForCausalLM", pairs_neighbours=True),
+    "smollm3": Family(model_type="smollm3", architecture="SmolLM3ForCausalLM", pairs_neighbours=True),
     "qwen2": Family(model_type="qwen2", architecture="Qwen2ForCausalLM"),
     "qwen3": Family(model_type="qwen3", architecture="Qwen3ForCausalLM"),
     "gemma": Family(model_type="gemma", architecture="GemmaForCausalLM", norm_offset=1.0),

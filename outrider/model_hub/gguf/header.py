@@ -72,7 +72,7 @@ def read_header(path: Path, file: int = 0) -> GgufHeader:
         with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
             try:
                 header = _Reader(content).header(file)
-            except (struct.error, ValueError, KeyError, OverflowError, MemoryError) as error:
+            except (struct.error, ArithmeticError, ValueError, KeyError, MemoryError) as error:
                 raise ModelError(f"{path} is damaged: {error}; copy or download it again") from error
             size = len(content)
     _check(path, header, size)

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from outrider.engine.arrays import from_bfloat16
 from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
 from outrider.model_hub.gguf.blocks import FORMATS, decode_rows
 from outrider.model_hub.gguf.families import FAMILIES, ROTATION_FACTORS, name_in_transformers
@@ -46,7 +47,9 @@ class GgufTensors(Mapping[str, "Words | GroupedWeight"]):
         if entry.type in FORMATS:
             return decode_rows(rows, FORMATS[entry.type])
         values = plain_values(rows, entry)
-        return values - self._family.norm_offset if name.endswith("norm.weight") else values
+        if self._family.norm_offset and name.endswith("norm.weight"):
+            return float_values(values) - np.float32(self._family.norm_offset)
+        return values
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -61,15 +64,36 @@ class GgufTensors(Mapping[str, "Words | GroupedWeight"]):
         """Returns the shape of a parameter without reading it."""
         return self._entries[name].shape
 
+    @property
+    def formats(self) -> list[str]:
+        """The matrices' types, the most frequent one first, such as ["Q5_0", "Q4_K"]."""
+        return [name for name, _ in self._types().most_common()]
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether any tensor is a GroupedWeight."""
+        return any(entry.type in FORMATS for entry in self._entries.values())
+
     def describe(self) -> str:
         """Tells what the matrices are, for example "18 layers; Q5_0 81, Q4_K 27, Q8_0 10, Q6_K 9 tensors"."""
-        types = Counter(entry.type_name for entry in self._entries.values() if len(entry.shape) > 1)
+        types = self._types()
         num_layers = len({name.split(".")[2] for name in self._entries if name.startswith("model.layers.")})
         return f"{num_layers} layers; {', '.join(f'{name} {count}' for name, count in types.most_common())} tensors"
+
+    def _types(self) -> Counter[str]:
+        return Counter(entry.type_name for entry in self._entries.values() if len(entry.shape) > 1)
 
     @cached_property
     def _maps(self) -> list[npt.NDArray[np.uint8]]:
         return [np.asarray(np.memmap(path, np.uint8, "r")) for path in self._files]
+
+
+def float_values(tensor: Words | GroupedWeight) -> npt.NDArray[np.float32]:
+    """Returns the tensor's values, which are rounded only if they are quantised."""
+    if isinstance(tensor, GroupedWeight):
+        return tensor.dequantise()
+    words: Any = tensor  # mypy does not narrow arrays by their dtype
+    return from_bfloat16(words) if words.dtype == np.uint16 else words
 
 
 def read_tensor(files: Sequence[Path], entry: TensorEntry) -> Words:

@@ -5,10 +5,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outrider.engine.arrays import from_bfloat16
-from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
 from outrider.model_hub.checkpoint_text import read_json
 from outrider.model_hub.gguf.directory import GgufCheckpoint, open_gguf
+from outrider.model_hub.gguf.tensors import float_values
 from tests.support.tiny_gguf import write_gguf
 
 LLAMA3 = {
@@ -38,6 +37,7 @@ MODELS = {
     "llama yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
                                                  "original_max_position_embeddings": 512}}),
     "mistral": ("mistral", {"head_dim": 32, "sliding_window": None}),
+    "smollm 3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "gemma": ("gemma", {"head_dim": 32}),
@@ -82,7 +82,7 @@ def load(checkpoint: GgufCheckpoint) -> AutoModelForCausalLM:
     """Makes transformers' model from the configuration and the tensors that were read."""
     config = AutoConfig.from_pretrained(checkpoint.directory)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    state = {name: torch.from_numpy(np.array(floats(value))) for name, value in checkpoint.tensors.items()}
+    state = {name: torch.from_numpy(np.array(float_values(value))) for name, value in checkpoint.tensors.items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected
     assert set(missing) <= ({"lm_head.weight"} if config.tie_word_embeddings else set())
@@ -90,14 +90,8 @@ def load(checkpoint: GgufCheckpoint) -> AutoModelForCausalLM:
     return model.eval()
 
 
-def floats(value) -> np.ndarray:
-    if isinstance(value, GroupedWeight):
-        return value.dequantise()
-    return from_bfloat16(value) if value.dtype == np.uint16 else value
-
-
 def logits(model: AutoModelForCausalLM) -> torch.Tensor:
-    token_ids = torch.randint(0, 320, (1, 50), generator=torch.Generator().manual_seed(3))
+    token_ids = torch.randint(0, model.config.vocab_size, (1, 50), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
         return model(token_ids).logits[0]
 
