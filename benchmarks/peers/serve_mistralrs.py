@@ -64,7 +64,7 @@ def answer(runner: Runner, starting: threading.Lock, number: int, prompt: list[i
             say(id=number, tokens=[UNKNOWN] * num_new)
         say(id=number, done=True)
     except (ValueError, RuntimeError, StopIteration) as error:
-        say(id=number, error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        say(id=number, error=f"{type(error).__name__}: {error}".partition("\n")[0])
 
 
 if __name__ == "__main__":
