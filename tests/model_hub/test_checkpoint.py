@@ -72,7 +72,7 @@ def test_a_gguf_model_stays_packed(opened, quantised):
     assert "int8 activations" in model.info.numerics
     assert isinstance(model.native, NativeDecoder)
     assert model.spec.dtype == "bfloat16"
-    assert differs_by(model) < 0.05
+    assert differs_by(model) < 0.1
 
 
 def test_what_was_packed_is_mapped_without_torch(opened, quantised, cache):
