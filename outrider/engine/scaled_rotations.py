@@ -102,7 +102,7 @@ def _yarn(plain: Floats, parameters: Mapping[str, Any], window: int) -> tuple[Fl
     if parameters.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, num_dims - 1)
-    ramp = np.clip((np.arange(len(plain), dtype=np.float32) - first) / ((last - first) or 0.001), 0, 1)
+    ramp: Floats = np.clip((np.arange(len(plain), dtype=np.float32) - first) / ((last - first) or 0.001), 0, 1)
     scale = parameters.get("attention_factor")
     if scale is None:
         of_heads, of_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
@@ -121,7 +121,8 @@ def _longrope(plain: Floats, parameters: Mapping[str, Any], window: int) -> tupl
     scale = parameters.get("attention_factor")
     if scale is None:
         scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return plain / np.asarray(parameters["short_factor"], dtype=np.float32), float(scale)
+    factors: Floats = np.asarray(parameters["short_factor"], dtype=np.float32)
+    return plain / factors, float(scale)
 
 
 _KINDS = {

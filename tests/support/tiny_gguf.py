@@ -59,9 +59,7 @@ def write_gguf(
     writer.add_value_length(head_dim)
     add_values(writer, name, {**_rotation(config, head_dim), **_own_values(config), **(metadata or {})})
     add_values(writer, "tokenizer.ggml", vocabulary or BYTES)
-    for key, value in (values or {}).items():
-        group, _, name_in_group = key.rpartition(".")
-        add_values(writer, group, {name_in_group: value})
+    add_values(writer, "", values or {})
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for parameter, tensor in {**_factors(config, head_dim), **_state(model)}.items():
         values = np.asarray(tensor, np.float32)
@@ -88,7 +86,7 @@ def add_values(writer: gguf.GGUFWriter, group: str, values: Mapping[str, Any]) -
     """Adds metadata; the type follows from each value's."""
     adds = {list: writer.add_array, str: writer.add_string, bool: writer.add_bool, float: writer.add_float32}
     for key, value in values.items():
-        adds.get(type(value), writer.add_uint32)(f"{group}.{key}", value)
+        adds.get(type(value), writer.add_uint32)(f"{group}.{key}".lstrip("."), value)
 
 
 def _state(model: Any) -> dict[str, Any]:

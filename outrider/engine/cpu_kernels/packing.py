@@ -80,7 +80,11 @@ class DecoderPacking:
             self.add(f"{name}.{part}", values)
 
     def add_layer(
-        self, index: int, tensors: Mapping[str, Words], prefix: str = "", family: Family = FAMILIES["llama"]
+        self,
+        index: int,
+        tensors: Mapping[str, Words | GroupedWeight],
+        prefix: str = "",
+        family: Family = FAMILIES["llama"],
     ) -> None:
         """Adds a layer, whose tensors have transformers' names after the prefix. Raises: KeyError if one is missing."""
         for name, place in family.norms.items():
@@ -90,18 +94,15 @@ class DecoderPacking:
         for name, (whole, *parts) in _MATRICES.items():
             names = [whole] if f"{prefix}{whole}.weight" in tensors or not parts else parts
             places = [prefix + each for each in names]
-            linears = [PlainLinear(tensors[f"{each}.weight"], tensors.get(f"{each}.bias")) for each in places]
+            linears = [PlainLinear(tensors[f"{each}.weight"], _bias(tensors, each)) for each in places]
             if name == "qkv" and len(linears) > 1 and not have_one_format([linears[0].weight, linears[-1].weight]):
                 self.add_matrix(f"{index}.value", [linears.pop()])
             self.add_matrix(f"{index}.{name}", linears, interleave=name == "gate_up")
 
-    def add_rotation(
-        self, frequencies: Floats, num_positions: int, scaling: float = 1.0, *, number: int = 0
-    ) -> tuple[Floats, Floats]:
+    def add_rotation(self, frequencies: Floats, num_positions: int, scaling: float = 1.0, *, number: int = 0) -> None:
         """Adds `scaling` times the cosines and sines of angles, which are positions times `frequencies`.
 
-        `frequencies`: [rotary_dim / 2]. Returns both, each [num_positions, rotary_dim / 2]. Raises: ModelError if the
-        angles are too large.
+        `frequencies`: [rotary_dim / 2]. Raises: ModelError if the angles are too large.
         """
         positions = np.arange(num_positions, dtype=np.float32)
         try:
@@ -111,10 +112,8 @@ class DecoderPacking:
             ]
         except ValueError as error:
             raise ModelError(f"at {num_positions} positions, {error}: set model.max_model_len lower") from error
-        cosines, sines = (np.concatenate(part) * np.float32(scaling) for part in zip(*parts, strict=True))
-        self.add(f"cosines.{number}", cosines)
-        self.add(f"sines.{number}", sines)
-        return cosines, sines
+        for name, of_parts in zip(("cosines", "sines"), zip(*parts, strict=True), strict=True):
+            self.add(f"{name}.{number}", np.concatenate(of_parts) * np.float32(scaling))
 
 
 def pack_weights(
@@ -143,7 +142,7 @@ def pack_weights(
     try:
         for layer in range(spec.num_layers):
             packing.add_layer(layer, tensors, f"model.layers.{layer}.", family)
-        packing.add_matrix("head", [PlainLinear(tensors[head], tensors.get("lm_head.bias"))])
+        packing.add_matrix("head", [PlainLinear(tensors[head], _bias(tensors, "lm_head"))])
         if not options.is_tied:
             packing.add("embedding", _of_type(_plain(tensors[embedding]), element_type))
         packing.add_norm("final_norm", tensors["model.norm.weight"], family.norm_offset)
@@ -158,6 +157,11 @@ def pack_weights(
         options.shape, element_type=element_type, embedding_scale=float(scale[0]), matrix_sizes=packing.matrix_sizes
     )
     return DecoderWeights(shape, packing.blobs)
+
+
+def _bias(tensors: Mapping[str, Words | GroupedWeight], name: str) -> Words | None:
+    bias = tensors.get(f"{name}.bias")
+    return None if bias is None else _plain(bias)
 
 
 def _plain(weight: Words | GroupedWeight) -> Words:

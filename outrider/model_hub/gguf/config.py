@@ -115,7 +115,7 @@ def _rotation(metadata: _Metadata) -> dict[str, Any]:
                 found[name] = value
     elif kind == "linear" and factor != 1.0:
         found |= {"rope_type": "linear", "factor": factor}
-    elif kind not in ("none", "linear", "longrope"):
+    elif kind not in ("none", "linear") and (kind != "longrope" or "rope_factors_long.weight" not in metadata.factors):
         raise ModelError(f"the GGUF file's rotations are scaled by {kind!r}, which is not supported")
     if "rope_freqs.weight" in metadata.factors:
         found |= _llama3_rotation(metadata.factors["rope_freqs.weight"], theta)

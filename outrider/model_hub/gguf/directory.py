@@ -1,8 +1,8 @@
 """The directory in transformers' layout that stands for a GGUF model: small text files that are written once.
 
 The weights stay in the GGUF file, which `gguf.json` names, together with the table of tensors. Whoever opens the
-directory reads neither the file's header nor its vocabulary. Only if the architecture is not one of FAMILIES, there is
-no `gguf.json`, and the directory has dequantised weights that transformers wrote.
+directory reads neither the file's header nor its vocabulary. The directory of an architecture that is not in FAMILIES
+has dequantised weights, written by transformers, instead of `gguf.json`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def open_gguf(path: Path, cache: Path, *, progress: Progress = no_progress) -> G
 def find_files(path: Path) -> list[Path]:
     """Returns the files of a GGUF model in order. `path`: a file, the first of several parts, or a directory.
 
-    Raises: ModelError if parts are missing, or if the directory does not have exactly one model.
+    Raises: ModelError if a file is missing or cannot be read, or if the directory does not have exactly one model.
     """
     if path.is_dir():
         # Projectors turn images into tokens; they belong to another file's model.
@@ -64,15 +65,12 @@ def find_files(path: Path) -> list[Path]:
         path = path / firsts[0]
     path = path.resolve()
     part = _PART.fullmatch(path.name)
-    if part is None:
-        return [path]
-    files = [
-        path.with_name(f"{part['start']}{at:05}-of-{part['count']}.gguf") for at in range(1, int(part["count"]) + 1)
-    ]
+    count = int(part["count"]) if part else 1
+    files = [path.with_name(f"{part['start']}{at + 1:05}-of-{count:05}.gguf") if part else path for at in range(count)]
     if path != files[0]:
         raise ModelError(f"{path} is a later part of a split model: give the first part, {files[0].name}")
-    if missing := [file.name for file in files if not file.is_file()]:
-        raise ModelError(f"{path} is the first of {len(files)} parts, and {', '.join(missing)} are missing")
+    if missing := [file.name for file in files if not os.access(file, os.R_OK)]:
+        raise ModelError(f"{path.parent} lacks {', '.join(missing)}, or user {os.getuid()} may not read them")
     return files
 
 
@@ -96,12 +94,13 @@ def gguf_directory(path: Path, cache: Path, *, progress: Progress = no_progress)
                     directories.mkdir(exist_ok=True)
                     remove_unused(directories.iterdir())
                     _write(files, directory, progress)
-        os.utime(directory)  # marks it as used
     except OSError as error:
         raise ModelError(
             f"the model cache {cache} cannot be written by user {os.getuid()} ({error.strerror or error}): let that "
             "user write there, make room, or choose another directory with OUTRIDER_CACHE_DIR"
         ) from error
+    with suppress(OSError):
+        os.utime(directory)  # marks it as used
     return directory
 
 
@@ -134,6 +133,10 @@ def _convert(files: Sequence[Path], work: Path, progress: Progress) -> None:
     progress("convert", 0, 2)
     headers = [read_header(path, at) for at, path in enumerate(files)]
     header = GgufHeader(headers[0].metadata, [entry for each in headers for entry in each.tensors])
+    if (kind := header.metadata.get("general.type", "model")) != "model":
+        raise ModelError(f"{files[0]} is a GGUF file of type {kind}, not a model")
+    if (count := header.metadata.get("split.count") or 1) != len(files):
+        raise ModelError(f"{files[0]} is one of {count} parts: name the first …-00001-of-{count:05}.gguf, and so on")
     architecture = str(header.metadata.get("general.architecture"))
     contents: dict[str, Any] = {}
     if architecture in FAMILIES:
@@ -155,5 +158,6 @@ def _convert(files: Sequence[Path], work: Path, progress: Progress) -> None:
         write_dequantised(files[0], architecture, matrices_dtype(header), work)
     for name, content in contents.items():
         (work / name).parent.mkdir(exist_ok=True)
-        (work / name).write_text(content if isinstance(content, str) else json.dumps(content, indent=2) + "\n")
+        text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+        (work / name).write_text(text, encoding="utf-8")
     progress("convert", 2, 2)

@@ -47,7 +47,9 @@ class GgufTensors(Mapping[str, "Words | GroupedWeight"]):
         if entry.type in FORMATS:
             return decode_rows(rows, FORMATS[entry.type])
         values = plain_values(rows, entry)
-        return values - self._family.norm_offset if name.endswith("norm.weight") else values
+        if self._family.norm_offset and name.endswith("norm.weight"):
+            return float_values(values) - np.float32(self._family.norm_offset)
+        return values
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

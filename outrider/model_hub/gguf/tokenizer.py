@@ -6,6 +6,7 @@ Texts get the same token ids as from llama.cpp with special tokens parsed, as fa
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,7 @@ _ENDS = frozenset(
     )
 )
 """Tokens that end a text in llama.cpp by their name alone, whatever their type."""
+_NAMED_TEMPLATE = re.compile(r"tokenizer\.chat_template\.(?P<name>[\w-]+)")
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -176,8 +178,8 @@ class GgufVocabulary:
         for key, template in self.metadata.items():
             if key == "tokenizer.chat_template":
                 files["chat_template.jinja"] = template
-            elif key.startswith("tokenizer.chat_template."):
-                files[f"{TEMPLATE_FOLDER}/{key.removeprefix('tokenizer.chat_template.')}.jinja"] = template
+            elif named_template := _NAMED_TEMPLATE.fullmatch(key):
+                files[f"{TEMPLATE_FOLDER}/{named_template['name']}.jinja"] = template
         return files
 
 

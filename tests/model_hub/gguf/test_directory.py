@@ -44,8 +44,28 @@ def test_a_split_model_is_one(original, tmp_path):
     with pytest.raises(ModelError, match=r"a later part.*give the first part, split-00001-of-00003\.gguf"):
         find_files(split.files[1])
     split.files[2].unlink()
-    with pytest.raises(ModelError, match=r"split-00003-of-00003\.gguf are missing"):
+    with pytest.raises(ModelError, match=r"lacks split-00003-of-00003\.gguf, or user"):
         find_files(first)
+
+
+def test_a_renamed_part_is_no_model(original, tmp_path):
+    first = write_gguf(original, tmp_path / "split.gguf", split_max_tensors=10)
+    first.rename(tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match=r"is one of 3 parts: name the first …-00001-of-00003\.gguf"):
+        gguf_directory(tmp_path / "model.gguf", tmp_path / "cache")
+
+
+def test_an_adapter_is_no_model(original, tmp_path):
+    path = write_gguf(original, tmp_path / "tiny.gguf", values={"general.type": "adapter"})
+    with pytest.raises(ModelError, match="is a GGUF file of type adapter, not a model"):
+        gguf_directory(path, tmp_path / "cache")
+
+
+def test_names_of_templates_do_not_lead_out_of_the_directory(original, tmp_path):
+    values = {"tokenizer.chat_template.tool_use": "a", "tokenizer.chat_template./../../../stolen": "b"}
+    directory = gguf_directory(write_gguf(original, tmp_path / "tiny.gguf", values=values), tmp_path / "cache")
+    assert open_text(directory)[1].chat_templates == {"tool_use": "a"}
+    assert not list(tmp_path.rglob("stolen*"))
 
 
 def test_a_directory_must_have_one_model(original, tmp_path):
@@ -90,6 +110,15 @@ def test_queries_and_keys_are_put_in_order_whatever_their_type(original, name, t
         expected = gguf.dequantize(gguf.quantize(values, kind), kind)
         tensor = tensors[f"model.layers.1.self_attn.{each}.weight"]
         np.testing.assert_array_equal(float_values(tensor), expected)
+
+
+def test_norms_of_gemma_lose_what_llama_cpp_adds_whatever_their_type(tmp_path):
+    model = random_model("gemma3_text", {"head_dim": 32})
+    path = write_gguf(model, tmp_path / "tiny.gguf", quantise=lambda *_: gguf.GGMLQuantizationType.BF16)
+    tensors = open_gguf(path, tmp_path / "cache").tensors
+    for name in ("model.norm.weight", "model.layers.2.self_attn.q_norm.weight"):
+        expected = model.state_dict()[name].numpy()
+        np.testing.assert_allclose(float_values(tensors[name]), expected, atol=0.01)
 
 
 def test_a_later_start_reads_no_header(original, tmp_path, monkeypatch):
