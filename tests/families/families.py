@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -185,7 +185,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen 3, GGUF Q5_0": of_gguf("qwen3", "Q5_0", head_dim=32),
     "Gemma 3, GGUF Q4_0": of_gguf("gemma3_text", "Q4_0", **GEMMA),
     "Phi-3, GGUF Q4_1": of_gguf("phi3", "Q4_1", sliding_window=20),
-    "StarCoder2, GGUF Q4_0": of_gguf("starcoder2", "Q4_0", sliding_window=20),
+    "StarCoder2, GGUF Q4_0": replace(of_gguf("starcoder2", "Q4_0", sliding_window=20), kernels=BY_LAYERS),
     "Llama, AWQ": of_writer(lambda: test_awq.Writer(32), {**test_awq.CONFIG, "group_size": 32}),
     "Llama, GPTQ": of_writer(test_gptq.Writer, test_gptq.CONFIG),
     "Llama, FP8": of_writer(lambda: test_fp8.Writer(test_fp8.blocks), test_fp8.CONFIG),
