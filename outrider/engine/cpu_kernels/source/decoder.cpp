@@ -11,6 +11,7 @@
 
 #include "call.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "paged_attention.h"
 #include "rms_norm.h"
 #include "rope.h"
@@ -72,6 +73,7 @@ class DecoderStep final : public Job {
              is_quantised(layer.down);
     });
     quantised_ = workspace.quantised.of<QuantisedGroup>(has_quantised ? num_rows_ * groups_of(widest) : 0);
+    if (batch.adapters != nullptr) reduced_ = workspace.reduced.of<float>(num_rows_ * (max_rank_ = max_rank()));
     if (features != nullptr) {
       features_ = *features;
       taps_.assign(features->taps, features->taps + features->num_taps);
@@ -105,6 +107,13 @@ class DecoderStep final : public Job {
 
     int64_t operator[](int64_t index) const { return ids == nullptr ? index : ids[index]; }
     int64_t index_of(int64_t row) const { return ids == nullptr ? row : std::lower_bound(ids, ids + num, row) - ids; }
+  };
+
+  // What the rows' adapters add to one product of a layer. `rows`: the product's rows.
+  struct LowRanks {
+    size_t layer;
+    OutriderLowRank OutriderLayerAdapter::*matrix;
+    Rows rows;
   };
 
   struct PlanOfLayers {
@@ -218,6 +227,31 @@ class DecoderStep final : public Job {
     });
   }
 
+  int64_t max_rank() const {
+    int64_t rank = 0;
+    for (int64_t row = 0; row < num_rows_; row++)
+      for (int64_t layer = first_; batch_.adapters[row] != nullptr && layer < first_ + static_cast<int64_t>(layers_.size()); layer++) {
+        const OutriderLayerAdapter& adapter = batch_.adapters[row][layer];
+        rank = std::max({rank, adapter.qkv.rank, adapter.output.rank, adapter.gate_up.rank, adapter.down.rank});
+      }
+    return rank;
+  }
+
+  // Returns what the adapter of one of the product's rows adds to it, or null.
+  const OutriderLowRank* low_rank(const LowRanks& added, int64_t row) const {
+    if (batch_.adapters == nullptr) return nullptr;
+    const OutriderLayerAdapter* adapter = batch_.adapters[added.rows[row]];
+    return adapter == nullptr ? nullptr : &(adapter[first_ + added.layer].*added.matrix);
+  }
+
+  // Prepares one of a product's rows [in_features] for its matrix and for the row's adapter.
+  void prepare_row(const OutriderMatrix& matrix, const LowRanks& added, const Row* rows, int64_t row) {
+    quantise_for(matrix, rows, row, matrix.in_features);
+    const OutriderLowRank* part = low_rank(added, row);
+    if (part != nullptr)
+      reduce_row(*part, rows + row * matrix.in_features, matrix.in_features, reduced_ + row * max_rank_);
+  }
+
   // Quantises one of `rows` [num_rows, width] if it is multiplied by a quantised matrix.
   void quantise_for(const OutriderMatrix& matrix, const Row* rows, int64_t row, int64_t width) {
     if (is_quantised(matrix)) quantise_row(rows + row * width, width, quantised_ + row * groups_of(width));
@@ -226,33 +260,40 @@ class DecoderStep final : public Job {
   // A phase: normalises rows of the residual stream for a product. `num_layers`: the layers before it, for taps; -1: no
   // taps.
   void normalise(Phase& phase, Member member, NextWeights& ahead, const Rows& rows, const float* weight,
-                 const OutriderMatrix& matrix, int64_t num_layers = -1) {
+                 const OutriderMatrix& matrix, const LowRanks& added, int64_t num_layers = -1) {
     const int64_t width = decoder_.hidden_size;
     const auto normalise_rows = [&](int64_t unit) {
       for_rows(unit, rows.num, [&](int64_t index) {
         tap(rows[index], num_layers);
         const float* from = residual_ + rows[index] * width;
         rms_norm_row<Type>(from, width, weight, decoder_.epsilon, normalised_ + index * width);
-        quantise_for(matrix, normalised_, index, width);
+        prepare_row(matrix, added, normalised_, index);
       });
     };
     phase.share(member, row_units(rows.num), normalise_rows, ahead);
   }
 
-  // A phase: quantises rows for the next product, if its matrix is quantised.
-  void quantise_rows(Phase& phase, Member member, NextWeights& ahead, const Row* rows, int64_t num_rows,
-                     const OutriderMatrix& matrix) {
-    if (!is_quantised(matrix)) return;
-    const auto quantise_unit = [&](int64_t unit) {
-      for_rows(unit, num_rows, [&](int64_t row) { quantise_for(matrix, rows, row, matrix.in_features); });
+  // A phase: prepares rows for the next product, if its matrix is quantised or the rows have adapters.
+  void prepare_rows(Phase& phase, Member member, NextWeights& ahead, const Row* rows, const OutriderMatrix& matrix,
+                    const LowRanks& added) {
+    if (!is_quantised(matrix) && batch_.adapters == nullptr) return;
+    const int64_t num_rows = added.rows.num;
+    const auto prepare_unit = [&](int64_t unit) {
+      for_rows(unit, num_rows, [&](int64_t row) { prepare_row(matrix, added, rows, row); });
     };
-    phase.share(member, row_units(num_rows), quantise_unit, ahead);
+    phase.share(member, row_units(num_rows), prepare_unit, ahead);
   }
 
   // A phase: multiplies rows by one matrix. Waiting members prefetch `next`, the matrix of the next product (or null).
   template <class Finish>
-  void multiply(Phase& phase, Member member, NextWeights& ahead, const Row* rows, int64_t num_rows,
-                const OutriderMatrix& matrix, const OutriderMatrix* next, Finish&& finish) {
+  void multiply(Phase& phase, Member member, NextWeights& ahead, const Row* rows, const OutriderMatrix& matrix,
+                const LowRanks& added, const OutriderMatrix* next, Finish&& finish) {
+    const int64_t num_rows = added.rows.num;
+    const auto finish_with_adapter = [&](const TileRow& tile) {
+      const OutriderLowRank* part = low_rank(added, tile.row);
+      if (part != nullptr && part->rank > 0) add_low_rank(*part, reduced_ + tile.row * max_rank_, tile);
+      finish(tile);
+    };
     ahead = NextWeights();
     if (next != nullptr)
       with_weight<Type>(*next, [&](auto* weight) {
@@ -267,7 +308,7 @@ class DecoderStep final : public Job {
         const int64_t bytes = kTileColumns * typed.depth * sizeof(Weight);
         const void* const first_of_next = unit == last ? ahead.take(bytes) : nullptr;
         multiply_unit<Weight>(unit, multiplied<Weight>(rows, quantised_), activations_before<Weight>(typed.depth),
-                              num_rows, typed, finish, first_of_next);
+                              num_rows, typed, finish_with_adapter, first_of_next);
       };
       phase.share(member, num_units(typed), multiply_rows, ahead);
     });
@@ -278,6 +319,8 @@ class DecoderStep final : public Job {
     const OutriderMatrix* next_qkv = index + 1 < layers_.size() ? &layers_[index + 1].qkv : nullptr;
     const int64_t width = decoder_.hidden_size;
     const Rows all{num_rows_, nullptr}, rows = rows_of(index);
+    const LowRanks qkv{index, &OutriderLayerAdapter::qkv, all}, output{index, &OutriderLayerAdapter::output, rows};
+    const LowRanks gate_up{index, &OutriderLayerAdapter::gate_up, rows}, down{index, &OutriderLayerAdapter::down, rows};
     const auto note = [&](OutriderPhase kind) {
       if (member.index == 0) workspace_.times.note(kind);  // only the caller: others may be late (see Job)
     };
@@ -285,9 +328,10 @@ class DecoderStep final : public Job {
       AddTo<float>{residual_, width}(TileRow{rows[tile.row], tile.column, tile.num, tile.values});
     };
     if (batch_.features == nullptr || first_ + static_cast<int64_t>(index) > 0)
-      normalise(phases[0], member, ahead, all, layer.input_norm, layer.qkv, first_ + static_cast<int64_t>(index));
+      normalise(phases[0], member, ahead, all, layer.input_norm, layer.qkv, qkv,
+                first_ + static_cast<int64_t>(index));
     note(OUTRIDER_NORM);
-    multiply(phases[1], member, ahead, normalised_, num_rows_, layer.qkv, &layer.output,
+    multiply(phases[1], member, ahead, normalised_, layer.qkv, qkv, &layer.output,
              StoreTo<Type>{projected_, heads_ * decoder_.head_dim});
     note(OUTRIDER_LINEAR);
     const auto rotate_rows = [&](int64_t unit) {
@@ -298,15 +342,15 @@ class DecoderStep final : public Job {
     if (rows.num == 0) return;
     attend(phases[3], phases[4], index, member, ahead);
     note(OUTRIDER_ATTENTION);
-    quantise_rows(phases[5], member, ahead, attended_, rows.num, layer.output);
-    multiply(phases[6], member, ahead, attended_, rows.num, layer.output, &layer.gate_up, add);
+    prepare_rows(phases[5], member, ahead, attended_, layer.output, output);
+    multiply(phases[6], member, ahead, attended_, layer.output, output, &layer.gate_up, add);
     note(OUTRIDER_LINEAR);
-    normalise(phases[7], member, ahead, rows, layer.post_attention_norm, layer.gate_up);
+    normalise(phases[7], member, ahead, rows, layer.post_attention_norm, layer.gate_up, gate_up);
     note(OUTRIDER_NORM);
-    multiply(phases[8], member, ahead, normalised_, rows.num, layer.gate_up, &layer.down,
+    multiply(phases[8], member, ahead, normalised_, layer.gate_up, gate_up, &layer.down,
              SiluMultiplyTo<Type, Row>{gated_, decoder_.intermediate_size});
-    quantise_rows(phases[9], member, ahead, gated_, rows.num, layer.down);
-    multiply(phases[10], member, ahead, gated_, rows.num, layer.down, next_qkv, add);
+    prepare_rows(phases[9], member, ahead, gated_, layer.down, down);
+    multiply(phases[10], member, ahead, gated_, layer.down, down, next_qkv, add);
     note(OUTRIDER_LINEAR);
   }
 
@@ -383,6 +427,8 @@ class DecoderStep final : public Job {
   Row* gated_ = nullptr;       // [rows, intermediate]
   Row* tapped_ = nullptr;      // [rows, taps, hidden]
   float* partials_ = nullptr;
+  float* reduced_ = nullptr;  // [rows, max_rank_], what adapters have made of the next product's rows
+  int64_t max_rank_ = 0;      // of the adapters in the batch
 };
 
 // Stores each logit in the column of its id.

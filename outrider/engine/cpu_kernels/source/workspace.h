@@ -91,6 +91,7 @@ struct OutriderWorkspace {
   outrider::Buffer attended;
   outrider::Buffer gated;
   outrider::Buffer quantised;  // rows for int8 weights
+  outrider::Buffer reduced;    // [rows, rank], for adapters
   outrider::Buffer taps;  // [rows, taps, hidden], for features
   outrider::StepTimes times;
   outrider::Buffer partials;  // partial results of split attention
