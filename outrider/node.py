@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from outrider.protocol_versions import SUPPORTED_VERSIONS, ProtocolVersions
-from outrider.request import VerificationMethod
+from outrider.request import Adapter, VerificationMethod
 
 
 class NodeRole(enum.Enum):
@@ -102,6 +102,7 @@ class NodeReport:
     expected_step_seconds: float = 0.0
     step_age_seconds: float = 0.0
     load: NodeLoad = field(default_factory=NodeLoad)
+    adapters: tuple[Adapter, ...] = ()  # of prefill and decode nodes: those that the node has loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +121,7 @@ class Model:
     fingerprint: str
     version: str  # the server's
     default_sampling: Mapping[str, float] = field(default_factory=dict)  # values in generation_config.json, by field
+    adapters: tuple[Adapter, ...] = ()  # by name; a request's `model` may be one of these names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.engine.low_rank import PackedAdapter
 from outrider.prefill import MAX_SCORED_ROWS
 from outrider.request import TokenLogprobs
 
@@ -38,7 +39,8 @@ class EngineSequence:
     priority: int = 0  # higher runs first
     arrival: int = 0  # lower is older; ties are broken by key
     needs_logits: bool = True  # whether the last known token is always fed, even if it is in the prefix cache
-    cache_salt: bytes = b""  # only sequences with the same salt share cached KV
+    cache_salt: bytes = b""  # only sequences with the same salt share cached KV; see RequestOptions.kv_salt
+    adapter: PackedAdapter | None = None  # None: the model itself
     num_preemptions: int = 0
     scoring: PromptScoring | None = None  # None: no scoring is requested, or it is complete
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from outrider.errors import NotFoundError
+from outrider.request import Adapter
+from tests.support.fake_engine import ScriptedModel
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -69,3 +74,30 @@ def merge_adapter(model: Any, adapter: Path, *, scaling: float = 2.0) -> Any:
                 up = tensors[name.replace("lora_A", "lora_B")]
                 module.weight += scaling * (up.float() @ down.float()).to(module.weight.dtype)
     return model
+
+
+class ScriptedAdapters:
+    """A node's adapters for a ScriptedEngine. Each has the hash of its directory's name, and is a model of its own."""
+
+    def __init__(self, *adapters: Adapter, vocab_size: int = 32) -> None:
+        self._vocab_size = vocab_size
+        self._by_name = {adapter.name: adapter for adapter in adapters}
+        self.refusal: Exception | None = None  # raised by `load`
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        return tuple(adapter for _, adapter in sorted(self._by_name.items()))
+
+    def find(self, adapter: Adapter) -> ScriptedModel | None:
+        if self._by_name.get(adapter.name) != adapter:
+            return None
+        return ScriptedModel(vocab_size=self._vocab_size, seed=int(adapter.fingerprint[:8], 16))
+
+    def load(self, name: str, directory: str) -> Adapter:
+        if self.refusal is not None:
+            raise self.refusal
+        return self._by_name.setdefault(name, Adapter(name, hashlib.sha256(directory.encode()).hexdigest()))
+
+    def unload(self, name: str) -> None:
+        if self._by_name.pop(name, None) is None:
+            raise NotFoundError(f"there is no adapter {name!r}", reason="ADAPTER_NOT_FOUND")
