@@ -10,7 +10,6 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Protocol
 
 from outrider import __version__
 from outrider.answer import Started
@@ -28,13 +27,14 @@ from outrider.request import VerificationMethod
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.v1 import router_pb2
 from outrider.wire.request import complete_proto
-from router.api.clients import Caller, Clients, Metadata, split_key
+from router.api.clients import Call, Caller, Clients, split_key
 from router.api.request_parsing import check_request, check_request_id, read_request, resume_window_seconds
 from router.durability.keeper import AnswerReplicator, add_stored_tokens
 from router.durability.store.base import StoredAnswer, StoredRequest
+from router.nodes.adapters import ClusterAdapters
 from router.nodes.directory import NodeDirectory, ServedModel
 from router.observe.record import CLIENT_LEFT, RequestRecord
-from router.observe.records import NOTHING_GENERATED, Trailers
+from router.observe.records import NOTHING_GENERATED
 from router.observe.spans import SpanKind
 from router.requests.answer import Answer, DeliveryBatcher
 from router.requests.driver import EncodedRequest, RouterContext
@@ -43,16 +43,6 @@ from router.requests.states import State
 
 IDLE_CHECK_SECONDS = 0.02
 """Seconds between checks of whether a draining router is idle."""
-
-
-class Call(Protocol):
-    """A client's call as the services see it, with the method names of gRPC's contexts."""
-
-    def invocation_metadata(self) -> Metadata | None:
-        """Returns the metadata, which identify the caller."""
-
-    def set_trailing_metadata(self, trailers: Trailers, /) -> object:
-        """Sets the trailers, which are sent when the call ends."""
 
 
 class RequestRegistry:
@@ -134,7 +124,7 @@ class RequestRegistry:
             self._clients.charge(caller)
             self._check_serving()
             info = self._nodes.model().info
-            check_request(proto, info)
+            check_request(proto, info, self.adapters.by_name)
             caller.check_priority(proto.priority)
             live = await self._begin(proto.request_id or str(uuid.uuid4()), proto, caller)
         if live.window_seconds is None or self.keeper is None:
@@ -287,7 +277,12 @@ class RequestRegistry:
             fingerprint=info.fingerprint,
             version=__version__,
             default_sampling=served.text.default_sampling,
+            adapters=tuple(adapter for _, adapter in sorted(self.adapters.by_name.items())),
         )
+
+    @property
+    def adapters(self) -> ClusterAdapters:
+        return self._nodes.adapters
 
     def cluster_status(self) -> ClusterStatus:
         nodes = tuple(self._nodes.statuses())
@@ -358,7 +353,12 @@ class RequestRegistry:
         context, served = self._context(), self._nodes.model()
         encoding = record.begin_span(SpanKind.ENCODE)
         method = VerificationMethod(context.config.verification_method)
-        request = await read_request(proto, served, caller, request_id=request_id, default_method=method)
+        adapters = self.adapters.by_name
+        request = await read_request(
+            proto, served, caller, request_id=request_id, adapters=adapters, default_method=method
+        )
+        adapter = request.options.adapter
+        name = served.info.name if adapter is None else adapter.name
         encoding.close()
         if stored is None or caller.key_of(request_id) not in self:  # this is no takeover, or it was closed meanwhile
             self._check_serving()
@@ -366,14 +366,14 @@ class RequestRegistry:
             request_id=request.request_id,
             num_prompt_tokens=len(request.prompt_token_ids),
             seed=request.options.sampling.seed,
-            model=served.info.name,
+            model=name,
             router=context.router_address,
         )
         answer = Answer(request, started, tokenizer=served.tokenizer, batcher=self._batcher)
         if stored is not None:
             add_stored_tokens(answer, stored)
             answer.may_lag_client = self._is_exact(stored)
-        record.take_request(request, model=served.info.name, num_generated_tokens=answer.num_generated_tokens)
+        record.take_request(request, model=name, num_generated_tokens=answer.num_generated_tokens)
         return EncodedRequest(
             answer=answer,
             record=record,

@@ -255,7 +255,10 @@ class ScriptedEngine:
         return logits
 
     def prepare_ahead(self, rows: Sequence[ScriptedRows]) -> list[ScriptedRows]:
-        return [ScriptedRows((), row.start_position, tuple(row.block_ids), row.num_logits) for row in rows]
+        return [
+            ScriptedRows((), row.start_position, tuple(row.block_ids), row.num_logits, adapter=row.adapter)
+            for row in rows
+        ]
 
     def run(self, batch: Sequence[ScriptedRows], token_ids: Sequence[int]) -> Sequence[Sequence[float]]:
         rows = [replace(row, token_ids=(token_id,)) for row, token_id in zip(batch, token_ids, strict=True)]
