@@ -119,8 +119,7 @@ def open_model_runtime(
             on_rank_lost=on_rank_lost,
             progress=progress,
         )
-        model, *others = parts
-        return ModelRuntime(model, *others, num_rows, _open_adapters(model, config))
+        return ModelRuntime(*parts, num_rows, _open_adapters(parts[0], config))
     with loading_turn([resolve_device(config.device)], progress):
         model = open_model(config, progress=progress)
         adapters = _open_adapters(model, config)

@@ -84,7 +84,8 @@ class DraftSource:
         """Returns the acceptance in sequences of an adapter. Forgets the adapter that was used longest ago."""
         if adapter == MODEL_ITSELF:
             return self.priors[MODEL_ITSELF]
-        priors = self.priors[adapter] = self.priors.pop(adapter, None) or Priors()
+        priors = self.priors.pop(adapter, Priors())
+        self.priors[adapter] = priors
         if len(self.priors) > MAX_PRIORS:
             del self.priors[next(key for key in self.priors if key != MODEL_ITSELF)]
         return priors
