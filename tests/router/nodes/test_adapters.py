@@ -44,6 +44,9 @@ async def test_a_request_names_an_adapter_and_every_node_gets_it(cluster):
     assert [each.options.adapter.name for each in cluster.prefill.requests] == ["", "", "sql", "law"]
     assert len({opened.options.kv_salt for opened in cluster.decode.opened}) == 3
     await cluster.is_empty()
+    for name, number in (("requests", 1), ("generation_tokens", 5), ("draft_tokens", 0), ("accepted_tokens", 0)):
+        labels = {"model_name": model.name, "adapter": "sql"}
+        assert cluster.registry.get_sample_value(f"outrider:adapter_{name}_total", labels) == number
 
 
 async def test_other_names_and_fingerprints_are_refused(cluster):
