@@ -244,12 +244,17 @@ class DecoderStep final : public Job {
     return adapter == nullptr ? nullptr : &(adapter[first_ + added.layer].*added.matrix);
   }
 
-  // Prepares one of a product's rows [in_features] for its matrix and for the row's adapter.
-  void prepare_row(const OutriderMatrix& matrix, const LowRanks& added, const Row* rows, int64_t row) {
-    quantise_for(matrix, rows, row, matrix.in_features);
-    const OutriderLowRank* part = low_rank(added, row);
-    if (part != nullptr)
-      reduce_row(*part, rows + row * matrix.in_features, matrix.in_features, reduced_ + row * max_rank_);
+  // Prepares a unit of a product's rows [num, in_features] for its matrix and for the rows' adapters.
+  void prepare_unit(int64_t unit, const OutriderMatrix& matrix, const LowRanks& added, const Row* rows) {
+    const int64_t width = matrix.in_features, end = std::min(added.rows.num, (unit + 1) * kRowsOfUnit);
+    for_rows(unit, added.rows.num, [&](int64_t row) { quantise_for(matrix, rows, row, width); });
+    for (int64_t row = unit * kRowsOfUnit, next; batch_.adapters != nullptr && row < end; row = next) {
+      const OutriderLowRank* part = low_rank(added, row);
+      for (next = row + 1; next < end && low_rank(added, next) == part;) next++;
+      if (part != nullptr)
+        reduce_rows<kRowsReducedAtOnce>(*part, rows + row * width, next - row, width, reduced_ + row * max_rank_,
+                                        max_rank_);
+    }
   }
 
   // Quantises one of `rows` [num_rows, width] if it is multiplied by a quantised matrix.
@@ -267,8 +272,8 @@ class DecoderStep final : public Job {
         tap(rows[index], num_layers);
         const float* from = residual_ + rows[index] * width;
         rms_norm_row<Type>(from, width, weight, decoder_.epsilon, normalised_ + index * width);
-        prepare_row(matrix, added, normalised_, index);
       });
+      prepare_unit(unit, matrix, added, normalised_);
     };
     phase.share(member, row_units(rows.num), normalise_rows, ahead);
   }
@@ -277,11 +282,8 @@ class DecoderStep final : public Job {
   void prepare_rows(Phase& phase, Member member, NextWeights& ahead, const Row* rows, const OutriderMatrix& matrix,
                     const LowRanks& added) {
     if (!is_quantised(matrix) && batch_.adapters == nullptr) return;
-    const int64_t num_rows = added.rows.num;
-    const auto prepare_unit = [&](int64_t unit) {
-      for_rows(unit, num_rows, [&](int64_t row) { prepare_row(matrix, added, rows, row); });
-    };
-    phase.share(member, row_units(num_rows), prepare_unit, ahead);
+    const auto prepare = [&](int64_t unit) { prepare_unit(unit, matrix, added, rows); };
+    phase.share(member, row_units(added.rows.num), prepare, ahead);
   }
 
   // A phase: multiplies rows by one matrix. Waiting members prefetch `next`, the matrix of the next product (or null).
