@@ -150,10 +150,18 @@ browser: ## Chromium, for the tests and pictures of the router's page, from Debi
 pictures: $(READY) browser ## The pictures of the router's page in docs/figures, of a cluster that is started for them
 	$(BIN)/python -m benchmarks.pictures
 
+.PHONY: gemma
+gemma: $(ENVIRONMENT) ## A second real model for tests, Gemma 3 270M as GGUF, under Gemma's own terms of use
+	$(BIN)/python checks/gemma.py
+
 FAULTS_ARGS ?=
 .PHONY: faults
 faults: $(READY) ## Every fault at every point of the protocol; writes docs/faults.md (FAULTS_ARGS=--failed: again)
 	$(BIN)/python -m tests.faults.make_table $(FAULTS_ARGS)
+
+.PHONY: models
+models: $(READY) ## Every family of models compared with transformers; writes docs/models.md
+	$(BIN)/python -m tests.families.page
 
 FUZZ_EXAMPLES ?= 3000
 .PHONY: fuzz

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LAST_FOLDERS = ("statistical", "faults", "e2e", "gpu")
 LONG_FILES = (
-    "tests/model_hub/test_real_model.py",
+    "tests/families/test_families.py",
     "tests/router/test_router_process.py",
     "tests/router/durability/test_two_routers.py",
     "tests/speculation/test_source_order.py",

@@ -1,6 +1,6 @@
-"""Measures one forward pass of the default model: by shape, by phase, and by batch size and context.
+"""Measures one forward pass of a model: by shape, by phase, and by batch size and context.
 
-    .venv/bin/python benchmarks/forward.py [--variants native,int8,float32,torch] [--growth | --trees] [--svg FILE]
+    .venv/bin/python benchmarks/forward.py [--model ID] [--variants native,int8] [--growth | --trees] [--svg FILE]
 
 Variants are interleaved, shape by shape. A shape is sequences x rows: 16x5 verifies four
 draft tokens for each of sixteen sequences. Times are medians, with the minimum in brackets,
@@ -32,7 +32,7 @@ from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import make_runner
-from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.open import open_model
@@ -44,6 +44,8 @@ VARIANTS = {
     "mapped": {},  # native kernels, with weights memory-mapped from the cache, as in nodes
     "features": {},  # like `mapped`, plus the outputs of three layers (taps), reduced to one feature vector per row
     "int8": {"weights": "int8"},
+    "int4": {"weights": "int4"},
+    "dequantized": {"weights": "dequantized"},  # of a quantised checkpoint
     "float32": {"dtype": "float32"},
     "torch": {"kernels": "torch"},
 }
@@ -81,11 +83,11 @@ SHAPES = (Shape(1, 1), Shape(1, 5), Shape(4, 1), Shape(4, 5), Shape(16, 1), Shap
 class Variant:
     """A loaded model, and a cache with room for `most` tokens of each sequence."""
 
-    def __init__(self, name: str, *, num_seqs: int, most: int) -> None:
+    def __init__(self, name: str, model: str, *, num_seqs: int, most: int) -> None:
         self.name = name
         load = open_model if name in {"mapped", "features"} else load_model
         features = TAPS if name == "features" else None
-        self.loaded: LoadedModel = load(ModelConfig(**VARIANTS[name])).with_features(features)
+        self.loaded: LoadedModel = load(ModelConfig(id=model, **VARIANTS[name])).with_features(features)
         blocks = -(-most // BLOCK_SIZE)
         cache = PagedKVCache(
             self.loaded.spec.planes,
@@ -129,6 +131,7 @@ class Variant:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL_ID, help="a model.id; default %(default)s")
     parser.add_argument("--variants", default="native,float32,int8,torch", help="of " + ", ".join(VARIANTS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--growth", action="store_true", help="batches and contexts instead, of the first variant")
@@ -142,10 +145,10 @@ def main() -> int:
     print(f"{machine.processor}, {machine.num_cores} cores, {machine.system}, commit {machine.commit or '?'}")
     torch.manual_seed(0)
     if arguments.growth:
-        return measure_growth(names[0], arguments.rounds, arguments.svg)
+        return measure_growth(names[0], arguments.model, arguments.rounds, arguments.svg)
     if arguments.trees:
-        return measure_trees(names[0], arguments.rounds)
-    variants = [Variant(name, num_seqs=16, most=CONTEXT + 8) for name in names]
+        return measure_trees(names[0], arguments.model, arguments.rounds)
+    variants = [Variant(name, arguments.model, num_seqs=16, most=CONTEXT + 8) for name in names]
     with MemoryReader(machine.num_cores) as memory:
         times, bandwidths = measure(variants, SHAPES, arguments.rounds, memory)
     print_floor(variants[0], bandwidths)
@@ -160,13 +163,13 @@ def main() -> int:
     return 0
 
 
-def measure_growth(name: str, rounds: int, svg: Path | None) -> int:
+def measure_growth(name: str, model: str, rounds: int, svg: Path | None) -> int:
     batches = [Shape(num_seqs, 1) for num_seqs in BATCHES]
-    variant = Variant(name, num_seqs=BATCHES[-1], most=CONTEXT + 8)
+    variant = Variant(name, model, num_seqs=BATCHES[-1], most=CONTEXT + 8)
     with MemoryReader(describe_machine().num_cores) as memory:
         by_batch, bandwidths = measure([variant], batches, rounds, memory)
         print_floor(variant, bandwidths)
-        variant = Variant(name, num_seqs=1, most=CONTEXTS[-1])
+        variant = Variant(name, model, num_seqs=1, most=CONTEXTS[-1])
         by_context, bandwidths = measure([variant], [Shape(1, 1, context) for context in CONTEXTS], rounds, memory)
         print_floor(variant, bandwidths)
     points = []
@@ -182,8 +185,8 @@ def measure_growth(name: str, rounds: int, svg: Path | None) -> int:
     return 0
 
 
-def measure_trees(name: str, rounds: int) -> int:
-    variant = Variant(name, num_seqs=4, most=TREE_CONTEXTS[-1] + 16)
+def measure_trees(name: str, model: str, rounds: int) -> int:
+    variant = Variant(name, model, num_seqs=4, most=TREE_CONTEXTS[-1] + 16)
     for num_seqs in (1, 4):
         for context in TREE_CONTEXTS:
             shapes = {"no draft": Shape(num_seqs, 1, context)}

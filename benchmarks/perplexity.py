@@ -1,6 +1,6 @@
 """Measures the cost of rounding: perplexity, and how often the likeliest token differs from the first variant's.
 
-    .venv/bin/python benchmarks/perplexity.py [--variants float32,native,int8] [--tokens 6144] [FILE ...]
+    .venv/bin/python benchmarks/perplexity.py [--model ID] [--variants float32,native,int8] [--tokens 6144] [FILE ...]
 
 Each text is cut into pieces of 512 tokens, which the model reads independently. By default the texts are this
 repository's: prose, a license and source code. KL is the mean divergence from the first variant's probabilities.
@@ -21,7 +21,7 @@ from outrider.engine.attention import make_attention_backend
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.model_runner import make_runner
-from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.model_hub.locate import locate_model
 
@@ -32,11 +32,12 @@ TEXTS = (ROOT / "README.md", ROOT / "docs" / "architecture.md", ROOT / "LICENSE"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL_ID, help="a model.id; default %(default)s")
     parser.add_argument("--variants", default="float32,native,int8", help="of " + ", ".join(VARIANTS))
     parser.add_argument("--tokens", type=int, default=6144, help="at most, an equal part of each text")
     parser.add_argument("texts", nargs="*", type=Path, default=TEXTS)
     arguments = parser.parse_args()
-    tokenizer = Tokenizer.from_file(str(locate_model(ModelConfig()).directory / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(locate_model(ModelConfig(id=arguments.model)).directory / "tokenizer.json"))
     of_each = arguments.tokens // len(arguments.texts)
     pieces = [
         ids[start : start + PIECE]
@@ -47,7 +48,7 @@ def main() -> None:
     expected: list[Tensor] = []  # the first variant's
     for name in arguments.variants.split(","):
         loss, divergence, num_same, num_tokens = 0.0, 0.0, 0, 0
-        for index, (ids, logits) in enumerate(zip(pieces, forwards(name, pieces), strict=True)):
+        for index, (ids, logits) in enumerate(zip(pieces, forwards(arguments.model, name, pieces), strict=True)):
             log_probs = logits.log_softmax(dim=1)[:-1]
             if len(expected) <= index:
                 expected.append(log_probs)
@@ -64,9 +65,9 @@ def main() -> None:
         )
 
 
-def forwards(variant: str, pieces: Sequence[list[int]]) -> Iterator[Tensor]:
+def forwards(model: str, variant: str, pieces: Sequence[list[int]]) -> Iterator[Tensor]:
     """Yields the logits [num_tokens, vocab_size] of each piece."""
-    loaded = load_model(ModelConfig(**VARIANTS[variant]))
+    loaded = load_model(ModelConfig(id=model, **VARIANTS[variant]))
     blocks = range(PIECE // BLOCK_SIZE)
     cache = PagedKVCache(loaded.spec.planes, num_blocks=len(blocks), block_size=BLOCK_SIZE, kernels=loaded.cpu_kernels)
     runner = make_runner(loaded, cache, make_attention_backend())

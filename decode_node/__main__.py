@@ -168,7 +168,11 @@ def make_build(
             drafts=drafts,
             groups=groups,
             profiler=StepProfiler(
-                engine.clock, runner.phases, planes=kv_cache.planes, read_event_loop=event_loop_clock()
+                engine.clock,
+                runner.phases,
+                planes=kv_cache.planes,
+                weights=model.info.weights,
+                read_event_loop=event_loop_clock(),
             ),
             verifier=RequestVerifier(sampler),
             emit=emit,

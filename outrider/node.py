@@ -64,6 +64,7 @@ class ModelInfo:
     proposer: str = ""
     num_speculative_tokens: int = 0
     numerics: str = ""
+    weights: str = ""
     features: FeatureFormat | None = None
 
 
@@ -121,6 +122,7 @@ class Model:
     fingerprint: str
     version: str  # the server's
     default_sampling: Mapping[str, float] = field(default_factory=dict)  # values in generation_config.json, by field
+    weights: str = ""  # the format of the weights, such as "bfloat16" or "GGUF Q4_K, Q6_K"
     adapters: tuple[Adapter, ...] = ()  # by name; a request's `model` may be one of these names
 
 

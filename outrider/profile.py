@@ -92,6 +92,7 @@ class Profile:
     timed_out: bool = False
     kv_bytes_per_token: int = 0  # size of a token's keys and values in the node's cache
     feature_bytes_per_token: int = 0  # additional size of a token's features for a drafter head
+    weights: str = ""  # the format of the model's weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,11 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             connector=connector,
             frame_bytes=config.kv_transfer.frame_bytes,
             profiler=StepProfiler(
-                engine.clock, runner.phases, planes=kv_cache.planes, read_event_loop=event_loop_clock()
+                engine.clock,
+                runner.phases,
+                planes=kv_cache.planes,
+                weights=model.info.weights,
+                read_event_loop=event_loop_clock(),
             ),
             emit=emit,
             cpu_turns=cpu_turns,

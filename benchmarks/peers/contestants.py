@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peer import Peer
-from peer_llama_cpp import LlamaCpp
+from peer_ctranslate2 import CTranslate2
+from peer_ik_llama_cpp import IkLlamaCpp
+from peer_llama_cpp import CompiledServer, WheelServer
+from peer_mistralrs import MistralRs
 from peer_openvino import OpenVino
 from peer_ours import Ours
 from peer_transformers import Transformers
@@ -20,13 +23,20 @@ from outrider.engine.cpu_kernels.paths import processor_flags
 PEERS: dict[str, Sequence[Callable[[], Peer]]] = {
     "ours": (Ours,),
     "vllm": (Vllm,),
-    "llama_cpp": (LlamaCpp,),
+    "llama_cpp": (CompiledServer,),
+    "xllamacpp": (WheelServer,),
+    "ik_llama_cpp": (IkLlamaCpp,),
     "openvino": (OpenVino,),
+    "ctranslate2": (CTranslate2,),
+    "mistralrs": (MistralRs,),
     "transformers": (
         lambda: Transformers("transformers_batching", batching=True),
         lambda: Transformers("transformers_generate", batching=False),
     ),
 }
+ALL = "all"
+FILE_DTYPES = ("gguf", "dequantized")
+"""Dtypes of a model that is a GGUF file; no other model has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +47,44 @@ class Contestant:
     dtype: str
 
 
-def install(
-    names: Sequence[str], model: Path, *, tell: Callable[[str], None]
-) -> tuple[list[Contestant], list[SessionResult]]:
-    """Installs peers. Returns those that can take part, and the failures of the others.
+def choose(entries: Sequence[str], model: Path) -> list[Contestant]:
+    """Returns each peer once for each of its dtypes, without installing it.
 
-    `names`: each is NAME or NAME:DTYPE, where NAME is a key of PEERS.
+    `entries`: each is NAME or NAME:DTYPE, where NAME is a key of PEERS or ALL. Without a dtype, it is "gguf" for a
+    GGUF file, and otherwise what the peer measures by default.
     """
-    contestants, failures = [], []
-    for name, _, dtype in (entry.partition(":") for entry in names):
-        for make in PEERS[name]:
-            peer = make()
-            dtypes = (dtype,) if dtype else peer.dtypes(processor_flags())
-            tell(f"{peer.name}: installing")
-            try:
-                peer.install(model)
-                contestants += [Contestant(peer, each) for each in dtypes]
-            except (PeerError, OSError) as error:
-                for each in dtypes:
-                    failed = SessionResult(peer=peer.name, dtype=each, speculation=False, round=0, error=str(error))
-                    failures.append(failed)
-    return contestants, failures
+    found: dict[tuple[str, str], Contestant] = {}
+    for name, _, dtype in (entry.partition(":") for entry in entries):
+        for peer in (make() for known in (PEERS if name == ALL else (name,)) for make in PEERS[known]):
+            defaults = ("gguf",) if model.is_file() else peer.dtypes(processor_flags())
+            for each in (dtype,) if dtype else defaults:
+                found.setdefault((peer.name, each), Contestant(peer, each))
+    return list(found.values())
+
+
+def install(
+    wanted: Sequence[Contestant], model: Path, *, tell: Callable[[str], None]
+) -> tuple[list[Contestant], list[SessionResult]]:
+    """Installs contestants. Returns those that can take part, and the failures of the others."""
+    installed, failures = [], []
+    for contestant in wanted:
+        peer, dtype = contestant.peer, contestant.dtype
+        tell(f"{peer.name} {dtype}: installing")
+        try:
+            _check(peer, dtype, model)
+            peer.install(model, dtype)
+            installed.append(contestant)
+        except (PeerError, OSError) as error:
+            failed = SessionResult(peer=peer.name, dtype=dtype, speculation=False, round=0, error=str(error))
+            failures.append(failed)
+    return installed, failures
+
+
+def _check(peer: Peer, dtype: str, model: Path) -> None:
+    """Raises: PeerError if the peer cannot compute the model in the dtype."""
+    if dtype not in peer.all_dtypes:
+        raise PeerError(f"{dtype} is none of its dtypes, {', '.join(peer.all_dtypes)}")
+    if model.is_file() != (dtype in FILE_DTYPES):
+        raise PeerError(
+            f"{model.name} is {'a GGUF file' if model.is_file() else 'no GGUF file'}, so {dtype} is not possible"
+        )

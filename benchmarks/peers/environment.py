@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,11 @@ def peers_directory() -> Path:
     """Returns $OUTRIDER_PEERS_DIR, or ~/.cache/outrider-peers if it is not set."""
     configured = os.environ.get(DIRECTORY_VARIABLE)
     return Path(configured) if configured else Path.home() / ".cache" / "outrider-peers"
+
+
+def borrowed_packages() -> dict[str, str]:
+    """Returns variables with which another environment's Python finds what it lacks, such as torch, in this one."""
+    return {"PYTHONPATH": sysconfig.get_path("purelib")}
 
 
 class Environment:
@@ -37,11 +43,12 @@ class Environment:
         if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._run(sys.executable, "-m", "venv", str(self.directory))
-        self._run(str(self.python), "-m", "pip", "install", *requirements)
+        self.run(sys.executable, "-m", "venv", str(self.directory))
+        self.run(str(self.python), "-m", "pip", "install", *requirements)
         if without:
-            self._run(str(self.python), "-m", "pip", "uninstall", "-y", *without)
+            self.run(str(self.python), "-m", "pip", "uninstall", "-y", *without)
         stamp.write_text(wanted, encoding="utf-8")
 
-    def _run(self, *command: str) -> None:
-        run_logged(command, log=self.log, seconds=INSTALL_SECONDS)
+    def run(self, *command: str, **variables: str) -> None:
+        """Runs a command of the installation. Raises: PeerError."""
+        run_logged(command, log=self.log, seconds=INSTALL_SECONDS, **variables)

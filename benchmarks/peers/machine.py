@@ -14,10 +14,12 @@ from safetensors import safe_open
 
 from outrider.bench.machine import describe_machine
 from outrider.engine.cpu_kernels.paths import processor_flags
+from outrider.model_hub.gguf.header import read_header
 
 TELLING_FLAGS = ("avx2", "f16c", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-BYTES_PER_WEIGHT = {"bfloat16": 2, "float32": 4}
+BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5}
+"""Without scales."""
 
 
 def machine_facts() -> dict[str, Any]:
@@ -31,7 +33,12 @@ def machine_facts() -> dict[str, Any]:
 
 
 def count_weights(model: Path) -> int:
-    """Returns the number of weights in a directory's model.safetensors. A tied embedding is stored, and read, once."""
+    """Returns the number of weights in a GGUF file, or in a directory's model.safetensors.
+
+    A tied embedding is stored, and read, once.
+    """
+    if model.is_file():
+        return sum(math.prod(tensor.shape) for tensor in read_header(model).tensors)
     with safe_open(model / "model.safetensors", framework="np") as weights:
         return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118 no mapping
 

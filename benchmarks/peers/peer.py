@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from asking import LineServer, StreamAsker
 from process import ServerProcess
 
 from outrider.bench.load import AnswerSource
@@ -17,8 +18,8 @@ from outrider.bench.load import AnswerSource
 class Setup:
     """The settings with which a peer is started. `speculation`: whether it uses prompt lookup."""
 
-    model: Path  # directory with config.json, model.safetensors and tokenizer.json
-    dtype: str  # "auto", "float32", "bfloat16", "int8"
+    model: Path  # directory with config.json, model.safetensors and tokenizer.json, or a GGUF file
+    dtype: str  # one of the peer's `all_dtypes`
     speculation: bool
     max_tokens: int  # per answer
     max_prompt_tokens: int  # per prompt
@@ -42,11 +43,12 @@ class Peer(Protocol):
     name: str
     has_lookup: bool  # whether it supports prompt lookup
     max_clients: int  # maximum number of concurrent clients; 0: any number
+    all_dtypes: Sequence[str]  # "gguf": the types that a GGUF file has
 
     def dtypes(self, cpu_flags: frozenset[str]) -> tuple[str, ...]:
         """Returns the dtypes to measure by default: those that may be the peer's fastest on this processor."""
 
-    def install(self, model: Path) -> None:
+    def install(self, model: Path, dtype: str) -> None:
         """Downloads, builds and converts what the peer needs into the peers' cache, unless it is already there."""
 
     def start(self, setup: Setup) -> AbstractContextManager[Server]:
@@ -54,6 +56,21 @@ class Peer(Protocol):
 
 
 Started = Iterator[Server]
+
+
+@contextmanager
+def line_server(command: Sequence[str], setup: Setup, *, dtype: str = "", **variables: str) -> Started:
+    """Starts a script that speaks by `serve_lines`. `command`: without the arguments that every such script takes.
+
+    `dtype`: what the script calls it. `variables`: environment variables.
+    """
+    command = [*command, "--threads", str(setup.num_threads), "--max-tokens", str(setup.max_tokens)]
+    command += ["--dtype", dtype] if dtype else []
+    command += ["--lookup"] if setup.speculation else []
+    with ServerProcess(command, environment=variables, log=setup.log, speaks_lines=True) as process:
+        server = LineServer(process, seconds=setup.answer_seconds)
+        process.wait_until(lambda: server.is_ready, seconds=setup.start_seconds)
+        yield Server(process, StreamAsker(server.stream, max_tokens=setup.max_tokens))
 
 
 def native_dtypes(cpu_flags: frozenset[str]) -> tuple[str, ...]:

@@ -20,17 +20,20 @@ from outrider.client import AsyncClient
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = ("kv_cache.prefix_cache=false",)
 PLAIN = ("decode_node.local_lookup=none",)
+WEIGHTS = ("int8", "int4", "dequantized")
+"""Values of the setting model.weights that are dtypes here."""
 
 
 class Ours:
     name = "ours"
     has_lookup = True
     max_clients = 0
+    all_dtypes = ("auto", "bfloat16", "float32", *WEIGHTS, "gguf")
 
     def dtypes(self, cpu_flags: frozenset[str]) -> tuple[str, ...]:
         return ("auto",)
 
-    def install(self, model: Path) -> None:
+    def install(self, model: Path, dtype: str) -> None:
         """Does nothing, since this environment already has Outrider."""
 
     @contextmanager
@@ -46,7 +49,8 @@ class Ours:
 
 def _command(setup: Setup, status: Path) -> list[str]:
     settings: Sequence[str] = SETTINGS if setup.speculation else (*SETTINGS, *PLAIN)
-    weights, dtype = ("int8", "auto") if setup.dtype == "int8" else ("auto", setup.dtype)
+    weights = setup.dtype if setup.dtype in WEIGHTS else "auto"
+    dtype = setup.dtype if setup.dtype in ("bfloat16", "float32") else "auto"
     settings = (*settings, f"model.weights={weights}")
     command = [sys.executable, "-m", "outrider.cli.main", "up", "--port", "0", "--json-status", str(status)]
     command += ["--model", str(setup.model), "--dtype", dtype]

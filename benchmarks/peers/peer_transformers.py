@@ -6,9 +6,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
-from asking import LineServer, StreamAsker
-from peer import Server, Setup, Started, native_dtypes
-from process import ServerProcess
+from peer import Setup, Started, line_server, native_dtypes
 
 SCRIPT = Path(__file__).resolve().parent / "serve_transformers.py"
 ROOT = SCRIPT.parents[2]
@@ -16,6 +14,8 @@ ROOT = SCRIPT.parents[2]
 
 class Transformers:
     """One of the two ways to run transformers. Only `generate`, which takes one prompt at a time, has prompt lookup."""
+
+    all_dtypes = ("bfloat16", "float32", "auto")
 
     def __init__(self, name: str, *, batching: bool) -> None:
         self.name = name
@@ -26,15 +26,11 @@ class Transformers:
     def dtypes(self, cpu_flags: frozenset[str]) -> tuple[str, ...]:
         return native_dtypes(cpu_flags)
 
-    def install(self, model: Path) -> None:
+    def install(self, model: Path, dtype: str) -> None:
         """Does nothing, since this project's environment already has transformers."""
 
     @contextmanager
     def start(self, setup: Setup) -> Started:
-        command = [sys.executable, str(SCRIPT), str(setup.model), "--way", self._way, "--dtype", setup.dtype]
-        command += ["--threads", str(setup.num_threads), "--max-tokens", str(setup.max_tokens)]
-        command += ["--lookup"] if setup.speculation else []
-        with ServerProcess(command, environment={"PYTHONPATH": str(ROOT)}, log=setup.log, speaks_lines=True) as process:
-            server = LineServer(process, seconds=setup.answer_seconds)
-            process.wait_until(lambda: server.is_ready, seconds=setup.start_seconds)
-            yield Server(process, StreamAsker(server.stream, max_tokens=setup.max_tokens))
+        command = [sys.executable, str(SCRIPT), str(setup.model), "--way", self._way]
+        with line_server(command, setup, dtype=setup.dtype, PYTHONPATH=str(ROOT)) as server:
+            yield server

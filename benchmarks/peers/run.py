@@ -1,6 +1,8 @@
 """Compares other servers with ours on the same machine, with the same prompts, one at a time, in several rounds.
 
     python benchmarks/peers/run.py --peers ours,vllm,llama_cpp,openvino,transformers --rounds 3
+    python benchmarks/peers/run.py --peers all:int8,all:int4
+    python benchmarks/peers/run.py --peers ours,llama_cpp --model model.gguf
 
 Each peer is first installed in its own environment (benchmarks/peers/README.md). If a peer
 fails, the table says so, and the others are measured.
@@ -21,9 +23,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to import reference.py
 
-from contestants import PEERS, Contestant, install
+from contestants import ALL, PEERS, Contestant, choose, install
 from environment import peers_directory
-from machine import count_weights, machine_facts, measure_floor
+from machine import BYTES_PER_WEIGHT, count_weights, machine_facts, measure_floor
 from peer import Setup
 from reference import encode
 from session import SessionResult, run_session
@@ -31,7 +33,8 @@ from table import as_text
 
 from outrider.bench.prompts import DEFAULT_PROMPTS, BenchPrompt, load_prompts
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.locate import locate_model
+from outrider.model_hub.gguf.directory import gguf_directory
+from outrider.model_hub.locate import cache_directory, locate_model
 
 MODES = {"plain": False, "lookup": True}
 TERMINATED = 128 + signal.SIGTERM
@@ -41,13 +44,13 @@ def main() -> int:
     """Returns the exit status: 1 if a session failed."""
     arguments = parse_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # unwinds the stack, which ends the peer
-    model = locate_model(ModelConfig(id=arguments.model)).directory
+    model, tokenizer = locate(arguments.model)
     prompts = load_prompts(DEFAULT_PROMPTS)
-    token_ids = encode(model, prompts)
+    token_ids = encode(tokenizer, prompts)
     prompts = tuple(replace(one, content=tuple(ids)) for one, ids in zip(prompts, token_ids, strict=True))
     if arguments.prompt_tokens:
         prompts, arguments.levels = long_prompts(prompts, arguments.prompt_tokens), (1,)
-    contestants, sessions = install(arguments.peers.split(","), model, tell=tell)
+    contestants, sessions = install(choose(arguments.peers.split(","), model), model, tell=tell)
     facts = machine_facts()
     print(f"{facts['processor']}, {facts['num_cores']} cores, {' '.join(facts['cpu_flags'])}, commit {facts['commit']}")
     print(
@@ -61,9 +64,19 @@ def main() -> int:
             sessions += run_round(contestants, model, prompts, arguments, number=number)
             save(arguments.json, machine=facts, floors=floors, sessions=sessions, command=sys.argv)
         best = max(floors, key=lambda floor: floor["bandwidth_bytes_per_second"])
-        print(f"floor: {best['bfloat16']:.0f} tokens/s in bfloat16, {best['float32']:.0f} in float32\n")
+        print("floor, tokens/s:", ", ".join(f"{best[dtype]:.0f} in {dtype}" for dtype in BYTES_PER_WEIGHT), "\n")
     print(as_text(sessions, arguments.prompt_tokens) if sessions else "installed")
     return 1 if any(session.error for session in sessions) else 0
+
+
+def locate(name: str) -> tuple[Path, Path]:
+    """Returns the model, a directory or a GGUF file, and a directory with its tokenizer."""
+    config = ModelConfig(id=name)
+    if name.endswith(".gguf"):
+        file = Path(name).expanduser().resolve()
+        return file, gguf_directory(file, cache_directory(config))
+    directory = locate_model(config).directory
+    return directory, directory
 
 
 def long_prompts(prompts: Sequence[BenchPrompt], lengths: Sequence[int]) -> tuple[BenchPrompt, ...]:
@@ -137,7 +150,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--peers", default=",".join(PEERS), help="NAME or NAME:DTYPE, separated by commas")
+    parser.add_argument("--peers", default=",".join(PEERS), help="NAME or NAME:DTYPE, separated by commas; all:DTYPE")
     parser.add_argument("--modes", default=",".join(MODES), help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--levels", default="1,4,8,16", type=_numbers, help="clients at a time (default: %(default)s)")
@@ -150,15 +163,17 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--max-tokens", type=int, default=128, help="new tokens for each prompt (default: 128)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="(default: all cores)")
-    parser.add_argument("--model", default=ModelConfig().id, help="as for `outrider up` (default: %(default)s)")
+    parser.add_argument(
+        "--model", default=ModelConfig().id, help="as for `outrider up`: a GGUF file, … (default: %(default)s)"
+    )
     parser.add_argument("--start-timeout", type=float, default=1200.0, metavar="SECONDS")
     parser.add_argument("--session-timeout", type=float, default=1800.0, metavar="SECONDS", help="of all levels")
     parser.add_argument("--install-only", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, after each round")
     arguments = parser.parse_args()
     known = [entry.partition(":")[0] for entry in arguments.peers.split(",")]
-    if unknown := sorted({*known} - {*PEERS}) + sorted({*arguments.modes.split(",")} - {*MODES}):
-        parser.error(f"{', '.join(unknown)}: peers are {', '.join(PEERS)}; modes are {', '.join(MODES)}")
+    if unknown := sorted({*known} - {*PEERS, ALL}) + sorted({*arguments.modes.split(",")} - {*MODES}):
+        parser.error(f"{', '.join(unknown)}: peers are {', '.join(PEERS)}, {ALL}; modes are {', '.join(MODES)}")
     return arguments
 
 

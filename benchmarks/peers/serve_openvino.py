@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import queue
-import sys
-import threading
 from typing import Any
 
 import numpy as np
 import openvino as ov
 import openvino_genai as ov_genai
+from serve_lines import Inbox, arguments_parser, inbox_of_prompts, say
 
 LOOKUP = {"num_assistant_tokens": 5, "max_ngram_size": 3}
 PRECISIONS = {
@@ -22,14 +18,7 @@ PRECISIONS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model")
-    parser.add_argument("--dtype", choices=sorted(PRECISIONS), default="auto")
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--max-tokens", type=int, required=True)
-    parser.add_argument("--lookup", action="store_true")
-    arguments = parser.parse_args()
-
+    arguments = arguments_parser().parse_args()
     scheduler = ov_genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False
     properties: dict[str, Any] = {**PRECISIONS[arguments.dtype], "INFERENCE_NUM_THREADS": arguments.threads}
@@ -44,19 +33,12 @@ def main() -> None:
         for name, value in LOOKUP.items():
             setattr(config, name, value)
 
-    inbox: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-    threading.Thread(target=read_lines, args=(inbox,), daemon=True).start()
+    inbox = inbox_of_prompts()
     say(ready=True)
     serve(pipeline, config, inbox)
 
 
-def read_lines(inbox: queue.SimpleQueue[dict[str, Any] | None]) -> None:
-    for line in sys.stdin:
-        inbox.put(json.loads(line))
-    inbox.put(None)
-
-
-def serve(pipeline: Any, config: Any, inbox: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+def serve(pipeline: Any, config: Any, inbox: Inbox) -> None:
     """Serves prompts until standard input ends."""
     running: dict[int, Any] = {}
     while True:
@@ -64,8 +46,9 @@ def serve(pipeline: Any, config: Any, inbox: queue.SimpleQueue[dict[str, Any] | 
             asked = inbox.get()
             if asked is None:
                 return
-            prompt = ov.Tensor(np.asarray([asked["prompt"]], dtype=np.int64))  # [1, num_tokens]
-            running[asked["id"]] = pipeline.add_request(asked["id"], prompt, config)
+            number, token_ids = asked
+            prompt = ov.Tensor(np.asarray([token_ids], dtype=np.int64))  # [1, num_tokens]
+            running[number] = pipeline.add_request(number, prompt, config)
         pipeline.step()
         for number, handle in list(running.items()):
             tokens: list[int] = []
@@ -77,11 +60,6 @@ def serve(pipeline: Any, config: Any, inbox: queue.SimpleQueue[dict[str, Any] | 
             if handle.get_status() != ov_genai.GenerationStatus.RUNNING:
                 del running[number]
                 say(id=number, done=True)
-
-
-def say(**fields: Any) -> None:
-    sys.stdout.write(json.dumps(fields) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

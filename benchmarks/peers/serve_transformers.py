@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from serve_lines import arguments_parser, asked, say
 from transformers.generation.streamers import BaseStreamer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,29 +24,17 @@ POLL_SECONDS = 0.5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("model", type=Path)
+    parser = arguments_parser()
     parser.add_argument("--way", choices=("generate", "batching"), required=True)
-    parser.add_argument("--dtype", required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--max-tokens", type=int, required=True)
-    parser.add_argument("--lookup", action="store_true")
     arguments = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(arguments.threads)
-    model, _ = load(arguments.model, ModelConfig(id=str(arguments.model), dtype=arguments.dtype))
+    model, _ = load(Path(arguments.model), ModelConfig(id=arguments.model, dtype=arguments.dtype))
     model.generation_config.eos_token_id = None  # so that every answer has the requested length
     if arguments.way == "batching":
         serve_batched(model, max_tokens=arguments.max_tokens)
     else:
         serve_generate(model, LOOKUP if arguments.lookup else {}, max_tokens=arguments.max_tokens)
-
-
-def asked() -> Iterator[tuple[int, list[int]]]:
-    """Yields (id, prompt) of each line, until standard input ends."""
-    for line in sys.stdin:
-        value = json.loads(line)
-        yield value["id"], value["prompt"]
 
 
 class LineStreamer(BaseStreamer):
@@ -110,15 +96,6 @@ def say_results(manager: Any) -> None:
             say(id=number, error=str(output.error))
         elif output.is_finished():
             say(id=number, done=True)
-
-
-_SAYING = threading.Lock()
-
-
-def say(**fields: Any) -> None:
-    with _SAYING:
-        sys.stdout.write(json.dumps(fields) + "\n")
-        sys.stdout.flush()
 
 
 if __name__ == "__main__":

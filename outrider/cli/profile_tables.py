@@ -39,8 +39,8 @@ def engine_lines(profiles: Sequence[Profile]) -> Iterator[str]:
     for profile in profiles:
         yield (
             f"{profile.node}: {len(profile.steps)} steps, which cover {covered(profile) / 1e9:.2f} of "
-            f"{profile.seconds:.2f} s; a token has {profile.kv_bytes_per_token:,} bytes of K and V, "
-            f"{profile.feature_bytes_per_token:,} of features"
+            f"{profile.seconds:.2f} s{f'; weights: {profile.weights}' if profile.weights else ''}; a token has "
+            f"{profile.kv_bytes_per_token:,} bytes of K and V, {profile.feature_bytes_per_token:,} of features"
         )
     columns = [
         Column(profile, kind, steps)

@@ -35,10 +35,10 @@ class DeterministicLinear(nn.Module):
 class DeterministicRMSNorm(nn.Module):
     """An RMS norm that our kernel computes."""
 
-    def __init__(self, weight: Tensor, epsilon: float) -> None:
+    def __init__(self, weight: Tensor, epsilon: float, rounds_once: bool) -> None:  # noqa: FBT001
         """`weight` [width] float32."""
         super().__init__()
-        self._norm = Norm(weight.contiguous(), epsilon)
+        self._norm = Norm(weight.contiguous(), epsilon, rounds_first=not rounds_once)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Normalises […, width] over the last dimension."""

@@ -18,8 +18,9 @@ PROJECTIONS_OF_ONE_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_pr
 MakeLinear = Callable[[Tensor, Tensor | None], nn.Module]
 """Makes a layer from a weight [out_features, in_features] and a bias [out_features] or None."""
 
-MakeNorm = Callable[[Tensor, float], nn.Module]
-"""Makes a norm from a weight [width] float32 and the epsilon added to the mean square."""
+MakeNorm = Callable[[Tensor, float, bool], nn.Module]
+"""Makes a norm from a weight [width] float32, the epsilon added to the mean square, and whether it rounds only once:
+after the product with the weight (Gemma, OLMo 2) instead of before it as well (Llama)."""
 
 _ALLOWED_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
 """Allowed difference between the outputs of two norms, by dtype. It is relative to the output; if the norm adds one to
@@ -108,7 +109,7 @@ def replace_norms(model: nn.Module, make_norm: MakeNorm) -> None:
 
 
 def _as_norm(module: Any, make_norm: MakeNorm) -> nn.Module | None:
-    """Returns our norm that computes the same as `module` on random rows, or None if neither candidate does.
+    """Returns our norm that computes the same as `module` on random rows, or None if no candidate does.
 
     The rows include the cases that tell norms apart: one has a mean, which a layer norm subtracts, and one is so small
     that epsilon matters. Outputs are compared one by one, because a trained norm has some weights in the hundreds and
@@ -132,9 +133,10 @@ def _as_norm(module: Any, make_norm: MakeNorm) -> nn.Module | None:
     if expected.shape != rows.shape or expected.dtype != rows.dtype:
         return None
     expected = expected.float()
-    candidates = [make_norm(offset + weight.detach().float(), epsilon) for offset in (0.0, 1.0)]
+    kinds = [(offset, rounds_once) for offset in (0.0, 1.0) for rounds_once in (False, True)]
+    candidates = [make_norm(offset + weight.detach().float(), epsilon, once) for offset, once in kinds]
     differences = [(norm(rows).float() - expected).abs() for norm in candidates]
-    best = int(differences[1].sum() < differences[0].sum())
-    of_one = make_norm(torch.ones_like(weight, dtype=torch.float32), epsilon)(rows).float()
-    allowed = _ALLOWED_DIFFERENCE[weight.dtype] * (expected.abs() + best * of_one.abs())
+    best = min(range(len(kinds)), key=lambda kind: float(differences[kind].sum()))
+    of_one = make_norm(torch.ones_like(weight, dtype=torch.float32), epsilon, kinds[best][1])(rows).float()
+    allowed = _ALLOWED_DIFFERENCE[weight.dtype] * (expected.abs() + kinds[best][0] * of_one.abs())
     return candidates[best] if bool((differences[best] <= allowed).all()) else None

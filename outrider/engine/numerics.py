@@ -11,7 +11,7 @@ KERNELS_REVISION = 2
 """Revision of the native kernels' arithmetic. Raise it whenever the same model and tokens give other bits than before.
 Nodes with different revisions can serve together, as can nodes with different instruction paths, because they exchange
 data in the same format."""
-LAYERS_REVISION = 2
+LAYERS_REVISION = 3
 """Revision of the arithmetic of the native layers that replace single layers of a transformers model."""
 
 
@@ -46,7 +46,7 @@ def native_numerics(
     path: str,
     *,
     by_layers: bool = False,
-    has_int8_weights: bool = False,
+    weights: str = "",
     batch_invariance: BatchInvariance = BatchInvariance.EXACT,
 ) -> Numerics:
     """Returns the numerics of native kernels, which keep the order of every sum fixed.
@@ -55,12 +55,11 @@ def native_numerics(
         path: the instruction path.
         by_layers: whether transformers runs the model with native layers, which rounds differently from a native
             decoder.
-        has_int8_weights: whether weights, and the rows they multiply, are rounded to int8. The rounding does not
-            depend on the batch.
+        weights: how weights, and the rows they multiply, are rounded, such as "int8 activations"; "": they are not.
+            The rounding does not depend on the batch.
         batch_invariance: not EXACT if torch computes a part that depends on the batch.
     """
-    of_int8 = ["lossy int8 weights and activations"] * has_int8_weights
-    notes = [f"{path} {KERNELS_REVISION}", *[f"by layers {LAYERS_REVISION}"] * by_layers, *of_int8]
+    notes = [f"{path} {KERNELS_REVISION}", *[f"by layers {LAYERS_REVISION}"] * by_layers, *[weights] * bool(weights)]
     return Numerics(batch_invariance, ", ".join(notes))
 
 
@@ -81,7 +80,7 @@ def torch_numerics(dtype: str, device_type: str, *, num_ranks: int = 1) -> Numer
 
 def allowed_difference(dtype: str, *, is_lossy: bool) -> float:
     """Returns the allowed difference of a probe's logits from transformers', relative to the largest logit. `is_lossy`:
-    whether weights are int8.
+    whether weights or activations are quantised.
 
     Rounding causes far smaller differences, and a wrong mask, position or cache far larger ones.
     """

@@ -26,16 +26,18 @@ class StepProfiler:
         phases: ForwardPhases | None = None,
         *,
         planes: Sequence[PlaneSpec] = (),
+        weights: str = "",
         read_event_loop: Callable[[], int] = lambda: 0,
         start_trace: Callable[[], TorchTrace] | None = None,
     ) -> None:
-        """`planes`: the planes of the KV cache.
+        """`planes`: the planes of the KV cache. `weights`: the format of the model's weights.
 
         `read_event_loop`: returns the CPU time that the event loop's thread has used so far, in nanoseconds.
         """
         self.clock = clock
         self._phases = phases or ForwardPhases()
         self._planes = planes
+        self._weights = weights
         self._read_event_loop = read_event_loop
         self._start_trace = start_trace or _start_torch_trace
         self._capture: Capture | None = None
@@ -73,6 +75,7 @@ class StepProfiler:
             num_traced_steps=self._num_traced_steps,
             kv_bytes_per_token=sum(plane.bytes_per_token for plane in self._planes if not plane.is_feature),
             feature_bytes_per_token=sum(plane.bytes_per_token for plane in self._planes if plane.is_feature),
+            weights=self._weights,
         )
         current.on_done(Captured(profile, trace.export if trace is not None and self._num_traced_steps else None))
         self.clock.restart()

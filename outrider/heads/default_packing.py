@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
+from outrider.engine.cpu_kernels.decoder_options import DecoderOptions, decoder_options
 from outrider.engine.cpu_kernels.decoder_weights import DecoderWeights, PackedReduction
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import ElementType
 from outrider.engine.cpu_kernels.matrices import PlainLinear, to_float32
 from outrider.engine.cpu_kernels.packing import DecoderPacking
-from outrider.engine.rotation import inverse_frequencies
 from outrider.heads.packed_head import PackedHead
 from outrider.heads.spec import HeadSpec
 from outrider.model_hub.checkpoint_text import read_json
-from outrider.model_hub.default_packing import decoder_shape, map_tensors
+from outrider.model_hub.safetensors_files import SafetensorsFiles
 
 _LAYER = "layers.0."
 _READ = (
@@ -32,21 +32,23 @@ _READ = (
 
 def pack_default_head(folder: Path, target: Path, kernels: CpuKernels, max_model_len: int) -> PackedHead:
     """Packs the default model's head as `Eagle3.pack` would. `target`: the folder of the default model."""
-    about, tensors = read_json(folder / "config.json"), map_tensors(folder / "model.safetensors")
+    about, tensors = read_json(folder / "config.json"), SafetensorsFiles(folder)
     layer = about["transformer_layer_config"]
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for name in _READ:
         digest.update(name.encode())
         digest.update(tensors[name].data)
-    packing = DecoderPacking(kernels, quantise=True)
+    packing = DecoderPacking(kernels, quantise="int8")
     packing.add_layer(0, tensors, _LAYER)
-    packing.add_rotation(inverse_frequencies(layer["rope_theta"], layer["head_dim"]), max_model_len)
-    packing.add("embedding", map_tensors(target / "model.safetensors")["model.embed_tokens.weight"])
+    options = decoder_options(layer)
+    assert isinstance(options, DecoderOptions), options
+    packing.add_rotation(options.rotations[0].frequencies, max_model_len)
+    packing.add("embedding", SafetensorsFiles(target)["model.embed_tokens.weight"])
     packing.add_norm("feature_norm", tensors[f"{_LAYER}hidden_norm.weight"])
     packing.add_norm("final_norm", tensors["norm.weight"])
     packing.add_matrix("head", [PlainLinear(tensors["lm_head.weight"])])
     packing.add("target_ids", tensors["d2t"] + np.arange(about["draft_vocab_size"]))
-    shape = decoder_shape(layer, packing)
+    shape = replace(options.shape, element_type=ElementType.BFLOAT16, matrix_sizes=packing.matrix_sizes)
     spec = HeadSpec(
         form=about["speculators_model_type"],
         name=folder.name,

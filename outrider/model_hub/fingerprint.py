@@ -25,6 +25,8 @@ FORMATS = ("model.safetensors", "pytorch_model.bin")
 NAME.index.json lists."""
 MIN_CACHED_AGE_SECONDS = 2.0
 """Minimum seconds from a file's last change to caching its hash. Sooner, another change may keep the time stamp."""
+GGUF_TABLE = "gguf.json"
+"""A file in the directory of a GGUF model; see outrider.model_hub.gguf.directory."""
 VOLATILE_KEYS = frozenset({"_name_or_path", "_model_name_or_path", "transformers_version", "dtype", "torch_dtype"})
 """Keys of config.json that tell how the file was saved, not what the model is."""
 
@@ -40,6 +42,8 @@ def model_fingerprint(directory: Path, *, dtype: str, cache: Path) -> str:
         raise ModelError(f"{directory} has no config.json")
     tokenizer = directory / TOKENIZER_FILE
     files = weight_files(directory)
+    # A GGUF file's name is the user's choice, so it does not count.
+    names = [f"gguf {at}" if path.suffix == ".gguf" else path.name for at, path in enumerate(files)]
     with ThreadPoolExecutor() as threads:
         hashes = list(threads.map(lambda path: cached_sha256(path, cache), files))
     digest = hashlib.sha256()
@@ -47,7 +51,7 @@ def model_fingerprint(directory: Path, *, dtype: str, cache: Path) -> str:
         ("config", canonical_json(config)),
         ("tokenizer", hashlib.sha256(tokenizer.read_bytes() if tokenizer.is_file() else b"").digest()),
         ("dtype", dtype.encode()),
-        *((path.name, file_hash.encode()) for path, file_hash in zip(files, hashes, strict=True)),
+        *((name, file_hash.encode()) for name, file_hash in zip(names, hashes, strict=True)),
     )
     for name, content in parts:
         digest.update(f"{name}:{len(content)}:".encode() + content)
@@ -72,7 +76,9 @@ def weight_names(directory: Path) -> tuple[str, ...]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Returns the weight files that transformers loads from `directory`. Raises: ModelError if any are missing."""
+    """Returns the weight files of the model in `directory`. Raises: ModelError if any are missing."""
+    if table := read_json(directory / GGUF_TABLE):
+        return gguf_files(table)
     for name in (names := weight_names(directory)):
         if (directory / name).is_file():
             return [directory / name]
@@ -84,6 +90,17 @@ def weight_files(directory: Path) -> list[Path]:
                     raise ModelError(f"{index} names {path.name}, which is missing: copy or download it again")
             return files
     raise ModelError(f"{directory} has no weights: expected {' or '.join(names)}, or an index of several files")
+
+
+def gguf_files(table: dict[str, Any]) -> list[Path]:
+    """Returns the files that a GGUF model's table names. Raises: ModelError if one is missing or has another size."""
+    files = []
+    for file in table["files"]:
+        path = Path(file["path"])
+        if not path.is_file() or path.stat().st_size != file["size"]:
+            raise ModelError(f"{path} is missing or has changed since it was opened first: start again")
+        files.append(path)
+    return files
 
 
 def indexed_files(index: Path) -> list[str]:

@@ -6,7 +6,8 @@ import contextlib
 import copy
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from transformers.utils import logging as transformers_logging
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
+from outrider.engine.cpu_kernels.decoder_options import HEAD_DIM_STEP, DecoderOptions, decoder_options
 from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
 from outrider.engine.cpu_kernels.modules import NativeLayers
-from outrider.engine.cpu_kernels.packing import HEAD_DIM_STEP
+from outrider.engine.cpu_kernels.packing import pack_weights
 from outrider.engine.cpu_kernels.paths import FUSED, KernelChoice
 from outrider.engine.device import device_type
 from outrider.engine.gpu_kernels import why_not_fused
@@ -31,6 +33,7 @@ from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import BatchInvariance, Numerics, native_numerics, torch_batch_invariance, torch_numerics
 from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ConfigError, ModelError
+from outrider.model_hub.checkpoint import Checkpoint, open_checkpoint
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import check_weight_files
 from outrider.model_hub.kernels import (
@@ -41,8 +44,10 @@ from outrider.model_hub.kernels import (
     resolve_device,
     start_kernels,
 )
-from outrider.model_hub.loaded_model import INT8, LoadedModel, describe_model
-from outrider.model_hub.locate import locate_model
+from outrider.model_hub.layerwise_reference import layerwise_logits, load_tensors
+from outrider.model_hub.loaded_model import LoadedModel, describe_model
+from outrider.model_hub.locate import ModelLocation, locate_model
+from outrider.model_hub.quantised.open import dequantised
 from outrider.model_hub.support import (
     SPLIT_CONTEXT,
     architecture_name,
@@ -54,8 +59,31 @@ from outrider.model_hub.support import (
     reference_logits,
 )
 from outrider.model_hub.tensor_parallel import check_split, device_of_rank, own_rank
-from outrider.model_hub.window import fix_rotations, resolve_window
+from outrider.model_hub.weight_format import WeightFormat, choose_weight_format
+from outrider.model_hub.window import Window, fix_rotations, resolve_window
 from outrider.progress import Progress, no_progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """A model that is to be loaded: its files, and how it will be computed."""
+
+    config: ModelConfig
+    location: ModelLocation
+    hf_config: PretrainedConfig
+    checkpoint: Checkpoint | None  # None: transformers reads the weights
+    device: str
+    window: Window
+    kernels: KernelChoice
+    dtype: str
+    options: DecoderOptions | str  # or why the native decoder cannot compute the model
+    weights: WeightFormat
+    progress: Progress
+
+    @property
+    def packs_checkpoint(self) -> bool:
+        """Whether the checkpoint's own tensors are packed for the native decoder, without a model of transformers."""
+        return self.checkpoint is not None and self.kernels.library is not None and not isinstance(self.options, str)
 
 
 def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> LoadedModel:
@@ -69,84 +97,142 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     location = locate_model(config, progress=progress)
+    state = check_weight_files(location.directory)
+    source = _open_source(config, location, progress)
+    source, runnable = _load_packed(source) if source.packs_checkpoint else _load_modules(source)
+    loaded = describe_model(
+        config,
+        location,
+        source.kernels,
+        runnable,
+        weights=source.weights,
+        numerics=_numerics(source, runnable),
+        weights_source="checkpoint",
+    )
+    if check_weight_files(location.directory) != state:  # the fingerprint may belong to other weights
+        raise ModelError(f"{location.directory} changed while it was loaded: start again")
+    return loaded
+
+
+def _open_source(config: ModelConfig, location: ModelLocation, progress: Progress) -> _Source:
+    """Chooses how to compute the model, by its configuration. Raises: as `load_model`."""
     num_ranks = config.tensor_parallel_size
     device = resolve_device(config.device)
     if num_ranks > 1:
         device = device_of_rank(config, own_rank(config))
     hf_config = read_config(location.directory)
     check_config(hf_config, device)
+    checkpoint = open_checkpoint(location.directory, device)
+    if checkpoint is not None and num_ranks > 1:
+        raise ConfigError(f"model.tensor_parallel_size is {num_ranks}, but {checkpoint.format} cannot be divided")
     text_config = hf_config.get_text_config(decoder=True)
     window = resolve_window(text_config, config.max_model_len)
     if window.is_extended:
         fix_rotations(text_config)
-    state = check_weight_files(location.directory)
     kernels = choose_model_kernels(config, device, progress=progress)
     if kernels.path == FUSED and (reason := why_not_fused(hf_config)):
         kernels = fall_back_to_torch(config, reason)
-    dtype = resolve_dtype(config.dtype, device, hf_config, is_native=kernels.library is not None)
-    model = _load_weights(
-        location.directory,
-        hf_config,
-        TORCH_DTYPES[dtype],
-        device,
-        progress,
-        num_ranks=num_ranks,
-        moves_one_by_one=kernels.path == FUSED,
+    is_native = kernels.library is not None
+    is_quantised = checkpoint is not None and checkpoint.is_quantised
+    dtype = resolve_dtype(config.dtype, device, hf_config, is_native=is_native, is_quantised=is_quantised)
+    options = decoder_options(hf_config.to_dict())
+    is_decoder = is_native and not isinstance(options, str)
+    return _Source(
+        config=config,
+        location=location,
+        hf_config=hf_config,
+        checkpoint=checkpoint,
+        device=device,
+        window=window,
+        kernels=kernels,
+        dtype=dtype,
+        options=options,
+        weights=choose_weight_format(config, checkpoint, kernels, dtype=dtype, is_decoder=is_decoder),
+        progress=progress,
     )
-    spec, layers = describe_decoder(model, dtype=dtype, window=window)
-    if num_ranks > 1:
-        check_split(spec, hf_config, num_ranks)
-    if kernels.library is not None and spec.head_dim % HEAD_DIM_STEP:
+
+
+def _load_packed(source: _Source) -> tuple[_Source, RunnableModel]:
+    """Packs the tensors of the checkpoint, one at a time, and compares the logits with those of transformers."""
+    checkpoint, options, window = source.checkpoint, source.options, source.window
+    assert checkpoint is not None
+    assert isinstance(options, DecoderOptions)
+    tensors = checkpoint.tensors
+    if not source.weights.has_int8_activations:
+        tensors = dequantised(tensors)
+    spec = options.spec(dtype=source.dtype, max_model_len=window.max_model_len, is_extended=window.is_extended)
+    started = start_kernels(source.kernels, source.config)
+    weights = pack_weights(started, options, spec, tensors, quantise=source.weights.rounded_to)
+    runnable = RunnableModel(model=None, native=NativeDecoder(started, weights), device=source.device, spec=spec)
+    logits = partial(layerwise_logits, source.hf_config, checkpoint.tensors)
+    check_paged_forward(
+        runnable,
+        logits(dtype=TORCH_DTYPES[spec.dtype]),
+        exact=logits,
+        is_lossy=source.weights.has_int8_activations,
+    )
+    return source, runnable
+
+
+def _load_modules(source: _Source) -> tuple[_Source, RunnableModel]:
+    """Loads the model with transformers, replaces what our kernels compute, and compares the logits.
+
+    Returns the source with the kernels and the dtype that are used after all.
+    """
+    config, device = source.config, source.device
+    model = _load_weights(source)
+    spec, layers = describe_decoder(model, dtype=source.dtype, window=source.window)
+    if config.tensor_parallel_size > 1:
+        check_split(spec, source.hf_config, config.tensor_parallel_size)
+    if source.kernels.library is not None and spec.head_dim % HEAD_DIM_STEP:
         reason = f"its heads have {spec.head_dim} dimensions, not a multiple of {HEAD_DIM_STEP}"
         kernels = fall_back_to_torch(config, reason)
-        dtype = resolve_dtype(config.dtype, device, hf_config, is_native=False)
+        dtype = resolve_dtype(config.dtype, device, source.hf_config, is_native=False)
+        weights = choose_weight_format(config, source.checkpoint, kernels, dtype=dtype, is_decoder=False)
+        source = replace(source, kernels=kernels, dtype=dtype, weights=weights)
         nn.Module.to(model, TORCH_DTYPES[dtype])  # in place
         spec = replace(spec, dtype=dtype)
-    if config.weights == INT8 and kernels.library is None:
-        raise ConfigError(f"model.weights int8 needs native kernels: {kernels}; set model.weights to auto")
-    check_deterministic(config, device, kernels)
+    check_deterministic(config, device, source.kernels)
     expected = reference_logits(model, spec.vocab_size)
-    runnable = _make_runnable(config, kernels, model, device, spec, layers)
+    runnable = _make_runnable(source, model, spec, layers)
 
     def exact() -> Tensor:
-        if getattr(hf_config, "quantization_config", None):
-            return expected  # models with quantized weights do not compute in float32
-        directory, own_config = location.directory, copy.deepcopy(hf_config)
-        return float32_logits(_load_weights(directory, own_config, TORCH_DTYPES[dtype], "cpu", progress, num_ranks=1))
+        if source.checkpoint is not None:
+            return layerwise_logits(source.hf_config, source.checkpoint.tensors)
+        if getattr(source.hf_config, "quantization_config", None):
+            return expected  # transformers' quantizers do not compute in float32
+        own = replace(source, hf_config=copy.deepcopy(source.hf_config), device="cpu")
+        return float32_logits(_load_weights(replace(own, config=replace(config, tensor_parallel_size=1))))
 
+    is_lossy = source.weights.has_int8_activations
     try:
-        check_paged_forward(runnable, expected, exact=exact, is_lossy=config.weights == INT8)
+        check_paged_forward(runnable, expected, exact=exact, is_lossy=is_lossy)
     except ModelError as error:
         if runnable.fused is None:
             raise
-        kernels = fall_back_to_torch(config, str(error))
-        runnable = _make_runnable(config, kernels, model, device, spec, layers)
+        source = replace(source, kernels=fall_back_to_torch(config, str(error)))
+        runnable = _make_runnable(source, model, spec, layers)
         check_paged_forward(runnable, expected, exact=exact)
-    numerics = _numerics(config, kernels, runnable)
-    loaded = describe_model(config, location, kernels, runnable, numerics=numerics, weights_source="checkpoint")
-    if check_weight_files(location.directory) != state:  # the fingerprint may belong to other weights
-        raise ModelError(f"{location.directory} changed while it was loaded: start again")
-    return loaded
+    return source, runnable
 
 
-def _numerics(config: ModelConfig, kernels: KernelChoice, model: RunnableModel) -> Numerics:
+def _numerics(source: _Source, model: RunnableModel) -> Numerics:
     """Returns the numerics.
 
     They are exact unless torch computes the model without `model.deterministic`, or parts of it depended on the batch
     in a test.
     """
-    dtype = model.spec.dtype
+    config, dtype = source.config, model.spec.dtype
     if model.native is not None:
         by_layers = isinstance(model.native, NativeLayers)
         # torch computes experts, Conv1D and everything else that is not a linear layer.
         batch_invariance = (
             torch_batch_invariance(dtype) if by_layers and depends_on_batch(model) else BatchInvariance.EXACT
         )
-        has_int8_weights = config.weights == INT8
         return native_numerics(
-            kernels.arithmetic,
+            source.kernels.arithmetic,
             by_layers=by_layers,
-            has_int8_weights=has_int8_weights,
+            weights=source.weights.numerics_note,
             batch_invariance=batch_invariance,
         )
     if not config.deterministic:
@@ -161,18 +247,14 @@ def _numerics(config: ModelConfig, kernels: KernelChoice, model: RunnableModel) 
 
 
 def _make_runnable(
-    config: ModelConfig,
-    kernels: KernelChoice,
-    model: PreTrainedModel,
-    device: str,
-    spec: ModelSpec,
-    layers: Sequence[AttentionOptions],
+    source: _Source, model: PreTrainedModel, spec: ModelSpec, layers: Sequence[AttentionOptions]
 ) -> RunnableModel:
     """Returns a native decoder if the model's shape is supported, else the model with native layers, or torch's model.
 
     `model` itself can still be used if kernels are fused, or are torch's without `model.deterministic`.
     """
-    runnable = RunnableModel(model=model, native=None, device=device, spec=spec)
+    config, kernels = source.config, source.kernels
+    runnable = RunnableModel(model=model, native=None, device=source.device, spec=spec)
     if kernels.path == FUSED:
         from outrider.engine.fused_decoder import FusedDecoder  # imports triton
 
@@ -183,9 +265,9 @@ def _make_runnable(
 
             make_deterministic(model)
         return runnable
-    started, quantise = start_kernels(kernels, config), config.weights == INT8
+    started, quantise = start_kernels(kernels, config), source.weights.rounded_to
     if not why_not_native(model, spec, layers):
-        decoder = NativeDecoder(started, pack_decoder(started, model, spec, layers, quantise=quantise))
+        decoder = NativeDecoder(started, pack_decoder(started, model, spec, quantise=quantise))
         return replace(runnable, model=None, native=decoder)
     native = NativeLayers(started, quantise=quantise)
     native.replace_in(model)
@@ -193,8 +275,10 @@ def _make_runnable(
     return replace(runnable, native=native)
 
 
-def resolve_dtype(name: str, device: str, config: PretrainedConfig, *, is_native: bool) -> str:
-    """Returns the dtype of weights, KV and activations.
+def resolve_dtype(
+    name: str, device: str, config: PretrainedConfig, *, is_native: bool, is_quantised: bool = False
+) -> str:
+    """Returns the dtype of KV, activations and weights that are not quantised.
 
     "auto" is the checkpoint's own dtype, but float32 on a CPU without native kernels, because torch's bfloat16 kernels
     make decisions depend on the rest of the batch.
@@ -204,8 +288,10 @@ def resolve_dtype(name: str, device: str, config: PretrainedConfig, *, is_native
     if device_type(device) == "cpu" and not is_native:
         return "float32"
     checkpoint = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
-    if device_type(device) == "cpu" and checkpoint == "float16":
+    if device_type(device) == "cpu" and checkpoint == "float16" and not is_quantised:
         return "float32"  # bfloat16 would lose precision of the checkpoint
+    if device_type(device) == "cpu" and is_native and is_quantised:
+        return "bfloat16"  # activations are rounded to int8 anyway
     return checkpoint if checkpoint in TORCH_DTYPES else "bfloat16"
 
 
@@ -218,23 +304,21 @@ def read_config(directory: Path) -> PretrainedConfig:
     return config
 
 
-def _load_weights(
-    directory: Path,
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    device: str,
-    progress: Progress,
-    *,
-    num_ranks: int,
-    moves_one_by_one: bool = False,
-) -> PreTrainedModel:
+def _load_weights(source: _Source) -> PreTrainedModel:
     """Loads the weights, or with several ranks this rank's shard, by transformers' plan.
 
-    `moves_one_by_one`: whether to load to the CPU, and move tensors to the device one by one. Otherwise
-    transformers allocates one piece of device memory for all weights, and weights that are joined later leave holes in
-    it.
+    Weights for fused kernels are loaded to the CPU, and moved to the device one by one. Otherwise transformers
+    allocates one piece of device memory for all weights, and weights that are joined later leave holes in it.
     """
     register_attention()
+    config, directory, dtype = source.hf_config, source.location.directory, TORCH_DTYPES[source.dtype]
+    device, progress, num_ranks = source.device, source.progress, source.config.tensor_parallel_size
+    if source.checkpoint is not None:
+        tensors = source.checkpoint.tensors
+        model = load_tensors(config, tensors, dtype=dtype, attention=ATTENTION_NAME, progress=progress)
+        nn.Module.to(model, device)  # in place
+        return model
+    moves_one_by_one = source.kernels.path == FUSED
     at_first = "cpu" if moves_one_by_one else device
     placement: dict[str, Any] = {"device_map": {"": at_first} if device_type(at_first) != "cpu" else None}
     if num_ranks > 1:
@@ -255,7 +339,7 @@ def _load_weights(
             if "ignore_mismatched_sizes" in why:  # the message refers to a report that is not shown
                 why = "its weights have other shapes than its config.json says"
             raise ModelError(f"{architecture_name(config)} cannot be loaded from {directory}: {why}") from error
-    model: PreTrainedModel = loaded[0]
+    model = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):  # transformers initialises them
         raise ModelError(f"{directory} has no weights for {len(missing)} tensors of the model, such as {missing[0]}")
     model.requires_grad_(requires_grad=False)

@@ -20,12 +20,11 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.fingerprint import model_fingerprint
 from outrider.model_hub.locate import ModelLocation, cache_directory
 from outrider.model_hub.packed_weights import PackedKey
+from outrider.model_hub.weight_format import WeightFormat
 from outrider.node import ModelInfo
 
 if TYPE_CHECKING:
     from outrider.engine.feature_spec import FeatureSpec
-
-INT8 = "int8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +91,7 @@ def describe_model(
     kernels: KernelChoice,
     model: RunnableModel,
     *,
+    weights: WeightFormat,
     numerics: Numerics,
     weights_source: str,
     packed_key: PackedKey | None = None,
@@ -99,7 +99,7 @@ def describe_model(
     """Adds the information in the tokenizer and other files to the model. Raises: ModelError if a file is damaged."""
     directory, spec = location.directory, model.spec
     # Rounded weights and activations, or other rotations, make a different model, whose KV must not be shared.
-    arithmetic = ", ".join([spec.dtype, *["W8A8"] * (config.weights == INT8), *["extended window"] * spec.is_extended])
+    arithmetic = ", ".join(filter(None, (spec.dtype, weights.arithmetic, "extended window" * spec.is_extended)))
     tokenizer_files, text = open_text(directory)
     info = ModelInfo(
         name=location.name,
@@ -111,6 +111,7 @@ def describe_model(
         fingerprint=model_fingerprint(directory, dtype=arithmetic, cache=cache_directory(config)),
         vocabulary_fingerprint=vocabulary_fingerprint(text.own_vocabulary),
         numerics=str(numerics),
+        weights=weights.name,
     )
     return LoadedModel(
         model=model.model,

@@ -11,8 +11,11 @@ from outrider.errors import ModelError, NotFoundError
 from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 from outrider.model_hub.default_model import DEFAULT_MODEL_REVISION, default_directory, fetch_default_model
 from outrider.model_hub.fingerprint import indexed_files, weight_names
+from outrider.model_hub.gguf.directory import gguf_directory
 from outrider.progress import Progress, no_progress
 
+_PART_NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
+"""Ends the name of a part of a split GGUF model."""
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 DOWNLOADED = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
 """Files of a hub model to download besides the weights that transformers loads; many repositories have more formats."""
@@ -20,7 +23,7 @@ DOWNLOADED = ("*.json", "*.jinja", "tokenizer.model", "*.txt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLocation:
-    """A model's directory and name."""
+    """A model's directory, in transformers' layout or of a GGUF model, and its name."""
 
     directory: Path
     name: str
@@ -36,28 +39,45 @@ def is_available_locally(config: ModelConfig) -> bool:
     """Returns whether the model is on this machine, with nothing to download or to convert."""
     if config.id == DEFAULT_MODEL_ID:
         return default_directory(cache_directory(config)).is_dir()
-    return (Path(config.id).expanduser() / "config.json").is_file()
+    path = Path(config.id).expanduser()
+    return (path / "config.json").is_file() or is_gguf(path)
 
 
 def locate_model(config: ModelConfig, *, progress: Progress = no_progress) -> ModelLocation:
     """Returns the location of `config.id`, downloaded if necessary.
 
-    Raises: NotFoundError if the id is neither the default model, a directory, nor on the hub; ModelError if the
-    download or the cache fails.
+    Raises: NotFoundError if the id is neither the default model, a directory, a GGUF file, nor on the hub; ModelError
+    if the download or the cache fails, or a GGUF model is damaged or not supported.
     """
     if config.id == DEFAULT_MODEL_ID:
         directory = fetch_default_model(cache_directory(config), progress=progress)
         return ModelLocation(directory=directory, name=config.name or config.id, revision=DEFAULT_MODEL_REVISION)
     directory = Path(config.id).expanduser()
+    if is_gguf(directory):
+        name = config.name or _PART_NUMBER.sub("", directory.resolve().name.removesuffix(".gguf"))
+        location = gguf_directory(directory, cache_directory(config), progress=progress)
+        return ModelLocation(directory=location, name=name)
     if directory.is_dir():
         directory = directory.resolve()
         if not (directory / "config.json").is_file():
             raise ModelError(f"{directory} has no config.json: it is not a transformers model")
         return ModelLocation(directory=directory, name=config.name or directory.name)
-    if directory.is_absolute() or config.id.startswith((".", "~")) or not HUB_ID.fullmatch(config.id):
-        raise NotFoundError(f"model.id {config.id!r} is neither a directory nor a Hugging Face id")
+    if (
+        directory.suffix == ".gguf"
+        or directory.is_absolute()
+        or config.id.startswith((".", "~"))
+        or not HUB_ID.fullmatch(config.id)
+    ):
+        raise NotFoundError(f"model.id {config.id!r} is neither a directory, a GGUF file nor a Hugging Face id")
     directory = _download(config)
     return ModelLocation(directory=directory, name=config.name or config.id, revision=directory.name)
+
+
+def is_gguf(path: Path) -> bool:
+    """Returns whether the path is a GGUF file, or a directory with GGUF files and no config.json."""
+    if path.is_dir():
+        return not (path / "config.json").is_file() and any(path.glob("*.gguf"))
+    return path.suffix == ".gguf" and path.is_file()
 
 
 def _download(config: ModelConfig) -> Path:

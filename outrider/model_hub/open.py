@@ -12,20 +12,23 @@ from dataclasses import asdict
 from functools import cache
 
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
-from outrider.engine.cpu_kernels.decoder_weights import MODEL_TYPES, DecoderShape, DecoderWeights
+from outrider.engine.cpu_kernels.decoder_options import decoder_options
+from outrider.engine.cpu_kernels.decoder_weights import DecoderShape, DecoderWeights
 from outrider.engine.cpu_kernels.paths import KernelChoice
 from outrider.engine.device import needs_torch
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import native_numerics
 from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ModelError
+from outrider.model_hub.checkpoint import open_checkpoint
 from outrider.model_hub.checkpoint_text import read_json
 from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 from outrider.model_hub.default_packing import pack_default_model
 from outrider.model_hub.kernels import choose_model_kernels, resolve_device, start_kernels
-from outrider.model_hub.loaded_model import INT8, LoadedModel, describe_model
+from outrider.model_hub.loaded_model import LoadedModel, describe_model
 from outrider.model_hub.locate import locate_model
 from outrider.model_hub.packed_weights import Packed, PackedKey, open_packed
+from outrider.model_hub.weight_format import choose_weight_format
 from outrider.progress import Progress, no_progress
 
 
@@ -38,11 +41,12 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     location = locate_model(config, progress=progress)
     device = resolve_device(config.device)
     kernels = choose_model_kernels(config, device, progress=progress)
-    is_decoder = read_json(location.directory / "config.json").get("model_type") in MODEL_TYPES
+    is_decoder = not isinstance(decoder_options(read_json(location.directory / "config.json")), str)
     if kernels.library is None or not is_decoder or not config.keep_packed:
         return _load(config, kernels, progress)
     try:
         key = PackedKey.of(config, location.directory, kernels)
+        checkpoint = open_checkpoint(location.directory, device)
     except (ModelError, OSError):
         return _load(config, kernels, progress)  # reports what is wrong with the checkpoint
     start = cache(lambda: start_kernels(kernels, config))  # one team of threads for packing and for serving
@@ -69,12 +73,15 @@ def open_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     team = loaded[0].cpu_kernels if loaded else None
     weights = DecoderWeights(DecoderShape.of_json(packed.about["shape"]), packed.blobs)
     native = NativeDecoder(team or start(), weights)
+    spec = ModelSpec(**packed.about["spec"])
+    weight_format = choose_weight_format(config, checkpoint, kernels, dtype=spec.dtype, is_decoder=True)
     return describe_model(
         config,
         location,
         kernels,
-        RunnableModel(model=None, native=native, device=device, spec=ModelSpec(**packed.about["spec"])),
-        numerics=native_numerics(kernels.arithmetic, has_int8_weights=config.weights == INT8),
+        RunnableModel(model=None, native=native, device=device, spec=spec),
+        weights=weight_format,
+        numerics=native_numerics(kernels.arithmetic, weights=weight_format.numerics_note),
         weights_source=f"checkpoint; packed weights are not kept: {problem}" if problem else "packed weights, mapped",
         packed_key=key,
     )

@@ -25,6 +25,7 @@ from outrider.engine.numerics import allowed_difference
 from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ModelError
 from outrider.model_hub.default_packing import PROBE_BLOCKS, probe_logits
+from outrider.model_hub.quantised.methods import gpu_package, method_of, quantization_of, why_not_readable
 from outrider.model_hub.window import Window
 
 SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -51,16 +52,16 @@ _COMPARED_CHUNK = 200
 def check_config(config: PretrainedConfig, device: str) -> None:
     """Refuses models whose configuration makes them unsuitable. Raises: ModelError that names the architecture.
 
-    Quantized weights are left to transformers' quantizers, whose kernels are for GPUs. On a CPU all
-    quantized weights are refused, because some are dequantized to two or four times the memory, some fail in the first
-    forward, and transformers skips methods that it does not know.
+    On a CPU we read quantized weights ourselves. On a GPU they are left to transformers' quantizers, most of which need
+    a package.
     """
     name = architecture_name(config)
-    if device_type(device) == "cpu" and (method := _quantization_method(config)):
-        raise ModelError(
-            f"{name} is quantized ({method}), which needs a CUDA device: on a CPU serve the checkpoint that it was "
-            "made from, with model.weights=int8 for half the memory"
-        )
+    if quantization := quantization_of(config.to_dict()):
+        if device_type(device) == "cpu":
+            if why := why_not_readable(quantization):
+                raise ModelError(f"{name}: {why}")
+        elif package := gpu_package(method := method_of(quantization)):
+            raise ModelError(f"{name} is quantized ({method}), which needs a package on a GPU: pip install {package}")
     if config.is_encoder_decoder:
         raise ModelError(f"{name} is an encoder-decoder: only decoders that continue a text can be served")
     text_config = config.get_text_config(decoder=True)
@@ -151,7 +152,7 @@ def check_paged_forward(
     """
     spec = model.spec
     allowed = allowed_difference(spec.dtype, is_lossy=is_lossy)
-    token_ids = _probe_token_ids(spec.vocab_size)
+    token_ids = probe_token_ids(spec.vocab_size)
     cache = model.make_cache(*PROBE_BLOCKS)
     runner = make_runner(model, cache, make_attention_backend("torch_sdpa", cache.device))
     paged = torch.as_tensor(probe_logits(runner, token_ids.tolist()))
@@ -223,14 +224,6 @@ def depends_on_batch(model: RunnableModel, attention: str = "torch_sdpa", *, num
     return not all(torch.equal(found, expected[: len(found)]) for found in (alone, together, in_tree))
 
 
-def _quantization_method(config: PretrainedConfig) -> str:
-    """Returns the quantization method that config.json names, such as "awq"; empty for plain weights."""
-    quantization = getattr(config, "quantization_config", None)
-    if not quantization:
-        return ""
-    return str(quantization.get("quant_method", "unnamed") if isinstance(quantization, Mapping) else quantization)
-
-
 def architecture_name(config: PretrainedConfig) -> str:
     """Returns the class that a checkpoint names or, if it names none, its model type."""
     architectures = getattr(config, "architectures", None)
@@ -264,7 +257,7 @@ def _recorder(name: str, layers: dict[int, tuple[tuple[int, int, int], Attention
 _HARMLESS_TENSORS = frozenset({"position_ids", "cache_position", "input_ids"})
 
 
-def _probe_token_ids(vocab_size: int) -> Tensor:
+def probe_token_ids(vocab_size: int) -> Tensor:
     """Returns random ids for two sequences: [2, _PROBE_TOKENS] int64."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, vocab_size, (2, _PROBE_TOKENS), generator=generator)
@@ -275,7 +268,7 @@ def reference_logits(model: PreTrainedModel, vocab_size: int) -> Tensor:
 
     Returns [2, _PROBE_TOKENS, vocab_size] float32.
     """
-    return _own_forward(model, _probe_token_ids(vocab_size))
+    return _own_forward(model, probe_token_ids(vocab_size))
 
 
 def float32_logits(model: PreTrainedModel) -> Tensor:

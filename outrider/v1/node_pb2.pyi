@@ -32,7 +32,7 @@ class NodeInfo(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., role: _Optional[_Union[_router_pb2.NodeRole, str]] = ..., state: _Optional[_Union[_router_pb2.NodeState, str]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., version: _Optional[str] = ..., oldest_protocol_version: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "revision", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "fingerprint", "vocabulary_fingerprint", "proposer", "num_speculative_tokens", "numerics", "features")
+    __slots__ = ("name", "revision", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "fingerprint", "vocabulary_fingerprint", "proposer", "num_speculative_tokens", "numerics", "features", "weights")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class ModelInfo(_message.Message):
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     revision: str
     vocab_size: int
@@ -57,7 +58,8 @@ class ModelInfo(_message.Message):
     num_speculative_tokens: int
     numerics: str
     features: FeatureFormat
-    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., proposer: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., numerics: _Optional[str] = ..., features: _Optional[_Union[FeatureFormat, _Mapping]] = ...) -> None: ...
+    weights: str
+    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., fingerprint: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., proposer: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., numerics: _Optional[str] = ..., features: _Optional[_Union[FeatureFormat, _Mapping]] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class FeatureFormat(_message.Message):
     __slots__ = ("fingerprint", "width", "dtype", "taps")
@@ -178,7 +180,7 @@ class ProfileChunk(_message.Message):
     def __init__(self, summary: _Optional[_Union[ProfileSummary, _Mapping]] = ..., trace: _Optional[bytes] = ...) -> None: ...
 
 class ProfileSummary(_message.Message):
-    __slots__ = ("node", "steps", "num_traced_steps", "microseconds", "timed_out", "kv_bytes_per_token", "feature_bytes_per_token")
+    __slots__ = ("node", "steps", "num_traced_steps", "microseconds", "timed_out", "kv_bytes_per_token", "feature_bytes_per_token", "weights")
     NODE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_TRACED_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -186,6 +188,7 @@ class ProfileSummary(_message.Message):
     TIMED_OUT_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     FEATURE_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     node: str
     steps: _containers.RepeatedCompositeFieldContainer[StepAccount]
     num_traced_steps: int
@@ -193,7 +196,8 @@ class ProfileSummary(_message.Message):
     timed_out: bool
     kv_bytes_per_token: int
     feature_bytes_per_token: int
-    def __init__(self, node: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[StepAccount, _Mapping]]] = ..., num_traced_steps: _Optional[int] = ..., microseconds: _Optional[int] = ..., timed_out: bool = ..., kv_bytes_per_token: _Optional[int] = ..., feature_bytes_per_token: _Optional[int] = ...) -> None: ...
+    weights: str
+    def __init__(self, node: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[StepAccount, _Mapping]]] = ..., num_traced_steps: _Optional[int] = ..., microseconds: _Optional[int] = ..., timed_out: bool = ..., kv_bytes_per_token: _Optional[int] = ..., feature_bytes_per_token: _Optional[int] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class StepAccount(_message.Message):
     __slots__ = ("kind", "num_rows", "num_sequences", "nanoseconds", "event_loop_nanoseconds")

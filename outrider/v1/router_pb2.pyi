@@ -456,7 +456,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("name", "revision", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "proposer", "num_speculative_tokens", "verification_method", "fingerprint", "version", "default_sampling", "adapters")
+    __slots__ = ("name", "revision", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "proposer", "num_speculative_tokens", "verification_method", "fingerprint", "version", "default_sampling", "weights", "adapters")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -469,6 +469,7 @@ class GetModelResponse(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     revision: str
@@ -482,8 +483,9 @@ class GetModelResponse(_message.Message):
     fingerprint: str
     version: str
     default_sampling: SamplingParams
+    weights: str
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
-    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., proposer: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., verification_method: _Optional[_Union[VerificationMethod, str]] = ..., fingerprint: _Optional[str] = ..., version: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., revision: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., proposer: _Optional[str] = ..., num_speculative_tokens: _Optional[int] = ..., verification_method: _Optional[_Union[VerificationMethod, str]] = ..., fingerprint: _Optional[str] = ..., version: _Optional[str] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., weights: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "fingerprint")

@@ -277,6 +277,7 @@ class RequestRegistry:
             fingerprint=info.fingerprint,
             version=__version__,
             default_sampling=served.text.default_sampling,
+            weights=info.weights,
             adapters=tuple(adapter for _, adapter in sorted(self.adapters.by_name.items())),
         )
 

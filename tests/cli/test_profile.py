@@ -21,7 +21,12 @@ def step(kind=StepKind.DECODE, **milliseconds):
     return ProfiledStep(kind=kind, num_rows=2, num_sequences=1, nanoseconds=nanoseconds, event_loop_nanoseconds=500_000)
 
 
-PREFILL = Profile(node="prefill", seconds=0.5, steps=(step(StepKind.PROMPT, idle=100, cpu_turn=60, forward_linear=40),))
+PREFILL = Profile(
+    node="prefill",
+    seconds=0.5,
+    steps=(step(StepKind.PROMPT, idle=100, cpu_turn=60, forward_linear=40),),
+    weights="bfloat16",
+)
 DECODE = Profile(
     node="decode",
     seconds=0.5,
@@ -37,7 +42,9 @@ DECODE = Profile(
 
 def test_the_columns_of_a_node_add_up_to_its_time():
     first, second, empty, *table, last = engine_lines([PREFILL, DECODE])
-    assert first == "prefill: 1 steps, which cover 0.20 of 0.50 s; a token has 0 bytes of K and V, 0 of features"
+    assert first == (
+        "prefill: 1 steps, which cover 0.20 of 0.50 s; weights: bfloat16; a token has 0 bytes of K and V, 0 of features"
+    )
     assert (
         second == "decode: 3 steps, which cover 0.10 of 0.50 s; a token has 23,040 bytes of K and V, 1,152 of features"
     )

@@ -124,6 +124,8 @@ def test_a_weight_tied_to_an_embedding_stays_there():
 class Norm(nn.Module):
     """A norm of a kind that models have. `replace_norms` must recognise the kind by what the norm computes."""
 
+    rounds_once = True
+
     def __init__(self, weight, *, offset=0.0, subtracts_mean=False, epsilon=1e-6, dtype=torch.float32) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
@@ -133,12 +135,14 @@ class Norm(nn.Module):
         values = rows.float()
         values = values - self.subtracts_mean * values.mean(-1, keepdim=True)
         values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.epsilon)
+        values = values if self.rounds_once else values.to(rows.dtype).float()
         return (values * (self.offset + self.weight.float())).to(rows.dtype)
 
 
 class OurNorm(Norm):
-    def __init__(self, weight, epsilon) -> None:
+    def __init__(self, weight, epsilon, rounds_once) -> None:
         super().__init__(weight, epsilon=epsilon)
+        self.rounds_once = rounds_once
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -154,6 +158,20 @@ def test_a_norm_of_trained_weights_is_known_by_every_output(dtype, largest, offs
     replace_norms(module, OurNorm)
     assert type(module[0]) is OurNorm
     torch.testing.assert_close(module(rows), expected, rtol=2.0**-6 if dtype != torch.float32 else 1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rounds_once", [False, True])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_rounds_as_often_as_the_one_that_it_replaces(dtype, rounds_once, offset):
+    """Rounding twice has up to twice the error."""
+    torch.manual_seed(0)
+    module = nn.Sequential(Norm(torch.randn(640), offset=offset, dtype=dtype))
+    module[0].rounds_once = rounds_once
+    rows = torch.randn(5, 640).to(dtype)
+    expected = module(rows)
+    replace_norms(module, OurNorm)
+    assert (module[0].rounds_once, torch.equal(module(rows), expected)) == (rounds_once, True)
 
 
 @pytest.mark.parametrize("other", [{"subtracts_mean": True}, {"epsilon": 1e-4}, {"offset": 2.0}])

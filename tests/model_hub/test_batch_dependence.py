@@ -22,7 +22,7 @@ def exact_model(tmp_path_factory):
     if choose_kernels().library is None:
         pytest.skip("no native kernels were built")
     path = make_tiny_model(
-        tmp_path_factory.mktemp("model"), architecture="gemma", overrides={"max_position_embeddings": 2048}
+        tmp_path_factory.mktemp("model"), architecture="glm4", overrides={"max_position_embeddings": 2048}
     )
     return load_model(ModelConfig(id=str(path)))
 
@@ -55,7 +55,7 @@ def test_a_kernel_that_reads_the_paths_of_trees_in_another_order_is_noticed(exac
 
 
 class Norm(nn.Module):
-    def __init__(self, weight, epsilon):
+    def __init__(self, weight, epsilon, _rounds_once):
         super().__init__()
         self.weight, self.epsilon = weight, epsilon
 

@@ -186,6 +186,8 @@ def act_as_python(tmp_path, monkeypatch):
 def test_a_conversion_is_told_of_while_it_goes_on(tmp_path):
     queries = np.arange(64 * 4, dtype=np.float32).reshape(64, 4)
     writer = gguf.GGUFWriter(tmp_path / "w.gguf", "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
     writer.add_token_list(["a", "b", "ab", "<end>"])
     writer.add_token_merges(["a b"])
     writer.add_token_types([1, 1, 1, 3])

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.torch_sdpa import TorchSdpaAttention
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
-from outrider.engine.cpu_kernels.decoder_packing import why_not_native
+from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.errors import ConfigError, ModelError, NotFoundError
 from outrider.model_hub import load as load_module
@@ -147,42 +147,6 @@ def test_an_unknown_architecture_is_refused(copy):
         load(copy)
 
 
-LAYERS = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-          "num_key_value_heads": 2}  # fmt: skip
-OWN_ATTENTION = "cannot be served: it does not compute attention through transformers' AttentionInterface"
-NO_ARGUMENTS = "cannot be served: .*do not pass a forward's arguments on to attention"
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-UNSERVABLE = {
-    "mamba": ({"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, ""),
-    "deepseek_v3": ({
-        **LAYERS, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-        "topk_group": 1, "first_k_dense_replace": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8, "v_head_dim": 12,
-    }, ""),
-    "gpt_oss": ({**LAYERS, "head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1}, ""),
-    "bloom": (SMALL, OWN_ATTENTION),
-    "codegen": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, OWN_ATTENTION),
-    "falcon": (SMALL, OWN_ATTENTION),
-    "gptj": ({"n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8}, OWN_ATTENTION),
-    "mpt": ({"d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 64}, OWN_ATTENTION),
-    "nemotron": (LAYERS, NO_ARGUMENTS),
-    "openai-gpt": ({"n_embd": 32, "n_layer": 2, "n_head": 2}, OWN_ATTENTION),
-    "stablelm": (LAYERS, NO_ARGUMENTS),
-    "xglm": ({"d_model": 32, "num_layers": 2, "attention_heads": 2, "ffn_dim": 32}, OWN_ATTENTION),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("architecture", UNSERVABLE)
-def test_attention_that_cannot_be_replaced_and_layers_without_plain_kv_are_refused_by_name(architecture, copy):
-    settings, reason = UNSERVABLE[architecture]
-    (copy / "model.safetensors").unlink()
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, vocab_size=320, **settings))
-    model.save_pretrained(copy)
-    with pytest.raises(ModelError, match=f"{type(model).__name__}.*{reason}") as caught:
-        load(copy)
-    assert "Error" not in caught.value.message
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -298,11 +262,18 @@ def test_quantized_layers_are_left_to_their_quantizer(tiny, kind):
     assert why_not_native(model, spec, layers) == "its 1.self_attn.o_proj is not a plain nn.Linear"
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "compressed-tensors", "unheard-of"])
-def test_a_quantized_checkpoint_is_refused_on_a_cpu_with_the_way_out(copy, method):
+@pytest.mark.parametrize(
+    ("quantization", "why"),
+    [
+        ({"quant_method": "hqq"}, "quantized by hqq"),
+        ({"load_in_4bit": True}, "quantized by bitsandbytes"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ of 3 bits"),
+    ],
+)
+def test_weights_quantized_in_an_unsupported_way_are_refused_on_a_cpu_with_the_way_out(copy, quantization, why):
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
-    with pytest.raises(ModelError, match=rf"quantized \({method}\).*CUDA device.*model\.weights=int8"):
+    (copy / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    with pytest.raises(ModelError, match=rf"LlamaForCausalLM.*{why}.*model\.weights=int8"):
         load(copy)
 
 
@@ -312,10 +283,10 @@ def test_a_window_that_is_not_the_models_is_seen_at_load(tmp_path, monkeypatch):
     directory = make_tiny_model(tmp_path, architecture="mistral")
     assert load(directory).spec.num_layers == 3
 
-    def describe(*arguments, **keywords):
-        spec, layers = describe_decoder(*arguments, **keywords)
-        return spec, [dataclasses.replace(options, sliding_window=None) for options in layers]
+    def pack(*arguments, **keywords):
+        weights = pack_decoder(*arguments, **keywords)
+        return dataclasses.replace(weights, shape=dataclasses.replace(weights.shape, sliding_windows=(0,) * 3))
 
-    monkeypatch.setattr(load_module, "describe_decoder", describe)
+    monkeypatch.setattr(load_module, "pack_decoder", pack)
     with pytest.raises(ModelError, match="differs from the model's own"):
         load(directory)

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -275,21 +276,21 @@ def test_a_disk_that_is_full_in_the_middle_leaves_nothing_there(opened, cache, m
 
 
 def test_what_native_kernels_do_not_compute_as_a_whole_is_loaded_each_time(opened, loads, cache, tmp_path):
-    gemma = make_tiny_model(tmp_path / "gemma2", architecture="gemma2")
-    for settings in ({"path": gemma}, {"kernels": "torch"}, {"keep_packed": False}):
+    glm = make_tiny_model(tmp_path / "glm4", architecture="glm4")
+    for settings in ({"path": glm}, {"kernels": "torch"}, {"keep_packed": False}):
         assert opened(**settings).weights_source == "checkpoint"
     assert len(loads) == 3
     assert not (cache / "packed").exists()
 
 
 def test_a_model_that_fails_the_check_is_not_kept(opened, cache, monkeypatch):
-    describe = load_module.describe_decoder
+    pack = load_module.pack_decoder
 
-    def forgetful(*arguments, **options):
-        spec, layers = describe(*arguments, **options)
-        return spec, [type(layer)(layer.scaling, sliding_window=11) for layer in layers]
+    def wrong(*arguments, **options):
+        weights = pack(*arguments, **options)
+        return replace(weights, shape=replace(weights.shape, sliding_windows=(11,) * weights.shape.num_layers))
 
-    monkeypatch.setattr(load_module, "describe_decoder", forgetful)
+    monkeypatch.setattr(load_module, "pack_decoder", wrong)
     for _ in range(2):
         with pytest.raises(ModelError, match=r"native kernels' forward differs.*set model\.kernels to torch"):
             opened(dtype="float32")

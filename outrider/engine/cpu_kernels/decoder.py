@@ -1,4 +1,4 @@
-"""A whole decoder in one native call, for models in the shape of Llama, Mistral, Qwen2 and Qwen3.
+"""A whole decoder in one native call, for the families of models in decoder_options.py.
 
 The caller that packs the weights compares the logits with the original model's (see outrider.model_hub.support).
 """
@@ -38,9 +38,7 @@ class NativeDecoder:
             *(_layer(weights, index) for index in range(shape.num_layers))
         )
         head = weights.matrix("head")
-        blobs = {
-            name: weights.address(name) for name in ("cosines", "sines", "embedding", "final_norm", "feature_norm")
-        }
+        blobs = {name: weights.address(name) for name in ("embedding", "final_norm", "feature_norm")}
         self.struct = structures.OutriderDecoder(
             vocab_size=head.out_features,
             type=shape.element_type,
@@ -54,7 +52,9 @@ class NativeDecoder:
 def _layer(weights: DecoderWeights, index: int) -> ctypes.Structure:
     norms = {name: weights.address(f"{index}.{name}") for name in LAYER_NORMS}
     matrices = {name: weights.matrix(f"{index}.{name}") for name in LAYER_MATRICES}
-    return structures.OutriderLayer(**norms, **matrices, sliding_window=weights.shape.sliding_windows[index])
+    rotation = {name: weights.address(f"{name}.{weights.shape.rotations[index]}") for name in ("cosines", "sines")}
+    window = weights.shape.sliding_windows[index]
+    return structures.OutriderLayer(**norms, **matrices, **rotation, sliding_window=window)
 
 
 class NativeStep(ModelRunner):

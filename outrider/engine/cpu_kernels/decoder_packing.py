@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,17 +11,18 @@ import torch
 from torch import nn
 
 from outrider.engine.attention.base import AttentionOptions
-from outrider.engine.cpu_kernels.decoder_weights import MODEL_TYPES, DecoderShape, DecoderWeights, PackedReduction
+from outrider.engine.cpu_kernels.decoder_options import DecoderOptions, decoder_options
+from outrider.engine.cpu_kernels.decoder_weights import DecoderWeights, PackedReduction
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import ElementType
-from outrider.engine.cpu_kernels.matrices import Floats
 from outrider.engine.cpu_kernels.operators import ELEMENT_TYPES, plain_linear
-from outrider.engine.cpu_kernels.packing import WIDTH_STEP, DecoderPacking
+from outrider.engine.cpu_kernels.packing import DecoderPacking, pack_weights
 from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.features import FeatureReduction
+from outrider.engine.kv_cache.array_plane import Words
 from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.engine.model_spec import ModelSpec
-from outrider.engine.rotation import inverse_frequencies
+from outrider.engine.scaled_rotations import Rotation
 from outrider.errors import ModelError
 
 if TYPE_CHECKING:
@@ -34,22 +35,17 @@ _ALLOWED_ANGLE = 2.5e-7
 
 def why_not_native(model: PreTrainedModel, spec: ModelSpec, layers: Sequence[AttentionOptions]) -> str:
     """Returns why a model cannot run as one native call although the kernels can compute its layers, or ""."""
-    config = model.config
-    if config.model_type not in MODEL_TYPES:
-        return f"{config.model_type} is not in the shape of Llama"
-    if config.hidden_act != "silu":
-        return f"its activation is {config.hidden_act}"
-    widths = (config.hidden_size, config.intermediate_size, spec.num_heads * spec.head_dim)
-    if any(width % WIDTH_STEP for width in widths):
-        return f"its widths {widths} are not multiples of {WIDTH_STEP}"
-    if any(options.softcap is not None for options in layers) or len({options.scaling for options in layers}) != 1:
-        return "its layers attend with a soft cap or with different scales"
+    options = decoder_options(model.config.to_dict())
+    if isinstance(options, str):
+        return options
+    shape = options.shape
+    for index, (layer, window) in enumerate(zip(layers, shape.sliding_windows, strict=True)):
+        found = (layer.scaling, layer.sliding_window or 0, layer.softcap or 0.0)
+        if found != (shape.scaling, window, shape.attention_softcap):
+            return f"layer {index} attends with (scale, window, soft cap) {found}, unlike its family"
     base: Any = model.base_model
     if unsupported := [name for name, module in base.layers.named_modules() if _is_unsupported_linear(module)]:
         return f"its {unsupported[0]} is not a plain nn.Linear"
-    cosines, _ = base.rotary_emb(torch.empty(1), torch.zeros((1, 1), dtype=torch.int64))
-    if cosines.shape[-1] != spec.head_dim:
-        return f"it rotates {cosines.shape[-1]} of {spec.head_dim} dimensions"
     return ""
 
 
@@ -60,14 +56,7 @@ def _is_unsupported_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or hasattr(module, "in_features")
 
 
-def pack_decoder(
-    kernels: CpuKernels,
-    model: PreTrainedModel,
-    spec: ModelSpec,
-    layers: Sequence[AttentionOptions],
-    *,
-    quantise: bool = False,
-) -> DecoderWeights:
+def pack_decoder(kernels: CpuKernels, model: PreTrainedModel, spec: ModelSpec, *, quantise: str = "") -> DecoderWeights:
     """Packs the weights of `model`, which cannot compute afterwards.
 
     Each weight is packed, then dropped, so that the model is in memory only once.
@@ -76,40 +65,40 @@ def pack_decoder(
         kernels: the kernels for whose instruction path the weights are packed.
         model: on the CPU; `why_not_native` must be empty for it.
         spec: sizes of the model.
-        layers: each layer's attention options.
-        quantise: whether to store linear layers, including the output layer, as int8 (lossy).
+        quantise: see pack_weights.
     """
-    packing = DecoderPacking(kernels, quantise=quantise)
+    options = decoder_options(model.config.to_dict())
+    assert isinstance(options, DecoderOptions), options
     base: Any = model.base_model
+    _compare_with_own(base.rotary_emb, options, spec.max_model_len)
     head: Any = model.get_output_embeddings()
     is_tied = head.weight.data_ptr() == base.embed_tokens.weight.data_ptr()
-    dtype = head.weight.dtype
-    for index, layer in enumerate(base.layers):
-        packing.add_layer(index, {name: words_of(each) for name, each in layer.named_parameters()})
-        _drop_weights(layer)
-    rotary = base.rotary_emb
-    tables = packing.add_rotation(_frequencies(rotary), spec.max_model_len, rotary.attention_scaling)
-    _compare_with_own(rotary, *tables)
-    packing.add_matrix("head", [plain_linear(head.weight, head.bias)])
-    if not is_tied:
-        packing.add("embedding", words_of(base.embed_tokens.weight).copy())
-    packing.add_norm("final_norm", words_of(base.norm.weight))
-    for module in (head, base.embed_tokens, base.norm):
-        _drop_weights(module)
-    shape = DecoderShape(
-        num_layers=spec.num_layers,
-        hidden_size=model.config.hidden_size,
-        intermediate_size=model.config.intermediate_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        scaling=layers[0].scaling,
-        epsilon=model.config.rms_norm_eps,
-        element_type=ELEMENT_TYPES[dtype],
-        sliding_windows=tuple(options.sliding_window or 0 for options in layers),
-        matrix_sizes=packing.matrix_sizes,
-    )
-    return DecoderWeights(shape, packing.blobs)
+    rotations = tuple(_with_own_frequencies(rotation, base.rotary_emb) for rotation in options.rotations)
+    options = replace(options, is_tied=is_tied, rotations=rotations)
+    return pack_weights(kernels, options, spec, _Parameters(model), quantise=quantise)
+
+
+class _Parameters(Mapping[str, Words]):
+    """A model's parameters by name. A layer's are dropped when they are read."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def __getitem__(self, name: str) -> Words:
+        parameter = self._parameters[name]
+        words = words_of(parameter)
+        if ".layers." in name:
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+        return words
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parameters
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
 
 
 def pack_reduction(kernels: CpuKernels, reduction: FeatureSpec, element_type: ElementType) -> PackedReduction:
@@ -126,30 +115,29 @@ def pack_reduction(kernels: CpuKernels, reduction: FeatureSpec, element_type: El
     return PackedReduction(**spec, element_type=element_type, blobs=packing.blobs)
 
 
-def _frequencies(rotary: Any) -> Floats:
-    """Returns the rotation's frequencies [head_dim / 2], computed by our own arithmetic if they are the usual ones."""
-    frequencies: Floats = rotary.inv_freq.float().numpy()
-    if rotary.rope_type == "default":
-        own = inverse_frequencies(rotary.config.rope_parameters["rope_theta"], 2 * len(frequencies))
-        if np.allclose(own, frequencies, rtol=1e-6, atol=0.0):  # otherwise the model defines them differently
-            return own
-    return frequencies
+def _with_own_frequencies(rotation: Rotation, rotary: Any) -> Rotation:
+    """Returns the rotation with the model's own frequencies if they are scaled.
 
-
-def _compare_with_own(rotary: Any, cosines: Floats, sines: Floats) -> None:
-    """Compares cosines and sines [num_positions, head_dim / 2] with the model's own, at positions up to the last one.
-
-    Raises: ModelError if they differ.
+    torch's powers and ours may differ in the last place. Scaled frequencies have always been torch's here, so packed
+    models keep their bits.
     """
-    num_positions, half = cosines.shape
+    layers = rotation.layer_type
+    if (rotary.rope_type[layers] if layers else rotary.rope_type) == "default":
+        return rotation
+    own = getattr(rotary, f"{layers}_inv_freq" if layers else "inv_freq")
+    return replace(rotation, frequencies=own.float().numpy())
+
+
+def _compare_with_own(rotary: Any, options: DecoderOptions, num_positions: int) -> None:
+    """Compares rotations with the model's own, at positions up to the last one. Raises: ModelError if they differ."""
     positions = torch.linspace(0, num_positions - 1, _COMPARED_POSITIONS).long()
-    for ours, theirs in zip((cosines, sines), rotary(torch.empty(1), positions.unsqueeze(0)), strict=True):
-        difference = float(np.abs(ours[positions.numpy()] - theirs[0, :, :half].numpy()).max())
-        allowed = _ALLOWED_ANGLE * max(num_positions, 1)  # angles are rounded to float32
-        if not difference <= max(allowed, 1e-5):
-            raise ModelError(f"the model's rotations differ from those by its frequencies by {difference:.2g}")
-
-
-def _drop_weights(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.data = torch.empty(0, dtype=parameter.dtype)
+    for rotation in options.rotations:
+        types = [rotation.layer_type] if rotation.layer_type else []
+        theirs = rotary(torch.empty(1), positions.unsqueeze(0), *types)
+        angles = positions.numpy().astype(np.float32)[:, None] * rotation.frequencies
+        for ours, own in zip((np.cos(angles), np.sin(angles)), theirs, strict=True):
+            half = rotation.frequencies.size
+            difference = float(np.abs(ours * np.float32(rotation.scale) - own[0, :, :half].numpy()).max())
+            allowed = _ALLOWED_ANGLE * max(num_positions, 1)  # angles are rounded to float32
+            if not (own.shape[-1] == 2 * half and difference <= max(allowed, 1e-5)):
+                raise ModelError(f"the model's rotations differ from those of its configuration by {difference:.2g}")

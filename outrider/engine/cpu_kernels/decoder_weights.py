@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ctypes import Structure
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,16 +16,22 @@ from outrider.engine.feature_spec import FeatureSpec
 
 PACKED, BIAS, SCALES = "packed", "bias", "scales"
 """The last parts of blobs' names, which follow the name of a matrix."""
-LAYER_NORMS = ("input_norm", "post_attention_norm", "query_norm", "key_norm")
-LAYER_MATRICES = ("qkv", "output", "gate_up", "down")
+LAYER_NORMS = ("input_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm", "query_norm", "key_norm")
+LAYER_MATRICES = ("qkv", "value", "output", "gate_up", "down")
 
-MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Model types in config.json with the shape of Llama."""
+
+class MatrixSize(NamedTuple):
+    """Size and format of a packed matrix."""
+
+    out_features: int
+    in_features: int
+    type: int  # an ElementType
+    unit_size: int = 0  # see PackedFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """Sizes and constants of a decoder in the shape of Llama."""
+    """Sizes and constants of a decoder. For those with defaults, see OutriderDecoder in source/api.h."""
 
     num_layers: int
     hidden_size: int
@@ -33,30 +39,40 @@ class DecoderShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int  # the first dimensions of each head, which are rotated
     scaling: float  # multiplies query · key
     epsilon: float  # added to the norms' mean square
     element_type: ElementType  # type of activations, embedding, and weights that are not int8
     sliding_windows: tuple[int, ...]  # by layer; 0: none
-    matrix_sizes: Mapping[str, tuple[int, int]]  # by name: (out_features, in_features)
-    begins_normalised: bool = False  # for drafter heads: see OutriderDecoder
+    rotations: tuple[int, ...]  # by layer: the number of its rotation in the names of blobs; -1: none
+    matrix_sizes: Mapping[str, MatrixSize]  # by name
+    attention_softcap: float = 0.0
+    logits_softcap: float = 0.0
+    logits_scale: float = 1.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    is_gelu: bool = False
+    rounds_norms_once: bool = False
+    norms_all_heads: bool = False
+    begins_normalised: bool = False  # for drafter heads
     keeps_normalised: bool = False  # same
 
     @classmethod
     def of_json(cls, shape: Mapping[str, Any]) -> DecoderShape:
         """Restores a shape from the JSON of its `asdict`."""
-        sizes = {name: tuple(sizes) for name, sizes in shape["matrix_sizes"].items()}
-        types = {"element_type": ElementType(shape["element_type"]), "sliding_windows": tuple(shape["sliding_windows"])}
-        return cls(**{**shape, **types, "matrix_sizes": sizes})
+        sizes = {name: MatrixSize(*size) for name, size in shape["matrix_sizes"].items()}
+        by_layer = {name: tuple(shape[name]) for name in ("sliding_windows", "rotations")}
+        return cls(**{**shape, **by_layer, "element_type": ElementType(shape["element_type"]), "matrix_sizes": sizes})
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """A model packed by `pack_decoder`, in this process's memory or mapped from a file.
+    """A model packed by `pack_weights`, in this process's memory or mapped from a file.
 
-    Names: "cosines", "sines", "embedding" (unless the output layer shares it), "final_norm", "head.packed"; for layer
-    3, "3.input_norm", "3.post_attention_norm", "3.query_norm", "3.key_norm", and for its matrices qkv, output, gate_up
-    and down "3.qkv.packed", "3.qkv.bias", "3.qkv.scales"; for a drafter head, "feature_norm" and "target_ids". Weights
-    that a model does not have are absent.
+    Names: "cosines.0" and "sines.0" of the first rotation, "embedding" (unless the output layer shares it),
+    "final_norm", "head.packed"; for layer 3, "3.input_norm" and its other LAYER_NORMS, and for its LAYER_MATRICES
+    "3.qkv.packed", "3.qkv.bias", "3.qkv.scales"; for a drafter head, "feature_norm" and "target_ids". Weights that a
+    model does not have are absent.
     """
 
     shape: DecoderShape
@@ -67,8 +83,11 @@ class DecoderWeights:
         return address_of(self.blobs.get(name))
 
     def matrix(self, name: str) -> Structure:
-        """Returns an OutriderMatrix, which points to blobs but does not keep them alive."""
-        return _matrix(self.blobs, name, self.shape.matrix_sizes[name], self.shape.element_type)
+        """Returns an OutriderMatrix, which points to blobs but does not keep them alive.
+
+        Its `packed` is null if the decoder does not have the matrix.
+        """
+        return _matrix(self.blobs, name, self.shape.matrix_sizes.get(name, MatrixSize(0, 0, ElementType.FLOAT32)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,8 +104,8 @@ class PackedReduction(FeatureSpec):
     @property
     def projection(self) -> Structure:
         """An OutriderMatrix, which does not keep its blobs alive; `packed` is null if there is no projection."""
-        sizes = (self.width, len(self.taps) * self.hidden_size)
-        return _matrix(self.blobs, "reduction.projection", sizes, self.element_type)
+        size = MatrixSize(self.width, len(self.taps) * self.hidden_size, self.element_type)
+        return _matrix(self.blobs, "reduction.projection", size)
 
     def struct(self, plane: np.ndarray) -> Structure:
         """Returns an OutriderFeatures for decoder steps that write to `plane` [num_blocks, block_size, 1, width].
@@ -108,7 +127,7 @@ class PackedReduction(FeatureSpec):
         return np.asarray(self.taps, dtype=np.int64)
 
 
-def _matrix(blobs: Mapping[str, np.ndarray], name: str, sizes: tuple[int, int], element_type: ElementType) -> Structure:
-    packed, bias, scales = (address_of(blobs.get(f"{name}.{part}")) for part in (PACKED, BIAS, SCALES))
-    kind = element_type if scales is None else ElementType.INT8
-    return structures.OutriderMatrix(packed, bias, scales, *sizes, kind)
+def _matrix(blobs: Mapping[str, np.ndarray], name: str, size: MatrixSize) -> Structure:
+    return structures.OutriderMatrix(
+        *(address_of(blobs.get(f"{name}.{part}")) for part in (PACKED, BIAS, SCALES)), *size
+    )

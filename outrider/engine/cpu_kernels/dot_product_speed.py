@@ -59,7 +59,7 @@ def _product(library: KernelLibrary, dtype: ElementType) -> Callable[[], object]
     """Returns a function that computes one product of zeros, in one thread."""
     kernels, workspace = CpuKernels(library, 1), Workspace(library)
     packed = create_string_buffer(library.functions.outrider_packed_size(dtype, NUM_FEATURES, NUM_FEATURES))
-    matrix = structures.OutriderMatrix(addressof(packed), None, None, NUM_FEATURES, NUM_FEATURES, dtype)
+    matrix = structures.OutriderMatrix(addressof(packed), None, None, NUM_FEATURES, NUM_FEATURES, dtype, 0)
     x, y = (create_string_buffer(NUM_ROWS * NUM_FEATURES * 4) for _ in range(2))
 
     def multiply(_held: object = packed) -> None:  # keeps `packed` alive, because `matrix` has only its address

@@ -17,11 +17,21 @@ from outrider.engine.step_clock import ForwardPhases
 
 
 class ElementType(IntEnum):
-    """The type of weights, activations, keys and values."""
+    """The type of weights, activations, keys and values.
+
+    Types from INT8 on are for weights only. Products with such weights round the activations to int8 too. Groups of
+    inputs have their own scales, and minima if the name says so: weight = scale · code - minimum.
+    """
 
     FLOAT32 = 0
     BFLOAT16 = 1
-    INT8 = 2  # for weights only; products with such weights round the activations to int8 too
+    INT8 = 2  # with one scale for each output feature
+    INT8_GROUPS_16 = 3
+    INT8_GROUPS_32 = 4
+    INT8_GROUPS_32_MINIMA = 5
+    INT4_GROUPS_32 = 6
+    INT4_GROUPS_32_MINIMA = 7
+    INT4_ZEROS = 8  # in groups of 64 or a multiple, with zero points: weight = scale · (code - zero)
 
 
 class KernelLibrary:

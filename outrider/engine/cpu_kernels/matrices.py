@@ -10,31 +10,35 @@ import ctypes
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from outrider.engine.arrays import from_bfloat16
+from outrider.engine.cpu_kernels.group_packing import PANEL, PackedFormat, in_one_format
+from outrider.engine.cpu_kernels.group_quantisation import quantise_groups
+from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight, GroupFactors
 from outrider.engine.cpu_kernels.interface import address_of, structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import ElementType
 from outrider.engine.kv_cache.array_plane import Words
+from outrider.errors import ModelError
 
 Floats = npt.NDArray[np.float32]
 
 WORD_TYPES = {np.dtype(np.float32): ElementType.FLOAT32, np.dtype(np.uint16): ElementType.BFLOAT16}
-PANEL = 16
-"""Number of output features in a panel. Interleaved halves alternate panel by panel."""
 
 _CHUNK_BYTES = 64 * 1024 * 1024
 _ALIGNMENT = 4096
+_NO_FACTORS = GroupFactors(np.empty((0, 0), np.float16))
 
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
     """W and b of y = x Wᵀ + b."""
 
-    weight: Words  # [out_features, in_features]
+    weight: Words | GroupedWeight  # [out_features, in_features]
     bias: Words | None = None  # [out_features]
 
 
@@ -73,53 +77,100 @@ class PackedMatrix:
         linears: Sequence[PlainLinear],
         *,
         interleave: bool = False,
-        quantise: bool = False,
+        quantise: str = "",
     ) -> None:
         """Packs several linear layers into one matrix.
 
         Args:
             kernels: the kernels that pack the weights and later multiply by them.
             arena: allocates the packed weights.
-            linears: layers with the same input and type.
+            linears: layers with the same input, all plain with one type or all quantised.
             interleave: whether the panels of two layers, gate and up, alternate.
-            quantise: store weights as int8 with one scale per output feature, and multiply with int8 rows (lossy).
+            quantise: "int8" rounds plain weights to 8 bits with one scale per output feature, and "int4" to 4 bits (see
+                quantise_groups); "": plain weights stay as they are.
+
+        Raises:
+            ModelError: if the weights do not fit into one matrix.
         """
         self._functions = kernels.library.functions
+        self._arena = arena
         self.in_features = linears[0].weight.shape[1]
         sizes = [linear.weight.shape[0] for linear in linears]
-        padded = [-(-size // PANEL) * PANEL for size in sizes] if interleave else sizes
-        self.out_features = sum(padded)
-        self.type = ElementType.INT8 if quantise else WORD_TYPES[linears[0].weight.dtype]
-        self.packed = arena.take(self._functions.outrider_packed_size(self.type, self.out_features, self.in_features))
-        scales = np.ones(self.out_features, np.float32)
-        bias = np.zeros(self.out_features, np.float32)
-        first = 0
-        for linear, size, room in zip(linears, sizes, padded, strict=True):
-            plain = np.ascontiguousarray(linear.weight)
-            if quantise:
-                plain, scale = quantise_rows(plain)
-                scales[first : first + size] = scale
-            self._functions.outrider_pack(
-                kernels.team,
-                self.type,
-                plain.ctypes.data,
-                first,
-                size,
-                self.out_features,
-                self.in_features,
-                int(interleave),
-                self.packed.ctypes.data,
-            )
-            if linear.bias is not None:
-                bias[first : first + size] = to_float32(linear.bias)
-            first += room
-        order = _interleaved(self.out_features) if interleave else slice(None)
-        has_bias = any(linear.bias is not None for linear in linears)
-        self.bias = np.ascontiguousarray(bias[order]) if has_bias else None
-        self.scales = np.ascontiguousarray(scales[order]) if quantise else None
+        self._rooms = [-(-size // PANEL) * PANEL for size in sizes] if interleave else sizes
+        self.out_features = sum(self._rooms)
+        self._order = _interleaved(self.out_features) if interleave else None
+        self.scales: Floats | None = None
+        plain = [linear.weight for linear in linears if not isinstance(linear.weight, GroupedWeight)]
+        grouped = [linear.weight for linear in linears if isinstance(linear.weight, GroupedWeight)]
+        if plain and grouped:
+            raise ModelError("of weights that are multiplied together, some are quantised and others are not")
+        if quantise == "int4" and plain:
+            grouped = [quantise_groups(to_float32(weight), 4) for weight in plain]
+        if grouped:
+            self.format, grouped = in_one_format(grouped)
+            self.packed = self._pack_grouped(self._joined(grouped))
+        elif quantise == "int8":
+            self.format = PackedFormat(ElementType.INT8)
+            codes, scales = zip(*map(quantise_rows, plain), strict=True)
+            self.scales = self._stacked(scales)
+            self.packed = self._pack_grouped(GroupedWeight(self._stacked(codes), self.in_features, _NO_FACTORS))
+        else:
+            self.format = PackedFormat(WORD_TYPES[plain[0].dtype])
+            self.packed = self._pack_plain(kernels, plain)
+        self.bias: Floats | None = None
+        if any(linear.bias is not None for linear in linears):
+            none = np.zeros(self.out_features, np.float32)
+            biases = [none[: each.weight.shape[0]] if each.bias is None else to_float32(each.bias) for each in linears]
+            self.bias = self._stacked(biases)
         self.struct = structures.OutriderMatrix(
-            *map(address_of, (self.packed, self.bias, self.scales)), self.out_features, self.in_features, self.type
+            *map(address_of, (self.packed, self.bias, self.scales)),
+            self.out_features,
+            self.in_features,
+            self.format.type,
+            self.format.unit_size,
         )
+
+    def _stacked(self, parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        """Returns the layers' rows in the matrix's order: [out_features, …]. Rows that pad a layer are zeros."""
+        padded = [
+            np.pad(part, ((0, room - len(part)), *[(0, 0)] * (part.ndim - 1))) if room > len(part) else part
+            for part, room in zip(parts, self._rooms, strict=True)
+        ]
+        together = padded[0] if len(padded) == 1 else np.concatenate(padded)
+        return np.ascontiguousarray(together if self._order is None else together[self._order])
+
+    def _joined(self, weights: Sequence[GroupedWeight]) -> GroupedWeight:
+        def joined(factors: Sequence[GroupFactors]) -> GroupFactors:
+            steps = [each.steps for each in factors if each.steps is not None]
+            return GroupFactors(
+                self._stacked([each.units for each in factors]), self._stacked(steps) if steps else None
+            )
+
+        minima = [weight.minima for weight in weights if weight.minima is not None]
+        codes, scales = [weight.codes for weight in weights], [weight.scales for weight in weights]
+        return GroupedWeight(
+            self._stacked(codes), weights[0].group_size, joined(scales), joined(minima) if minima else None
+        )
+
+    def _pack_grouped(self, weight: GroupedWeight) -> npt.NDArray[np.uint8]:
+        num_panels = -(-self.out_features // PANEL)
+        packed = self._arena.take(num_panels * self.format.panel_bytes(self.in_features))
+        self.format.pack(weight, self._functions.outrider_code_offset(), packed)
+        return packed
+
+    def _pack_plain(self, kernels: CpuKernels, weights: Sequence[Words]) -> npt.NDArray[np.uint8]:
+        sizes = self.out_features, self.in_features
+        packed = self._arena.take(self._functions.outrider_packed_size(self.format.type, *sizes))
+        first = 0
+        for weight, room in zip(weights, self._rooms, strict=True):
+            plain = np.ascontiguousarray(weight)
+            interleave = int(self._order is not None)
+            self._functions.outrider_pack(
+                kernels.team, self.format.type, plain.ctypes.data, first, len(plain), *sizes, interleave,
+                packed.ctypes.data,
+            )  # fmt: skip
+            first += room
+        return packed
 
     def row(self, index: int) -> Floats:
         """Unpacks one row of W: [in_features]."""

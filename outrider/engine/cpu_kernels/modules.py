@@ -48,17 +48,18 @@ class NativeLinear(nn.Module):
 class NativeRMSNorm(nn.Module):
     """RMS norm, computed by the native kernel."""
 
-    def __init__(self, owner: NativeLayers, weight: Tensor, epsilon: float) -> None:
+    def __init__(self, owner: NativeLayers, weight: Tensor, epsilon: float, rounds_once: bool) -> None:  # noqa: FBT001
         super().__init__()
         self._owner = owner
         self._weight = weight.detach().float().contiguous()
         self._epsilon = epsilon
+        self._rounds_once = rounds_once
 
     def forward(self, rows: Tensor) -> Tensor:
         """Normalises […, width] over the last dimension."""
         rows = rows.contiguous()
         output = torch.empty_like(rows)
-        rms_norm(self._owner.kernels, rows, self._weight, self._epsilon, output)
+        rms_norm(self._owner.kernels, rows, self._weight, self._epsilon, output, rounds_once=self._rounds_once)
         return output
 
 
@@ -85,8 +86,8 @@ class WholeVectorActivation(nn.Module):
 class NativeLayers:
     """The state shared by one model's native layers. Not thread-safe: it belongs to the thread that runs the model."""
 
-    def __init__(self, kernels: CpuKernels, *, quantise: bool = False) -> None:
-        """`quantise`: whether to compute linear layers in int8 (lossy)."""
+    def __init__(self, kernels: CpuKernels, *, quantise: str = "") -> None:
+        """`quantise`: see PackedMatrix."""
         self.kernels = kernels
         self.quantise = quantise
         self.workspace = Workspace(kernels.library)

@@ -40,13 +40,18 @@ def linear(kernels: CpuKernels, workspace: Workspace, matrix: Structure, x: Tens
     )  # fmt: skip
 
 
-def rms_norm(kernels: CpuKernels, x: Tensor, weight: Tensor, epsilon: float, y: Tensor) -> None:
-    """Normalises x [..., width] float32 or bfloat16, with weight [width] float32, to y of x's shape and dtype."""
+def rms_norm(
+    kernels: CpuKernels, x: Tensor, weight: Tensor, epsilon: float, y: Tensor, *, rounds_once: bool = False
+) -> None:
+    """Normalises x [..., width] float32 or bfloat16, with weight [width] float32, to y of x's shape and dtype.
+
+    Unless `rounds_once`, normalised values are also rounded before they are multiplied by the weight.
+    """
     width = weight.numel()
     _check(x.shape[-1] == width and weight.dtype == torch.float32, f"{x.shape[-1]} columns for {width} of float32")
     _call(
         kernels.library.functions.outrider_rms_norm, kernels.team, ELEMENT_TYPES[x.dtype],
-        x.data_ptr(), x.numel() // width, width, weight.data_ptr(), epsilon, y.data_ptr(),
+        x.data_ptr(), x.numel() // width, width, weight.data_ptr(), epsilon, rounds_once, y.data_ptr(),
     )  # fmt: skip
 
 

@@ -1,73 +1,111 @@
-"""Packs a decoder's plain weights for the kernels and collects the results. Torch-free."""
+"""Packs a decoder's weights for the kernels and collects the results. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from outrider.engine.cpu_kernels.decoder_weights import BIAS, LAYER_NORMS, PACKED, SCALES
+from outrider.engine.arrays import to_bfloat16
+from outrider.engine.cpu_kernels.decoder_options import FAMILIES, DecoderOptions, Family
+from outrider.engine.cpu_kernels.decoder_weights import BIAS, PACKED, SCALES, DecoderWeights, MatrixSize
+from outrider.engine.cpu_kernels.group_packing import have_one_format
+from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.cpu_kernels.matrices import Floats, PackedMatrix, PlainLinear, WeightArena, to_float32
+from outrider.engine.cpu_kernels.library import ElementType
+from outrider.engine.cpu_kernels.matrices import (
+    WORD_TYPES,
+    Floats,
+    PackedMatrix,
+    PlainLinear,
+    WeightArena,
+    to_float32,
+)
 from outrider.engine.kv_cache.array_plane import Words
+from outrider.engine.model_spec import ModelSpec
 from outrider.engine.rotation import cosines_and_sines
 from outrider.errors import ModelError
 
-WIDTH_STEP = 32
-"""Widths of activations must be multiples of this number, so that rows need no padding on any instruction path."""
-HEAD_DIM_STEP = 16
-"""The dimension of a head must be a multiple of this number."""
-
+MATRICES = {
+    "qkv": ("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_up_proj", "mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""Names of a layer's matrices in transformers: of the one that has all parts, then of single parts."""
+_OPTIONAL_NORMS = ("query_norm", "key_norm")
+_ELEMENT_TYPES = {"float32": ElementType.FLOAT32, "bfloat16": ElementType.BFLOAT16}
 _POSITIONS_AT_ONCE = 4096
 
 
 class DecoderPacking:
     """The weights packed so far, by their names in DecoderWeights."""
 
-    def __init__(self, kernels: CpuKernels, *, quantise: bool = False) -> None:
+    def __init__(self, kernels: CpuKernels, *, quantise: str = "", element_type: ElementType | None = None) -> None:
+        """`quantise`: see PackedMatrix. `element_type`: the type to which plain weights are rounded; None: they
+        keep theirs.
+        """
         self._kernels = kernels
         self._quantise = quantise
+        self._element_type = element_type
         self._arena = WeightArena()
         self.blobs: dict[str, np.ndarray] = {}
-        self.matrix_sizes: dict[str, tuple[int, int]] = {}
+        self.matrix_sizes: dict[str, MatrixSize] = {}
 
     def add(self, name: str, values: np.ndarray | None) -> None:
         """Adds values unchanged. Does nothing for None."""
         if values is not None:
             self.blobs[name] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
-    def add_norm(self, name: str, weight: Words | None) -> None:
-        """Adds a norm's weight as float32."""
-        self.add(name, None if weight is None else to_float32(weight))
+    def _typed(self, weight: Any) -> Any:
+        """Returns plain weights in the element type, and others unchanged."""
+        if self._element_type is None or weight is None or isinstance(weight, GroupedWeight):
+            return weight
+        return _of_type(weight, self._element_type)
+
+    def add_norm(self, name: str, weight: Words | GroupedWeight, offset: float = 0.0) -> None:
+        """Adds a norm's weight plus `offset` as float32."""
+        self.add(name, to_float32(self._typed(_plain(weight))) + np.float32(offset))
 
     def add_matrix(self, name: str, linears: Sequence[PlainLinear], *, interleave: bool = False) -> None:
         """Packs linear layers with the same input into one matrix; see PackedMatrix."""
+        linears = [PlainLinear(self._typed(each.weight), self._typed(each.bias)) for each in linears]
         matrix = PackedMatrix(self._kernels, self._arena, linears, interleave=interleave, quantise=self._quantise)
-        self.matrix_sizes[name] = (matrix.out_features, matrix.in_features)
+        self.matrix_sizes[name] = MatrixSize(
+            matrix.out_features, matrix.in_features, matrix.format.type, matrix.format.unit_size
+        )
         for part, values in ((PACKED, matrix.packed), (BIAS, matrix.bias), (SCALES, matrix.scales)):
             self.add(f"{name}.{part}", values)
 
-    def add_layer(self, index: int, tensors: Mapping[str, Words], prefix: str = "") -> None:
-        """Adds a layer of a model in the shape of Llama; its tensors have transformers' names after the prefix."""
+    def add_layer(
+        self,
+        index: int,
+        tensors: Mapping[str, Words | GroupedWeight],
+        prefix: str = "",
+        family: Family = FAMILIES["llama"],
+    ) -> None:
+        """Adds a layer, whose tensors have transformers' names after the prefix. Raises: KeyError if one is missing."""
+        for name, place in family.norms.items():
+            weight = f"{prefix}{place}.weight"
+            if name not in _OPTIONAL_NORMS or weight in tensors:
+                self.add_norm(f"{index}.{name}", tensors[weight], family.norm_offset)
+        for name, (whole, *parts) in MATRICES.items():
+            names = [whole] if f"{prefix}{whole}.weight" in tensors or not parts else parts
+            places = [prefix + each for each in names]
+            linears = [PlainLinear(tensors[f"{each}.weight"], _bias(tensors, each)) for each in places]
+            if name == "qkv" and len(linears) > 1 and not have_one_format([linears[0].weight, linears[-1].weight]):
+                self.add_matrix(f"{index}.value", [linears.pop()])
+            self.add_matrix(f"{index}.{name}", linears, interleave=name == "gate_up")
 
-        def add_matrix(name: str, *parts: str, interleave: bool = False) -> None:
-            names = [f"{prefix}{part}_proj" for part in parts]
-            linears = [PlainLinear(tensors[f"{each}.weight"], tensors.get(f"{each}.bias")) for each in names]
-            self.add_matrix(f"{index}.{name}", linears, interleave=interleave)
+    def add_rotation(
+        self, frequencies: Floats, num_positions: int, scaling: float = 1.0, *, number: int = 0
+    ) -> tuple[Floats, Floats]:
+        """Adds `scaling` times the cosines and sines of angles, which are positions times `frequencies`.
 
-        norms = [tensors[f"{prefix}{name}_layernorm.weight"] for name in ("input", "post_attention")]
-        by_head = [tensors.get(f"{prefix}self_attn.{name}_norm.weight") for name in "qk"]
-        for name, norm in zip(LAYER_NORMS, [*norms, *by_head], strict=True):
-            self.add_norm(f"{index}.{name}", norm)
-        add_matrix("qkv", *(f"self_attn.{name}" for name in "qkv"))
-        add_matrix("output", "self_attn.o")
-        add_matrix("gate_up", "mlp.gate", "mlp.up", interleave=True)
-        add_matrix("down", "mlp.down")
-
-    def add_rotation(self, frequencies: Floats, num_positions: int, scaling: float = 1.0) -> tuple[Floats, Floats]:
-        """Adds `scaling` times the cosines and sines of angles, which are positions times `frequencies` [head_dim / 2].
-
-        Returns both, each [num_positions, head_dim / 2]. Raises: ModelError if the angles are too large.
+        `frequencies`: [rotary_dim / 2]. Returns both, each [num_positions, rotary_dim / 2]. Raises: ModelError if the
+        angles are too large.
         """
         positions = np.arange(num_positions, dtype=np.float32)
         try:
@@ -78,6 +116,65 @@ class DecoderPacking:
         except ValueError as error:
             raise ModelError(f"at {num_positions} positions, {error}: set model.max_model_len lower") from error
         cosines, sines = (np.concatenate(part) * np.float32(scaling) for part in zip(*parts, strict=True))
-        self.add("cosines", cosines)
-        self.add("sines", sines)
+        self.add(f"cosines.{number}", cosines)
+        self.add(f"sines.{number}", sines)
         return cosines, sines
+
+
+def pack_weights(
+    kernels: CpuKernels,
+    options: DecoderOptions,
+    spec: ModelSpec,
+    tensors: Mapping[str, Words | GroupedWeight],
+    *,
+    quantise: str = "",
+) -> DecoderWeights:
+    """Packs a model, reading one tensor at a time.
+
+    Args:
+        kernels: the kernels for whose instruction path the weights are packed.
+        options: the model's options.
+        spec: its sizes; `spec.dtype` is the type of activations, embedding, and weights that are not quantised.
+        tensors: by transformers' names. Plain weights of another type are rounded to `spec.dtype`.
+        quantise: "int8" or "int4", to which plain linear layers, the output layer included, are rounded; "": not.
+
+    Raises: ModelError if a tensor is missing, or if the angles of a rotation are too large.
+    """
+    element_type, family = _ELEMENT_TYPES[spec.dtype], options.family
+    packing = DecoderPacking(kernels, quantise=quantise, element_type=element_type)
+    embedding = "model.embed_tokens.weight"
+    head = embedding if options.is_tied else "lm_head.weight"
+    try:
+        for layer in range(spec.num_layers):
+            packing.add_layer(layer, tensors, f"model.layers.{layer}.", family)
+        packing.add_matrix("head", [PlainLinear(tensors[head], _bias(tensors, "lm_head"))])
+        if not options.is_tied:
+            packing.add("embedding", _of_type(_plain(tensors[embedding]), element_type))
+        packing.add_norm("final_norm", tensors["model.norm.weight"], family.norm_offset)
+    except KeyError as error:
+        raise ModelError(f"{options.architecture}: the weights lack {error}: they are incomplete") from error
+    for number, rotation in enumerate(options.rotations):
+        packing.add_rotation(rotation.frequencies, spec.max_model_len, rotation.scale, number=number)
+    scale = np.array([options.shape.embedding_scale], np.float32)
+    if family.scales_embedding:  # the scale has the type of the embedding, as in training
+        scale = to_float32(_of_type(scale, element_type))
+    shape = replace(
+        options.shape, element_type=element_type, embedding_scale=float(scale[0]), matrix_sizes=packing.matrix_sizes
+    )
+    return DecoderWeights(shape, packing.blobs)
+
+
+def _bias(tensors: Mapping[str, Words | GroupedWeight], name: str) -> Words | None:
+    bias = tensors.get(f"{name}.bias")
+    return None if bias is None else _plain(bias)
+
+
+def _plain(weight: Words | GroupedWeight) -> Words:
+    return weight.dequantise() if isinstance(weight, GroupedWeight) else weight
+
+
+def _of_type(words: Words, element_type: ElementType) -> Words:
+    """Returns the words, rounded to the type if they have another one."""
+    if WORD_TYPES[words.dtype] is element_type:
+        return words
+    return to_bfloat16(words) if element_type is ElementType.BFLOAT16 else to_float32(words)

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.engine.cpu_kernels.decoder_options import HEAD_DIM_STEP, WIDTH_STEP
 from outrider.engine.cpu_kernels.decoder_packing import pack_reduction
 from outrider.engine.cpu_kernels.decoder_weights import DecoderShape, DecoderWeights
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.operators import ELEMENT_TYPES, plain_linear
-from outrider.engine.cpu_kernels.packing import HEAD_DIM_STEP, WIDTH_STEP, DecoderPacking
+from outrider.engine.cpu_kernels.packing import DecoderPacking
 from outrider.engine.features import FeatureReduction, rms_norm
 from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.heads.base import Attend, HeadModel, HeadRows
@@ -108,7 +109,7 @@ class Eagle3(HeadModel):
     def pack(self, kernels: CpuKernels) -> PackedHead:
         shape, element_type = self._shape, ELEMENT_TYPES[self._embedding.dtype]
         # Most of a draft token's time is spent on reading weights. Quantising them changes few drafts and no answer.
-        packing = DecoderPacking(kernels, quantise=self._embedding.dtype == torch.bfloat16)
+        packing = DecoderPacking(kernels, quantise="int8" if self._embedding.dtype == torch.bfloat16 else "")
         for index, prefix in enumerate(self._prefixes):
             of_layer = {name: place for name, place in self._places.items() if name.startswith(prefix)}
             tensors = {name: words_of(place.weight[place.rows]) for name, place in of_layer.items()}
@@ -123,9 +124,11 @@ class Eagle3(HeadModel):
         weights = DecoderWeights(
             DecoderShape(
                 **asdict(shape),
+                rotary_dim=shape.head_dim,
                 scaling=shape.head_dim**-0.5,
                 element_type=element_type,
                 sliding_windows=(0,) * shape.num_layers,
+                rotations=(0,) * shape.num_layers,
                 matrix_sizes=packing.matrix_sizes,
                 begins_normalised=not self._keeps_unnormed,
                 keeps_normalised=self._feeds_back_normed,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
 def pack(
-    kernels: CpuKernels, weights: list[Tensor], biases: list[Tensor | None] | None = None, **options: bool
+    kernels: CpuKernels, weights: list[Tensor], biases: list[Tensor | None] | None = None, **options: Any
 ) -> PackedMatrix:
     plain = map(operators.plain_linear, weights, biases or [None] * len(weights))
     return PackedMatrix(kernels, WeightArena(), [*plain], **options)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.cpu_kernels.adapter import NativeAdapter
 from outrider.engine.cpu_kernels.decoder import NativeDecoder, NativeStep
-from outrider.engine.cpu_kernels.decoder_packing import pack_decoder
+from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.low_rank import LowRank
@@ -23,18 +23,33 @@ from outrider.model_hub.adapter_files import read_adapter
 from outrider.model_hub.support import describe_decoder
 from outrider.model_hub.window import resolve_window
 from tests.engine.cpu_kernels.operations import differing_rows
-from tests.support.adapters import make_adapter, merge_adapter
+from tests.support.adapters import TARGETS, make_adapter, merge_adapter
 from tests.support.tiny_model import make_tiny_model
 
 SHAPE = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 16}
+FUSED = ("qkv_proj", "o_proj", "gate_up_proj")
+FAMILIES = {"llama": TARGETS, "qwen2": TARGETS, "gemma3_text": TARGETS, "phi3": FUSED}
+"""Targets of adapters, by family: Gemma normalises outputs, and Phi-3 has joined layers."""
 BLOCK_SIZE, NUM_BLOCKS = 16, 16
 TABLES = (range(3), range(3, 6), range(6, 9), range(9, 12))
 TOKENS = torch.randint(3, 300, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("base"), overrides=SHAPE)
+def checkpoints(tmp_path_factory):
+    @functools.cache
+    def checkpoint(family):
+        overrides = {
+            name: value for name, value in SHAPE.items() if name != "head_dim" or family not in ("qwen2", "phi3")
+        }
+        return make_tiny_model(tmp_path_factory.mktemp(family), architecture=family, overrides=overrides)
+
+    return checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(checkpoints):
+    return checkpoints("llama")
 
 
 @pytest.fixture(scope="session")
@@ -54,14 +69,15 @@ def load(directory, dtype, attention=ATTENTION_NAME):
 
 
 @pytest.fixture(scope="session")
-def decoders(checkpoint, teams):
+def decoders(checkpoints, teams):
     @functools.cache
-    def decoder(library, dtype, quantise):
-        model = copy.deepcopy(load(checkpoint, dtype))
+    def decoder(library, dtype, quantise, family="llama"):
+        model = copy.deepcopy(load(checkpoints(family), dtype))
         spec, layers = describe_decoder(
             model, dtype=str(dtype).removeprefix("torch."), window=resolve_window(model.config)
         )
-        weights = pack_decoder(teams(library, 1), model, spec, layers, quantise=quantise)
+        assert why_not_native(model, spec, layers) == ""
+        weights = pack_decoder(teams(library, 1), model, spec, quantise=quantise)
         return NativeDecoder(teams(library, 1), weights), spec
 
     return decoder
@@ -83,10 +99,12 @@ def logits_of(step, *sequences):
     return logits.split([num for _, num, _, _ in sequences])
 
 
-def test_logits_are_those_of_merged_weights(library, teams, decoders, checkpoint, adapters):
-    decoder, spec = decoders(library, torch.float32, False)
-    for directory in adapters:
-        merged = merge_adapter(load(checkpoint, torch.float32, "eager"), directory)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_merged_weights(library, teams, decoders, checkpoints, tmp_path, family):
+    decoder, spec = decoders(library, torch.float32, "", family)
+    for number, targets in enumerate((FAMILIES[family], FAMILIES[family][1:])):
+        directory = make_adapter(tmp_path / str(number), checkpoints(family), seed=number, rank=5, targets=targets)
+        merged = merge_adapter(load(checkpoints(family), torch.float32, "eager"), directory)
         expected = merged(torch.tensor([TOKENS])).logits[0]
         adapter = NativeAdapter(decoder.weights.shape, read_adapter(directory).parts)
         found = logits_of(runner(decoder, spec, teams(library, 2)), (0, len(TOKENS), TABLES[0], adapter))[0]
@@ -95,7 +113,7 @@ def test_logits_are_those_of_merged_weights(library, teams, decoders, checkpoint
 
 def test_logits_are_those_of_peft(library, teams, decoders, checkpoint, adapters):
     peft = pytest.importorskip("peft")
-    decoder, spec = decoders(library, torch.float32, False)
+    decoder, spec = decoders(library, torch.float32, "")
     for directory in adapters:
         model = peft.PeftModel.from_pretrained(load(checkpoint, torch.float32, "eager"), directory)
         expected = model(input_ids=torch.tensor([TOKENS])).logits[0]
@@ -104,12 +122,12 @@ def test_logits_are_those_of_peft(library, teams, decoders, checkpoint, adapters
         assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
 def test_rows_of_several_adapters_in_one_batch_have_the_bits_that_they_have_alone(
     library, teams, decoders, adapters, kind
 ):
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
-    decoder, spec = decoders(library, dtype, kind == "int8")
+    decoder, spec = decoders(library, dtype, kind if kind.startswith("int") else "")
     shape = decoder.weights.shape
     of_rows = [None, *(NativeAdapter(shape, read_adapter(each).parts) for each in adapters), None]
     alone = []
@@ -134,7 +152,7 @@ def test_rows_of_several_adapters_in_one_batch_have_the_bits_that_they_have_alon
 
 
 def test_a_chunk_without_logits_and_layer_by_layer(library, teams, decoders, adapters):
-    decoder, spec = decoders(library, torch.bfloat16, False)
+    decoder, spec = decoders(library, torch.bfloat16, "")
     adapter = NativeAdapter(decoder.weights.shape, read_adapter(adapters[0]).parts)
     whole = logits_of(runner(decoder, spec, teams(library, 1)), (0, len(TOKENS), TABLES[0], adapter))[0]
     step = runner(decoder, spec, teams(library, 2))
@@ -145,7 +163,7 @@ def test_a_chunk_without_logits_and_layer_by_layer(library, teams, decoders, ada
 
 
 def test_an_adapter_of_another_model_is_refused(portable_library, decoders):
-    shape = decoders(portable_library, torch.float32, False)[0].weights.shape
+    shape = decoders(portable_library, torch.float32, "")[0].weights.shape
     part = LowRank(np.ones((2, 96), np.float32), np.ones((96, 2), np.float32))
     with pytest.raises(ModelError, match="maps 96 to 96 features, the model's 96 to 32"):
         NativeAdapter(shape, {"model.layers.0.self_attn.k_proj": part})

@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from outrider.engine.cpu_kernels.group_quantisation import quantise_groups
 from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.cpu_kernels.matrices import PANEL, quantise_rows
 from outrider.engine.kv_cache.tensor_planes import words_of
@@ -66,7 +67,7 @@ class Problem:
         return quantised_rows(self.x.float()) if self.is_quantised else self.x.double()
 
     def pack(self, kernels):
-        return pack(kernels, [self.weight], [self.bias], quantise=self.is_quantised)
+        return pack(kernels, [self.weight], [self.bias], quantise="int8" * self.is_quantised)
 
     def check(self, kernels, matrix=None):
         """Checks the product with `matrix`, by default this problem's. The result may be rounded to the rows' dtype."""
@@ -126,7 +127,7 @@ def test_several_weights_packed_together_are_one_after_the_other(kernels, kind, 
     ]
     x = parts[0].x
     matrix = pack(
-        kernels, [part.weight for part in parts], [part.bias for part in parts], quantise=parts[0].is_quantised
+        kernels, [part.weight for part in parts], [part.bias for part in parts], quantise="int8" * parts[0].is_quantised
     )
     together = linear(kernels, matrix, x)
     apart = torch.cat([linear(kernels, part.pack(kernels), x) for part in parts], dim=1)
@@ -139,6 +140,13 @@ def test_a_row_of_the_packed_weight_comes_back(kernels, kind):
     matrix = problem.pack(kernels)
     rows = torch.from_numpy(np.stack([matrix.row(index) for index in range(45)]))
     assert torch.equal(rows, problem.packed_weight().float())
+
+
+def test_int4_rows_are_those_of_rounding_in_groups(kernels):
+    weight = Problem("bfloat16", 1, 96, 45).weight
+    matrix = pack(kernels, [weight], quantise="int4")
+    rows = np.stack([matrix.row(index) for index in range(45)])
+    assert np.array_equal(rows, quantise_groups(weight.float().numpy(), 4).dequantise())
 
 
 def test_int8_is_as_near_as_127_steps_allow(kernels):
@@ -161,7 +169,7 @@ def test_the_largest_int8_products_do_not_saturate(kernels):
     weight = torch.full((33, 256), 127.0)
     weight[1::2] = -127.0
     signs = torch.tensor([[1.0], [-1.0], [0.0]]) * torch.tensor([1.0, -1.0]).repeat(17)[:33]
-    assert torch.equal(linear(kernels, pack(kernels, [weight], quantise=True), x), signs * (256 * 127.0 * 127.0))
+    assert torch.equal(linear(kernels, pack(kernels, [weight], quantise="int8"), x), signs * (256 * 127.0 * 127.0))
 
 
 @pytest.mark.parametrize("kind", ["int8-float32", "int8-bfloat16"])

@@ -22,6 +22,8 @@ from outrider.engine.kv_cache.tensor_planes import tensor_of
 from outrider.errors import InternalError
 from outrider.model_hub.support import describe_decoder
 from outrider.model_hub.window import resolve_window
+from tests.engine.cpu_kernels.families import FAMILIES as ARCHITECTURES
+from tests.engine.cpu_kernels.families import SHAPE
 from tests.engine.cpu_kernels.libraries import BUILD_SECONDS, with_few_for_tests
 from tests.engine.cpu_kernels.operations import differing_rows
 from tests.support.tiny_model import make_tiny_model
@@ -29,20 +31,6 @@ from tests.support.tiny_model import make_tiny_model
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 VOCAB_SIZE = 331
-SHAPE = {
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
-ARCHITECTURES = {
-    "llama": {"num_key_value_heads": 1, "tie_word_embeddings": True},
-    "mistral": {"sliding_window": 40},
-    "qwen2": {"head_dim": None, "tie_word_embeddings": True},  # with biases
-    "qwen3": {"head_dim": 48, "num_attention_heads": 4},  # normalises queries and keys
-}
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.bfloat16}
 
 
@@ -91,7 +79,7 @@ def decoders(checkpoints, teams):
             dtype = str(KINDS[kind]).removeprefix("torch.")
             spec, layers = describe_decoder(model, dtype=dtype, window=resolve_window(model.config))
             assert why_not_native(model, spec, layers) == ""
-            weights = pack_decoder(teams(library, 1), model, spec, layers, quantise=kind == "int8")
+            weights = pack_decoder(teams(library, 1), model, spec, quantise="int8" * (kind == "int8"))
             made[key] = NativeDecoder(teams(library, 1), weights), spec
         return made[key]
 
@@ -381,11 +369,11 @@ def test_logits_are_those_of_transformers(library, teams, decoders, checkpoints,
     indirect=["library"],
 )
 def test_float32_logits_with_heads_of_any_size(library, teams, head_dim, tmp_path):
-    shape = {**SHAPE, "head_dim": head_dim, "num_attention_heads": 4, "intermediate_size": 176}
+    shape = {**SHAPE, "head_dim": head_dim, "num_attention_heads": 4}
     make_tiny_model(tmp_path, architecture="qwen3", vocab_size=VOCAB_SIZE, overrides=shape)
     model = load(tmp_path, torch.float32)
-    spec, layers = describe_decoder(model, dtype="float32", window=resolve_window(model.config))
-    decoder = NativeDecoder(teams(library, 1), pack_decoder(teams(library, 1), model, spec, layers))
+    spec, _ = describe_decoder(model, dtype="float32", window=resolve_window(model.config))
+    decoder = NativeDecoder(teams(library, 1), pack_decoder(teams(library, 1), model, spec))
     logits = native_logits(decoder, spec, teams(library, 1))
     assert error_of(logits, logits_of_transformers(tmp_path, torch.float32)) < 1e-5
 

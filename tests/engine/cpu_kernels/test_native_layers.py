@@ -32,16 +32,21 @@ def numerics(promise, kernels):
     return f"{promise} ({kernels.arithmetic} {KERNELS_REVISION}, by layers {LAYERS_REVISION}, {NUMERICS})"
 
 
+def load_by_layers(directory, dtype="auto"):
+    """Loading compares the logits with those of the original model's own forward."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load_module, "why_not_native", lambda *_arguments: "this test wants layers")
+        model = load_model(ModelConfig(id=str(directory), dtype=dtype))
+    assert isinstance(model.native, NativeLayers)
+    return model
+
+
 @pytest.fixture(scope="module", params=[(name, dtype) for name in ARCHITECTURES for dtype in ("float32", "bfloat16")],
                 ids="-".join)  # fmt: skip
 def loaded(request, tmp_path_factory):
     architecture, dtype = request.param
     directory = make_tiny_model(tmp_path_factory.mktemp(architecture), architecture=architecture)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load_module, "why_not_native", lambda *_arguments: "this test wants layers")
-        # Loading compares the logits with those of the original model's own forward.
-        model = load_model(ModelConfig(id=str(directory), dtype=dtype))
-    assert isinstance(model.native, NativeLayers)
+    model = load_by_layers(directory, dtype)
     assert model.info.numerics == numerics("exact", model.kernels)
     return model
 
@@ -85,7 +90,7 @@ def test_a_row_has_the_same_bits_in_every_batch(node):
 
 
 def test_a_trace_names_the_kernels(tmp_path):
-    model = load_model(ModelConfig(id=str(make_tiny_model(tmp_path, architecture="gemma"))))
+    model = load_by_layers(make_tiny_model(tmp_path, architecture="gemma"))
     node = CachedRunner(model)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         node.prefill(random_ids(5), BLOCKS[0])
@@ -98,7 +103,7 @@ def test_activations_of_many_rows_and_odd_widths_are_the_same_bits_too(tmp_path,
     """At these widths torch divides an activation among threads, and the last vector of a row is incomplete."""
     torch.set_num_threads(3)
     directory = make_tiny_model(tmp_path, architecture="gemma", overrides={"intermediate_size": width})
-    model = load_model(ModelConfig(id=str(directory), dtype="float32"))
+    model = load_by_layers(directory, "float32")
     assert model.info.numerics == numerics("exact", model.kernels)
     node, token_ids = CachedRunner(model), random_ids(250)
     whole = node.prefill(token_ids, range(16))
@@ -143,5 +148,5 @@ def test_what_torch_computes_in_a_model_is_not_said_to_be_exact(tmp_path, archit
 def test_a_model_that_was_seen_to_depend_on_the_batch_says_so(tmp_path, monkeypatch):
     directory = make_tiny_model(tmp_path, architecture="gemma", dtype="bfloat16")
     monkeypatch.setattr(load_module, "depends_on_batch", lambda _model: True)
-    found = [load_model(ModelConfig(id=str(directory), dtype=dtype)).info.numerics for dtype in TOLD]
+    found = [load_by_layers(directory, dtype).info.numerics for dtype in TOLD]
     assert found == [numerics(promise, choose_kernels()) for promise in TOLD.values()]

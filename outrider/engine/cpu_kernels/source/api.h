@@ -11,7 +11,18 @@
 
 #define OUTRIDER_API extern "C" __attribute__((visibility("default")))
 
-enum OutriderType : int32_t { OUTRIDER_FLOAT32 = 0, OUTRIDER_BFLOAT16 = 1, OUTRIDER_INT8 = 2 };
+// From OUTRIDER_INT8 on, the types are for weights only (panels_quantised.h).
+enum OutriderType : int32_t {
+  OUTRIDER_FLOAT32 = 0,
+  OUTRIDER_BFLOAT16 = 1,
+  OUTRIDER_INT8 = 2,  // one scale for each output feature
+  OUTRIDER_INT8_GROUPS_16 = 3,
+  OUTRIDER_INT8_GROUPS_32 = 4,
+  OUTRIDER_INT8_GROUPS_32_MINIMA = 5,
+  OUTRIDER_INT4_GROUPS_32 = 6,
+  OUTRIDER_INT4_GROUPS_32_MINIMA = 7,
+  OUTRIDER_INT4_ZEROS = 8
+};
 
 struct OutriderTeam;       // threads
 struct OutriderWorkspace;  // scratch memory of one runner, which grows to its largest step
@@ -55,19 +66,23 @@ struct OutriderMatrix {
   const float* scales;  // [out_features] for INT8, otherwise null
   int64_t out_features;
   int64_t in_features;
-  int32_t type;  // OutriderType
+  int32_t type;       // OutriderType
+  int32_t unit_size;  // inputs of one unit of a quantised weight, or 0: see panels_quantised.h
 };
 
-// Returns the size of the packed weight in bytes.
+// Returns the size of a packed plain weight, FLOAT32 or BFLOAT16, in bytes.
 OUTRIDER_API int64_t outrider_packed_size(int32_t type, int64_t out_features, int64_t in_features);
 
-// Packs rows [first, first + num) of a weight [out_features, in_features], given as `from`
+// Packs rows [first, first + num) of a plain weight [out_features, in_features], given as `from`
 // [num, in_features]. Several calls fill one matrix with projections that are computed
 // together. `interleave` 1: panels of the first half of out_features (gate) alternate with
-// panels of the second (up), as the decoder needs them. For INT8, `from` must be quantised.
+// panels of the second (up), as the decoder needs them.
 OUTRIDER_API OutriderStatus outrider_pack(OutriderTeam* team, int32_t type, const void* from, int64_t first,
                                           int64_t num, int64_t out_features, int64_t in_features, int32_t interleave,
                                           void* packed);
+
+// Returns what is added to 8-bit codes when quantised weights are packed (../group_packing.py).
+OUTRIDER_API int32_t outrider_code_offset(void);
 
 // Unpacks one row of the weight, for embeddings that are tied to the output layer.
 OUTRIDER_API OutriderStatus outrider_unpack_row(const OutriderMatrix* matrix, int64_t row, float* to);
@@ -77,9 +92,11 @@ OUTRIDER_API OutriderStatus outrider_unpack_row(const OutriderMatrix* matrix, in
 OUTRIDER_API OutriderStatus outrider_linear(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
                                             const void* x, int64_t num_rows, const OutriderMatrix* matrix, void* y);
 
-// ---- rms_norm.cpp: y = x / sqrt(mean(x^2) + epsilon) * weight, row by row; weight is float32.
+// ---- rms_norm.cpp: y = x / sqrt(mean(x^2) + epsilon) * weight, row by row; weight is float32. `rounds_once` 0: the
+// normalised values are also rounded to `type` before they are multiplied by the weight.
 OUTRIDER_API OutriderStatus outrider_rms_norm(OutriderTeam* team, int32_t type, const void* x, int64_t num_rows,
-                                              int64_t width, const float* weight, float epsilon, void* y);
+                                              int64_t width, const float* weight, float epsilon, int32_t rounds_once,
+                                              void* y);
 
 // ---- low_rank.h: adapters (LoRA)
 
@@ -158,14 +175,19 @@ OUTRIDER_API void outrider_write_rows(const OutriderPanels* cache, int64_t first
 OUTRIDER_API void outrider_read_rows(const OutriderPanels* cache, int64_t first_head, int64_t num_heads,
                                      const int64_t* slots, int64_t num_slots, void* rows);
 
-// ---- decoder.cpp: all layers of a decoder in the shape of Llama, in one call
+// ---- decoder.cpp: all layers of a decoder, in one call. For its options, see ../decoder_options.py.
 
 struct OutriderLayer {
-  const float* input_norm;           // [hidden]
-  const float* post_attention_norm;  // [hidden]
-  const float* query_norm;           // [head_dim] or null
-  const float* key_norm;             // [head_dim] or null
+  const float* input_norm;             // [hidden] or null
+  const float* attention_output_norm;  // [hidden] or null: a norm of what attention adds to the residual stream
+  const float* mlp_norm;               // [hidden] or null
+  const float* mlp_output_norm;        // [hidden] or null: a norm of what the MLP adds to the residual stream
+  const float* query_norm;             // [head_dim], or [num_heads * head_dim] if norms_all_heads, or null
+  const float* key_norm;               // same, with num_kv_heads
+  const float* cosines;                // [max_positions, rotary_dim / 2]; null: the layer does not rotate
+  const float* sines;
   OutriderMatrix qkv;                // query heads, then key heads, then value heads
+  OutriderMatrix value;              // value heads if `qkv` does not have them; otherwise `packed` is null
   OutriderMatrix output;
   OutriderMatrix gate_up;  // interleaved
   OutriderMatrix down;
@@ -179,12 +201,19 @@ struct OutriderDecoder {
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
+  int64_t rotary_dim;  // the first dimensions of each head, which are rotated
   int64_t vocab_size;
   float scaling;
   float epsilon;
-  int32_t type;          // OutriderType of activations, keys and values
-  const float* cosines;  // [max_positions, head_dim / 2]
-  const float* sines;
+  float attention_softcap;     // 0: none
+  float logits_softcap;        // 0: none
+  float logits_scale;          // multiplies logits
+  float embedding_scale;       // multiplies embeddings
+  float residual_scale;        // multiplies what is added to the residual stream
+  int32_t is_gelu;             // 1: the MLP's activation is the tanh approximation of GELU; 0: SiLU
+  int32_t rounds_norms_once;   // see outrider_rms_norm
+  int32_t norms_all_heads;     // 1: query and key norms are of all heads as one vector; 0: of each head
+  int32_t type;                // OutriderType of activations, keys and values
   const void* embedding;  // [vocab_size, hidden] of `type`; null: `head` is also the embedding
   const float* final_norm;
   OutriderMatrix head;

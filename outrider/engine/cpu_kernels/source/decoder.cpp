@@ -1,9 +1,8 @@
-// All layers of a decoder in the shape of Llama (Llama, Mistral, Qwen2, Qwen3), in one job of
-// the team. Each operator of the other files is a phase. This saves about two thousand calls
-// from Python per step.
+// All layers of a decoder of the families in ../decoder_options.py, in one job of the team. Each
+// operator of the other files is a phase. This saves about two thousand calls from Python per step.
 //
-// The residual stream is float32. The inputs of linear layers, keys and values are rounded to
-// the model's type.
+// The residual stream, and what is normalised before it is added to it, are float32. The inputs
+// of linear layers, keys and values are rounded to the model's type.
 
 #include <algorithm>
 #include <memory>
@@ -20,8 +19,8 @@
 namespace outrider {
 namespace {
 
-constexpr int kPhasesOfLayer = 11;
-constexpr int kPhasesOfFeatures = 2;
+constexpr int kPhasesOfLayer = 12;
+constexpr int kLastPhases = 3;  // the norm of the last layer's output, and two phases of features
 constexpr int64_t kRowsOfUnit = 8;  // in phases that process rows one by one
 
 int64_t row_units(int64_t num_rows) { return (num_rows + kRowsOfUnit - 1) / kRowsOfUnit; }
@@ -33,12 +32,17 @@ void for_rows(int64_t unit, int64_t num_rows, F&& f) {
 }
 
 // Returns whether rows are quantised before they are multiplied by the matrix.
-bool is_quantised(const OutriderMatrix& matrix) { return matrix.type == OUTRIDER_INT8; }
+bool is_quantised(const OutriderMatrix& matrix) { return matrix.type >= OUTRIDER_INT8; }
+
+// Returns the matrix that decides whether a layer's input is quantised.
+const OutriderMatrix& input_matrix(const OutriderLayer& layer) {
+  return is_quantised(layer.value) ? layer.value : layer.qkv;
+}
 
 // Calls f with a null pointer whose type is that of the matrix's weights. Plain weights have the decoder's type.
 template <class Type, class F>
 void with_weight(const OutriderMatrix& matrix, F&& f) {
-  if (is_quantised(matrix)) return f(static_cast<int8_t*>(nullptr));
+  if (is_quantised(matrix)) return with_codes(matrix.type, f);
   f(static_cast<Type*>(nullptr));
 }
 
@@ -59,7 +63,7 @@ class DecoderStep final : public Job {
       : workspace_(workspace), decoder_(decoder), layers_(decoder.layers + first, decoder.layers + last),
         batch_(batch), key_caches_(key_caches + first, key_caches + last),
         value_caches_(value_caches + first, value_caches + last), first_(first), num_rows_(batch.num_rows),
-        phases_(1 + layers_.size() * kPhasesOfLayer + kPhasesOfFeatures) {
+        phases_(1 + layers_.size() * kPhasesOfLayer + kLastPhases) {
     heads_ = decoder.num_heads + 2 * decoder.num_kv_heads;
     residual_ = workspace.residual.of<float>(num_rows_ * decoder.hidden_size);
     const int64_t width = decoder.hidden_size * (batch.features == nullptr ? 1 : 2);
@@ -67,12 +71,16 @@ class DecoderStep final : public Job {
     projected_ = workspace.projected.of<Type>(num_rows_ * heads_ * decoder.head_dim);
     attended_ = workspace.attended.of<Row>(num_rows_ * decoder.num_heads * decoder.head_dim);
     gated_ = workspace.gated.of<Row>(num_rows_ * decoder.intermediate_size);
+    const bool normalises_outputs = std::any_of(layers_.begin(), layers_.end(), [](const OutriderLayer& layer) {
+      return layer.attention_output_norm != nullptr || layer.mlp_output_norm != nullptr;
+    });
+    outputs_ = workspace.outputs.of<float>(normalises_outputs ? num_rows_ * decoder.hidden_size : 0);
     const int64_t widest = std::max({width, decoder.num_heads * decoder.head_dim, decoder.intermediate_size});
     const bool has_quantised = std::any_of(layers_.begin(), layers_.end(), [](const OutriderLayer& layer) {
-      return is_quantised(layer.qkv) || is_quantised(layer.output) || is_quantised(layer.gate_up) ||
+      return is_quantised(input_matrix(layer)) || is_quantised(layer.output) || is_quantised(layer.gate_up) ||
              is_quantised(layer.down);
     });
-    quantised_ = workspace.quantised.of<QuantisedGroup>(has_quantised ? num_rows_ * groups_of(widest) : 0);
+    quantised_ = workspace.quantised.of<QuantisedGroup>(has_quantised ? groups_in_memory(num_rows_, widest) : 0);
     if (batch.adapters != nullptr) reduced_ = workspace.reduced.of<float>(num_rows_ * (max_rank_ = max_rank()));
     if (features != nullptr) {
       features_ = *features;
@@ -91,6 +99,7 @@ class DecoderStep final : public Job {
     NextWeights ahead;
     for (size_t index = 0; index < layers_.size(); index++)
       run_layer(index, &phases_[1 + index * kPhasesOfLayer], member, ahead);
+    add_last_outputs(phases_[phases_.size() - kLastPhases], member);
     if (!taps_.empty() && is_last(layers_.size() - 1)) {
       reduce_taps(phases_[phases_.size() - 2], phases_[phases_.size() - 1], member);
       if (member.index == 0) workspace_.times.note(OUTRIDER_LINEAR);
@@ -114,6 +123,7 @@ class DecoderStep final : public Job {
     size_t layer;
     OutriderLowRank OutriderLayerAdapter::*matrix;
     Rows rows;
+    int64_t first_column = 0;  // of the product among the adapter's outputs
   };
 
   struct PlanOfLayers {
@@ -158,16 +168,21 @@ class DecoderStep final : public Job {
 
   OutriderAttention attention_options(const OutriderLayer& layer) const {
     return OutriderAttention{decoder_.num_heads, decoder_.num_kv_heads, decoder_.head_dim,
-                             layer.sliding_window, decoder_.scaling, 0.0f};
+                             layer.sliding_window, decoder_.scaling, decoder_.attention_softcap};
   }
 
   void embed(int64_t row) {
     const int64_t width = decoder_.hidden_size;
     float* to = residual_ + row * width;
     if (batch_.features != nullptr) return embed_with_feature(row, to);
-    if (decoder_.embedding == nullptr) return unpack_row(decoder_.head, batch_.token_ids[row], to);
-    const Type* from = static_cast<const Type*>(decoder_.embedding) + batch_.token_ids[row] * width;
-    for (int64_t i = 0; i < width; i++) to[i] = widen(from[i]);
+    if (decoder_.embedding == nullptr) {
+      unpack_row(decoder_.head, batch_.token_ids[row], to);
+    } else {
+      const Type* from = static_cast<const Type*>(decoder_.embedding) + batch_.token_ids[row] * width;
+      for (int64_t i = 0; i < width; i++) to[i] = widen(from[i]);
+    }
+    if (decoder_.embedding_scale != 1.0f)
+      for (int64_t i = 0; i < width; i++) to[i] *= decoder_.embedding_scale;
   }
 
   // Makes a row of a drafter head's first layer, instead of a normalised row.
@@ -176,26 +191,22 @@ class DecoderStep final : public Job {
     const Type* feature = static_cast<const Type*>(batch_.features) + row * width;
     const Type* embedding = static_cast<const Type*>(decoder_.embedding) + batch_.token_ids[row] * width;
     Row* to = normalised_ + row * 2 * width;
-    rms_norm_row<Type>(embedding, width, layers_[0].input_norm, decoder_.epsilon, to);
-    rms_norm_row<Type>(feature, width, decoder_.feature_norm, decoder_.epsilon, to + width);
+    normalise_row(embedding, width, layers_[0].input_norm, to);
+    normalise_row(feature, width, decoder_.feature_norm, to + width);
     for (int64_t i = 0; i < width; i++)
       residual[i] = decoder_.begins_normalised ? widen(to[width + i]) : widen(feature[i]);
-    quantise_for(layers_[0].qkv, normalised_, row, 2 * width);
+    quantise_for(input_matrix(layers_[0]), normalised_, row, num_rows_, 2 * width);
   }
 
   // Copies a row of the residual stream, rounded, to the taps that are after this number of layers.
   void tap(int64_t row, int64_t num_layers) {
     const int64_t width = decoder_.hidden_size, num_taps = taps_.size();
     const float* from = residual_ + row * width;
-    const Type* type = nullptr;
     for (int64_t i = 0; i < num_taps; i++) {
       if (taps_[i] != num_layers) continue;
       Row* to = tapped_ + (row * num_taps + i) * width;
-      if (num_layers == decoder_.num_layers && features_.takes_final_norm) {
-        rms_norm_row<Type>(from, width, decoder_.final_norm, decoder_.epsilon, to);
-      } else {
-        for (int64_t d = 0; d < width; d += kWidth) store_exact(to + d, rounded_to(load(from + d), type));
-      }
+      const bool is_normalised = num_layers == decoder_.num_layers && features_.takes_final_norm;
+      normalise_row(from, width, is_normalised ? decoder_.final_norm : nullptr, to);
     }
   }
 
@@ -221,7 +232,7 @@ class DecoderStep final : public Job {
     const Matrix<Type> projection(features_.projection);
     const StoreTo<Type> store{plane, projection.out_features};
     product.share(member, num_units(projection), [&](int64_t unit) {
-      multiply_unit<Type>(unit, tapped_, width, num_rows_, projection, [&](const TileRow& tile) {
+      multiply_unit<Type>(unit, tapped_, num_rows_, projection, [&](const TileRow& tile) {
         store(TileRow{batch_.slots[tile.row], tile.column, tile.num, tile.values});
       });
     });
@@ -230,8 +241,8 @@ class DecoderStep final : public Job {
   int64_t max_rank() const {
     int64_t rank = 0;
     for (int64_t row = 0; row < num_rows_; row++)
-      for (int64_t layer = first_; batch_.adapters[row] != nullptr && layer < first_ + static_cast<int64_t>(layers_.size()); layer++) {
-        const OutriderLayerAdapter& adapter = batch_.adapters[row][layer];
+      for (size_t layer = 0; batch_.adapters[row] != nullptr && layer < layers_.size(); layer++) {
+        const OutriderLayerAdapter& adapter = batch_.adapters[row][first_ + layer];
         rank = std::max({rank, adapter.qkv.rank, adapter.output.rank, adapter.gate_up.rank, adapter.down.rank});
       }
     return rank;
@@ -247,7 +258,9 @@ class DecoderStep final : public Job {
   // Prepares a unit of a product's rows [num, in_features] for its matrix and for the rows' adapters.
   void prepare_unit(int64_t unit, const OutriderMatrix& matrix, const LowRanks& added, const Row* rows) {
     const int64_t width = matrix.in_features, end = std::min(added.rows.num, (unit + 1) * kRowsOfUnit);
-    for_rows(unit, added.rows.num, [&](int64_t row) { quantise_for(matrix, rows, row, width); });
+    for_rows(unit, added.rows.num, [&](int64_t row) {
+      quantise_for(matrix, rows, row, added.rows.num, width);
+    });
     for (int64_t row = unit * kRowsOfUnit, next; batch_.adapters != nullptr && row < end; row = next) {
       const OutriderLowRank* part = low_rank(added, row);
       for (next = row + 1; next < end && low_rank(added, next) == part;) next++;
@@ -258,20 +271,51 @@ class DecoderStep final : public Job {
   }
 
   // Quantises one of `rows` [num_rows, width] if it is multiplied by a quantised matrix.
-  void quantise_for(const OutriderMatrix& matrix, const Row* rows, int64_t row, int64_t width) {
-    if (is_quantised(matrix)) quantise_row(rows + row * width, width, quantised_ + row * groups_of(width));
+  void quantise_for(const OutriderMatrix& matrix, const Row* rows, int64_t row, int64_t num_rows, int64_t width) {
+    if (is_quantised(matrix)) quantise_row(rows + row * width, width, quantised_ + row, group_stride(num_rows));
   }
 
-  // A phase: normalises rows of the residual stream for a product. `num_layers`: the layers before it, for taps; -1: no
-  // taps.
-  void normalise(Phase& phase, Member member, NextWeights& ahead, const Rows& rows, const float* weight,
-                 const OutriderMatrix& matrix, const LowRanks& added, int64_t num_layers = -1) {
+  // Normalises a row with one of the model's norms; only rounds it if there is no such norm.
+  template <class From>
+  void normalise_row(const From* from, int64_t width, const float* weight, Row* to) const {
+    const Type* type = nullptr;
+    if (weight != nullptr)
+      return rms_norm_row<Type>(from, width, weight, decoder_.epsilon, to, decoder_.rounds_norms_once != 0);
+    for (int64_t d = 0; d < width; d += kWidth) store_exact(to + d, rounded_to(load_wide(from + d), type));
+  }
+
+  // Adds to `row` of the residual stream the row `index` of the last product, normalised, if there is a norm for it.
+  void add_output(int64_t index, int64_t row, const float* norm) {
+    if (norm == nullptr) return;
+    const int64_t width = decoder_.hidden_size;
+    float *output = outputs_ + index * width, *to = residual_ + row * width;
+    rms_norm_row<float>(output, width, norm, decoder_.epsilon, output);
+    for (int64_t d = 0; d < width; d += kWidth)
+      store(to + d, load(to + d) + load(output + d) * decoder_.residual_scale);
+  }
+
+  // A phase, if the last layer has a norm of its output. Other layers' outputs are added in the next layer's first phase.
+  void add_last_outputs(Phase& phase, Member member) {
+    const float* norm = layers_.back().mlp_output_norm;
+    const Rows rows = rows_of(layers_.size() - 1);
+    if (norm == nullptr || rows.num == 0) return;
+    phase.share(member, row_units(rows.num), [&](int64_t unit) {
+      for_rows(unit, rows.num, [&](int64_t index) { add_output(index, rows[index], norm); });
+    });
+    if (member.index == 0) workspace_.times.note(OUTRIDER_NORM);
+  }
+
+  // A phase: adds the last product's output if it has a norm, `output_norm`, and normalises rows of the residual stream
+  // for the next product. `num_layers`: the layers before it, for taps; -1: no taps.
+  void normalise(Phase& phase, Member member, NextWeights& ahead, const Rows& rows, const float* output_norm,
+                 const float* weight, const OutriderMatrix& matrix, const LowRanks& added,
+                 int64_t num_layers = -1) {
     const int64_t width = decoder_.hidden_size;
     const auto normalise_rows = [&](int64_t unit) {
       for_rows(unit, rows.num, [&](int64_t index) {
+        add_output(index, rows[index], output_norm);
         tap(rows[index], num_layers);
-        const float* from = residual_ + rows[index] * width;
-        rms_norm_row<Type>(from, width, weight, decoder_.epsilon, normalised_ + index * width);
+        normalise_row(residual_ + rows[index] * width, width, weight, normalised_ + index * width);
       });
       prepare_unit(unit, matrix, added, normalised_);
     };
@@ -293,7 +337,8 @@ class DecoderStep final : public Job {
     const int64_t num_rows = added.rows.num;
     const auto finish_with_adapter = [&](const TileRow& tile) {
       const OutriderLowRank* part = low_rank(added, tile.row);
-      if (part != nullptr && part->rank > 0) add_low_rank(*part, reduced_ + tile.row * max_rank_, tile);
+      if (part != nullptr && part->rank > 0)
+        add_low_rank(*part, reduced_ + tile.row * max_rank_, tile.column + added.first_column, tile);
       finish(tile);
     };
     ahead = NextWeights();
@@ -304,13 +349,11 @@ class DecoderStep final : public Job {
     with_weight<Type>(matrix, [&](auto* weight) {
       using Weight = std::remove_pointer_t<decltype(weight)>;
       const Matrix<Weight> typed(matrix);
-      const bool prefetches_next = prefetches_next_unit<Weight>(num_rows, typed.depth);
+      const bool prefetches_next = prefetches_next_unit(num_rows, typed);
       const int64_t last = prefetches_next ? Phase::end_of(member, num_units(typed)) - 1 : -1;
       const auto multiply_rows = [&](int64_t unit) {
-        const int64_t bytes = kTileColumns * typed.depth * sizeof(Weight);
-        const void* const first_of_next = unit == last ? ahead.take(bytes) : nullptr;
-        multiply_unit<Weight>(unit, multiplied<Weight>(rows, quantised_), activations_before<Weight>(typed.depth),
-                              num_rows, typed, finish_with_adapter, first_of_next);
+        const void* const first_of_next = unit == last ? ahead.take(unit_bytes(typed)) : nullptr;
+        multiply_unit<Weight>(unit, multiplied<Weight>(rows, quantised_), num_rows, typed, finish_with_adapter, first_of_next);
       };
       phase.share(member, num_units(typed), multiply_rows, ahead);
     });
@@ -321,20 +364,33 @@ class DecoderStep final : public Job {
     const OutriderMatrix* next_qkv = index + 1 < layers_.size() ? &layers_[index + 1].qkv : nullptr;
     const int64_t width = decoder_.hidden_size;
     const Rows all{num_rows_, nullptr}, rows = rows_of(index);
-    const LowRanks qkv{index, &OutriderLayerAdapter::qkv, all}, output{index, &OutriderLayerAdapter::output, rows};
+    const LowRanks qkv{index, &OutriderLayerAdapter::qkv, all},
+        value{index, &OutriderLayerAdapter::qkv, all, layer.qkv.out_features};
+    const LowRanks output{index, &OutriderLayerAdapter::output, rows};
     const LowRanks gate_up{index, &OutriderLayerAdapter::gate_up, rows}, down{index, &OutriderLayerAdapter::down, rows};
     const auto note = [&](OutriderPhase kind) {
       if (member.index == 0) workspace_.times.note(kind);  // only the caller: others may be late (see Job)
     };
-    const auto add = [&](const TileRow& tile) {
-      AddTo<float>{residual_, width}(TileRow{rows[tile.row], tile.column, tile.num, tile.values});
+    // Adds a product to the residual stream, or stores it if it is normalised before.
+    const auto adder = [&](const float* output_norm) {
+      return [this, &rows, width, output_norm](const TileRow& tile) {
+        if (output_norm != nullptr) return StoreTo<float>{outputs_, width}(tile);
+        if (decoder_.residual_scale != 1.0f)
+          for (int c = 0; c < tile.num; c++) tile.values[c] *= decoder_.residual_scale;
+        AddTo<float>{residual_, width}(TileRow{rows[tile.row], tile.column, tile.num, tile.values});
+      };
     };
     if (batch_.features == nullptr || first_ + static_cast<int64_t>(index) > 0)
-      normalise(phases[0], member, ahead, all, layer.input_norm, layer.qkv, qkv,
-                first_ + static_cast<int64_t>(index));
+      normalise(phases[0], member, ahead, all, index > 0 ? layers_[index - 1].mlp_output_norm : nullptr,
+                layer.input_norm, input_matrix(layer), qkv, first_ + static_cast<int64_t>(index));
     note(OUTRIDER_NORM);
-    multiply(phases[1], member, ahead, normalised_, layer.qkv, qkv, &layer.output,
-             StoreTo<Type>{projected_, heads_ * decoder_.head_dim});
+    const int64_t projected_width = heads_ * decoder_.head_dim;
+    const bool has_value = layer.value.packed != nullptr;
+    multiply(phases[1], member, ahead, normalised_, layer.qkv, qkv, has_value ? &layer.value : &layer.output,
+             StoreTo<Type>{projected_, projected_width});
+    if (has_value)
+      multiply(phases[11], member, ahead, normalised_, layer.value, value, &layer.output,
+               StoreTo<Type>{projected_ + layer.qkv.out_features, projected_width});
     note(OUTRIDER_LINEAR);
     const auto rotate_rows = [&](int64_t unit) {
       for_rows(unit, num_rows_, [&](int64_t row) { rotate_and_write(row, layer, index); });
@@ -345,30 +401,38 @@ class DecoderStep final : public Job {
     attend(phases[3], phases[4], index, member, ahead);
     note(OUTRIDER_ATTENTION);
     prepare_rows(phases[5], member, ahead, attended_, layer.output, output);
-    multiply(phases[6], member, ahead, attended_, layer.output, output, &layer.gate_up, add);
+    multiply(phases[6], member, ahead, attended_, layer.output, output, &layer.gate_up,
+             adder(layer.attention_output_norm));
     note(OUTRIDER_LINEAR);
-    normalise(phases[7], member, ahead, rows, layer.post_attention_norm, layer.gate_up, gate_up);
+    normalise(phases[7], member, ahead, rows, layer.attention_output_norm, layer.mlp_norm, layer.gate_up,
+              gate_up);
     note(OUTRIDER_NORM);
     multiply(phases[8], member, ahead, normalised_, layer.gate_up, gate_up, &layer.down,
-             SiluMultiplyTo<Type, Row>{gated_, decoder_.intermediate_size});
+             ActivateMultiplyTo<Type, Row>{gated_, decoder_.intermediate_size, decoder_.is_gelu != 0});
     prepare_rows(phases[9], member, ahead, gated_, layer.down, down);
-    multiply(phases[10], member, ahead, gated_, layer.down, down, next_qkv, add);
+    multiply(phases[10], member, ahead, gated_, layer.down, down, next_qkv,
+             adder(layer.mlp_output_norm));
     note(OUTRIDER_LINEAR);
   }
 
-  // Normalises (Qwen3) and rotates query and key heads, and writes keys and values to the cache.
+  // Normalises query and key heads if there are norms for them, rotates them, and writes keys and values to the cache.
   void rotate_and_write(int64_t row, const OutriderLayer& layer, size_t index) {
-    const int64_t head_dim = decoder_.head_dim, angle = batch_.positions[row] * (head_dim / 2);
+    const int64_t head_dim = decoder_.head_dim, angle = batch_.positions[row] * (decoder_.rotary_dim / 2);
     const int64_t slot = batch_.slots[row], place = panel_at(slot, 0, decoder_.num_kv_heads, head_dim);
     Type* keys = static_cast<Type*>(key_caches_[index]) + place;
     Type* values = static_cast<Type*>(value_caches_[index]) + place;
     Type* heads = projected_ + row * heads_ * head_dim;
-    for (int64_t head = 0; head < decoder_.num_heads + decoder_.num_kv_heads; head++) {
+    const auto normalise_heads = [&](int64_t first, int64_t num, const float* norm) {
+      const int64_t width = decoder_.norms_all_heads ? num * head_dim : head_dim;
+      Type* const end = heads + (first + num) * head_dim;
+      for (Type* at = heads + first * head_dim; norm != nullptr && at < end; at += width)
+        rms_norm_row<Type>(at, width, norm, decoder_.epsilon, at, decoder_.rounds_norms_once != 0);
+    };
+    normalise_heads(0, decoder_.num_heads, layer.query_norm);
+    normalise_heads(decoder_.num_heads, decoder_.num_kv_heads, layer.key_norm);
+    for (int64_t head = 0; layer.cosines != nullptr && head < decoder_.num_heads + decoder_.num_kv_heads; head++) {
       Type* from = heads + head * head_dim;
-      const bool is_query = head < decoder_.num_heads;
-      const float* norm = is_query ? layer.query_norm : layer.key_norm;
-      if (norm != nullptr) rms_norm_row<Type>(from, head_dim, norm, decoder_.epsilon, from);
-      rotate_head<Type>(from, head_dim, decoder_.cosines + angle, decoder_.sines + angle, from);
+      rotate_head<Type>(from, decoder_.rotary_dim, layer.cosines + angle, layer.sines + angle, from);
     }
     for (int64_t head = 0; head < decoder_.num_kv_heads; head++) {
       const auto* key = reinterpret_cast<const char*>(heads + (decoder_.num_heads + head) * head_dim);
@@ -422,8 +486,9 @@ class DecoderStep final : public Job {
   int64_t heads_ = 0;                          // query, key and value heads of a projected row
   int64_t query_rows_ = 0;
   float* residual_ = nullptr;  // [rows, hidden]
+  float* outputs_ = nullptr;   // [rows, hidden], the last product, if it is normalised before it is added
   Row* normalised_ = nullptr;  // [rows, hidden]
-  QuantisedGroup* quantised_ = nullptr;  // [rows, groups], the next product's input if its matrix is quantised
+  QuantisedGroup* quantised_ = nullptr;  // [groups][rows], the next product's input if its matrix is quantised
   Type* projected_ = nullptr;  // [rows, heads_, head_dim]
   Row* attended_ = nullptr;    // [rows, num_heads, head_dim]
   Row* gated_ = nullptr;       // [rows, intermediate]
@@ -445,6 +510,15 @@ struct ScatterTo {
   }
 };
 
+// Scales logits and limits them by the soft cap.
+void finish_logits(const OutriderDecoder& decoder, const TileRow& tile) {
+  if (decoder.logits_scale != 1.0f)
+    for (int c = 0; c < tile.num; c++) tile.values[c] *= decoder.logits_scale;
+  if (const float cap = decoder.logits_softcap; cap != 0.0f)
+    for (int c = 0; c < tile.num; c += kWidth)
+      store(tile.values + c, hyperbolic_tangent(load(tile.values + c) / cap) * cap);
+}
+
 template <class Type>
 void logits_of(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& decoder, const int64_t* rows,
                int64_t num, float* logits, const int64_t* columns, int64_t num_columns, Type* states) {
@@ -452,16 +526,17 @@ void logits_of(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& 
   const int64_t width = decoder.hidden_size;
   const float* residual = workspace.residual.get<float>();
   auto* normalised = workspace.activations.of<Activation<Type>>(num * width);
-  auto* quantised = workspace.quantised.of<QuantisedGroup>(is_quantised(decoder.head) ? num * groups_of(width) : 0);
+  auto* quantised = workspace.quantised.of<QuantisedGroup>(is_quantised(decoder.head) ? groups_in_memory(num, width) : 0);
   team.share(row_units(num), [&](int64_t unit, int) {
     for_rows(unit, num, [&](int64_t i) {
       const float* from = residual + rows[i] * width;
       if (columns != nullptr) std::fill_n(logits + i * num_columns, num_columns, -INFINITY);
-      rms_norm_row<Type>(from, width, decoder.final_norm, decoder.epsilon, normalised + i * width);
+      rms_norm_row<Type>(from, width, decoder.final_norm, decoder.epsilon, normalised + i * width,
+                         decoder.rounds_norms_once != 0);
       for (int64_t d = 0; states != nullptr && d < width; d += kWidth)
         store_rounded(states + i * width + d,
                       decoder.keeps_normalised ? load_wide(normalised + i * width + d) : load(from + d));
-      if (is_quantised(decoder.head)) quantise_row(normalised + i * width, width, quantised + i * groups_of(width));
+      if (is_quantised(decoder.head)) quantise_row(normalised + i * width, width, quantised + i, group_stride(num));
     });
   });
   const auto multiply = [&](const auto& store) {
@@ -469,8 +544,10 @@ void logits_of(Team& team, OutriderWorkspace& workspace, const OutriderDecoder& 
       using Weight = std::remove_pointer_t<decltype(weight)>;
       const Matrix<Weight> head(decoder.head);
       team.share(num_units(head), [&](int64_t unit, int) {
-        multiply_unit<Weight>(unit, multiplied<Weight>(normalised, quantised), activations_before<Weight>(head.depth),
-                              num, head, store);
+        multiply_unit<Weight>(unit, multiplied<Weight>(normalised, quantised), num, head, [&](const TileRow& tile) {
+          finish_logits(decoder, tile);
+          store(tile);
+        });
       });
     });
   };

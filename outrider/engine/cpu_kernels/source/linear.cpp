@@ -6,13 +6,6 @@
 namespace outrider {
 namespace {
 
-// Converts a weight to its form in a panel and back: an int8 weight is stored with 128 added (panels_int8.h).
-template <class Weight>
-Weight flipped(Weight value) {
-  if constexpr (sizeof(Weight) == 1) return static_cast<int8_t>(value ^ INT8_MIN);
-  return value;
-}
-
 template <class Weight>
 void pack(Team& team, const Weight* from, int64_t first, int64_t num, int64_t out_features, int64_t in_features,
           bool interleave, Weight* packed) {
@@ -31,23 +24,34 @@ void pack(Team& team, const Weight* from, int64_t first, int64_t num, int64_t ou
       Weight* to = packed + panel * depth * kPanel;
       const Weight* row = from + i * in_features;
       for (int64_t k = 0; k < in_features; k++)
-        to[k / together * together * kPanel + column * together + k % together] = flipped(row[k]);
+        to[k / together * together * kPanel + column * together + k % together] = row[k];
     }
   });
 }
 
 template <class Weight>
-void unpack_typed_row(const OutriderMatrix& matrix, int64_t row, float* to) {
+void unpack_plain_row(const Matrix<Weight>& matrix, int64_t row, float* to) {
   constexpr int64_t together = Step<Weight>::kDepth;
-  const int64_t depth = padded_depth<Weight>(matrix.in_features);
-  const Weight* from = static_cast<const Weight*>(matrix.packed) + row / kPanel * depth * kPanel;
-  const float scale = matrix.scales == nullptr ? 1.0f : matrix.scales[row];
-  for (int64_t k = 0; k < matrix.in_features; k++) {
-    const Weight value = from[k / together * together * kPanel + row % kPanel * together + k % together];
-    if constexpr (sizeof(Weight) == 1) {
-      to[k] = static_cast<float>(flipped(value)) * scale;
-    } else {
-      to[k] = widen(value);
+  const Weight* from = matrix.packed + row / kPanel * matrix.panel_size;
+  for (int64_t k = 0; k < matrix.in_features; k++)
+    to[k] = widen(from[k / together * together * kPanel + row % kPanel * together + k % together]);
+}
+
+template <class Weight>
+void unpack_quantised_row(const Matrix<Weight>& matrix, int64_t row, float* to) {
+  const int64_t column = row % kPanel, vector = column / kWidth, lane = column % kWidth;
+  CodePanel<Weight> panel(matrix.packed + row / kPanel * matrix.panel_size, matrix.unit_size);
+  for (int64_t first = 0; first < matrix.in_features; first += kDepthOfGroup) {
+    panel.next_block([](int) {});
+    for (int64_t k = 0; k < std::min(kDepthOfGroup, matrix.in_features - first); k++) {
+      panel.load_factors(static_cast<int>(k / Weight::kGroup));
+      const int64_t at = (k / kQuad * kPanel + column) * kQuad + k % kQuad;  // as if codes had 8 bits
+      int code = panel.codes()[Weight::kBits == 8 ? at : at / 128 * 64 + at % 64];
+      if constexpr (Weight::kBits == 4) code = code >> at / 64 % 2 * 4 & 15;
+      else if constexpr (kHasSignedCodes) code += Weight::kOffset;
+      else code &= 255;
+      to[first + k] = panel.weight_of(code - Weight::kOffset, vector, lane);
+      if constexpr (Weight::kKind == Factors::kOfFeature) to[first + k] *= matrix.scales[row];
     }
   }
 }
@@ -71,8 +75,8 @@ const Activation<Weight>* as_activations(OutriderWorkspace& workspace, const T* 
 
 template <class T>
 const QuantisedGroup* as_groups(OutriderWorkspace& workspace, const T* x, int64_t num_rows, int64_t width) {
-  QuantisedGroup* to = workspace.quantised.of<QuantisedGroup>(num_rows * groups_of(width));
-  for (int64_t row = 0; row < num_rows; row++) quantise_row(x + row * width, width, to + row * groups_of(width));
+  QuantisedGroup* to = workspace.quantised.of<QuantisedGroup>(groups_in_memory(num_rows, width));
+  for (int64_t row = 0; row < num_rows; row++) quantise_row(x + row * width, width, to + row, group_stride(num_rows));
   return to;
 }
 
@@ -80,28 +84,36 @@ template <class Weight, class T>
 void linear(Team& team, OutriderWorkspace& workspace, const T* x, int64_t num_rows, const Matrix<Weight>& matrix,
             T* y) {
   const auto* rows = [&] {
-    if constexpr (sizeof(Weight) == 1) return as_groups(workspace, x, num_rows, matrix.in_features);
+    if constexpr (kIsQuantised<Weight>) return as_groups(workspace, x, num_rows, matrix.in_features);
     else return as_activations<Weight>(workspace, x, num_rows, matrix.in_features, matrix.depth);
   }();
   const StoreTo<T> store{y, matrix.out_features};
-  team.share(num_units(matrix), [&](int64_t unit, int) {
-    multiply_unit<Weight>(unit, rows, activations_before<Weight>(matrix.depth), num_rows, matrix, store);
-  });
+  team.share(num_units(matrix),
+             [&](int64_t unit, int) { multiply_unit<Weight>(unit, rows, num_rows, matrix, store); });
 }
 
-// Calls f with a null pointer whose type is that of `type`.
+// Calls f with a null pointer whose type is that of plain weights.
 template <class F>
-void with_type(int32_t type, F&& f) {
+void with_plain(int32_t type, F&& f) {
   if (type == OUTRIDER_BFLOAT16) return f(static_cast<BFloat16*>(nullptr));
-  if (type == OUTRIDER_INT8) return f(static_cast<int8_t*>(nullptr));
   f(static_cast<float*>(nullptr));
+}
+
+// Calls f with the matrix.
+template <class F>
+void with_matrix(const OutriderMatrix& matrix, F&& f) {
+  const auto typed = [&](auto* weight) { f(Matrix<std::remove_pointer_t<decltype(weight)>>(matrix)); };
+  if (matrix.type >= OUTRIDER_INT8) return with_codes(matrix.type, typed);
+  with_plain(matrix.type, typed);
 }
 
 }  // namespace
 
 void unpack_row(const OutriderMatrix& matrix, int64_t row, float* to) {
-  with_type(matrix.type,
-            [&](auto* weight) { unpack_typed_row<std::remove_pointer_t<decltype(weight)>>(matrix, row, to); });
+  with_matrix(matrix, [&]<class Weight>(const Matrix<Weight>& typed) {
+    if constexpr (kIsQuantised<Weight>) unpack_quantised_row(typed, row, to);
+    else unpack_plain_row(typed, row, to);
+  });
 }
 
 }  // namespace outrider
@@ -110,7 +122,7 @@ using namespace outrider;
 
 int64_t outrider_packed_size(int32_t type, int64_t out_features, int64_t in_features) {
   int64_t bytes = 0;
-  with_type(type, [&](auto* weight) {
+  with_plain(type, [&](auto* weight) {
     using Weight = std::remove_pointer_t<decltype(weight)>;
     const int64_t panels = (out_features + kPanel - 1) / kPanel;
     bytes = panels * kPanel * padded_depth<Weight>(in_features) * static_cast<int64_t>(sizeof(Weight));
@@ -121,7 +133,7 @@ int64_t outrider_packed_size(int32_t type, int64_t out_features, int64_t in_feat
 OutriderStatus outrider_pack(OutriderTeam* team, int32_t type, const void* from, int64_t first, int64_t num,
                              int64_t out_features, int64_t in_features, int32_t interleave, void* packed) {
   return call([&] {
-    with_type(type, [&](auto* weight) {
+    with_plain(type, [&](auto* weight) {
       using Weight = std::remove_pointer_t<decltype(weight)>;
       pack(*reinterpret_cast<Team*>(team), static_cast<const Weight*>(from), first, num, out_features, in_features,
            interleave != 0, static_cast<Weight*>(packed));
@@ -136,9 +148,7 @@ OutriderStatus outrider_unpack_row(const OutriderMatrix* matrix, int64_t row, fl
 OutriderStatus outrider_linear(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type, const void* x,
                                int64_t num_rows, const OutriderMatrix* matrix, void* y) {
   return call([&] {
-    with_type(matrix->type, [&](auto* weight) {
-      using Weight = std::remove_pointer_t<decltype(weight)>;
-      const Matrix<Weight> typed(*matrix);
+    with_matrix(*matrix, [&]<class Weight>(const Matrix<Weight>& typed) {
       Team& threads = *reinterpret_cast<Team*>(team);
       if (activation_type == OUTRIDER_BFLOAT16) {
         const auto* rows = static_cast<const BFloat16*>(x);
@@ -149,3 +159,5 @@ OutriderStatus outrider_linear(OutriderTeam* team, OutriderWorkspace* workspace,
     });
   });
 }
+
+int32_t outrider_code_offset(void) { return kHasSignedCodes ? 0 : 128; }

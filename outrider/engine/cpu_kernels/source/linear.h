@@ -12,24 +12,6 @@ namespace outrider {
 constexpr int64_t kBytesAhead = 4096;  // distance of the prefetch if weights are read in order
 constexpr int64_t kMaxBytesOfUnit = 256 << 10;  // size up to which two units' weights fit into a core's cache together
 
-template <class Weight>
-struct Matrix {
-  const Weight* packed;
-  const float* bias;    // [out_features] or null
-  const float* scales;  // [out_features] or null
-  int64_t out_features;
-  int64_t in_features;
-  int64_t depth;  // in_features, padded
-
-  explicit Matrix(const OutriderMatrix& matrix)
-      : packed(static_cast<const Weight*>(matrix.packed)),
-        bias(matrix.bias),
-        scales(matrix.scales),
-        out_features(matrix.out_features),
-        in_features(matrix.in_features),
-        depth(padded_depth<Weight>(matrix.in_features)) {}
-};
-
 // One row of a tile, scaled and with bias: `num` columns from `column` on. Further values are padding.
 struct TileRow {
   int64_t row;
@@ -44,32 +26,38 @@ static inline int64_t num_units(const Matrix<Weight>& matrix) {
   return (matrix.out_features + kTileColumns - 1) / kTileColumns;
 }
 
+// Returns the size of the weights of one unit.
+template <class Weight>
+static inline int64_t unit_bytes(const Matrix<Weight>& matrix) {
+  return 2 * matrix.panel_bytes();
+}
+
 // Returns whether a unit prefetches the weights of the next unit; otherwise it prefetches its own, just ahead.
 template <class Weight>
-static inline bool prefetches_next_unit(int64_t num_rows, int64_t depth) {
+static inline bool prefetches_next_unit(int64_t num_rows, const Matrix<Weight>& matrix) {
   const bool takes_one_call = num_rows <= kMaxRows<Weight>;
-  return kTileColumns * depth * static_cast<int64_t>(sizeof(Weight)) <= kMaxBytesOfUnit &&
-         !(kReadsInOrder<Weight> && takes_one_call);
+  return unit_bytes(matrix) <= kMaxBytesOfUnit && !(kReadsInOrder<Weight> && takes_one_call);
 }
 
 // Computes one unit of x W^T + b, which is 32 columns of all rows, and calls finish(TileRow) for each row.
-// x [num_rows, stride], each row padded to the matrix's depth. `next`: weights to prefetch; null: the next unit's.
+// x [num_rows, depth], each row padded (see RowPlaces). `next`: weights to prefetch; null: the next unit's.
 template <class Weight, class Finish>
-static inline void multiply_unit(int64_t unit, const Activation<Weight>* x, int64_t stride, int64_t num_rows,
+static inline void multiply_unit(int64_t unit, const Activation<Weight>* x, int64_t num_rows,
                                  const Matrix<Weight>& matrix, Finish&& finish, const void* next = nullptr) {
   alignas(64) float tile[kMaxRows<Weight> * kTileColumns];
+  const RowPlaces<Weight> places(num_rows, matrix.depth);
   const int64_t column = unit * kTileColumns;
   const int columns = static_cast<int>(std::min<int64_t>(kTileColumns, matrix.out_features - column));
   const int panels = columns > kPanel ? 2 : 1;
-  const Weight* packed = matrix.packed + column * matrix.depth;
-  const bool prefetches_next = prefetches_next_unit<Weight>(num_rows, matrix.depth);
+  const Weight* packed = matrix.packed + 2 * unit * matrix.panel_size;
+  const bool prefetches_next = prefetches_next_unit(num_rows, matrix);
   if (!prefetches_next) next = reinterpret_cast<const char*>(packed) + kBytesAhead;
-  else if (next == nullptr) next = packed + kTileColumns * matrix.depth;
+  else if (next == nullptr) next = packed + 2 * matrix.panel_size;
   Prefetch prefetch(next, prefetches_next ? (num_rows + kMaxRows<Weight> - 1) / kMaxRows<Weight> : 1);
   for (int64_t row = 0; row < num_rows;) {
     const int rows = static_cast<int>(equal_part(num_rows - row, kMaxRows<Weight>));
-    multiply_tile<Weight>(rows, x + row * stride, stride, packed, panels, matrix.depth, tile, prefetch);
-    if (prefetches_next) prefetch.skip(panels * matrix.depth * kPanel * sizeof(Weight));
+    multiply_tile<Weight>(rows, x + row * places.row, places.depth, packed, panels, matrix, tile, prefetch);
+    if (prefetches_next) prefetch.skip(panels * matrix.panel_bytes());
     else prefetch.stop();
     for (int r = 0; r < rows; r++) {
       float* values = tile + r * kTileColumns;
@@ -93,7 +81,7 @@ class NextWeights {
   NextWeights(const Matrix<Weight>& matrix, Member member) {
     const int num_ranges = Phase::num_ranges(member), range = member.index % num_ranges;
     const auto address_of = [&](int64_t unit) {
-      return reinterpret_cast<const char*>(matrix.packed + unit * kTileColumns * matrix.depth);
+      return reinterpret_cast<const char*>(matrix.packed) + unit * unit_bytes(matrix);
     };
     const int64_t units = num_units(matrix);
     next_ = address_of(Phase::begin_of(range, num_ranges, units));
@@ -150,12 +138,13 @@ struct AddTo {
   }
 };
 
-// Stores silu(gate) * up. A tile has a panel of gates and the panel of the same ups. Gate and
+// Stores silu(gate) * up, or gelu(gate) * up. A tile has a panel of gates and the panel of the same ups. Gate and
 // up are rounded to T first, as two separate layers would round them.
 template <class T, class To>
-struct SiluMultiplyTo {
+struct ActivateMultiplyTo {
   To* y;
   int64_t width;
+  bool is_gelu;
 
   void operator()(const TileRow& tile) const {
     To* to = y + tile.row * width + tile.column / 2;
@@ -164,7 +153,7 @@ struct SiluMultiplyTo {
       const T* type = nullptr;
       const Floats gate = rounded_to(load(tile.values + c), type);
       const Floats up = rounded_to(load(tile.values + kPanel + c), type);
-      const Floats value = rounded_to(gate * sigmoid(gate) * up, type);
+      const Floats value = rounded_to((is_gelu ? gelu(gate) : gate * sigmoid(gate)) * up, type);
       if (c + kWidth <= left) {
         store_exact(to + c, value);
       } else {

@@ -56,10 +56,11 @@ static inline void reduce_rows(const OutriderLowRank& low_rank, const Row* x, in
 
 constexpr int kRowsReducedAtOnce = kWidth == 16 ? 4 : 2;  // as many as there are registers for
 
-// Adds up (down x) to the values of a tile's row.
-static inline void add_low_rank(const OutriderLowRank& low_rank, const float* reduced, const TileRow& tile) {
+// Adds up (down x) to the values of a tile's row, which are the adapter's outputs from `first` on.
+static inline void add_low_rank(const OutriderLowRank& low_rank, const float* reduced, int64_t first,
+                                const TileRow& tile) {
   for (int64_t column = 0; column < tile.num; column += kPanel) {
-    const int64_t panel = (tile.column + column) / kPanel;
+    const int64_t panel = (first + column) / kPanel;
     const float* weights = low_rank.up + int64_t{low_rank.starts[panel]} * kPanel;
     const float* from = reduced + low_rank.firsts[panel];
     const int32_t num = low_rank.starts[panel + 1] - low_rank.starts[panel];

@@ -80,21 +80,35 @@ static inline Floats multiply_add(Floats a, Floats b, Floats c) {
 static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 static inline Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 
-// Returns the sum of all lanes, always in the same order: the halves are added repeatedly.
+// Combines the upper half of the lanes with the lower one, then the halves of the result, until one lane is left. The
+// compiler makes shuffles of it; loops over lanes would go through memory.
+template <class Combine>
+static inline float folded(Floats lanes, Combine&& combine) {
+  typedef float Four __attribute__((vector_size(16)));
+  typedef float Eight __attribute__((vector_size(32)));
+  Eight eight;
+#if defined(__AVX512F__)
+  Eight halves[2];
+  std::memcpy(halves, &lanes, sizeof halves);
+  eight = combine(halves[0], halves[1]);
+#else
+  eight = lanes;
+#endif
+  Four quarters[2];
+  std::memcpy(quarters, &eight, sizeof quarters);
+  const Four four = combine(quarters[0], quarters[1]);
+  const Four two = combine(four, __builtin_shufflevector(four, four, 2, 3, 0, 1));
+  const Four one = combine(two, __builtin_shufflevector(two, two, 1, 0, 3, 2));
+  return one[0];
+}
+
+// Returns the sum of all lanes, always in the same order.
 static inline float sum_of_lanes(Floats value) {
-  float lanes[kWidth];
-  store(lanes, value);
-  for (int half = kWidth / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-  return lanes[0];
+  return folded(value, [](auto lower, auto upper) { return lower + upper; });
 }
 
 static inline float largest_of_lanes(Floats value) {
-  float lanes[kWidth];
-  store(lanes, value);
-  for (int half = kWidth / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-  return lanes[0];
+  return folded(value, [](auto lower, auto upper) { return lower > upper ? lower : upper; });
 }
 
 // ---- bfloat16: the upper half of a float32, rounded to nearest, ties to even.
@@ -136,6 +150,24 @@ static inline Floats load_wide(const BFloat16* from) {
   Floats wide;
   for (int i = 0; i < kWidth; i++) wide[i] = widen(from[i]);
   return wide;
+#endif
+}
+
+// Loads kWidth consecutive float16 as float32, exactly.
+static inline Floats load_halves(const void* from) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+#else
+  uint16_t halves[kWidth];
+  std::memcpy(halves, from, sizeof halves);
+  Words bits;
+  for (int i = 0; i < kWidth; i++) bits[i] = static_cast<uint32_t>(halves[i] & 0x7fff) << 13;
+  const Floats magnitude = bits < 0x0f800000 ? reinterpret_cast<Floats>(bits) * 0x1p112f
+                                             : reinterpret_cast<Floats>(bits | 0x7f800000);  // infinite or NaN
+  for (int i = 0; i < kWidth; i++) bits[i] = static_cast<uint32_t>(halves[i] & 0x8000) << 16;
+  return reinterpret_cast<Floats>(reinterpret_cast<Words>(magnitude) | bits);
 #endif
 }
 
@@ -205,6 +237,11 @@ static inline Floats exponential(Floats x) {
 static inline float exponential(float x) { return exponential(broadcast(x))[0]; }
 
 static inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exponential(-x)); }
+
+// The tanh approximation of GELU (Hendrycks and Gimpel, 2016), since (1 + tanh(x)) / 2 = sigmoid(2x).
+static inline Floats gelu(Floats x) {
+  return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));  // the factor is sqrt(8 / pi)
+}
 
 static inline Floats hyperbolic_tangent(Floats x) {
   const Floats e = exponential(x * -2.0f);

@@ -9,12 +9,15 @@
 //   float32   [panels][in_features][16]
 //   bfloat16  [panels][in_features / 2][16][2]: pairs of k, as the dot product instructions of
 //             AVX512-BF16 and AMX read them
-//   int8      [panels][in_features / 4][16][4], one scale for each output feature (panels_int8.h)
+//   small integers: see panels_quantised.h
 // in_features is padded with zeros to a multiple of kDepthStep.
 #pragma once
 
+#include <type_traits>
+
+#include "api.h"
 #include "numbers.h"
-#include "panels_int8.h"
+#include "panels_quantised.h"
 
 namespace outrider {
 
@@ -30,8 +33,8 @@ struct ActivationOf<BFloat16> {
   using type = BFloat16;
 };
 #endif
-template <>
-struct ActivationOf<int8_t> {
+template <int Bits, int Group, Factors Kind>
+struct ActivationOf<Codes<Bits, Group, Kind>> {
   using type = QuantisedGroup;
 };
 template <class Weight>
@@ -46,21 +49,17 @@ constexpr int64_t kDepthStep<BFloat16> = 32;
 template <>
 constexpr int64_t kDepthStep<BFloat16> = 2;
 #endif
-template <>
-constexpr int64_t kDepthStep<int8_t> = kDepthOfGroup;
+template <int Bits, int Group, Factors Kind>
+constexpr int64_t kDepthStep<Codes<Bits, Group, Kind>> = kDepthOfGroup;
 
 // Whether two panels that only one call multiplies are multiplied one after the other, in the order of memory. Weights
 // were read fastest this way, with a prefetch of 4 KiB: on Zen 4 24 GB/s per thread with int8, but 16 if both panels
 // were multiplied together.
 template <class Weight>
-constexpr bool kReadsInOrder = false;
-#if defined(__AVX512F__) && !defined(__AMX_BF16__)
+constexpr bool kReadsInOrder = kIsQuantised<Weight>;
+#if defined(__AVX512F__)
 template <>
 constexpr bool kReadsInOrder<BFloat16> = true;
-#endif
-#if !defined(__AMX_INT8__)
-template <>
-constexpr bool kReadsInOrder<int8_t> = true;
 #endif
 
 template <class Weight>
@@ -68,16 +67,52 @@ static inline int64_t padded_depth(int64_t in_features) {
   return (in_features + kDepthStep<Weight> - 1) / kDepthStep<Weight> * kDepthStep<Weight>;
 }
 
-// Returns the number of a row's activations before k, a multiple of kDepthStep. For the padded depth it is the stride.
 template <class Weight>
-static inline int64_t activations_before(int64_t k) {
-  return sizeof(Weight) == 1 ? k / kDepthOfGroup : k;
-}
+struct Matrix {
+  const Weight* packed;
+  const float* bias;    // [out_features] or null
+  const float* scales;  // [out_features] or null
+  int64_t out_features;
+  int64_t in_features;
+  int64_t depth;       // in_features, padded
+  int64_t unit_size;   // see OutriderMatrix
+  int64_t panel_size;  // in sizeof(Weight), which is 1 for quantised weights
 
-// Returns the form of the rows that is multiplied by a type of weight: their quantised form for int8.
+  explicit Matrix(const OutriderMatrix& matrix)
+      : packed(static_cast<const Weight*>(matrix.packed)),
+        bias(matrix.bias),
+        scales(matrix.scales),
+        out_features(matrix.out_features),
+        in_features(matrix.in_features),
+        depth(padded_depth<Weight>(matrix.in_features)),
+        unit_size(matrix.unit_size),
+        panel_size(size_of_panel(depth)) {}
+
+  int64_t size_of_panel(int64_t of_depth) const {
+    if constexpr (kIsQuantised<Weight>) {
+      const int64_t units = unit_size == 0 ? 0 : (of_depth + unit_size - 1) / unit_size;
+      return of_depth / kDepthOfGroup * Weight::block_bytes(unit_size != 0) + units * kHeaderBytes;
+    }
+    return of_depth * kPanel;
+  }
+  int64_t panel_bytes() const { return panel_size * static_cast<int64_t>(sizeof(Weight)); }
+};
+
+// Where rows that a matrix multiplies are in memory, by their number.
+template <class Weight>
+struct RowPlaces {
+  int64_t row;    // distance of rows, in activations
+  int64_t depth;  // distance of groups of a row if weights are quantised; otherwise the same as `row`
+
+  RowPlaces(int64_t num_rows, int64_t padded_depth)
+      : row(kIsQuantised<Weight> ? 1 : padded_depth),
+        depth(kIsQuantised<Weight> ? group_stride(num_rows) : padded_depth) {}
+};
+
+// Returns the form of the rows that is multiplied by a type of weight: their quantised form if weights are quantised.
 template <class Weight, class Row>
 static inline const Activation<Weight>* multiplied(const Row* rows, const QuantisedGroup* quantised) {
-  if constexpr (sizeof(Weight) == 1) return quantised;
+  if constexpr (kIsQuantised<Weight>) return quantised;
   else return rows;
 }
 
@@ -124,11 +159,6 @@ struct Step<float> {
   }
   static Floats value(const float* x, int) { return broadcast(*x); }
   Floats add(int, int v, Floats value, Floats sum) const { return multiply_add(at[v], value, sum); }
-};
-
-template <>
-struct Step<int8_t> {
-  static constexpr int kDepth = kQuad;
 };
 
 template <>
@@ -208,10 +238,9 @@ template <class Weight, int Rows, int Panels>
 #if defined(__AMX_BF16__)
 #include "panels_amx.h"
 #endif
+#include "panels_quantised_lanes.h"
 #if defined(__AMX_INT8__)
-#include "panels_int8_amx.h"
-#else
-#include "panels_int8_lanes.h"
+#include "panels_quantised_amx.h"
 #endif
 
 namespace outrider {
@@ -232,18 +261,47 @@ constexpr int kMaxRows<BFloat16> = 32;
 template <>
 constexpr int kMaxRows<BFloat16> = 8;
 #endif
-template <>
-constexpr int kMaxRows<int8_t> = kByteRows;
-
-template <class Weight, int Rows, int Panels>
-static inline void multiply_panels(const Activation<Weight>* x, int64_t stride, const Weight* panels,
-                                   int64_t panel_size, int64_t depth, float* tile, Prefetch prefetch) {
-#if !defined(__AMX_INT8__)
-  if constexpr (sizeof(Weight) == 1)
-    return multiply_by_quads<Rows, Panels>(x, stride, panels, panel_size, depth, tile, prefetch);
-  else
+template <int Bits, int Group, Factors Kind>
+#if defined(__AMX_INT8__)
+constexpr int kMaxRows<Codes<Bits, Group, Kind>> = kRowsOfTile;
+#else
+constexpr int kMaxRows<Codes<Bits, Group, Kind>> = kRowsOfLanes;
 #endif
-    multiply_by_steps<Weight, Rows, Panels>(x, stride, panels, panel_size, depth, tile, prefetch);
+
+// Calls f(std::integral_constant<int, rows>()) for a number of rows up to Most.
+template <int Most, class F>
+static inline void with_rows(int rows, F&& f) {
+  if constexpr (Most > 1) {
+    if (rows < Most) return with_rows<Most - 1>(rows, f);
+  }
+  f(std::integral_constant<int, Most>());
+}
+
+// Does the same with a number of rows that is raised to 1 or an even number, which saves code.
+template <int Most, class F>
+static inline void with_raised_rows(int rows, F&& f) {
+  if constexpr (Most > 1) {
+    constexpr int kNext = Most > 2 ? Most - 2 : 1;
+    if (rows <= kNext) return with_raised_rows<kNext>(rows, f);
+  }
+  f(std::integral_constant<int, Most>());
+}
+
+// Multiplies at most kMaxRows rows by the panels of quantised weights, one after the other.
+template <class Weight>
+static inline void multiply_quantised(int rows, const QuantisedGroup* x, int64_t stride, const Weight* panels,
+                                      int num_panels, const Matrix<Weight>& matrix, float* tile, Prefetch prefetch) {
+  for (int p = 0; p < num_panels; p++, panels += matrix.panel_size, tile += kPanel) {
+#if defined(__AMX_INT8__)
+    if (rows > kRowsOfLanes) {
+      multiply_by_code_tiles(rows, x, stride, panels, matrix.unit_size, matrix.depth, tile, prefetch);
+    } else
+#endif
+      with_raised_rows<kRowsOfLanes>(rows, [&](auto count) {
+        multiply_by_codes<Weight, count.value>(x, stride, panels, matrix.unit_size, matrix.depth, tile, prefetch);
+      });
+    prefetch.skip(matrix.panel_size);
+  }
 }
 
 template <class Weight, int Rows>
@@ -251,42 +309,31 @@ static inline void multiply_rows(const Activation<Weight>* x, int64_t stride, co
                                  int num_panels, int64_t depth, float* tile, Prefetch prefetch) {
   // One row leaves registers for both panels, whose independent sums keep the multipliers
   // busy. With more rows and narrow vectors, each panel is multiplied separately.
-  constexpr bool kTogether = kWidth == 16 || (Rows == 1 && sizeof(Weight) > 1);
+  constexpr bool kTogether = kWidth == 16 || Rows == 1;
   if constexpr (kTogether)
     if (num_panels == 2 && !(kReadsInOrder<Weight> && prefetch.num_calls == 1))
-      return multiply_panels<Weight, Rows, 2>(x, stride, panels, panel_size, depth, tile, prefetch);
+      return multiply_by_steps<Weight, Rows, 2>(x, stride, panels, panel_size, depth, tile, prefetch);
   for (int p = 0; p < num_panels; p++, panels += panel_size, prefetch.skip(panel_size * sizeof(Weight)))
-    multiply_panels<Weight, Rows, 1>(x, stride, panels, panel_size, depth, tile + p * kPanel, prefetch);
+    multiply_by_steps<Weight, Rows, 1>(x, stride, panels, panel_size, depth, tile + p * kPanel, prefetch);
 }
 
-template <class Weight, int Rows>
-static inline void multiply_at_most(int rows, const Activation<Weight>* x, int64_t stride, const Weight* panels,
-                                    int64_t panel_size, int num_panels, int64_t depth, float* tile,
-                                    Prefetch prefetch) {
-  if constexpr (Rows > 1) {
-    if (rows < Rows)
-      return multiply_at_most<Weight, Rows - 1>(rows, x, stride, panels, panel_size, num_panels, depth, tile, prefetch);
-  }
-  multiply_rows<Weight, Rows>(x, stride, panels, panel_size, num_panels, depth, tile, prefetch);
-}
-
-// Computes tile [rows][kTileColumns] = x [rows, depth at `stride`] times 1 or 2 panels, for at
-// most kMaxRows rows. `depth` is padded, and so is x: with zeros, or with any finite values
-// if the weights' padding is zeros.
+// Computes tile [rows][kTileColumns] = x [rows, depth] times 1 or 2 of the matrix's panels, for at most kMaxRows rows.
+// `stride`: RowPlaces::depth. x is padded with zeros, or with any finite values if the weights' padding is zeros.
 template <class Weight>
 static inline void multiply_tile(int rows, const Activation<Weight>* x, int64_t stride, const Weight* panels,
-                                 int num_panels, int64_t depth, float* tile, Prefetch prefetch) {
-  const int64_t panel_size = depth * kPanel;
+                                 int num_panels, const Matrix<Weight>& matrix, float* tile, Prefetch prefetch) {
+  if constexpr (kIsQuantised<Weight>) {
+    multiply_quantised(rows, x, stride, panels, num_panels, matrix, tile, prefetch);
 #if defined(__AMX_BF16__)
-  if constexpr (sizeof(Weight) == 2) return multiply_by_tiles(rows, x, stride, panels, num_panels, depth, tile, prefetch);
-  else
+  } else if constexpr (sizeof(Weight) == 2) {
+    multiply_by_tiles(rows, x, stride, panels, num_panels, matrix.panel_size, matrix.depth, tile, prefetch);
 #endif
-#if defined(__AMX_INT8__)
-  if constexpr (sizeof(Weight) == 1)
-    return multiply_by_byte_tiles(rows, x, stride, panels, num_panels, depth, tile, prefetch);
-  else
-#endif
-    multiply_at_most<Weight, kMaxRows<Weight>>(rows, x, stride, panels, panel_size, num_panels, depth, tile, prefetch);
+  } else {
+    with_rows<kMaxRows<Weight>>(rows, [&](auto count) {
+      multiply_rows<Weight, count.value>(x, stride, panels, matrix.panel_size, num_panels, matrix.depth, tile,
+                                         prefetch);
+    });
+  }
 }
 
 // Returns the number of rows, at most `most`, for the next call. Calls get nearly equal numbers

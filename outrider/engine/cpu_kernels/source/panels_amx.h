@@ -95,9 +95,18 @@ static inline void store_tiles(int rows, int num, float* to, int64_t stride) {
 }
 
 static inline void multiply_by_tiles(int rows, const BFloat16* x, int64_t stride, const BFloat16* panels,
-                                     int num_panels, int64_t depth, float* tile, Prefetch prefetch) {
-  const BFloat16* const from[2] = {panels, panels + depth * kPanel};
+                                     int num_panels, int64_t panel_size, int64_t depth, float* tile,
+                                     Prefetch prefetch) {
+  const BFloat16* const from[2] = {panels, panels + panel_size};
   shape_tiles(rows < 16 ? rows : 16, rows - 16);
+  if (prefetch.num_calls == 1) {  // one panel after the other, in the order of memory
+    for (int p = 0; p < num_panels; p++) {
+      zero_tiles();
+      add_tiles(rows, x, stride, from + p, 1, depth, 16, [&](int, int64_t) { prefetch(1); });
+      store_tiles(rows, 1, tile + p * kPanel, kTileColumns);
+    }
+    return;
+  }
   zero_tiles();
   add_tiles(rows, x, stride, from, num_panels, depth, 16, [&](int, int64_t) { prefetch(1); });
   store_tiles(rows, num_panels, tile, kTileColumns);

@@ -7,10 +7,11 @@
 
 namespace outrider {
 
-// Computes to [width] = x / sqrt(mean(x^2) + epsilon) * weight. Like transformers, it rounds to T
-// before and after multiplying by the weight.
+// Computes to [width] = x / sqrt(mean(x^2) + epsilon) * weight. It rounds to T before and after multiplying by the
+// weight, as Llama does, or only after it, as Gemma does.
 template <class T, class From, class To>
-static inline void rms_norm_row(const From* x, int64_t width, const float* weight, float epsilon, To* to) {
+static inline void rms_norm_row(const From* x, int64_t width, const float* weight, float epsilon, To* to,
+                                bool rounds_once = false) {
   const T* type = nullptr;
   Floats squares{};
   int64_t i = 0;
@@ -22,13 +23,13 @@ static inline void rms_norm_row(const From* x, int64_t width, const float* weigh
   for (int64_t j = i; j < width; j++) sum += widen(x[j]) * widen(x[j]);
   const float factor = 1.0f / std::sqrt(sum / static_cast<float>(width) + epsilon);
   for (i = 0; i + kWidth <= width; i += kWidth) {
-    const Floats value = rounded_to(load_wide(x + i) * factor, type);
-    const Floats scaled = rounded_to(value * load(weight + i), type);
+    const Floats value = load_wide(x + i) * factor;
+    const Floats scaled = rounded_to((rounds_once ? value : rounded_to(value, type)) * load(weight + i), type);
     store_exact(to + i, scaled);
   }
   for (; i < width; i++) {
-    const Floats value = rounded_to(broadcast(widen(x[i]) * factor), type);
-    const Floats scaled = rounded_to(value * weight[i], type);
+    const Floats value = broadcast(widen(x[i]) * factor);
+    const Floats scaled = rounded_to((rounds_once ? value : rounded_to(value, type)) * weight[i], type);
     store_one(to + i, scaled[0]);
   }
 }

@@ -5,12 +5,12 @@
 
 namespace outrider {
 
-// Rotates a head. `from` and `to` [head_dim] may be the same; cosines and sines [head_dim / 2] are
-// those of the position; head_dim is a multiple of 16. Results are rounded to T, then to `to`'s type.
+// Rotates the first `rotary_dim` values of a head, an even number. `from` and `to` may be the same; cosines and sines
+// [rotary_dim / 2] are those of the position. Results are rounded to T, then to `to`'s type.
 template <class T, class From, class To>
-static inline void rotate_head(const From* from, int64_t head_dim, const float* cosines, const float* sines, To* to) {
+static inline void rotate_head(const From* from, int64_t rotary_dim, const float* cosines, const float* sines, To* to) {
   const T* type = nullptr;
-  const int64_t half = head_dim / 2;
+  const int64_t half = rotary_dim / 2;
   int64_t i = 0;
   for (; i + kWidth <= half; i += kWidth) {
     const Floats low = load_wide(from + i), high = load_wide(from + half + i);
@@ -18,7 +18,7 @@ static inline void rotate_head(const From* from, int64_t head_dim, const float* 
     store_exact(to + i, rounded_to(low * cosine - high * sine, type));
     store_exact(to + half + i, rounded_to(high * cosine + low * sine, type));
   }
-  for (; i < half; i++) {  // half a vector remains if head_dim is not a multiple of 2 * kWidth
+  for (; i < half; i++) {  // a part of a vector remains if rotary_dim is not a multiple of 2 * kWidth
     const float low = widen(from[i]), high = widen(from[half + i]);
     const Floats first = rounded_to(broadcast(low * cosines[i] - high * sines[i]), type);
     const Floats second = rounded_to(broadcast(high * cosines[i] + low * sines[i]), type);

@@ -114,8 +114,8 @@ inline void dpbf16ps(int to, int left, int right) {
   }
 }
 
-// TDPBSUD: signed bytes of the left tile times unsigned bytes of the right one, four for each sum, which wraps around.
-inline void dpbsud(int to, int left, int right) {
+// TDPBSSD: signed bytes of the left tile times those of the right one, four for each sum, which wraps around.
+inline void dpbssd(int to, int left, int right) {
   Tile &sums = shaped_tile(to), &a = shaped_tile(left), &b = shaped_tile(right);
   require(to != left && to != right && left != right, "a tile that is two operands");
   require(a.bytes % 4 == 0 && b.bytes % 4 == 0 && sums.bytes % 4 == 0, "a part of four bytes");
@@ -126,7 +126,7 @@ inline void dpbsud(int to, int left, int right) {
     for (int k = 0; k < a.bytes / 4; k++)
       for (int n = 0; n < sums.bytes / 4; n++)
         for (int i = 4 * n; i < 4 * n + 4; i++)
-          sum[n] += static_cast<uint32_t>(static_cast<int8_t>(a.at[row][4 * k + i % 4]) * b.at[k][i]);
+          sum[n] += static_cast<uint32_t>(static_cast<int8_t>(a.at[row][4 * k + i % 4]) * static_cast<int8_t>(b.at[k][i]));
     std::memcpy(sums.at[row], sum, sums.bytes);
   }
 }
@@ -148,7 +148,7 @@ extern "C" __attribute__((visibility("default"), used)) inline int outrider_simu
 #undef _tile_stored
 #undef _tile_zero
 #undef _tile_dpbf16ps
-#undef _tile_dpbsud
+#undef _tile_dpbssd
 #undef _tile_release
 #define _tile_release outrider_simulated_tile_release
 #define _tile_loadconfig simulated::loadconfig
@@ -156,7 +156,7 @@ extern "C" __attribute__((visibility("default"), used)) inline int outrider_simu
 #define _tile_stored simulated::stored
 #define _tile_zero simulated::zero
 #define _tile_dpbf16ps simulated::dpbf16ps
-#define _tile_dpbsud simulated::dpbsud
+#define _tile_dpbssd simulated::dpbssd
 
 #define __AMX_TILE__ 1
 #define __AMX_BF16__ 1

@@ -72,6 +72,24 @@ inline __m512i cvtepu16_epi32(__m256i narrow) {
   return loadu_si512(to);
 }
 
+inline __m512i cvtepi8_epi32(__m128i narrow) {
+  int8_t from[16];
+  int32_t to[16];
+  std::memcpy(from, &narrow, sizeof from);
+  for (int i = 0; i < 16; i++) to[i] = from[i];
+  return loadu_si512(to);
+}
+
+inline __m512 cvtph_ps(__m256i halves) {
+  __m128i half[2];
+  __m256 wide[2];
+  std::memcpy(half, &halves, sizeof half);
+  for (int i = 0; i < 2; i++) wide[i] = _mm256_cvtph_ps(half[i]);
+  __m512 all;
+  std::memcpy(&all, wide, sizeof all);
+  return all;
+}
+
 inline __m256i cvtepi32_epi16(__m512i wide) {
   uint32_t from[16];
   uint16_t to[16];
@@ -158,6 +176,8 @@ inline __m512i dpbusd_epi32(__m512i sums, __m512i a, __m512i b) {
 #define _mm512_storeu_ps simulated::storeu_ps
 #define _mm512_castsi512_ps simulated::castsi512_ps
 #define _mm512_cvtepu16_epi32 simulated::cvtepu16_epi32
+#define _mm512_cvtepi8_epi32 simulated::cvtepi8_epi32
+#define _mm512_cvtph_ps simulated::cvtph_ps
 #define _mm512_cvtepi32_epi16 simulated::cvtepi32_epi16
 #define _mm512_slli_epi32 simulated::slli_epi32
 #define _mm512_maskz_mul_epu32 simulated::maskz_mul_epu32

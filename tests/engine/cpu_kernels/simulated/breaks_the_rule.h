@@ -14,17 +14,19 @@ namespace outrider {
 
 template <class Weight>
 static inline void multiply_tile_by_size(int rows, const Activation<Weight>* x, int64_t stride, const Weight* panels,
-                                         int num_panels, int64_t depth, float* tile, Prefetch prefetch) {
-  const int64_t first = depth / 2 / kDepthStep<Weight> * kDepthStep<Weight>;
-  if (rows < std::min(4, kMaxRows<Weight>) || first == 0)
-    return multiply_tile<Weight>(rows, x, stride, panels, num_panels, depth, tile, prefetch);
-  const int64_t panel_size = depth * kPanel;
+                                         int num_panels, const Matrix<Weight>& matrix, float* tile, Prefetch prefetch) {
+  Matrix<Weight> first = matrix, rest = matrix;
+  const int64_t step = std::max(kDepthStep<Weight>, matrix.unit_size);
+  first.depth = matrix.depth / 2 / step * step;
+  rest.depth -= first.depth;
+  if (rows < std::min(4, kMaxRows<Weight>) || first.depth == 0)
+    return multiply_tile<Weight>(rows, x, stride, panels, num_panels, matrix, tile, prefetch);
   float other[kMaxRows<Weight> * kTileColumns];
   for (int p = 0; p < num_panels; p++) {
-    const Weight* panel = panels + p * panel_size;
+    const Weight* panel = panels + p * matrix.panel_size;
     multiply_tile<Weight>(rows, x, stride, panel, 1, first, tile + p * kPanel, prefetch);
-    const Activation<Weight>* rest = x + activations_before<Weight>(first);
-    multiply_tile<Weight>(rows, rest, stride, panel + first * kPanel, 1, depth - first, other, prefetch);
+    const Activation<Weight>* behind = x + (kIsQuantised<Weight> ? first.depth / kDepthOfGroup * stride : first.depth);
+    multiply_tile<Weight>(rows, behind, stride, panel + matrix.size_of_panel(first.depth), 1, rest, other, prefetch);
     for (int r = 0; r < rows; r++)
       for (int c = 0; c < kPanel; c++) tile[r * kTileColumns + p * kPanel + c] += other[r * kTileColumns + c];
   }

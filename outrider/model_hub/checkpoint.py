@@ -1,0 +1,39 @@
+"""Checkpoints that this project reads itself, tensor by tensor, instead of transformers. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.engine.device import device_type
+from outrider.model_hub.checkpoint_text import read_json
+from outrider.model_hub.fingerprint import GGUF_TABLE
+from outrider.model_hub.gguf.directory import open_directory
+from outrider.model_hub.quantised.methods import choose_scheme, method_of, quantization_of
+from outrider.model_hub.quantised.open import Tensors, open_safetensors
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model's tensors. Each is read when it is used."""
+
+    tensors: Tensors
+    format: str  # for users, such as "GGUF Q5_0, Q4_K, Q8_0" or "awq, 4 bits"
+    is_quantised: bool  # whether any tensor is a GroupedWeight
+
+
+def open_checkpoint(directory: Path, device: str) -> Checkpoint | None:
+    """Opens a GGUF model, or on a CPU a quantised checkpoint. Returns None if transformers must read the weights.
+
+    Raises: ModelError if weights are missing, have changed since the directory was made, or are quantised in an
+    unsupported way.
+    """
+    if (directory / GGUF_TABLE).is_file():
+        gguf = open_directory(directory).tensors
+        return Checkpoint(gguf, f"GGUF {', '.join(gguf.formats)}", gguf.is_quantised)
+    quantization = quantization_of(read_json(directory / "config.json"))
+    if not quantization or device_type(device) != "cpu":
+        return None
+    bits = choose_scheme(quantization).bits
+    name = method_of(quantization) + (f", {bits} bits" if bits else "")
+    return Checkpoint(open_safetensors(directory), name, is_quantised=bits > 0)

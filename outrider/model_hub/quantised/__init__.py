@@ -1,0 +1,1 @@
+"""Reads checkpoints by transformers' parameter names, plain or quantised, tensor by tensor. Torch-free."""

@@ -1,0 +1,139 @@
+"""The families of models that tests compare with transformers, as small random checkpoints, and those refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outrider.model_hub.config import DEFAULT_MODEL_ID
+from tests.support.tiny_model import make_tiny_model
+
+DECODER, BY_LAYERS = "native decoder", "by layers"
+VOCAB_SIZE = 299
+"""The number of entries of the tiny tokenizer: a larger model would have rows that transformers draws and we do not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One row of the table: a configuration, and what becomes of it."""
+
+    model_type: str  # transformers'; empty: the model that `load` names
+    settings: Mapping[str, Any] = field(default_factory=dict)  # differences from tests.support.tiny_model
+    load: Mapping[str, Any] = field(default_factory=dict)  # settings of the section `model`
+    kernels: str = DECODER  # on a CPU
+    torch_computes: str = ""  # what torch computes, whose order of sums may depend on the batch
+    refusal: str = ""  # the message's end; empty: it is served
+
+    def make(self, path: Path) -> Path:
+        """Writes a random checkpoint in bfloat16."""
+        return make_tiny_model(
+            path,
+            seed=1,
+            architecture=self.model_type,
+            vocab_size=VOCAB_SIZE,
+            dtype="bfloat16",
+            overrides=self.settings,
+        )
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 512,
+    "long_factor": [1.5, 2.0, 2.5, 3.0, 4.0, 6.0],
+    "short_factor": [1.0, 1.0, 1.1, 1.1, 1.2, 1.3],
+}
+TWO_OF_THREE = {
+    "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 64, **TWO_OF_THREE}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+COMPRESSED = {
+    "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}  # fmt: skip
+
+
+def native(model_type: str, **settings: Any) -> Family:
+    return Family(model_type=model_type, settings=settings)
+
+
+def by_layers(model_type: str, *, torch_computes: str = "", **settings: Any) -> Family:
+    return Family(model_type=model_type, settings=settings, kernels=BY_LAYERS, torch_computes=torch_computes)
+
+
+def refused(model_type: str, refusal: str, **settings: Any) -> Family:
+    return Family(model_type=model_type, settings=settings, refusal=refusal)
+
+
+OWN_ATTENTION = "does not compute attention through transformers' AttentionInterface, which paged attention replaces"
+NO_ARGUMENTS = (
+    "its layers do not pass a forward's arguments on to attention, through which paged attention finds the cache"
+)
+
+FAMILIES: Mapping[str, Family] = {
+    "SmolLM2 135M, the default model": Family(model_type="", load={"id": DEFAULT_MODEL_ID, "max_model_len": 1024}),
+    "Llama": native("llama"),
+    "Llama 3 with biases": native(
+        "llama", attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3, tie_word_embeddings=True
+    ),
+    "Mistral": native("mistral"),
+    "Qwen 2": native("qwen2", tie_word_embeddings=True),
+    "Qwen 3": native("qwen3", head_dim=32),
+    "Gemma": native("gemma", head_dim=32),
+    "Gemma 2": native("gemma2", **GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=5.0),
+    "Gemma 3": native("gemma3_text", **GEMMA),
+    "Phi-3": native("phi3", sliding_window=20),
+    "Phi-4-mini": native("phi3", rope_parameters=LONG, original_max_position_embeddings=512, tie_word_embeddings=True),
+    "Granite": native(
+        "granite", embedding_multiplier=3.0, attention_multiplier=0.1, residual_multiplier=0.5, logits_scaling=2.0
+    ),
+    "OLMo 2": native("olmo2"),
+    "OLMo 3": native("olmo3", **TWO_OF_THREE),
+    "SmolLM3": native("smollm3", no_rope_layers=[1, 0, 1]),
+    "GLM-4": by_layers("glm4", head_dim=32),
+    "Cohere": by_layers("cohere"),
+    "Cohere 2": by_layers("cohere2", **TWO_OF_THREE),
+    "StarCoder2": by_layers("starcoder2", sliding_window=20),
+    "GPT-NeoX": by_layers("gpt_neox", rotary_pct=0.25),
+    "GPT-2": by_layers("gpt2", torch_computes="Conv1D"),
+    "Phi": by_layers("phi"),
+    "Mixtral": by_layers("mixtral", torch_computes="experts", num_local_experts=4, head_dim=16, **EXPERTS),
+    "Qwen 3 MoE": by_layers("qwen3_moe", torch_computes="experts", num_experts=4, head_dim=16, **EXPERTS),
+    "BLOOM": refused("bloom", OWN_ATTENTION),
+    "CodeGen": refused("codegen", OWN_ATTENTION, rotary_dim=8),
+    "DeepSeek V3": refused("deepseek_v3", "has K of 16 and V of 12 dimensions a head", **COMPRESSED),
+    "Falcon": refused("falcon", OWN_ATTENTION),
+    "Gemma 4": refused(
+        "gemma4_text",
+        "has layers of different K and V shapes [(4, 2, 16), (4, 2, 32)], which is not supported",
+        head_dim=16,
+        global_head_dim=32,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+    ),
+    "GPT": refused("openai-gpt", OWN_ATTENTION),
+    "GPT-J": refused("gptj", OWN_ATTENTION, rotary_dim=8),
+    "gpt-oss": refused("gpt_oss", "asks attention for s_aux: not supported", num_local_experts=2, head_dim=16),
+    "Mamba": refused("mamba", "has layers of type linear_attention, which keep no plain K and V", state_size=4),
+    "MPT": refused("mpt", OWN_ATTENTION),
+    "Nemotron": refused("nemotron", NO_ARGUMENTS),
+    "Qwen 3 Next": refused(
+        "qwen3_next", "has layers of type linear_attention, which keep no plain K and V", num_experts=4, **EXPERTS
+    ),
+    "StableLM": refused("stablelm", NO_ARGUMENTS),
+    "XGLM": refused("xglm", OWN_ATTENTION, ffn_dim=32),
+}
+"""Every row by its name in docs/models.md, those that are served first."""
