@@ -29,8 +29,7 @@ class PromptScoring:
 class EngineSequence:
     """The engine's state of one sequence. It is mutable, owned by the node's loop, and compared by identity.
 
-    The loop appends committed tokens to `token_ids` and updates the valid tokens of `kv`. The scheduler sets and frees
-    `kv`.
+    The loop appends committed tokens to `token_ids` and updates `kv`'s valid tokens; the scheduler sets and frees `kv`.
     """
 
     key: int  # unique among the sequences of a scheduler
@@ -134,8 +133,7 @@ class Scheduler:
     def __init__(
         self, pool: BlockPool, *, max_running: int, max_rows_per_step: int, reserve_blocks_per_running: int = 1
     ) -> None:
-        assert max_running >= 1
-        assert max_rows_per_step >= 1
+        assert min(max_running, max_rows_per_step) >= 1
         self._pool = pool
         self._max_running = max_running
         self.max_rows_per_step = max_rows_per_step

@@ -358,8 +358,7 @@ class RequestRegistry:
         request = await read_request(
             proto, served, caller, request_id=request_id, adapters=adapters, default_method=method
         )
-        adapter = request.options.adapter
-        name = served.info.name if adapter is None else adapter.name
+        name = adapter.name if (adapter := request.options.adapter) else served.info.name
         encoding.close()
         if stored is None or caller.key_of(request_id) not in self:  # this is no takeover, or it was closed meanwhile
             self._check_serving()
