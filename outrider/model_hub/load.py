@@ -47,7 +47,7 @@ from outrider.model_hub.kernels import (
 from outrider.model_hub.layerwise_reference import layerwise_logits, load_tensors
 from outrider.model_hub.loaded_model import LoadedModel, describe_model
 from outrider.model_hub.locate import ModelLocation, locate_model
-from outrider.model_hub.quantised.open import dequantised
+from outrider.model_hub.quantised.open import dequantised, rounded
 from outrider.model_hub.support import (
     SPLIT_CONTEXT,
     architecture_name,
@@ -162,9 +162,10 @@ def _load_packed(source: _Source) -> tuple[_Source, RunnableModel]:
         tensors = dequantised(tensors)
     spec = options.spec(dtype=source.dtype, max_model_len=window.max_model_len, is_extended=window.is_extended)
     started = start_kernels(source.kernels, source.config)
-    weights = pack_weights(started, options, spec, tensors, quantise=source.weights.rounded_to)
+    quantise = source.weights.rounded_to
+    weights = pack_weights(started, options, spec, tensors, quantise=quantise)
     runnable = RunnableModel(model=None, native=NativeDecoder(started, weights), device=source.device, spec=spec)
-    logits = partial(layerwise_logits, source.hf_config, checkpoint.tensors)
+    logits = partial(layerwise_logits, source.hf_config, rounded(checkpoint.tensors, quantise))
     check_paged_forward(
         runnable,
         logits(dtype=TORCH_DTYPES[spec.dtype]),
@@ -193,7 +194,10 @@ def _load_modules(source: _Source) -> tuple[_Source, RunnableModel]:
         nn.Module.to(model, TORCH_DTYPES[dtype])  # in place
         spec = replace(spec, dtype=dtype)
     check_deterministic(config, device, source.kernels)
-    expected = reference_logits(model, spec.vocab_size)
+    quantise = source.weights.rounded_to
+    expected = reference_logits(model, spec.vocab_size, quantise=quantise)
+    if source.kernels.library is not None and (reason := why_not_native(model, spec, layers)):
+        source = replace(source, kernels=replace(source.kernels, reason=f"by layers: {reason}"))
     runnable = _make_runnable(source, model, spec, layers)
 
     def exact() -> Tensor:
@@ -202,7 +206,8 @@ def _load_modules(source: _Source) -> tuple[_Source, RunnableModel]:
         if getattr(source.hf_config, "quantization_config", None):
             return expected  # transformers' quantizers do not compute in float32
         own = replace(source, hf_config=copy.deepcopy(source.hf_config), device="cpu")
-        return float32_logits(_load_weights(replace(own, config=replace(config, tensor_parallel_size=1))))
+        own = replace(own, config=replace(config, tensor_parallel_size=1))
+        return float32_logits(_load_weights(own), quantise=quantise)
 
     is_lossy = source.weights.has_int8_activations
     try:

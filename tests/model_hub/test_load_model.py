@@ -18,7 +18,7 @@ from outrider.model_hub import load as load_module
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import resolve_device
 from outrider.model_hub.load import load_model, resolve_dtype
-from outrider.model_hub.support import check_paged_forward, describe_decoder
+from outrider.model_hub.support import check_paged_forward, describe_decoder, float32_logits, reference_logits
 from outrider.model_hub.window import resolve_window
 from tests.support.tiny_model import EOS_TOKEN_ID, make_tiny_model
 
@@ -290,3 +290,19 @@ def test_a_window_that_is_not_the_models_is_seen_at_load(tmp_path, monkeypatch):
     monkeypatch.setattr(load_module, "pack_decoder", pack)
     with pytest.raises(ModelError, match="differs from the model's own"):
         load(directory)
+
+
+@pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")
+@pytest.mark.parametrize("architecture", ["llama", "glm4"])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_rounded_weights_are_compared_with_rounded_ones(tmp_path, monkeypatch, architecture, weights):
+    """The weights of this model are so random that rounding them to 4 bits changes a third of each logit."""
+    directory = make_tiny_model(tmp_path, architecture=architecture)
+    model = load(directory, weights=weights)
+    assert f"lossy {weights} weights" in model.info.numerics
+    assert model.info.weights == f"{weights}, rounded at load"
+    if weights == "int4":
+        monkeypatch.setattr(load_module, "reference_logits", lambda *arguments, **_: reference_logits(*arguments))
+        monkeypatch.setattr(load_module, "float32_logits", lambda model, **_: float32_logits(model))
+        with pytest.raises(ModelError, match="differs from the model's own"):
+            load(directory, weights=weights)

@@ -194,6 +194,14 @@ def quantise_rows(weight: Words) -> tuple[npt.NDArray[np.int8], Floats]:
     return np.clip(np.rint(values / scales[:, None]), -127, 127).astype(np.int8), scales
 
 
+def rounded_weight(weight: Words, quantise: str) -> Floats:
+    """Returns plain weights as a PackedMatrix made with `quantise` holds them: [out_features, in_features]."""
+    if quantise == "int4":
+        return quantise_groups(to_float32(weight), 4).dequantise()
+    codes, scales = quantise_rows(weight)
+    return codes * scales[:, None]
+
+
 def _interleaved(out_features: int) -> npt.NDArray[np.int64]:
     """Returns the order of features in which panels of two padded halves alternate: [out_features]."""
     return np.arange(out_features).reshape(2, -1, PANEL).swapaxes(0, 1).reshape(-1)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
+from outrider.engine.cpu_kernels.matrices import rounded_weight
 from outrider.engine.kv_cache.array_plane import Words
 from outrider.errors import ModelError
 from outrider.model_hub.checkpoint_text import read_json
@@ -81,6 +82,21 @@ def dequantised(tensors: Tensors) -> Mapping[str, Words]:
         return tensor.dequantise() if isinstance(tensor, GroupedWeight) else tensor
 
     return LazyTensors({name: partial(read, name) for name in tensors})
+
+
+def rounded(tensors: Tensors, quantise: str) -> Tensors:
+    """Returns the same tensors, of which plain matrices are rounded when they are used.
+
+    `quantise`: see PackedMatrix; "": the tensors themselves are returned.
+    """
+
+    def read(name: str) -> Words | GroupedWeight:
+        tensor = tensors[name]
+        if isinstance(tensor, GroupedWeight) or tensor.ndim != 2:
+            return tensor
+        return rounded_weight(tensor, quantise)
+
+    return LazyTensors({name: partial(read, name) for name in tensors}) if quantise else tensors
 
 
 def _plain(files: SafetensorsFiles, name: str) -> Words:

@@ -75,12 +75,15 @@ def test_the_defaults_are_those_of_transformers(family):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"model_type": "mixtral"}, "mixtral is not one of llama, "),
+        ({"model_type": "mixtral"}, "mixtral is none of the native decoder's families"),
         ({"hidden_act": "relu"}, "its activation is relu"),
         ({"hidden_size": 4100, "head_dim": 128}, "its widths .* are not multiples of 32"),
         ({"head_dim": 40}, "its heads have 40 dimensions, not a multiple of 16"),
         ({"intermediate_size": None}, "its config.json has no intermediate_size"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "rotations .* of the kind 'spiral'"),
+        ({"model_type": "qwen2", "layer_types": ["chunked_attention"] * 8}, "its layer_types .* are not one of"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "its layer_types .* are not one of"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": {}}}, "no rotation for sliding_attention"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "it attends in two directions"),
     ],
 )

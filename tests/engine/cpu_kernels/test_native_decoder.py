@@ -247,8 +247,9 @@ def test_a_cache_that_was_made_for_torch_is_refused(portable_library, decoders):
         NativeStep(decoder, PagedKVCache(spec.planes, num_blocks=1, block_size=BLOCK_SIZE))
 
 
-def test_a_prompt_in_one_chunk_and_layer_by_layer(library, teams, decoders):
-    decoder, spec = decoders(library, "llama", "bfloat16")
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_a_prompt_in_one_chunk_and_layer_by_layer(library, teams, decoders, architecture):
+    decoder, spec = decoders(library, architecture, "bfloat16")
     alone = prompt_alone(decoder, spec, teams(library, 1), 0)
     whole = Engine(decoder, spec, teams(library, 3), PROMPTS).run([(0, len(LONG), [])])[0]
     assert differing_rows(whole, alone) == []
@@ -259,10 +260,11 @@ def test_a_prompt_in_one_chunk_and_layer_by_layer(library, teams, decoders):
     assert layers == [0, 1]
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_chunk_without_logits_leaves_the_same_keys_and_values(library, teams, decoders, kind):
+def test_a_chunk_without_logits_leaves_the_same_keys_and_values(library, teams, decoders, kind, architecture):
     """The last layer of such a chunk computes only keys and values."""
-    decoder, spec = decoders(library, "qwen3", kind)
+    decoder, spec = decoders(library, architecture, kind)
     engines = [Engine(decoder, spec, teams(library, 2), PROMPTS) for _ in range(2)]
     for engine, wants_logits in zip(engines, (True, False), strict=True):
         engine.run([(0, 200, []), (2, 70, [])], wants_logits=wants_logits)
@@ -273,9 +275,10 @@ def test_a_chunk_without_logits_leaves_the_same_keys_and_values(library, teams, 
     assert differing_rows(without, with_logits) == []
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_features_have_the_same_bits_alone_and_in_company(library, teams, decoders, kind):
-    decoder, spec = decoders(library, "qwen3", kind)
+def test_features_have_the_same_bits_alone_and_in_company(library, teams, decoders, kind, architecture):
+    decoder, spec = decoders(library, architecture, kind)
     weight = torch.randn(51, 3 * SHAPE["hidden_size"], generator=torch.Generator().manual_seed(0))
     reduction = FeatureReduction(taps=(0, 2, 1), hidden_size=SHAPE["hidden_size"], norm=weight[0], projection=weight)
     alone, together = (
@@ -293,7 +296,7 @@ def test_features_have_the_same_bits_alone_and_in_company(library, teams, decode
     assert differing_rows(found, expected) == []
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "gemma3_text", "olmo3"])
 @pytest.mark.parametrize("num_known", [1, 20])
 def test_drafts_of_a_tree_have_the_logits_and_leave_the_keys_and_values_of_plain_decode(
     library, teams, decoders, architecture, num_known

@@ -141,6 +141,7 @@ def test_what_torch_computes_in_a_model_is_not_said_to_be_exact(tmp_path, archit
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     model = load_model(ModelConfig(id=str(directory), dtype="float32"))
     assert isinstance(model.native, NativeLayers)
+    assert str(model.kernels).endswith(f"(by layers: {architecture} is none of the native decoder's families)")
     seen = "exact up to ties" if depends_on_batch(model) else "exact"  # the former on all known processors
     assert model.info.numerics == numerics(seen, model.kernels)
 

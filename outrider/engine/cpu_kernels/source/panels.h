@@ -265,7 +265,7 @@ template <int Bits, int Group, Factors Kind>
 #if defined(__AMX_INT8__)
 constexpr int kMaxRows<Codes<Bits, Group, Kind>> = kRowsOfTile;
 #else
-constexpr int kMaxRows<Codes<Bits, Group, Kind>> = kRowsOfLanes;
+constexpr int kMaxRows<Codes<Bits, Group, Kind>> = kRowsOfLanes<Bits>;
 #endif
 
 // Calls f(std::integral_constant<int, rows>()) for a number of rows up to Most.
@@ -293,11 +293,11 @@ static inline void multiply_quantised(int rows, const QuantisedGroup* x, int64_t
                                       int num_panels, const Matrix<Weight>& matrix, float* tile, Prefetch prefetch) {
   for (int p = 0; p < num_panels; p++, panels += matrix.panel_size, tile += kPanel) {
 #if defined(__AMX_INT8__)
-    if (rows > kRowsOfLanes) {
+    if (rows > kRowsOfLanes<Weight::kBits>) {
       multiply_by_code_tiles(rows, x, stride, panels, matrix.unit_size, matrix.depth, tile, prefetch);
     } else
 #endif
-      with_raised_rows<kRowsOfLanes>(rows, [&](auto count) {
+      with_raised_rows<kRowsOfLanes<Weight::kBits>>(rows, [&](auto count) {
         multiply_by_codes<Weight, count.value>(x, stride, panels, matrix.unit_size, matrix.depth, tile, prefetch);
       });
     prefetch.skip(matrix.panel_size);
