@@ -161,9 +161,12 @@ def encode(directory: Path, prompts: Sequence[BenchPrompt]) -> list[TokenIds]:
 
 
 def _encode_one(tokenizer: Any, prompt: BenchPrompt) -> TokenIds:
+    """Returns the prompt's ids. For a model without a chat template, messages are joined by blank lines."""
     if isinstance(prompt.content, str):
         return list(tokenizer(prompt.content).input_ids)
     messages = [{"role": m.role, "content": m.content} for m in prompt.content if isinstance(m, ChatMessage)]
+    if tokenizer.chat_template is None:
+        return list(tokenizer("\n\n".join(message["content"] for message in messages)).input_ids)
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False).input_ids)
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from peer import Peer
 from peer_ctranslate2 import CTranslate2
-from peer_ik_llama_cpp import IkLlamaCpp
+from peer_gguf_library import GgufLibrary
 from peer_llama_cpp import CompiledServer, WheelServer
-from peer_mistralrs import MistralRs
 from peer_openvino import OpenVino
 from peer_ours import Ours
 from peer_transformers import Transformers
@@ -25,10 +24,10 @@ PEERS: dict[str, Sequence[Callable[[], Peer]]] = {
     "vllm": (Vllm,),
     "llama_cpp": (CompiledServer,),
     "xllamacpp": (WheelServer,),
-    "ik_llama_cpp": (IkLlamaCpp,),
+    "ik_llama_cpp": (lambda: GgufLibrary("ik_llama_cpp", "ik-llama-cpp-python==0.1.5"),),
     "openvino": (OpenVino,),
     "ctranslate2": (CTranslate2,),
-    "mistralrs": (MistralRs,),
+    "mistralrs": (lambda: GgufLibrary("mistralrs", "mistralrs==0.9.5"),),
     "transformers": (
         lambda: Transformers("transformers_batching", batching=True),
         lambda: Transformers("transformers_generate", batching=False),

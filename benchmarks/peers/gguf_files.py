@@ -42,7 +42,7 @@ class LlamaCpp:
         target = gguf_file(model, dtype)
         if target.exists():
             return target
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_suffix(".part")
         if dtype in QUANTISED:
             source, quantiser = self.make_gguf(model, "bfloat16"), self.program("llama-quantize")

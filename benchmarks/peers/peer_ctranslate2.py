@@ -29,10 +29,12 @@ class CTranslate2:
     def install(self, model: Path, dtype: str) -> None:
         self._environment.install((WHEEL,))
         target = self._converted(model, dtype)
-        if not (target / "model.bin").exists():
+        if not target.exists():
+            unfinished = target.with_name(f"{target.name}.part")
             command = [str(self._environment.python), "-m", "ctranslate2.converters.transformers"]
-            command += ["--model", str(model), "--output_dir", str(target), "--quantization", dtype, "--force"]
+            command += ["--model", str(model), "--output_dir", str(unfinished), "--quantization", dtype, "--force"]
             self._environment.run(*command, **borrowed_packages())
+            unfinished.rename(target)
 
     @contextmanager
     def start(self, setup: Setup) -> Started:

@@ -33,8 +33,8 @@ from table import as_text
 
 from outrider.bench.prompts import DEFAULT_PROMPTS, BenchPrompt, load_prompts
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.gguf.directory import gguf_directory
-from outrider.model_hub.locate import cache_directory, locate_model
+from outrider.model_hub.gguf.directory import find_files
+from outrider.model_hub.locate import is_gguf, locate_model
 
 MODES = {"plain": False, "lookup": True}
 TERMINATED = 128 + signal.SIGTERM
@@ -71,12 +71,9 @@ def main() -> int:
 
 def locate(name: str) -> tuple[Path, Path]:
     """Returns the model, a directory or a GGUF file, and a directory with its tokenizer."""
-    config = ModelConfig(id=name)
-    if name.endswith(".gguf"):
-        file = Path(name).expanduser().resolve()
-        return file, gguf_directory(file, cache_directory(config))
-    directory = locate_model(config).directory
-    return directory, directory
+    directory = locate_model(ModelConfig(id=name)).directory
+    path = Path(name).expanduser()
+    return find_files(path)[0] if is_gguf(path) else directory, directory
 
 
 def long_prompts(prompts: Sequence[BenchPrompt], lengths: Sequence[int]) -> tuple[BenchPrompt, ...]:

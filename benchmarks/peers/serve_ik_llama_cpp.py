@@ -28,10 +28,7 @@ class Running:
 
 
 def main() -> None:
-    parser = arguments_parser()
-    parser.add_argument("--slots", type=int, required=True)
-    parser.add_argument("--context", type=int, required=True, help="tokens of all slots together")
-    arguments = parser.parse_args()
+    arguments = arguments_parser().parse_args()
     model = IkModel(arguments.model)
     context = IkContext(
         model,

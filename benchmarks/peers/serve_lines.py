@@ -24,6 +24,8 @@ def arguments_parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--max-tokens", type=int, required=True)
     parser.add_argument("--lookup", action="store_true")
+    parser.add_argument("--slots", type=int, help="answers at a time")
+    parser.add_argument("--context", type=int, help="tokens of all slots together")
     return parser
 
 

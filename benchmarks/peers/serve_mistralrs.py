@@ -15,7 +15,6 @@ from pathlib import Path
 from mistralrs import ChatCompletionRequest, Runner, Which
 from serve_lines import arguments_parser, asked, say
 
-MAX_RUNNING = 16
 UNKNOWN = -1  # in place of a token id
 TEMPLATE = "{{ messages[0]['content'] }}"  # adds nothing to a prompt
 
@@ -29,12 +28,12 @@ def main() -> None:
         runner = Runner(
             which=Which.GGUF(quantized_model_id=str(model.parent), quantized_filename=model.name),
             jinja_explicit=str(template),
-            max_seqs=MAX_RUNNING,
+            max_seqs=arguments.slots,
             prefix_cache_n=0,
         )
     starting = threading.Lock()
     say(ready=True)
-    with ThreadPoolExecutor(MAX_RUNNING) as threads:
+    with ThreadPoolExecutor(arguments.slots) as threads:
         for number, prompt in asked():
             threads.submit(answer, runner, starting, number, prompt, max_tokens=arguments.max_tokens)
 
@@ -65,7 +64,7 @@ def answer(runner: Runner, starting: threading.Lock, number: int, prompt: list[i
             say(id=number, tokens=[UNKNOWN] * num_new)
         say(id=number, done=True)
     except (ValueError, RuntimeError, StopIteration) as error:
-        say(id=number, error=f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        say(id=number, error=f"{type(error).__name__}: {error}".partition("\n")[0])
 
 
 if __name__ == "__main__":

@@ -45,6 +45,10 @@ IDLE_CHECK_SECONDS = 0.02
 """Seconds between checks of whether a draining router is idle."""
 
 
+_PUBLIC_INFO = ("name", "revision", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "fingerprint", "weights")
+"""Fields of a node's ModelInfo that clients see."""
+
+
 class Call(Protocol):
     """A client's call as the services see it, with the method names of gRPC's contexts."""
 
@@ -275,19 +279,12 @@ class RequestRegistry:
         info = served.info
         proposer, num_speculative_tokens = self._nodes.proposer()
         return Model(
-            name=info.name,
-            revision=info.revision,
-            vocab_size=info.vocab_size,
-            max_model_len=info.max_model_len,
-            eos_token_ids=info.eos_token_ids,
-            dtype=info.dtype,
+            **{name: getattr(info, name) for name in _PUBLIC_INFO},
             proposer=proposer,
             num_speculative_tokens=num_speculative_tokens,
             verification_method=VerificationMethod(self._context().config.verification_method),
-            fingerprint=info.fingerprint,
             version=__version__,
             default_sampling=served.text.default_sampling,
-            weights=info.weights,
         )
 
     def cluster_status(self) -> ClusterStatus:

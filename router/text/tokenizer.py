@@ -103,7 +103,6 @@ class Tokenizer:
         """Raises: ModelError if the files are not a tokenizer. Takes about 0.2 s, so call it in a thread."""
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(text.tokenizer_json)
-            description = json.loads(text.tokenizer_json)
         except Exception as error:  # the library raises plain Exception
             raise ModelError(f"tokenizer.json cannot be read: {error}") from error
         self._tokenizer.no_truncation()
@@ -118,7 +117,7 @@ class Tokenizer:
             parts, special = self._token_bytes.of_id, self._token_bytes.special_ids
             visible = [b"" if token_id in special else part for token_id, part in enumerate(parts)]
             self._parts = {False: parts, True: visible}
-            if _keeps_every_character(description):
+            if _keeps_every_character(json.loads(text.tokenizer_json)):
                 self._longest_token = max(map(len, parts), default=0)
         self._queue = EncodingQueue(num_threads)
 

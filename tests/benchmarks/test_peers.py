@@ -5,9 +5,14 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from benchmarks.reference import _encode_one
+from outrider.bench.prompts import BenchPrompt
+from outrider.client import ChatMessage
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "peers"
 
@@ -134,3 +139,14 @@ def test_a_server_of_lines_reads_prompts_until_input_ends(peers, monkeypatch, ca
     assert inbox.get(timeout=10) is None
     lines.say(id=3, tokens=[4])
     assert capsys.readouterr().out == '{"id": 3, "tokens": [4]}\n'
+
+
+def test_messages_are_joined_for_a_model_without_a_chat_template():
+    class Tokenizer:
+        chat_template = None
+
+        def __call__(self, text):
+            return SimpleNamespace(input_ids=list(text.encode()))
+
+    prompt = BenchPrompt(id="a", kind="chat", content=(ChatMessage("system", "a"), ChatMessage("user", "b")))
+    assert _encode_one(Tokenizer(), prompt) == list(b"a\n\nb")

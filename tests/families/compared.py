@@ -5,20 +5,21 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from unittest import mock
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.kv_cache.base import slots_of
 from outrider.engine.numerics import BatchInvariance, torch_batch_invariance
 from outrider.kv_transfer.base import Region, TransferSpec
+from outrider.model_hub.checkpoint import open_checkpoint
 from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.layerwise_reference import load_tensors
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.open import open_model
 from outrider.model_hub.support import depends_on_batch
@@ -26,7 +27,7 @@ from outrider.request import LogprobsRequest, TokenLogprobs
 from outrider.session import Granted, SampleStart, SampleTokens
 from outrider.speculation.draft_tree import DraftTree
 from tests.decode_node.tiny_node import TinyNode, generate
-from tests.families.families import BY_LAYERS, DECODER, VOCAB_SIZE, Family
+from tests.families.families import BY_LAYERS, DECODER, DEFAULT_NAME, FAMILIES, VOCAB_SIZE, Family
 from tests.support.cached_runner import CachedRunner
 from tests.support.fake_drafts import TextDrafts
 from tests.support.in_memory_connector import InMemoryConnector
@@ -42,6 +43,8 @@ TEXT = (
     "<|im_start|>user\nExplain in a few paragraphs how a bicycle stays upright.<|im_end|>\n<|im_start|>assistant\n"
 )
 EQUAL = "equal"
+NOTES = ("lossy int8 weights and activations", "lossy int4 weights, int8 activations", "int8 activations")
+"""What numerics say about quantised weights; the last one is a part of the one before."""
 
 
 class Compared:
@@ -50,17 +53,26 @@ class Compared:
     def __init__(self, family: Family, directory: Path) -> None:
         """`directory`: an empty folder, for a random checkpoint."""
         self.family = family
+        self._directory = directory
         self._made = family.make(directory) if family.model_type else None
-        self.load, self.transformers, self.own_logits = map(cache, (self._load, self._transformers, self._own_logits))
+        self.load, self.transformers = cache(self._load), cache(self._transformers)
+        self.own_logits, self.our_logits = cache(self._own_logits), cache(self._our_logits)
 
     def _load(self, dtype: str) -> LoadedModel:
-        """Opens the model as a node does. The default model's packed weights are large, and kept in bfloat16 only."""
-        config = ModelConfig(**{"dtype": dtype, "num_threads": 1, "head": "", **self.family.load})
+        """Opens the model as a node does, but in float32 with dequantised weights.
+
+        Packed weights of real models are large, and kept in bfloat16 only: the default model's for all processes.
+        """
+        settings = {"dtype": dtype, "num_threads": 1, "head": "", **self.family.load}
         if self._made is not None:
-            config = replace(config, id=str(self._made), cache_dir=str(self._made / "cache"))
-        elif dtype == "float32":
-            config = replace(config, keep_packed=False)
-        return open_model(config)
+            settings["id"] = str(self._made)
+        if self.family is not FAMILIES[DEFAULT_NAME]:
+            settings["cache_dir"] = str(self._directory / "cache")
+        if dtype == "float32":
+            settings["keep_packed"] = self._made is not None
+            if self.family.is_quantised:
+                settings["weights"] = "dequantized"
+        return open_model(ModelConfig(**settings))
 
     @cached_property
     def served(self):
@@ -73,7 +85,8 @@ class Compared:
     @cached_property
     def prompt(self) -> tuple[int, ...]:
         if self._made is None:
-            return tuple(Tokenizer.from_file(str(self.load("bfloat16").directory / "tokenizer.json")).encode(TEXT).ids)
+            tokenizer = Tokenizer.from_file(str(self.load("bfloat16").directory / "tokenizer.json"))
+            return tuple(tokenizer.encode(TEXT).ids)
         return tuple(random.Random(3).randrange(3, VOCAB_SIZE) for _ in range(50))
 
     @property
@@ -92,20 +105,22 @@ class Compared:
     @property
     def numerics(self) -> str:
         """The guarantee. Where torch computes, it is what loading finds on this machine."""
-        guarantee, _, _ = self.served.info.numerics.partition(" (")
+        guarantee, _, arithmetic = self.served.info.numerics.partition(" (")
         if not self.family.torch_computes:
-            return guarantee
+            return ", ".join([guarantee, *(note for note in NOTES if note in arithmetic)][:2])
         depends = depends_on_batch(self.served)
         assert guarantee == (torch_batch_invariance("float32") if depends else BatchInvariance.EXACT)
         return "tested at load"
 
-    def _transformers(self, dtype: str):
-        """Returns transformers' own model with eager attention."""
-        directory = self._made or self.load("bfloat16").directory
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=getattr(torch, dtype), attn_implementation="eager", local_files_only=True
-        )
-        return model.eval()
+    def _transformers(self, dtype: str) -> PreTrainedModel:
+        """Makes transformers' own model, of dequantised weights, with eager attention."""
+        directory = self.load("bfloat16").directory
+        about = {"dtype": getattr(torch, dtype), "attn_implementation": "eager", "local_files_only": True}
+        checkpoint = open_checkpoint(directory, "cpu")
+        if checkpoint is None:
+            return AutoModelForCausalLM.from_pretrained(directory, **about).eval()
+        config = AutoConfig.from_pretrained(directory)
+        return load_tensors(config, checkpoint.tensors, dtype=about["dtype"], attention="eager").eval()
 
     def _own_logits(self, dtype: str) -> torch.Tensor:
         """Returns transformers' logits of the prompt and its own answer: [num_tokens, vocab_size] float32."""
@@ -130,13 +145,21 @@ class Compared:
         expected = self.own_logits("float32")
         return float((logits - expected).abs().max() / expected.abs().max())
 
-    def our_difference(self, dtype: str) -> float:
+    def _our_logits(self, dtype: str) -> torch.Tensor:
+        """Returns our logits of the same tokens."""
         runner = CachedRunner(self.load(dtype))
         token_ids = [*self.prompt, *self.answer]
-        return self.difference(runner.prefill(token_ids, runner.table(len(token_ids)), chunk=37))
+        return runner.prefill(token_ids, runner.table(len(token_ids)), chunk=37)
 
-    def greedy(self) -> str:
-        """Compares a node's greedy answer in float32 with transformers'."""
+    def greedy(self) -> str | int:
+        """Compares a node's greedy answer in float32 with transformers'.
+
+        If weights are rounded at load, returns the number of tokens of transformers' answer that have the largest logit
+        after those before.
+        """
+        if self.family.rounds:
+            preferred = self.our_logits("bfloat16")[len(self.prompt) - 1 : -1].argmax(-1)
+            return int((preferred == torch.tensor(self.answer)).sum())
         with self.node(self.load("float32")) as node:
             tokens = generate(node, prompt=self.prompt)
         num_equal = next((i for i, (a, b) in enumerate(zip(tokens, self.answer, strict=True)) if a != b), NUM_TOKENS)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import gguf
+import torch
+from transformers import AutoModelForCausalLM
+
+from checks.gemma import gemma_path
 from outrider.model_hub.config import DEFAULT_MODEL_ID
-from tests.support.tiny_model import make_tiny_model
+from tests.model_hub.quantised import test_awq, test_fp8, test_gptq
+from tests.model_hub.quantised.checkpoints import write_checkpoint
+from tests.support.tiny_gguf import write_gguf
+from tests.support.tiny_model import EOS_TOKEN_ID, MERGES, SPECIAL_TOKENS, make_tiny_model, tiny_tokenizer
 
 DECODER, BY_LAYERS = "native decoder", "by layers"
 VOCAB_SIZE = 299
@@ -22,20 +33,68 @@ class Family:
     model_type: str  # transformers'; empty: the model that `load` names
     settings: Mapping[str, Any] = field(default_factory=dict)  # differences from tests.support.tiny_model
     load: Mapping[str, Any] = field(default_factory=dict)  # settings of the section `model`
+    write: Callable[[Path, Mapping[str, Any]], Path] | None = None  # writes a quantised checkpoint, from a tiny model's
     kernels: str = DECODER  # on a CPU
     torch_computes: str = ""  # what torch computes, whose order of sums may depend on the batch
     refusal: str = ""  # the message's end; empty: it is served
+    is_large: bool = False  # whether it is compared in full runs only
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the model is a file that is not on this machine."""
+        return self.load.get("id") == GEMMA_270M and not Path(GEMMA_270M).is_file()
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the checkpoint is quantised, so that transformers computes with dequantised weights."""
+        return self.write is not None or self.load.get("id") == GEMMA_270M
 
     def make(self, path: Path) -> Path:
-        """Writes a random checkpoint in bfloat16."""
-        return make_tiny_model(
-            path,
-            seed=1,
-            architecture=self.model_type,
-            vocab_size=VOCAB_SIZE,
-            dtype="bfloat16",
-            overrides=self.settings,
-        )
+        """Writes a random checkpoint, in bfloat16 if it is not quantised, and returns its `model.id`."""
+        about = {"architecture": self.model_type, "vocab_size": VOCAB_SIZE, "dtype": "bfloat16", "seed": 1}
+        return (self.write or _write_plain)(path, {**about, "overrides": self.settings})
+
+    @property
+    def rounds(self) -> bool:
+        """Whether weights are rounded at load, so that transformers has no model of the same weights."""
+        return "weights" in self.load
+
+
+def _write_plain(path: Path, about: Mapping[str, Any]) -> Path:
+    return make_tiny_model(path, **about)
+
+
+def _write_gguf(kind: str, path: Path, about: Mapping[str, Any]) -> Path:
+    """Writes matrices in the GGUF type `kind`."""
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(path / "plain", **about), dtype=torch.float32)
+    tokens = sorted(tiny_tokenizer().get_vocab().items(), key=itemgetter(1))
+    vocabulary = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": [token for token, _ in tokens],
+        "token_type": [3 if token in SPECIAL_TOKENS else 1 for token, _ in tokens],
+        "merges": list(MERGES),
+        "bos_token_id": 1,
+        "eos_token_id": EOS_TOKEN_ID,
+    }
+    matrix_type = gguf.GGMLQuantizationType[kind]
+    return write_gguf(
+        model,
+        path / "tiny.gguf",
+        quantise=lambda _name, values: matrix_type if values.ndim == 2 else None,
+        vocabulary=vocabulary,
+    )
+
+
+def of_gguf(model_type: str, kind: str, **settings: Any) -> Family:
+    return Family(model_type=model_type, settings=settings, write=partial(_write_gguf, kind))
+
+
+def of_writer(make_writer: Callable[[], Any], quantization: Mapping[str, Any]) -> Family:
+    """Returns a Llama whose linear layers are quantised."""
+    return Family(
+        model_type="llama", write=lambda path, about: write_checkpoint(path, make_writer(), quantization, **about)
+    )
 
 
 LLAMA3 = {
@@ -84,8 +143,13 @@ NO_ARGUMENTS = (
     "its layers do not pass a forward's arguments on to attention, through which paged attention finds the cache"
 )
 
+DEFAULT_NAME = "SmolLM2 135M, the default model"
+DEFAULT = {"id": DEFAULT_MODEL_ID, "max_model_len": 1024}
+GEMMA_270M = os.environ.get("OUTRIDER_GEMMA_GGUF") or str(gemma_path())
+"""The path of Gemma 3 270M, which `make gemma` fetches. Its row is left out where it is not."""
+
 FAMILIES: Mapping[str, Family] = {
-    "SmolLM2 135M, the default model": Family(model_type="", load={"id": DEFAULT_MODEL_ID, "max_model_len": 1024}),
+    DEFAULT_NAME: Family(model_type="", load=DEFAULT),
     "Llama": native("llama"),
     "Llama 3 with biases": native(
         "llama", attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3, tie_word_embeddings=True
@@ -113,6 +177,18 @@ FAMILIES: Mapping[str, Family] = {
     "Phi": by_layers("phi"),
     "Mixtral": by_layers("mixtral", torch_computes="experts", num_local_experts=4, head_dim=16, **EXPERTS),
     "Qwen 3 MoE": by_layers("qwen3_moe", torch_computes="experts", num_experts=4, head_dim=16, **EXPERTS),
+    "SmolLM2 135M, int8 at load": Family(model_type="", load={**DEFAULT, "weights": "int8"}, is_large=True),
+    "SmolLM2 135M, int4 at load": Family(model_type="", load={**DEFAULT, "weights": "int4"}, is_large=True),
+    "Gemma 3 270M, GGUF Q4_K_M": Family(model_type="", load={"id": GEMMA_270M, "max_model_len": 1024}, is_large=True),
+    "Llama, int8 at load": Family(model_type="llama", load={"weights": "int8"}),
+    "Llama, GGUF Q8_0": of_gguf("llama", "Q8_0"),
+    "Qwen 3, GGUF Q5_0": of_gguf("qwen3", "Q5_0", head_dim=32),
+    "Gemma 3, GGUF Q4_0": of_gguf("gemma3_text", "Q4_0", **GEMMA),
+    "Phi-3, GGUF Q4_1": of_gguf("phi3", "Q4_1", sliding_window=20),
+    "StarCoder2, GGUF Q4_0": replace(of_gguf("starcoder2", "Q4_0", sliding_window=20), kernels=BY_LAYERS),
+    "Llama, AWQ": of_writer(lambda: test_awq.Writer(32), {**test_awq.CONFIG, "group_size": 32}),
+    "Llama, GPTQ": of_writer(test_gptq.Writer, test_gptq.CONFIG),
+    "Llama, FP8": of_writer(lambda: test_fp8.Writer(test_fp8.blocks), test_fp8.CONFIG),
     "BLOOM": refused("bloom", OWN_ATTENTION),
     "CodeGen": refused("codegen", OWN_ATTENTION, rotary_dim=8),
     "DeepSeek V3": refused("deepseek_v3", "has K of 16 and V of 12 dimensions a head", **COMPRESSED),

@@ -44,6 +44,7 @@ _COMMON: dict[str, Any] = {
 }
 """Settings in config.json that all families heed, and their defaults."""
 _WINDOWS = {"sliding_window": None, "layer_types": None}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,7 @@ _GEMMA2 = {**_GEMMA, **_WINDOWS, "query_pre_attn_scalar": 256, "sliding_window":
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(settings={"sliding_window": 4096}),
+    "ministral": Family(settings={**_WINDOWS, "sliding_window": 4096}),
     "qwen2": _QWEN,
     "qwen3": _QWEN,
     "smollm3": Family(
@@ -84,6 +86,7 @@ FAMILIES = {
             "tie_word_embeddings": True,
         }
     ),
+    "seed_oss": Family(settings={"head_dim": 128}),
     "phi3": Family(settings={"sliding_window": None, "rms_norm_eps": 1e-5}),
     "granite": Family(
         settings=dict.fromkeys(
@@ -176,6 +179,9 @@ def decoder_options(config: Mapping[str, Any]) -> DecoderOptions | str:
     widths = (hidden, settings["intermediate_size"], num_heads * head_dim)
     if any(width % WIDTH_STEP for width in widths):
         return f"its widths {widths} are not multiples of {WIDTH_STEP}"
+    types = settings.get("layer_types") or ()
+    if types and (len(types) != settings["num_hidden_layers"] or not {_FULL, _SLIDING}.issuperset(types)):
+        return f"its layer_types {types} are not one of {_FULL} and {_SLIDING} for each layer"
     windows = _windows(settings, family)
     try:
         rotations, of_layers = _rotations(settings, head_dim, windows)
@@ -196,7 +202,7 @@ def decoder_options(config: Mapping[str, Any]) -> DecoderOptions | str:
         epsilon=settings["rms_norm_eps"],
         attention_softcap=settings.get("attn_logit_softcapping") or 0.0,
         logits_softcap=settings.get("final_logit_softcapping") or 0.0,
-        logits_scale=1.0 / settings.get("logits_scaling", 1.0),
+        logits_scale=1.0 / (settings.get("logits_scaling") or 1.0),
         embedding_scale=hidden**0.5 if family.scales_embedding else settings.get("embedding_multiplier", 1.0),
         residual_scale=settings.get("residual_multiplier", 1.0),
         is_gelu=_ACTIVATIONS[activation],
@@ -223,7 +229,7 @@ def _windows(settings: Mapping[str, Any], family: Family) -> tuple[int, ...]:
     if not settings.get("use_sliding_window", True):
         window = 0
     if types := settings.get("layer_types"):
-        return tuple(window * (each == "sliding_attention") for each in types)
+        return tuple(window * (each == _SLIDING) for each in types)
     full_every = settings.get("sliding_window_pattern") or family.full_every or num_layers + 1
     first = settings.get("max_window_layers", 0)
     return tuple(window * (layer >= first and (layer + 1) % full_every != 0) for layer in range(num_layers))
@@ -240,9 +246,10 @@ def _rotations(
         rotations: tuple[Rotation, ...] = (make_rotation(parameters, head_dim, length),)
         numbers = [0] * len(windows)
     else:
-        own = ["sliding_attention" if window else "full_attention" for window in windows]
-        kinds = settings.get("layer_types") or own
+        kinds = settings.get("layer_types") or [_SLIDING if window else _FULL for window in windows]
         used = sorted(set(kinds))
+        if missing := set(used) - parameters.keys():
+            raise ModelError(f"its config.json has no rotation for {', '.join(missing)}")
         rotations = tuple(make_rotation(parameters[kind], head_dim, length, kind) for kind in used)
         numbers = [used.index(kind) for kind in kinds]
     if "no_rope_layers" in settings:

@@ -99,13 +99,10 @@ class DecoderPacking:
                 self.add_matrix(f"{index}.value", [linears.pop()])
             self.add_matrix(f"{index}.{name}", linears, interleave=name == "gate_up")
 
-    def add_rotation(
-        self, frequencies: Floats, num_positions: int, scaling: float = 1.0, *, number: int = 0
-    ) -> tuple[Floats, Floats]:
+    def add_rotation(self, frequencies: Floats, num_positions: int, scaling: float = 1.0, *, number: int = 0) -> None:
         """Adds `scaling` times the cosines and sines of angles, which are positions times `frequencies`.
 
-        `frequencies`: [rotary_dim / 2]. Returns both, each [num_positions, rotary_dim / 2]. Raises: ModelError if the
-        angles are too large.
+        `frequencies`: [rotary_dim / 2]. Raises: ModelError if the angles are too large.
         """
         positions = np.arange(num_positions, dtype=np.float32)
         try:
@@ -115,10 +112,8 @@ class DecoderPacking:
             ]
         except ValueError as error:
             raise ModelError(f"at {num_positions} positions, {error}: set model.max_model_len lower") from error
-        cosines, sines = (np.concatenate(part) * np.float32(scaling) for part in zip(*parts, strict=True))
-        self.add(f"cosines.{number}", cosines)
-        self.add(f"sines.{number}", sines)
-        return cosines, sines
+        for name, of_parts in zip(("cosines", "sines"), zip(*parts, strict=True), strict=True):
+            self.add(f"{name}.{number}", np.concatenate(of_parts) * np.float32(scaling))
 
 
 def pack_weights(

@@ -13,6 +13,8 @@ FAMILIES = {
     "mistral": {"sliding_window": 40},
     "qwen2": {"head_dim": None, "tie_word_embeddings": True},  # with biases
     "qwen3": {"head_dim": 48, "num_attention_heads": 4},  # normalises queries and keys
+    "ministral": {"sliding_window": 40, "layer_types": ["full_attention", "sliding_attention"]},
+    "seed_oss": {"attention_out_bias": True},  # with biases
     "smollm3": {"no_rope_layer_interval": 2},
     "phi3": {"partial_rotary_factor": 0.75, "head_dim": 32, "num_attention_heads": 4},
     "granite": {

@@ -81,6 +81,9 @@ def test_the_defaults_are_those_of_transformers(family):
         ({"head_dim": 40}, "its heads have 40 dimensions, not a multiple of 16"),
         ({"intermediate_size": None}, "its config.json has no intermediate_size"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "rotations .* of the kind 'spiral'"),
+        ({"model_type": "qwen2", "layer_types": ["chunked_attention"] * 8}, "its layer_types .* are not one of"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "its layer_types .* are not one of"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": {}}}, "no rotation for sliding_attention"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "it attends in two directions"),
     ],
 )

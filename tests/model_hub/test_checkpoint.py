@@ -1,0 +1,139 @@
+"""Models whose checkpoints this project reads itself: opened, checked, packed, mapped again, and computed."""
+
+from __future__ import annotations
+
+import shutil
+
+import gguf
+import pytest
+import torch
+from transformers import AutoConfig
+
+from outrider.engine.cpu_kernels.decoder import NativeDecoder
+from outrider.engine.cpu_kernels.paths import choose_kernels
+from outrider.engine.numerics import BatchInvariance
+from outrider.errors import ConfigError, NotFoundError
+from outrider.model_hub.checkpoint import open_checkpoint
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.layerwise_reference import layerwise_logits
+from outrider.model_hub.open import open_model
+from tests.model_hub.gguf.test_families import random_model
+from tests.model_hub.quantised import test_awq as awq
+from tests.model_hub.quantised.checkpoints import write_checkpoint
+from tests.support.cached_runner import CachedRunner
+from tests.support.processes import run_python
+from tests.support.tiny_gguf import write_gguf
+
+MIXED = {"attn_k": "Q5_0", "attn_v": "Q8_0", "ffn_down": "Q4_1", "output": "Q8_0"}
+IDS = torch.arange(3, 43).unsqueeze(0)
+
+
+def quantise(name, values):
+    kind = MIXED.get(name.removesuffix(".weight").rpartition(".")[2], "Q4_0")
+    return gguf.GGMLQuantizationType[kind] if values.ndim > 1 else None
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    if choose_kernels().library is None:
+        pytest.skip("no native kernels were built")
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    """A GGUF file with mixed formats: of a Llama with its own output layer."""
+    model = random_model("llama", {"tie_word_embeddings": False})
+    return write_gguf(model, tmp_path_factory.mktemp("models") / "tiny-Q4.gguf", quantise=quantise)
+
+
+@pytest.fixture
+def opened(cache):
+    def open_(path, **settings):
+        return open_model(ModelConfig(id=str(path), cache_dir=str(cache), num_threads=1, **settings))
+
+    return open_
+
+
+def differs_by(model):
+    """Returns the distance of the logits from transformers' in float32, relative to the largest."""
+    node = CachedRunner(model)
+    found = node.prefill(IDS[0].tolist(), node.table(IDS.shape[1]))
+    config = AutoConfig.from_pretrained(model.directory)
+    expected = layerwise_logits(config, open_checkpoint(model.directory, "cpu").tensors, token_ids=IDS)[0]
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def test_a_gguf_model_stays_packed(opened, quantised):
+    model = opened(quantised)
+    assert model.info.name == "tiny-Q4"
+    assert model.info.weights == "GGUF Q4_0, Q8_0, Q5_0, Q4_1"
+    assert model.info.numerics.startswith(f"{BatchInvariance.EXACT} (")
+    assert "int8 activations" in model.info.numerics
+    assert isinstance(model.native, NativeDecoder)
+    assert model.spec.dtype == "bfloat16"
+    assert differs_by(model) < 0.1
+
+
+def test_what_was_packed_is_mapped_without_torch(opened, quantised, cache):
+    opened(quantised)
+    code = (
+        "import sys; from outrider.model_hub.config import ModelConfig; "
+        "from outrider.model_hub.open import open_model; "
+        f"model = open_model(ModelConfig(id={str(quantised)!r}, cache_dir={str(cache)!r})); "
+        "assert model.weights_source == 'packed weights, mapped', model.weights_source; "
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    assert run_python("-c", code).returncode == 0
+
+
+def test_dequantised_weights_need_no_int8_activations(opened, quantised):
+    model = opened(quantised, weights="dequantized", dtype="float32")
+    assert model.info.weights == "GGUF Q4_0, Q8_0, Q5_0, Q4_1, in float32"
+    assert "int8" not in model.info.numerics
+    assert differs_by(model) < 1e-4
+    assert model.info.fingerprint != opened(quantised).info.fingerprint
+
+
+def test_torch_computes_with_dequantised_weights(opened, quantised):
+    model = opened(quantised, kernels="torch")
+    assert model.native is None
+    assert differs_by(model) < 1e-4
+
+
+def test_a_renamed_copy_is_the_same_model(opened, quantised, tmp_path):
+    copy = shutil.copyfile(quantised, tmp_path / "other.gguf")
+    assert opened(copy).info.fingerprint == opened(quantised).info.fingerprint
+    assert opened(tmp_path).info.fingerprint == opened(quantised).info.fingerprint  # a directory with one model
+
+
+@pytest.mark.parametrize("kind", [None, gguf.GGMLQuantizationType.BF16, gguf.GGMLQuantizationType.F16])
+def test_a_plain_gguf_model_is_one_like_any_other(opened, tmp_path, kind):
+    path = write_gguf(
+        random_model("gemma3_text", {"num_hidden_layers": 7, "head_dim": 32, "sliding_window": 12}),
+        tmp_path / "plain.gguf",
+        quantise=lambda _name, values: kind if values.ndim > 1 else None,
+    )
+    model = opened(path)
+    assert "int8" not in model.info.numerics
+    assert differs_by(model) < (0.05 if model.spec.dtype == "bfloat16" else 1e-4)
+    assert "lossy int4" in opened(path, weights="int4").info.numerics
+
+
+def test_quantised_weights_are_not_rounded_again(opened, quantised):
+    with pytest.raises(ConfigError, match=r"model\.weights int8: the checkpoint is quantised already \(GGUF Q4_0"):
+        opened(quantised, weights="int8")
+
+
+def test_a_file_that_does_not_exist_is_not_looked_for_on_the_hub(opened):
+    with pytest.raises(NotFoundError, match=r"neither a directory, a GGUF file nor"):
+        opened("missing.gguf")
+
+
+def test_an_awq_checkpoint_stays_packed(opened, tmp_path):
+    path = write_checkpoint(tmp_path / "awq", awq.Writer(32), awq.CONFIG | {"group_size": 32})
+    model = opened(path)
+    assert model.info.weights == "awq, 4 bits"
+    assert "int8 activations" in model.info.numerics
+    assert differs_by(model) < 0.1
+    assert differs_by(opened(path, weights="dequantized", dtype="float32")) < 1e-4
