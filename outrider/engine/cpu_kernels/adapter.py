@@ -8,8 +8,8 @@ from ctypes import Structure, addressof
 import numpy as np
 
 from outrider.engine.cpu_kernels.decoder_weights import DecoderShape
+from outrider.engine.cpu_kernels.group_packing import PANEL
 from outrider.engine.cpu_kernels.interface import address_of, structures
-from outrider.engine.cpu_kernels.matrices import PANEL
 from outrider.engine.cpu_kernels.packing import MATRICES
 from outrider.engine.low_rank import Floats, LowRank, LowRanks
 from outrider.errors import ModelError
