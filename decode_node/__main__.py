@@ -97,7 +97,7 @@ def make_build(
         max_running = config.max_running_sequences or MAX_RUNNING[device_type(model.device)]
         scheduler = Scheduler(pool, max_running=max_running, max_rows_per_step=config.max_rows_per_step)
         sampler = model.open_sampler()
-        engine = Engine(pool, scheduler, kv_cache, runner, sampler)
+        engine = Engine(pool, scheduler, kv_cache, runner, sampler, find_adapter=compute.adapters.find)
         client = (
             DraftClient(
                 config.draft_targets,
@@ -187,6 +187,7 @@ def make_build(
             model=info,
             tokenizer_files=model.tokenizer_files,
             ranks=compute.ranks,
+            adapters=compute.adapters,
             description={
                 **compute.describe(model_config, cpu_turns=cpu_turns),
                 "draft_targets": list(config.draft_targets),

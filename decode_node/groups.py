@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.engine.low_rank import PackedAdapter
 from outrider.engine.sampler import SequenceSampling
 from outrider.engine.scheduler import EngineSequence, PromptScoring
 from outrider.session import OpenSequenceGroup, SampleStart
@@ -20,7 +21,7 @@ def cached_table(pool: BlockPool, opened: OpenSequenceGroup, shared_token_ids: S
     """
     max_cached_tokens = len(shared_token_ids) if opened.options.prompt_logprobs is None else 0
     return SequenceKV.create(
-        pool, shared_token_ids, max_cached_tokens=max_cached_tokens, cache_salt=opened.options.cache_salt
+        pool, shared_token_ids, max_cached_tokens=max_cached_tokens, cache_salt=opened.options.kv_salt
     )
 
 
@@ -81,6 +82,7 @@ class SequenceGroup:
     arrival: int
     kv: SequenceKV | None
     compiled: object = None  # the compiled constraint, kept for samples that have not started
+    adapter: PackedAdapter | None = None  # kept from the grant on, even if it is unloaded meanwhile
     is_waiting_for_kv: bool = False
     cancelled_samples: set[int] = field(default_factory=set)  # samples that were cancelled before they started
     samples: dict[int, Sample] = field(default_factory=dict)  # unfinished samples, by index

@@ -133,6 +133,11 @@ class SequenceGroupManager:
         if invalid is not None:
             self._reject(command, *invalid)
             return
+        adapter = opened.options.adapter
+        packed = None if adapter is None else self._engine.find_adapter(adapter)
+        if adapter is not None and packed is None:
+            self._reject(command, RejectReason.NO_ADAPTER, f"the node does not have the adapter {adapter}")
+            return
         shared = opened.shared_token_ids()
         kv = cached_table(self._engine.pool, opened, shared)
         needed = self._admission.blocks_needed(
@@ -148,7 +153,7 @@ class SequenceGroupManager:
             num_hit_tokens=lookups.num_hit_tokens + kv.num_cached_tokens,
         )
         kv_host, compiled = command.kv_host, command.compiled
-        group = SequenceGroup(command.session_id, opened, shared, kv_host, self._num_arrived, kv, compiled)
+        group = SequenceGroup(command.session_id, opened, shared, kv_host, self._num_arrived, kv, compiled, packed)
         self._groups.add(group)
         for start in opened.samples:
             group.sequence_ids[start.sample] = self._groups.next_sequence_id()
@@ -280,7 +285,8 @@ class SequenceGroupManager:
             kv=kv,
             priority=opened.options.priority,
             arrival=group.arrival,
-            cache_salt=opened.options.cache_salt,
+            cache_salt=opened.options.kv_salt,
+            adapter=group.adapter,
             scoring=scoring_of(opened, kv.num_tokens) if not group.samples else None,
         )
         sampling = self._engine.sampler.start(
@@ -305,8 +311,8 @@ class SequenceGroupManager:
         """Ends a sample that has its last token."""
         fault_point("decode.done")
         self._admission.observe_finished(sample.num_generated)
-        if self.kept_answers is not None:
-            opened = sample.group.opened
+        opened = sample.group.opened
+        if self.kept_answers is not None and opened.options.adapter is None:  # heads are trained on the model's own
             self.kept_answers.keep(
                 sample.sequence.token_ids,
                 prompt_length=len(opened.prompt_token_ids),

@@ -49,6 +49,7 @@ class PlannedSequence(NamedTuple):
             kv.block_table(),
             1 + len(draft.token_ids) if self.scheduled.reaches_end else len(self.scheduled.scored_token_ids),
             draft.parents,
+            sequence.adapter,
         )
 
     def draft_rows(self) -> DraftRows:

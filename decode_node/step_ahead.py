@@ -34,7 +34,7 @@ def lay_out_next(step: LaunchedStep, engine: Engine) -> InputBatch | None:
         if kv is None or not kv.has_reserved(position):  # e.g. a fork that shares its last block
             return None
         kv.reserve(position + 1)
-        rows.append(SequenceRows((UNKNOWN_TOKEN_ID,), position, kv.block_table(), 1))
+        rows.append(SequenceRows((UNKNOWN_TOKEN_ID,), position, kv.block_table(), 1, adapter=sequence.adapter))
     return engine.prepare_ahead(rows)
 
 

@@ -18,6 +18,7 @@ _OFFLINE = {
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "Logprob": "outputs",
+    "LoRARequest": "adapters",
 }
 """Names, each with the module of `outrider.llm` that defines it and is imported when the name is first used. See
 `__init__.pyi`.

@@ -1,3 +1,4 @@
+from outrider.llm.adapters import LoRARequest as LoRARequest
 from outrider.llm.llm import LLM as LLM
 from outrider.llm.outputs import CompletionOutput as CompletionOutput
 from outrider.llm.outputs import Logprob as Logprob

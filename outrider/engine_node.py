@@ -20,7 +20,7 @@ from outrider.engine.processor import usable_cpus
 from outrider.engine.step_progress import StepProgress
 from outrider.lossy_stream import exit_now
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
-from outrider.service.node_service import NodeServicer, default_node_name
+from outrider.service.node_service import AdapterDesk, NodeServicer, default_node_name
 from outrider.service.profiling import ProfileDesk
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
@@ -127,6 +127,7 @@ class TargetParts:
     loop: EngineLoop
     model: ModelInfo
     tokenizer_files: Mapping[str, bytes]
+    adapters: AdapterDesk
     description: Mapping[str, object]  # fields of the log line at start
     ranks: AbstractContextManager[object] = field(default_factory=nullcontext)  # kept open while the loop runs
 
@@ -158,6 +159,7 @@ class TargetNode(EngineNode[Parts]):
                 node_name=lambda: self._name,
                 submit=self._submit,
             ),
+            lambda: self._parts.adapters if self._parts else None,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -188,6 +190,7 @@ class TargetNode(EngineNode[Parts]):
             expected_step_seconds=current_step.expected_seconds,
             step_age_seconds=progress.age_seconds(current_step),
             load=self._load(),
+            adapters=self._parts.adapters.adapters,
         )
 
 

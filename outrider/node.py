@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from outrider.protocol_versions import SUPPORTED_VERSIONS, ProtocolVersions
-from outrider.request import VerificationMethod
+from outrider.request import Adapter, VerificationMethod
 
 
 class NodeRole(enum.Enum):
@@ -103,6 +103,7 @@ class NodeReport:
     expected_step_seconds: float = 0.0
     step_age_seconds: float = 0.0
     load: NodeLoad = field(default_factory=NodeLoad)
+    adapters: tuple[Adapter, ...] = ()  # of prefill and decode nodes: those that the node has loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +123,7 @@ class Model:
     version: str  # the server's
     default_sampling: Mapping[str, float] = field(default_factory=dict)  # values in generation_config.json, by field
     weights: str = ""  # the format of the weights, such as "bfloat16" or "GGUF Q4_K, Q6_K"
+    adapters: tuple[Adapter, ...] = ()  # by name; a request's `model` may be one of these names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ All defaults of the public API have been filled in, so no later code has to chec
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,6 +133,17 @@ class OutputOptions:
     token_bytes: bool = False  # whether each logprob has the bytes that its token adds to the text
 
 
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter (LoRA) of the model: its name, which a request's `model` may be, and the hash of its content."""
+
+    name: str
+    fingerprint: str  # SHA-256 in hexadecimal over its tensors and their scaling
+
+    def __str__(self) -> str:
+        return f"{self.name!r} ({self.fingerprint[:12]})"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
     """How a request is computed; passed unchanged from node to node (RequestOptions in node.proto)."""
@@ -144,6 +156,14 @@ class RequestOptions:
     priority: int = 0  # higher goes first
     cache_salt: bytes = b""  # only requests with the same salt share cached KV; at most MAX_CACHE_SALT_BYTES
     prompt_logprobs: int | None = None  # 0 to 20 alternatives for each prompt token; None: no prompt logprobs
+    adapter: Adapter | None = None  # None: the model itself
+
+    @property
+    def kv_salt(self) -> bytes:
+        """The salt of the hashes of cached KV: an adapter's keys and values are no other adapter's, nor the model's."""
+        if self.adapter is None:
+            return self.cache_salt
+        return hashlib.sha256(f"outrider.adapter\0{self.adapter.fingerprint}\0".encode() + self.cache_salt).digest()
 
     @property
     def is_reproducible(self) -> bool:

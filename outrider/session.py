@@ -94,6 +94,7 @@ class RejectReason(enum.Enum):
     DRAINING = 2
     TOO_LARGE = 3
     INVALID = 4
+    NO_ADAPTER = 5
 
 
 NO_ROOM_RETRY_SECONDS = 5.0

@@ -76,7 +76,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         )
         connector = Connector(config.kv_transfer, security, gpu=open_shared_gpu(kv_cache.copies, config.kv_transfer))
         cpu_turns = open_logged_turns(model_config.turns_file, model.cpu_kernels)
-        engine = PromptEngine(pool, scheduler, kv_cache, runner)
+        engine = PromptEngine(pool, scheduler, kv_cache, runner, find_adapter=compute.adapters.find)
         loop = PrefillLoop(
             engine=engine,
             connector=connector,
@@ -98,6 +98,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
             model=model.info,
             tokenizer_files=model.tokenizer_files,
             ranks=compute.ranks,
+            adapters=compute.adapters,
             description={**compute.describe(model_config, cpu_turns=cpu_turns), "connector": connector.name},
         )
 

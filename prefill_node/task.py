@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from outrider.engine.input_batch import SequenceRows
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.engine.low_rank import PackedAdapter
 from outrider.engine.scheduler import EngineSequence, PromptScoring, Scheduled, StepPlan
 from outrider.prefill import PrefillFigures, TimedPart
 from prefill_node.jobs import PrefillJob, PushOutcome
@@ -37,14 +38,16 @@ class PrefillTask:
     compute_ended_at: float | None = None
 
     @classmethod
-    def of(cls, job: PrefillJob) -> PrefillTask:
+    def of(cls, job: PrefillJob, adapter: PackedAdapter | None = None) -> PrefillTask:
+        """`adapter`: that of the call's options."""
         call = job.call
         num_top = call.options.prompt_logprobs if call.scored_token_ids else None
         sequence = EngineSequence(
             key=job.job_id,
             token_ids=list(call.token_ids),
             priority=call.options.priority,
-            cache_salt=call.options.cache_salt,
+            cache_salt=call.options.kv_salt,
+            adapter=adapter,
             arrival=job.job_id,
             needs_logits=False,
             scoring=PromptScoring(call.scored_token_ids, num_top=num_top) if num_top is not None else None,
@@ -69,7 +72,7 @@ class PrefillTask:
         call, tokens = self.job.call, self.sequence.token_ids
         if not call.may_read_held or self.sequence.scoring is not None:
             return False
-        salt = call.options.cache_salt
+        salt = call.options.kv_salt
         kv = SequenceKV.create(pool, tokens, max_cached_tokens=len(tokens), cache_salt=salt)
         has_room = kv.num_blocks_needed(len(tokens)) <= pool.num_free_blocks
         if call.held_prefix_length - kv.num_tokens < MIN_READ_TOKENS or not has_room:
@@ -155,4 +158,5 @@ def chunk_rows(item: Scheduled) -> SequenceRows:
         start_position=start,
         block_ids=sequence.kv.block_table(),
         num_logits=len(item.scored_token_ids),
+        adapter=sequence.adapter,
     )

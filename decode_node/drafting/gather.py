@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from decode_node.drafting.book import StepDrafts
 from decode_node.drafting.client import DraftClient
@@ -150,6 +151,9 @@ class DraftGatherer:
         if max_tokens <= 0:
             return
         known_token_ids = opened.known_token_ids(start)
+        if options.adapter is not None:
+            self._controller.set_adapter(sequence_id, options.adapter.fingerprint)
+            options = replace(options, adapter=None)  # drafters draft for the model itself
         self._starts[sequence_id] = sequence_start = SequenceStart(
             options=options,
             sample=start.sample,

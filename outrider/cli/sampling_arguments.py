@@ -43,6 +43,7 @@ def seconds(value: str) -> float:
 
 
 _VALUES: dict[str, tuple[Callable[[str], Any], str, str]] = {
+    "model": (str, "NAME", "the name of an adapter; default: the model itself"),
     "temperature": (
         float,
         "T",

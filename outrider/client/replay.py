@@ -10,7 +10,7 @@ from outrider.errors import AbortedError, InvalidRequestError, MismatchError
 from outrider.node import Model
 from outrider.node_stamp import NODES_KEY, NodeVersion, parse_node_versions
 from outrider.receipt import Receipt, ReceiptSample
-from outrider.request import VerificationMethod
+from outrider.request import Adapter, VerificationMethod
 from outrider.v1 import router_pb2
 from outrider.wire.enums import VERIFICATION_METHODS
 from outrider.wire.receipt import request_from_receipt
@@ -63,12 +63,19 @@ def replay_obstacle(receipt: Receipt) -> str:
 
 
 def check_model(receipt: Receipt, served: Model) -> None:
-    """Checks that the served model is the receipt's. Raises: MismatchError."""
+    """Checks that the served model, and the request's adapter, are the receipt's. Raises: MismatchError."""
     if receipt.model.fingerprint != served.fingerprint:
         raise MismatchError(
             f"request {receipt.request_id!r} was answered by {receipt.model.name} in {receipt.model.dtype} with "
             f"fingerprint {receipt.model.fingerprint}; the served model, {served.name} in {served.dtype} with "
             f"fingerprint {served.fingerprint}, is not comparable"
+        )
+    request = _request_of(receipt)
+    adapter = Adapter(request.model, request.adapter_fingerprint)
+    if adapter.fingerprint and adapter not in served.adapters:
+        found = ", ".join(map(str, served.adapters)) or "none"
+        raise MismatchError(
+            f"request {receipt.request_id!r} was answered with the adapter {adapter}; the served ones are {found}"
         )
 
 
@@ -79,8 +86,10 @@ def replay(client: Client, receipt: Receipt) -> tuple[list[Comparison], tuple[No
     Raises: OutriderErrors.
     """
     request = _request_of(receipt)
-    for field in ("request_id", "model", "priority", "resume_window"):  # no token depends on these
+    for field in ("request_id", "priority", "resume_window"):  # no token depends on these
         request.ClearField(field)
+    if not request.adapter_fingerprint:
+        request.ClearField("model")  # the model may have another name here
     request.output.ClearField("prompt_logprobs")  # skip_special_tokens is kept, since it affects stop strings
     request.speculation.enabled = False
     request.output.top_logprobs = 2

@@ -24,12 +24,13 @@ from outrider.client.options import (
 from outrider.client.retry import Attempts
 from outrider.errors import PeerLostError
 from outrider.node import ClusterStatus, Model
-from outrider.request import ChatMessage
+from outrider.request import Adapter, ChatMessage
 from outrider.rpc.channels import open_sync_channel
 from outrider.rpc.status import UNREACHABLE, from_rpc_error
 from outrider.v1 import router_pb2
 from outrider.wire.answer import complete_from_proto
 from outrider.wire.cluster import CLUSTER, MODEL
+from outrider.wire.request import ADAPTER
 
 
 class GenerateStream(BaseStream):
@@ -137,6 +138,15 @@ class Client(BaseClient[GenerateStream]):
 
     def model(self) -> Model:
         return MODEL.from_proto(self._call("GetModel", router_pb2.GetModelRequest(), self._timeout_seconds))
+
+    def load_adapter(self, name: str, directory: str) -> Adapter:
+        """Loads an adapter (LoRA) on all nodes, from a directory below their `model.adapter_directory`."""
+        request = router_pb2.LoadAdapterRequest(name=name, directory=directory)
+        return ADAPTER.from_proto(self._call("LoadAdapter", request, self._timeout_seconds).adapter)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unloads an adapter from all nodes."""
+        self._call("UnloadAdapter", router_pb2.UnloadAdapterRequest(name=name), self._timeout_seconds)
 
     def watch_cluster(self, *, interval_seconds: float = 1.0) -> Generator[ClusterStatus, None, None]:
         """Yields the cluster's status now and at each interval, until the iterator is closed."""

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.low_rank import PackedAdapter
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.step_clock import StepClock
 from outrider.profile import Part
+from outrider.request import Adapter
 
 if TYPE_CHECKING:
     from outrider.engine.arrays import Array
@@ -29,6 +31,8 @@ class PromptEngine:
     kv_cache: KVCache
     runner: ModelRunner
     clock: StepClock = field(default_factory=StepClock, kw_only=True)
+    find_adapter: Callable[[Adapter], PackedAdapter | None] = field(default=lambda _: None, kw_only=True)
+    """Returns an adapter that sequences may have, or None if it is not loaded."""
 
     def forward(
         self,

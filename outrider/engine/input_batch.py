@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engine.kv_cache.base import Slots, slots_of
+from outrider.engine.low_rank import PackedAdapter
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,7 @@ class SequenceRows(NamedTuple):
     block_ids: Sequence[int]  # covers [0, start_position + len(token_ids)); if an array, int32
     num_logits: int  # the last num_logits rows need logits; 0 to len(token_ids)
     parents: Sequence[int] = ()  # in a draft tree, the index of each draft's parent among the drafts; -1: none
+    adapter: PackedAdapter | None = None  # what the model's linear layers add for these rows; None: nothing
 
 
 Values = TypeVar("Values")
@@ -75,11 +77,12 @@ class InputBatch:
     arrays: BatchFields[array[int]]  # lengths must not change, because tensors and kernels hold addresses
     block_size: int
     is_padded: bool = False  # see `graph_shapes.pad`; a forward then uses all of logits_rows
+    adapters: tuple[PackedAdapter | None, ...] = ()  # of each sequence; empty: no sequence has one
     _tensors: dict[str, BatchFields[Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the batch without its tensors, because another process makes its own."""
-        return InputBatch, (self.arrays, self.block_size, self.is_padded)
+        return InputBatch, (self.arrays, self.block_size, self.is_padded, self.adapters)
 
     @property
     def num_rows(self) -> int:
@@ -103,9 +106,17 @@ class InputBatch:
         """Whether a forward must select the rows that have logits, because not all have any or some are repeated."""
         return self.is_padded or self.num_logits < self.num_rows
 
+    def adapters_of_rows(self) -> array[int]:
+        """Returns the address of each row's adapter, 0 for none: [num_rows] int64; empty if no row has one."""
+        addresses, starts = array("q"), self.arrays.query_start_loc
+        for index, adapter in enumerate(self.adapters):
+            address = 0 if adapter is None else adapter.address
+            addresses.extend((address,) * (starts[index + 1] - starts[index]))
+        return addresses
+
     def with_plan(self, plan: array[int]) -> InputBatch:
         """Returns the same batch with an `attention_plan`. It shares all other arrays, but no tensors."""
-        return InputBatch(replace(self.arrays, attention_plan=plan), self.block_size, self.is_padded)
+        return InputBatch(replace(self.arrays, attention_plan=plan), self.block_size, self.is_padded, self.adapters)
 
     def context_slots(self, sequence: int, num_tokens: int) -> Slots:
         """Returns the slots of a sequence's first tokens, from its block table: [num_tokens] int64."""
@@ -163,7 +174,8 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
     table_starts, block_tables = array("i", (0,)), array("i")
     paths: dict[int, list[int]] = {}  # slots, by row
     num_rows = 0
-    for index, (tokens, start, block_ids, num_logits, parents) in enumerate(rows):
+    has_adapters = False
+    for index, (tokens, start, block_ids, num_logits, parents, adapter) in enumerate(rows):
         num = len(tokens)
         end = start + num
         used = -(-end // block_size)
@@ -190,6 +202,7 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
                 position += num_here
         if parents:
             _place_tree(index, rows[index], positions, slots, paths)
+        has_adapters |= adapter is not None
         num_rows += num
         if num_logits == 1:
             logits_rows.append(num_rows - 1)
@@ -212,7 +225,7 @@ def build_input_batch(rows: Sequence[SequenceRows], block_size: int) -> InputBat
         attention_plan=array("i"),
         block_tables=block_tables,
     )
-    return InputBatch(arrays, block_size)
+    return InputBatch(arrays, block_size, adapters=tuple(each.adapter for each in rows) if has_adapters else ())
 
 
 def _place_tree(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from outrider.engine.kv_cache.block_pool import BlockPool, NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.engine.low_rank import PackedAdapter
 from outrider.prefill import MAX_SCORED_ROWS
 from outrider.request import TokenLogprobs
 
@@ -28,8 +29,7 @@ class PromptScoring:
 class EngineSequence:
     """The engine's state of one sequence. It is mutable, owned by the node's loop, and compared by identity.
 
-    The loop appends committed tokens to `token_ids` and updates the valid tokens of `kv`. The scheduler sets and frees
-    `kv`.
+    The loop appends committed tokens to `token_ids` and updates `kv`'s valid tokens; the scheduler sets and frees `kv`.
     """
 
     key: int  # unique among the sequences of a scheduler
@@ -38,7 +38,8 @@ class EngineSequence:
     priority: int = 0  # higher runs first
     arrival: int = 0  # lower is older; ties are broken by key
     needs_logits: bool = True  # whether the last known token is always fed, even if it is in the prefix cache
-    cache_salt: bytes = b""  # only sequences with the same salt share cached KV
+    cache_salt: bytes = b""  # only sequences with the same salt share cached KV; see RequestOptions.kv_salt
+    adapter: PackedAdapter | None = None  # None: the model itself
     num_preemptions: int = 0
     scoring: PromptScoring | None = None  # None: no scoring is requested, or it is complete
 
@@ -132,8 +133,7 @@ class Scheduler:
     def __init__(
         self, pool: BlockPool, *, max_running: int, max_rows_per_step: int, reserve_blocks_per_running: int = 1
     ) -> None:
-        assert max_running >= 1
-        assert max_rows_per_step >= 1
+        assert min(max_running, max_rows_per_step) >= 1
         self._pool = pool
         self._max_running = max_running
         self.max_rows_per_step = max_rows_per_step

@@ -26,6 +26,7 @@ from outrider.config.resolve import CONFIG_FILE_VARIABLE, ResolvedConfig, load_c
 from outrider.config.values import is_null
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.errors import ConfigError
+from outrider.llm.adapters import ADAPTER_ROOT, LoadedAdapters, LoRARequests
 from outrider.llm.batch import Batch, MakeBar
 from outrider.llm.outputs import RequestOutput
 from outrider.llm.prompts import PromptType, Request, Source, convert_each, read_conversations, read_prompts
@@ -50,7 +51,6 @@ _UNSUPPORTED_ARGUMENTS = {
     "priority": "the requests of one LLM have equal priority, and start in their order",
     "prompt_token_ids": "pass token ids as prompts",
     "guided_options_request": "use structured_outputs of SamplingParams",
-    "lora_request": "merge the adapter into the model",
     "tokenization_kwargs": "encode with get_tokenizer() and pass token ids",
     "mm_processor_kwargs": "prompts are text",
     "chat_template": _RENDER,
@@ -74,6 +74,7 @@ class LLM:
         seed: int | None = 0,
         settings: Mapping[str, object] | None = None,
         log_dir: str | Path | None = None,
+        enable_lora: bool = False,
         **engine_args: Any,
     ) -> None:
         """Starts the cluster and returns when the model is served.
@@ -85,11 +86,14 @@ class LLM:
                 gets the same answers each time. None: random seeds.
             settings: as in `outrider up --set`, for example {"decode_node.max_running_sequences": 8}.
             log_dir: folder for each process's log.
+            enable_lora: whether `lora_request` may be used. Any process of this machine that finds the router may then
+                load adapters from any directory that this user can read.
             engine_args: vLLM's arguments that have an equivalent (docs/offline.md).
 
         Raises: TypeError or ValueError if an argument is not supported, PeerLostError if the model cannot be served.
         """
         ours = {"model.id": model, "cluster.draft": draft, "cluster.port": 0, "cluster.openai_port": "null"}
+        ours["model.adapter_directory"] = ADAPTER_ROOT if enable_lora else None
         given = {**ours, **(settings or {})}
         overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
         try:
@@ -119,6 +123,7 @@ class LLM:
             self.close()
             raise
         self._target = cluster.router_address
+        self._adapters = LoadedAdapters(self._target, is_enabled=enable_lora)
         running = [int(node.description["max_running_sequences"]) for node in cluster.nodes if node.role == DECODE]
         self._num_outstanding = sum(running) + NUM_WAITING
 
@@ -127,6 +132,7 @@ class LLM:
         prompts: PromptType | Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,  # noqa: FBT002 vLLM's
+        lora_request: LoRARequests = None,
         **unsupported: Any,
     ) -> list[RequestOutput]:
         """Returns the answers in the order of the prompts.
@@ -135,19 +141,22 @@ class LLM:
             prompts: one or more texts, lists of token ids, or dicts (`TokensPrompt`).
             sampling_params: one for all prompts, or one for each; by default `SamplingParams()`.
             use_tqdm: whether to show progress on standard error, or a replacement for `tqdm`.
+            lora_request: an adapter for all prompts, or one for each, where None is the model itself. Its directory
+                must stay where it is, because nodes that start later read it again.
             unsupported: vLLM's other arguments, accepted only with their defaults.
 
         Raises: ValueError, before anything is generated, that names a prompt that exceeds the model's window or an
         invalid parameter; RuntimeError after `close`; PeerLostError, without any answer, if nodes end repeatedly.
         """
         _check_arguments("generate", unsupported)
-        return self._answer("prompts", read_prompts(prompts), sampling_params, use_tqdm)
+        return self._answer("prompts", read_prompts(prompts), sampling_params, use_tqdm, lora_request=lora_request)
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: UseTqdm = True,  # noqa: FBT002 vLLM's
+        lora_request: LoRARequests = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -167,7 +176,9 @@ class LLM:
             continue_final_message=continue_final_message,
             chat_template_kwargs=variables,
         )
-        return self._answer("messages", read_conversations(messages), sampling_params, use_tqdm, options)
+        return self._answer(
+            "messages", read_conversations(messages), sampling_params, use_tqdm, options, lora_request=lora_request
+        )
 
     def get_tokenizer(self) -> Any:
         """Returns the model's tokenizer, from transformers."""
@@ -197,6 +208,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: UseTqdm,
         common: GenerateOptions | None = None,
+        *,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         """Answers prompts. `name`: the name of `sources` in errors. `common`: options of all requests."""
         if not self._finalizer.alive:
@@ -205,13 +218,14 @@ class LLM:
         if len(each) != len(sources):
             raise ValueError(f"there are {len(sources)} {name}, but {len(each)} sampling_params")
         options = convert_each("sampling_params", SamplingParams.to_options, each)
+        models = self._adapters.models_of(lora_request, len(sources))
         requests = [
             Request(
                 name=f"{name}[{index}]",
                 content=content,
                 text=text,
                 params=each[index],
-                options={**self._next_options(), **options[index], **(common or {})},
+                options={**self._next_options(), **options[index], **(common or {}), "model": models[index]},
             )
             for index, (content, text) in enumerate(sources)
         ]

@@ -160,7 +160,7 @@ def vocabulary_fingerprint(strings: Mapping[int, str]) -> str:
     special token that other files add to only one of the models, e.g. for padding, is never drafted. Padding ids, which
     have no entry, do not count.
     """
-    parts = []
+    parts: list[bytes] = []
     for token_id, string in sorted(strings.items()):
         encoded = string.encode("utf-8", "surrogatepass")
         parts += (_ID_AND_LENGTH.pack(token_id, len(encoded)), encoded)

@@ -17,6 +17,7 @@ from outrider.engine.open_runner import open_runner
 from outrider.engine.processor import usable_cpus
 from outrider.engine.ranks.channel import RankLostError
 from outrider.engine.runner_base import ModelRunner
+from outrider.model_hub.adapters import AdapterTable
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_attention, resolve_device
 from outrider.model_hub.loaded_model import LoadedModel, ReductionOf
@@ -42,6 +43,7 @@ class ModelRuntime:
     runner: ModelRunner
     ranks: AbstractContextManager[object]
     max_rows_per_step: int
+    adapters: AdapterTable
 
     def make_pool(self, config: KVCacheConfig) -> BlockPool:
         """Makes a pool of the cache's blocks."""
@@ -69,6 +71,7 @@ class ModelRuntime:
             "weights": model.weights_source,
             "features": str(info.features or "none"),
             "cpu_turns": cpu_turns.description,
+            "adapters": [str(adapter) for adapter in self.adapters.adapters],
             "kv_blocks": self.kv_cache.num_blocks,
             "kv_block_size": self.kv_cache.block_size,
             "max_model_len": info.max_model_len,
@@ -102,7 +105,7 @@ def open_model_runtime(
 
     The window is shorter than the model's if memory is short and `model.max_model_len` is not set.
 
-    Raises: what `open_model` and pool_size raise, and RankLostError.
+    Raises: what `open_model`, AdapterTable and pool_size raise, and RankLostError.
     """
     num_rows = max_rows_per_step or PROMPT_ROWS[device_type(resolve_device(config.device))]
     if config.tensor_parallel_size > 1:
@@ -116,9 +119,10 @@ def open_model_runtime(
             on_rank_lost=on_rank_lost,
             progress=progress,
         )
-        return ModelRuntime(*parts, num_rows)
+        return ModelRuntime(*parts, num_rows, _open_adapters(parts[0], config))
     with loading_turn([resolve_device(config.device)], progress):
         model = open_model(config, progress=progress)
+        adapters = _open_adapters(model, config)
         reduction = None if features is None else features(model)
         model = model.with_features(reduction)
         cache, runner, window = open_runner(
@@ -132,4 +136,8 @@ def open_model_runtime(
             features=reduction,
             may_shorten=not config.max_model_len,
         )
-    return ModelRuntime(model.with_window(window), cache, runner, nullcontext(), num_rows)
+    return ModelRuntime(model.with_window(window), cache, runner, nullcontext(), num_rows, adapters)
+
+
+def _open_adapters(model: LoadedModel, config: ModelConfig) -> AdapterTable:
+    return AdapterTable(model, model_name=model.info.name, config=config)

@@ -46,6 +46,17 @@ class ModelConfig:
         help="Folder of a drafter head. Prefill and decode nodes compute its features for each token. auto: the "
         "head of the default model, and none for other models. Empty: none.",
     )
+    adapters: tuple[str, ...] = setting(
+        (),
+        help="Adapters (LoRA) to load at the start, each as NAME=DIRECTORY with a directory in PEFT's format, for "
+        "example sql=/adapters/sql. A request chooses one by its `model`. Only for models in the shape of Llama on "
+        "native kernels.",
+    )
+    adapter_directory: str = setting(
+        "",
+        help="Folder below which LoadAdapter may name the directories of further adapters. Empty: adapters cannot be "
+        "loaded or unloaded while a node runs.",
+    )
     device: str = setting("auto", help="The device that computes: auto, cpu, cuda or cuda:N.")
     tensor_parallel_size: int = setting(
         1,

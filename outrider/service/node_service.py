@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Protocol
 
 from outrider.errors import NotFoundError, NotSupportedError, PeerLostError
 from outrider.node import NodeInfo, NodeReport, NodeState
+from outrider.request import Adapter
 from outrider.service.profiling import ProfileDesk
 from outrider.service.rpc_errors import Context, abort_with, rpc_errors
-from outrider.v1 import node_pb2, node_pb2_grpc
+from outrider.v1 import node_pb2, node_pb2_grpc, router_pb2
 from outrider.wire.node import REPORT, info_to_proto
 from outrider.wire.profile import PROFILE, options_from_proto
+from outrider.wire.request import ADAPTER
 
 SERVICE_NAME = "outrider.v1.NodeService"
 TOKENIZER_CHUNK_BYTES = 1 << 20
@@ -25,6 +28,19 @@ def default_node_name(role: str, address: str, *, configured: str = "") -> str:
     return configured or f"{role.removesuffix('_node')}@{address}"
 
 
+class AdapterDesk(Protocol):
+    """A node's adapters (`outrider.model_hub.adapters.AdapterTable`). Loading blocks, and any thread may do it."""
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]: ...
+
+    def load(self, name: str, directory: str) -> Adapter:
+        """Raises: OutriderError."""
+
+    def unload(self, name: str) -> None:
+        """Raises: OutriderError."""
+
+
 class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     """Answers calls with the results of callables, which run on the event loop and must not block."""
 
@@ -34,11 +50,14 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         report: Callable[[], NodeReport],
         tokenizer_files: Callable[[], Mapping[str, bytes] | None] = lambda: None,
         profiles: ProfileDesk | None = None,
+        adapters: Callable[[], AdapterDesk | None] | None = None,
     ) -> None:
+        """`adapters`: returns None while the model loads."""
         self._info = info
         self._report = report
         self._tokenizer_files = tokenizer_files
         self._profiles = profiles
+        self._adapters = adapters
 
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Context) -> node_pb2.NodeInfo:  # noqa: N802 the proto's name
         return info_to_proto(self._info())
@@ -75,3 +94,26 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         yield node_pb2.ProfileChunk(summary=PROFILE.to_proto(profile))
         for start in range(0, len(trace), TRACE_CHUNK_BYTES):
             yield node_pb2.ProfileChunk(trace=trace[start : start + TRACE_CHUNK_BYTES])
+
+    async def LoadAdapter(  # noqa: N802
+        self, request: router_pb2.LoadAdapterRequest, context: Context
+    ) -> router_pb2.LoadAdapterResponse:
+        async with rpc_errors(context):
+            adapter = await asyncio.to_thread(self._desk().load, request.name, request.directory)
+            return router_pb2.LoadAdapterResponse(adapter=ADAPTER.to_proto(adapter))
+
+    async def UnloadAdapter(  # noqa: N802
+        self, request: router_pb2.UnloadAdapterRequest, context: Context
+    ) -> router_pb2.UnloadAdapterResponse:
+        async with rpc_errors(context):
+            await asyncio.to_thread(self._desk().unload, request.name)
+            return router_pb2.UnloadAdapterResponse()
+
+    def _desk(self) -> AdapterDesk:
+        """Returns the adapters. Raises: NotSupportedError on nodes that have none; PeerLostError while loading."""
+        if self._adapters is None:
+            raise NotSupportedError("this node does not compute the model, so it has no adapters", reason="NO_ENGINE")
+        desk = self._adapters()
+        if desk is None:
+            raise PeerLostError(f"{self._info().name} does not serve", node=self._info().name, reason="NOT_SERVING")
+        return desk

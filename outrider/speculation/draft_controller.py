@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from outrider.engine.scheduler import StepReservation
 from outrider.speculation.acceptance_record import AcceptanceRecord
 from outrider.speculation.ask_cost import Candidate, choose_calls, expected_gain
-from outrider.speculation.draft_source import DraftSource, SourceRecord
+from outrider.speculation.draft_source import MODEL_ITSELF, DraftSource, SourceRecord
 from outrider.speculation.draft_tree import DraftTree, RankedDraft
 from outrider.speculation.row_choice import RowChoice, StepOffer
 from outrider.speculation.step_cost import StepCostModel
@@ -67,6 +67,7 @@ class DraftController:
     verifies_all: bool = False  # verifies all draft tokens that fit, at any price
     row_price: float = 0.0  # lowest probability at which a draft token would have paid for its row in the last step
     _sources: defaultdict[str, DraftSource] = field(default_factory=lambda: defaultdict(DraftSource))
+    _adapters: dict[int, str] = field(default_factory=dict)  # fingerprints, by sequence; absent: the model itself
     _step: int = 0
     _num_waiting: int = 0  # prompts that waited in the last step
     _token_rate: float = 0.0  # tokens per second that the batch was expected to generate in the last step
@@ -93,6 +94,10 @@ class DraftController:
         if chain[maximum - 1] >= min_probability:
             return maximum
         return sum(each >= min_probability for each in chain[:maximum])
+
+    def set_adapter(self, sequence_id: int, fingerprint: str) -> None:
+        """Records a new sequence's adapter: what other adapters' sequences accept says little about this one."""
+        self._adapters[sequence_id] = fingerprint
 
     def source(self, name: str) -> DraftSource:
         """Returns the statistics of a proposer, or of the draft nodes."""
@@ -146,7 +151,7 @@ class DraftController:
             return 0.0
         known = self._sources[source]
         seconds = known.cost.seconds(1, num_asked, 0) - known.cost.seconds(0, 0, 0)
-        return (self.row_price + self._token_rate * seconds / num_asked) / known.overall.mean
+        return (self.row_price + self._token_rate * seconds / num_asked) / known.best_acceptance
 
     def observe_calls(
         self,
@@ -287,6 +292,7 @@ class DraftController:
 
     def forget(self, sequence_id: int) -> None:
         """Drops the statistics of an ended sequence. Does nothing if the sequence is unknown."""
+        self._adapters.pop(sequence_id, None)
         for source in self._sources.values():
             source.records.pop(sequence_id, None)
 
@@ -388,6 +394,7 @@ class DraftController:
         known = self._sources[source]
         record = known.records.get(sequence_id)
         if record is None:
-            record = SourceRecord(known, self.num_speculative_tokens, step=self._step - PROBE_STEPS)
+            adapter = self._adapters.get(sequence_id, MODEL_ITSELF)
+            record = SourceRecord(known, self.num_speculative_tokens, step=self._step - PROBE_STEPS, adapter=adapter)
             known.records[sequence_id] = record
         return record

@@ -36,14 +36,30 @@ MIN_FIRST_ACCEPTED = 0.05
 wrongly loaded one almost 0."""
 
 
-class DraftSource:
-    """Statistics of one source of drafts, a proposer or the draft nodes, over all sequences. Not thread-safe."""
+MODEL_ITSELF = ""
+"""The key of `DraftSource.priors` for sequences without an adapter."""
+MAX_PRIORS = 256
+"""Maximum number of adapters whose acceptance is remembered."""
+
+
+class Priors:
+    """Acceptance of a source's drafts over all sequences of one adapter, or of the model itself."""
+
+    __slots__ = ("acceptance", "overall")
 
     def __init__(self) -> None:
         self.acceptance: defaultdict[int, Acceptance] = defaultdict(Acceptance)
         """Acceptance by grade."""
         self.overall = Acceptance()
         """Acceptance of drafts of all grades."""
+
+
+class DraftSource:
+    """Statistics of one source of drafts, a proposer or the draft nodes, over all sequences. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.priors = {MODEL_ITSELF: Priors()}
+        """By fingerprint of the adapter, the one used last at the end."""
         self.cost = CallCost()
         self.tree_bonus = 0.0
         """Running mean of the difference, in tokens, between a finished draft's expected gain and the gain that was
@@ -58,6 +74,21 @@ class DraftSource:
         self.num_first_accepted = 0  # drafts whose first token was accepted
         self.records: dict[int, SourceRecord] = {}
         """Records by sequence."""
+
+    @property
+    def best_acceptance(self) -> float:
+        """The acceptance of drafts of all grades, by the adapter that accepts most."""
+        return max(priors.overall.mean for priors in self.priors.values())
+
+    def priors_of(self, adapter: str) -> Priors:
+        """Returns the acceptance in sequences of an adapter. Forgets the adapter that was used longest ago."""
+        if adapter == MODEL_ITSELF:
+            return self.priors[MODEL_ITSELF]
+        priors = self.priors.pop(adapter, Priors())
+        self.priors[adapter] = priors
+        if len(self.priors) > MAX_PRIORS:
+            del self.priors[next(key for key in self.priors if key != MODEL_ITSELF)]
+        return priors
 
     @property
     def is_probably_misloaded(self) -> bool:
@@ -127,15 +158,18 @@ class DraftSource:
 class SourceRecord:
     """The acceptance of a source's drafts in one sequence, by grade. Not thread-safe."""
 
-    __slots__ = ("_begun", "_by_grade", "_num_positions", "_source", "last_call", "marginal_gain", "overall")
+    __slots__ = ("_begun", "_by_grade", "_num_positions", "_priors", "_source", "last_call", "marginal_gain", "overall")
 
-    def __init__(self, source: DraftSource, num_positions: int, *, step: int) -> None:
-        """`step`: the step that counts as the last one in which a draft was verified or asked for."""
+    def __init__(self, source: DraftSource, num_positions: int, *, step: int, adapter: str = MODEL_ITSELF) -> None:
+        """`step`: the step that counts as the last one in which a draft was verified or asked for. `adapter`: the
+        fingerprint of the sequence's adapter.
+        """
         self._source = source
+        self._priors = source.priors_of(adapter)
         self._num_positions = num_positions
         self._begun = step
         self._by_grade: dict[int, AcceptanceRecord] = {}
-        self.overall = AcceptanceRecord(source.overall, num_positions, step=step)
+        self.overall = AcceptanceRecord(self._priors.overall, num_positions, step=step)
         """The record of drafts of all grades, used before a draft is made, when its grade is not known yet."""
         self.last_call = step
         self.marginal_gain = FIRST_MARGINAL_GAIN
@@ -145,7 +179,7 @@ class SourceRecord:
         """Returns the record of drafts of the grade."""
         record = self._by_grade.get(grade)
         if record is None:
-            record = AcceptanceRecord(self._source.acceptance[grade], self._num_positions, step=self._begun)
+            record = AcceptanceRecord(self._priors.acceptance[grade], self._num_positions, step=self._begun)
             self._by_grade[grade] = record
         return record
 
@@ -155,8 +189,9 @@ class SourceRecord:
         `reset_after`: number of steps without a verdict after which an accepted draft means that the text has changed
         in kind.
         """
-        self._source.num_checked += 1
-        self._source.num_first_accepted += bool(accepted)
+        if self._priors is self._source.priors[MODEL_ITSELF]:  # drafters are not made for adapters
+            self._source.num_checked += 1
+            self._source.num_first_accepted += bool(accepted)
         for record in (self.of(draft.grade), self.overall):
             if accepted and step - record.last_step >= reset_after:
                 record.reset()
@@ -177,7 +212,7 @@ class SourceRecord:
 
     def best(self) -> AcceptanceRecord:
         """Returns the record of the grade with the highest acceptance."""
-        grades = self._source.acceptance
+        grades = self._priors.acceptance
         if len(grades) < 2:
             return self.of(next(iter(grades), 0))
         return max(map(self.of, grades), key=lambda record: record.chain[0])

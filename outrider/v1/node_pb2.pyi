@@ -74,7 +74,7 @@ class FeatureFormat(_message.Message):
     def __init__(self, fingerprint: _Optional[str] = ..., width: _Optional[int] = ..., dtype: _Optional[str] = ..., taps: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RequestOptions(_message.Message):
-    __slots__ = ("sampling", "stop_token_ids", "top_logprobs", "logprobs_mode", "num_speculative_tokens", "verification_method", "priority", "cache_salt", "prompt_logprobs")
+    __slots__ = ("sampling", "stop_token_ids", "top_logprobs", "logprobs_mode", "num_speculative_tokens", "verification_method", "priority", "cache_salt", "prompt_logprobs", "adapter")
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,7 @@ class RequestOptions(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     sampling: _router_pb2.SamplingParams
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     top_logprobs: int
@@ -93,7 +94,8 @@ class RequestOptions(_message.Message):
     priority: int
     cache_salt: bytes
     prompt_logprobs: int
-    def __init__(self, sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., logprobs_mode: _Optional[_Union[_router_pb2.LogprobsMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., verification_method: _Optional[_Union[_router_pb2.VerificationMethod, str]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    adapter: _router_pb2.Adapter
+    def __init__(self, sampling: _Optional[_Union[_router_pb2.SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., logprobs_mode: _Optional[_Union[_router_pb2.LogprobsMode, str]] = ..., num_speculative_tokens: _Optional[int] = ..., verification_method: _Optional[_Union[_router_pb2.VerificationMethod, str]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., prompt_logprobs: _Optional[int] = ..., adapter: _Optional[_Union[_router_pb2.Adapter, _Mapping]] = ...) -> None: ...
 
 class GetTokenizerRequest(_message.Message):
     __slots__ = ()
@@ -114,7 +116,7 @@ class WatchNodeRequest(_message.Message):
     def __init__(self, interval_milliseconds: _Optional[int] = ...) -> None: ...
 
 class NodeReport(_message.Message):
-    __slots__ = ("state", "mark", "expected_step_microseconds", "step_age_microseconds", "load", "incarnation", "num_steps")
+    __slots__ = ("state", "mark", "expected_step_microseconds", "step_age_microseconds", "load", "incarnation", "num_steps", "adapters")
     STATE_FIELD_NUMBER: _ClassVar[int]
     MARK_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_STEP_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +124,7 @@ class NodeReport(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     state: _router_pb2.NodeState
     mark: int
     expected_step_microseconds: int
@@ -129,7 +132,8 @@ class NodeReport(_message.Message):
     load: NodeLoad
     incarnation: bytes
     num_steps: int
-    def __init__(self, state: _Optional[_Union[_router_pb2.NodeState, str]] = ..., mark: _Optional[int] = ..., expected_step_microseconds: _Optional[int] = ..., step_age_microseconds: _Optional[int] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., incarnation: _Optional[bytes] = ..., num_steps: _Optional[int] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[_router_pb2.Adapter]
+    def __init__(self, state: _Optional[_Union[_router_pb2.NodeState, str]] = ..., mark: _Optional[int] = ..., expected_step_microseconds: _Optional[int] = ..., step_age_microseconds: _Optional[int] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., incarnation: _Optional[bytes] = ..., num_steps: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_router_pb2.Adapter, _Mapping]]] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
     __slots__ = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_free", "tokens_per_second", "mean_acceptance_length", "num_outstanding_tokens", "num_sequences_free", "max_rows_per_step", "look_ahead_hit_rate", "kv_bytes_per_second")

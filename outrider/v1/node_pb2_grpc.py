@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from outrider.v1 import node_pb2 as outrider_dot_v1_dot_node__pb2
+from outrider.v1 import router_pb2 as outrider_dot_v1_dot_router__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
@@ -54,6 +55,16 @@ class NodeServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_node__pb2.ProfileRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_node__pb2.ProfileChunk.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/outrider.v1.NodeService/LoadAdapter',
+                request_serializer=outrider_dot_v1_dot_router__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_router__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/outrider.v1.NodeService/UnloadAdapter',
+                request_serializer=outrider_dot_v1_dot_router__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_router__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class NodeServiceServicer(object):
@@ -95,6 +106,20 @@ class NodeServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads and unloads an adapter on this node, as the calls of the same names in
+        router.proto do on all nodes. UNIMPLEMENTED on draft nodes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -117,6 +142,16 @@ def add_NodeServiceServicer_to_server(servicer, server):
                     servicer.Profile,
                     request_deserializer=outrider_dot_v1_dot_node__pb2.ProfileRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_node__pb2.ProfileChunk.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=outrider_dot_v1_dot_router__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_router__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=outrider_dot_v1_dot_router__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_router__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -227,6 +262,60 @@ class NodeService(object):
             '/outrider.v1.NodeService/Profile',
             outrider_dot_v1_dot_node__pb2.ProfileRequest.SerializeToString,
             outrider_dot_v1_dot_node__pb2.ProfileChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.NodeService/LoadAdapter',
+            outrider_dot_v1_dot_router__pb2.LoadAdapterRequest.SerializeToString,
+            outrider_dot_v1_dot_router__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.NodeService/UnloadAdapter',
+            outrider_dot_v1_dot_router__pb2.UnloadAdapterRequest.SerializeToString,
+            outrider_dot_v1_dot_router__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

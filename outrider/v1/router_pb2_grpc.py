@@ -74,6 +74,16 @@ class RouterServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_router__pb2.WatchClusterRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_router__pb2.WatchClusterResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/outrider.v1.RouterService/LoadAdapter',
+                request_serializer=outrider_dot_v1_dot_router__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_router__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/outrider.v1.RouterService/UnloadAdapter',
+                request_serializer=outrider_dot_v1_dot_router__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_router__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer(object):
@@ -145,6 +155,24 @@ class RouterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads an adapter (LoRA) on every prefill and decode node, and on those that
+        serve later, until it is unloaded. PERMISSION_DENIED unless the nodes allow
+        it (`model.adapter_directory`). ALREADY_EXISTS if another adapter, or the
+        model, has the name. Loading an equal adapter again does nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Unloads an adapter from every node. New requests for it get NOT_FOUND;
+        running ones end as usual. NOT_FOUND if no node has it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -187,6 +215,16 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.WatchCluster,
                     request_deserializer=outrider_dot_v1_dot_router__pb2.WatchClusterRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_router__pb2.WatchClusterResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=outrider_dot_v1_dot_router__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_router__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=outrider_dot_v1_dot_router__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_router__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -405,6 +443,60 @@ class RouterService(object):
             '/outrider.v1.RouterService/WatchCluster',
             outrider_dot_v1_dot_router__pb2.WatchClusterRequest.SerializeToString,
             outrider_dot_v1_dot_router__pb2.WatchClusterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.RouterService/LoadAdapter',
+            outrider_dot_v1_dot_router__pb2.LoadAdapterRequest.SerializeToString,
+            outrider_dot_v1_dot_router__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.RouterService/UnloadAdapter',
+            outrider_dot_v1_dot_router__pb2.UnloadAdapterRequest.SerializeToString,
+            outrider_dot_v1_dot_router__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,11 +16,13 @@ class RejectReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REJECT_REASON_DRAINING: _ClassVar[RejectReason]
     REJECT_REASON_TOO_LARGE: _ClassVar[RejectReason]
     REJECT_REASON_INVALID: _ClassVar[RejectReason]
+    REJECT_REASON_NO_ADAPTER: _ClassVar[RejectReason]
 REJECT_REASON_UNSPECIFIED: RejectReason
 REJECT_REASON_NO_ROOM: RejectReason
 REJECT_REASON_DRAINING: RejectReason
 REJECT_REASON_TOO_LARGE: RejectReason
 REJECT_REASON_INVALID: RejectReason
+REJECT_REASON_NO_ADAPTER: RejectReason
 
 class SessionCommand(_message.Message):
     __slots__ = ("hello", "open", "cancel", "heartbeat", "retarget")

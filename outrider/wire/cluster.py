@@ -6,6 +6,7 @@ from outrider.node import ClusterStatus, Model, NodeLoad, NodeStatus
 from outrider.v1 import router_pb2
 from outrider.wire.enums import NODE_ROLES, NODE_STATES, VERIFICATION_METHODS
 from outrider.wire.fields import Conversion, Fields
+from outrider.wire.request import ADAPTER
 
 LOAD_FIGURES = (
     "num_running",
@@ -39,6 +40,7 @@ MODEL = Fields(
     Model,
     router_pb2.GetModelResponse,
     verification_method=VERIFICATION_METHODS.from_proto_or(None),
+    adapters=ADAPTER,
     default_sampling=Conversion(
         lambda values: router_pb2.SamplingParams(**values),
         lambda proto: {field.name: type(value)(f"{value:.7g}") for field, value in proto.ListFields()},  # float32

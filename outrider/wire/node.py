@@ -9,6 +9,7 @@ from outrider.protocol_versions import ProtocolVersions
 from outrider.v1 import draft_pb2, node_pb2
 from outrider.wire.enums import NODE_ROLES, NODE_STATES
 from outrider.wire.fields import Conversion, Fields
+from outrider.wire.request import ADAPTER
 
 FEATURES = Fields(FeatureFormat, node_pb2.FeatureFormat)
 
@@ -29,7 +30,7 @@ _LOAD = Fields(
     look_ahead_hit_rate=_RATE,
     kv_bytes_per_second=_RATE,
 )
-REPORT = Fields(NodeReport, node_pb2.NodeReport, state=NODE_STATES, load=_LOAD)
+REPORT = Fields(NodeReport, node_pb2.NodeReport, state=NODE_STATES, load=_LOAD, adapters=ADAPTER)
 """Converts a NodeReport. `from_proto` raises ValueError if this version does not know the state."""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from outrider.errors import InvalidRequestError
 from outrider.request import (
+    Adapter,
     Constraint,
     ConstraintKind,
     LogprobsMode,
@@ -38,6 +39,7 @@ def request_from_proto(
     max_tokens: int,
     eos_token_ids: Sequence[int] = (),
     cache_salt: bytes = b"",
+    adapter: Adapter | None = None,
     default_method: VerificationMethod = VerificationMethod.COUPLED,
 ) -> Request:
     """Returns the complete request. `seed` and `max_tokens` are the effective values; `prompt_text` is for echo."""
@@ -53,6 +55,7 @@ def request_from_proto(
         verification_method=VerificationMethod.COUPLED if sampling.is_greedy else method,
         priority=proto.priority,
         cache_salt=cache_salt,
+        adapter=adapter,
         prompt_logprobs=proto.output.prompt_logprobs if proto.output.HasField("prompt_logprobs") else None,
     )
     return Request(
@@ -118,12 +121,14 @@ def options_from_proto(proto: node_pb2.RequestOptions) -> RequestOptions:
     return _OPTIONS.from_proto(proto, logprobs=logprobs_request_from_proto(proto))
 
 
+ADAPTER = Fields(Adapter, router_pb2.Adapter)
 _OPTIONS = Fields(
     RequestOptions,
     node_pb2.RequestOptions,
     elsewhere=("logprobs", "top_logprobs", "logprobs_mode"),
     sampling=Conversion(_sampling_to_proto, _sampling_from_proto),
     verification_method=VERIFICATION_METHODS.from_proto_or(VerificationMethod.COUPLED),
+    adapter=ADAPTER,
 )
 OPTIONS = Conversion(options_to_proto, options_from_proto)
 
@@ -183,7 +188,8 @@ def _from_json(values: Mapping[str, str], field: str) -> dict[str, Any]:
 def complete_proto(proto: router_pb2.GenerateRequest, request: Request) -> router_pb2.GenerateRequest:
     """Returns the public request in a form that means the same on every router.
 
-    Its prompt is token ids, and its request id, seed, max_tokens and verification method are set.
+    Its prompt is token ids, and its request id, seed, max_tokens and verification method are set. If `model` names an
+    adapter, the adapter's fingerprint is set.
     """
     complete = router_pb2.GenerateRequest()
     complete.CopyFrom(proto)
@@ -192,4 +198,6 @@ def complete_proto(proto: router_pb2.GenerateRequest, request: Request) -> route
     complete.sampling.seed = request.options.sampling.seed
     complete.sampling.max_tokens = request.options.sampling.max_tokens
     complete.speculation.method = VERIFICATION_METHODS.to_proto(request.options.verification_method)
+    if request.options.adapter is not None:
+        complete.adapter_fingerprint = request.options.adapter.fingerprint
     return complete

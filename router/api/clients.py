@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from outrider.errors import CapacityError, ConfigError, NotAllowedError, UnauthenticatedError
 from outrider.rpc.tls import file_stamp
 from outrider.service.telemetry.logging import get_logger
+from router.observe.records import Trailers
 
 CLIENT_ID_KEY = "client_id"
 MAX_CLIENT_ID_LENGTH = 128
@@ -28,6 +30,16 @@ Metadata = Iterable[tuple[str, str | bytes]]
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _HASH = re.compile(r"sha256:([0-9a-fA-F]{64})")
 _log = get_logger("clients")
+
+
+class Call(Protocol):
+    """A client's call as the services see it, with the method names of gRPC's contexts."""
+
+    def invocation_metadata(self) -> Metadata | None:
+        """Returns the metadata, which identify the caller."""
+
+    def set_trailing_metadata(self, trailers: Trailers, /) -> object:
+        """Sets the trailers, which are sent when the call ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Protocol
 
 from outrider import __version__
 from outrider.answer import Started
@@ -28,13 +27,14 @@ from outrider.request import VerificationMethod
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.v1 import router_pb2
 from outrider.wire.request import complete_proto
-from router.api.clients import Caller, Clients, Metadata, split_key
+from router.api.clients import Call, Caller, Clients, split_key
 from router.api.request_parsing import check_request, check_request_id, read_request, resume_window_seconds
 from router.durability.keeper import AnswerReplicator, add_stored_tokens
 from router.durability.store.base import StoredAnswer, StoredRequest
+from router.nodes.adapters import ClusterAdapters
 from router.nodes.directory import NodeDirectory, ServedModel
 from router.observe.record import CLIENT_LEFT, RequestRecord
-from router.observe.records import NOTHING_GENERATED, Trailers
+from router.observe.records import NOTHING_GENERATED
 from router.observe.spans import SpanKind
 from router.requests.answer import Answer, DeliveryBatcher
 from router.requests.driver import EncodedRequest, RouterContext
@@ -47,16 +47,6 @@ IDLE_CHECK_SECONDS = 0.02
 
 _PUBLIC_INFO = ("name", "revision", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "fingerprint", "weights")
 """Fields of a node's ModelInfo that clients see."""
-
-
-class Call(Protocol):
-    """A client's call as the services see it, with the method names of gRPC's contexts."""
-
-    def invocation_metadata(self) -> Metadata | None:
-        """Returns the metadata, which identify the caller."""
-
-    def set_trailing_metadata(self, trailers: Trailers, /) -> object:
-        """Sets the trailers, which are sent when the call ends."""
 
 
 class RequestRegistry:
@@ -138,7 +128,7 @@ class RequestRegistry:
             self._clients.charge(caller)
             self._check_serving()
             info = self._nodes.model().info
-            check_request(proto, info)
+            check_request(proto, info, self.adapters.by_name)
             caller.check_priority(proto.priority)
             live = await self._begin(proto.request_id or str(uuid.uuid4()), proto, caller)
         if live.window_seconds is None or self.keeper is None:
@@ -285,7 +275,12 @@ class RequestRegistry:
             verification_method=VerificationMethod(self._context().config.verification_method),
             version=__version__,
             default_sampling=served.text.default_sampling,
+            adapters=tuple(adapter for _, adapter in sorted(self.adapters.by_name.items())),
         )
+
+    @property
+    def adapters(self) -> ClusterAdapters:
+        return self._nodes.adapters
 
     def cluster_status(self) -> ClusterStatus:
         nodes = tuple(self._nodes.statuses())
@@ -356,7 +351,11 @@ class RequestRegistry:
         context, served = self._context(), self._nodes.model()
         encoding = record.begin_span(SpanKind.ENCODE)
         method = VerificationMethod(context.config.verification_method)
-        request = await read_request(proto, served, caller, request_id=request_id, default_method=method)
+        adapters = self.adapters.by_name
+        request = await read_request(
+            proto, served, caller, request_id=request_id, adapters=adapters, default_method=method
+        )
+        name = adapter.name if (adapter := request.options.adapter) else served.info.name
         encoding.close()
         if stored is None or caller.key_of(request_id) not in self:  # this is no takeover, or it was closed meanwhile
             self._check_serving()
@@ -364,14 +363,14 @@ class RequestRegistry:
             request_id=request.request_id,
             num_prompt_tokens=len(request.prompt_token_ids),
             seed=request.options.sampling.seed,
-            model=served.info.name,
+            model=name,
             router=context.router_address,
         )
         answer = Answer(request, started, tokenizer=served.tokenizer, batcher=self._batcher)
         if stored is not None:
             add_stored_tokens(answer, stored)
             answer.may_lag_client = self._is_exact(stored)
-        record.take_request(request, model=served.info.name, num_generated_tokens=answer.num_generated_tokens)
+        record.take_request(request, model=name, num_generated_tokens=answer.num_generated_tokens)
         return EncodedRequest(
             answer=answer,
             record=record,

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
-from outrider.errors import InvalidRequestError, NotFoundError
+from outrider.errors import InvalidRequestError, MismatchError, NotFoundError
 from outrider.node import ModelInfo
-from outrider.request import GREEDY_TEMPERATURE, MAX_TOP_LOGPROBS, Request, VerificationMethod
+from outrider.request import GREEDY_TEMPERATURE, MAX_TOP_LOGPROBS, Adapter, Request, VerificationMethod
 from outrider.rpc.channels import DEFAULT_MAX_MESSAGE_BYTES
 from outrider.v1 import router_pb2
 from outrider.wire.answer import max_logprobs_bytes
@@ -29,6 +30,7 @@ from router.api.clients import Caller
 from router.nodes.directory import ServedModel
 from router.text.chat_template import ChatTemplate
 
+NO_ADAPTERS: Mapping[str, Adapter] = MappingProxyType({})
 MAX_REQUEST_ID_LENGTH = 128
 MAX_SAMPLES = 64
 MAX_LOGIT_BIAS = 1024
@@ -55,15 +57,17 @@ async def read_request(
     caller: Caller,
     *,
     request_id: str,
+    adapters: Mapping[str, Adapter] = NO_ADAPTERS,
     default_method: VerificationMethod = VerificationMethod.COUPLED,
 ) -> Request:
     """Returns the request for the nodes. `proto` must have passed `check_request`.
 
-    `default_method`: the verification method of a request that names none.
+    `adapters`: by name. `default_method`: the verification method of a request that names none.
 
     Raises: InvalidRequestError if the prompt does not fit or the constraint does not compile; CapacityError if the
-    queue of texts or of constraints is full.
+    queue of texts or of constraints is full; NotFoundError or MismatchError if the adapter has changed meanwhile.
     """
+    adapter = find_adapter(proto, served.info, adapters)
     token_ids = await encode_prompt(proto, served, client=caller.share)
     max_tokens = check_prompt(proto, token_ids, served.info)
     constraint = constraint_from_proto(proto.sampling)
@@ -83,6 +87,7 @@ async def read_request(
         max_tokens=max_tokens,
         eos_token_ids=served.info.eos_token_ids,
         cache_salt=caller.cache_salt,
+        adapter=adapter,
         default_method=default_method,
     )
 
@@ -120,12 +125,35 @@ async def encode_prompt(
     return await tokenizer.encode_text(proto.text, client=client, max_tokens=max_tokens)
 
 
-def check_request(proto: router_pb2.GenerateRequest, model: ModelInfo) -> None:
-    """Checks the message alone. Raises: InvalidRequestError; NotFoundError for another model."""
-    check_request_id(proto.request_id)
-    if proto.model and proto.model != model.name:
-        message = f"model {proto.model!r} is not served; the served model is {model.name!r}"
+def find_adapter(
+    proto: router_pb2.GenerateRequest, model: ModelInfo, adapters: Mapping[str, Adapter]
+) -> Adapter | None:
+    """Returns the adapter that the request's `model` names; None: the model itself. `adapters`: by name.
+
+    Raises: NotFoundError for another name; MismatchError if the adapter has not the request's fingerprint.
+    """
+    adapter = adapters.get(proto.model)
+    if adapter is None and proto.model not in ("", model.name):
+        others = f", with the adapters {', '.join(map(repr, sorted(adapters)))}" if adapters else ""
+        message = f"model {proto.model!r} is not served; the served model is {model.name!r}{others}"
         raise NotFoundError(message, reason="MODEL_NOT_FOUND")
+    fingerprint = "" if adapter is None else adapter.fingerprint
+    if proto.adapter_fingerprint not in ("", fingerprint):
+        found = f"adapter {adapter}" if adapter is not None else f"the model {model.name!r} itself"
+        message = f"the request needs the adapter {proto.model!r} ({proto.adapter_fingerprint[:12]}), not {found}"
+        raise MismatchError(message, reason="ADAPTER_MISMATCH")
+    return adapter
+
+
+def check_request(
+    proto: router_pb2.GenerateRequest, model: ModelInfo, adapters: Mapping[str, Adapter] = NO_ADAPTERS
+) -> None:
+    """Checks the message alone. `adapters`: by name.
+
+    Raises: InvalidRequestError; NotFoundError for another model; MismatchError for another adapter of its name.
+    """
+    check_request_id(proto.request_id)
+    find_adapter(proto, model, adapters)
     _check_prompt(proto, model)
     _check_sampling(proto.sampling, model)
     _check_stop(proto.stop, model)

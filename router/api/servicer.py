@@ -14,7 +14,7 @@ from outrider.service.rpc_errors import Context, rpc_errors
 from outrider.v1 import router_pb2, router_pb2_grpc
 from outrider.wire.answer import CompleteResponseBuilder, event_to_proto
 from outrider.wire.cluster import CLUSTER, MODEL
-from outrider.wire.request import num_samples, skips_special_tokens
+from outrider.wire.request import ADAPTER, num_samples, skips_special_tokens
 from router.api.clients import host_of_peer
 from router.api.registry import RequestRegistry
 from router.api.request_parsing import MAX_SAMPLES, check_chat, check_detokenize, check_request_id, encode_prompt
@@ -103,6 +103,22 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def GetModel(self, request: router_pb2.GetModelRequest, context: Context) -> router_pb2.GetModelResponse:  # noqa: N802
         async with rpc_errors(context):
             return MODEL.to_proto(self._requests.model())
+
+    async def LoadAdapter(  # noqa: N802
+        self, request: router_pb2.LoadAdapterRequest, context: Context
+    ) -> router_pb2.LoadAdapterResponse:
+        async with rpc_errors(context):
+            self._requests.charge(context)
+            adapter = await self._requests.adapters.load(request.name, request.directory)
+            return router_pb2.LoadAdapterResponse(adapter=ADAPTER.to_proto(adapter))
+
+    async def UnloadAdapter(  # noqa: N802
+        self, request: router_pb2.UnloadAdapterRequest, context: Context
+    ) -> router_pb2.UnloadAdapterResponse:
+        async with rpc_errors(context):
+            self._requests.charge(context)
+            await self._requests.adapters.unload(request.name)
+            return router_pb2.UnloadAdapterResponse()
 
     async def WatchCluster(self, request: router_pb2.WatchClusterRequest, context: Context) -> None:  # noqa: N802
         async with rpc_errors(context), self._watch(context):

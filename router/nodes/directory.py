@@ -15,6 +15,7 @@ from outrider.service.peers import PeerSet
 from outrider.service.resolver import Resolver, resolve_with_dns
 from outrider.service.telemetry.logging import get_logger
 from router.config import RouterConfig
+from router.nodes.adapters import ClusterAdapters
 from router.nodes.link import DecodeLink, NodeLink, PrefillLink, shorten_condition
 from router.nodes.transport import NodeTransport, RouterIdentity, racing
 from router.text.constraint_checker import ConstraintChecker
@@ -90,6 +91,7 @@ class NodeDirectory:
         self.prefill_nodes: list[PrefillLink] = []  # this list and the next two contain only serving nodes
         self.decode_nodes: list[DecodeLink] = []
         self.late_nodes: list[NodeLink] = []
+        self.adapters = ClusterAdapters()
 
     # ------------------------------------------------------------ queries
 
@@ -191,6 +193,7 @@ class NodeDirectory:
     async def stop(self) -> None:
         """Ends every link and notifies its listeners. Idempotent."""
         await asyncio.gather(*(nodes.stop() for nodes in self._nodes.values()))
+        await self.adapters.stop()
         if self.served is not None:
             self.served.tokenizer.close()
             self.served.constraints.close()
@@ -231,6 +234,7 @@ class NodeDirectory:
         self.decode_nodes = [link for link in serving if isinstance(link, DecodeLink)]
         self.late_nodes = [link for link in (*self.decode_nodes, *self.prefill_nodes) if link.is_late]
         self._follow_windows()
+        self.adapters.follow((*self.decode_nodes, *self.prefill_nodes))
         self._changed.set()
         for listener in self._on_change:
             listener()

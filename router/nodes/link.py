@@ -6,20 +6,21 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from outrider.errors import MismatchError, ModelError, OutriderError, PeerLostError
 from outrider.node import NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.node_stamp import NodeVersion
 from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.protocol_versions import SUPPORTED_VERSIONS, negotiate
+from outrider.request import Adapter
 from outrider.rpc.status import UNREACHABLE
 from outrider.service.announce import announce
 from outrider.service.liveness import Liveness, ProgressDeadline, watch_progress
 from outrider.service.telemetry.logging import get_logger
-from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected
+from outrider.session import Rejected
 from router.nodes.breaker import Breaker
+from router.nodes.room import Refusal, Size
 from router.nodes.transport import DecodeSession, NodeTransport, RouterIdentity, racing
 
 MIN_BACKOFF_SECONDS = 0.1
@@ -111,6 +112,11 @@ class NodeLink:
     def numerics(self) -> str:
         """The node's numerics; empty until known."""
         return self.info.model.numerics if self.info is not None and self.info.model is not None else ""
+
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """The adapters that the node has; empty while no reports arrive."""
+        return () if self.report is None else self.report.adapters
 
     @property
     def is_serving(self) -> bool:
@@ -214,6 +220,7 @@ class NodeLink:
     def _take_report(self, report: NodeReport) -> None:
         was_late = self.is_late
         has_changed = was_late or self.report is None or self.state is not report.state
+        has_changed |= report.adapters != self.adapters
         if self.state is not report.state:
             _log.info("node changed state", node=self.name, address=self.address, state=report.state.name)
         self.report = report
@@ -300,43 +307,6 @@ class PrefillLink(NodeLink):
                 work.cancel()
                 with suppress(asyncio.CancelledError, OutriderError):
                     await work
-
-
-class Size(NamedTuple):
-    """The size of a request, which determines the room that it needs on a decode node."""
-
-    num_tokens: int
-    num_samples: int
-
-
-@dataclass(slots=True)
-class Refusal:
-    """A decode node's rejection of a request of this size, which keeps other requests away from the node for a while.
-
-    It keeps all requests away for `wait_seconds`. It keeps requests of at least this size away until a report shows
-    the missing room, requests of this router with as many tokens have ended there, or `NO_ROOM_RETRY_SECONDS` have
-    passed.
-    """
-
-    rejected: Rejected
-    at: float  # monotonic seconds
-    size: Size
-    num_freed_tokens: int = 0  # tokens of this router's requests that ended since then, minus those that began
-    num_freed_samples: int = 0
-
-    def keeps_out(self, size: Size, load: NodeLoad, now: float) -> bool:
-        """Whether the node must not be asked for room of this size now."""
-        wanted = self.rejected
-        if now >= self.at + NO_ROOM_RETRY_SECONDS:
-            return False
-        if now < self.at + wanted.wait_seconds:
-            return True  # whatever the size
-        num_sequences = max(load.num_sequences_free, self.num_freed_samples)
-        if num_sequences < min(size.num_samples, wanted.num_sequences_needed):
-            return True
-        has_blocks = load.kv_blocks_free >= wanted.kv_blocks_needed or self.num_freed_tokens >= self.size.num_tokens
-        is_smaller = size.num_tokens < self.size.num_tokens or size.num_samples < self.size.num_samples
-        return not (is_smaller or has_blocks)
 
 
 class DecodeLink(NodeLink):

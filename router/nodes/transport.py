@@ -16,6 +16,7 @@ from outrider.faults import fault_point
 from outrider.node import NodeInfo, NodeReport
 from outrider.prefill import PrefillCall, PrefillFigures
 from outrider.protocol_versions import SUPPORTED_VERSIONS
+from outrider.request import Adapter
 from outrider.rpc.status import from_rpc_error
 from outrider.rpc.tls import PeerSecurity
 from outrider.service.liveness import REPORT_SECONDS
@@ -28,13 +29,15 @@ from outrider.session import (
     SequenceGroupCommand,
     SequenceGroupEvent,
 )
-from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2_grpc, session_pb2, session_pb2_grpc
+from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2_grpc, router_pb2, session_pb2, session_pb2_grpc
 from outrider.wire.node import REPORT, info_from_proto
 from outrider.wire.prefill import CALL, figures_from_proto
+from outrider.wire.request import ADAPTER
 from outrider.wire.session import command_to_proto, report_message_from_proto
 
 MAX_TOKENIZER_BYTES = 256 << 20
 TOKENIZER_SECONDS = 60.0
+ADAPTER_SECONDS = 60.0
 HEARTBEAT_SECONDS = 0.5
 _HEARTBEAT = session_pb2.SessionCommand(heartbeat=session_pb2.SessionHeartbeat())
 
@@ -155,6 +158,22 @@ class NodeTransport:
         metadata = ((TRACEPARENT, call.traceparent),) if call.traceparent else None
         try:
             return figures_from_proto(await self._prefill.Prefill(CALL.to_proto(call), metadata=metadata))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, target=self._address) from error
+
+    async def load_adapter(self, name: str, directory: str) -> Adapter:
+        """Has the node load an adapter. Raises: OutriderError, also those with which the node refuses."""
+        request = router_pb2.LoadAdapterRequest(name=name, directory=directory)
+        try:
+            response = await self._node.LoadAdapter(request, timeout=ADAPTER_SECONDS)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, target=self._address) from error
+        return ADAPTER.from_proto(response.adapter)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Has the node unload an adapter. Raises: as `load_adapter`."""
+        try:
+            await self._node.UnloadAdapter(router_pb2.UnloadAdapterRequest(name=name), timeout=ADAPTER_SECONDS)
         except grpc.RpcError as error:
             raise from_rpc_error(error, target=self._address) from error
 

@@ -205,6 +205,7 @@ class RequestRecord:
     num_generated_tokens: int = 0  # all tokens of the answer, including those from a router that was lost
     num_samples: int = 0
     seed: int = 0
+    adapter: str = ""  # its name; empty: the model itself
     verification_method: VerificationMethod = VerificationMethod.COUPLED
     attempts: list[AttemptRecord] = field(default_factory=list)
     """Attempts that got a grant or are traced, until the request ends. Others, which may be very many, are not kept."""
@@ -243,6 +244,7 @@ class RequestRecord:
         sampling = request.options.sampling
         self.num_prompt_tokens, self.num_samples = len(request.prompt_token_ids), sampling.n
         self.num_generated_tokens = num_generated_tokens
+        self.adapter = "" if request.options.adapter is None else request.options.adapter.name
         self.seed, self.verification_method = sampling.seed, request.options.verification_method
         if self.traced.is_recording():
             self.traced.set_attributes(request_attributes(request, model=model))

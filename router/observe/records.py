@@ -150,7 +150,7 @@ def finish(record: RequestRecord, samples: Iterable[Finished], *, num_longest: i
         num_generated_tokens=record.num_generated_tokens,
     )
     summary = Summary(request_id=record.request_id, usage=usage, metrics=metrics)
-    record.metrics.observe_finished_request(summary, num_longest=num_longest)
+    record.metrics.observe_finished_request(summary, num_longest=num_longest, adapter=record.adapter)
     _log.info(
         "request finished",
         request_id=record.request_id,

@@ -164,9 +164,10 @@ class Shared:
         return Demand(
             request.prompt_token_ids + (samples[0].generated_token_ids if samples else ()),
             excluded=self.excluded if alongside is None else self.excluded | {alongside.incarnation},
-            cache_salt=request.options.cache_salt,
+            kv_salt=request.options.kv_salt,
             avoided=self.failures.avoided,
             numerics="" if alongside is None else alongside.numerics,
             is_scored=self.answer.needs_prompt_logprobs,
             num_samples=max(len(samples), 1),
+            adapter=request.options.adapter,
         )

@@ -4,67 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import time
-from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-import xxhash
-
 from outrider.prefill import MAX_SCORED_ROWS
+from outrider.request import Adapter
 from outrider.session import Rejected
 from router.nodes.directory import NodeDirectory
-from router.nodes.link import DecodeLink, NodeLink, PrefillLink, Size
+from router.nodes.link import DecodeLink, NodeLink, PrefillLink
+from router.nodes.room import Size
+from router.scheduling.prefix_map import PREFIX_CHUNK_TOKENS, PrefixMap, prefix_hashes
 
 Link = TypeVar("Link", bound=NodeLink)
-Family = tuple[bool, str, frozenset[bytes], frozenset[bytes]]
+Family = tuple[bool, str, Adapter | None, frozenset[bytes], frozenset[bytes]]
 NO_NODES: frozenset[bytes] = frozenset()
 
 OUTSTANDING_CHUNKS = 4
 """Maximum chunks of prompt tokens, each computed by one forward pass, that may be in flight on a prefill node."""
 HEDGED_SHARE = 0.1
 """Maximum share of the running requests that are hedged, i.e. also opened on another node because theirs is late."""
-PREFIX_CHUNK_TOKENS = 32
-MAX_PREFIX_CHUNKS = 131_072
-"""Maximum chunks remembered for all nodes together: 4 million prompt tokens."""
 PREFIX_HIT_BONUS = 4
 """Number of extra running sequences for which a node makes up by having the whole prefix cached."""
-
-
-class PrefixMap:
-    """A bounded LRU map of the prompt prefixes that each node has computed."""
-
-    def __init__(self, max_chunks: int = MAX_PREFIX_CHUNKS) -> None:
-        self._max_chunks = max_chunks
-        self._nodes: OrderedDict[tuple[int, bytes], None] = OrderedDict()  # (prefix hash, node's incarnation)
-
-    def num_held_tokens(self, prefix_hashes: Sequence[int], incarnation: bytes) -> int:
-        """Returns the number of leading prompt tokens that the node probably has in its prefix cache."""
-        num_chunks = 0
-        for prefix_hash in prefix_hashes:
-            if (prefix_hash, incarnation) not in self._nodes:
-                break
-            num_chunks += 1
-        return num_chunks * PREFIX_CHUNK_TOKENS
-
-    def remember(self, prefix_hashes: Sequence[int], incarnation: bytes) -> None:
-        for prefix_hash in prefix_hashes:
-            self._nodes[prefix_hash, incarnation] = None
-            self._nodes.move_to_end((prefix_hash, incarnation))
-        while len(self._nodes) > self._max_chunks:
-            self._nodes.popitem(last=False)
-
-
-def prefix_hashes(token_ids: Sequence[int], *, salt: bytes = b"") -> list[int]:
-    """Returns a hash of each prefix made of whole chunks. The last token is left out, because it is always computed."""
-    hasher = xxhash.xxh3_64(salt)
-    hashes = []
-    for start in range(0, len(token_ids) - PREFIX_CHUNK_TOKENS, PREFIX_CHUNK_TOKENS):
-        hasher.update(array("I", token_ids[start : start + PREFIX_CHUNK_TOKENS]).tobytes())
-        hashes.append(hasher.intdigest())
-    return hashes
 
 
 @dataclass(frozen=True)
@@ -73,11 +35,12 @@ class Demand:
 
     token_ids: tuple[int, ...]  # the prompt and the generated tokens; all except the last need KV
     excluded: frozenset[bytes] = frozenset()  # incarnations of decode nodes that must not be used
-    cache_salt: bytes = b""
+    kv_salt: bytes = b""
     avoided: frozenset[bytes] = frozenset()  # incarnations of nodes that failed this request, used as a last resort
     numerics: str = ""  # required numerics of the decode and prefill node; empty: any
     is_scored: bool = False  # whether prompt logprobs are wanted; few prompt tokens are then computed per step
     num_samples: int = 1
+    adapter: Adapter | None = None  # None: the model itself, which every node has
 
     @property
     def size(self) -> Size:
@@ -86,7 +49,7 @@ class Demand:
     @property
     def family(self) -> Family:
         """A key shared by demands that differ only in size. The larger one needs at least as much room on any node."""
-        return self.is_scored, self.numerics, self.excluded, self.avoided
+        return self.is_scored, self.numerics, self.adapter, self.excluded, self.avoided
 
     @property
     def num_scored_tokens(self) -> int:
@@ -96,7 +59,7 @@ class Demand:
     @cached_property
     def prefix_hashes(self) -> list[int]:
         """Hashes of the prefixes, cached because placement reads those of the queue's first request at each report."""
-        return prefix_hashes(self.token_ids, salt=self.cache_salt)
+        return prefix_hashes(self.token_ids, salt=self.kv_salt)
 
 
 @dataclass(slots=True, eq=False)
@@ -252,7 +215,7 @@ class Placement:
         return bool(links) and not any(_has_scoring_room(link, demand) for link in links)
 
     def _has_prefill_node(self, demand: Demand) -> bool:
-        return any(_has_numerics(link, demand) for link in self._nodes.prefill_nodes)
+        return any(_can_compute(link, demand) for link in self._nodes.prefill_nodes)
 
     def may_hedge(self, late: NodeLink) -> bool:
         """Whether one more request may be hedged because this node is late.
@@ -302,7 +265,7 @@ class Placement:
         return _unless_avoided([link for link in self._nodes.decode_nodes if _is_eligible(link, demand)], demand)
 
     def _usable_prefill(self, demand: Demand) -> list[PrefillLink]:
-        return _unless_avoided([link for link in self._nodes.prefill_nodes if _has_numerics(link, demand)], demand)
+        return _unless_avoided([link for link in self._nodes.prefill_nodes if _can_compute(link, demand)], demand)
 
     def _decode_cost(self, link: DecodeLink, hashes: Sequence[int]) -> tuple[bool, float, float, float, int, str]:
         report = link.report
@@ -350,8 +313,10 @@ class Placement:
         return None if best is None else (best, num_uncached[best])
 
 
-def _has_numerics(link: NodeLink, demand: Demand) -> bool:
-    return not demand.numerics or link.numerics == demand.numerics
+def _can_compute(link: NodeLink, demand: Demand) -> bool:
+    """Whether the node has the demanded numerics and adapter."""
+    has_numerics = not demand.numerics or link.numerics == demand.numerics
+    return has_numerics and (demand.adapter is None or demand.adapter in link.adapters)
 
 
 def _has_scoring_room(link: PrefillLink, demand: Demand) -> bool:
@@ -361,7 +326,7 @@ def _has_scoring_room(link: PrefillLink, demand: Demand) -> bool:
 
 
 def _is_eligible(link: DecodeLink, demand: Demand) -> bool:
-    return link.incarnation not in demand.excluded and _has_numerics(link, demand)
+    return link.incarnation not in demand.excluded and _can_compute(link, demand)
 
 
 def _unless_avoided(links: list[Link], demand: Demand) -> list[Link]:

@@ -248,7 +248,10 @@ class RequestQueue:
         if ended:
             long = itertools.takewhile(lambda item: now - item[1][0] >= timeout, self._waiting.items())
             for waiting in [waiting for waiting, _ in long if waiting.demand.family in ended]:
-                self.withdraw(waiting, PeerLostError("no decode node is available for the request", reason="NO_NODE"))
+                adapter = waiting.demand.adapter
+                which = "" if adapter is None else f" with the adapter {adapter}"
+                message = f"no decode node{which} is available for the request"
+                self.withdraw(waiting, PeerLostError(message, reason="NO_NODE"))
         return usable
 
     def withdraw(self, waiting: QueuedRequest, error: OutriderError) -> None:

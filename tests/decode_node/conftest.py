@@ -97,11 +97,14 @@ class Node(DrivenNode):
         proposers=(),
         max_wait_seconds=0.0,
         is_asynchronous=False,
+        adapters=None,
     ):
         super().__init__()
         self.clock = FakeClock()
         self.model = ScriptedModel(vocab_size=64)
         self.engine = ScriptedEngine.create(self.model, num_blocks=num_blocks)
+        if adapters is not None:
+            self.engine = replace(self.engine, find_adapter=adapters.find)
         if is_asynchronous:
             self.engine = replace(self.engine, runner=ScriptedDevice(self.engine.runner))
         self.ingest = ScriptedIngest(self.engine.kv_cache, lambda: self.loop, self.clock)

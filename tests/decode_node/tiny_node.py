@@ -20,10 +20,10 @@ class TinyNode(DrivenNode):
     max_tokens = 40
     reached_host = "127.0.0.1"
 
-    def __init__(self, model_path, *, drafts=None, head="", **config):
+    def __init__(self, model_path, *, drafts=None, head="", adapters=(), **config):
         super().__init__()
         config = DecodeNodeConfig(**{"kv_cache": KVCacheConfig(num_blocks=256), "local_lookup": "none", **config})
-        model = ModelConfig(id=str(model_path), head=head, num_threads=1)
+        model = ModelConfig(id=str(model_path), head=head, num_threads=1, adapters=adapters)
         build = make_build(config, model, ServerConfig(), PLAINTEXT)
         self.parts = build(bytes(16), "decode", self._emit)
         self.loop, self.groups, self.engine = self.parts.loop, self.parts.groups, self.parts.engine

@@ -20,6 +20,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
     def __init__(self) -> None:
         self.full = 0
         self.requests = []  # Complete's requests, in order
+        self.loaded = []  # (name, directory) of each LoadAdapter
         self.num_now = 0
         self.max_concurrent = 0
         self.num_held = 0
@@ -31,6 +32,13 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
 
     def GetModel(self, request, context):
         return router_pb2.GetModelResponse(name="scripted", max_model_len=WINDOW)
+
+    def LoadAdapter(self, request, context):
+        self.loaded.append((request.name, request.directory))
+        if "none" in request.directory:
+            fail(context, InvalidRequestError("decode-0: none is no adapter", field="directory"))
+        adapter = router_pb2.Adapter(name=request.name, fingerprint="f" * 64)
+        return router_pb2.LoadAdapterResponse(adapter=adapter)
 
     def Tokenize(self, request, context):
         self._refuse_while_full(context)

@@ -208,8 +208,6 @@ def test_a_router_that_would_refuse_the_requests_is_not_started(router, clusters
 def test_arguments_of_generate_and_chat_pass_at_their_defaults_only(llm):
     llm.generate("a", lora_request=None, priority=None)
     llm.chat([{"role": "user", "content": "a"}], tools=None, chat_template_content_format="auto")
-    with pytest.raises(ValueError, match=r"LLM.generate\(lora_request=1\) is not supported: merge the adapter"):
-        llm.generate("a", lora_request=1)
     with pytest.raises(ValueError, match=r"chat_template.*apply_chat_template"):
         llm.chat([{"role": "user", "content": "a"}], chat_template="x")
     with pytest.raises(ValueError, match="pass token ids as prompts"):

@@ -17,6 +17,7 @@ from outrider.prefill import PrefillCall
 from outrider.request import RequestOptions, SamplingParams
 from prefill_node.jobs import PrefillJob, Stop
 from prefill_node.prefill_loop import PrefillLoop
+from tests.support.adapters import ScriptedAdapters
 from tests.support.fake_device import SteppedDevice
 from tests.support.fake_engine import ScriptedEngine
 from tests.support.fake_kv_cache import FEATURES, ScriptedKVCache
@@ -143,7 +144,8 @@ class Rig:
             self.runner = self.device = SteppedDevice(engine.runner)
             engine = replace(engine, kv_cache=self.device.cache)
         self.is_asynchronous = on_device
-        self.engine = replace(engine, scheduler=scheduler, runner=self)
+        self.adapters = ScriptedAdapters()
+        self.engine = replace(engine, scheduler=scheduler, runner=self, find_adapter=self.adapters.find)
         self.decode = DecodeSide(ADDRESS)
         self.other_decode = DecodeSide(OTHER_ADDRESS)
         self.ended = {}

@@ -61,6 +61,7 @@ class Serving:
             connector=self.rig.loop._connector,
             model=MODEL,
             tokenizer_files={"tokenizer.json": b"{}"},
+            adapters=self.rig.adapters,
             description={"model": "scripted"},
         )
 

@@ -5,12 +5,14 @@ import os
 import grpc.aio
 import pytest
 
-from outrider.errors import NotFoundError, PeerLostError
+from outrider.errors import NotFoundError, NotSupportedError, PeerLostError
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.rpc.tls import PLAINTEXT
 from outrider.service.node_service import NodeServicer, default_node_name
 from outrider.v1 import node_pb2_grpc
+from outrider.wire.node import REPORT
 from router.nodes.transport import NodeTransport
+from tests.support.adapters import ScriptedAdapters
 
 MODEL = ModelInfo(
     name="tiny", vocab_size=320, max_model_len=64, eos_token_ids=(2,), dtype="float32", fingerprint="f" * 64,
@@ -25,18 +27,28 @@ class FakeNode:
         self.incarnation = b"a" * 16
         self.step = 0
         self.files = dict(FILES)
+        self.adapters = ScriptedAdapters()
 
     def info(self) -> NodeInfo:
         return NodeInfo(
-            incarnation=self.incarnation, name="decode@x", role=NodeRole.DECODE,
-            state=NodeState.SERVING, version="0.1.0", model=MODEL,
-        )  # fmt: skip
+            incarnation=self.incarnation,
+            name="decode@x",
+            role=NodeRole.DECODE,
+            state=NodeState.SERVING,
+            version="0.1.0",
+            model=MODEL,
+        )
 
     def report(self) -> NodeReport:
         self.step += 1
         load = NodeLoad(num_running=2, kv_blocks_total=10, kv_blocks_free=4, tokens_per_second=12.5)
         return NodeReport(
-            state=NodeState.SERVING, incarnation=self.incarnation, mark=self.step, expected_step_seconds=0.02, load=load
+            state=NodeState.SERVING,
+            incarnation=self.incarnation,
+            mark=self.step,
+            expected_step_seconds=0.02,
+            load=load,
+            adapters=() if self.adapters is None else self.adapters.adapters,
         )
 
 
@@ -44,7 +56,8 @@ class FakeNode:
 async def node_and_transport():
     node = FakeNode()
     server = grpc.aio.server()
-    node_pb2_grpc.add_NodeServiceServicer_to_server(NodeServicer(node.info, node.report, lambda: node.files), server)
+    servicer = NodeServicer(node.info, node.report, lambda: node.files, adapters=lambda: node.adapters)
+    node_pb2_grpc.add_NodeServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     transport = NodeTransport(PLAINTEXT, address=f"127.0.0.1:{port}")
@@ -88,3 +101,24 @@ async def test_a_stopped_server_is_a_lost_node(node_and_transport):
 def test_a_node_is_named_by_role_and_address_unless_configured():
     assert default_node_name("decode_node", "127.0.0.1:5") == "decode@127.0.0.1:5"
     assert default_node_name("decode_node", "127.0.0.1:5", configured="d1") == "d1"
+
+
+async def test_adapters_are_loaded_and_unloaded(node_and_transport):
+    node, transport, _ = node_and_transport
+    adapter = await transport.load_adapter("sql", "d")
+    assert node.adapters.adapters == (adapter,)
+    assert REPORT.from_proto(REPORT.to_proto(node.report())).adapters == (adapter,)
+    await transport.unload_adapter("sql")
+    with pytest.raises(NotFoundError, match="no adapter 'sql'"):
+        await transport.unload_adapter("sql")
+    adapters, node.adapters = node.adapters, None
+    with pytest.raises(PeerLostError, match="does not serve"):  # it still loads the model
+        await transport.load_adapter("sql", "d")
+    assert adapters.adapters == ()
+
+
+async def test_a_node_that_does_not_compute_the_model_has_no_adapters():
+    node = FakeNode()
+    servicer = NodeServicer(node.info, node.report)
+    with pytest.raises(NotSupportedError, match="no adapters"):
+        servicer._desk()

@@ -57,7 +57,14 @@ class ScriptedDevice:
 
 def snapshot_of(rows: Sequence[ScriptedRows]) -> list[ScriptedRows]:
     return [
-        ScriptedRows(tuple(row.token_ids), row.start_position, tuple(row.block_ids), row.num_logits, tuple(row.parents))
+        ScriptedRows(
+            tuple(row.token_ids),
+            row.start_position,
+            tuple(row.block_ids),
+            row.num_logits,
+            tuple(row.parents),
+            row.adapter,
+        )
         for row in rows
     ]
 

@@ -20,7 +20,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.engine.step_clock import StepClock
 from outrider.errors import NotSupportedError
 from outrider.profile import Part
-from outrider.request import Constraint, LogprobsRequest, SamplingParams
+from outrider.request import Adapter, Constraint, LogprobsRequest, SamplingParams
 from tests.support.fake_kv_cache import FEATURES, ScriptedKVCache
 
 _MASK = (1 << 64) - 1
@@ -68,6 +68,7 @@ class ScriptedRows:
     block_ids: Sequence[int]
     num_logits: int
     parents: Sequence[int] = ()
+    adapter: ScriptedModel | None = None  # replaces the model
 
 
 class ScriptedModelRunner:
@@ -103,12 +104,13 @@ class ScriptedModelRunner:
         logits: list[list[float]] = []
         for row in rows:
             end = row.start_position + len(row.token_ids) - len(row.parents)
+            model = row.adapter or self.model
             context = cache.context(row.block_ids, end)
             num_known = row.num_logits - len(row.parents)  # rows of known tokens that need logits
-            logits += [self.model.logits(context[: end - later]) for later in range(num_known - 1, -1, -1)]
+            logits += [model.logits(context[: end - later]) for later in range(num_known - 1, -1, -1)]
             for draft in range(len(row.parents)):
                 path = [self._slot(row, end + each) for each in _path(row.parents, draft)]
-                logits.append(self.model.logits(cache.context(row.block_ids, end, path)))
+                logits.append(model.logits(cache.context(row.block_ids, end, path)))
         return logits
 
     def _slot(self, row: ScriptedRows, place: int) -> int:
@@ -215,6 +217,7 @@ class ScriptedEngine:
     runner: ScriptedModelRunner
     sampler: ScriptedSampler = field(default_factory=ScriptedSampler)
     clock: StepClock = field(default_factory=StepClock)
+    find_adapter: Callable[[Adapter], ScriptedModel | None] = lambda _: None
 
     @classmethod
     def create(
@@ -252,7 +255,10 @@ class ScriptedEngine:
         return logits
 
     def prepare_ahead(self, rows: Sequence[ScriptedRows]) -> list[ScriptedRows]:
-        return [ScriptedRows((), row.start_position, tuple(row.block_ids), row.num_logits) for row in rows]
+        return [
+            ScriptedRows((), row.start_position, tuple(row.block_ids), row.num_logits, adapter=row.adapter)
+            for row in rows
+        ]
 
     def run(self, batch: Sequence[ScriptedRows], token_ids: Sequence[int]) -> Sequence[Sequence[float]]:
         rows = [replace(row, token_ids=(token_id,)) for row, token_id in zip(batch, token_ids, strict=True)]

@@ -12,7 +12,7 @@ of the scenario that everything is released. The events:
     placed d1 [p1] [hedge] [numerics=x] [prefill_numerics=x]   decode node d1 and prefill node p1 are reserved
     not-placed [QUEUE_FULL]                  the queue rejects the request, or no node is available for a hedge
     granted 1 [local] [other]                the node grants attempt 1; local: it computes the prompt itself
-    rejected 1 NO_ROOM                       or DRAINING, TOO_LARGE, INVALID
+    rejected 1 NO_ROOM                       or DRAINING, TOO_LARGE, NO_ADAPTER, INVALID
     kv-ready 1, kv-failed 1 [other]          other: of a transfer that was abandoned
     prefill 1 ok | lost | failed | logprobs=2   the prefill call ends
     prefill-late 1, prefill-chosen 1 p2 | none

@@ -88,6 +88,8 @@ class NativeStep(ModelRunner):
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Logits:
         """Implements ModelRunner.forward: returns [num_logits, vocab_size]."""
         struct = batch_struct(batch)
+        adapters = batch.adapters_of_rows()
+        struct.adapters = _address(adapters) if adapters else None
         if on_layer_done is None:
             self._run_layers(struct, 0, self._struct.num_layers)
         else:

@@ -28,7 +28,7 @@ from outrider.engine.model_spec import ModelSpec
 from outrider.engine.rotation import cosines_and_sines
 from outrider.errors import ModelError
 
-_MATRICES = {
+MATRICES = {
     "qkv": ("self_attn.qkv_proj", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "output": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_up_proj", "mlp.gate_proj", "mlp.up_proj"),
@@ -91,7 +91,7 @@ class DecoderPacking:
             weight = f"{prefix}{place}.weight"
             if name not in _OPTIONAL_NORMS or weight in tensors:
                 self.add_norm(f"{index}.{name}", tensors[weight], family.norm_offset)
-        for name, (whole, *parts) in _MATRICES.items():
+        for name, (whole, *parts) in MATRICES.items():
             names = [whole] if f"{prefix}{whole}.weight" in tensors or not parts else parts
             places = [prefix + each for each in names]
             linears = [PlainLinear(tensors[f"{each}.weight"], _bias(tensors, each)) for each in places]

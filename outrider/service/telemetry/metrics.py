@@ -20,26 +20,18 @@ from outrider.answer import Summary
 from outrider.lossy_stream import num_lost_lines
 from outrider.node import NodeLoad, NodeRole
 from outrider.request import FinishReason, VerificationMethod
+from outrider.service.telemetry.buckets import (
+    ITL_BUCKETS,
+    MOVE_GAP_BUCKETS,
+    REQUEST_BUCKETS,
+    STEP_BUCKETS,
+    STEP_TOKENS_BUCKETS,
+    TOKENS_BUCKETS,
+    TRANSFER_BUCKETS,
+    TTFT_BUCKETS,
+)
 from outrider.session import SpeculationCounts
 
-# vLLM's buckets, in seconds.
-TTFT_BUCKETS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
-    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-ITL_BUCKETS = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
-REQUEST_BUCKETS = (
-    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0),
-    *(480.0, 960.0, 1920.0, 7680.0),
-)
-TOKENS_BUCKETS = tuple(digit * 10.0**power for power in range(6) for digit in (1, 2, 5))
-STEP_TOKENS_BUCKETS = (1, *(8.0 * 2**power for power in range(12)))
-STEP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 0.8, 1.6, 3.2)
-TRANSFER_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-
-MOVE_GAP_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0)
 MOVE_CAUSES = (
     *("decode_lost", "decode_silent", "decode_late", "draining", "group_failed", "prefill_lost", "protocol"),
     *("token_mismatch", "internal"),
@@ -332,6 +324,15 @@ class RouterMetrics:
             family.histogram(f"vllm:{name}", help_text, TOKENS_BUCKETS) for name, help_text in counts
         )
         self._add_finished = family.labelled_counter("vllm:request_success", "Samples finished.", "finished_reason")
+        self._add_of_adapter = [
+            family.labelled_counter(f"outrider:adapter_{name}", f"{text} with an adapter.", "adapter")
+            for name, text in (
+                ("requests", "Finished requests"),
+                ("generation_tokens", "Generated tokens"),
+                ("draft_tokens", "Verified draft tokens"),
+                ("accepted_tokens", "Accepted draft tokens"),
+            )
+        ]
         self.add_failures = family.labelled_counter(  # by OutriderErrors' reasons
             "outrider:request_failures",
             "Requests that were refused, that ended in an error, or whose clients had left (CLIENT_LEFT).",
@@ -369,9 +370,15 @@ class RouterMetrics:
         self._queue.observe(queue_seconds)
         self._prompt_tokens.inc(num_prompt_tokens)
 
-    def observe_finished_request(self, summary: Summary, *, num_longest: int) -> None:
-        """Records a finished request. `num_longest` is the number of generated tokens of its longest sample."""
-        usage, seconds = summary.usage, summary.metrics
+    def observe_finished_request(self, summary: Summary, *, num_longest: int, adapter: str = "") -> None:
+        """Records a finished request. `num_longest` is the number of generated tokens of its longest sample; `adapter`
+        is the name of its adapter, if it has one.
+        """
+        usage, seconds, drafts = summary.usage, summary.metrics, summary.metrics.speculation
+        if adapter:
+            counts = (1, usage.num_generated_tokens, drafts.num_draft_tokens, drafts.num_accepted_draft_tokens)
+            for add, number in zip(self._add_of_adapter, counts, strict=True):
+                add(adapter, number)
         self._e2e.observe(seconds.e2e_seconds)
         self._request_prompt.observe(usage.num_prompt_tokens)
         self._request_generated.observe(usage.num_generated_tokens)

@@ -123,7 +123,7 @@ def test_of_two_drafts_the_better_one_is_verified_and_the_other_is_judged_by_wha
     accepted = sum((Counter(stats.num_accepted_by_source) for stats in node.stats), Counter())
     assert accepted["scripted"] == node.num_accepted > 0
     controller = node.loop._drafts._controller
-    assert controller._sources[DRAFT_NODE].acceptance[0].mean < PRIOR_ACCEPTANCE, "they were all wrong"
+    assert controller._sources[DRAFT_NODE].priors_of("").acceptance[0].mean < PRIOR_ACCEPTANCE, "they were all wrong"
 
 
 @pytest.mark.usefixtures("fixed_step_times")

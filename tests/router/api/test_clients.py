@@ -35,6 +35,8 @@ def calls(cluster, metadata):
         "Detokenize": stub.Detokenize(router_pb2.DetokenizeRequest(token_ids=[1]), **options),
         "GetModel": stub.GetModel(router_pb2.GetModelRequest(), **options),
         "WatchCluster": stub.WatchCluster(router_pb2.WatchClusterRequest(), **options),
+        "LoadAdapter": stub.LoadAdapter(router_pb2.LoadAdapterRequest(name="a"), **options),
+        "UnloadAdapter": stub.UnloadAdapter(router_pb2.UnloadAdapterRequest(name="a"), **options),
     }
 
 

@@ -8,8 +8,10 @@ import grpc
 import pytest
 
 from outrider.client import AsyncClient
+from outrider.request import Adapter
 from outrider.v1 import router_pb2
 from tests.router.conftest import RouterPair, read_rest, refused, told
+from tests.support.adapters import ScriptedAdapters
 from tests.support.router_fakes import fake_model_info
 from tests.support.router_fakes.decode_node import letters
 
@@ -147,3 +149,25 @@ async def test_an_answer_that_a_client_leaves_is_stopped_on_whichever_router_has
                 if num_deltas == 30:
                     break
         await pair.second.eventually(lambda: pair.first.decode.num_blocks_used == 0, what="blocks on the decode node")
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_an_answer_goes_on_with_its_adapter_or_not_at_all(pair, is_replaced):
+    sql = Adapter("sql", "a1" * 32)
+    for node in (pair.first.decode, pair.first.prefill):
+        node.adapters = ScriptedAdapters(sql)
+    await pair.serve()
+    _, started, deltas = await pair.begin(num_deltas=30, model="sql")
+    seen = [token_id for delta in deltas for token_id in delta.token_ids]
+    await pair.kill_first()
+    if is_replaced:
+        other = Adapter("sql", "b2" * 32)
+        pair.first.decode.adapters = ScriptedAdapters(other)
+        await pair.second.eventually(lambda: pair.second.service.nodes.adapters.by_name == {"sql": other})
+        failure = await refused(pair.second.resume_call({0: started.num_prompt_tokens + len(seen)}))
+        assert (failure.code, failure.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "ADAPTER_MISMATCH")
+        return
+    messages = await pair.resume({0: started.num_prompt_tokens + len(seen)})
+    assert seen + told(messages, 0) == letters(pair.first.decode.opened[0], 0)
+    assert messages[0].started.model == "sql"
+    assert {opened.options.adapter for opened in pair.first.decode.opened} == {sql}

@@ -18,7 +18,7 @@ FOREVER_SECONDS = 300.0
 
 
 async def test_a_node_that_a_waiting_request_avoids_serves_those_behind_it(node_pair, monkeypatch):
-    monkeypatch.setattr("router.nodes.link.NO_ROOM_RETRY_SECONDS", FOREVER_SECONDS)
+    monkeypatch.setattr("router.nodes.room.NO_ROOM_RETRY_SECONDS", FOREVER_SECONDS)
     sick, full = node_pair.decodes
     full.max_running = 0
     sick.fails_opens = True

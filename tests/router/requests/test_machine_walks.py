@@ -124,6 +124,7 @@ class Walk:
             case AttemptState.OPENING:
                 grant = f"granted {number}{'' if attempt.prefill else ' local'}"
                 choices += [(30, grant), (1, f"rejected {number} NO_ROOM"), (1, f"rejected {number} TOO_LARGE")]
+                choices += [(1, f"rejected {number} NO_ADAPTER")]
             case AttemptState.TRANSFERRING:
                 choices += [(20, f"kv-ready {number}"), (2, f"kv-failed {number}"), (1, f"prefill-late {number}")]
                 choices += [(1, f"kv-failed {number} other"), (1, f"granted {number} other")]

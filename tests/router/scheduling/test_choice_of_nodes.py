@@ -11,8 +11,10 @@ import pytest
 
 from outrider.node import NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected, RejectReason
-from router.nodes.link import DecodeLink, PrefillLink, Refusal, Size
-from router.scheduling.placement import PREFIX_CHUNK_TOKENS, Demand, Placement, PrefixMap, prefix_hashes
+from router.nodes.link import DecodeLink, PrefillLink
+from router.nodes.room import Refusal, Size
+from router.scheduling.placement import Demand, Placement
+from router.scheduling.prefix_map import PREFIX_CHUNK_TOKENS, PrefixMap, prefix_hashes
 from router.scheduling.request_queue import QueuedRequest, RequestQueue
 from tests.support.router_fakes import fake_model_info
 

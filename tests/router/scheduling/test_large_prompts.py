@@ -36,7 +36,7 @@ async def test_what_fits_a_decode_node_that_is_away_is_not_called_too_large(node
 
 
 async def test_small_prompts_do_not_wait_for_a_large_one_that_no_node_has_room_for(node_pair, monkeypatch):
-    monkeypatch.setattr("router.nodes.link.NO_ROOM_RETRY_SECONDS", 10 * PATIENCE_SECONDS)
+    monkeypatch.setattr("router.nodes.room.NO_ROOM_RETRY_SECONDS", 10 * PATIENCE_SECONDS)
     for node in node_pair.decodes:
         node.num_blocks = 30
     node_pair.pace(0.05)

@@ -42,8 +42,9 @@ Script = Callable[[OpenSequenceGroup, int], Sequence[int]]
 
 
 def letters(opened: OpenSequenceGroup, sample: int) -> Sequence[int]:
-    """Returns the default answer: lower-case letters that depend on seed, sample and position."""
-    start = opened.options.sampling.seed % 26 + sample
+    """Returns the default answer: lower-case letters that depend on seed, sample, position and adapter."""
+    adapter = opened.options.adapter
+    start = opened.options.sampling.seed % 26 + sample + (0 if adapter is None else 1 + int(adapter.fingerprint, 16))
     return [97 + (start + 7 * place) % 26 for place in range(opened.options.sampling.max_tokens)]
 
 
@@ -240,6 +241,12 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
         group_id = opened.sequence_group_id
         num_blocks = -(-len(opened.shared_token_ids()) // BLOCK_TOKENS) + num_samples
         load = self.load()
+        adapter = opened.options.adapter
+        if adapter is not None and self.adapters.find(adapter) is None:
+            session.say(
+                Rejected(sequence_group_id=group_id, reason=RejectReason.NO_ADAPTER, message=f"no adapter {adapter}")
+            )
+            return
         if num_blocks > self.num_blocks:
             session.say(
                 Rejected(sequence_group_id=group_id, reason=RejectReason.TOO_LARGE, message="more than the whole pool")

@@ -11,8 +11,10 @@ import grpc
 import grpc.aio
 
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
+from outrider.request import Adapter
 from outrider.service.node_service import NodeServicer
 from outrider.v1 import node_pb2, node_pb2_grpc
+from tests.support.adapters import ScriptedAdapters
 from tests.support.router_fakes.model import fake_model_info, fake_tokenizer_files
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -30,6 +32,8 @@ class FakeNode:
         self.incarnation = os.urandom(16)
         self.step = 0
         self.address = ""
+        self.adapters = ScriptedAdapters()
+        self.reported_adapters: tuple[Adapter, ...] | None = None  # None: those that it has
         self.sends_tokenizer = True  # False if it never answers a request for its tokenizer
         self._server: grpc.aio.Server | None = None
         self._moves = asyncio.Event()
@@ -77,13 +81,18 @@ class FakeNode:
 
     def report(self) -> NodeReport:
         return NodeReport(
-            state=self.state, incarnation=self.incarnation, mark=self.step, num_steps=self.step, load=self.load()
+            state=self.state,
+            incarnation=self.incarnation,
+            mark=self.step,
+            num_steps=self.step,
+            load=self.load(),
+            adapters=self.adapters.adapters if self.reported_adapters is None else self.reported_adapters,
         )
 
 
 class _FakeNodeServicer(NodeServicer):
     def __init__(self, node: FakeNode) -> None:
-        super().__init__(node.info, node.report, lambda: node.tokenizer_files)
+        super().__init__(node.info, node.report, lambda: node.tokenizer_files, adapters=lambda: node.adapters)
         self._node = node
 
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Context) -> node_pb2.NodeInfo:

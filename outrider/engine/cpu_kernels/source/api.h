@@ -98,6 +98,26 @@ OUTRIDER_API OutriderStatus outrider_rms_norm(OutriderTeam* team, int32_t type, 
                                               int64_t width, const float* weight, float epsilon, int32_t rounds_once,
                                               void* y);
 
+// ---- low_rank.h: adapters (LoRA)
+
+// An adapter's part of a product: y += up (down x). Where layers are joined in one matrix, `down` has the components of
+// all of them, and each panel of 16 outputs uses those of its own layer.
+struct OutriderLowRank {
+  const float* down;      // [rank, in_features]
+  const float* up;        // by panel, in the matrix's order: [components of the panel, 16]
+  const int32_t* starts;  // [panels + 1]: each panel's first component in `up`
+  const int32_t* firsts;  // [panels]: each panel's first component among the `rank` ones
+  int64_t rank;           // 0: the adapter does not change the matrix
+};
+
+// The part of an adapter in one layer of a decoder.
+struct OutriderLayerAdapter {
+  OutriderLowRank qkv;
+  OutriderLowRank output;
+  OutriderLowRank gate_up;
+  OutriderLowRank down;
+};
+
 // ---- the rows of one step (see input_batch.py)
 
 struct OutriderBatch {
@@ -116,6 +136,7 @@ struct OutriderBatch {
   const int64_t* path_starts;       // [num_rows + 1], into path_slots; null: no row is in a tree
   const int64_t* path_slots;        // for each row in a tree, the slots of the last keys that it sees, its own last
   const void* features;             // [num_rows, hidden] of the decoder's type, for a drafter head; otherwise null
+  const OutriderLayerAdapter* const* adapters;  // [num_rows], each the adapter's layers, or null; null: no row has one
 };
 
 // ---- paged_attention.cpp

@@ -10,6 +10,7 @@
 
 #include "call.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "paged_attention.h"
 #include "rms_norm.h"
 #include "rope.h"
@@ -80,6 +81,7 @@ class DecoderStep final : public Job {
              is_quantised(layer.down);
     });
     quantised_ = workspace.quantised.of<QuantisedGroup>(has_quantised ? groups_in_memory(num_rows_, widest) : 0);
+    if (batch.adapters != nullptr) reduced_ = workspace.reduced.of<float>(num_rows_ * (max_rank_ = max_rank()));
     if (features != nullptr) {
       features_ = *features;
       taps_.assign(features->taps, features->taps + features->num_taps);
@@ -114,6 +116,14 @@ class DecoderStep final : public Job {
 
     int64_t operator[](int64_t index) const { return ids == nullptr ? index : ids[index]; }
     int64_t index_of(int64_t row) const { return ids == nullptr ? row : std::lower_bound(ids, ids + num, row) - ids; }
+  };
+
+  // What the rows' adapters add to one product of a layer. `rows`: the product's rows.
+  struct LowRanks {
+    size_t layer;
+    OutriderLowRank OutriderLayerAdapter::*matrix;
+    Rows rows;
+    int64_t first_column = 0;  // of the product among the adapter's outputs
   };
 
   struct PlanOfLayers {
@@ -228,6 +238,38 @@ class DecoderStep final : public Job {
     });
   }
 
+  int64_t max_rank() const {
+    int64_t rank = 0;
+    for (int64_t row = 0; row < num_rows_; row++)
+      for (size_t layer = 0; batch_.adapters[row] != nullptr && layer < layers_.size(); layer++) {
+        const OutriderLayerAdapter& adapter = batch_.adapters[row][first_ + layer];
+        rank = std::max({rank, adapter.qkv.rank, adapter.output.rank, adapter.gate_up.rank, adapter.down.rank});
+      }
+    return rank;
+  }
+
+  // Returns what the adapter of one of the product's rows adds to it, or null.
+  const OutriderLowRank* low_rank(const LowRanks& added, int64_t row) const {
+    if (batch_.adapters == nullptr) return nullptr;
+    const OutriderLayerAdapter* adapter = batch_.adapters[added.rows[row]];
+    return adapter == nullptr ? nullptr : &(adapter[first_ + added.layer].*added.matrix);
+  }
+
+  // Prepares a unit of a product's rows [num, in_features] for its matrix and for the rows' adapters.
+  void prepare_unit(int64_t unit, const OutriderMatrix& matrix, const LowRanks& added, const Row* rows) {
+    const int64_t width = matrix.in_features, end = std::min(added.rows.num, (unit + 1) * kRowsOfUnit);
+    for_rows(unit, added.rows.num, [&](int64_t row) {
+      quantise_for(matrix, rows, row, added.rows.num, width);
+    });
+    for (int64_t row = unit * kRowsOfUnit, next; batch_.adapters != nullptr && row < end; row = next) {
+      const OutriderLowRank* part = low_rank(added, row);
+      for (next = row + 1; next < end && low_rank(added, next) == part;) next++;
+      if (part != nullptr)
+        reduce_rows<kRowsReducedAtOnce>(*part, rows + row * width, next - row, width, reduced_ + row * max_rank_,
+                                        max_rank_);
+    }
+  }
+
   // Quantises one of `rows` [num_rows, width] if it is multiplied by a quantised matrix.
   void quantise_for(const OutriderMatrix& matrix, const Row* rows, int64_t row, int64_t num_rows, int64_t width) {
     if (is_quantised(matrix)) quantise_row(rows + row * width, width, quantised_ + row, group_stride(num_rows));
@@ -266,33 +308,39 @@ class DecoderStep final : public Job {
   // A phase: adds the last product's output if it has a norm, `output_norm`, and normalises rows of the residual stream
   // for the next product. `num_layers`: the layers before it, for taps; -1: no taps.
   void normalise(Phase& phase, Member member, NextWeights& ahead, const Rows& rows, const float* output_norm,
-                 const float* weight, const OutriderMatrix& matrix, int64_t num_layers = -1) {
+                 const float* weight, const OutriderMatrix& matrix, const LowRanks& added,
+                 int64_t num_layers = -1) {
     const int64_t width = decoder_.hidden_size;
     const auto normalise_rows = [&](int64_t unit) {
       for_rows(unit, rows.num, [&](int64_t index) {
         add_output(index, rows[index], output_norm);
         tap(rows[index], num_layers);
         normalise_row(residual_ + rows[index] * width, width, weight, normalised_ + index * width);
-        quantise_for(matrix, normalised_, index, rows.num, width);
       });
+      prepare_unit(unit, matrix, added, normalised_);
     };
     phase.share(member, row_units(rows.num), normalise_rows, ahead);
   }
 
-  // A phase: quantises rows for the next product, if its matrix is quantised.
-  void quantise_rows(Phase& phase, Member member, NextWeights& ahead, const Row* rows, int64_t num_rows,
-                     const OutriderMatrix& matrix) {
-    if (!is_quantised(matrix)) return;
-    const auto quantise_unit = [&](int64_t unit) {
-      for_rows(unit, num_rows, [&](int64_t row) { quantise_for(matrix, rows, row, num_rows, matrix.in_features); });
-    };
-    phase.share(member, row_units(num_rows), quantise_unit, ahead);
+  // A phase: prepares rows for the next product, if its matrix is quantised or the rows have adapters.
+  void prepare_rows(Phase& phase, Member member, NextWeights& ahead, const Row* rows, const OutriderMatrix& matrix,
+                    const LowRanks& added) {
+    if (!is_quantised(matrix) && batch_.adapters == nullptr) return;
+    const auto prepare = [&](int64_t unit) { prepare_unit(unit, matrix, added, rows); };
+    phase.share(member, row_units(added.rows.num), prepare, ahead);
   }
 
   // A phase: multiplies rows by one matrix. Waiting members prefetch `next`, the matrix of the next product (or null).
   template <class Finish>
-  void multiply(Phase& phase, Member member, NextWeights& ahead, const Row* rows, int64_t num_rows,
-                const OutriderMatrix& matrix, const OutriderMatrix* next, Finish&& finish) {
+  void multiply(Phase& phase, Member member, NextWeights& ahead, const Row* rows, const OutriderMatrix& matrix,
+                const LowRanks& added, const OutriderMatrix* next, Finish&& finish) {
+    const int64_t num_rows = added.rows.num;
+    const auto finish_with_adapter = [&](const TileRow& tile) {
+      const OutriderLowRank* part = low_rank(added, tile.row);
+      if (part != nullptr && part->rank > 0)
+        add_low_rank(*part, reduced_ + tile.row * max_rank_, tile.column + added.first_column, tile);
+      finish(tile);
+    };
     ahead = NextWeights();
     if (next != nullptr)
       with_weight<Type>(*next, [&](auto* weight) {
@@ -305,7 +353,7 @@ class DecoderStep final : public Job {
       const int64_t last = prefetches_next ? Phase::end_of(member, num_units(typed)) - 1 : -1;
       const auto multiply_rows = [&](int64_t unit) {
         const void* const first_of_next = unit == last ? ahead.take(unit_bytes(typed)) : nullptr;
-        multiply_unit<Weight>(unit, multiplied<Weight>(rows, quantised_), num_rows, typed, finish, first_of_next);
+        multiply_unit<Weight>(unit, multiplied<Weight>(rows, quantised_), num_rows, typed, finish_with_adapter, first_of_next);
       };
       phase.share(member, num_units(typed), multiply_rows, ahead);
     });
@@ -316,6 +364,10 @@ class DecoderStep final : public Job {
     const OutriderMatrix* next_qkv = index + 1 < layers_.size() ? &layers_[index + 1].qkv : nullptr;
     const int64_t width = decoder_.hidden_size;
     const Rows all{num_rows_, nullptr}, rows = rows_of(index);
+    const LowRanks qkv{index, &OutriderLayerAdapter::qkv, all},
+        value{index, &OutriderLayerAdapter::qkv, all, layer.qkv.out_features};
+    const LowRanks output{index, &OutriderLayerAdapter::output, rows};
+    const LowRanks gate_up{index, &OutriderLayerAdapter::gate_up, rows}, down{index, &OutriderLayerAdapter::down, rows};
     const auto note = [&](OutriderPhase kind) {
       if (member.index == 0) workspace_.times.note(kind);  // only the caller: others may be late (see Job)
     };
@@ -330,14 +382,14 @@ class DecoderStep final : public Job {
     };
     if (batch_.features == nullptr || first_ + static_cast<int64_t>(index) > 0)
       normalise(phases[0], member, ahead, all, index > 0 ? layers_[index - 1].mlp_output_norm : nullptr,
-                layer.input_norm, input_matrix(layer), first_ + static_cast<int64_t>(index));
+                layer.input_norm, input_matrix(layer), qkv, first_ + static_cast<int64_t>(index));
     note(OUTRIDER_NORM);
     const int64_t projected_width = heads_ * decoder_.head_dim;
     const bool has_value = layer.value.packed != nullptr;
-    multiply(phases[1], member, ahead, normalised_, num_rows_, layer.qkv, has_value ? &layer.value : &layer.output,
+    multiply(phases[1], member, ahead, normalised_, layer.qkv, qkv, has_value ? &layer.value : &layer.output,
              StoreTo<Type>{projected_, projected_width});
     if (has_value)
-      multiply(phases[11], member, ahead, normalised_, num_rows_, layer.value, &layer.output,
+      multiply(phases[11], member, ahead, normalised_, layer.value, value, &layer.output,
                StoreTo<Type>{projected_ + layer.qkv.out_features, projected_width});
     note(OUTRIDER_LINEAR);
     const auto rotate_rows = [&](int64_t unit) {
@@ -348,16 +400,17 @@ class DecoderStep final : public Job {
     if (rows.num == 0) return;
     attend(phases[3], phases[4], index, member, ahead);
     note(OUTRIDER_ATTENTION);
-    quantise_rows(phases[5], member, ahead, attended_, rows.num, layer.output);
-    multiply(phases[6], member, ahead, attended_, rows.num, layer.output, &layer.gate_up,
+    prepare_rows(phases[5], member, ahead, attended_, layer.output, output);
+    multiply(phases[6], member, ahead, attended_, layer.output, output, &layer.gate_up,
              adder(layer.attention_output_norm));
     note(OUTRIDER_LINEAR);
-    normalise(phases[7], member, ahead, rows, layer.attention_output_norm, layer.mlp_norm, layer.gate_up);
+    normalise(phases[7], member, ahead, rows, layer.attention_output_norm, layer.mlp_norm, layer.gate_up,
+              gate_up);
     note(OUTRIDER_NORM);
-    multiply(phases[8], member, ahead, normalised_, rows.num, layer.gate_up, &layer.down,
+    multiply(phases[8], member, ahead, normalised_, layer.gate_up, gate_up, &layer.down,
              ActivateMultiplyTo<Type, Row>{gated_, decoder_.intermediate_size, decoder_.is_gelu != 0});
-    quantise_rows(phases[9], member, ahead, gated_, rows.num, layer.down);
-    multiply(phases[10], member, ahead, gated_, rows.num, layer.down, next_qkv,
+    prepare_rows(phases[9], member, ahead, gated_, layer.down, down);
+    multiply(phases[10], member, ahead, gated_, layer.down, down, next_qkv,
              adder(layer.mlp_output_norm));
     note(OUTRIDER_LINEAR);
   }
@@ -441,6 +494,8 @@ class DecoderStep final : public Job {
   Row* gated_ = nullptr;       // [rows, intermediate]
   Row* tapped_ = nullptr;      // [rows, taps, hidden]
   float* partials_ = nullptr;
+  float* reduced_ = nullptr;  // [rows, max_rank_], what adapters have made of the next product's rows
+  int64_t max_rank_ = 0;      // of the adapters in the batch
 };
 
 // Stores each logit in the column of its id.

@@ -92,6 +92,7 @@ struct OutriderWorkspace {
   outrider::Buffer gated;
   outrider::Buffer outputs;    // [rows, hidden] float, of products that are normalised before they are added
   outrider::Buffer quantised;  // rows for int8 weights
+  outrider::Buffer reduced;    // [rows, rank], for adapters
   outrider::Buffer taps;  // [rows, taps, hidden], for features
   outrider::StepTimes times;
   outrider::Buffer partials;  // partial results of split attention

@@ -1,0 +1,155 @@
+"""Adapters (LoRA) on real processes: tokens are those of merged weights, after hand-offs, prefix hits and failovers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+import pytest
+
+from outrider.cli.main import main
+from outrider.client.options import make_request
+from outrider.cluster.config import ClusterConfig
+from outrider.errors import MismatchError, NotFoundError
+from outrider.node import NodeRole
+from tests.conftest import START_SECONDS, RunningCluster
+from tests.support.adapters import make_adapter, merge_adapter
+from tests.support.tiny_model import tiny_tokenizer
+
+PROMPT = [(i * 13) % 250 + 20 for i in range(150)]
+WAIT_SECONDS = 60.0
+GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+LONG = {"temperature": 0.9, "seed": 3, "max_tokens": 700, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("sql", "law", "tax"), start=1):
+        make_adapter(folder / name, tiny_model, seed=seed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapted(start_cluster, folder, tmp_path_factory):
+    """A prefill node and two decode nodes with two adapters, and the permission to load others."""
+    receipts = tmp_path_factory.mktemp("receipts")
+    settings = [f"model.adapters=sql={folder}/sql,law={folder}/law", f"model.adapter_directory={folder}"]
+    with start_cluster(ClusterConfig(port=0, decode_nodes=2), *settings, f"router.receipts={receipts}") as cluster:
+        cluster.wait_serving(START_SECONDS)
+        running = RunningCluster(cluster, receipts=receipts)
+        running.wait_until_all_serve()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def merged_tokens(tiny_model, folder):
+    """merged_tokens(name) → the tokens of transformers' greedy search with merged weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    def tokens(name):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        if name:
+            merge_adapter(model, folder / name)
+        ids, known = list(PROMPT), tiny_tokenizer().get_vocab_size()
+        for _ in range(GREEDY["max_tokens"]):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1, :known].argmax()))
+        return tuple(ids[len(PROMPT) :])
+
+    return tokens
+
+
+def test_answers_are_those_of_merged_weights_after_a_hand_off(adapted, merged_tokens):
+    tokens, summaries = {}, {}
+    for name in ("", "sql", "law"):
+        tokens[name], summaries[name] = adapted.generate(PROMPT, model=name, **GREEDY)
+        assert tokens[name] == merged_tokens(name)
+        assert summaries[name].metrics.kv_transfer.bytes > 0
+        assert summaries[name].usage.num_cached_tokens == 0, "nothing is shared with another adapter"
+    for name, expected in tokens.items():
+        again, summary = adapted.generate(PROMPT, model=name, **GREEDY)
+        assert again == expected
+        assert summary.usage.num_cached_tokens > 100, "all but the end is in its own prefix cache"
+
+
+def test_the_model_describes_its_adapters_and_the_answer_names_its_own(adapted):
+    model = adapted.client.model()
+    assert [adapter.name for adapter in model.adapters] == ["law", "sql"]
+    with adapted.client.generate("a", model="sql", max_tokens=1) as stream:
+        list(stream)
+        assert stream.started.model == "sql"
+    with pytest.raises(NotFoundError, match="with the adapters 'law', 'sql'"):
+        adapted.client.complete("a", model="tax")
+
+
+def test_an_answer_goes_on_on_another_node(adapted):
+    adapted.wait_until_all_serve()
+    expected, _ = adapted.generate(PROMPT, model="sql", **LONG)
+    with adapted.client.generate(PROMPT, model="sql", **LONG) as stream:
+        is_killed = False
+        for _ in stream:
+            if not is_killed and len(stream.token_ids()) >= 50:
+                decodes = adapted.status().by_role()[NodeRole.DECODE]
+                (busy,) = [node.target for node in decodes if node.load.num_running]
+                (name,) = [node.name for node in adapted.cluster.nodes if node.address == busy]
+                adapted.cluster.kill(name, signal.SIGKILL)
+                is_killed = True
+        assert is_killed
+        assert stream.token_ids() == expected
+        assert stream.summary.metrics.attempts == 2
+    adapted.wait_until_all_serve()
+
+
+def receipts_of(adapted, *request_ids):
+    deadline = time.monotonic() + WAIT_SECONDS
+    while True:
+        lines = [json.loads(line) for path in adapted.receipts.glob("*") for line in path.read_bytes().splitlines()]
+        found = {line["request_id"]: line for line in lines}
+        if found.keys() >= set(request_ids):
+            return [found[request_id] for request_id in request_ids]
+        assert time.monotonic() < deadline, found.keys()
+        time.sleep(0.05)
+
+
+def test_a_receipt_has_the_adapter_and_its_replay_checks_it(adapted, tmp_path, capsys):
+    adapted.client.complete(PROMPT, model="law", request_id="of-law", seed=1, max_tokens=20)
+    adapted.client.complete(PROMPT, request_id="of-base", seed=1, max_tokens=20)
+    of_law, of_base = receipts_of(adapted, "of-law", "of-base")
+    law = next(adapter for adapter in adapted.client.model().adapters if adapter.name == "law")
+    assert (of_law["request"]["model"], of_law["request"]["adapter_fingerprint"]) == ("law", law.fingerprint)
+    assert "adapter_fingerprint" not in of_base["request"]
+    assert of_law["samples"] != of_base["samples"]
+    path = tmp_path / "receipts.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in (of_law, of_base)))
+    assert main(["replay", str(path), f"--against={adapted.router_address}"]) == 0, capsys.readouterr()
+    assert capsys.readouterr().out.count(": identical: ") == 2
+    of_law["request"]["adapter_fingerprint"] = "0" * 64
+    path.write_text(json.dumps(of_law) + "\n")
+    assert main(["replay", str(path), f"--against={adapted.router_address}"]) == 1
+    assert "was answered with the adapter 'law' (000000000000)" in capsys.readouterr().out
+
+
+def test_an_adapter_is_loaded_on_demand_and_by_nodes_that_start_later(adapted, merged_tokens):
+    adapted.wait_until_all_serve()
+    tax = adapted.client.load_adapter("tax", "tax")
+    assert tax in adapted.client.model().adapters
+    expected, _ = adapted.generate(PROMPT, model="tax", **GREEDY)
+    assert expected == merged_tokens("tax")
+    request = make_request("a", {"model": "tax", "max_tokens": 1})
+    request.adapter_fingerprint = "0" * 64
+    with (
+        adapted.client.generate_message(request) as stream,
+        pytest.raises(MismatchError, match="needs the adapter 'ta"),
+    ):
+        list(stream)
+    for node in adapted.cluster.nodes:
+        if node.role in ("decode_node", "prefill_node"):
+            adapted.cluster.kill(node.name, signal.SIGKILL)
+    adapted.wait_until_all_serve()
+    assert adapted.generate(PROMPT, model="tax", **GREEDY)[0] == expected
+    adapted.client.unload_adapter("tax")
+    adapted.wait_for(lambda _status: tax not in adapted.client.model().adapters, what="no adapter")
+    with pytest.raises(NotFoundError, match="is not served"):
+        adapted.client.complete("a", model="tax")

@@ -1,0 +1,130 @@
+"""A node's adapters: loaded by settings, or on demand below a folder, and refused by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from outrider.engine.cpu_kernels.decoder import NativeDecoder
+from outrider.errors import (
+    AlreadyRunningError,
+    ConfigError,
+    InvalidRequestError,
+    ModelError,
+    NotAllowedError,
+    NotFoundError,
+    NotSupportedError,
+)
+from outrider.model_hub.adapters import AdapterTable
+from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.open import open_model
+from outrider.request import Adapter
+from tests.support.adapters import make_adapter
+from tests.support.tiny_model import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def model(base):
+    model = open_model(ModelConfig(id=str(base), num_threads=1, keep_packed=False))
+    if not isinstance(model.native, NativeDecoder):
+        pytest.skip("no native kernels")
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("one", "two")):
+        make_adapter(folder / name, base, seed=seed)
+    make_adapter(folder / "dora", base, seed=0, config={"use_dora": True})
+    return folder
+
+
+def table_of(model, **settings):
+    return AdapterTable(model, model_name="base", config=ModelConfig(**settings))
+
+
+def test_adapters_of_the_settings_are_found_by_name_and_fingerprint(model, folder):
+    table = table_of(model, adapters=(f"b={folder}/two", f"a={folder}/one"))
+    assert [adapter.name for adapter in table.adapters] == ["a", "b"]
+    one, two = table.adapters
+    assert table.find(one) is not None
+    assert table.find(one) is not table.find(two)
+    assert table.find(Adapter("a", two.fingerprint)) is None
+    with pytest.raises(NotAllowedError, match=r"set model\.adapter_directory"):
+        table.load("c", "one")
+    with pytest.raises(NotAllowedError, match=r"set model\.adapter_directory"):
+        table.unload("a")
+
+
+def test_adapters_are_loaded_and_unloaded_on_demand(model, folder):
+    table = table_of(model, adapter_directory=str(folder))
+    one = table.load("a", "one")
+    assert table.load("a", "one") == one
+    assert table.adapters == (one,)
+    with pytest.raises(AlreadyRunningError, match="another adapter has the name 'a'"):
+        table.load("a", "two")
+    with pytest.raises(AlreadyRunningError, match="the model has the name 'base'"):
+        table.load("base", "two")
+    packed = table.find(one)
+    table.unload("a")
+    assert table.find(one) is None
+    assert packed.address, "those who use it keep it"
+    with pytest.raises(NotFoundError, match="no adapter 'a'"):
+        table.unload("a")
+    assert table.load("a", "two") != one
+
+
+@pytest.mark.parametrize("directory", ["..", "", ".", "/", "../adapters", "one/../.."])
+def test_other_directories_are_not_allowed(model, folder, directory):
+    with pytest.raises(NotAllowedError, match="not below"):
+        table_of(model, adapter_directory=str(folder)).load("a", directory)
+
+
+def test_a_link_out_of_the_folder_is_not_allowed(model, folder, tmp_path):
+    (tmp_path / "link").symlink_to(folder / "one")
+    with pytest.raises(NotAllowedError, match="not below"):
+        table_of(model, adapter_directory=str(tmp_path)).load("a", "link")
+
+
+def test_an_invalid_adapter_is_refused_without_the_nodes_paths(model, folder):
+    table = table_of(model, adapter_directory=str(folder))
+    for directory, why in (("dora", "use_dora True is not supported"), ("none", "is no adapter in PEFT's format")):
+        with pytest.raises(InvalidRequestError, match=why) as caught:
+            table.load("a", directory)
+        assert str(folder) not in caught.value.message
+    for name in ("", "x" * 129, "é", "a\n"):
+        with pytest.raises(InvalidRequestError, match="name must have"):
+            table.load(name, "one")
+    assert table.adapters == ()
+
+
+def test_invalid_settings_stop_the_start(model, folder, base, tmp_path):
+    for adapters, why in (
+        (("one",), "must be NAME=DIRECTORY"),
+        ((f"a={folder}/one", f"a={folder}/two"), "two adapters of one name"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            table_of(model, adapters=adapters)
+    with pytest.raises(ModelError, match="use_dora"):
+        table_of(model, adapters=(f"a={folder}/dora",))
+    other = make_tiny_model(tmp_path / "other", overrides={"num_hidden_layers": 4})
+    with pytest.raises(ModelError, match=r"does not fit base: .*model\.layers\.3\..*, which the model does not have"):
+        table_of(model, adapters=(f"a={make_adapter(tmp_path / 'adapter', other, seed=0)}",))
+
+
+def test_a_model_that_is_computed_otherwise_has_no_adapters(folder):
+    model = SimpleNamespace(native=None)
+    assert table_of(model).adapters == ()
+    for settings in ({"adapters": (f"a={folder}/one",)}, {"adapter_directory": str(folder)}):
+        with pytest.raises(ConfigError, match=r"need a model that the native CPU kernels compute .*unset model\.adap"):
+            table_of(model, **settings)
+    with pytest.raises(NotAllowedError):
+        table_of(model).load("a", "one")
+    assert NotSupportedError.reason  # raised only if settings change while a node runs
