@@ -29,9 +29,9 @@ from outrider.request import Adapter, ChatMessage
 from outrider.rpc.channels import open_channel
 from outrider.rpc.status import UNREACHABLE, from_rpc_error
 from outrider.v1 import router_pb2
+from outrider.wire.adapter import ADAPTER
 from outrider.wire.answer import complete_from_proto
 from outrider.wire.cluster import CLUSTER, MODEL
-from outrider.wire.request import ADAPTER
 
 
 class AsyncGenerateStream(BaseStream):

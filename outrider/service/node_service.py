@@ -12,9 +12,9 @@ from outrider.request import Adapter
 from outrider.service.profiling import ProfileDesk
 from outrider.service.rpc_errors import Context, abort_with, rpc_errors
 from outrider.v1 import node_pb2, node_pb2_grpc, router_pb2
+from outrider.wire.adapter import ADAPTER
 from outrider.wire.node import REPORT, info_to_proto
 from outrider.wire.profile import PROFILE, options_from_proto
-from outrider.wire.request import ADAPTER
 
 SERVICE_NAME = "outrider.v1.NodeService"
 TOKENIZER_CHUNK_BYTES = 1 << 20

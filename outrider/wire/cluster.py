@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from outrider.node import ClusterStatus, Model, NodeLoad, NodeStatus
 from outrider.v1 import router_pb2
+from outrider.wire.adapter import ADAPTER
 from outrider.wire.enums import NODE_ROLES, NODE_STATES, VERIFICATION_METHODS
 from outrider.wire.fields import Conversion, Fields
-from outrider.wire.request import ADAPTER
 
 LOAD_FIGURES = (
     "num_running",

@@ -7,9 +7,9 @@ from math import isfinite
 from outrider.node import FeatureFormat, ModelInfo, NodeInfo, NodeLoad, NodeReport
 from outrider.protocol_versions import ProtocolVersions
 from outrider.v1 import draft_pb2, node_pb2
+from outrider.wire.adapter import ADAPTER
 from outrider.wire.enums import NODE_ROLES, NODE_STATES
 from outrider.wire.fields import Conversion, Fields
-from outrider.wire.request import ADAPTER
 
 FEATURES = Fields(FeatureFormat, node_pb2.FeatureFormat)
 

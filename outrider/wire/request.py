@@ -25,6 +25,7 @@ from outrider.request import (
     VerificationMethod,
 )
 from outrider.v1 import node_pb2, router_pb2
+from outrider.wire.adapter import ADAPTER
 from outrider.wire.enums import LOGPROBS_MODES, VERIFICATION_METHODS
 from outrider.wire.fields import Conversion, Fields
 
@@ -121,7 +122,6 @@ def options_from_proto(proto: node_pb2.RequestOptions) -> RequestOptions:
     return _OPTIONS.from_proto(proto, logprobs=logprobs_request_from_proto(proto))
 
 
-ADAPTER = Fields(Adapter, router_pb2.Adapter)
 _OPTIONS = Fields(
     RequestOptions,
     node_pb2.RequestOptions,

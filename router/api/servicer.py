@@ -12,9 +12,10 @@ from outrider.errors import CapacityError, InvalidRequestError, PeerLostError
 from outrider.rpc.channels import DEFAULT_MAX_MESSAGE_BYTES
 from outrider.service.rpc_errors import Context, rpc_errors
 from outrider.v1 import router_pb2, router_pb2_grpc
+from outrider.wire.adapter import ADAPTER
 from outrider.wire.answer import CompleteResponseBuilder, event_to_proto
 from outrider.wire.cluster import CLUSTER, MODEL
-from outrider.wire.request import ADAPTER, num_samples, skips_special_tokens
+from outrider.wire.request import num_samples, skips_special_tokens
 from router.api.clients import host_of_peer
 from router.api.registry import RequestRegistry
 from router.api.request_parsing import MAX_SAMPLES, check_chat, check_detokenize, check_request_id, encode_prompt

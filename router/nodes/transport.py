@@ -30,9 +30,9 @@ from outrider.session import (
     SequenceGroupEvent,
 )
 from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2_grpc, router_pb2, session_pb2, session_pb2_grpc
+from outrider.wire.adapter import ADAPTER
 from outrider.wire.node import REPORT, info_from_proto
 from outrider.wire.prefill import CALL, figures_from_proto
-from outrider.wire.request import ADAPTER
 from outrider.wire.session import command_to_proto, report_message_from_proto
 
 MAX_TOKENIZER_BYTES = 256 << 20
