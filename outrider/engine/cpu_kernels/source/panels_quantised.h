@@ -1,17 +1,20 @@
 // Rows and weights in small integers. Rows are quantised to int8, and integers are multiplied.
 //
 // A row is divided into groups of 64 k, each with its own scale, which makes its largest magnitude 127. So an outlier
-// reduces the precision of its group only. Weights have one scale for an output feature, or factors for each group of
-// k. Products of a group are summed in int32, which is exact in any order, and groups are added in float32 in
-// ascending order of k (`Totals`).
+// reduces the precision of its group only. Weights have one scale for an output feature, or factors for each group of at
+// most 64 k. Products of a weight's group are summed in int32, which is exact in any order, and groups are added in
+// float32 in ascending order of k. For each group, with the sum p of its products and the sum s of its part of the row
+// (`CodePanel::add`):
+//   total = fma(fma(-minimum, s, scale * p), row's scale, total)
 //
 // Packed weights, in panels of 16 output features, whose memory is read in order:
-//   panel   blocks of 64 k. Before the first block of a unit, if the matrix has units (their size is a multiple of
-//           64 k): a header of 64 bytes, which is the unit's 16 scales in float16, then 16 minima in float16 or 16 zero
+//   panel   blocks of 64 k. Before the first block of a unit, if the matrix has units (their size is a multiple of 64
+//           k): a header of 64 bytes, which is the unit's 16 scales in float16, then 16 minima in float16 or 16 zero
 //           points in int8.
 //   block   codes [64 / 4][16][4]. Codes of 4 bits are 0 to 15: byte i of 64 has those of bytes i (low) and 64 + i
-//           (high) of 128. Codes of 8 bits are signed bytes if kHasSignedCodes; otherwise 128 is added. Then, padded to 64 bytes, [64 / group][16] scales
-//           and as many minima, if groups are smaller than a block: float16, or int8 steps of the unit's.
+//           (high) of 128. Codes of 8 bits are signed bytes if kHasSignedCodes; otherwise 128 is added. Then, if groups
+//           have factors of their own, and padded to 64 bytes: [64 / group][16] scales and as many minima, in float16
+//           or as int8 steps of the unit's.
 #pragma once
 
 #include <algorithm>
@@ -46,8 +49,8 @@ static_assert(sizeof(QuantisedGroup) == kDepthOfGroup + 32);
 
 static inline int64_t groups_of(int64_t width) { return (width + kDepthOfGroup - 1) / kDepthOfGroup; }
 
-// Quantised rows are stored as [groups][rows], so that those of one call are neighbours. Returns the distance of groups,
-// which is odd: with a power of two, the groups of a row would share few lines of the cache.
+// Quantised rows are stored as [groups][rows], so that those of one call are neighbours. Returns the distance of a row's
+// groups, which is odd: with a power of two, they would share few lines of the cache.
 static inline int64_t group_stride(int64_t num_rows) { return num_rows | 1; }
 
 // Returns the number of groups in memory for `num_rows` rows. A call may read, but not use, the groups of further rows.
@@ -213,7 +216,7 @@ class CodePanel {
   }
 
   // Adds the products of the group whose factors are loaded, for kWidth columns of a row, to those of earlier groups.
-  // `x`, `part`: what they were multiplied with. Products and those of zeros are exact; then each operation rounds once.
+  // `x`, `part`: what they were multiplied with. Sums of products and of zeros are exact; then each operation rounds.
   Floats add(int v, Ints products, const QuantisedGroup& x, int part, Floats before) const {
     const auto start = [&] { return __builtin_convertvector(Ints{} + x.template start<Weight::kGroup>(part), Floats); };
     Floats total = __builtin_convertvector(products, Floats);

@@ -23,8 +23,8 @@ static inline const int8_t* bytes_of_block(const char* codes, int8_t* room) {
   return room;
 }
 
-// Multiplies 5 to 16 rows by one panel, as multiply_by_codes does. Groups of further rows are read, but not used. Sums of
-// the groups stay in registers.
+// Multiplies 5 to 16 rows by one panel, as multiply_by_codes does. Groups of further rows are read, but not used. Sums
+// of the groups stay in registers.
 template <class Weight>
 [[gnu::noinline]] static void multiply_by_code_tiles(int rows, const QuantisedGroup* x, int64_t stride,
                                                      const Weight* first, int64_t unit_size, int64_t depth, float* tile,

@@ -6,9 +6,10 @@
 
 namespace outrider {
 
-// PanelQuad: codes of four k of a panel as unsigned bytes. PanelSums: the sums of one row and a panel. They begin with
-// what the codes' offset adds, negative, which is a start shifted to the right if the offset is less than 128; `widen` is
-// called after each 32 k. No step may saturate: sums of two products of 8-bit codes, up to 2 * 255 * 127, exceed 16 bits.
+// PanelQuad: codes of four k of a panel as unsigned bytes. PanelSums: the sums of one row and a panel. They begin with the
+// negative of what the codes' offset adds, which is a start, shifted to the right if the offset is less than 128. `widen`
+// is called after each 32 k. No step may saturate: sums of two products of 8-bit codes, up to 2 * 255 * 127, exceed 16
+// bits.
 #if defined(__AVX512VNNI__)
 template <int Bits>
 #if defined(__AMX_INT8__)
@@ -42,7 +43,8 @@ struct PanelSums {
     sums = _mm512_dpbusd_epi32(sums, weights.bytes, _mm512_set1_epi32(x));
 #else
     typedef int32_t InMemory __attribute__((may_alias, aligned(1)));
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights.bytes), "m"(*reinterpret_cast<const InMemory*>(quad)));
+    const auto* x = reinterpret_cast<const InMemory*>(quad);
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(weights.bytes), "m"(*x));
 #endif
   }
   void widen() {}
