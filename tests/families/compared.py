@@ -93,6 +93,7 @@ class Compared:
     def kernels(self) -> str:
         """What computes the model. A native decoder reads mapped weights, as in a node's later starts."""
         if not isinstance(self.served.native, NativeDecoder):
+            assert "(by layers: " in str(self.served.kernels)
             return BY_LAYERS
         assert self.load("bfloat16").weights_source == "packed weights, mapped"
         return DECODER
