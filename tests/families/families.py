@@ -202,7 +202,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "GPT": refused("openai-gpt", OWN_ATTENTION),
     "GPT-J": refused("gptj", OWN_ATTENTION, rotary_dim=8),
-    "gpt-oss": refused("gpt_oss", "asks attention for s_aux: not supported", num_local_experts=2, head_dim=16),
+    "gpt-oss": refused(
+        "gpt_oss", "asks attention for s_aux: not supported", num_local_experts=2, num_experts_per_tok=1, head_dim=16
+    ),
     "Mamba": refused("mamba", "has layers of type linear_attention, which keep no plain K and V", state_size=4),
     "MPT": refused("mpt", OWN_ATTENTION),
     "Nemotron": refused("nemotron", NO_ARGUMENTS),
