@@ -34,7 +34,7 @@ from outrider.engine.numerics import BatchInvariance, Numerics, native_numerics,
 from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.checkpoint import Checkpoint, open_checkpoint
-from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.config import DEQUANTIZED, ModelConfig
 from outrider.model_hub.fingerprint import check_weight_files
 from outrider.model_hub.kernels import (
     check_deterministic,
@@ -133,10 +133,10 @@ def _open_source(config: ModelConfig, location: ModelLocation, progress: Progres
     if kernels.path == FUSED and (reason := why_not_fused(hf_config)):
         kernels = fall_back_to_torch(config, reason)
     is_native = kernels.library is not None
-    is_quantised = checkpoint is not None and checkpoint.is_quantised
-    dtype = resolve_dtype(config.dtype, device, hf_config, is_native=is_native, is_quantised=is_quantised)
     options = decoder_options(hf_config.to_dict())
     is_decoder = is_native and not isinstance(options, str)
+    stays_packed = is_decoder and checkpoint is not None and checkpoint.is_quantised and config.weights != DEQUANTIZED
+    dtype = resolve_dtype(config.dtype, device, hf_config, is_native=is_native, is_quantised=stays_packed)
     return _Source(
         config=config,
         location=location,
@@ -163,15 +163,11 @@ def _load_packed(source: _Source) -> tuple[_Source, RunnableModel]:
     spec = options.spec(dtype=source.dtype, max_model_len=window.max_model_len, is_extended=window.is_extended)
     started = start_kernels(source.kernels, source.config)
     quantise = source.weights.rounded_to
+    logits = partial(layerwise_logits, source.hf_config, rounded(checkpoint.tensors, quantise))
+    expected = logits(dtype=TORCH_DTYPES[spec.dtype])  # first, because it checks the tensors' names and shapes
     weights = pack_weights(started, options, spec, tensors, quantise=quantise)
     runnable = RunnableModel(model=None, native=NativeDecoder(started, weights), device=source.device, spec=spec)
-    logits = partial(layerwise_logits, source.hf_config, rounded(checkpoint.tensors, quantise))
-    check_paged_forward(
-        runnable,
-        logits(dtype=TORCH_DTYPES[spec.dtype]),
-        exact=logits,
-        is_lossy=source.weights.has_int8_activations,
-    )
+    check_paged_forward(runnable, expected, exact=logits, is_lossy=source.weights.has_int8_activations)
     return source, runnable
 
 

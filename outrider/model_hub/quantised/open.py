@@ -110,5 +110,5 @@ def _quantised(files: SafetensorsFiles, module: str, scheme: Scheme) -> Words | 
         return scheme.read(files, module)
     except KeyError as error:
         raise ModelError(f"{files.directory} has no {error.args[0]}: the weights are incomplete") from error
-    except ValueError as error:
+    except (ArithmeticError, IndexError, TypeError, ValueError) as error:
         raise ModelError(f"{files.directory}: the weight of {module} cannot be read: {error}") from error
