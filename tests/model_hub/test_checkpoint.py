@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig
@@ -16,6 +18,7 @@ from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.numerics import BatchInvariance
 from outrider.errors import ConfigError, ModelError, NotFoundError
+from outrider.model_hub import load as load_module
 from outrider.model_hub.checkpoint import open_checkpoint
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.layerwise_reference import layerwise_logits
@@ -133,6 +136,39 @@ def test_links_as_in_the_cache_of_the_hub_have_the_models_name(opened, quantised
     model = opened(link)
     assert model.info.name == "linked-Q4"
     assert model.info.fingerprint == opened(quantised).info.fingerprint
+
+
+def test_rotations_are_compared_up_to_the_end_of_the_window(opened, tmp_path, monkeypatch):
+    """The check of logits reads 40 positions, at which these frequencies are still right."""
+    path = write_gguf(random_model("llama", {}), tmp_path / "model.gguf")
+    right = load_module.decoder_options
+
+    def wrong(config):
+        options = right(config)
+        frequencies = options.rotations[0].frequencies * np.float32(1 + 1e-5)
+        return replace(options, rotations=(replace(options.rotations[0], frequencies=frequencies),))
+
+    monkeypatch.setattr(load_module, "decoder_options", wrong)
+    with pytest.raises(ModelError, match="the model's rotations differ"):
+        opened(path)
+
+
+def test_a_model_by_layers_is_compared_with_rounded_weights(opened, tmp_path, monkeypatch):
+    """In both comparisons: with transformers in the model's dtype, and in float32 if that is too coarse."""
+    path = write_gguf(random_model("llama", {}), tmp_path / "model.gguf")
+    reason = "for this test"
+    monkeypatch.setattr(load_module, "decoder_options", lambda _config: reason)
+    found = []
+    check = load_module.check_paged_forward
+
+    def compare(model, expected, *, exact, **options):
+        found.append((expected, exact()))
+        check(model, expected, exact=exact, **options)
+
+    monkeypatch.setattr(load_module, "check_paged_forward", compare)
+    opened(path, weights="int4", dtype="float32", keep_packed=False)
+    assert len(found) == 1
+    torch.testing.assert_close(*found[0], rtol=1e-3, atol=1e-3)
 
 
 def test_tensors_of_other_shapes_are_refused_before_they_are_packed(opened, tmp_path):

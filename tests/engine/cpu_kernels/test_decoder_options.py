@@ -41,11 +41,11 @@ def test_weights_are_packed_the_same_with_and_without_torch(checkpoint, portable
     register_attention()
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
     spec, layers = describe_decoder(model, dtype="bfloat16", window=resolve_window(model.config))
-    assert why_not_native(model, spec, layers) == ""
+    assert why_not_native(model, decoder_options(model.config.to_dict()), layers) == ""
     options = decoder_options(json.loads((checkpoint / "config.json").read_text()))
     assert options.spec(dtype="bfloat16", max_model_len=spec.max_model_len) == spec
     found = pack_weights(kernels, options, spec, SafetensorsFiles(checkpoint))  # from float32
-    expected = pack_decoder(kernels, model, spec)
+    expected = pack_decoder(kernels, model, decoder_options(model.config.to_dict()), spec)
     assert found.shape == expected.shape
     assert found.blobs.keys() == expected.blobs.keys()
     assert [name for name in found.blobs if not np.array_equal(found.blobs[name], expected.blobs[name])] == []
