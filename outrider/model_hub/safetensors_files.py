@@ -42,7 +42,9 @@ class SafetensorsFiles(Mapping[str, npt.NDArray[Any]]):
                 self._places[name] = (data, entry)
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        """Returns the tensor as a read-only view of its file. Raises: KeyError, ModelError for an unknown type."""
+        """Returns the tensor as a read-only view of its file. Raises: KeyError, ModelError if it is damaged or its
+        type is unknown.
+        """
         data, entry = self._places[name]
         if (word := _TYPES.get(entry["dtype"])) is None:
             raise ModelError(f"{self.directory}: {name} has the type {entry['dtype']}, which is not supported")

@@ -188,8 +188,8 @@ class GgufVocabulary:
 def _sentence_piece_merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """Returns the last merge that makes each token, best score first. `scores`: by token.
 
-    In any text, a token is made of its characters by the same merges as if it stood alone, because a merge with a
-    neighbour would end it. So other ways to divide it never occur.
+    A text's characters become a token only if none of them is merged with a neighbour outside it. So the merges that
+    make the token are the same in every text, and other ways to divide it need no merge.
     """
     found = []
     for token, score in scores.items():
