@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ WHEEL = "xllamacpp==2026.10.11549"
 WHEEL_SCRIPT = Path(__file__).resolve().parent / "serve_xllamacpp.py"
 
 
-class LlamaCppServer:
+class LlamaCppServer(ABC):
     """The server by its HTTP API. Subclasses say how it is started."""
 
     name: str
@@ -51,9 +52,9 @@ class LlamaCppServer:
             stream = http_stream(port, "/completion", body, read=_token_ids, seconds=setup.answer_seconds)
             yield Server(process, StreamAsker(stream, max_tokens=setup.max_tokens))
 
+    @abstractmethod
     def command(self, setup: Setup, *, port: int, context: int) -> Sequence[str]:
         """Returns the command that serves on `port`. `context`: number of tokens of all slots together."""
-        raise NotImplementedError
 
 
 class CompiledServer(LlamaCppServer):

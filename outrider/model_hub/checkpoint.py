@@ -20,6 +20,7 @@ class Checkpoint:
     tensors: Tensors
     format: str  # for users, such as "GGUF Q5_0, Q4_K, Q8_0" or "awq, 4 bits"
     is_quantised: bool  # whether any tensor is a GroupedWeight
+    is_plain: bool  # whether the checkpoint is not quantised in any way
 
 
 def open_checkpoint(directory: Path, device: str) -> Checkpoint | None:
@@ -30,10 +31,10 @@ def open_checkpoint(directory: Path, device: str) -> Checkpoint | None:
     """
     if (directory / GGUF_TABLE).is_file():
         gguf = open_directory(directory).tensors
-        return Checkpoint(gguf, f"GGUF {', '.join(gguf.formats)}", gguf.is_quantised)
+        return Checkpoint(gguf, f"GGUF {', '.join(gguf.formats)}", gguf.is_quantised, not gguf.is_quantised)
     quantization = quantization_of(read_json(directory / "config.json"))
     if not quantization or device_type(device) != "cpu":
         return None
     bits = choose_scheme(quantization).bits
     name = method_of(quantization) + (f", {bits} bits" if bits else "")
-    return Checkpoint(open_safetensors(directory), name, is_quantised=bits > 0)
+    return Checkpoint(open_safetensors(directory), name, is_quantised=bits > 0, is_plain=False)

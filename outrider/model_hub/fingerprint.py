@@ -42,8 +42,8 @@ def model_fingerprint(directory: Path, *, dtype: str, cache: Path) -> str:
         raise ModelError(f"{directory} has no config.json")
     tokenizer = directory / TOKENIZER_FILE
     files = weight_files(directory)
-    # A GGUF file's name is the user's choice, so it does not count.
-    names = [f"gguf {at}" if path.suffix == ".gguf" else path.name for at, path in enumerate(files)]
+    is_gguf = (directory / GGUF_TABLE).is_file()  # such a file's name is the user's choice, so it does not count
+    names = [f"gguf {at}" if is_gguf else path.name for at, path in enumerate(files)]
     with ThreadPoolExecutor() as threads:
         hashes = list(threads.map(lambda path: cached_sha256(path, cache), files))
     digest = hashlib.sha256()

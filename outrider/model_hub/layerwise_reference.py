@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from accelerate import init_empty_weights
@@ -61,6 +61,13 @@ def layerwise_logits(
     with torch.inference_mode():
         logits: Tensor = model(input_ids=token_ids, use_cache=False).logits
     return logits.float()
+
+
+def rotary_embedding(config: PretrainedConfig) -> nn.Module:
+    """Returns transformers' module that computes the model's cosines and sines, without loading weights."""
+    model: Any = _empty_model(config, torch.float32, "eager")
+    rotary: nn.Module = model.base_model.rotary_emb
+    return rotary
 
 
 def load_tensors(

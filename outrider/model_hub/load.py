@@ -22,7 +22,7 @@ from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.decoder_options import HEAD_DIM_STEP, DecoderOptions, decoder_options
-from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
+from outrider.engine.cpu_kernels.decoder_packing import compare_rotations, pack_decoder, why_not_native
 from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.cpu_kernels.packing import pack_weights
 from outrider.engine.cpu_kernels.paths import FUSED, KernelChoice
@@ -34,7 +34,7 @@ from outrider.engine.numerics import BatchInvariance, Numerics, native_numerics,
 from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import ConfigError, ModelError
 from outrider.model_hub.checkpoint import Checkpoint, open_checkpoint
-from outrider.model_hub.config import ModelConfig
+from outrider.model_hub.config import DEQUANTIZED, ModelConfig
 from outrider.model_hub.fingerprint import check_weight_files
 from outrider.model_hub.kernels import (
     check_deterministic,
@@ -44,7 +44,7 @@ from outrider.model_hub.kernels import (
     resolve_device,
     start_kernels,
 )
-from outrider.model_hub.layerwise_reference import layerwise_logits, load_tensors
+from outrider.model_hub.layerwise_reference import layerwise_logits, load_tensors, rotary_embedding
 from outrider.model_hub.loaded_model import LoadedModel, describe_model
 from outrider.model_hub.locate import ModelLocation, locate_model
 from outrider.model_hub.quantised.open import dequantised, rounded
@@ -133,10 +133,10 @@ def _open_source(config: ModelConfig, location: ModelLocation, progress: Progres
     if kernels.path == FUSED and (reason := why_not_fused(hf_config)):
         kernels = fall_back_to_torch(config, reason)
     is_native = kernels.library is not None
-    is_quantised = checkpoint is not None and checkpoint.is_quantised
-    dtype = resolve_dtype(config.dtype, device, hf_config, is_native=is_native, is_quantised=is_quantised)
     options = decoder_options(hf_config.to_dict())
     is_decoder = is_native and not isinstance(options, str)
+    stays_packed = is_decoder and checkpoint is not None and checkpoint.is_quantised and config.weights != DEQUANTIZED
+    dtype = resolve_dtype(config.dtype, device, hf_config, is_native=is_native, is_quantised=stays_packed)
     return _Source(
         config=config,
         location=location,
@@ -163,15 +163,12 @@ def _load_packed(source: _Source) -> tuple[_Source, RunnableModel]:
     spec = options.spec(dtype=source.dtype, max_model_len=window.max_model_len, is_extended=window.is_extended)
     started = start_kernels(source.kernels, source.config)
     quantise = source.weights.rounded_to
+    logits = partial(layerwise_logits, source.hf_config, rounded(checkpoint.tensors, quantise))
+    expected = logits(dtype=TORCH_DTYPES[spec.dtype])  # first, because it checks the tensors' names and shapes
+    compare_rotations(rotary_embedding(source.hf_config), options, spec.max_model_len)
     weights = pack_weights(started, options, spec, tensors, quantise=quantise)
     runnable = RunnableModel(model=None, native=NativeDecoder(started, weights), device=source.device, spec=spec)
-    logits = partial(layerwise_logits, source.hf_config, rounded(checkpoint.tensors, quantise))
-    check_paged_forward(
-        runnable,
-        logits(dtype=TORCH_DTYPES[spec.dtype]),
-        exact=logits,
-        is_lossy=source.weights.has_int8_activations,
-    )
+    check_paged_forward(runnable, expected, exact=logits, is_lossy=source.weights.has_int8_activations)
     return source, runnable
 
 
@@ -196,13 +193,13 @@ def _load_modules(source: _Source) -> tuple[_Source, RunnableModel]:
     check_deterministic(config, device, source.kernels)
     quantise = source.weights.rounded_to
     expected = reference_logits(model, spec.vocab_size, quantise=quantise)
-    if source.kernels.library is not None and (reason := why_not_native(model, spec, layers)):
-        source = replace(source, kernels=replace(source.kernels, reason=f"by layers: {reason}"))
+    if source.kernels.library is not None and (reason := why_not_native(model, source.options, layers)):
+        source = replace(source, options=reason, kernels=replace(source.kernels, reason=f"by layers: {reason}"))
     runnable = _make_runnable(source, model, spec, layers)
 
     def exact() -> Tensor:
         if source.checkpoint is not None:
-            return layerwise_logits(source.hf_config, source.checkpoint.tensors)
+            return layerwise_logits(source.hf_config, rounded(source.checkpoint.tensors, quantise))
         if getattr(source.hf_config, "quantization_config", None):
             return expected  # transformers' quantizers do not compute in float32
         own = replace(source, hf_config=copy.deepcopy(source.hf_config), device="cpu")
@@ -271,8 +268,8 @@ def _make_runnable(
             make_deterministic(model)
         return runnable
     started, quantise = start_kernels(kernels, config), source.weights.rounded_to
-    if not why_not_native(model, spec, layers):
-        decoder = NativeDecoder(started, pack_decoder(started, model, spec, quantise=quantise))
+    if isinstance(source.options, DecoderOptions):
+        decoder = NativeDecoder(started, pack_decoder(started, model, source.options, spec, quantise=quantise))
         return replace(runnable, model=None, native=decoder)
     native = NativeLayers(started, quantise=quantise)
     native.replace_in(model)

@@ -54,7 +54,7 @@ def locate_model(config: ModelConfig, *, progress: Progress = no_progress) -> Mo
         return ModelLocation(directory=directory, name=config.name or config.id, revision=DEFAULT_MODEL_REVISION)
     directory = Path(config.id).expanduser()
     if is_gguf(directory):
-        name = config.name or _PART_NUMBER.sub("", directory.resolve().name.removesuffix(".gguf"))
+        name = config.name or _PART_NUMBER.sub("", directory.absolute().name.removesuffix(".gguf"))
         location = gguf_directory(directory, cache_directory(config), progress=progress)
         return ModelLocation(directory=location, name=name)
     if directory.is_dir():

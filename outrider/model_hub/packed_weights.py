@@ -42,10 +42,9 @@ from outrider.progress import Progress, no_progress
 
 HEADER, WEIGHTS = "header.json", "weights"
 PACKING_MODULES = (
-    *("engine/cpu_kernels", "engine/feature_spec.py", "engine/features.py", "engine/model_runner.py"),
-    *("engine/numerics.py", "engine/rotation.py", "heads", "heads/forms", "model_hub"),
-    "model_hub/gguf",
-    "model_hub/quantised",
+    *("engine/arrays.py", "engine/cpu_kernels", "engine/feature_spec.py", "engine/features.py"),
+    *("engine/model_runner.py", "engine/numerics.py", "engine/rotation.py", "engine/scaled_rotations.py"),
+    *("heads", "heads/forms", "model_hub", "model_hub/gguf", "model_hub/quantised"),
 )
 """Modules of the package that determine what is packed, or whether a model passes the check at load."""
 

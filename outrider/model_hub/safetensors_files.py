@@ -36,15 +36,22 @@ class SafetensorsFiles(Mapping[str, npt.NDArray[Any]]):
             is_empty = path.stat().st_size == start
             data = np.empty(0, np.uint8) if is_empty else np.memmap(path, np.uint8, "r", offset=start).view(np.ndarray)
             for name, entry in header.items():
+                if not isinstance(entry.get("dtype"), str) or not isinstance(entry.get("shape"), list):
+                    raise ModelError(f"{path} is damaged: {name} has no type or no shape; copy or download it again")
                 self.types[name] = entry["dtype"]
                 self._places[name] = (data, entry)
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        """Returns the tensor as a read-only view of its file. Raises: KeyError, ModelError for an unknown type."""
+        """Returns the tensor as a read-only view of its file. Raises: KeyError, ModelError if it is damaged or its
+        type is unknown.
+        """
         data, entry = self._places[name]
         if (word := _TYPES.get(entry["dtype"])) is None:
             raise ModelError(f"{self.directory}: {name} has the type {entry['dtype']}, which is not supported")
-        return data[slice(*entry["data_offsets"])].view(word).reshape(entry["shape"])
+        try:
+            return data[slice(*entry["data_offsets"])].view(word).reshape(entry["shape"])
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"{self.directory}: {name} is damaged: {error}; copy or download it again") from error
 
     def floats(self, name: str) -> npt.NDArray[np.float32]:
         """Returns the tensor in float32, exactly. Raises: KeyError, ModelError if its type is not a plain float."""

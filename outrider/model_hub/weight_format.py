@@ -27,11 +27,16 @@ class WeightFormat:
     name: str  # for users: "bfloat16", "int8, rounded at load" or "GGUF Q5_0, Q4_K"
     rounded_to: str = ""  # "int8" or "int4": what plain weights are rounded to at load; "": they are not rounded
     has_int8_activations: bool = False
+    is_dequantised: bool = False  # whether a quantised checkpoint is converted to the dtype
 
     @property
     def arithmetic(self) -> str:
-        """The part of the fingerprint's arithmetic that the format adds, such as "W4A8"; may be empty."""
-        return _LOSSY_TYPES.get(self.rounded_to, "A8" if self.has_int8_activations else "")
+        """The part of the fingerprint's arithmetic that the format adds, such as "W4A8"; may be empty.
+
+        It also tells our reading of quantised checkpoints from that of transformers' quantizers.
+        """
+        own = "A8" if self.has_int8_activations else "dequantised" * self.is_dequantised
+        return _LOSSY_TYPES.get(self.rounded_to, own)
 
     @property
     def numerics_note(self) -> str:
@@ -64,4 +69,4 @@ def choose_weight_format(
         return WeightFormat(dtype)
     if checkpoint.is_quantised and is_decoder and config.weights != DEQUANTIZED:
         return WeightFormat(checkpoint.format, has_int8_activations=True)
-    return WeightFormat(f"{checkpoint.format}, in {dtype}")
+    return WeightFormat(f"{checkpoint.format}, in {dtype}", is_dequantised=not checkpoint.is_plain)

@@ -42,7 +42,11 @@ def test_the_draft_model_is_fetched_as_well(model, capsys):
     [
         ("OUTRIDER_DECODE_NODE__MAX_RUNNING_SEQUENCES", "many", "OUTRIDER_DECODE_NODE__MAX_RUNNING_SEQUENCES"),
         ("OUTRIDER_ROUTER__MAX_WAITNG", "1", "the nearest is router.max_waiting"),
-        ("OUTRIDER_MODEL__ID", "/nowhere", "model.id '/nowhere' is neither a directory nor a Hugging Face id"),
+        (
+            "OUTRIDER_MODEL__ID",
+            "/nowhere",
+            "model.id '/nowhere' is neither a directory, a GGUF file nor a Hugging Face id",
+        ),
     ],
 )
 def test_a_wrong_setting_of_any_role_is_one_clear_line(model, monkeypatch, capsys, variable, value, message):

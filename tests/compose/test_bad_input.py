@@ -30,7 +30,11 @@ def fails(project, *services, **environ):
     ("variable", "value", "message"),
     [
         ("OUTRIDER_MODEL__DTYPE", "int8", "model.dtype = 'int8' is out of range: must be one of auto, "),
-        ("OUTRIDER_MODEL__ID", "/nowhere", "model.id '/nowhere' is neither a directory nor a Hugging Face id"),
+        (
+            "OUTRIDER_MODEL__ID",
+            "/nowhere",
+            "model.id '/nowhere' is neither a directory, a GGUF file nor a Hugging Face id",
+        ),
     ],
 )
 def test_a_wrong_variable_ends_the_start_at_once(project, variable, value, message):

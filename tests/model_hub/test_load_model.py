@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.torch_sdpa import TorchSdpaAttention
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
+from outrider.engine.cpu_kernels.decoder_options import decoder_options
 from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.errors import ConfigError, ModelError, NotFoundError
@@ -252,14 +253,15 @@ def test_quantized_layers_are_left_to_their_quantizer(tiny, kind):
     """Packing them for the native decoder would raise an AttributeError or a KeyError."""
     register_attention()
     model = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation=ATTENTION_NAME)
-    spec, layers = describe_decoder(model, dtype="float32", window=resolve_window(model.config))
-    assert why_not_native(model, spec, layers) == ""
+    options = decoder_options(model.config.to_dict())
+    _, layers = describe_decoder(model, dtype="float32", window=resolve_window(model.config))
+    assert why_not_native(model, options, layers) == ""
     attention = model.base_model.layers[1].self_attn
     if kind == "another layer":
         attention.o_proj = QuantizedLinear()
     else:
         attention.o_proj.weight = torch.nn.Parameter(torch.zeros(16, 64, dtype=torch.uint8), requires_grad=False)
-    assert why_not_native(model, spec, layers) == "its 1.self_attn.o_proj is not a plain nn.Linear"
+    assert why_not_native(model, options, layers) == "its 1.self_attn.o_proj is not a plain nn.Linear"
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_rotations_by_length_are_one_choice_for_all_sequences(tmp_path, shape, m
 def test_rows_at_the_end_of_the_window_are_in_the_company_that_is_tried(tmp_path, monkeypatch):
     """Negative control: rotations depend on the length, although this was not detected in the configuration."""
     overrides = {"max_position_embeddings": 2048, "head_dim": 16, "rope_parameters": copy.deepcopy(LONG)}
-    path = make_tiny_model(tmp_path, architecture="seed_oss", overrides=overrides)
+    path = make_tiny_model(tmp_path, architecture="arcee", overrides=overrides)
     monkeypatch.setattr(load_module, "resolve_window", lambda *_: Window(2048))
     model = load_model(ModelConfig(id=str(path), dtype="float32", num_threads=1))
     assert not model.info.numerics.startswith(f"{BatchInvariance.EXACT} (")

@@ -56,6 +56,7 @@ class Family:
     rounds_norms_once: bool = False  # see outrider_rms_norm
     norms_all_heads: bool = False  # whether norms of queries and keys are of all heads as one vector
     scales_embedding: bool = False  # whether embeddings are multiplied by the root of their width
+    rotates_partly: bool = False  # whether it heeds partial_rotary_factor
     full_every: int = 0  # every n-th layer has no window; 0: all layers have one
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings in config.json that only some families heed, or whose defaults differ."""
@@ -87,7 +88,7 @@ FAMILIES = {
         }
     ),
     "seed_oss": Family(settings={"head_dim": 128}),
-    "phi3": Family(settings={"sliding_window": None, "rms_norm_eps": 1e-5}),
+    "phi3": Family(rotates_partly=True, settings={"sliding_window": None, "rms_norm_eps": 1e-5}),
     "granite": Family(
         settings=dict.fromkeys(
             ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 1.0
@@ -161,6 +162,13 @@ def decoder_options(config: Mapping[str, Any]) -> DecoderOptions | str:
     Rotations that depend on a text's length are those within the original window, unless `window.fix_rotations` has
     changed them in `config`.
     """
+    try:
+        return _options(config)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        return f"its config.json is unusual ({type(error).__name__}: {error})"
+
+
+def _options(config: Mapping[str, Any]) -> DecoderOptions | str:
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return f"{config.get('model_type')} is none of the native decoder's families"
@@ -172,6 +180,9 @@ def decoder_options(config: Mapping[str, Any]) -> DecoderOptions | str:
         return f"its activation is {activation}"
     if settings.get("use_bidirectional_attention"):
         return "it attends in two directions"
+    rotated = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if rotated not in (None, 1) and not family.rotates_partly:
+        return "its partial_rotary_factor is one that its family ignores"
     hidden, num_heads = settings["hidden_size"], settings["num_attention_heads"]
     head_dim = settings["head_dim"] or hidden // num_heads
     if head_dim % HEAD_DIM_STEP:

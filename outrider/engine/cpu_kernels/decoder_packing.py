@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from outrider.engine.attention.base import AttentionOptions
-from outrider.engine.cpu_kernels.decoder_options import DecoderOptions, decoder_options
+from outrider.engine.cpu_kernels.decoder_options import DecoderOptions
 from outrider.engine.cpu_kernels.decoder_weights import DecoderWeights, PackedReduction
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import ElementType
@@ -33,9 +33,11 @@ _ALLOWED_ANGLE = 2.5e-7
 """Allowed angle difference per position: two units in the last place of a frequency."""
 
 
-def why_not_native(model: PreTrainedModel, spec: ModelSpec, layers: Sequence[AttentionOptions]) -> str:
-    """Returns why a model cannot run as one native call although the kernels can compute its layers, or ""."""
-    options = decoder_options(model.config.to_dict())
+def why_not_native(model: PreTrainedModel, options: DecoderOptions | str, layers: Sequence[AttentionOptions]) -> str:
+    """Returns why a model cannot run as one native call although the kernels can compute its layers, or "".
+
+    `options`: the result of `decoder_options` for its configuration.
+    """
     if isinstance(options, str):
         return options
     shape = options.shape
@@ -56,7 +58,9 @@ def _is_unsupported_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or hasattr(module, "in_features")
 
 
-def pack_decoder(kernels: CpuKernels, model: PreTrainedModel, spec: ModelSpec, *, quantise: str = "") -> DecoderWeights:
+def pack_decoder(
+    kernels: CpuKernels, model: PreTrainedModel, options: DecoderOptions, spec: ModelSpec, *, quantise: str = ""
+) -> DecoderWeights:
     """Packs the weights of `model`, which cannot compute afterwards.
 
     Each weight is packed, then dropped, so that the model is in memory only once.
@@ -64,13 +68,12 @@ def pack_decoder(kernels: CpuKernels, model: PreTrainedModel, spec: ModelSpec, *
     Args:
         kernels: the kernels for whose instruction path the weights are packed.
         model: on the CPU; `why_not_native` must be empty for it.
+        options: the model's options.
         spec: sizes of the model.
         quantise: see pack_weights.
     """
-    options = decoder_options(model.config.to_dict())
-    assert isinstance(options, DecoderOptions), options
     base: Any = model.base_model
-    _compare_with_own(base.rotary_emb, options, spec.max_model_len)
+    compare_rotations(base.rotary_emb, options, spec.max_model_len)
     head: Any = model.get_output_embeddings()
     is_tied = head.weight.data_ptr() == base.embed_tokens.weight.data_ptr()
     rotations = tuple(_with_own_frequencies(rotation, base.rotary_emb) for rotation in options.rotations)
@@ -128,8 +131,11 @@ def _with_own_frequencies(rotation: Rotation, rotary: Any) -> Rotation:
     return replace(rotation, frequencies=own.float().numpy())
 
 
-def _compare_with_own(rotary: Any, options: DecoderOptions, num_positions: int) -> None:
-    """Compares rotations with the model's own, at positions up to the last one. Raises: ModelError if they differ."""
+def compare_rotations(rotary: Any, options: DecoderOptions, num_positions: int) -> None:
+    """Compares rotations with those of transformers' module, at positions up to the last one.
+
+    Raises: ModelError if they differ.
+    """
     positions = torch.linspace(0, num_positions - 1, _COMPARED_POSITIONS).long()
     for rotation in options.rotations:
         types = [rotation.layer_type] if rotation.layer_type else []

@@ -95,6 +95,12 @@ class PackedMatrix:
         self._functions = kernels.library.functions
         self._arena = arena
         self.in_features = linears[0].weight.shape[1]
+        for linear in linears:
+            shape = linear.weight.shape
+            if shape[1:] != (self.in_features,) or (linear.bias is not None and linear.bias.shape != shape[:1]):
+                raise ModelError(
+                    f"a weight of {shape} does not fit beside one of {linears[0].weight.shape}, or its bias"
+                )
         sizes = [linear.weight.shape[0] for linear in linears]
         self._rooms = [-(-size // PANEL) * PANEL for size in sizes] if interleave else sizes
         self.out_features = sum(self._rooms)
@@ -103,7 +109,10 @@ class PackedMatrix:
         plain = [linear.weight for linear in linears if not isinstance(linear.weight, GroupedWeight)]
         grouped = [linear.weight for linear in linears if isinstance(linear.weight, GroupedWeight)]
         if plain and grouped:
-            raise ModelError("of weights that are multiplied together, some are quantised and others are not")
+            raise ModelError(
+                "of weights that are multiplied together, some are quantised and others are not: set model.weights to "
+                "dequantized"
+            )
         if quantise == "int4" and plain:
             grouped = [quantise_groups(to_float32(weight), 4) for weight in plain]
         if grouped:

@@ -23,6 +23,19 @@ _LOCAL_THETA = 10_000.0
 _LLAMA3_WINDOWS = (8192, 4096, 16384, 32768)
 """Original windows that are tried to recover Llama 3's rotation from its factors."""
 
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.scale": (0,),
+    "embedding_scale": (0, 1),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "rope.scaling.yarn_ext_factor": (1, -1),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+}
+"""Keys of metadata that no family here heeds, and the values for which that makes no difference."""
+
 Factors = Mapping[str, npt.NDArray[np.float32]]
 """The tensors of `ROTATION_FACTORS` that a file has."""
 
@@ -71,6 +84,7 @@ def make_config(header: GgufHeader, factors: Factors) -> dict[str, Any]:
         raise ModelError(
             f"the GGUF file is a mixture of experts of architecture {metadata.architecture}: not supported"
         )
+    _check_values(metadata)
     shapes = {entry.name: entry.shape for entry in header.tensors}
     num_heads = metadata.number("attention.head_count")
     config = {
@@ -92,6 +106,24 @@ def make_config(header: GgufHeader, factors: Factors) -> dict[str, Any]:
     for name, key in _SPECIAL_IDS.items():
         config[name] = header.metadata.get(f"tokenizer.ggml.{key}")
     return config | _OWN_SETTINGS.get(metadata.architecture, lambda _: {})(metadata)
+
+
+def _check_values(metadata: _Metadata) -> None:
+    """Raises ModelError if the model has layers, or values that change its logits, which its family does not have."""
+    layers = {entry.name.split(".")[1] for entry in metadata.header.tensors if entry.name.startswith("blk.")}
+    if len(layers) != (stated := metadata.get("block_count")):
+        raise ModelError(f"the GGUF file has {len(layers)} layers and states {stated}: it is incomplete")
+    neutral = dict(_NEUTRAL)
+    if metadata.architecture != "gemma2":
+        neutral["attn_logit_softcapping"] = (0,)
+    if metadata.architecture != "phi3":
+        neutral["rope.dimension_count"] = (metadata.head_dim,)
+    for name, values in neutral.items():
+        if (value := metadata.get(name, values[0])) not in values:
+            raise ModelError(
+                f"the GGUF file has {metadata.architecture}.{name} = {value}, which is not supported: use the model's "
+                "checkpoint in transformers' format"
+            )
 
 
 def matrices_dtype(header: GgufHeader) -> str:

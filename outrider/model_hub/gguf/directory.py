@@ -63,7 +63,7 @@ def find_files(path: Path) -> list[Path]:
             found = f"{len(firsts)} GGUF models: give one of {', '.join(firsts)}" if firsts else "no GGUF model"
             raise ModelError(f"{path} has {found}")
         path = path / firsts[0]
-    path = path.resolve()
+    path = path.absolute()  # a link may have another name than its target, as in the cache of the hub
     part = _PART.fullmatch(path.name)
     count = int(part["count"]) if part else 1
     files = [path.with_name(f"{part['start']}{at + 1:05}-of-{count:05}.gguf") if part else path for at in range(count)]

@@ -22,6 +22,8 @@ from outrider.model_hub.gguf.pre_tokenizers import pre_tokenization
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """GGUF's numbers of token types that are matched in texts before anything else."""
 _SPACE = "▁"
+_MAX_TOKEN_LENGTH = 1000
+"""Maximum characters of a token. The time to find its merges grows with the square."""
 _SENTENCE_PIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 """Ids that hold for SentencePiece vocabularies unless the metadata has others."""
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -186,11 +188,13 @@ class GgufVocabulary:
 def _sentence_piece_merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """Returns the last merge that makes each token, best score first. `scores`: by token.
 
-    In any text, a token is made of its characters by the same merges as if it stood alone, because a merge with a
-    neighbour would end it. So other ways to divide it never occur.
+    A text's characters become a token only if none of them is merged with a neighbour outside it. So the merges that
+    make the token are the same in every text, and other ways to divide it need no merge.
     """
     found = []
     for token, score in scores.items():
+        if len(token) > _MAX_TOKEN_LENGTH:
+            raise ModelError(f"the GGUF file's tokenizer has a token of {len(token):,} characters")
         parts = list(token)
         while len(parts) > 2:
             joined = [scores.get(left + right, -math.inf) for left, right in pairwise(parts)]

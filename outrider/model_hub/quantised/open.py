@@ -87,12 +87,14 @@ def dequantised(tensors: Tensors) -> Mapping[str, Words]:
 def rounded(tensors: Tensors, quantise: str) -> Tensors:
     """Returns the same tensors, of which plain matrices are rounded when they are used.
 
-    `quantise`: see PackedMatrix; "": the tensors themselves are returned.
+    Embeddings are rounded only if they are the output layer, too. `quantise`: see PackedMatrix; "": the tensors
+    themselves are returned.
     """
+    plain = "model.embed_tokens.weight" if "lm_head.weight" in tensors else ""
 
     def read(name: str) -> Words | GroupedWeight:
         tensor = tensors[name]
-        if isinstance(tensor, GroupedWeight) or tensor.ndim != 2:
+        if isinstance(tensor, GroupedWeight) or tensor.ndim != 2 or name == plain:
             return tensor
         return rounded_weight(tensor, quantise)
 
@@ -110,5 +112,5 @@ def _quantised(files: SafetensorsFiles, module: str, scheme: Scheme) -> Words | 
         return scheme.read(files, module)
     except KeyError as error:
         raise ModelError(f"{files.directory} has no {error.args[0]}: the weights are incomplete") from error
-    except ValueError as error:
+    except (ArithmeticError, IndexError, TypeError, ValueError) as error:
         raise ModelError(f"{files.directory}: the weight of {module} cannot be read: {error}") from error

@@ -41,11 +41,11 @@ def test_weights_are_packed_the_same_with_and_without_torch(checkpoint, portable
     register_attention()
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
     spec, layers = describe_decoder(model, dtype="bfloat16", window=resolve_window(model.config))
-    assert why_not_native(model, spec, layers) == ""
+    assert why_not_native(model, decoder_options(model.config.to_dict()), layers) == ""
     options = decoder_options(json.loads((checkpoint / "config.json").read_text()))
     assert options.spec(dtype="bfloat16", max_model_len=spec.max_model_len) == spec
     found = pack_weights(kernels, options, spec, SafetensorsFiles(checkpoint))  # from float32
-    expected = pack_decoder(kernels, model, spec)
+    expected = pack_decoder(kernels, model, decoder_options(model.config.to_dict()), spec)
     assert found.shape == expected.shape
     assert found.blobs.keys() == expected.blobs.keys()
     assert [name for name in found.blobs if not np.array_equal(found.blobs[name], expected.blobs[name])] == []
@@ -99,3 +99,20 @@ def test_a_missing_tensor_is_named(checkpoint, portable_library, teams):
     spec = options.spec(dtype="float32", max_model_len=64)
     with pytest.raises(ModelError, match=r"lack 'model.layers.1.mlp.down_proj.weight'"):
         pack_weights(teams(portable_library, 1), options, spec, tensors)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": [1]},
+        {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 0}},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": "2"},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ],
+)
+def test_an_unusual_configuration_is_left_to_transformers(change):
+    config = {"model_type": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "rope_theta": 1e4}
+    assert not isinstance(decoder_options(config), str)
+    assert isinstance(decoder_options(config | change), str)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.cpu_kernels.decoder import NativeDecoder, NativeStep
+from outrider.engine.cpu_kernels.decoder_options import decoder_options
 from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
@@ -78,8 +79,9 @@ def decoders(checkpoints, teams):
             model = copy.deepcopy(loaded(checkpoints(architecture), KINDS[kind]))  # packing frees its weights
             dtype = str(KINDS[kind]).removeprefix("torch.")
             spec, layers = describe_decoder(model, dtype=dtype, window=resolve_window(model.config))
-            assert why_not_native(model, spec, layers) == ""
-            weights = pack_decoder(teams(library, 1), model, spec, quantise="int8" * (kind == "int8"))
+            options = decoder_options(model.config.to_dict())
+            assert why_not_native(model, options, layers) == ""
+            weights = pack_decoder(teams(library, 1), model, options, spec, quantise="int8" * (kind == "int8"))
             made[key] = NativeDecoder(teams(library, 1), weights), spec
         return made[key]
 
@@ -376,7 +378,9 @@ def test_float32_logits_with_heads_of_any_size(library, teams, head_dim, tmp_pat
     make_tiny_model(tmp_path, architecture="qwen3", vocab_size=VOCAB_SIZE, overrides=shape)
     model = load(tmp_path, torch.float32)
     spec, _ = describe_decoder(model, dtype="float32", window=resolve_window(model.config))
-    decoder = NativeDecoder(teams(library, 1), pack_decoder(teams(library, 1), model, spec))
+    decoder = NativeDecoder(
+        teams(library, 1), pack_decoder(teams(library, 1), model, decoder_options(model.config.to_dict()), spec)
+    )
     logits = native_logits(decoder, spec, teams(library, 1))
     assert error_of(logits, logits_of_transformers(tmp_path, torch.float32)) < 1e-5
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from outrider.errors import ModelError
 from outrider.model_hub.checkpoint_text import read_json
 from outrider.model_hub.gguf.directory import GgufCheckpoint, open_gguf
 from outrider.model_hub.gguf.tensors import float_values
@@ -105,3 +106,17 @@ def test_what_was_read_computes_the_same_logits(model_type, overrides, tmp_path)
     assert expected.std() > 0.1
     torch.testing.assert_close(read, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     assert "quantization_config" not in read_json(checkpoint.directory / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"logit_scale": 0.5}, r"llama\.logit_scale = 0\.5, which is not supported"),
+        ({"rope.dimension_count": 8}, r"llama\.rope\.dimension_count = 8"),
+        ({"block_count": 40_000_000}, "has 3 layers and states 40000000"),
+    ],
+)
+def test_metadata_that_would_change_the_logits_is_not_ignored(tmp_path, metadata, message):
+    path = write_gguf(random_model("llama", {}), tmp_path / "model.gguf", metadata=metadata)
+    with pytest.raises(ModelError, match=message):
+        open_gguf(path, tmp_path / "cache")
