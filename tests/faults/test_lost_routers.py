@@ -50,9 +50,9 @@ def test_a_killed_router_of_a_store_costs_a_moment(sharing, n):
     with Client(sharing.router_address) as client, client.generate(PROMPT, n=n, **SAMPLING) as stream:
         for _ in stream:
             arrivals.append(time.monotonic())
-            if len(arrivals) == 10:
+            if len(arrivals) == 1:  # a busy router may put all other tokens into a few messages
                 sharing.cluster.kill("router-0", signal.SIGKILL)
-    gap_seconds = max(later - earlier for earlier, later in itertools.pairwise(arrivals))
+    gap_seconds = max((later - earlier for earlier, later in itertools.pairwise(arrivals)), default=0.0)
     print(f"n={n}: {gap_seconds:.2f} s")
     assert answer_of(stream, n) == answer_of(undisturbed, n)
     assert stream.summary.usage.num_generated_tokens == n * SAMPLING["max_tokens"]
@@ -74,7 +74,7 @@ def test_a_lost_store_holds_up_nothing_that_runs(sharing):
         for index, _ in enumerate(stream):
             gaps_seconds.append(time.monotonic() - last)
             last = time.monotonic()
-            if index == 10:
+            if index == 0:
                 sharing.store.kill()
     assert answer_of(stream, 1) == answer_of(undisturbed, 1)
     assert max(gaps_seconds) < 10.0  # the router waits 30 s for the store: PATIENT_STORE_SETTING
