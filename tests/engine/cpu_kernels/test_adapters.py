@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.cpu_kernels.adapter import NativeAdapter
 from outrider.engine.cpu_kernels.decoder import NativeDecoder, NativeStep
+from outrider.engine.cpu_kernels.decoder_options import decoder_options
 from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -76,8 +77,9 @@ def decoders(checkpoints, teams):
         spec, layers = describe_decoder(
             model, dtype=str(dtype).removeprefix("torch."), window=resolve_window(model.config)
         )
-        assert why_not_native(model, spec, layers) == ""
-        weights = pack_decoder(teams(library, 1), model, spec, quantise=quantise)
+        options = decoder_options(model.config.to_dict())
+        assert why_not_native(model, options, layers) == ""
+        weights = pack_decoder(teams(library, 1), model, options, spec, quantise=quantise)
         return NativeDecoder(teams(library, 1), weights), spec
 
     return decoder
