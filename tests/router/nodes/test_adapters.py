@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import grpc
 import pytest
@@ -11,6 +12,7 @@ from outrider.errors import AlreadyRunningError, InvalidRequestError, NotAllowed
 from outrider.request import Adapter
 from outrider.v1 import router_pb2
 from router.nodes import adapters as cluster_adapters
+from router.nodes import transport
 from tests.router.conftest import PATIENCE_SECONDS, refused
 from tests.support.adapters import ScriptedAdapters
 from tests.support.router_fakes import FakeDecodeNode
@@ -159,9 +161,9 @@ async def test_a_refusal_names_the_node_and_leaves_nothing_on_others(node_pair, 
 
 
 async def test_directories_that_differ_between_nodes_are_refused(node_pair):
-    node_pair.decodes[0].adapters = ScriptedAdapters(SQL)
+    node_pair.decodes[0].adapters = ScriptedAdapters(SQL, salt="other")
     await node_pair.serve()
-    failure = await refused(load(node_pair))
+    failure = await refused(load(node_pair, name="law"))
     assert failure.code is grpc.StatusCode.FAILED_PRECONDITION
     assert "different adapters on decode-0, decode-1, prefill-0, prefill-1" in failure.message
     assert [len(node.adapters.adapters) for node in node_pair.nodes] == [1, 0, 0, 0]
@@ -204,3 +206,191 @@ async def test_without_nodes_nothing_is_loaded(cluster):
     failure = await refused(load(cluster))
     assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_NODE")
     await cluster.stack.aclose()
+
+
+def fingerprints_on(nodes, name="sql"):
+    return {adapter.fingerprint for node in nodes for adapter in node.adapters.adapters if adapter.name == name}
+
+
+def nodes_with(pair, adapter):
+    return [node.name for node in pair.nodes if adapter in node.adapters.adapters]
+
+
+async def restart(pair, node, adapters=()):
+    """Restarts a node's process, which has then only these adapters."""
+    await lose(pair, node)
+    node.adapters, node.incarnation = ScriptedAdapters(*adapters), os.urandom(16)
+    await node.start()
+
+
+async def lose(pair, node):
+    """Has the router lose a node, whose process goes on."""
+    link = pair.link_of(node)
+    await node.stop()
+    await pair.eventually(lambda: not link.is_serving)
+
+
+async def test_a_name_can_get_another_adapter(node_pair):
+    await node_pair.serve()
+    old = (await load(node_pair, directory="v1")).adapter
+    await unload(node_pair)
+    new = (await load(node_pair, directory="v2")).adapter
+    assert old.fingerprint != new.fingerprint
+    await restart(node_pair, node_pair.decodes[0])
+    await node_pair.eventually(lambda: fingerprints_on(node_pair.nodes[:1]) == {new.fingerprint})
+
+
+async def test_a_node_that_was_lost_changes_its_old_adapter_for_the_new_one(node_pair):
+    await node_pair.serve()
+    await load(node_pair, directory="v1")
+    stale = node_pair.decodes[0]
+    await lose(node_pair, stale)
+    await unload(node_pair)
+    new = Adapter("sql", (await load(node_pair, directory="v2")).adapter.fingerprint)
+    adapters = node_pair.service.nodes.adapters
+    seen = set()
+    await stale.start()
+    await node_pair.eventually(lambda: seen.add(adapters.by_name["sql"]) or new in stale.adapters.adapters)
+    assert seen == {new}
+    assert adapters.by_name == {"sql": new}
+
+
+async def test_a_node_with_another_adapter_in_the_directory_is_asked_once(node_pair, monkeypatch):
+    monkeypatch.setattr(cluster_adapters, "RETRY_SECONDS", 0.01)
+    await node_pair.serve()
+    loaded = (await load(node_pair)).adapter
+    node = node_pair.decodes[0]
+    await lose(node_pair, node)
+    node.adapters, node.incarnation = ScriptedAdapters(salt="other"), os.urandom(16)
+    await node.start()
+    await node_pair.eventually(lambda: node.adapters.num_loads)
+    for _ in range(3):  # the router has time to ask again
+        await lose(node_pair, node)
+        await node.start()
+        await node_pair.eventually(lambda: len(node_pair.service.nodes.decode_nodes) == 2)
+        await node_pair.generate(model="sql", max_tokens=2)
+    assert (node.adapters.num_loads, node.adapters.adapters) == (1, ())
+    node.adapters.salt = ""
+    assert (await load(node_pair)).adapter == loaded
+    assert fingerprints_on([node]) == {loaded.fingerprint}
+
+
+async def test_what_is_unloaded_while_a_node_loads_it_does_not_come_back(node_pair):
+    await node_pair.serve()
+    await load(node_pair)
+    late = node_pair.decodes[0]
+    await lose(node_pair, late)
+    late.adapters, late.incarnation = ScriptedAdapters(), os.urandom(16)
+    late.adapters.proceeds.clear()
+    await late.start()
+    await node_pair.eventually(lambda: late.adapters.num_loads)
+    await unload(node_pair)
+    late.adapters.proceeds.set()
+    other = (await load(node_pair, name="law", directory="law")).adapter
+    await node_pair.eventually(lambda: node_pair.link_of(late).adapters)
+    assert {adapter.fingerprint for node in node_pair.nodes for adapter in node.adapters.adapters} == {
+        other.fingerprint
+    }
+
+
+async def test_what_is_unloaded_while_a_node_is_lost_does_not_come_back(node_pair):
+    await node_pair.serve()
+    await load(node_pair)
+    lost = node_pair.decodes[0]
+    await lose(node_pair, lost)
+    await unload(node_pair)
+    await lost.start()
+    await node_pair.eventually(lambda: not lost.adapters.adapters)
+    assert not node_pair.service.nodes.adapters.by_name
+
+
+async def test_a_load_goes_on_without_its_client(node_pair):
+    await node_pair.serve()
+    slow = node_pair.decodes[0]
+    slow.adapters.proceeds.clear()
+    call = load(node_pair)
+    await node_pair.eventually(lambda: all(node.adapters.num_loads for node in node_pair.nodes))
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    slow.adapters.proceeds.set()
+    await node_pair.eventually(lambda: node_pair.service.nodes.adapters.by_name)
+    await node_pair.eventually(lambda: all(node.adapters.adapters for node in node_pair.nodes))
+    await restart(node_pair, node_pair.prefills[0])
+    await node_pair.eventually(lambda: node_pair.prefills[0].adapters.adapters)
+
+
+async def test_a_late_node_gets_the_adapter_later(node_pair, monkeypatch):
+    monkeypatch.setattr(transport, "ADAPTER_SECONDS", 0.3)
+    monkeypatch.setattr(cluster_adapters, "RETRY_SECONDS", 0.05)
+    await node_pair.serve()
+    late = node_pair.decodes[0]
+    late.adapters.proceeds.clear()
+    await load(node_pair)
+    assert fingerprints_on([late]) == set()
+    late.adapters.proceeds.set()
+    await node_pair.eventually(lambda: late.adapters.adapters)
+
+
+async def test_a_node_that_is_lost_meanwhile_gets_the_adapter_later(node_pair):
+    await node_pair.serve()
+    frozen = node_pair.decodes[0]
+    frozen.freeze()
+    await load(node_pair)
+    assert not frozen.adapters.adapters
+    frozen.thaw()
+    await node_pair.eventually(lambda: frozen.adapters.adapters)
+
+
+async def test_a_refused_load_leaves_nothing_on_late_nodes(node_pair, monkeypatch):
+    monkeypatch.setattr(transport, "ADAPTER_SECONDS", 0.3)
+    await node_pair.serve()
+    node_pair.prefills[1].adapters.refusal = InvalidRequestError("it has DoRA", field="directory")
+    late = node_pair.decodes[0]
+    late.adapters.proceeds.clear()
+    assert (await refused(load(node_pair))).code is grpc.StatusCode.INVALID_ARGUMENT
+    assert not any(node.adapters.adapters for node in node_pair.nodes)
+    late.adapters.proceeds.set()
+    node_pair.prefills[1].adapters.refusal = None
+    law = (await load(node_pair, name="law", directory="law")).adapter
+    assert [adapter.name for adapter in late.adapters.adapters] == [law.name]
+
+
+async def test_adapters_of_a_nodes_settings_stay(node_pair):
+    for node in node_pair.nodes:
+        node.adapters = ScriptedAdapters(SQL, fixed=("sql",))
+    await node_pair.serve()
+    failure = await refused(unload(node_pair))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.PERMISSION_DENIED, "ADAPTERS_ARE_FIXED")
+    assert node_pair.service.nodes.adapters.by_name == {"sql": SQL}
+    assert len(nodes_with(node_pair, SQL)) == 4
+
+
+async def test_two_loads_of_one_name_come_one_after_the_other(node_pair):
+    await node_pair.serve()
+    results = await asyncio.gather(
+        *(load(node_pair, directory=directory) for directory in ("v1", "v2")), return_exceptions=True
+    )
+    loaded = [result.adapter.fingerprint for result in results if not isinstance(result, Exception)]
+    failures = [node_pair.failure_of(result) for result in results if isinstance(result, grpc.aio.AioRpcError)]
+    assert [failure.reason for failure in failures] == ["ADAPTER_EXISTS"]
+    assert fingerprints_on(node_pair.nodes) == set(loaded)
+    assert all(node.adapters.adapters for node in node_pair.nodes)
+
+
+async def test_another_routers_changes_are_respected(router_pair):
+    """Both routers load and unload the same adapter."""
+    await router_pair.serve()
+    first, second = router_pair.first, router_pair.second
+    ours, theirs = first.service.nodes.adapters, second.service.nodes.adapters
+    await load(first)
+    await first.eventually(lambda: theirs.by_name == ours.by_name != {})
+    await unload(second)
+    await first.eventually(lambda: not ours.by_name)
+    await load(second)
+    await first.eventually(lambda: ours.by_name == theirs.by_name)
+    await unload(first)
+    await first.eventually(lambda: not theirs.by_name)
+    await load(second)
+    await first.eventually(lambda: ours.by_name == theirs.by_name != {})
+    await first.generate(model="sql", max_tokens=2)
+    assert all(node.adapters.adapters for node in first.nodes)
