@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 
 import grpc
@@ -11,6 +12,7 @@ import pytest
 from outrider.errors import AlreadyRunningError, InvalidRequestError, NotAllowedError
 from outrider.request import Adapter
 from outrider.v1 import router_pb2
+from router.api.clients import TokenFile
 from router.nodes import adapters as cluster_adapters
 from router.nodes import transport
 from tests.router.conftest import PATIENCE_SECONDS, refused
@@ -18,15 +20,16 @@ from tests.support.adapters import ScriptedAdapters
 from tests.support.router_fakes import FakeDecodeNode
 
 SQL, LAW = Adapter("sql", "a1" * 32), Adapter("law", "b2" * 32)
+SQL_OF_D = Adapter("sql", hashlib.sha256(b"d").hexdigest())  # what ScriptedAdapters load from the directory "d"
 
 
-def load(cluster, name="sql", directory="d"):
+def load(cluster, name="sql", directory="d", **call):
     request = router_pb2.LoadAdapterRequest(name=name, directory=directory)
-    return cluster.stub.LoadAdapter(request, timeout=PATIENCE_SECONDS)
+    return cluster.stub.LoadAdapter(request, timeout=PATIENCE_SECONDS, **call)
 
 
-def unload(cluster, name="sql"):
-    return cluster.stub.UnloadAdapter(router_pb2.UnloadAdapterRequest(name=name), timeout=PATIENCE_SECONDS)
+def unload(cluster, name="sql", **call):
+    return cluster.stub.UnloadAdapter(router_pb2.UnloadAdapterRequest(name=name), timeout=PATIENCE_SECONDS, **call)
 
 
 async def model_of(cluster):
@@ -363,6 +366,19 @@ async def test_adapters_of_a_nodes_settings_stay(node_pair):
     assert (failure.code, failure.reason) == (grpc.StatusCode.PERMISSION_DENIED, "ADAPTERS_ARE_FIXED")
     assert node_pair.service.nodes.adapters.by_name == {"sql": SQL}
     assert len(nodes_with(node_pair, SQL)) == 4
+
+
+async def test_only_clients_whose_tokens_allow_it_load_and_unload(cluster, tmp_path):
+    hashes = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("alice", "bob")}
+    path = tmp_path / "tokens"
+    path.write_text("alice sha256:{alice} adapters\nbob sha256:{bob} priority=9\n".format(**hashes))
+    await cluster.serve(clients=TokenFile(path))
+    alice, bob = ({"metadata": (("authorization", f"Bearer {name}"),)} for name in ("alice", "bob"))
+    for change in (load, unload):
+        failure = await refused(change(cluster, **bob))
+        assert (failure.code, failure.reason) == (grpc.StatusCode.PERMISSION_DENIED, "ADAPTERS_NOT_ALLOWED")
+        assert len(nodes_with(cluster, SQL_OF_D)) == (0 if change is load else 2)
+        await change(cluster, **alice)
 
 
 async def test_two_loads_of_one_name_come_one_after_the_other(node_pair):
