@@ -83,7 +83,8 @@ class ScriptedAdapters:
     """A node's adapters for a ScriptedEngine. Each has the hash of its directory's name, and is a model of its own.
 
     `fixed`: the names of adapters that cannot be unloaded. `proceeds`: while it is not set, loading takes its time.
-    `salt`: makes the same directories other adapters. `num_loads`: the number of directories read.
+    `salt`: makes the same directories other adapters. `num_loads`, `num_loaded`: the loads that have begun and ended.
+    `has_ended`: the last load's.
     """
 
     def __init__(self, *adapters: Adapter, vocab_size: int = 32, fixed: Sequence[str] = (), salt: str = "") -> None:
@@ -94,7 +95,8 @@ class ScriptedAdapters:
         self.refusal: Exception | None = None  # raised by `load`
         self.proceeds = threading.Event()
         self.proceeds.set()
-        self.num_loads = 0
+        self.num_loads = self.num_loaded = 0
+        self.has_ended: Callable[[], bool] = lambda: False
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:
@@ -109,8 +111,16 @@ class ScriptedAdapters:
         self, name: str, directory: str, fingerprint: str = "", has_ended: Callable[[], bool] = lambda: False
     ) -> Adapter:
         self.num_loads += 1
+        self.has_ended = has_ended
+        try:
+            return self._load(name, directory, fingerprint)
+        finally:
+            self.num_loaded += 1
+
+    def _load(self, name: str, directory: str, fingerprint: str) -> Adapter:
         if self.refusal is not None:
             raise self.refusal
+        has_ended = self.has_ended
         self.proceeds.wait(MAX_LOAD_SECONDS)
         adapter = Adapter(name, hashlib.sha256((directory + self.salt).encode()).hexdigest())
         if fingerprint not in ("", adapter.fingerprint):
