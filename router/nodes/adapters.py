@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -22,7 +21,7 @@ from outrider.errors import (
 from outrider.request import Adapter
 from outrider.service.telemetry.logging import get_logger
 from router.nodes.link import DecodeLink, NodeLink
-from router.nodes.node_adapters import NodeAdapters
+from router.nodes.node_adapters import NodeAdapters, agreed
 
 RETRY_SECONDS = 5.0
 """Seconds between attempts to load or unload an adapter on a node that failed to do so."""
@@ -35,13 +34,6 @@ MAX_LOST_NODES = 256
 
 _log = get_logger("adapters")
 T = TypeVar("T")
-
-
-def agreed(reports: Iterable[Iterable[Adapter]]) -> dict[str, Adapter]:
-    """Returns the adapters by name. A name stands for what most reports have; of several, the smallest fingerprint."""
-    counts = Counter(adapter for report in reports for adapter in report)
-    ranked = sorted(counts, key=lambda adapter: (-counts[adapter], adapter.fingerprint))
-    return {adapter.name: adapter for adapter in reversed(ranked)}
 
 
 class ClusterAdapters:
@@ -118,6 +110,11 @@ class ClusterAdapters:
 
     # ------------------------------------------------------------ state
 
+    @property
+    def _known(self) -> set[Adapter]:
+        """The adapters that requests may name, and others of serving nodes."""
+        return {*self.by_name.values(), *(adapter for node in self._serving for adapter in node.usable)}
+
     def _permit(self, adapter: Adapter) -> None:
         for node in self._nodes.values():
             node.want(adapter)
@@ -134,8 +131,7 @@ class ClusterAdapters:
         kept = {name: adapter for name, adapter in self._reported.items() if adapter not in unwanted}
         self._reported = agreed(decode_nodes) if decode_nodes else kept
         self.by_name = self._reported | {name: adapter for name, (adapter, _) in self._wanted.items()}
-        found = {adapter for node in self._serving for adapter in node.usable}
-        others = {adapter for adapter in found if self.by_name.get(adapter.name, adapter) != adapter}
+        others = {adapter for adapter in self._known if self.by_name.get(adapter.name, adapter) != adapter}
         for adapter in others - self._others:
             used = str(self.by_name[adapter.name])
             _log.warning("nodes have different adapters of one name", used=used, unused=str(adapter))
@@ -149,10 +145,14 @@ class ClusterAdapters:
     async def _work(self, node: NodeAdapters) -> None:
         """Loads and unloads what the node should, until its reports show no difference."""
         while steps := self._steps(node):
-            for adapter in steps:
-                if adapter in self._steps(node):
-                    await node.take_step(adapter, dict(self._wanted.values()))
-            await self._wait(lambda seen=steps: self._steps(node) != seen, RETRY_SECONDS)
+            await self._take_steps(node, steps)
+
+    async def _take_steps(self, node: NodeAdapters, steps: list[Adapter]) -> None:
+        for adapter in steps:
+            if adapter in self._steps(node):
+                await node.take_step(adapter, dict(self._wanted.values()))
+        self._update_names()
+        await self._wait(lambda: self._steps(node) != steps, RETRY_SECONDS)
 
     async def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
         """Waits for a condition on the nodes' state, or for some seconds."""
@@ -188,7 +188,7 @@ class ClusterAdapters:
 
     async def _load(self, name: str, directory: str) -> Adapter:
         nodes = self._serving
-        known = {adapter for node in self._nodes.values() for adapter in node.usable} | set(self.by_name.values())
+        known = self._known
         results = await asyncio.gather(*(node.load(name, directory) for node in nodes), return_exceptions=True)
         loaded = {node: result for node, result in zip(nodes, results, strict=True) if isinstance(result, Adapter)}
         found = set(loaded.values())
@@ -202,6 +202,7 @@ class ClusterAdapters:
         if found and name in self._wanted and self._wanted[name][0] not in found:
             refusals.append(AlreadyRunningError(f"another adapter has the name {name!r}", reason="ADAPTER_EXISTS"))
         if refusals:
+            _log.warning("adapter not loaded", adapter=name, errors=[str(error) for error in refusals])
             with suppress(OutriderError):
                 await self._remove(found - known)
             raise refusals[0]
@@ -216,8 +217,7 @@ class ClusterAdapters:
 
     async def _unload(self, name: str) -> None:
         wanted = self._wanted.get(name)
-        having = {adapter for node in self._serving for adapter in node.usable} | set(self.by_name.values())
-        adapters = [adapter for adapter in having if adapter.name == name]
+        adapters = [adapter for adapter in self._known if adapter.name == name]
         if not adapters:
             raise NotFoundError(f"no node has an adapter {name!r}", reason="ADAPTER_NOT_FOUND")
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -15,6 +16,13 @@ from router.nodes.transport import racing
 
 _log = get_logger("adapters")
 T = TypeVar("T")
+
+
+def agreed(reports: Iterable[Iterable[Adapter]]) -> dict[str, Adapter]:
+    """Returns the adapters by name. A name stands for what most reports have; of several, the smallest fingerprint."""
+    counts = Counter(adapter for report in reports for adapter in report)
+    ranked = sorted(counts, key=lambda adapter: (-counts[adapter], adapter.fingerprint))
+    return {adapter.name: adapter for adapter in reversed(ranked)}
 
 
 class NodeAdapters:
@@ -137,4 +145,5 @@ class NodeAdapters:
             raise PeerLostError(f"{name}: {error.message}", node=name) from error
         except OutriderError as error:
             error.message = f"{name}: {error.message}"
+            error.args = (error.message,)
             raise
