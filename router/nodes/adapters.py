@@ -21,7 +21,7 @@ from outrider.errors import (
 from outrider.request import Adapter
 from outrider.service.telemetry.logging import get_logger
 from router.nodes.link import DecodeLink, NodeLink
-from router.nodes.node_adapters import NodeAdapters, agreed
+from router.nodes.node_adapters import NodeAdapters, Step, agreed
 
 RETRY_SECONDS = 5.0
 """Seconds between attempts to load or unload an adapter on a node that failed to do so."""
@@ -137,20 +137,20 @@ class ClusterAdapters:
             _log.warning("nodes have different adapters of one name", used=used, unused=str(adapter))
         self._others = others
 
-    def _steps(self, node: NodeAdapters) -> list[Adapter]:
+    def _steps(self, node: NodeAdapters) -> list[Step]:
         """Returns what to load or unload on the node now. Clients' calls have their names for themselves."""
-        steps = node.steps(adapter for adapter, _ in self._wanted.values()) if node.is_serving else []
-        return [adapter for adapter in steps if adapter.name not in self._changes.values()]
+        steps = node.steps(self._wanted.values()) if node.is_serving else []
+        return [step for step in steps if step[0].name not in self._changes.values()]
 
     async def _work(self, node: NodeAdapters) -> None:
         """Loads and unloads what the node should, until its reports show no difference."""
         while steps := self._steps(node):
             await self._take_steps(node, steps)
 
-    async def _take_steps(self, node: NodeAdapters, steps: list[Adapter]) -> None:
-        for adapter in steps:
-            if adapter in self._steps(node):
-                await node.take_step(adapter, dict(self._wanted.values()))
+    async def _take_steps(self, node: NodeAdapters, steps: list[Step]) -> None:
+        for step in steps:
+            if step in self._steps(node):
+                await node.take_step(step)
         self._update_names()
         await self._wait(lambda: self._steps(node) != steps, RETRY_SECONDS)
 

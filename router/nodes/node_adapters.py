@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Coroutine, Iterable, Mapping
+from collections.abc import Collection, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -16,6 +16,9 @@ from router.nodes.transport import racing
 
 _log = get_logger("adapters")
 T = TypeVar("T")
+
+Step = tuple[Adapter, str | None]
+"""An adapter, and the directory from which to load it; None: it is to be unloaded."""
 
 
 def agreed(reports: Iterable[Iterable[Adapter]]) -> dict[str, Adapter]:
@@ -83,25 +86,27 @@ class NodeAdapters:
         if adapter in self.asked or (not is_asked if self.is_serving else adapter in self.reported):
             self.unwanted[adapter] = False
 
-    def steps(self, wanted: Iterable[Adapter]) -> list[Adapter]:
-        """Returns the adapters to unload, all of them in `unwanted`, then the wanted ones to load.
+    def steps(self, wanted: Iterable[tuple[Adapter, str]]) -> list[Step]:
+        """Returns what to unload, then what to load. `wanted`: adapters and their directories.
 
-        None is loaded where another one of its name may stay, or where its directory has other content.
+        Nothing is loaded where another adapter of the name may stay, or where its directory has other content.
         """
         unload = [adapter for adapter, is_done in self.unwanted.items() if adapter in self.reported or not is_done]
         taken = {adapter.name for adapter in self.usable}
         others = {adapter for adapter, error in self.failures.items() if isinstance(error, MismatchError)}
-        return unload + [adapter for adapter in wanted if adapter.name not in taken and adapter not in others]
+        load = [each for each in wanted if each[0].name not in taken and each[0] not in others]
+        return [*((adapter, None) for adapter in unload), *load]
 
-    async def take_step(self, adapter: Adapter, directories: Mapping[Adapter, str]) -> None:
-        """Unloads or loads one of `steps`. A failure is logged unless it is the last one again."""
+    async def take_step(self, step: Step) -> None:
+        """Takes one of `steps`. A failure is logged unless it is the last one again."""
+        adapter, directory = step
         self.busy_with = adapter.name
         try:
-            if adapter in self.unwanted:
+            if directory is None:
                 await self.unload(adapter)
             else:
                 self.asked.add(adapter)
-                await self.load(adapter.name, directories[adapter], adapter.fingerprint)
+                await self.load(adapter.name, directory, adapter.fingerprint)
             self.failures.pop(adapter, None)
         except OutriderError as error:
             if not isinstance(error, PeerLostError):

@@ -316,9 +316,9 @@ async def test_a_router_stops_while_it_loads_adapters(node_pair):
     call = load(node_pair)
     await node_pair.eventually(lambda: node_pair.decode.adapters.num_loads)
     await node_pair.service.stop()
-    with pytest.raises(grpc.aio.AioRpcError):
-        await call
+    await node_pair.eventually(node_pair.decode.adapters.has_ended)
     node_pair.decode.adapters.proceeds.set()
+    call.cancel()
 
 
 async def test_another_router_unloads_what_this_one_is_loading(router_pair):
@@ -375,7 +375,7 @@ async def test_another_routers_changes_are_respected(router_pair):
     await unload(second)
     await first.eventually(lambda: not ours.by_name)
     await load(second)
-    await first.eventually(lambda: ours.by_name == theirs.by_name)
+    await first.eventually(lambda: ours.by_name == theirs.by_name != {})
     await unload(first)
     await first.eventually(lambda: not theirs.by_name)
     await load(second)

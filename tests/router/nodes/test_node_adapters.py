@@ -43,20 +43,21 @@ def node_of(*reported, answers=()):
 
 
 def test_a_node_loads_what_it_lacks():
-    assert node_of().steps([ONE, LAW]) == [ONE, LAW]
-    assert node_of(ONE).steps([ONE, LAW]) == [LAW]
-    assert node_of(TWO).steps([ONE]) == []  # another one of its name stays
+    wanted = [(ONE, "d"), (LAW, "e")]
+    assert node_of().steps(wanted) == wanted
+    assert node_of(ONE).steps(wanted) == [(LAW, "e")]
+    assert node_of(TWO).steps([(ONE, "d")]) == []  # another one of its name stays
 
 
 def test_a_node_unloads_first_what_is_in_the_way():
     node = node_of(TWO)
     node.forget(TWO, is_asked=False)
     assert node.usable == set()
-    assert node.steps([ONE]) == [TWO, ONE]
+    assert node.steps([(ONE, "d")]) == [(TWO, None), (ONE, "d")]
     node.unwanted[TWO] = True  # it has answered, and its report is still to come
-    assert node.steps([ONE]) == [TWO, ONE]
+    assert node.steps([(ONE, "d")]) == [(TWO, None), (ONE, "d")]
     assert node.take_report([]) == (set(), set())
-    assert node.steps([ONE]) == [ONE]
+    assert node.steps([(ONE, "d")]) == [(ONE, "d")]
     assert not node.unwanted
 
 
@@ -99,18 +100,18 @@ def test_an_adapter_that_is_loaded_again_is_not_taken_for_unloaded():
     node.want(ONE)
     node.set_link(node.link)
     assert node.take_report([]) == (set(), set())
-    assert node.steps([ONE]) == [ONE]
+    assert node.steps([(ONE, "d")]) == [(ONE, "d")]
 
 
 async def test_other_content_is_loaded_only_if_it_is_wanted_anew(capsys):
     node = node_of(answers=[MismatchError("other content"), ONE])
-    await node.take_step(ONE, {ONE: "d"})
-    assert node.steps([ONE]) == []
+    await node.take_step((ONE, "d"))
+    assert node.steps([(ONE, "d")]) == []
     assert not node.asked
     assert "decode-0: other content" in capsys.readouterr().out
     node.want(ONE)
-    assert node.steps([ONE]) == [ONE]
-    await node.take_step(ONE, {ONE: "d"})
+    assert node.steps([(ONE, "d")]) == [(ONE, "d")]
+    await node.take_step((ONE, "d"))
     assert node.link.transport.calls == 2 * [("load", "sql", "d", ONE.fingerprint)]
     assert node.asked == {ONE}
 
@@ -119,8 +120,8 @@ async def test_failures_are_logged_once_and_tried_again(capsys):
     failures = [InvalidRequestError("no file", field="directory"), InvalidRequestError("no file", field="directory")]
     node = node_of(answers=[*failures, PeerLostError("late")])
     for _ in range(3):
-        assert node.steps([ONE]) == [ONE]
-        await node.take_step(ONE, {ONE: "d"})
+        assert node.steps([(ONE, "d")]) == [(ONE, "d")]
+        await node.take_step((ONE, "d"))
     assert capsys.readouterr().out.count("decode-0: no file") == 1
     assert node.asked == {ONE}, "it may have loaded it although it has not answered"
 
