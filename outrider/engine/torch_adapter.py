@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from outrider.engine.cpu_kernels.modules import NativeLayers, NativeLinear
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.low_rank import LowRanks, PackedAdapter
+from outrider.engine.transfer import upload
 from outrider.errors import InternalError, ModelError
 
 _RANK_STEP = 64
@@ -85,7 +86,7 @@ class AdapterRows:
                 assert isinstance(adapter, TorchAdapter)
                 rows.setdefault(adapter, []).extend(range(starts[index], starts[index + 1]))
         self._num_rows = batch.num_rows
-        self._rows = [(adapter, torch.tensor(numbers, device=device)) for adapter, numbers in rows.items()]
+        self._rows = [(adapter, upload(np.array(numbers), torch.device(device))) for adapter, numbers in rows.items()]
 
     def add(self, name: str, rows: Tensor, output: Tensor) -> None:
         """Adds the adapters' products to a layer's output [num_rows, out_features], in place.
