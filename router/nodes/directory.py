@@ -260,6 +260,7 @@ class NodeDirectory:
         self._on_lost(link.role)
 
     def _follow_unloads(self) -> None:
+        """Remembers adapters that a decode node no longer has although it has gone on, unless another node has them."""
         had, self._had = self._had, {link.incarnation: link.adapters for link in self.decode_nodes}
         has = {adapter for adapters in self._had.values() for adapter in adapters}
         dropped = {adapter for incarnation in had.keys() & self._had for adapter in had[incarnation]} - has
