@@ -171,3 +171,6 @@ def test_an_adapter_of_another_model_is_refused(portable_library, decoders):
         NativeAdapter(shape, {"model.layers.0.self_attn.k_proj": part})
     with pytest.raises(ModelError, match=r"changes model.layers.9.self_attn.o_proj, which the model does not have"):
         NativeAdapter(shape, {"model.layers.9.self_attn.o_proj": part})
+    joined = LowRank(np.ones((2, 96), np.float32), np.ones((160, 2), np.float32))
+    with pytest.raises(ModelError, match=r"changes model.layers.0.self_attn.qkv_proj both as a whole and in part"):
+        NativeAdapter(shape, {"model.layers.0.self_attn.q_proj": part, "model.layers.0.self_attn.qkv_proj": joined})
