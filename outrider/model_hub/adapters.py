@@ -45,6 +45,7 @@ class AdapterTable:
         # By fingerprint: those of all names, and those that only running sequences still use.
         self._packed: WeakValueDictionary[str, NativeAdapter] = WeakValueDictionary()
         self._changing = threading.Lock()
+        self._loading = threading.Lock()  # only one at a time takes memory for its files
         if self._native is None and (config.adapters or config.adapter_directory):
             raise ConfigError(f"{self._why_unsupported}; unset model.adapters and model.adapter_directory")
         for name, directory in _pairs(config.adapters):
@@ -83,7 +84,8 @@ class AdapterTable:
             message = f"directory {directory!r} is not below model.adapter_directory"
             raise NotAllowedError(message, reason="ADAPTER_DIRECTORY")
         try:
-            return self._load(name, path, root)
+            with self._loading:
+                return self._load(name, path, root)
         except ModelError as error:
             message = error.message.replace(str(path), directory)
             raise InvalidRequestError(message, field="directory", reason="BAD_ADAPTER") from error
@@ -98,9 +100,9 @@ class AdapterTable:
     def _load(self, name: str, directory: Path, root: Path | None = None) -> Adapter:
         if self._native is None:
             raise NotSupportedError(self._why_unsupported, field="name")
-        with self._changing:  # only one at a time takes memory for its files
-            files = read_adapter(directory, root=root, max_bytes=self._max_bytes)
-            adapter = Adapter(name, files.fingerprint)
+        files = read_adapter(directory, root=root, max_bytes=self._max_bytes)
+        adapter = Adapter(name, files.fingerprint)
+        with self._changing:
             found = self._by_name.get(name)
             if found is not None and found[0] == adapter:
                 return adapter
