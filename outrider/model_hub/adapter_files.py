@@ -9,7 +9,7 @@ import os
 import re
 import reprlib
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,9 @@ MAX_LAYERS = 1024
 MAX_ALPHA = 1e6
 MAX_JSON_BYTES = 16 << 20  # of adapter_config.json, and of the header of the weights
 LENGTH_BYTES = 8
+_REPR = reprlib.Repr()
+_REPR.maxstring = 100
+_shown = _REPR.repr  # of names and values from a file: short, without control characters
 _TENSOR = re.compile(r"base_model\.model\.([\w.]{1,64})\.lora_([AB])\.weight", re.ASCII)
 _TYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(np.uint16)}
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
@@ -87,7 +90,7 @@ def read_adapter(directory: Path, *, root: Path | None = None, max_bytes: int | 
     with _open(path, root) as file:
         about = _parse(file.read(MAX_JSON_BYTES + 1), path)
     _check_settings(about, path)
-    alphas = _alphas(about, path)
+    scaling_of = _scaling_of(about, path)
     path = directory / WEIGHTS_FILE
     hasher, parts = hashlib.sha256(b"outrider.adapter.1"), {}
     with _open(path, root) as file:
@@ -96,7 +99,7 @@ def read_adapter(directory: Path, *, root: Path | None = None, max_bytes: int | 
         if max_bytes is not None and num_bytes > max_bytes:
             raise ModelError(f"{path} needs {num_bytes:,} bytes, more than model.adapter_memory_bytes ({max_bytes:,})")
         for module, pair in sorted(pairs.items()):
-            scaling = _scaling(about, alphas, module, rank=pair["A"].shape[0], path=directory / CONFIG_FILE)
+            scaling = scaling_of(module, pair["A"].shape[0])
             down, raw = (_read_tensor(file, pair[part], path) for part in "AB")
             with np.errstate(over="ignore", invalid="ignore"):
                 up = raw * np.float32(scaling)
@@ -118,36 +121,32 @@ def _check_settings(about: Mapping[str, Any], path: Path) -> None:
         hint = "adapters may only have pairs of A and B for linear layers (LoRA); train one without it, or merge it"
         if name == "init_lora_weights":
             hint = "it changes the model's own weights; save the adapter with path_initial_model_for_weight_conversion"
-        raise ModelError(f"{path}: {_shown(name)} {reprlib.repr(value)} is not supported: {hint}")
+        raise ModelError(f"{path}: {_shown(name)} {_shown(value)} is not supported: {hint}")
 
 
-def _alphas(about: Mapping[str, Any], path: Path) -> list[tuple[re.Pattern[str], float]]:
-    """Returns `alpha_pattern` as PEFT matches it, followed by `lora_alpha` for all other modules."""
-    patterns = about.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict) or len(patterns) > MAX_LAYERS:
-        raise ModelError(f"{path}: alpha_pattern is no object with at most {MAX_LAYERS:,} patterns")
-    found = []
+def _scaling_of(about: Mapping[str, Any], path: Path) -> Callable[[str, int], float]:
+    """Returns scaling(module, rank), the factor of B A, with `lora_alpha` and `alpha_pattern` as PEFT matches it."""
+    patterns, ranks = about.get("alpha_pattern") or {}, about.get("rank_pattern") or {}
+    if not (isinstance(patterns, dict) and isinstance(ranks, dict) and len(patterns) <= MAX_LAYERS):
+        raise ModelError(f"{path}: alpha_pattern or rank_pattern is no object, or has over {MAX_LAYERS:,} patterns")
+    alphas = []
     for pattern, alpha in (*patterns.items(), (".*", about.get("lora_alpha", 8))):
         if not _PATTERN.fullmatch(pattern) or sum(map(pattern.count, "*+?")) > MAX_QUANTIFIERS:
             raise ModelError(f"{path}: the pattern {_shown(pattern)} is not supported: name the layer, or use .* in it")
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not abs(alpha) <= MAX_ALPHA:
-            raise ModelError(f"{path}: {reprlib.repr(alpha)} is no lora_alpha: it is a number up to {MAX_ALPHA:,.0f}")
+            raise ModelError(f"{path}: {_shown(alpha)} is no lora_alpha: it is a number up to {MAX_ALPHA:,.0f}")
         try:
-            found.append((re.compile(rf"(.*\.)?({pattern})"), float(alpha)))
+            alphas.append((re.compile(rf"(.*\.)?({pattern})"), float(alpha)))
         except re.error as error:
             raise ModelError(f"{path}: the pattern {_shown(pattern)} is not valid: {error}") from error
-    return found
 
+    def scaling(module: str, rank: int) -> float:
+        if rank not in (about.get("r", rank), *ranks.values()):
+            raise ModelError(f"{path}: {module} has rank {rank}, but r {_shown(about.get('r'))}")
+        alpha = next(alpha for pattern, alpha in alphas if pattern.fullmatch(module))
+        return alpha / (math.sqrt(rank) if about.get("use_rslora") else rank)
 
-def _scaling(
-    about: Mapping[str, Any], alphas: list[tuple[re.Pattern[str], float]], module: str, *, rank: int, path: Path
-) -> float:
-    """Returns the factor of B A. Raises: ModelError if the configuration does not have the tensors' rank."""
-    of_layers = about.get("rank_pattern") or {}
-    if not isinstance(of_layers, dict) or rank not in (about.get("r", rank), *of_layers.values()):
-        raise ModelError(f"{path}: {module} has rank {rank}, but r {reprlib.repr(about.get('r'))}")
-    alpha = next(alpha for pattern, alpha in alphas if pattern.fullmatch(module))
-    return alpha / (math.sqrt(rank) if about.get("use_rslora") else rank)
+    return scaling
 
 
 def _read_header(file: BinaryIO, path: Path) -> dict[str, dict[str, _Tensor]]:
@@ -188,7 +187,7 @@ def _tensor(name: str, entry: Any, start: int, path: Path) -> _Tensor:
             and end - first == rows * columns * _TYPES[kind].itemsize
         ):
             return _Tensor(start + first, start + end, _TYPES[kind], (rows, columns))
-    raise ModelError(f"{path}: {_shown(name)} {reprlib.repr(entry)} is no matrix of {', '.join(_TYPES)} and its place")
+    raise ModelError(f"{path}: {_shown(name)} {_shown(entry)} is no matrix of {', '.join(_TYPES)} and its place")
 
 
 def _read_tensor(file: BinaryIO, tensor: _Tensor, path: Path) -> Floats:
@@ -219,11 +218,6 @@ def _unique(items: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(items):
         raise ValueError("an object has a key twice")
     return found
-
-
-def _shown(name: str) -> str:
-    """Returns a name from a file as part of a message: without control characters, and not too long."""
-    return repr(name)[1:-1][:200]
 
 
 @contextmanager

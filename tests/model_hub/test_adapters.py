@@ -96,7 +96,7 @@ def test_a_link_out_of_the_folder_is_not_allowed(model, folder, tmp_path):
 
 def test_an_invalid_adapter_is_refused_without_the_nodes_paths(model, folder):
     table = table_of(model, adapter_directory=str(folder))
-    for directory, why in (("dora", "use_dora True is not supported"), ("none", "No such file or directory")):
+    for directory, why in (("dora", "'use_dora' True is not supported"), ("none", "No such file or directory")):
         with pytest.raises(InvalidRequestError, match=why) as caught:
             table.load("a", directory)
         assert str(folder) not in caught.value.message
