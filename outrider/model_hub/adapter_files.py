@@ -33,7 +33,11 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = 100
 _shown = _REPR.repr  # of names and values from a file: short, without control characters
 _TENSOR = re.compile(r"base_model\.model\.([\w.]{1,64})\.lora_([AB])\.weight", re.ASCII)
-_TYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(np.uint16)}
+_TYPES: Mapping[str, np.dtype[Any]] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(np.uint16),
+}
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -106,8 +110,8 @@ def read_adapter(directory: Path, *, root: Path | None = None, max_bytes: int | 
             if not (np.isfinite(down).all() and np.isfinite(up).all()):
                 raise ModelError(f"{path}: {module} has numbers that are not finite")
             hasher.update(f"\0{module}\0{scaling!r}\0{down.shape}\0{raw.shape}\0".encode())
-            hasher.update(down)
-            hasher.update(raw)
+            hasher.update(down.data)
+            hasher.update(raw.data)
             parts[module] = LowRank(down, up)
     return AdapterFiles(parts, hasher.hexdigest())
 
