@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,10 @@ LowRanks = Mapping[str, LowRank]
 """The parts of an adapter by transformers' names of the layers, for example "model.layers.3.self_attn.q_proj"."""
 
 
-class PackedAdapter(Protocol):
+class PackedAdapter(ABC):
     """An adapter in the form that a runner computes with. Sequences keep it alive while they run."""
 
     @property
-    def address(self) -> int:
-        """The address of an array of OutriderLayerAdapter, one for each layer of the decoder."""
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of the model's device that it takes."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from outrider.engine.cpu_kernels.adapter import NativeAdapter
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
-from outrider.engine.low_rank import PackedAdapter
+from outrider.engine.low_rank import LowRanks, PackedAdapter
 from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import (
     AbortedError,
     AlreadyRunningError,
+    CapacityError,
     ConfigError,
     InvalidRequestError,
     MismatchError,
@@ -26,6 +30,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.request import Adapter
 
 MAX_NAME_LENGTH = 128
+RANKS_HAVE_NONE = "adapters are not supported with model.tensor_parallel_size"
 
 
 class AdapterTable:
@@ -36,22 +41,34 @@ class AdapterTable:
 
     def __init__(self, model: RunnableModel, *, model_name: str, config: ModelConfig) -> None:
         """Loads the adapters of `model.adapters`. Raises: ConfigError, ModelError."""
-        self._native = model.native if isinstance(model.native, NativeDecoder) else None
+        self._pack = _packer(model, config)
         self._model_name = model_name
         self._root = Path(config.adapter_directory).expanduser().resolve() if config.adapter_directory else None
+        self._max_bytes = config.adapter_memory_bytes
         self._by_name: dict[str, tuple[Adapter, PackedAdapter]] = {}
+        # By fingerprint: those of all names, and those that only running sequences still use.
+        self._packed: WeakValueDictionary[str, PackedAdapter] = WeakValueDictionary()
         self._changing = threading.Lock()
-        if self._native is None and (config.adapters or config.adapter_directory):
-            raise ConfigError(f"{self._why_unsupported}; unset model.adapters and model.adapter_directory")
+        self._loading = threading.Lock()  # only one at a time takes memory for its files
+        if self._pack is None and (config.adapters or config.adapter_directory):
+            raise ConfigError(f"{RANKS_HAVE_NONE}; unset model.adapters and model.adapter_directory")
         pairs = _pairs(config.adapters)
         self._fixed = frozenset(name for name, _ in pairs)
         for name, directory in pairs:
-            self._load(name, Path(directory).expanduser())
+            try:
+                self._load(name, Path(directory).expanduser())
+            except CapacityError as error:
+                raise ConfigError(f"model.adapters: {error.message}") from error
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:
         """The adapters by name."""
         return tuple(adapter for _, (adapter, _) in sorted(self._by_name.items()))
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of memory that adapters may still take while the node runs."""
+        return max(self._max_bytes - self._num_bytes, 0) if self._root is not None else 0
 
     def find(self, adapter: Adapter) -> PackedAdapter | None:
         """Returns an adapter, or None if the node does not have it, or another one of its name."""
@@ -66,18 +83,20 @@ class AdapterTable:
         `fingerprint`: the adapter's, if it is known. `has_ended`: whether nobody waits for the adapter any more.
 
         Raises: NotAllowedError without that setting, or for another directory; NotSupportedError, AlreadyRunningError;
-        InvalidRequestError if there is no valid adapter; MismatchError if it has another fingerprint; AbortedError.
+        InvalidRequestError if there is no valid adapter; MismatchError if it has another fingerprint; AbortedError;
+        CapacityError if it exceeds `model.adapter_memory_bytes`.
         """
         root = self._check_allowed()
         if not (1 <= len(name) <= MAX_NAME_LENGTH and name.isascii() and name.isprintable()):
             message = f"name must have 1 to {MAX_NAME_LENGTH} characters, all printable ASCII"
             raise InvalidRequestError(message, field="name")
-        path = (root / directory).resolve()
+        path = root if "\0" in directory else Path(os.path.realpath(root / directory))
         if not path.is_relative_to(root) or path == root:
             message = f"directory {directory!r} is not below model.adapter_directory"
             raise NotAllowedError(message, reason="ADAPTER_DIRECTORY")
         try:
-            return self._load(name, path, fingerprint, has_ended)
+            with self._loading:
+                return self._load(name, path, root, fingerprint=fingerprint, has_ended=has_ended)
         except ModelError as error:
             message = error.message.replace(str(path), directory)
             raise InvalidRequestError(message, field="directory", reason="BAD_ADAPTER") from error
@@ -97,11 +116,19 @@ class AdapterTable:
             del self._by_name[name]
 
     def _load(
-        self, name: str, directory: Path, fingerprint: str = "", has_ended: Callable[[], bool] = lambda: False
+        self,
+        name: str,
+        directory: Path,
+        root: Path | None = None,
+        *,
+        fingerprint: str = "",
+        has_ended: Callable[[], bool] = lambda: False,
     ) -> Adapter:
-        if self._native is None:
-            raise NotSupportedError(self._why_unsupported, field="name")
-        files = read_adapter(directory)
+        if self._pack is None:
+            raise NotSupportedError(RANKS_HAVE_NONE, field="name")
+        if has_ended():
+            raise AbortedError(f"the call that loads the adapter {name!r} has ended")
+        files = read_adapter(directory, root=root, max_bytes=self._max_bytes)
         adapter = Adapter(name, files.fingerprint)
         if fingerprint not in ("", adapter.fingerprint):
             message = f"the directory has the adapter {adapter}, not {fingerprint[:12]}"
@@ -113,14 +140,30 @@ class AdapterTable:
             if found is not None or name == self._model_name:
                 what = "the model has" if found is None else "another adapter has"
                 raise AlreadyRunningError(f"{what} the name {name!r}", reason="ADAPTER_EXISTS")
-            try:
-                packed = NativeAdapter(self._native.weights.shape, files.parts)
-            except ModelError as error:
-                raise ModelError(f"{directory} does not fit {self._model_name}: {error.message}") from error
+            packed = self._packed.get(adapter.fingerprint)
+            if packed is None:
+                try:
+                    packed = self._pack(files.parts)
+                except ModelError as error:
+                    raise ModelError(f"{directory} does not fit {self._model_name}: {error.message}") from error
+                self._check_room(name, packed.num_bytes)
+                self._packed[adapter.fingerprint] = packed
             if has_ended():
-                raise AbortedError(f"the call that loads the adapter {adapter} has ended")
+                raise AbortedError(f"the call that loads the adapter {name!r} has ended")
             self._by_name[name] = adapter, packed
         return adapter
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(packed.num_bytes for packed in self._packed.values())
+
+    def _check_room(self, name: str, num_bytes: int) -> None:
+        if (used := self._num_bytes) + num_bytes > self._max_bytes:
+            message = (
+                f"adapter {name!r} needs {num_bytes:,} bytes, and others use {used:,} of {self._max_bytes:,}: "
+                "unload one, or set model.adapter_memory_bytes higher"
+            )
+            raise CapacityError(message, reason="ADAPTER_MEMORY")
 
     def _check_allowed(self) -> Path:
         if self._root is None:
@@ -128,12 +171,25 @@ class AdapterTable:
             raise NotAllowedError(message, reason="ADAPTERS_ARE_FIXED")
         return self._root
 
-    @property
-    def _why_unsupported(self) -> str:
-        return (
-            f"adapters need a model that the native CPU kernels compute as a whole, in the shape of Llama; "
-            f"{self._model_name} is computed otherwise"
-        )
+
+def _packer(model: RunnableModel, config: ModelConfig) -> Callable[[LowRanks], PackedAdapter] | None:
+    """Returns a function that packs an adapter for the model and raises ModelError if it does not fit; None if the
+    model cannot have adapters.
+    """
+    if isinstance(model.native, NativeDecoder):
+        return partial(NativeAdapter, model.native.weights.shape)
+    if config.tensor_parallel_size > 1:
+        return None
+    from outrider.engine.torch_adapter import TorchAdapter
+
+    assert model.model is not None
+    return partial(
+        TorchAdapter,
+        model.model,
+        native=model.native,
+        device=model.device,
+        is_deterministic=config.deterministic,
+    )
 
 
 def _pairs(settings: Sequence[str]) -> list[tuple[str, str]]:
