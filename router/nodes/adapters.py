@@ -117,7 +117,7 @@ class ClusterAdapters:
 
     def _permit(self, adapter: Adapter) -> None:
         for node in self._nodes.values():
-            node.want(adapter)
+            node.permit(adapter)
 
     def _forget(self, adapter: Adapter, *, is_asked: bool = False) -> None:
         if self._wanted.get(adapter.name, (None,))[0] == adapter:

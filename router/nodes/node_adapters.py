@@ -71,8 +71,8 @@ class NodeAdapters:
         self.unwanted = {each: is_done for each, is_done in self.unwanted.items() if each in now or not is_done}
         return lost, got
 
-    def want(self, adapter: Adapter) -> None:
-        """Permits an adapter, and further attempts to load it."""
+    def permit(self, adapter: Adapter) -> None:
+        """Lets the process keep an adapter, and permits further attempts to load it."""
         self.failures.pop(adapter, None)
         if self.unwanted.pop(adapter, False):
             self.reported -= {adapter}  # it has unloaded it, which its next report must not show as others' doing

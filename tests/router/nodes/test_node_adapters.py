@@ -97,7 +97,7 @@ def test_an_adapter_that_is_loaded_again_is_not_taken_for_unloaded():
     node.forget(ONE, is_asked=False)
     node.unwanted[ONE] = True
     node.set_link(None)  # it is lost before its report shows that it has unloaded it
-    node.want(ONE)
+    node.permit(ONE)
     node.set_link(node.link)
     assert node.take_report([]) == (set(), set())
     assert node.steps([(ONE, "d")]) == [(ONE, "d")]
@@ -109,7 +109,7 @@ async def test_other_content_is_loaded_only_if_it_is_wanted_anew(capsys):
     assert node.steps([(ONE, "d")]) == []
     assert not node.asked
     assert "decode-0: other content" in capsys.readouterr().out
-    node.want(ONE)
+    node.permit(ONE)
     assert node.steps([(ONE, "d")]) == [(ONE, "d")]
     await node.take_step((ONE, "d"))
     assert node.link.transport.calls == 2 * [("load", "sql", "d", ONE.fingerprint)]
