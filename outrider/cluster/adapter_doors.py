@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
@@ -32,6 +33,10 @@ CLOSE_SECONDS = 10.0
 """Seconds for which the door of an unloaded adapter still takes requests, since the gateway may have chosen it."""
 ANSWER_SECONDS = 3600.0
 """Seconds that answers through a closed door may take to end."""
+WILDCARD = "unknown"
+"""The gateway's name for any model. Requests for an adapter of this name would reach all others, so it has no door."""
+CONFLICT = 409
+"""The gateway's status while it adds an engine."""
 
 _log = get_logger("gateway")
 
@@ -64,7 +69,7 @@ class AdapterDoors:
             model = await stub.GetModel(router_pb2.GetModelRequest(), timeout=CALL_SECONDS)
         except grpc.aio.AioRpcError:  # the gateway finds by itself that a router is lost, also behind its doors
             return
-        names = {adapter.name for adapter in model.adapters}
+        names = {adapter.name for adapter in model.adapters} - {WILDCARD}
         shown = {name for router, name in self._doors if router == target}
         for name in sorted(names - shown):
             self._doors[target, name] = await _open_door(channel, name)
@@ -82,7 +87,11 @@ class AdapterDoors:
         names = {url: name for (_, name), (_, url) in self._doors.items()}
         ids = {worker["url"]: worker["id"] for worker in self._ask("GET")["workers"]}
         for url in names.keys() - ids.keys():
-            self._ask("POST", {"url": url, "models": [{"id": names[url]}], "health": {"drain_settle_secs": 0}})
+            try:
+                self._ask("POST", {"url": url, "models": [{"id": names[url]}], "health": {"drain_settle_secs": 0}})
+            except urllib.error.HTTPError as error:
+                if error.code != CONFLICT:
+                    _log.warning("adapter refused by the gateway", adapter=names[url], error=str(error))
         for url in self._closed & ids.keys():
             self._ask("DELETE", path=f"/{ids[url]}")
             self._closed.discard(url)

@@ -50,7 +50,7 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer, vllm_engine_pb2_grpc.Vll
 
 
 class FakeGateway(http.server.ThreadingHTTPServer):
-    """Keeps a list of workers. The first addition is refused, as while another one is in progress."""
+    """Keeps a list of workers. Refuses the first two additions: one is in progress, and one is invalid."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), FakeGatewayHandler)
@@ -78,9 +78,9 @@ class FakeGatewayHandler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         worker = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if not self.server.num_refused:
+        if self.server.num_refused < 2:
+            self._answer((409, 400)[self.server.num_refused], {})
             self.server.num_refused += 1
-            self._answer(409, {})
             return
         self.server.workers[f"id-{len(self.server.workers)}-{worker['url'].rpartition(':')[2]}"] = worker
         self._answer(202, {})
@@ -107,7 +107,7 @@ async def routers(gateway, monkeypatch):
     monkeypatch.setattr(adapter_doors, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(adapter_doors, "CLOSE_SECONDS", 0.01)
     async with contextlib.AsyncExitStack() as stack:
-        routers = [FakeRouter("sql", "law"), FakeRouter("sql", "é ")]
+        routers = [FakeRouter("sql", "law", "unknown"), FakeRouter("sql", "é ")]
         for router in routers:
             server = grpc.aio.server()
             router_pb2_grpc.add_RouterServiceServicer_to_server(router, server)
