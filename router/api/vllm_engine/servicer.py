@@ -165,9 +165,9 @@ class VllmEngineServicer:
 
 
 def _named_model(context: Context) -> str:
-    """Returns the model or adapter that the call's metadata names, or "" for none."""
-    metadata = dict(context.invocation_metadata() or ())
-    return bytes(metadata.get(ENGINE_MODEL_KEY, b"")).decode(errors="replace")
+    """Returns the model or adapter that the call's metadata name, or "" for none."""
+    named = dict(context.invocation_metadata() or ()).get(ENGINE_MODEL_KEY, "")
+    return named.decode(errors="replace") if isinstance(named, bytes) else named
 
 
 def files_for_gateway(files: Mapping[str, bytes]) -> dict[str, bytes]:
