@@ -8,7 +8,6 @@ door go on to the router, with the adapter's name in their metadata.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import http.client
 import json
 import urllib.error
@@ -35,8 +34,6 @@ ANSWER_SECONDS = 3600.0
 """Seconds that answers through a closed door may take to end."""
 WILDCARD = "unknown"
 """The gateway's name for any model. Requests for an adapter of this name would reach all others, so it has no door."""
-CONFLICT = 409
-"""The gateway's status while it adds an engine."""
 
 _log = get_logger("gateway")
 
@@ -50,7 +47,7 @@ class AdapterDoors:
         self._workers_url = f"{gateway_url}/workers"
         self._headers = {"Authorization": f"Bearer {control_key}", "Content-Type": "application/json"}
         self._doors: dict[tuple[str, str], tuple[grpc.aio.Server, str]] = {}  # by router and adapter: door, URL
-        self._closed: set[str] = set()  # URLs of closed doors that the gateway may still use
+        self._closed: set[tuple[str, str]] = set()  # (URL, adapter) of closed doors that the gateway may still use
         self._closing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -59,8 +56,10 @@ class AdapterDoors:
         while True:
             await asyncio.gather(*(self._follow(target, channel) for target, channel in channels.items()))
             if self._doors or self._closed:
-                with contextlib.suppress(OSError, http.client.HTTPException):  # the next round tries again
+                try:
                     await asyncio.to_thread(self._tell_gateway)
+                except (OSError, http.client.HTTPException) as error:  # the next round tries again
+                    _log.warning("the gateway's engines cannot be changed", error=str(error))
             await asyncio.sleep(POLL_SECONDS)
 
     async def _follow(self, target: str, channel: grpc.aio.Channel) -> None:
@@ -75,7 +74,7 @@ class AdapterDoors:
             self._doors[target, name] = await _open_door(channel, name)
         for name in shown - names:
             door, url = self._doors.pop((target, name))
-            self._closed.add(url)
+            self._closed.add((url, name))
             task = asyncio.create_task(_close_door(door))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
@@ -84,17 +83,16 @@ class AdapterDoors:
 
     def _tell_gateway(self) -> None:
         """Makes the gateway use the open doors, and no closed ones. Raises: OSError, HTTPException."""
-        names = {url: name for (_, name), (_, url) in self._doors.items()}
-        ids = {worker["url"]: worker["id"] for worker in self._ask("GET")["workers"]}
-        for url in names.keys() - ids.keys():
+        ids = {(worker["url"], worker["model_id"]): worker["id"] for worker in self._ask("GET")["workers"]}
+        for engine in self._closed & ids.keys():
+            self._ask("DELETE", path=f"/{ids[engine]}")
+            self._closed.discard(engine)
+        for url, name in {(url, name) for (_, name), (_, url) in self._doors.items()} - ids.keys():
             try:
-                self._ask("POST", {"url": url, "models": [{"id": names[url]}], "health": {"drain_settle_secs": 0}})
+                self._ask("POST", {"url": url, "models": [{"id": name}], "health": {"drain_settle_secs": 0}})
             except urllib.error.HTTPError as error:
-                if error.code != CONFLICT:
-                    _log.warning("adapter refused by the gateway", adapter=names[url], error=str(error))
-        for url in self._closed & ids.keys():
-            self._ask("DELETE", path=f"/{ids[url]}")
-            self._closed.discard(url)
+                if error.code != http.HTTPStatus.CONFLICT:  # which it answers while it adds the engine
+                    _log.warning("adapter refused by the gateway", adapter=name, error=str(error))
 
     def _ask(self, method: str, message: Mapping[str, Any] | None = None, path: str = "") -> Any:
         data = None if message is None else json.dumps(message).encode()

@@ -73,7 +73,10 @@ class FakeGatewayHandler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         assert self.headers["Authorization"] == f"Bearer {KEY}"
-        listed = [{"id": name, **worker} for name, worker in self.server.workers.items()]
+        listed = [
+            {"id": name, "model_id": worker["models"][0]["id"], **worker}
+            for name, worker in self.server.workers.items()
+        ]
         self._answer(200, {"workers": listed})
 
     def do_POST(self):
