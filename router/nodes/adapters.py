@@ -61,6 +61,11 @@ class ClusterAdapters:
         """Whether requests that name the adapter get this one, and not another one of its name."""
         return self.by_name.get(adapter.name) == adapter
 
+    def was_unloaded(self, adapter: Adapter) -> bool:
+        """Whether no decode node has the adapter or will have it: none is lost that may come back with it."""
+        has = any(adapter in node.usable for node in self._nodes.values() if isinstance(node.link, DecodeLink))
+        return not (has or self.is_served(adapter))
+
     def follow(self, links: Iterable[NodeLink]) -> None:
         """Follows the serving prefill and decode nodes, which have come, gone or reported other adapters."""
         serving = {link.incarnation: link for link in links}
@@ -73,8 +78,7 @@ class ClusterAdapters:
         self._serving = [self._nodes[incarnation] for incarnation in serving]
         for incarnation, link in serving.items():
             lost, got = self._nodes[incarnation].take_report(link.adapters)
-            for adapter in lost.intersection(adapter for adapter, _ in self._wanted.values()):
-                _log.info("another router has unloaded an adapter", adapter=str(adapter), node=link.name)
+            for adapter in lost:  # another router has unloaded it
                 self._forget(adapter, is_asked=True)
             for adapter in got if incarnation in known else ():
                 self._permit(adapter)
@@ -122,6 +126,7 @@ class ClusterAdapters:
     def _forget(self, adapter: Adapter, *, is_asked: bool = False) -> None:
         if self._wanted.get(adapter.name, (None,))[0] == adapter:
             del self._wanted[adapter.name]
+            _log.info("adapter unloaded", adapter=str(adapter), is_asked_by_others=is_asked)
         for node in self._nodes.values():
             node.forget(adapter, is_asked=is_asked)
 
@@ -227,7 +232,6 @@ class ClusterAdapters:
                 self._wanted[name] = wanted
                 self._permit(wanted[0])
             raise
-        _log.info("adapter unloaded", adapter=name)
 
     async def _remove(self, adapters: Iterable[Adapter]) -> None:
         """Unloads adapters from all nodes, later from lost ones. Raises: OutriderError of a node that is not lost."""
