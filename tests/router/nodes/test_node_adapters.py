@@ -61,6 +61,18 @@ def test_a_node_unloads_first_what_is_in_the_way():
     assert not node.unwanted
 
 
+def test_an_unwanted_adapter_is_forgotten_once_it_cannot_come_any_more():
+    having, asked = node_of(ONE), node_of()
+    asked.asked.add(ONE)
+    for node in (having, asked):
+        node.set_link(None)
+        node.forget(ONE, is_asked=False)
+        node.set_link(node.link)
+        node.take_report([])
+    assert not having.unwanted
+    assert asked.steps([]) == [(ONE, None)]
+
+
 def test_changes_that_others_have_made_are_found():
     node = node_of(ONE, LAW)
     assert node.take_report([LAW]) == ({ONE}, set())
