@@ -68,16 +68,15 @@ class ClusterAdapters:
 
     def follow(self, links: Iterable[NodeLink]) -> None:
         """Follows the serving prefill and decode nodes, which have come, gone or reported other adapters."""
-        serving = {link.incarnation: link for link in links}
-        known = set(self._nodes)
-        for incarnation in [each for each in self._nodes if each not in serving][:-MAX_LOST_NODES]:
-            del self._nodes[incarnation]
-        self._nodes |= {each: NodeAdapters(link) for each, link in serving.items() if each not in self._nodes}
-        for incarnation, node in self._nodes.items():
-            node.set_link(serving.get(incarnation))
-        self._serving = [self._nodes[incarnation] for incarnation in serving]
-        for incarnation, link in serving.items():
-            lost, got = self._nodes[incarnation].take_report(link.adapters)
+        known, links_of = self._nodes, {link.incarnation: link for link in links}
+        lost_nodes = {each: node for each, node in known.items() if each not in links_of}
+        serving = {each: known.get(each) or NodeAdapters(link) for each, link in links_of.items()}
+        for incarnation, node in (lost_nodes | serving).items():
+            node.set_link(links_of.get(incarnation))
+        self._nodes = dict(list(lost_nodes.items())[-MAX_LOST_NODES:]) | serving  # the latest losses are the last
+        self._serving = list(serving.values())
+        for incarnation, node in serving.items():
+            lost, got = node.take_report(node.link.adapters)
             for adapter in lost:  # another router has unloaded it
                 self._forget(adapter, is_asked=True)
             for adapter in got if incarnation in known else ():
