@@ -14,10 +14,12 @@ from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.low_rank import LowRanks, PackedAdapter
 from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import (
+    AbortedError,
     AlreadyRunningError,
     CapacityError,
     ConfigError,
     InvalidRequestError,
+    MismatchError,
     ModelError,
     NotAllowedError,
     NotFoundError,
@@ -50,7 +52,9 @@ class AdapterTable:
         self._loading = threading.Lock()  # only one at a time takes memory for its files
         if self._pack is None and (config.adapters or config.adapter_directory):
             raise ConfigError(f"{RANKS_HAVE_NONE}; unset model.adapters and model.adapter_directory")
-        for name, directory in _pairs(config.adapters):
+        pairs = _pairs(config.adapters)
+        self._fixed = frozenset(name for name, _ in pairs)
+        for name, directory in pairs:
             try:
                 self._load(name, Path(directory).expanduser())
             except CapacityError as error:
@@ -71,11 +75,16 @@ class AdapterTable:
         found = self._by_name.get(adapter.name)
         return found[1] if found is not None and found[0] == adapter else None
 
-    def load(self, name: str, directory: str) -> Adapter:
+    def load(
+        self, name: str, directory: str, fingerprint: str = "", has_ended: Callable[[], bool] = lambda: False
+    ) -> Adapter:
         """Loads an adapter from a directory below `model.adapter_directory`. Does nothing if it is loaded already.
 
+        `fingerprint`: the adapter's, if it is known. `has_ended`: whether nobody waits for the adapter any more.
+
         Raises: NotAllowedError without that setting, or for another directory; NotSupportedError, AlreadyRunningError;
-        InvalidRequestError if there is no valid adapter; CapacityError if it exceeds `model.adapter_memory_bytes`.
+        InvalidRequestError if there is no valid adapter; MismatchError if it has another fingerprint; AbortedError;
+        CapacityError if it exceeds `model.adapter_memory_bytes`.
         """
         root = self._check_allowed()
         if not (1 <= len(name) <= MAX_NAME_LENGTH and name.isascii() and name.isprintable()):
@@ -87,23 +96,43 @@ class AdapterTable:
             raise NotAllowedError(message, reason="ADAPTER_DIRECTORY")
         try:
             with self._loading:
-                return self._load(name, path, root)
+                return self._load(name, path, root, fingerprint=fingerprint, has_ended=has_ended)
         except ModelError as error:
             message = error.message.replace(str(path), directory)
             raise InvalidRequestError(message, field="directory", reason="BAD_ADAPTER") from error
 
-    def unload(self, name: str) -> None:
-        """Unloads an adapter. Raises: NotAllowedError without `model.adapter_directory`; NotFoundError."""
-        self._check_allowed()
-        with self._changing:
-            if self._by_name.pop(name, None) is None:
-                raise NotFoundError(f"there is no adapter {name!r}", reason="ADAPTER_NOT_FOUND")
+    def unload(self, name: str, fingerprint: str = "") -> None:
+        """Unloads an adapter, whatever its fingerprint if that is empty.
 
-    def _load(self, name: str, directory: Path, root: Path | None = None) -> Adapter:
+        Raises: NotFoundError; NotAllowedError for an adapter of `model.adapters`.
+        """
+        with self._changing:
+            found = self._by_name.get(name)
+            if found is None or fingerprint not in ("", found[0].fingerprint):
+                raise NotFoundError(f"there is no adapter {name!r}", reason="ADAPTER_NOT_FOUND")
+            if name in self._fixed:
+                message = f"adapter {name!r} cannot be unloaded while the node runs: it is one of model.adapters"
+                raise NotAllowedError(message, reason="ADAPTERS_ARE_FIXED")
+            del self._by_name[name]
+
+    def _load(
+        self,
+        name: str,
+        directory: Path,
+        root: Path | None = None,
+        *,
+        fingerprint: str = "",
+        has_ended: Callable[[], bool] = lambda: False,
+    ) -> Adapter:
         if self._pack is None:
             raise NotSupportedError(RANKS_HAVE_NONE, field="name")
+        if has_ended():
+            raise AbortedError(f"the call that loads the adapter {name!r} has ended")
         files = read_adapter(directory, root=root, max_bytes=self._max_bytes)
         adapter = Adapter(name, files.fingerprint)
+        if fingerprint not in ("", adapter.fingerprint):
+            message = f"the directory has the adapter {adapter}, not {fingerprint[:12]}"
+            raise MismatchError(message, reason="ADAPTER_MISMATCH")
         with self._changing:
             found = self._by_name.get(name)
             if found is not None and found[0] == adapter:
@@ -119,6 +148,8 @@ class AdapterTable:
                     raise ModelError(f"{directory} does not fit {self._model_name}: {error.message}") from error
                 self._check_room(name, packed.num_bytes)
                 self._packed[adapter.fingerprint] = packed
+            if has_ended():
+                raise AbortedError(f"the call that loads the adapter {name!r} has ended")
             self._by_name[name] = adapter, packed
         return adapter
 

@@ -8,10 +8,12 @@ import pytest
 
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.errors import (
+    AbortedError,
     AlreadyRunningError,
     CapacityError,
     ConfigError,
     InvalidRequestError,
+    MismatchError,
     ModelError,
     NotAllowedError,
     NotFoundError,
@@ -60,8 +62,6 @@ def test_adapters_of_the_settings_are_found_by_name_and_fingerprint(model, folde
     assert table.find(Adapter("a", two.fingerprint)) is None
     with pytest.raises(NotAllowedError, match=r"set model\.adapter_directory"):
         table.load("c", "one")
-    with pytest.raises(NotAllowedError, match=r"set model\.adapter_directory"):
-        table.unload("a")
 
 
 def test_adapters_are_loaded_and_unloaded_on_demand(model, folder):
@@ -80,6 +80,36 @@ def test_adapters_are_loaded_and_unloaded_on_demand(model, folder):
     with pytest.raises(NotFoundError, match="no adapter 'a'"):
         table.unload("a")
     assert table.load("a", "two") != one
+
+
+def test_only_the_adapter_of_a_fingerprint_is_loaded_and_unloaded(model, folder):
+    table = table_of(model, adapter_directory=str(folder))
+    one, two = table.load("a", "one"), table.load("b", "two")
+    table.unload("b", two.fingerprint)
+    with pytest.raises(MismatchError, match=f"has the adapter .*{one.fingerprint[:12]}.*, not {two.fingerprint[:12]}"):
+        table.load("b", "one", two.fingerprint)
+    with pytest.raises(NotFoundError):
+        table.unload("a", two.fingerprint)
+    assert table.adapters == (one,)
+    assert table.load("a", "one", one.fingerprint) == one
+
+
+def test_a_call_that_has_ended_loads_nothing(model, folder):
+    table = table_of(model, adapter_directory=str(folder))
+    with pytest.raises(AbortedError, match="has ended"):
+        table.load("a", "one", has_ended=lambda: True)
+    assert table.adapters == ()
+
+
+def test_adapters_of_the_settings_cannot_be_unloaded(model, folder):
+    for settings in ({}, {"adapter_directory": str(folder)}):
+        table = table_of(model, adapters=(f"a={folder}/one",), **settings)
+        with pytest.raises(NotAllowedError, match=r"'a' cannot be unloaded .* one of model\.adapters") as caught:
+            table.unload("a")
+        assert caught.value.reason == "ADAPTERS_ARE_FIXED"
+        with pytest.raises(NotFoundError):  # nothing keeps a cluster from unloading what this node does not have
+            table.unload("b")
+        assert len(table.adapters) == 1
 
 
 @pytest.mark.parametrize("directory", ["..", "", ".", "/", "../adapters", "one/../.."])
