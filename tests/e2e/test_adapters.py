@@ -23,7 +23,7 @@ PROMPT = [(i * 13) % 250 + 20 for i in range(150)]
 WAIT_SECONDS = 60.0
 CUT = "\ufffd"  # a character that the answer's last token has not completed; the gateway omits it from streams
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
-LONG = {"temperature": 0.9, "seed": 3, "max_tokens": 700, "ignore_eos": True}
+LONG = {"temperature": 0.9, "seed": 3, "max_tokens": 1800, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -105,15 +105,14 @@ def test_an_answer_goes_on_on_another_node(adapted):
     adapted.wait_until_all_serve()
     expected, _ = adapted.generate(PROMPT, model="sql", **LONG)
     with adapted.client.generate(PROMPT, model="sql", **LONG) as stream:
-        is_killed = False
+        killed = ""
         for _ in stream:
-            if not is_killed and len(stream.token_ids()) >= 50:
+            if not killed and len(stream.token_ids()) >= 50:
                 decodes = adapted.status().by_role()[NodeRole.DECODE]
-                (busy,) = [node.target for node in decodes if node.load.num_running]
-                (name,) = [node.name for node in adapted.cluster.nodes if node.address == busy]
-                adapted.cluster.kill(name, signal.SIGKILL)
-                is_killed = True
-        assert is_killed
+                busy = [node.target for node in decodes if node.load.num_running]  # may be empty, as figures are late
+                for killed in (node.name for node in adapted.cluster.nodes if node.address in busy):
+                    adapted.cluster.kill(killed, signal.SIGKILL)
+        assert killed
         assert stream.token_ids() == expected
         assert stream.summary.metrics.attempts == 2
     adapted.wait_until_all_serve()
