@@ -58,7 +58,7 @@ class LoadedAdapters:
             return options
         try:
             with Client(self._target) as client:
-                adapter = client.load_adapter(request.lora_name, os.path.relpath(path, ADAPTER_ROOT))
+                adapter = client.load_adapter(request.lora_name, path)
         except (AlreadyRunningError, InvalidRequestError, NotSupportedError) as error:
             raise ValueError(f"lora_request {request.lora_name!r}: {error.message}") from error
         options = GenerateOptions(model=adapter.name, adapter_fingerprint=adapter.fingerprint)
