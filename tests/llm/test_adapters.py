@@ -26,6 +26,13 @@ def test_adapters_are_loaded_once_and_each_prompt_names_its_own(lora_llm, router
     assert router.loaded == [("sql", "/adapters/sql"), ("law", str(tmp_path / "adapters/law"))], "below any root"
 
 
+def test_adapters_that_a_restarted_router_does_not_have_are_loaded_again(lora_llm, router):
+    lora_llm.generate(["a", "b"], lora_request=SQL, use_tqdm=False)
+    router.adapters = {}
+    lora_llm.generate(["a", "b"], lora_request=SQL, use_tqdm=False)
+    assert router.loaded == [("sql", "/adapters/sql")] * 2
+
+
 def test_what_cannot_be_used_is_an_error_before_anything_is_generated(lora_llm, router):
     with pytest.raises(ValueError, match="there are 2 prompts, but 1 lora_requests"):
         lora_llm.generate(["a", "b"], lora_request=[SQL], use_tqdm=False)
