@@ -52,10 +52,7 @@ class AdapterDoors:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Opens and closes doors as the routers' adapters change, until it is cancelled.
-
-        Whatever fails is logged, and the next round tries it again.
-        """
+        """Keeps a door for each adapter of each router, until it is cancelled. Each round repeats what failed."""
         channels = {target: open_channel(target, is_replaceable=True) for target in self._targets}
         while True:
             await asyncio.gather(*(self._follow(target, channel) for target, channel in channels.items()))
@@ -86,10 +83,10 @@ class AdapterDoors:
             _log.info("adapters", router=target, adapters=sorted(names))
 
     def _tell_gateway(self) -> None:
-        """Makes the gateway use the open doors, and no closed ones. Raises: any error of reading its lists."""
+        """Makes the gateway use the open doors, and no closed ones. Raises any error of reading its lists."""
         ids = {(worker["url"], worker["model_id"]): worker["id"] for worker in self._ask("GET", "/workers")["workers"]}
         open_doors = {(url, name) for (_, name), (_, url) in self._doors.items()}
-        for url, name in self._closed & ids.keys():
+        for url, name in (self._closed - open_doors) & ids.keys():
             with _logging_errors("an adapter's door cannot be removed from the gateway", adapter=name):
                 self._ask("DELETE", f"/workers/{ids[url, name]}")
                 self._closed.discard((url, name))

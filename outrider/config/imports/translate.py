@@ -297,10 +297,7 @@ def _only_name(value: Any) -> Any:
 
 
 def _adapters(value: Any) -> str:
-    """Converts adapters, each NAME=PATH, an object of name and path, or in SGLang a path that is also the name.
-
-    SGLang's `lora_paths` may also be an object of paths by name.
-    """
+    """Converts paths by name, or a list of NAME=PATH, of objects of name and path, or of SGLang's paths without names."""
     found = []
     if isinstance(value, Mapping) and not value.keys() & {"path", "lora_path"}:
         value = [f"{name}={path}" for name, path in value.items()]
