@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
-from outrider.engine.cpu_kernels.matrices import rounded_weight
 from outrider.engine.kv_cache.array_plane import Words
 from outrider.errors import ModelError
 from outrider.model_hub.checkpoint_text import read_json
@@ -82,23 +81,6 @@ def dequantised(tensors: Tensors) -> Mapping[str, Words]:
         return tensor.dequantise() if isinstance(tensor, GroupedWeight) else tensor
 
     return LazyTensors({name: partial(read, name) for name in tensors})
-
-
-def rounded(tensors: Tensors, quantise: str) -> Tensors:
-    """Returns the same tensors, of which plain matrices are rounded when they are used.
-
-    Embeddings are rounded only if they are the output layer, too. `quantise`: see PackedMatrix; "": the tensors
-    themselves are returned.
-    """
-    plain = "model.embed_tokens.weight" if "lm_head.weight" in tensors else ""
-
-    def read(name: str) -> Words | GroupedWeight:
-        tensor = tensors[name]
-        if isinstance(tensor, GroupedWeight) or tensor.ndim != 2 or name == plain:
-            return tensor
-        return rounded_weight(tensor, quantise)
-
-    return LazyTensors({name: partial(read, name) for name in tensors}) if quantise else tensors
 
 
 def _plain(files: SafetensorsFiles, name: str) -> Words:
