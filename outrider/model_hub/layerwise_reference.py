@@ -19,7 +19,7 @@ from outrider.engine.cpu_kernels.decoder_options import DecoderOptions
 from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
 from outrider.engine.cpu_kernels.matrices import rounded_weight
 from outrider.errors import ModelError
-from outrider.model_hub.quantised.open import Tensors
+from outrider.model_hub.lazy_tensors import Tensors
 from outrider.model_hub.support import architecture_name, probe_token_ids
 from outrider.progress import Progress, no_progress
 

@@ -44,10 +44,10 @@ from outrider.model_hub.kernels import (
     start_kernels,
 )
 from outrider.model_hub.layerwise_reference import layerwise_logits, load_tensors, own_rotations
+from outrider.model_hub.lazy_tensors import Tensors, dequantised
 from outrider.model_hub.loaded_model import LoadedModel, describe_model
 from outrider.model_hub.locate import ModelLocation, locate_model
 from outrider.model_hub.plain_tensors import open_plain, tensors_of
-from outrider.model_hub.quantised.open import Tensors, dequantised
 from outrider.model_hub.support import (
     SPLIT_CONTEXT,
     architecture_name,

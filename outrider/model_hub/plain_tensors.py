@@ -18,7 +18,8 @@ from outrider.engine.kv_cache.array_plane import Words
 from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.errors import ModelError
 from outrider.model_hub.fingerprint import weight_files
-from outrider.model_hub.quantised.open import LazyTensors, Tensors, open_safetensors
+from outrider.model_hub.lazy_tensors import LazyTensors, Tensors
+from outrider.model_hub.quantised.open import open_safetensors
 
 
 def open_plain(directory: Path) -> Tensors:
