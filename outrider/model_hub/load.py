@@ -140,8 +140,8 @@ def _open_source(config: ModelConfig, location: ModelLocation, progress: Progres
     if is_native and isinstance(options, str):
         kernels = replace(kernels, reason=f"by layers: {options}")
     tensors = checkpoint.tensors if checkpoint is not None else None
-    if tensors is None and isinstance(options, DecoderOptions) and is_native:
-        tensors = open_plain(location.directory)
+    if checkpoint is None and is_native and isinstance(options, DecoderOptions):
+        tensors = open_plain(location.directory, is_tied=options.is_tied)
     return _Source(
         config=config,
         location=location,

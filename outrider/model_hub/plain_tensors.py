@@ -22,10 +22,11 @@ from outrider.model_hub.lazy_tensors import LazyTensors, Tensors
 from outrider.model_hub.quantised.open import open_safetensors
 
 
-def open_plain(directory: Path) -> Tensors:
+def open_plain(directory: Path, *, is_tied: bool) -> Tensors:
     """Opens a checkpoint, which stays on disk until a tensor is used. Its files are safetensors, or torch's own.
 
-    As in transformers, a head with the values of the embeddings is left out, and all names may lack their prefix.
+    As in transformers, all names may lack their prefix, and tensors of other modules, such as a value head, are left
+    out. If the head is tied, it is left out if it has the values of the embeddings.
 
     Raises: ModelError if a file is missing or damaged.
     """
@@ -33,7 +34,13 @@ def open_plain(directory: Path) -> Tensors:
     tensors = open_safetensors(directory) if files[0].suffix == ".safetensors" else _words(_unpickled(files))
     prefix = "" if any(name.startswith("model.") for name in tensors) else "model."
     names = {name if name.startswith("lm_head.") else prefix + name: name for name in tensors}
-    if HEAD in names and EMBEDDING in names and np.array_equal(tensors[names[HEAD]], tensors[names[EMBEDDING]]):
+    names = {name: own for name, own in names.items() if name.startswith(("model.", "lm_head."))}
+    if (
+        is_tied
+        and HEAD in names
+        and EMBEDDING in names
+        and np.array_equal(tensors[names[HEAD]], tensors[names[EMBEDDING]])
+    ):
         del names[HEAD]
     return LazyTensors({name: partial(tensors.__getitem__, own) for name, own in names.items()})
 

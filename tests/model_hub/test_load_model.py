@@ -307,7 +307,7 @@ def test_files_of_torch_are_packed_like_safetensors(tmp_path, is_tied):
 
 @pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")
 def test_weights_that_only_one_of_two_names_ties_are_packed_as_transformers_reads_them(tmp_path):
-    """The head alone, other values in both although they should be tied, and names without their prefix."""
+    """The head alone, names without their prefix, a value head, and other values in both though they should be tied."""
     path = make_tiny_model(tmp_path / "tied", overrides={"tie_word_embeddings": True})
     expected = load(path).native.weights.blobs
     tensors = load_file(path / "model.safetensors")
@@ -315,6 +315,7 @@ def test_weights_that_only_one_of_two_names_ties_are_packed_as_transformers_read
     for changed in (
         {**tensors, "lm_head.weight": embedding},
         {name.removeprefix("model."): value for name, value in {**tensors, "embed_tokens.weight": embedding}.items()},
+        {**tensors, "model.embed_tokens.weight": embedding, "v_head.summary.weight": embedding[:1]},
     ):
         save_file(changed, path / "model.safetensors", {"format": "pt"})
         found = load(path).native.weights.blobs
