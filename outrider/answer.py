@@ -22,6 +22,7 @@ class Started:
     seed: int
     model: str
     router: str  # the address to send Abort to
+    adapter_fingerprint: str = ""  # empty: the model itself answers
     prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 

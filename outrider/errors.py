@@ -133,6 +133,8 @@ class PeerLostError(OutriderError):
 
 POISON_REQUEST = "REQUEST_LOSES_NODES"
 """Reason of the PeerLostError for a request that may itself cause the loss of nodes and is therefore not retried."""
+NO_ADAPTER = "NO_ADAPTER"
+"""Reason of the MismatchError with which a prefill node refuses a prompt, because it has unloaded the adapter."""
 RESUMED_ELSEWHERE = "RESUMED_ELSEWHERE"
 """Reason of the AbortedError that ends a stream if its answer continues in another stream or on another router."""
 

@@ -23,7 +23,7 @@ from outrider.engine.sampler.logprobs import split_scored_rows
 from outrider.engine.scheduler import Scheduled, StepPlan
 from outrider.engine.step_profiler import StepProfiler
 from outrider.engine.step_progress import StepProgress
-from outrider.errors import MismatchError, PeerLostError
+from outrider.errors import NO_ADAPTER, MismatchError, PeerLostError
 from outrider.faults import fault_point
 from outrider.kv_transfer.base import TransferSpec
 from outrider.kv_transfer.connectors import Connector
@@ -195,7 +195,7 @@ class PrefillLoop:
         adapter = None if wanted is None else self._engine.find_adapter(wanted)
         if wanted is not None and adapter is None:
             message = f"the prefill node does not have the adapter {wanted}"
-            self._ended.append(JobEnded(job.job_id, MismatchError(message, reason="NO_ADAPTER")))
+            self._ended.append(JobEnded(job.job_id, MismatchError(message, reason=NO_ADAPTER)))
             self.prompt_tokens.set_outstanding(job.job_id, 0)
             return
         task = self._tasks[job.job_id] = PrefillTask.of(job, adapter)

@@ -44,6 +44,7 @@ def seconds(value: str) -> float:
 
 _VALUES: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "model": (str, "NAME", "the name of an adapter; default: the model itself"),
+    "adapter_fingerprint": (str, "HEX", "refuse another adapter of this name; default: any"),
     "temperature": (
         float,
         "T",

@@ -3,8 +3,8 @@
 A request with a resume window is resumed, on its router first and then on the others, until
 its window has passed. If a router does not know the request (because the first router died
 before storing it, or there is no shared store), the request is sent again, with the tokens that
-have arrived and the seed of Started. A request without a window is sent again only if nothing
-of its answer has arrived.
+have arrived and the seed and adapter of Started. A request without a window is sent again only if
+nothing of its answer has arrived.
 """
 
 from __future__ import annotations
@@ -158,6 +158,7 @@ class Continuation:
         request.CopyFrom(self._request)
         if record.has_started:
             request.sampling.seed = record.started.seed
+            request.adapter_fingerprint = record.started.adapter_fingerprint
             request.output.ClearField("prompt_logprobs")  # they have arrived
         if record.has_deltas:
             if request.sampling.n > 1:
@@ -175,7 +176,8 @@ class Continuation:
             if isinstance(error, PeerLostError):
                 error.add_note(
                     f"{record.num_tokens} tokens had arrived of a request without a resume window: to continue, send "
-                    "it again with the same seed and these tokens as generated_token_ids"
+                    "it again with these tokens as generated_token_ids, and with the seed and adapter_fingerprint of "
+                    "Started"
                 )
             raise error
         if isinstance(error, PeerLostError) and error.reason == UNREACHABLE:

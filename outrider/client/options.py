@@ -35,7 +35,8 @@ class GenerateOptions(ChatOptions, total=False):
     """Keyword arguments of `generate` and `complete`. The defaults are those of router.proto."""
 
     request_id: str
-    model: str
+    model: str  # the name of an adapter; default: the model itself
+    adapter_fingerprint: str  # what the adapter must have, as in `Model.adapters`; default: any
     # sampling
     temperature: float
     top_p: float
@@ -86,7 +87,7 @@ _SAMPLING = (
 )
 _OUTPUT = ("top_logprobs", "prompt_logprobs", "skip_special_tokens", "echo", "token_ids_only", "token_bytes")
 _FIELDS = {
-    **{name: name for name in ("request_id", "model", "priority", "generated_token_ids")},
+    **{name: name for name in ("request_id", "model", "adapter_fingerprint", "priority", "generated_token_ids")},
     **{name: f"sampling.{name}" for name in _SAMPLING},
     "stop": "stop.strings",
     "stop_token_ids": "stop.token_ids",

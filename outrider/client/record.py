@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from outrider.answer import Delta, Finished, Started, Summary
-from outrider.errors import InternalError
+from outrider.errors import InternalError, MismatchError
 from outrider.v1 import router_pb2
 from outrider.wire.answer import event_from_proto
 
@@ -54,7 +54,7 @@ class StreamRecord:
         """Records an event, and returns its Delta, or None for other events.
 
         Raises: InternalError for a Delta that leaves a gap or repeats a token, and for the Started
-        event of another request.
+        event of another request; MismatchError if another adapter continues the answer.
         """
         self.num_events += 1
         value = event_from_proto(event)
@@ -75,6 +75,10 @@ class StreamRecord:
         before = self._started
         if before is not None and (before.seed, before.num_prompt_tokens) != (started.seed, started.num_prompt_tokens):
             raise InternalError(f"{started.router} resumed another request instead of {self.request_id!r}")
+        if before is not None and before.adapter_fingerprint != started.adapter_fingerprint:
+            was, now = (each.adapter_fingerprint or "no adapter" for each in (before, started))
+            message = f"request {self.request_id!r} began with {was}, but {started.router} continues it with {now}"
+            raise MismatchError(message, reason="ADAPTER_MISMATCH")
         if before is not None and not started.prompt_logprobs:  # the resumed call did not ask for these again
             started = replace(started, prompt_logprobs=before.prompt_logprobs)
         self._started = started

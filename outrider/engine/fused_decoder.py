@@ -8,7 +8,7 @@ compared with those of the original model (see outrider.model_hub.support).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from outrider.engine.feature_writer import FeatureWriter
+    from outrider.engine.torch_adapter import AdapterRows
 
+
+LAYERS: Mapping[str, Sequence[str]] = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""The model's own linear layers in each product of a layer, by the product's field of `_Layer`."""
 
 _Linear = tuple[Tensor, Tensor | None]
 """Weight [out_features, in_features] and bias [out_features] or None."""
@@ -40,6 +49,7 @@ class _Layer:
     output: _Linear
     gate_up: _Linear
     down: _Linear
+    sizes: Mapping[str, Sequence[int]]  # of the outputs of the model's own layers, by the field of their product
     head_norms: tuple[Norm, Norm] | None  # norms of each query head and of each key head
     post_attention_norm: Norm | None  # applied to the output of attention before it is added to the residual stream
     mlp_norm: Norm  # applied to the residual stream after that addition
@@ -69,6 +79,7 @@ class FusedDecoder:
         base: Any = model.base_model
         head: Any = model.get_output_embeddings()
         config = model.config
+        self._prefix = f"{model.base_model_prefix}.layers"
         self._embed: nn.Module = base.embed_tokens
         self._head: _Linear = (head.weight, head.bias)
         self._multiply = deterministic.linear if is_deterministic else nn.functional.linear
@@ -93,12 +104,14 @@ class FusedDecoder:
 
     def _layer(self, layer: Any, next_norm: Norm, angles: tuple[Tensor, Tensor], options: AttentionOptions) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
+        sizes = {field: [layer.get_submodule(name).out_features for name in names] for field, names in LAYERS.items()}
         after_attention = self._norm(layer.post_attention_layernorm)
         return _Layer(
             qkv=_join(attention.q_proj, attention.k_proj, attention.v_proj),
             output=(attention.o_proj.weight, attention.o_proj.bias),
             gate_up=_join(mlp.gate_proj, mlp.up_proj),
             down=(mlp.down_proj.weight, mlp.down_proj.bias),
+            sizes=sizes,
             head_norms=(
                 (self._norm(attention.q_norm), self._norm(attention.k_norm)) if hasattr(attention, "q_norm") else None
             ),
@@ -117,9 +130,20 @@ class FusedDecoder:
         attention: AttentionBackend,
         features: FeatureWriter | None = None,
         on_layer_done: Callable[[int], None] | None = None,
+        *,
+        adapters: AdapterRows | None = None,
     ) -> Tensor:
         """Does what `ModelRunner.forward` does. `features` must be in its `writing` context for this batch."""
-        fields, plan, multiply = batch.on(kv_cache.device), attention.prepare(batch), self._multiply
+        fields, plan = batch.on(kv_cache.device), attention.prepare(batch)
+
+        def multiply(rows: Tensor, index: int, product: str) -> Tensor:
+            layer = self._layers[index]
+            output = self._multiply(rows, *getattr(layer, product))
+            if adapters is not None:
+                names = [f"{self._prefix}.{index}.{name}" for name in LAYERS[product]]
+                adapters.add_joined(names, layer.sizes[product], rows, output)
+            return output
+
         residual: Tensor = self._embed(fields.token_ids)
         rows = rms_norm(residual, self._first_norm)
         for index, layer in enumerate(self._layers):
@@ -127,7 +151,7 @@ class FusedDecoder:
                 features.record_tap(index, residual)
             keys, values = kv_cache.keys[index], kv_cache.values[index]
             query = rotate_and_store(
-                multiply(rows, *layer.qkv),
+                multiply(rows, index, "qkv"),
                 keys,
                 values,
                 cosines=layer.angles[0],
@@ -139,9 +163,10 @@ class FusedDecoder:
             if on_layer_done is not None:
                 on_layer_done(index)
             attended = attention.attend(plan, query, keys, values, layer.options).flatten(1)
-            added = multiply(attended, *layer.output)
+            added = multiply(attended, index, "output")
             residual, rows = add_rms_norm(residual, added, layer.mlp_norm, layer.post_attention_norm)
-            added = multiply(activate(multiply(rows, *layer.gate_up), self._activation), *layer.down)
+            activated = activate(multiply(rows, index, "gate_up"), self._activation)
+            added = multiply(activated, index, "down")
             residual, rows = add_rms_norm(residual, added, layer.next_norm, layer.post_mlp_norm)
         if features is not None:
             features.record_tap(len(self._layers), residual, rows)
@@ -149,7 +174,7 @@ class FusedDecoder:
             rows = rows.index_select(0, fields.logits_rows)
         # The product is rounded to the model's dtype first, like transformers' logits. Without rows nothing is
         # launched.
-        return multiply(rows, *self._head).float()
+        return self._multiply(rows, *self._head).float()
 
 
 def _join(*modules: nn.Linear) -> _Linear:

@@ -106,14 +106,6 @@ class InputBatch:
         """Whether a forward must select the rows that have logits, because not all have any or some are repeated."""
         return self.is_padded or self.num_logits < self.num_rows
 
-    def adapters_of_rows(self) -> array[int]:
-        """Returns the address of each row's adapter, 0 for none: [num_rows] int64; empty if no row has one."""
-        addresses, starts = array("q"), self.arrays.query_start_loc
-        for index, adapter in enumerate(self.adapters):
-            address = 0 if adapter is None else adapter.address
-            addresses.extend((address,) * (starts[index + 1] - starts[index]))
-        return addresses
-
     def with_plan(self, plan: array[int]) -> InputBatch:
         """Returns the same batch with an `attention_plan`. It shares all other arrays, but no tensors."""
         return InputBatch(replace(self.arrays, attention_plan=plan), self.block_size, self.is_padded, self.adapters)

@@ -35,8 +35,11 @@ class SharedProjection(nn.Module):
     finds the products of another input, for example from another thread, computes its own, so its result is correct.
     """
 
-    def __init__(self, joined: nn.Module, sizes: Sequence[int], index: int, last: list[tuple[Tensor, ...]]) -> None:
+    def __init__(
+        self, joined: nn.Module, sizes: Sequence[int], index: int, last: list[tuple[Tensor, ...]], in_features: int
+    ) -> None:
         super().__init__()
+        self.in_features, self.out_features = in_features, sizes[index]
         self._joined = joined
         self._sizes = tuple(sizes)
         self._index = index
@@ -91,7 +94,7 @@ def _join(module: nn.Module, names: Sequence[str], make_linear: MakeLinear) -> N
     sizes = [layer.out_features for layer in plain]
     last: list[tuple[Tensor, ...]] = [()]
     for index, name in enumerate(names):
-        setattr(module, name, SharedProjection(joined, sizes, index, last))
+        setattr(module, name, SharedProjection(joined, sizes, index, last, weight.shape[1]))
 
 
 @torch.no_grad()

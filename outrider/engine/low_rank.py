@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +23,5 @@ LowRanks = Mapping[str, LowRank]
 """The parts of an adapter by transformers' names of the layers, for example "model.layers.3.self_attn.q_proj"."""
 
 
-class PackedAdapter(Protocol):
+class PackedAdapter:
     """An adapter in the form that a runner computes with. Sequences keep it alive while they run."""
-
-    @property
-    def address(self) -> int:
-        """The address of an array of OutriderLayerAdapter, one for each layer of the decoder."""

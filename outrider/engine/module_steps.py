@@ -22,6 +22,7 @@ from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.runner_base import ModelRunner
 from outrider.engine.step_graphs import Capturable, StepGraphs, cuda_graphs
+from outrider.engine.torch_adapter import AdapterRows
 
 if TYPE_CHECKING:
     from outrider.engine.arrays import Array
@@ -97,10 +98,14 @@ class ModuleSteps(ModelRunner):
         """Does what `forward` does, without graphs, and returns the logits on the model's device."""
         batch = self._attention.plan(batch)
         slots = batch.on(self._kv_cache.device).slot_mapping
+        adapters = AdapterRows(batch, self._kv_cache.device) if batch.adapters else None
         with nullcontext() if self._features is None else self._features.writing(slots):
-            if self._fused is None:
+            if self._fused is not None:
+                return self._fused.forward(
+                    batch, self._kv_cache, self._attention, self._features, on_layer_done, adapters=adapters
+                )
+            with nullcontext() if adapters is None else adapters.added_in(self._model):
                 return self._by_modules(batch, on_layer_done)
-            return self._fused.forward(batch, self._kv_cache, self._attention, self._features, on_layer_done)
 
     def _by_modules(self, batch: InputBatch, on_layer_done: Callable[[int], None] | None) -> Tensor:
         device = self._kv_cache.device

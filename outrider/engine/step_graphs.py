@@ -107,16 +107,16 @@ class StepGraphs:
             self._graphs[bucket] = self._capture(partial(_write_logits, forward, padded, logits))
 
     def padded(self, batch: InputBatch) -> InputBatch | None:
-        """Returns the batch as `run` would upload it, or None if no graph has its shape. The result's token ids may
-        still be changed.
+        """Returns the batch as `run` would upload it, or None if no graph has its shape or its rows have adapters. The
+        result's token ids may still be changed.
         """
-        bucket = self._shapes.bucket_of(batch)
+        bucket = None if batch.adapters else self._shapes.bucket_of(batch)
         return self._padded(batch, bucket) if bucket is not None and bucket in self._graphs else None
 
     @torch.inference_mode()
     def run(self, batch: InputBatch) -> Tensor | None:
         """Replays the batch's graph. Returns logits [num_logits, vocab_size] float32, valid until the next call; None
-        if no graph has the batch's shape.
+        if there is no graph for the batch (see `padded`).
         """
         padded = batch if batch.is_padded else self.padded(batch)
         if padded is None or self._logits is None:

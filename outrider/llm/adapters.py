@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.client import Client
+from outrider.client import Client, GenerateOptions
 from outrider.errors import AlreadyRunningError, InvalidRequestError, NotSupportedError
 
 ADAPTER_ROOT = "/"
@@ -33,11 +33,11 @@ class LoadedAdapters:
         """`target`: the router's address."""
         self._target = target
         self._is_enabled = is_enabled
-        self._paths: dict[str, str] = {}  # by name
+        self._loaded: dict[str, tuple[str, GenerateOptions]] = {}  # by name: directory, and options that choose it
         self._loading = threading.Lock()
 
-    def models_of(self, requests: LoRARequests, num_prompts: int) -> list[str]:
-        """Loads the adapters, and returns the model that each prompt must name: "" for the model itself.
+    def options_of(self, requests: LoRARequests, num_prompts: int) -> list[GenerateOptions]:
+        """Loads the adapters, and returns the options by which each prompt chooses its own.
 
         Raises: ValueError if an adapter cannot be used; other OutriderErrors.
         """
@@ -47,21 +47,20 @@ class LoadedAdapters:
         if not self._is_enabled and any(request is not None for request in each):
             raise ValueError("lora_request needs LLM(enable_lora=True)")
         with self._loading:
-            for request in each:
-                if request is not None:
-                    self._load(request)
-        return ["" if request is None else request.lora_name for request in each]
+            return [GenerateOptions() if request is None else self._load(request) for request in each]
 
-    def _load(self, request: LoRARequest) -> None:
+    def _load(self, request: LoRARequest) -> GenerateOptions:
         path = os.path.abspath(request.lora_path)  # noqa: PTH100 a link may be replaced later, but not its name
-        known = self._paths.get(request.lora_name)
-        if known == path:
-            return
-        if known is not None:
+        known, options = self._loaded.get(request.lora_name, (path, None))
+        if known != path:
             raise ValueError(f"lora_request {request.lora_name!r} is {known} already, not {path}")
+        if options is not None:
+            return options
         try:
             with Client(self._target) as client:
-                client.load_adapter(request.lora_name, os.path.relpath(path, ADAPTER_ROOT))
+                adapter = client.load_adapter(request.lora_name, os.path.relpath(path, ADAPTER_ROOT))
         except (AlreadyRunningError, InvalidRequestError, NotSupportedError) as error:
             raise ValueError(f"lora_request {request.lora_name!r}: {error.message}") from error
-        self._paths[request.lora_name] = path
+        options = GenerateOptions(model=adapter.name, adapter_fingerprint=adapter.fingerprint)
+        self._loaded[request.lora_name] = path, options
+        return options

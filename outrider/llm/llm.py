@@ -218,14 +218,14 @@ class LLM:
         if len(each) != len(sources):
             raise ValueError(f"there are {len(sources)} {name}, but {len(each)} sampling_params")
         options = convert_each("sampling_params", SamplingParams.to_options, each)
-        models = self._adapters.models_of(lora_request, len(sources))
+        adapters = self._adapters.options_of(lora_request, len(sources))
         requests = [
             Request(
                 name=f"{name}[{index}]",
                 content=content,
                 text=text,
                 params=each[index],
-                options={**self._next_options(), **options[index], **(common or {}), "model": models[index]},
+                options={**self._next_options(), **options[index], **(common or {}), **adapters[index]},
             )
             for index, (content, text) in enumerate(sources)
         ]

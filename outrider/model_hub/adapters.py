@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from outrider.engine.cpu_kernels.adapter import NativeAdapter
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
-from outrider.engine.low_rank import PackedAdapter
+from outrider.engine.low_rank import LowRanks, PackedAdapter
 from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import (
     AlreadyRunningError,
@@ -24,6 +25,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.request import Adapter
 
 MAX_NAME_LENGTH = 128
+RANKS_HAVE_NONE = "adapters are not supported with model.tensor_parallel_size"
 
 
 class AdapterTable:
@@ -34,13 +36,13 @@ class AdapterTable:
 
     def __init__(self, model: RunnableModel, *, model_name: str, config: ModelConfig) -> None:
         """Loads the adapters of `model.adapters`. Raises: ConfigError, ModelError."""
-        self._native = model.native if isinstance(model.native, NativeDecoder) else None
+        self._pack = _packer(model, config)
         self._model_name = model_name
         self._root = Path(config.adapter_directory).expanduser().resolve() if config.adapter_directory else None
         self._by_name: dict[str, tuple[Adapter, PackedAdapter]] = {}
         self._changing = threading.Lock()
-        if self._native is None and (config.adapters or config.adapter_directory):
-            raise ConfigError(f"{self._why_unsupported}; unset model.adapters and model.adapter_directory")
+        if self._pack is None and (config.adapters or config.adapter_directory):
+            raise ConfigError(f"{RANKS_HAVE_NONE}; unset model.adapters and model.adapter_directory")
         for name, directory in _pairs(config.adapters):
             self._load(name, Path(directory).expanduser())
 
@@ -82,8 +84,8 @@ class AdapterTable:
                 raise NotFoundError(f"there is no adapter {name!r}", reason="ADAPTER_NOT_FOUND")
 
     def _load(self, name: str, directory: Path) -> Adapter:
-        if self._native is None:
-            raise NotSupportedError(self._why_unsupported, field="name")
+        if self._pack is None:
+            raise NotSupportedError(RANKS_HAVE_NONE, field="name")
         files = read_adapter(directory)
         adapter = Adapter(name, files.fingerprint)
         with self._changing:
@@ -94,7 +96,7 @@ class AdapterTable:
                 what = "the model has" if found is None else "another adapter has"
                 raise AlreadyRunningError(f"{what} the name {name!r}", reason="ADAPTER_EXISTS")
             try:
-                packed = NativeAdapter(self._native.weights.shape, files.parts)
+                packed = self._pack(files.parts)
             except ModelError as error:
                 raise ModelError(f"{directory} does not fit {self._model_name}: {error.message}") from error
             self._by_name[name] = adapter, packed
@@ -106,12 +108,25 @@ class AdapterTable:
             raise NotAllowedError(message, reason="ADAPTERS_ARE_FIXED")
         return self._root
 
-    @property
-    def _why_unsupported(self) -> str:
-        return (
-            f"adapters need a model that the native CPU kernels compute as a whole, in the shape of Llama; "
-            f"{self._model_name} is computed otherwise"
-        )
+
+def _packer(model: RunnableModel, config: ModelConfig) -> Callable[[LowRanks], PackedAdapter] | None:
+    """Returns a function that packs an adapter for the model and raises ModelError if it does not fit; None if the
+    model cannot have adapters.
+    """
+    if isinstance(model.native, NativeDecoder):
+        return partial(NativeAdapter, model.native.weights.shape)
+    if config.tensor_parallel_size > 1:
+        return None
+    from outrider.engine.torch_adapter import TorchAdapter
+
+    assert model.model is not None
+    return partial(
+        TorchAdapter,
+        model.model,
+        native=model.native,
+        device=model.device,
+        is_deterministic=config.deterministic,
+    )
 
 
 def _pairs(settings: Sequence[str]) -> list[tuple[str, str]]:

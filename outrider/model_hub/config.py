@@ -49,8 +49,8 @@ class ModelConfig:
     adapters: tuple[str, ...] = setting(
         (),
         help="Adapters (LoRA) to load at the start, each as NAME=DIRECTORY with a directory in PEFT's format, for "
-        "example sql=/adapters/sql. A request chooses one by its `model`. Only for models in the shape of Llama on "
-        "native kernels.",
+        "example sql=/adapters/sql. A request chooses one by its `model`. Not with "
+        "model.tensor_parallel_size.",
     )
     adapter_directory: str = setting(
         "",

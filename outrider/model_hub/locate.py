@@ -60,6 +60,11 @@ def locate_model(config: ModelConfig, *, progress: Progress = no_progress) -> Mo
     if directory.is_dir():
         directory = directory.resolve()
         if not (directory / "config.json").is_file():
+            if (directory / "adapter_config.json").is_file():
+                raise ModelError(
+                    f"{directory} is an adapter (LoRA), not a model: set model.id to the model that it was "
+                    f"trained for, and model.adapters to NAME={directory}"
+                )
             raise ModelError(f"{directory} has no config.json: it is not a transformers model")
         return ModelLocation(directory=directory, name=config.name or directory.name)
     if (

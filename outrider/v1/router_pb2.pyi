@@ -241,18 +241,20 @@ class GenerateResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., summary: _Optional[_Union[Summary, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("num_prompt_tokens", "seed", "model", "prompt_logprobs", "router")
+    __slots__ = ("num_prompt_tokens", "seed", "model", "prompt_logprobs", "router", "adapter_fingerprint")
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     num_prompt_tokens: int
     seed: int
     model: str
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     router: str
-    def __init__(self, num_prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., model: _Optional[str] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., router: _Optional[str] = ...) -> None: ...
+    adapter_fingerprint: str
+    def __init__(self, num_prompt_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., model: _Optional[str] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., router: _Optional[str] = ..., adapter_fingerprint: _Optional[str] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("sample", "start_position", "token_ids", "text", "logprobs")

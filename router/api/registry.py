@@ -355,7 +355,7 @@ class RequestRegistry:
         request = await read_request(
             proto, served, caller, request_id=request_id, adapters=adapters, default_method=method
         )
-        name = adapter.name if (adapter := request.options.adapter) else served.info.name
+        adapter = request.options.adapter
         encoding.close()
         if stored is None or caller.key_of(request_id) not in self:  # this is no takeover, or it was closed meanwhile
             self._check_serving()
@@ -363,14 +363,15 @@ class RequestRegistry:
             request_id=request.request_id,
             num_prompt_tokens=len(request.prompt_token_ids),
             seed=request.options.sampling.seed,
-            model=name,
+            model=adapter.name if adapter else served.info.name,
             router=context.router_address,
+            adapter_fingerprint=adapter.fingerprint if adapter else "",
         )
         answer = Answer(request, started, tokenizer=served.tokenizer, batcher=self._batcher)
         if stored is not None:
             add_stored_tokens(answer, stored)
             answer.may_lag_client = self._is_exact(stored)
-        record.take_request(request, model=name, num_generated_tokens=answer.num_generated_tokens)
+        record.take_request(request, model=started.model, num_generated_tokens=answer.num_generated_tokens)
         return EncodedRequest(
             answer=answer,
             record=record,

@@ -130,7 +130,8 @@ def find_adapter(
 ) -> Adapter | None:
     """Returns the adapter that the request's `model` names; None: the model itself. `adapters`: by name.
 
-    Raises: NotFoundError for another name; MismatchError if the adapter has not the request's fingerprint.
+    Raises: NotFoundError for another name; MismatchError if the adapter does not have the request's fingerprint;
+    InvalidRequestError if the request continues tokens of an adapter without naming its fingerprint.
     """
     adapter = adapters.get(proto.model)
     if adapter is None and proto.model not in ("", model.name):
@@ -139,9 +140,13 @@ def find_adapter(
         raise NotFoundError(message, reason="MODEL_NOT_FOUND")
     fingerprint = "" if adapter is None else adapter.fingerprint
     if proto.adapter_fingerprint not in ("", fingerprint):
-        found = f"adapter {adapter}" if adapter is not None else f"the model {model.name!r} itself"
-        message = f"the request needs the adapter {proto.model!r} ({proto.adapter_fingerprint[:12]}), not {found}"
+        named = f"the adapter {adapter}" if adapter is not None else f"the model {model.name!r} itself"
+        wanted = f"{proto.adapter_fingerprint[:12]}…"
+        message = f"the request needs an adapter with the fingerprint {wanted}, but names {named}"
         raise MismatchError(message, reason="ADAPTER_MISMATCH")
+    if adapter is not None and proto.generated_token_ids and not proto.adapter_fingerprint:
+        message = "generated_token_ids of an adapter require its fingerprint, which Started has"
+        raise InvalidRequestError(message, field="adapter_fingerprint")
     return adapter
 
 

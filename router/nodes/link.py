@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, Protocol
 
-from outrider.errors import MismatchError, ModelError, OutriderError, PeerLostError
+from outrider.errors import NO_ADAPTER, MismatchError, ModelError, OutriderError, PeerLostError
 from outrider.node import NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.node_stamp import NodeVersion
 from outrider.prefill import PrefillCall, PrefillFigures
@@ -275,7 +275,8 @@ class PrefillLink(NodeLink):
     async def prefill(self, call: PrefillCall) -> PrefillFigures:
         """Has the node compute and push the prompt's KV. Cancelling the call stops the node's work.
 
-        Raises: PeerLostError for any failure, with the reason UNREACHABLE if the node is lost.
+        Raises: PeerLostError for any failure, with the reason UNREACHABLE if the node is lost, and NO_ADAPTER if it has
+        unloaded the adapter.
         """
         lost = asyncio.get_running_loop().create_future()
 
@@ -294,7 +295,7 @@ class PrefillLink(NodeLink):
         except OutriderError as error:
             if error.reason == UNREACHABLE:  # if the node's process has ended, its reports end, too
                 await asyncio.wait((lost,), timeout=LOSS_NOTICE_SECONDS)
-            reason = UNREACHABLE if lost.done() else None
+            reason = UNREACHABLE if lost.done() else NO_ADAPTER if error.reason == NO_ADAPTER else None
             message = f"prefill node {self.name} failed: {error.message}"
             raise PeerLostError(message, node=self.name, reason=reason) from error
         else:

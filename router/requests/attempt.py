@@ -13,7 +13,7 @@ from typing import Any, ClassVar, get_args
 
 from google.rpc import code_pb2
 
-from outrider.errors import InternalError, InvalidRequestError, PeerLostError
+from outrider.errors import NO_ADAPTER, InternalError, InvalidRequestError, PeerLostError
 from outrider.node import NodeRole
 from outrider.rpc.status import UNREACHABLE
 from outrider.session import (
@@ -225,14 +225,19 @@ class Attempt:
         self._stop_prefill()
         self._stop_timer()
         failures.reset_on_progress(self.shared.answer.num_generated_tokens)
-        failures.add_transfer(prefill.incarnation)
-        if error.reason == UNREACHABLE:
-            failures.add_node(prefill.incarnation)
-        self.blame(NodeRole.PREFILL, prefill.incarnation, error.reason)
+        is_unloaded = error.reason == NO_ADAPTER
+        if is_unloaded:  # nobody's fault
+            self.shared.excluded |= {prefill.incarnation}
+        else:
+            failures.add_transfer(prefill.incarnation)
+            if error.reason == UNREACHABLE:
+                failures.add_node(prefill.incarnation)
+            self.blame(NodeRole.PREFILL, prefill.incarnation, error.reason)
         # If the KV is ready, the failed call had to return the prompt's logprobs, which are lost now.
         if failures.final_error(error) is not None or self.is_kv_ready:
             return on.Lost(error, "prefill_lost", is_counted=False)
-        self._do(do.RecordMigration(prefill.name, "prefill_lost", error))
+        if not is_unloaded:
+            self._do(do.RecordMigration(prefill.name, "prefill_lost", error))
         self._retarget()
         return None
 
@@ -240,7 +245,7 @@ class Attempt:
         self.state = AttemptState.RETARGETING
         failures = self.shared.failures
         if self.prefill is not None and failures.may_transfer:
-            self._do(do.ChoosePrefill(self.group_id, failures.avoided))
+            self._do(do.ChoosePrefill(self.group_id, failures.avoided, self.shared.excluded))
         else:
             self._send_retarget(on.PrefillChosen(self.group_id, None))
 

@@ -20,7 +20,7 @@ from router.observe.record import AttemptRecord
 from router.observe.spans import Span
 from router.requests import events as on
 from router.requests import instructions as do
-from router.scheduling.placement import Place
+from router.scheduling.placement import Demand, Place
 
 _log = get_logger("attempts")
 
@@ -44,7 +44,7 @@ class AttemptNodes:
         feed: Callable[[on.Event], None],
         *,
         fingerprint: str,
-        may_take_over: Callable[[PrefillLink], bool],
+        may_take_over: Callable[[PrefillLink, Demand], bool],
     ) -> None:
         """`fingerprint`: the model's. `may_take_over`: whether another prefill node may take over from a late one."""
         self.place = place
@@ -85,7 +85,7 @@ class AttemptNodes:
         self._feed(on.DecodeNodeChanged(self.id, decode.is_late, decode.state is NodeState.DRAINING))
 
     def _on_prefill_change(self) -> None:
-        if self._watched is not None and self._may_replace(self._watched):
+        if self._watched is not None and self._may_replace(self._watched, self.place.demand):
             self._feed(on.PrefillLate(self.id))
 
     def _on_prefill_end(self, span: Span, task: asyncio.Task[PrefillFigures]) -> None:
@@ -146,7 +146,7 @@ class AttemptNodes:
 
     def _choose_prefill(self, wanted: do.ChoosePrefill) -> None:
         place = self.place
-        is_chosen = place.change_prefill(replace(place.demand, avoided=wanted.avoided))
+        is_chosen = place.change_prefill(replace(place.demand, avoided=wanted.avoided, excluded=wanted.excluded))
         chosen = node_of(place.prefill) if is_chosen and place.prefill is not None else None
         self._feed(on.PrefillChosen(self.id, chosen))
 

@@ -96,6 +96,7 @@ class ChoosePrefill(AttemptInstruction):
     """Replace the prefill node with another one of the same numerics. `PrefillChosen` follows."""
 
     avoided: frozenset[bytes]  # incarnations of nodes that have failed the request
+    excluded: frozenset[bytes]  # incarnations of nodes that must not be used
 
 
 @dataclass(frozen=True, slots=True)

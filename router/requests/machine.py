@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from outrider.errors import AbortedError, InternalError, InvalidRequestError, NotFoundError, PeerLostError
+from outrider.errors import AbortedError, InternalError, InvalidRequestError, PeerLostError
 from outrider.node import NodeRole
 from outrider.session import OpenSequenceGroup, Rejected, RejectReason, SampleStart
 from router.requests import events as on
@@ -123,9 +123,9 @@ class Request:
             self.shared.excluded |= {attempt.decode.incarnation}
             if self.attempts or self._cluster.is_usable(self.shared.demand()):
                 return
-            if reason is RejectReason.NO_ADAPTER:  # unloaded after the request had been placed
-                self._end(on.Failed(NotFoundError(rejected.message, reason="MODEL_NOT_FOUND")))
-            elif not self._cluster.awaits_decode_nodes:
+            if reason is RejectReason.NO_ADAPTER:
+                return  # the queue ends the request if the adapter was unloaded everywhere
+            if not self._cluster.awaits_decode_nodes:
                 self._end(on.Failed(InvalidRequestError(rejected.message, field="prompt", reason="TOO_LARGE")))
             elif not self.shared.was_admitted:  # otherwise it waits for a node as large as the one that granted room
                 message = f"too large for the decode nodes that serve now: {rejected.message}"

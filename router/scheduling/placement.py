@@ -34,7 +34,7 @@ class Demand:
     """A request's requirements for its nodes."""
 
     token_ids: tuple[int, ...]  # the prompt and the generated tokens; all except the last need KV
-    excluded: frozenset[bytes] = frozenset()  # incarnations of decode nodes that must not be used
+    excluded: frozenset[bytes] = frozenset()  # incarnations of nodes that must not be used
     kv_salt: bytes = b""
     avoided: frozenset[bytes] = frozenset()  # incarnations of nodes that failed this request, used as a last resort
     numerics: str = ""  # required numerics of the decode and prefill node; empty: any
@@ -178,7 +178,7 @@ class Placement:
 
     def has_decode_node_on_time(self, demand: Demand) -> bool:
         """Whether a decode node that is not late could take the request."""
-        return any(not link.is_late and _is_eligible(link, demand) for link in self._nodes.decode_nodes)
+        return any(not link.is_late and _can_compute(link, demand) for link in self._nodes.decode_nodes)
 
     @property
     def awaits_decode_nodes(self) -> bool:
@@ -187,7 +187,11 @@ class Placement:
 
     def is_usable(self, demand: Demand) -> bool:
         """Whether a serving decode node could take the request once it has room."""
-        return any(_is_eligible(link, demand) for link in self._nodes.decode_nodes)
+        return any(_can_compute(link, demand) for link in self._nodes.decode_nodes)
+
+    def is_unloaded(self, demand: Demand) -> bool:
+        """Whether the demanded adapter was unloaded, so that no decode node will have it."""
+        return demand.adapter is not None and self._nodes.was_unloaded(demand.adapter)
 
     def usable_nodes(self, demand: Demand) -> frozenset[bytes]:
         """Returns the incarnations of serving decode nodes that could take the request once they have room."""
@@ -231,9 +235,10 @@ class Placement:
         num_hedges = late.num_hedges + sum(link.num_hedges for link in others)
         return num_hedges < max(1, int(self.num_placed * HEDGED_SHARE))
 
-    def may_take_over(self, late: PrefillLink) -> bool:
+    def may_take_over(self, late: PrefillLink, demand: Demand) -> bool:
         """Whether a late prefill node's work may move to another of the same numerics; counts it as a hedge if so."""
-        has_other = any(not link.is_late and link.numerics == late.numerics for link in self._nodes.prefill_nodes)
+        others = [link for link in self._nodes.prefill_nodes if _can_compute(link, demand)]
+        has_other = any(not link.is_late and link.numerics == late.numerics for link in others)
         may_move = late.is_late and has_other and self.may_hedge(late)
         late.num_hedges += may_move
         return may_move
@@ -262,7 +267,7 @@ class Placement:
         return min(candidates, key=lambda link: self._decode_cost(link, demand.prefix_hashes), default=None)
 
     def _usable_decode(self, demand: Demand) -> list[DecodeLink]:
-        return _unless_avoided([link for link in self._nodes.decode_nodes if _is_eligible(link, demand)], demand)
+        return _unless_avoided([link for link in self._nodes.decode_nodes if _can_compute(link, demand)], demand)
 
     def _usable_prefill(self, demand: Demand) -> list[PrefillLink]:
         return _unless_avoided([link for link in self._nodes.prefill_nodes if _can_compute(link, demand)], demand)
@@ -314,19 +319,16 @@ class Placement:
 
 
 def _can_compute(link: NodeLink, demand: Demand) -> bool:
-    """Whether the node has the demanded numerics and adapter."""
+    """Whether the node is not excluded, and has the demanded numerics and adapter."""
     has_numerics = not demand.numerics or link.numerics == demand.numerics
-    return has_numerics and (demand.adapter is None or demand.adapter in link.adapters)
+    has_adapter = demand.adapter is None or demand.adapter in link.adapters
+    return has_numerics and has_adapter and link.incarnation not in demand.excluded
 
 
 def _has_scoring_room(link: PrefillLink, demand: Demand) -> bool:
     """Whether the limit of scored prompt tokens on the node leaves room for this prompt."""
     ahead, num_tokens = link.num_scored_tokens, demand.num_scored_tokens
     return not (ahead and num_tokens) or ahead + num_tokens <= OUTSTANDING_CHUNKS * MAX_SCORED_ROWS
-
-
-def _is_eligible(link: DecodeLink, demand: Demand) -> bool:
-    return link.incarnation not in demand.excluded and _can_compute(link, demand)
 
 
 def _unless_avoided(links: list[Link], demand: Demand) -> list[Link]:

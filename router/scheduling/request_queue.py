@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from outrider.errors import CapacityError, OutriderError, PeerLostError
+from outrider.errors import CapacityError, NotFoundError, OutriderError, PeerLostError
 from router.scheduling.placement import Demand, Family, Place, Placement
 
 _MAX_RETRY_SECONDS = 30.0
@@ -136,7 +136,7 @@ class RequestQueue:
         """Returns the request's place, now or when its turn comes. Cancelling the call leaves the queue.
 
         Raises: CapacityError if the request would have to wait and the queue is full; PeerLostError after too long
-        a time without a serving node that could take the request.
+        a time without a serving node that could take the request; NotFoundError if its adapter was unloaded.
         """
         if not waiting.turn:
             stamp = self._order.stamp(waiting.client, waiting.cost)
@@ -238,12 +238,17 @@ class RequestQueue:
         return reserved
 
     def _update_stranded(self) -> set[Family]:
-        """Returns families that a serving node could take. Fails requests of other families that waited too long."""
+        """Returns families that a serving node could take. Fails requests of other families that waited too long, or
+        whose adapter was unloaded.
+        """
         now, since, timeout = self._clock(), self._stranded, self._no_node_timeout_seconds
         self._lanes = {key: lane for key, lane in self._lanes.items() if _drop_gone(lane)}
         demands = {family: lane[0][1].demand for (family, _), lane in self._lanes.items()}
         usable = {family for family, demand in demands.items() if self._placement.is_usable(demand)}
         self._stranded = {family: since.get(family, now) for family in demands.keys() - usable}
+        for family in self._stranded:
+            if self._placement.is_unloaded(demands[family]):
+                self._end_unloaded(family)
         ended = {family for family, at in self._stranded.items() if now - at >= timeout}
         if ended:
             long = itertools.takewhile(lambda item: now - item[1][0] >= timeout, self._waiting.items())
@@ -253,6 +258,12 @@ class RequestQueue:
                 message = f"no decode node{which} is available for the request"
                 self.withdraw(waiting, PeerLostError(message, reason="NO_NODE"))
         return usable
+
+    def _end_unloaded(self, family: Family) -> None:
+        lanes = [lane for (of, _), lane in self._lanes.items() if of == family]
+        for waiting in [waiting for lane in lanes for _, waiting in lane if waiting.lane is lane]:
+            message = f"the adapter {waiting.demand.adapter} was unloaded"
+            self.withdraw(waiting, NotFoundError(message, reason="MODEL_NOT_FOUND"))
 
     def withdraw(self, waiting: QueuedRequest, error: OutriderError) -> None:
         """Removes a request from the queue and fails its wait with `error`. Other requests are not affected."""

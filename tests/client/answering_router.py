@@ -16,7 +16,7 @@ from pathlib import Path
 
 import grpc
 
-from outrider.errors import AbortedError, AlreadyRunningError, NotFoundError, PeerLostError
+from outrider.errors import AbortedError, AlreadyRunningError, MismatchError, NotFoundError, PeerLostError
 from outrider.rpc.status import DETAILS_KEY, status_code, to_status
 from outrider.v1 import router_pb2, router_pb2_grpc
 
@@ -71,6 +71,7 @@ class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
     def __init__(self, directory: Path, *, held_at: int | None = None) -> None:
         self.directory = directory
         self.held_at = held_at
+        self.adapter_fingerprint = ""  # of the adapter that answers
         self.faults = []
         self.calls = []  # (method, request)
         self.seconds_left = []  # of each call, until its deadline
@@ -80,6 +81,8 @@ class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
 
     def Generate(self, request, context):
         fault = self._begin("Generate", request, context)
+        if request.adapter_fingerprint not in ("", self.adapter_fingerprint):
+            fail(context, MismatchError("another adapter", reason="ADAPTER_MISMATCH"))
         path = self.directory / request.request_id
         if path.exists():
             fail(context, AlreadyRunningError("running"))
@@ -137,7 +140,8 @@ class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
     def _stream(self, request, starts, num_messages, context, *, held_at=None):
         request_id, seed, n = request.request_id, request.sampling.seed, request.sampling.n or 1
         number = self._attached[request_id] = next(self._numbers)
-        started = router_pb2.Started(num_prompt_tokens=NUM_PROMPT_TOKENS, seed=seed)
+        fingerprint = self.adapter_fingerprint
+        started = router_pb2.Started(num_prompt_tokens=NUM_PROMPT_TOKENS, seed=seed, adapter_fingerprint=fingerprint)
         if request.output.HasField("prompt_logprobs"):
             started.prompt_logprobs.extend(PROMPT_LOGPROBS)
         first = router_pb2.GenerateResponse(request_id=request_id, started=started)

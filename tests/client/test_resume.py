@@ -17,6 +17,7 @@ from outrider.errors import (
     AlreadyRunningError,
     CapacityError,
     InternalError,
+    MismatchError,
     NotFoundError,
     PeerLostError,
 )
@@ -101,6 +102,52 @@ def test_without_a_common_store_the_request_is_sent_again_with_what_has_come(rea
     assert not again.output.HasField("prompt_logprobs"), "they have arrived"
     logprobs = [entry.logprob for entry in stream.started.prompt_logprobs[1:]]
     assert logprobs == ([-0.5, -1.0] if "prompt_logprobs" in options else [])
+
+
+@pytest.mark.parametrize("second_adapter", ["a1", "b2", ""])
+def test_an_answer_that_is_sent_again_goes_on_with_its_adapter_or_not_at_all(reader_of, start, second_adapter):
+    first, second = start("one", held_at=HELD_AT), start("other")
+    first.router.adapter_fingerprint, second.router.adapter_fingerprint = "a1", second_adapter
+    reader = reader_of([first.address, second.address])
+    if second_adapter == "a1":
+        assert_whole(reader, stream := reader.generate(model="sql", on_delta=at(4, first.stop)))
+        assert stream.started.adapter_fingerprint == "a1"
+    else:
+        with pytest.raises(MismatchError, match="another adapter"):
+            reader.generate(model="sql", on_delta=at(4, first.stop))
+    assert first.router.calls[0][1].adapter_fingerprint == ""
+    assert second.router.calls[1][1].adapter_fingerprint == "a1"
+
+
+def test_a_request_that_had_only_started_is_sent_again_with_the_adapter_of_its_prompt_logprobs(reader_of, start):
+    first, second = start("one"), start("other")
+    first.router.adapter_fingerprint = "a1"
+    first.router.faults = [1, PeerLostError("gone")]
+    second.router.adapter_fingerprint = "b2"
+    with pytest.raises(MismatchError, match="another adapter"):
+        reader_of([first.address, second.address]).generate(model="sql", prompt_logprobs=0)
+
+
+def test_an_answer_that_is_resumed_by_another_adapter_is_an_error(reader_of, start):
+    first, second = start(held_at=HELD_AT), start()
+    first.router.adapter_fingerprint, second.router.adapter_fingerprint = "a1", "b2"
+    with pytest.raises(MismatchError, match=r"began with a1, but .* continues it with b2") as raised:
+        reader_of([first.address, second.address]).generate(model="sql", on_delta=at(4, first.stop))
+    assert raised.value.reason == "ADAPTER_MISMATCH"
+
+
+@pytest.mark.parametrize("pinned", [{}, {"adapter_fingerprint": "a1"}])
+def test_a_request_that_is_repeated_before_its_first_token_has_the_fingerprint_that_its_caller_gave(
+    reader_of, start, pinned
+):
+    serving = start()
+    serving.router.adapter_fingerprint = "a1"
+    serving.router.faults = [1]
+    reader = reader_of(serving.address, retry=RetryPolicy(max_attempts=2, initial_backoff_seconds=0.01))
+    assert_whole(reader, stream := reader.generate(model="sql", **pinned))
+    sent = [request.adapter_fingerprint for _, request in serving.router.calls]
+    assert sent == 2 * [pinned.get("adapter_fingerprint", "")]
+    assert stream.started.adapter_fingerprint == "a1"
 
 
 def test_several_samples_that_had_begun_cannot_be_sent_again(reader_of, start):

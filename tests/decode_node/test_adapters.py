@@ -8,7 +8,7 @@ import pytest
 
 from decode_node.drafting.gather import LocalProposer
 from outrider.request import Adapter
-from outrider.session import Rejected, RejectReason
+from outrider.session import Rejected, RejectReason, SampleStart
 from outrider.speculation.acceptance_record import PRIOR_ACCEPTANCE
 from tests.decode_node.conftest import SHORT_PROMPT
 from tests.decode_node.tiny_node import PROMPT, generate, tiny_nodes
@@ -57,6 +57,22 @@ def test_kv_is_transferred_for_an_adapter_and_its_request_survives_the_unloading
     node.push(group_id, LONG_PROMPT)
     node.run()
     assert node.tokens(group_id) == expected
+
+
+def test_samples_that_are_preempted_keep_their_adapter_although_it_is_unloaded(make_scripted_node, adapters):
+    node = make_scripted_node(adapters=adapters, num_blocks=40)
+    expected = adapters.find(SQL).generate(SHORT_PROMPT, 40)
+    sampling = {"n": 3, "max_tokens": 40, "temperature": 0.0}
+    group_id = node.open(adapter=SQL, sampling=sampling, samples=tuple(map(SampleStart, range(3))))
+    node.granted(group_id)
+    adapters.unload("sql")
+    held = node.engine.pool.allocate(node.engine.pool.num_free_blocks - 16)
+    node.run()
+    assert node.num_preempted
+    for sample in range(3):
+        assert node.tokens(group_id, sample) == expected
+    node.engine.pool.release(held)
+    node.assert_nothing_is_held()
 
 
 def test_the_prefix_cache_is_shared_by_requests_of_one_adapter_only(node):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 
 import pytest
 
 from outrider.cli.main import main
-from outrider.client.options import make_request
 from outrider.cluster.config import ClusterConfig
 from outrider.errors import MismatchError, NotFoundError
 from outrider.node import NodeRole
@@ -84,6 +84,18 @@ def test_the_model_describes_its_adapters_and_the_answer_names_its_own(adapted):
         adapted.client.complete("a", model="tax")
 
 
+@pytest.mark.parametrize("constraint", [{"choice": ["yes", "no"]}, {"regex": "[0-9]{8}"}])
+def test_a_constraint_holds_for_an_adapter(adapted, constraint):
+    texts = [
+        adapted.client.complete("a", model=name, temperature=0.0, **constraint, **speculation).text
+        for name in ("sql", "law")
+        for speculation in ({}, {"speculation": False})
+    ]
+    assert texts[0] == texts[1]
+    assert texts[2] == texts[3]
+    assert all(text in ("yes", "no") if "choice" in constraint else re.fullmatch("[0-9]{8}", text) for text in texts)
+
+
 def test_an_answer_goes_on_on_another_node(adapted):
     adapted.wait_until_all_serve()
     expected, _ = adapted.generate(PROMPT, model="sql", **LONG)
@@ -137,13 +149,8 @@ def test_an_adapter_is_loaded_on_demand_and_by_nodes_that_start_later(adapted, m
     assert tax in adapted.client.model().adapters
     expected, _ = adapted.generate(PROMPT, model="tax", **GREEDY)
     assert expected == merged_tokens("tax")
-    request = make_request("a", {"model": "tax", "max_tokens": 1})
-    request.adapter_fingerprint = "0" * 64
-    with (
-        adapted.client.generate_message(request) as stream,
-        pytest.raises(MismatchError, match="needs the adapter 'ta"),
-    ):
-        list(stream)
+    with pytest.raises(MismatchError, match="but names the adapter 'tax'"):
+        adapted.client.complete("a", model="tax", adapter_fingerprint="0" * 64, max_tokens=1)
     for node in adapted.cluster.nodes:
         if node.role in ("decode_node", "prefill_node"):
             adapted.cluster.kill(node.name, signal.SIGKILL)

@@ -28,12 +28,14 @@ from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.low_rank import LowRank
 from outrider.engine.memory import KVMemory, pool_size
 from outrider.engine.model_runner import make_runner
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.runnable_model import RunnableModel
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.step_graphs import StepGraphs
+from outrider.engine.torch_adapter import TorchAdapter
 from outrider.request import LogprobsMode, LogprobsRequest, SamplingParams, VerificationMethod
 from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.model_forward import ModelForward
@@ -171,6 +173,16 @@ def test_a_step_waits_for_the_gpu_once_to_read_the_tokens(node, reads):
         verified = verify_now(node.verifier, logits, rows)
     assert reads == [6]
     assert len(verified) == 2
+
+
+def test_a_step_with_adapters_waits_no_more_than_others(node, reads):
+    part = LowRank(np.ones((3, 64), np.float32), np.ones((64, 3), np.float32))
+    with GPU:
+        adapter = TorchAdapter(node.loaded.model, {"model.layers.1.self_attn.o_proj": part}, device=GPU)
+    batch = [BATCH[0], BATCH[1]._replace(adapter=adapter), BATCH[2]]
+    with OneDevice():
+        logits = node.runner.forward(build_input_batch(batch, 16))
+    assert (logits.shape, reads) == ((6, VOCAB_SIZE), [])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from outrider.engine.features import FeatureReduction
 from outrider.engine.graph_shapes import MAX_BUCKET_ROWS, MAX_MEAN_DEPTH, MAX_TABLE_BLOCKS, Bucket, GraphShapes, pad
 from outrider.engine.input_batch import FIELD_NAMES, SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.low_rank import PackedAdapter
 from outrider.engine.model_runner import make_runner
 from outrider.engine.step_graphs import StepGraphs, cuda_graphs
 from outrider.model_hub.config import ModelConfig
@@ -221,6 +222,15 @@ def test_a_batch_can_be_padded_before_its_tokens_are_known():
     later.arrays.token_ids[:3] = array("q", (4, 7, 2))
     assert graphs.run(later)[:3, 0].tolist() == [4005, 7006, 2007]
     assert graphs.padded(build_input_batch([SequenceRows([1] * 9, 0, (1,), 1)], BLOCK_SIZE)) is None
+
+
+def test_a_batch_with_adapters_has_no_graph():
+    graphs = graphs_of(lambda batch: batch.on(CPU).token_ids.float().unsqueeze(1), shapes=GraphShapes(8))
+    rows = SequenceRows([5], 3, [1], 1)
+    assert graphs.padded(build_input_batch([rows], BLOCK_SIZE)) is not None
+    with_adapter = build_input_batch([rows, rows._replace(adapter=PackedAdapter())], BLOCK_SIZE)
+    assert graphs.padded(with_adapter) is None
+    assert graphs.run(with_adapter) is None
 
 
 @pytest.mark.triton

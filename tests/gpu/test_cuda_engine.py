@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.graph_shapes import GraphShapes
@@ -14,9 +15,12 @@ from outrider.engine.model_runner import make_runner, warm_up
 from outrider.engine.open_runner import profile_run
 from outrider.engine.sampler import Sampler, SampleRows
 from outrider.engine.step_graphs import StepGraphs, cuda_graphs
+from outrider.engine.torch_adapter import TorchAdapter
+from outrider.model_hub.adapter_files import read_adapter
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.request import SamplingParams
+from tests.support.adapters import make_adapter, merge_adapter
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -92,6 +96,25 @@ def test_a_fused_decoder_has_the_logits_of_modules(tmp_path, architecture):
         for each in (model, replace(model, fused=None))
     )
     assert float((found - expected).abs().max() / expected.abs().max()) < 0.05
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rows_with_an_adapter_have_the_logits_of_merged_weights(tiny_model, tmp_path, deterministic):
+    """The other rows have the logits that they have without it, although a batch with adapters has no graph."""
+    model = load_model(ModelConfig(id=str(tiny_model), device="cuda", dtype="float32", deterministic=deterministic))
+    directory = make_adapter(tmp_path / "adapter", tiny_model, seed=1)
+    adapter = TorchAdapter(
+        model.model, read_adapter(directory).parts, device=model.device, is_deterministic=deterministic
+    )
+    own = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        merged = merge_adapter(own, directory)(torch.tensor([PROMPT])).logits[0]
+    rows = [SequenceRows(PROMPT, 0, range(8), 40), SequenceRows(PROMPT, 0, range(8, 16), 40)]
+    runner = make_runner(model, model.make_cache(16, 16), attention_for(model))
+    expected = runner.forward(build_input_batch(rows, 16)).clone()
+    found = runner.forward(build_input_batch([rows[0], rows[1]._replace(adapter=adapter)], 16))
+    torch.testing.assert_close(found[:40], expected[:40], rtol=0.0, atol=0.0)
+    torch.testing.assert_close(found[40:].cpu(), merged, rtol=1e-3, atol=1e-3 * float(merged.abs().max()))
 
 
 @pytest.mark.parametrize(

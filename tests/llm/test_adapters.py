@@ -19,8 +19,8 @@ def test_adapters_are_loaded_once_and_each_prompt_names_its_own(lora_llm, router
     assert "model.adapter_directory=/" in clusters[0].launch.overrides
     monkeypatch.chdir(tmp_path)
     lora_llm.generate(["a", "b", "c"], lora_request=[SQL, None, LAW], use_tqdm=False)
-    named = {"".join(map(chr, request.token_ids.ids)): request.model for request in router.requests}
-    assert named == {"a": "sql", "b": "", "c": "law"}
+    named = {"".join(map(chr, each.token_ids.ids)): (each.model, each.adapter_fingerprint) for each in router.requests}
+    assert named == {"a": ("sql", "f" * 64), "b": ("", ""), "c": ("law", "f" * 64)}
     lora_llm.chat([{"role": "user", "content": "d"}], lora_request=LAW, use_tqdm=False)
     assert router.requests[-1].model == "law"
     assert router.loaded == [("sql", "adapters/sql"), ("law", str(tmp_path / "adapters/law")[1:])]

@@ -119,12 +119,12 @@ def test_invalid_settings_stop_the_start(model, folder, base, tmp_path):
         table_of(model, adapters=(f"a={make_adapter(tmp_path / 'adapter', other, seed=0)}",))
 
 
-def test_a_model_that_is_computed_otherwise_has_no_adapters(folder):
+def test_a_model_on_several_ranks_has_no_adapters(folder):
     model = SimpleNamespace(native=None)
-    assert table_of(model).adapters == ()
+    assert table_of(model, tensor_parallel_size=2).adapters == ()
     for settings in ({"adapters": (f"a={folder}/one",)}, {"adapter_directory": str(folder)}):
-        with pytest.raises(ConfigError, match=r"need a model that the native CPU kernels compute .*unset model\.adap"):
-            table_of(model, **settings)
+        with pytest.raises(ConfigError, match=r"not supported with model.tensor_parallel_size; unset model\.adapters"):
+            table_of(model, tensor_parallel_size=2, **settings)
     with pytest.raises(NotAllowedError):
-        table_of(model).load("a", "one")
+        table_of(model, tensor_parallel_size=2).load("a", "one")
     assert NotSupportedError.reason  # raised only if settings change while a node runs

@@ -98,6 +98,12 @@ def test_devices_that_are_not_there_are_named():
         resolve_device("gpu")
 
 
+def test_an_adapter_is_told_from_a_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"is an adapter \(LoRA\), not a model.*model\.adapters to NAME="):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["/no/such/place", "./nowhere", "two words", "a/b/c"])
 def test_a_name_that_is_no_model_is_not_found(name):
     with pytest.raises(NotFoundError, match="neither a directory"):

@@ -24,13 +24,16 @@ class FakePlaces:
     def __init__(self, num_free=0):
         self.num_free = num_free
         self.has_nodes = self.has_prefill = True
-        self.full = frozenset()
+        self.full = self.unloaded = frozenset()
         self.max_scored_tokens = 0
         self.num_questions = 0
 
     def is_usable(self, demand):
         self.num_questions += 1
         return bool(self.usable_nodes(demand))
+
+    def is_unloaded(self, demand):
+        return demand.adapter in self.unloaded
 
     def usable_nodes(self, demand):
         return NODES - demand.excluded if self.has_nodes else frozenset()

@@ -8,8 +8,9 @@ import random
 import pytest
 
 from outrider.engine.scheduler import StepReservation
-from outrider.speculation.acceptance_record import AcceptanceRecord
+from outrider.speculation.acceptance_record import PRIOR_ACCEPTANCE, AcceptanceRecord
 from outrider.speculation.draft_controller import PROBE_STEPS, TRIAL_STEPS, DraftController
+from outrider.speculation.draft_source import MAX_PRIORS, MODEL_ITSELF
 from outrider.speculation.draft_tree import DRAFT_NODE, ROOT, DraftTree
 from outrider.speculation.step_cost import StepCostModel
 from outrider.speculation.token_distribution import certain
@@ -328,3 +329,22 @@ def test_steps_that_compute_prompts_say_nothing_about_drafts():
     before = controller.cost.seconds(1, 1, num_more=4)
     controller.observe_step(60.0, num_rows=512, num_sequences=1, num_prompt_rows=511)
     assert controller.cost.seconds(1, 1, num_more=4) == pytest.approx(before)
+
+
+def test_acceptance_is_kept_for_a_limited_number_of_adapters():
+    """Adapters come and go. Those that were used last are kept, and so is the model itself."""
+    controller = DraftController(4)
+    source = controller.source(DRAFT_NODE)
+    for sequence_id in range(3 * MAX_PRIORS):
+        for adapter in (MODEL_ITSELF, "often", f"{sequence_id:064}"):
+            if adapter != MODEL_ITSELF:
+                controller.set_adapter(sequence_id, adapter)
+            controller.observe_verdict(sequence_id, draft_of(4), range(4))
+            controller.forget(sequence_id)
+    assert len(source.priors) == MAX_PRIORS
+    assert not source.records
+    assert not controller._adapters
+    for adapter in (MODEL_ITSELF, "often"):
+        assert source.priors_of(adapter).overall.mean > PRIOR_ACCEPTANCE + 0.1
+    assert source.priors_of(f"{0:064}").overall.mean == PRIOR_ACCEPTANCE
+    assert source.priors_of(f"{sequence_id:064}").overall.mean > PRIOR_ACCEPTANCE

@@ -127,9 +127,10 @@ class Ledger:
                 num_known_tokens = len(command.known_token_ids(command.samples[0]))
                 samples = "".join(f" {start.sample}" for start in command.samples)
                 return f"OpenGroup({number}, {num_known_tokens} tokens, samples{samples})"
-            case do.ChoosePrefill(group, avoided):
+            case do.ChoosePrefill(group, avoided, excluded):
                 self.choosing.add(number := self._numbers[group])
-                return f"ChoosePrefill({number}, not {_names(avoided)})"
+                never = f", never {_names(excluded)}" if excluded else ""
+                return f"ChoosePrefill({number}{f', not {_names(avoided)}' if avoided else ''}{never})"
             case do.Retarget(group, transfer_id, keeps_received):
                 number = self._numbers[group]
                 assert number in self.open, "a closed group was retargeted"

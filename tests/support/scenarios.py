@@ -14,7 +14,7 @@ of the scenario that everything is released. The events:
     granted 1 [local] [other]                the node grants attempt 1; local: it computes the prompt itself
     rejected 1 NO_ROOM                       or DRAINING, TOO_LARGE, NO_ADAPTER, INVALID
     kv-ready 1, kv-failed 1 [other]          other: of a transfer that was abandoned
-    prefill 1 ok | lost | failed | logprobs=2   the prefill call ends
+    prefill 1 ok | lost | failed | no-adapter | logprobs=2   the prefill call ends
     prefill-late 1, prefill-chosen 1 p2 | none
     tokens 1 4..6 [sample=1] [as=90] [gap]   tokens at positions 4 and 5; a token's id is its position, or that of `as`
     done 1 [sample=0] [reason=length], logprobs 1 3, failed 1 [invalid], lost 1
@@ -36,7 +36,7 @@ from typing import Any
 from google.rpc import code_pb2
 
 from outrider.answer import Delta, Finished, Started
-from outrider.errors import AbortedError, OutriderError, PeerLostError
+from outrider.errors import NO_ADAPTER, AbortedError, OutriderError, PeerLostError
 from outrider.prefill import PrefillFigures
 from outrider.request import (
     FinishReason,
@@ -329,6 +329,8 @@ def _prefill_result(word: str, options: dict[str, str]) -> PrefillFigures | Peer
             return PeerLostError("the prefill node is lost", reason=UNREACHABLE)
         case "failed":
             return PeerLostError("the prefill failed")
+        case "no-adapter":
+            return PeerLostError("the prefill node has no adapter", reason=NO_ADAPTER)
     return PrefillFigures(prompt_logprobs=_logprobs(int(options.get("logprobs", 0))))
 
 

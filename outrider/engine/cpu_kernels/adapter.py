@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from ctypes import Structure, addressof
 
@@ -11,11 +12,12 @@ from outrider.engine.cpu_kernels.decoder_weights import DecoderShape
 from outrider.engine.cpu_kernels.group_packing import PANEL
 from outrider.engine.cpu_kernels.interface import address_of, structures
 from outrider.engine.cpu_kernels.packing import MATRICES
-from outrider.engine.low_rank import Floats, LowRank, LowRanks
+from outrider.engine.input_batch import InputBatch
+from outrider.engine.low_rank import Floats, LowRank, LowRanks, PackedAdapter
 from outrider.errors import ModelError
 
 
-class NativeAdapter:
+class NativeAdapter(PackedAdapter):
     """An adapter for decoders of one shape."""
 
     def __init__(self, shape: DecoderShape, parts: LowRanks) -> None:
@@ -40,7 +42,7 @@ class NativeAdapter:
 
     @property
     def address(self) -> int:
-        """Implements `PackedAdapter`."""
+        """The address of an array of OutriderLayerAdapter, one for each layer of the decoder."""
         return addressof(self._layers)
 
     def _pack(
@@ -65,6 +67,16 @@ class NativeAdapter:
         )
         self._arrays += arrays
         return structures.OutriderLowRank(*map(address_of, arrays), rank)
+
+
+def addresses_of_rows(batch: InputBatch) -> array[int]:
+    """Returns the address of each row's adapter, 0 for none: [num_rows] int64; empty if no row has one."""
+    addresses, starts = array("q"), batch.arrays.query_start_loc
+    for index, adapter in enumerate(batch.adapters):
+        assert adapter is None or isinstance(adapter, NativeAdapter)
+        address = 0 if adapter is None else adapter.address
+        addresses.extend((address,) * (starts[index + 1] - starts[index]))
+    return addresses
 
 
 def _panels(up: Floats) -> list[Floats]:

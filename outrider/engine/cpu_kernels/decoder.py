@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from outrider.engine.cpu_kernels.adapter import addresses_of_rows
 from outrider.engine.cpu_kernels.decoder_weights import LAYER_MATRICES, LAYER_NORMS, DecoderWeights, PackedReduction
 from outrider.engine.cpu_kernels.interface import address_of, structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
@@ -88,7 +89,7 @@ class NativeStep(ModelRunner):
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Logits:
         """Implements ModelRunner.forward: returns [num_logits, vocab_size]."""
         struct = batch_struct(batch)
-        adapters = batch.adapters_of_rows()
+        adapters = addresses_of_rows(batch)
         struct.adapters = _address(adapters) if adapters else None
         if on_layer_done is None:
             self._run_layers(struct, 0, self._struct.num_layers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -15,9 +16,12 @@ from outrider.engine.features import FeatureReduction
 from outrider.engine.gpu_kernels import why_not_fused
 from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows
+from outrider.engine.low_rank import LowRank
 from outrider.engine.runnable_model import RunnableModel
+from outrider.engine.torch_adapter import TorchAdapter
 from outrider.model_hub.support import describe_decoder
 from outrider.model_hub.window import resolve_window
+from tests.support.adapters import TARGETS
 from tests.support.cached_runner import CachedRunner
 from tests.support.interpreted_triton import interpreted_attention
 
@@ -124,6 +128,42 @@ class Node(CachedRunner):
 
 def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5 * float(expected.abs().max()))
+
+
+def adapter_for(own, model, *, seed, is_deterministic=False):
+    """Merges a random adapter of all layers into transformers' model, and returns it for the fused decoder."""
+    generator, parts = np.random.default_rng(seed), {}
+    for name, module in own.named_modules():
+        if name.rpartition(".")[2] in TARGETS:
+            down = generator.standard_normal((3, module.in_features), np.float32)
+            up = 0.1 * generator.standard_normal((module.out_features, 3), np.float32)
+            module.weight.data += torch.from_numpy(up @ down)
+            parts[name] = LowRank(down, up)
+    return TorchAdapter(model.model, parts, is_deterministic=is_deterministic)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+def test_rows_with_an_adapter_beside_rows_without(name):
+    own, model = make_model(name)
+    expected = reference_logits(own, OTHERS)
+    adapter = adapter_for(own, model, seed=1)
+    merged = reference_logits(own, TOKENS)
+    assert (merged - expected[: len(TOKENS)]).abs().max() > 0.01
+    node = Node(model)
+    first, second = node.table(40), node.table(40)
+    rows = SequenceRows(TOKENS[:30], 0, first, 30, adapter=adapter)
+    found = node.forward(SequenceRows(OTHERS[:9], 0, second, 1), rows)
+    close(found, torch.cat([expected[8:9], merged[:30]]))
+
+
+def test_deterministic_rows_of_adapters_have_the_bits_that_they_have_alone():
+    own, model = make_model("qwen3", is_deterministic=True)
+    adapters = [adapter_for(own, model, seed=seed, is_deterministic=True) for seed in range(2)]
+    node = Node(model)
+    rows = [SequenceRows(TOKENS[:12], 0, node.table(40), 12, adapter=adapter) for adapter in (None, *adapters)]
+    alone = torch.cat([node.forward(each) for each in rows])
+    assert torch.equal(node.forward(*rows), alone)
+    assert not torch.equal(alone[:12], alone[12:24])
 
 
 def test_ragged_steps_give_transformers_logits(model):

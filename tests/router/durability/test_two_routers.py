@@ -170,4 +170,5 @@ async def test_an_answer_goes_on_with_its_adapter_or_not_at_all(pair, is_replace
     messages = await pair.resume({0: started.num_prompt_tokens + len(seen)})
     assert seen + told(messages, 0) == letters(pair.first.decode.opened[0], 0)
     assert messages[0].started.model == "sql"
+    assert messages[0].started.adapter_fingerprint == started.adapter_fingerprint == sql.fingerprint
     assert {opened.options.adapter for opened in pair.first.decode.opened} == {sql}

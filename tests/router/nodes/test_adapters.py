@@ -113,10 +113,8 @@ async def test_a_node_that_has_just_unloaded_it_is_not_asked_again(node_pair):
     first.adapters.unload("sql")
     answer = await node_pair.generate(model="sql", max_tokens=2)
     assert answer.token_ids()
-    second.adapters.unload("sql")
-    failure = await node_pair.fail(model="sql")
-    assert (failure.code, failure.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
-    assert len(first.opened) + len(second.opened) <= 4
+    assert len(first.opened) <= 1
+    assert len(second.opened) == 1
     await node_pair.is_empty()
 
 

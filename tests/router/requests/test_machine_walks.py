@@ -96,7 +96,8 @@ class Walk:
             choices += [(2, f"placed {decode} {prefill} prefill_numerics=other")]
         live = {self._number_of(attempt): attempt for attempt in ledger.machine.attempts}
         for number in ledger.prefills:
-            choices += [(12, f"prefill {number} ok"), (1, f"prefill {number} lost"), (1, f"prefill {number} failed")]
+            failure = "no-adapter" if number % 2 else "failed"
+            choices += [(12, f"prefill {number} ok"), (1, f"prefill {number} lost"), (1, f"prefill {number} {failure}")]
             choices += [(12, f"prefill {number} logprobs=3")]
         for number in ledger.group_ids:
             choices += self._of_attempt(number, live[number]) if number in live else self._of_forgotten(number)

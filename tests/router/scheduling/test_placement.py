@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from outrider.errors import CapacityError, PeerLostError
+from outrider.errors import CapacityError, NotFoundError, PeerLostError
+from outrider.request import Adapter
 from router.scheduling.placement import Demand
 from router.scheduling.request_queue import FairOrder, QueuedRequest
 from tests.router.fake_places import NODES, FakePlaces, give_room, leave, make_queue, pump, queue_up, waiting
@@ -217,6 +218,31 @@ async def test_what_has_begun_is_displaced_by_nobody():
         await queue.wait_for_place(waiting(client="b"))
     assert not any(task.done() for task in tasks)
     await leave(queue, *tasks)
+
+
+async def test_requests_whose_adapter_was_unloaded_leave_at_once_and_get_their_share_back():
+    places = FakePlaces()
+    places.has_nodes = False
+    queue = make_queue(places, max_waiting=9)
+    sql, law = Adapter("sql", "a1"), Adapter("law", "b2")
+    entries = [
+        QueuedRequest(Demand((1,) * num_tokens, adapter=adapter), priority=0, client="a")
+        for adapter in (sql, law, None)
+        for num_tokens in (4, 20)
+    ]
+    tasks = await queue_up(queue, *entries)
+    places.unloaded = frozenset({sql})
+    await pump(queue)
+    for task in tasks[:2]:
+        with pytest.raises(NotFoundError, match=r"the adapter 'sql' \(a1\) was unloaded"):
+            await task
+    late = QueuedRequest(Demand((1,), adapter=sql), priority=0, client="b")
+    with pytest.raises(NotFoundError):
+        await queue.wait_for_place(late)
+    assert not any(task.done() for task in tasks[2:])
+    assert (queue.num_waiting, queue.num_waiting_tokens) == (4, 48)
+    assert queue._order._ends == {"a": pytest.approx(sum(entry.cost for entry in entries[2:])), "b": 0.0}
+    await leave(queue, *tasks[2:])
 
 
 async def test_an_earlier_outage_does_not_count_in_a_later_one():

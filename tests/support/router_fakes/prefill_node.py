@@ -6,10 +6,13 @@ import asyncio
 
 import grpc
 
+from outrider.errors import MismatchError
 from outrider.node import ModelInfo, NodeLoad, NodeRole
 from outrider.prefill import MAX_SCORED_ROWS
+from outrider.service.rpc_errors import abort_with
 from outrider.v1 import prefill_pb2, prefill_pb2_grpc
 from outrider.wire.answer import pack_logprobs
+from outrider.wire.prefill import CALL
 from tests.support.router_fakes.decode_node import KV_BYTES_PER_TOKEN, fake_logprobs, find_decode_node
 from tests.support.router_fakes.node import Context, FakeNode
 
@@ -59,6 +62,9 @@ class FakePrefillNode(FakeNode, prefill_pb2_grpc.PrefillServiceServicer):
             await self.moves()
             if self.fails_with is not None:
                 await context.abort(self.fails_with, "scripted failure")
+            adapter = CALL.from_proto(request).options.adapter
+            if adapter is not None and self.adapters.find(adapter) is None:
+                await abort_with(context, MismatchError(f"no adapter {adapter}", reason="NO_ADAPTER"))
             if self.pushes:
                 self._push(request)
             if self.answer_gate is not None:
