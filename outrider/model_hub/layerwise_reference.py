@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -174,7 +174,8 @@ def _sources(model: PreTrainedModel, tensors: Tensors) -> dict[str, str]:
     unused = re.compile("|".join((*_UNUSED, *ignored)))
     missing = [name for name, source in sources.items() if source not in tensors]
     extra = [name for name in tensors if name not in sources and not unused.search(name)]
-    extra = [name for name in extra if not (name.endswith(".bias") and not np.any(tensors[name]))]
+    plain: Mapping[str, Any] = tensors  # biases are not quantised
+    extra = [name for name in extra if not (name.endswith(".bias") and not np.any(plain[name]))]
     for names, problem in ((missing, "the weights lack"), (extra, "the model has no place for")):
         if names:
             raise ModelError(

@@ -76,14 +76,9 @@ class _Source:
     window: Window
     kernels: KernelChoice
     dtype: str
-    options: DecoderOptions | str  # or why the native decoder cannot compute the model
+    options: DecoderOptions | None  # None: the native decoder does not compute the model
     weights: WeightFormat
     progress: Progress
-
-    @property
-    def packs_checkpoint(self) -> bool:
-        """Whether the checkpoint's own tensors are packed for the native decoder, without a model of transformers."""
-        return self.tensors is not None and self.kernels.library is not None and not isinstance(self.options, str)
 
 
 def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> LoadedModel:
@@ -99,7 +94,7 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     location = locate_model(config, progress=progress)
     state = check_weight_files(location.directory)
     source = _open_source(config, location, progress)
-    source, runnable = _load_packed(source) if source.packs_checkpoint else _load_modules(source)
+    source, runnable = _load_modules(source) if source.options is None else _load_packed(source, source.options)
     loaded = describe_model(
         config,
         location,
@@ -133,14 +128,15 @@ def _open_source(config: ModelConfig, location: ModelLocation, progress: Progres
     if kernels.path == FUSED and (reason := why_not_fused(hf_config)):
         kernels = fall_back_to_torch(config, reason)
     is_native = kernels.library is not None
-    options = decoder_options(hf_config.to_dict())
-    is_decoder = is_native and not isinstance(options, str)
+    found = decoder_options(hf_config.to_dict())
+    options = found if is_native and isinstance(found, DecoderOptions) else None
+    if is_native and isinstance(found, str):
+        kernels = replace(kernels, reason=f"by layers: {found}")
+    is_decoder = options is not None
     stays_packed = is_decoder and checkpoint is not None and checkpoint.is_quantised and config.weights != DEQUANTIZED
     dtype = resolve_dtype(config.dtype, device, hf_config, is_native=is_native, is_quantised=stays_packed)
-    if is_native and isinstance(options, str):
-        kernels = replace(kernels, reason=f"by layers: {options}")
     tensors = checkpoint.tensors if checkpoint is not None else None
-    if checkpoint is None and is_native and isinstance(options, DecoderOptions):
+    if tensors is None and options is not None:
         tensors = open_plain(location.directory, is_tied=options.is_tied)
     return _Source(
         config=config,
@@ -158,11 +154,10 @@ def _open_source(config: ModelConfig, location: ModelLocation, progress: Progres
     )
 
 
-def _load_packed(source: _Source) -> tuple[_Source, RunnableModel]:
+def _load_packed(source: _Source, options: DecoderOptions) -> tuple[_Source, RunnableModel]:
     """Packs the tensors of the checkpoint, one at a time, and compares the logits with those of transformers."""
-    tensors, options, window = source.tensors, source.options, source.window
+    tensors, window = source.tensors, source.window
     assert tensors is not None
-    assert isinstance(options, DecoderOptions)
     spec = options.spec(dtype=source.dtype, max_model_len=window.max_model_len, is_extended=window.is_extended)
     started = start_kernels(source.kernels, source.config)
     quantise = source.weights.rounded_to
@@ -198,8 +193,8 @@ def _load_modules(source: _Source) -> tuple[_Source, RunnableModel]:
     check_deterministic(config, device, source.kernels)
     quantise = source.weights.rounded_to
     if quantise:
-        dtype = TORCH_DTYPES[source.dtype]
-        expected = layerwise_logits(source.hf_config, tensors_of(model), dtype=dtype, quantise=quantise)
+        rounded = partial(layerwise_logits, source.hf_config, tensors_of(model), quantise=quantise)
+        expected = rounded(dtype=TORCH_DTYPES[source.dtype])
     else:
         expected = reference_logits(model, spec.vocab_size)
     runnable = _make_runnable(source, model, spec, layers)

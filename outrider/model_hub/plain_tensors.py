@@ -6,6 +6,7 @@ import zipfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,9 @@ def open_plain(directory: Path, *, is_tied: bool) -> Tensors:
     Raises: ModelError if a file is missing or damaged.
     """
     files = weight_files(directory)
-    tensors = open_safetensors(directory) if files[0].suffix == ".safetensors" else _words(_unpickled(files))
+    tensors: Mapping[str, Any] = (
+        open_safetensors(directory) if files[0].suffix == ".safetensors" else _words(_unpickled(files))
+    )
     prefix = "" if any(name.startswith("model.") for name in tensors) else "model."
     names = {name if name.startswith("lm_head.") else prefix + name: name for name in tensors}
     names = {name: own for name, own in names.items() if name.startswith(("model.", "lm_head."))}

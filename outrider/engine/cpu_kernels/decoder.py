@@ -83,6 +83,7 @@ class NativeStep(ModelRunner):
             if not isinstance(features, PackedReduction):
                 reduction: Any = features  # a FeatureReduction, whose module imports torch
                 features = reduction.pack(decoder.kernels, decoder.weights.shape.element_type)
+            assert isinstance(features, PackedReduction)
             self._reduction = features  # keeps the structure's memory alive
             self._features = features.struct(kv_cache.layers(features.plane_name)[0])
 
