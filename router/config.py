@@ -75,8 +75,8 @@ class RouterConfig:
     )
     token_file: Path | None = setting(
         None,
-        help="File of the tokens that clients must send, with lines NAME sha256:HEX [priority=N] [rate=N]; see "
-        "docs/security.md. null: clients need no token.",
+        help="File of the tokens that clients must send, with lines NAME sha256:HEX [priority=N] [rate=N] [adapters]; "
+        "see docs/security.md. null: clients need no token.",
     )
     verification_method: str = setting(
         "coupled",

@@ -63,8 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="router.token_file",
         metavar="FILE",
         type=lambda text: Path(text).absolute(),  # null or an empty path would disable authentication
-        help="require tokens of clients; a line of the file is NAME sha256:HEX [priority=N] [rate=N], where HEX is the "
-        "SHA-256 of a token",
+        help="require tokens of clients; a line of the file is NAME sha256:HEX [priority=N] [rate=N] [adapters], where "
+        "HEX is the SHA-256 of a token",
     )
     add_setting_flags(parser, {"openai": "cluster.openai_port"}, SECTIONS)
     add_vllm_flags(parser)

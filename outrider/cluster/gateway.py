@@ -6,6 +6,7 @@ thread announces when the gateway can answer.
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import importlib
 import importlib.util
@@ -18,8 +19,9 @@ import sys
 import threading
 import time
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from outrider.cluster.adapter_doors import AdapterDoors
 from outrider.config.arguments import parse_role_arguments
 from outrider.errors import ConfigError
 from outrider.extras import install_command
@@ -68,15 +70,17 @@ def main() -> int:
     if telemetry.otlp_endpoint and not may_trace(telemetry):
         _log.warning("the gateway exports no traces: it supports only http:// endpoints", key="telemetry.otlp_endpoint")
     os.environ.update(ENVIRONMENT)
-    threading.Thread(target=_announce, args=(ports, server.drain_seconds), daemon=True).start()
+    threading.Thread(target=_accompany, args=(ports, server.drain_seconds, config), daemon=True).start()
     from smg.launch_router import launch_router, parse_router_args
 
     launch_router(parse_router_args(arguments))
     return 0
 
 
-def _announce(ports: GatewayPorts, drain_seconds: float) -> None:
-    """Announces the gateway's addresses at once and, as soon as it can answer, that it is serving."""
+def _accompany(ports: GatewayPorts, drain_seconds: float, config: GatewayConfig) -> None:
+    """Announces the gateway's addresses at once and, as soon as it can answer, that it is serving; then opens doors to
+    the routers' adapters.
+    """
     address = host_port(ports.host, ports.port)
     metrics_address = host_port(ports.metrics_host, ports.metrics_port)
     where = {"role": MODULE, "address": address, "metrics_address": metrics_address, "pid": os.getpid()}
@@ -85,6 +89,7 @@ def _announce(ports: GatewayPorts, drain_seconds: float) -> None:
         time.sleep(TICK_SECONDS)
     _log.info("serving", address=address, metrics_address=metrics_address, model=model)
     announce(**where, serving=True, model=model)
+    asyncio.run(AdapterDoors(config.router_targets, ports.url, ports.control_key).run())
 
 
 def choose_ports(server: ServerConfig) -> GatewayPorts:
@@ -115,11 +120,10 @@ def _free_port(host: str) -> int:
 
 def served_model(ports: GatewayPorts) -> str | None:
     """Returns the model's name for clients, or None until the gateway has a healthy router and its tokenizer."""
-    url = f"http://{host_port(loopback() if is_wildcard(ports.host) else ports.host, ports.port)}"
     ask = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
     try:
-        ask(f"{url}/readiness", timeout=PROBE_SECONDS).close()
-        with ask(f"{url}/v1/models", timeout=PROBE_SECONDS) as answer:
+        ask(f"{ports.url}/readiness", timeout=PROBE_SECONDS).close()
+        with ask(f"{ports.url}/v1/models", timeout=PROBE_SECONDS) as answer:
             models = json.load(answer)["data"]
     except (OSError, http.client.HTTPException):  # the gateway is not listening yet, or answers with an error
         return None
@@ -128,12 +132,21 @@ def served_model(ports: GatewayPorts) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayPorts:
-    """The addresses of a gateway. Both ports are known before it starts, because smg cannot choose free ones."""
+    """The addresses of a gateway. Both ports are known before it starts, because smg cannot choose free ones.
+
+    `control_key` may add and remove engines. Nobody else is told this key.
+    """
 
     host: str
     port: int
     metrics_host: str
     metrics_port: int
+    control_key: str = field(default_factory=secrets.token_hex, repr=False)
+
+    @property
+    def url(self) -> str:
+        """The gateway's URL on this machine."""
+        return f"http://{host_port(loopback() if is_wildcard(self.host) else self.host, self.port)}"
 
 
 def require_engine_protocol() -> None:
@@ -178,8 +191,8 @@ def gateway_arguments(
     flags += ["--worker-startup-check-interval", "1"]  # smg would find a router that starts later only after 30 s
     flags += ["--shutdown-grace-period-secs", str(math.ceil(drain_seconds))]
     flags += ["--max-payload-size", str(MAX_BODY_BYTES)]
-    # Without a key, every caller could administer the gateway (add workers, flush caches). Nobody is told this key.
-    flags += ["--control-plane-api-keys", f"outrider:outrider:admin:{secrets.token_hex(16)}"]
+    # Without a key, every caller could administer the gateway (add workers, flush caches).
+    flags += ["--control-plane-api-keys", f"outrider:outrider:admin:{ports.control_key}"]
     if config.tool_call_parser:
         flags += ["--tool-call-parser", config.tool_call_parser]
     flags += ["--reasoning-parser", config.reasoning_parser or NO_PARSER]  # smg would choose one by model

@@ -56,7 +56,8 @@ class ResolvedConfig:
     @property
     def overrides(self) -> list[str]:
         """The imported values, in the form of `--set`."""
-        return [f"{key}={value}" for key, value in self.imported.items()]
+        texts = {key: ",".join(value) if isinstance(value, list) else value for key, value in self.imported.items()}
+        return [f"{key}={text}" for key, text in texts.items()]
 
 
 def load_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -23,5 +24,10 @@ LowRanks = Mapping[str, LowRank]
 """The parts of an adapter by transformers' names of the layers, for example "model.layers.3.self_attn.q_proj"."""
 
 
-class PackedAdapter:
+class PackedAdapter(ABC):
     """An adapter in the form that a runner computes with. Sequences keep it alive while they run."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of the model's device that it takes."""

@@ -36,6 +36,7 @@ def open_runner(
     num_logits: int = MAX_BUCKET_ROWS,
     graphs: GraphShapes | None = None,
     main_memory_bytes: int = 0,
+    adapter_bytes: int = 0,
     features: FeatureSpec | None = None,
     may_shorten: bool = False,
 ) -> tuple[PagedKVCache, ModelRunner, int]:
@@ -46,7 +47,8 @@ def open_runner(
 
     `num_logits`: the maximum number of rows with logits in a step.
 
-    `main_memory_bytes`: main memory that the cache leaves for other uses.
+    `main_memory_bytes`: main memory that the cache leaves for other uses; `adapter_bytes`: memory of the model's device
+    that it leaves for adapters.
 
     `features`: the features to write for every row; the model's specification must have their plane.
 
@@ -67,6 +69,7 @@ def open_runner(
         graphs=graphs,
         features=features,
     )
+    reserved_bytes += adapter_bytes
     if device_type(model.device) == "cpu":
         reserved_bytes += main_memory_bytes
     room = KVMemory.of(model.device, reserved_bytes)

@@ -49,6 +49,7 @@ class TorchAdapter(PackedAdapter):
             ModelError: if the adapter changes a layer that the model does not have, or one of another size.
         """
         make_linear = _linear_maker(native, device, is_deterministic=is_deterministic)
+        self._num_bytes = 0
         self._pairs: dict[str, tuple[nn.Module, nn.Module]] = {}  # by the layer's name: down, up
         for name, part in parts.items():
             layer = _find_layer(model, name)
@@ -60,6 +61,12 @@ class TorchAdapter(PackedAdapter):
             padding = (0, -len(part.down) % _RANK_STEP)
             down, up = np.pad(part.down, (padding, (0, 0))), np.pad(part.up, ((0, 0), padding))
             self._pairs[name] = make_linear(torch.from_numpy(down)), make_linear(torch.from_numpy(up))
+            self._num_bytes += down.nbytes + up.nbytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Implements PackedAdapter.num_bytes."""
+        return self._num_bytes
 
     @property
     def layer_names(self) -> Iterator[str]:

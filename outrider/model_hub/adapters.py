@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from outrider.engine.cpu_kernels.adapter import NativeAdapter
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.low_rank import LowRanks, PackedAdapter
 from outrider.engine.runnable_model import RunnableModel
 from outrider.errors import (
+    AbortedError,
     AlreadyRunningError,
+    CapacityError,
     ConfigError,
     InvalidRequestError,
+    MismatchError,
     ModelError,
     NotAllowedError,
     NotFoundError,
@@ -39,55 +44,95 @@ class AdapterTable:
         self._pack = _packer(model, config)
         self._model_name = model_name
         self._root = Path(config.adapter_directory).expanduser().resolve() if config.adapter_directory else None
+        self._max_bytes = config.adapter_memory_bytes
         self._by_name: dict[str, tuple[Adapter, PackedAdapter]] = {}
+        # By fingerprint: those of all names, and those that only running sequences still use.
+        self._packed: WeakValueDictionary[str, PackedAdapter] = WeakValueDictionary()
         self._changing = threading.Lock()
+        self._loading = threading.Lock()  # only one at a time takes memory for its files
         if self._pack is None and (config.adapters or config.adapter_directory):
             raise ConfigError(f"{RANKS_HAVE_NONE}; unset model.adapters and model.adapter_directory")
-        for name, directory in _pairs(config.adapters):
-            self._load(name, Path(directory).expanduser())
+        pairs = _pairs(config.adapters)
+        self._fixed = frozenset(name for name, _ in pairs)
+        for name, directory in pairs:
+            try:
+                self._load(name, Path(directory).expanduser())
+            except CapacityError as error:
+                raise ConfigError(f"model.adapters: {error.message}") from error
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:
         """The adapters by name."""
         return tuple(adapter for _, (adapter, _) in sorted(self._by_name.items()))
 
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of memory that adapters may still take while the node runs."""
+        return max(self._max_bytes - self._num_bytes, 0) if self._root is not None else 0
+
     def find(self, adapter: Adapter) -> PackedAdapter | None:
         """Returns an adapter, or None if the node does not have it, or another one of its name."""
         found = self._by_name.get(adapter.name)
         return found[1] if found is not None and found[0] == adapter else None
 
-    def load(self, name: str, directory: str) -> Adapter:
+    def load(
+        self, name: str, directory: str, fingerprint: str = "", has_ended: Callable[[], bool] = lambda: False
+    ) -> Adapter:
         """Loads an adapter from a directory below `model.adapter_directory`. Does nothing if it is loaded already.
 
+        `fingerprint`: the adapter's, if it is known. `has_ended`: whether nobody waits for the adapter any more.
+
         Raises: NotAllowedError without that setting, or for another directory; NotSupportedError, AlreadyRunningError;
-        InvalidRequestError if there is no valid adapter.
+        InvalidRequestError if there is no valid adapter; MismatchError if it has another fingerprint; AbortedError;
+        CapacityError if it exceeds `model.adapter_memory_bytes`.
         """
         root = self._check_allowed()
         if not (1 <= len(name) <= MAX_NAME_LENGTH and name.isascii() and name.isprintable()):
             message = f"name must have 1 to {MAX_NAME_LENGTH} characters, all printable ASCII"
             raise InvalidRequestError(message, field="name")
-        path = (root / directory).resolve()
+        path = root if "\0" in directory else Path(os.path.realpath(root / directory))
         if not path.is_relative_to(root) or path == root:
             message = f"directory {directory!r} is not below model.adapter_directory"
             raise NotAllowedError(message, reason="ADAPTER_DIRECTORY")
         try:
-            return self._load(name, path)
+            with self._loading:
+                return self._load(name, path, root, fingerprint=fingerprint, has_ended=has_ended)
         except ModelError as error:
             message = error.message.replace(str(path), directory)
             raise InvalidRequestError(message, field="directory", reason="BAD_ADAPTER") from error
 
-    def unload(self, name: str) -> None:
-        """Unloads an adapter. Raises: NotAllowedError without `model.adapter_directory`; NotFoundError."""
-        self._check_allowed()
-        with self._changing:
-            if self._by_name.pop(name, None) is None:
-                raise NotFoundError(f"there is no adapter {name!r}", reason="ADAPTER_NOT_FOUND")
+    def unload(self, name: str, fingerprint: str = "") -> None:
+        """Unloads an adapter, whatever its fingerprint if that is empty.
 
-    def _load(self, name: str, directory: Path) -> Adapter:
+        Raises: NotFoundError; NotAllowedError for an adapter of `model.adapters`.
+        """
+        with self._changing:
+            found = self._by_name.get(name)
+            if found is None or fingerprint not in ("", found[0].fingerprint):
+                raise NotFoundError(f"there is no adapter {name!r}", reason="ADAPTER_NOT_FOUND")
+            if name in self._fixed:
+                message = f"adapter {name!r} cannot be unloaded while the node runs: it is one of model.adapters"
+                raise NotAllowedError(message, reason="ADAPTERS_ARE_FIXED")
+            del self._by_name[name]
+
+    def _load(
+        self,
+        name: str,
+        directory: Path,
+        root: Path | None = None,
+        *,
+        fingerprint: str = "",
+        has_ended: Callable[[], bool] = lambda: False,
+    ) -> Adapter:
         if self._pack is None:
             raise NotSupportedError(RANKS_HAVE_NONE, field="name")
-        files = read_adapter(directory)
+        if has_ended():
+            raise AbortedError(f"the call that loads the adapter {name!r} has ended")
+        files = read_adapter(directory, root=root, max_bytes=self._max_bytes)
         adapter = Adapter(name, files.fingerprint)
+        if fingerprint not in ("", adapter.fingerprint):
+            message = f"the directory has the adapter {adapter}, not {fingerprint[:12]}"
+            raise MismatchError(message, reason="ADAPTER_MISMATCH")
         with self._changing:
             found = self._by_name.get(name)
             if found is not None and found[0] == adapter:
@@ -95,12 +140,30 @@ class AdapterTable:
             if found is not None or name == self._model_name:
                 what = "the model has" if found is None else "another adapter has"
                 raise AlreadyRunningError(f"{what} the name {name!r}", reason="ADAPTER_EXISTS")
-            try:
-                packed = self._pack(files.parts)
-            except ModelError as error:
-                raise ModelError(f"{directory} does not fit {self._model_name}: {error.message}") from error
+            packed = self._packed.get(adapter.fingerprint)
+            if packed is None:
+                try:
+                    packed = self._pack(files.parts)
+                except ModelError as error:
+                    raise ModelError(f"{directory} does not fit {self._model_name}: {error.message}") from error
+                self._check_room(name, packed.num_bytes)
+                self._packed[adapter.fingerprint] = packed
+            if has_ended():
+                raise AbortedError(f"the call that loads the adapter {name!r} has ended")
             self._by_name[name] = adapter, packed
         return adapter
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(packed.num_bytes for packed in self._packed.values())
+
+    def _check_room(self, name: str, num_bytes: int) -> None:
+        if (used := self._num_bytes) + num_bytes > self._max_bytes:
+            message = (
+                f"adapter {name!r} needs {num_bytes:,} bytes, and others use {used:,} of {self._max_bytes:,}: "
+                "unload one, or set model.adapter_memory_bytes higher"
+            )
+            raise CapacityError(message, reason="ADAPTER_MEMORY")
 
     def _check_allowed(self) -> Path:
         if self._root is None:

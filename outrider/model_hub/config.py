@@ -57,6 +57,14 @@ class ModelConfig:
         help="Folder below which LoadAdapter may name the directories of further adapters. Empty: adapters cannot be "
         "loaded or unloaded while a node runs.",
     )
+    adapter_memory_bytes: int = setting(
+        1 << 30,
+        at_least=1 << 10,
+        at_most=1 << 44,
+        help="Memory in bytes for a node's adapters, which take 4 bytes for each number. An adapter of several names "
+        "counts once; one that was unloaded counts until its requests end. With model.adapter_directory, the KV pool "
+        "leaves this memory free.",
+    )
     device: str = setting("auto", help="The device that computes: auto, cpu, cuda or cuda:N.")
     tensor_parallel_size: int = setting(
         1,

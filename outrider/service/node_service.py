@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 from outrider.errors import NotFoundError, NotSupportedError, PeerLostError
@@ -34,10 +36,10 @@ class AdapterDesk(Protocol):
     @property
     def adapters(self) -> tuple[Adapter, ...]: ...
 
-    def load(self, name: str, directory: str) -> Adapter:
-        """Raises: OutriderError."""
+    def load(self, name: str, directory: str, fingerprint: str, has_ended: Callable[[], bool]) -> Adapter:
+        """Loads nothing once `has_ended` returns True. Raises: OutriderError."""
 
-    def unload(self, name: str) -> None:
+    def unload(self, name: str, fingerprint: str) -> None:
         """Raises: OutriderError."""
 
 
@@ -99,14 +101,19 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         self, request: router_pb2.LoadAdapterRequest, context: Context
     ) -> router_pb2.LoadAdapterResponse:
         async with rpc_errors(context):
-            adapter = await asyncio.to_thread(self._desk().load, request.name, request.directory)
+            has_ended = threading.Event()  # a call that is cancelled, or whose deadline passes, loads nothing
+            load = partial(self._desk().load, request.name, request.directory, request.fingerprint, has_ended.is_set)
+            try:
+                adapter = await asyncio.to_thread(load)
+            finally:
+                has_ended.set()
             return router_pb2.LoadAdapterResponse(adapter=ADAPTER.to_proto(adapter))
 
     async def UnloadAdapter(  # noqa: N802
         self, request: router_pb2.UnloadAdapterRequest, context: Context
     ) -> router_pb2.UnloadAdapterResponse:
         async with rpc_errors(context):
-            await asyncio.to_thread(self._desk().unload, request.name)
+            await asyncio.to_thread(self._desk().unload, request.name, request.fingerprint)
             return router_pb2.UnloadAdapterResponse()
 
     def _desk(self) -> AdapterDesk:

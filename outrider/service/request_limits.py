@@ -27,6 +27,8 @@ from outrider.service.rpc_errors import Context, abort_with
 
 ROUTER_SERVICE = "outrider.v1.RouterService"
 ENGINE_SERVICE = "vllm.grpc.engine.VllmEngine"
+ENGINE_MODEL_KEY = "model-bin"
+"""Key of a call's metadata that names the model or adapter, for which the engine service's requests have no field."""
 CLIENT_SERVICES = frozenset({ROUTER_SERVICE, ENGINE_SERVICE})
 """Services that a router offers to clients."""
 OPEN_SERVICES = frozenset({HEALTH_SERVICE, *REFLECTION_SERVICES, *CLIENT_SERVICES})

@@ -157,17 +157,22 @@ class RouterServiceServicer(object):
 
     def LoadAdapter(self, request, context):
         """Loads an adapter (LoRA) on every prefill and decode node, and on those that
-        serve later, until it is unloaded. PERMISSION_DENIED unless the nodes allow
-        it (`model.adapter_directory`). ALREADY_EXISTS if another adapter, or the
-        model, has the name. Loading an equal adapter again does nothing.
+        serve later, until it is unloaded. The load goes on if the call is cancelled
+        or its deadline passes. Nodes that are lost or late get the adapter later;
+        if another node refuses, no node keeps it. PERMISSION_DENIED unless the
+        nodes (`model.adapter_directory`) and the client's token (`adapters`) allow
+        it. ALREADY_EXISTS if another adapter, or the model, has the name. Loading
+        an equal adapter again does nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Unloads an adapter from every node. New requests for it get NOT_FOUND;
-        running ones end as usual. NOT_FOUND if no node has it.
+        """Unloads an adapter from every node, also from those that are lost and serve
+        again later. New requests for it get NOT_FOUND; running ones end as usual.
+        NOT_FOUND if no node has it. PERMISSION_DENIED as above, and for adapters of
+        a node's settings (`model.adapters`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

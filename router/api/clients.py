@@ -19,7 +19,7 @@ CLIENT_ID_KEY = "client_id"
 MAX_CLIENT_ID_LENGTH = 128
 TOKEN_KEY = "authorization"  # noqa: S105 a metadata key
 SCHEME = "bearer "
-LINE_FORMAT = "NAME sha256:HEX [priority=N] [rate=N]"
+LINE_FORMAT = "NAME sha256:HEX [priority=N] [rate=N] [adapters]"
 CHECK_SECONDS = 1.0
 """Minimum seconds between checks for a changed token file. Checks are made during calls."""
 OWNER_MARK = "·"
@@ -50,6 +50,7 @@ class Caller:
     share: str = ""  # the name in the fair queues; clients with the same name share a turn
     max_priority: int | None = None  # None: any priority
     cache_salt: bytes = b""  # seeds its prompts' block hashes; empty with one tenant or without authentication
+    may_change_adapters: bool = True  # whether it may load and unload them
 
     def key_of(self, request_id: str) -> str:
         """Returns the request's key on this router and in its store, since each client has its own request ids."""
@@ -61,6 +62,12 @@ class Caller:
             raise NotAllowedError(
                 f"priority {priority} exceeds the maximum of {self.max_priority} for {self.name}", reason="PRIORITY"
             )
+
+    def check_adapters(self) -> None:
+        """Checks that the client may load and unload adapters. Raises: NotAllowedError."""
+        if not self.may_change_adapters:
+            message = f"{self.name} may not load or unload adapters: its line in the token file lacks `adapters`"
+            raise NotAllowedError(message, reason="ADAPTERS_NOT_ALLOWED")
 
 
 def split_key(key: str) -> tuple[str, str]:
@@ -90,6 +97,7 @@ class TokenLimits:
 
     max_priority: int = 0
     calls_per_minute: int | None = None  # None: no limit
+    may_change_adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +109,12 @@ class Tokens:
 
 
 class TokenFile(Clients):
-    """Identifies clients by tokens. The file has a hash per line: `NAME sha256:HEX [priority=N] [rate=N]`.
+    """Identifies clients by tokens. The file has a hash per line: `NAME sha256:HEX [priority=N] [rate=N] [adapters]`.
 
-    `priority` is the highest priority that a request may have (default 0), `rate` the maximum calls per minute. Several
-    tokens of one name are one client, so that a token can be replaced. The file is reloaded when it changes. A file
-    that does not parse is rejected, and the previous tokens stay valid.
+    `priority` is the highest priority that a request may have (default 0), `rate` the maximum calls per minute, and
+    `adapters` allows the client to load and unload adapters. Several tokens of one name are one client, so that a token
+    can be replaced. The file is reloaded when it changes. A file that does not parse is rejected, and the previous
+    tokens stay valid.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -128,7 +137,10 @@ class TokenFile(Clients):
         name = self._tokens.names.get(hashlib.sha256(shown[len(SCHEME) :].strip().encode()).digest())
         if name is None:
             raise UnauthenticatedError("the token is not in the router's token file", reason="UNKNOWN_TOKEN")
-        return replace(self.named(name), max_priority=self._tokens.limits[name].max_priority)
+        limits = self._tokens.limits[name]
+        return replace(
+            self.named(name), max_priority=limits.max_priority, may_change_adapters=limits.may_change_adapters
+        )
 
     def charge(self, caller: Caller) -> None:
         limits = self._tokens.limits.get(caller.name)
@@ -214,12 +226,21 @@ def _read_line(words: list[str], tokens: Tokens) -> None:
         )
     numbers: dict[str, int] = {}
     for option in options:
+        if option == "adapters" and option not in numbers:
+            numbers[option] = 1
+            continue
         key, _, text = option.partition("=")
         minimum = {"priority": -(2**31), "rate": 1}.get(key)
         if minimum is None or key in numbers or not re.fullmatch(r"-?[0-9]{1,9}", text) or int(text) < minimum:
-            raise ValueError(f"{option!r} is neither priority=N nor rate=N, or not a number in its range")
+            raise ValueError(
+                f"{option!r} is neither priority=N, rate=N nor adapters, or not a number in its range, or there twice"
+            )
         numbers[key] = int(text)
-    limits = TokenLimits(max_priority=numbers.get("priority", 0), calls_per_minute=numbers.get("rate"))
+    limits = TokenLimits(
+        max_priority=numbers.get("priority", 0),
+        calls_per_minute=numbers.get("rate"),
+        may_change_adapters="adapters" in numbers,
+    )
     if tokens.limits.setdefault(name, limits) != limits:
         raise ValueError(f"{name} has different limits in an earlier line")
     owner = tokens.names.setdefault(bytes.fromhex(found[1]), name)

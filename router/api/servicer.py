@@ -109,7 +109,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.LoadAdapterRequest, context: Context
     ) -> router_pb2.LoadAdapterResponse:
         async with rpc_errors(context):
-            self._requests.charge(context)
+            self._requests.charge(context).check_adapters()
             adapter = await self._requests.adapters.load(request.name, request.directory)
             return router_pb2.LoadAdapterResponse(adapter=ADAPTER.to_proto(adapter))
 
@@ -117,7 +117,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.UnloadAdapterRequest, context: Context
     ) -> router_pb2.UnloadAdapterResponse:
         async with rpc_errors(context):
-            self._requests.charge(context)
+            self._requests.charge(context).check_adapters()
             await self._requests.adapters.unload(request.name)
             return router_pb2.UnloadAdapterResponse()
 

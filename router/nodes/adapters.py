@@ -3,137 +3,243 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
-from outrider.errors import MismatchError, NotFoundError, OutriderError, PeerLostError
+from outrider.errors import (
+    AlreadyRunningError,
+    CapacityError,
+    MismatchError,
+    NotAllowedError,
+    NotFoundError,
+    OutriderError,
+    PeerLostError,
+)
 from outrider.request import Adapter
 from outrider.service.telemetry.logging import get_logger
 from router.nodes.link import DecodeLink, NodeLink
+from router.nodes.node_adapters import NodeAdapters, Step, agreed
 
 RETRY_SECONDS = 5.0
-"""Seconds between attempts to load an adapter on a node that failed to load it."""
+"""Seconds between attempts to load or unload an adapter on a node that failed to do so."""
 REPORT_SECONDS = 2.0
-"""Seconds that a load waits for the nodes' reports to show the adapter, before which no request could be placed."""
+"""Seconds that a call waits for the nodes' reports to show its effect, since requests are placed by reports."""
+MAX_CHANGES = 64
+"""Maximum calls that load or unload adapters at a time, including those whose clients have left."""
+MAX_LOST_NODES = 256
+"""Maximum processes that are remembered while they do not serve."""
 
 _log = get_logger("adapters")
+T = TypeVar("T")
 
 
 class ClusterAdapters:
     """Owned by the event loop.
 
-    What nodes report is the truth: they may have loaded an adapter by their settings or for another router. Adapters
-    that were loaded through this router are loaded again on nodes that start later, until they are unloaded, here or
-    through another router.
+    Adapters that were loaded through this router are wanted: nodes that lack one are made to load it, until it is
+    unloaded. What is unloaded is unwanted on each process that has it, or was asked to load it, until the process no
+    longer has it; so it does not come back with a node that was lost. If a process loses a wanted adapter that is not
+    unwanted there, another router has unloaded it. If it gets one that this router has not asked it to load, another
+    router has, and the adapter is unwanted nowhere.
     """
 
     def __init__(self) -> None:
-        self._links: Sequence[NodeLink] = ()  # serving prefill and decode nodes
-        self._reported: Mapping[str, Adapter] = {}  # of decode nodes; kept while none serves
-        self._wanted: dict[str, tuple[str, Adapter]] = {}  # by name: (directory, adapter), loaded through this router
-        self._last: dict[bytes, tuple[Adapter, ...]] = {}  # by incarnation of a serving node
-        self._loading: dict[bytes, asyncio.Task[None]] = {}  # by incarnation: loads what the node lacks
+        self.by_name: Mapping[str, Adapter] = {}  # the adapters that a request may name
+        self._wanted: dict[str, tuple[Adapter, str]] = {}  # by name: (adapter, directory)
+        self._nodes: dict[bytes, NodeAdapters] = {}  # by incarnation, serving or not
+        self._serving: list[NodeAdapters] = []  # prefill and decode nodes
+        self._reported: dict[str, Adapter] = {}  # of decode nodes; kept while none serves
+        self._others: set[Adapter] = set()  # those of serving nodes that their names do not stand for
         self._changed = asyncio.Event()
+        self._changes: dict[asyncio.Task[Any], str] = {}  # clients' calls, with the names of the adapters
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by name
 
-    @property
-    def by_name(self) -> dict[str, Adapter]:
-        """The adapters that a request may name."""
-        return {**{name: adapter for name, (_, adapter) in self._wanted.items()}, **self._reported}
+    def is_served(self, adapter: Adapter) -> bool:
+        """Whether requests that name the adapter get this one, and not another one of its name."""
+        return self.by_name.get(adapter.name) == adapter
 
     def follow(self, links: Iterable[NodeLink]) -> None:
         """Follows the serving prefill and decode nodes, which have come, gone or reported other adapters."""
-        self._links = tuple(links)
-        decode_nodes = [link for link in self._links if isinstance(link, DecodeLink)]
-        if decode_nodes:
-            self._reported = {each.name: each for link in reversed(decode_nodes) for each in link.adapters}
-        for link in self._links:
-            for adapter in set(self._last.get(link.incarnation, ())).difference(link.adapters):
-                self._wanted.pop(adapter.name, None)  # somebody has unloaded it
-        self._last = {link.incarnation: link.adapters for link in self._links}
-        for link in self._links:
-            if self._missing(link) and link.incarnation not in self._loading:
-                task = asyncio.create_task(self._load_missing(link), name="adapters")
-                self._loading[link.incarnation] = task
+        serving = {link.incarnation: link for link in links}
+        known = set(self._nodes)
+        for incarnation in [each for each in self._nodes if each not in serving][:-MAX_LOST_NODES]:
+            del self._nodes[incarnation]
+        self._nodes |= {each: NodeAdapters(link) for each, link in serving.items() if each not in self._nodes}
+        for incarnation, node in self._nodes.items():
+            node.set_link(serving.get(incarnation))
+        self._serving = [self._nodes[incarnation] for incarnation in serving]
+        for incarnation, link in serving.items():
+            lost, got = self._nodes[incarnation].take_report(link.adapters)
+            for adapter in lost.intersection(adapter for adapter, _ in self._wanted.values()):
+                _log.info("another router has unloaded an adapter", adapter=str(adapter), node=link.name)
+                self._forget(adapter, is_asked=True)
+            for adapter in got if incarnation in known else ():
+                self._permit(adapter)
+        self._update_names()
+        for node in self._serving:
+            if self._steps(node) and (node.work is None or node.work.done()):
+                node.work = asyncio.create_task(self._work(node), name="adapters")
         self._changed.set()
 
     async def load(self, name: str, directory: str) -> Adapter:
-        """Loads an adapter on all serving nodes, or on none. Returns when requests for it can be placed.
+        """Loads an adapter on all serving nodes, or on none; those that are lost or late get it later.
+
+        Goes on if the caller is cancelled. Returns when requests for the adapter can be placed.
 
         Raises: OutriderError of a node that refuses; MismatchError if nodes have different adapters in the directory;
-        PeerLostError if no node serves.
+        AlreadyRunningError; CapacityError; PeerLostError if no node has loaded it.
         """
-        links = self._links
-        results = await asyncio.gather(*(_load(link, name, directory) for link in links), return_exceptions=True)
-        loaded = {link: result for link, result in zip(links, results, strict=True) if isinstance(result, Adapter)}
-        errors = [result for result in results if isinstance(result, BaseException)]
-        refusals = [error for error in errors if not isinstance(error, PeerLostError)]
-        if refusals or len(set(loaded.values())) != 1:
-            new = [link for link, adapter in loaded.items() if adapter not in link.adapters]
-            await asyncio.gather(*(link.transport.unload_adapter(name) for link in new), return_exceptions=True)
-            if refusals or errors:
-                raise (refusals or errors)[0]
-            if loaded:
-                raise MismatchError(f"directory {directory!r} has different adapters on {_names(loaded)}")
-            raise PeerLostError("no node serves, so no adapter can be loaded", reason="NO_NODE")
-        adapter = next(iter(loaded.values()))
-        self._wanted[name] = directory, adapter
-        _log.info("adapter loaded", adapter=str(adapter), nodes=[link.name for link in loaded])
-        await self._until_reported(loaded, adapter)
-        self.follow(self._links)  # nodes may have come meanwhile
-        return adapter
+        return await self._change(name, partial(self._load, name, directory))
 
     async def unload(self, name: str) -> None:
-        """Unloads an adapter from all nodes. Raises: NotFoundError if none has it; OutriderError of a node."""
-        was_wanted = self._wanted.pop(name, None) is not None
-        links = [link for link in self._links if any(adapter.name == name for adapter in link.adapters)]
-        results = await asyncio.gather(*(link.transport.unload_adapter(name) for link in links), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, (NotFoundError, PeerLostError)):
-                raise result
-        if not was_wanted and None not in results:
-            raise NotFoundError(f"no node has an adapter {name!r}", reason="ADAPTER_NOT_FOUND")
-        _log.info("adapter unloaded", adapter=name, nodes=[link.name for link in links])
+        """Unloads an adapter from all nodes. Goes on if the caller is cancelled.
+
+        Raises: NotFoundError; NotAllowedError if a node's settings have it; CapacityError; OutriderError of a node.
+        """
+        await self._change(name, partial(self._unload, name))
 
     async def stop(self) -> None:
-        tasks = tuple(self._loading.values())
+        self.follow(())
+        tasks = [*self._changes, *(node.work for node in self._nodes.values() if node.work is not None)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _missing(self, link: NodeLink) -> list[tuple[str, str]]:
-        """Returns (name, directory) of the adapters that the node should have, and has not."""
-        return [(name, where) for name, (where, adapter) in self._wanted.items() if adapter not in link.adapters]
+    # ------------------------------------------------------------ state
 
-    async def _load_missing(self, link: NodeLink) -> None:
-        incarnation = link.incarnation
-        try:
-            while link.is_serving and link.incarnation == incarnation and (missing := self._missing(link)):
-                for name, directory in missing:
-                    try:
-                        await _load(link, name, directory)
-                    except OutriderError as error:
-                        _log.warning("adapter not loaded", adapter=name, node=link.name, error=error.message)
-                await asyncio.sleep(RETRY_SECONDS)  # reports show meanwhile what the node has
-        finally:
-            self._loading.pop(incarnation, None)
+    @property
+    def _known(self) -> set[Adapter]:
+        """The adapters that requests may name, and others of serving nodes."""
+        return {*self.by_name.values(), *(adapter for node in self._serving for adapter in node.usable)}
 
-    async def _until_reported(self, links: Iterable[NodeLink], adapter: Adapter) -> None:
-        try:
-            async with asyncio.timeout(REPORT_SECONDS):
-                while any(link.is_serving and adapter not in link.adapters for link in links):
+    def _permit(self, adapter: Adapter) -> None:
+        for node in self._nodes.values():
+            node.want(adapter)
+
+    def _forget(self, adapter: Adapter, *, is_asked: bool = False) -> None:
+        if self._wanted.get(adapter.name, (None,))[0] == adapter:
+            del self._wanted[adapter.name]
+        for node in self._nodes.values():
+            node.forget(adapter, is_asked=is_asked)
+
+    def _update_names(self) -> None:
+        decode_nodes = [node.usable for node in self._serving if isinstance(node.link, DecodeLink)]
+        unwanted = {adapter for node in self._nodes.values() for adapter in node.unwanted}
+        kept = {name: adapter for name, adapter in self._reported.items() if adapter not in unwanted}
+        self._reported = agreed(decode_nodes) if decode_nodes else kept
+        self.by_name = self._reported | {name: adapter for name, (adapter, _) in self._wanted.items()}
+        others = {adapter for adapter in self._known if self.by_name.get(adapter.name, adapter) != adapter}
+        for adapter in others - self._others:
+            used = str(self.by_name[adapter.name])
+            _log.warning("nodes have different adapters of one name", used=used, unused=str(adapter))
+        self._others = others
+
+    def _steps(self, node: NodeAdapters) -> list[Step]:
+        """Returns what to load or unload on the node now. Clients' calls have their names for themselves."""
+        steps = node.steps(self._wanted.values()) if node.is_serving else []
+        return [step for step in steps if step[0].name not in self._changes.values()]
+
+    async def _work(self, node: NodeAdapters) -> None:
+        """Loads and unloads what the node should, until its reports show no difference."""
+        while steps := self._steps(node):
+            await self._take_steps(node, steps)
+
+    async def _take_steps(self, node: NodeAdapters, steps: list[Step]) -> None:
+        for step in steps:
+            if step in self._steps(node):
+                await node.take_step(step)
+        self._update_names()
+        await self._wait(lambda: self._steps(node) != steps, RETRY_SECONDS)
+
+    async def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Waits for a condition on the nodes' state, or for some seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not condition():
                     self._changed.clear()
                     await self._changed.wait()
-        except TimeoutError:  # a frozen node must not hold up the client
-            return
 
+    # ------------------------------------------------------------ clients' calls
 
-async def _load(link: NodeLink, name: str, directory: str) -> Adapter:
-    """Loads the adapter on one node. Raises: OutriderError whose message names the node."""
-    try:
-        return await link.transport.load_adapter(name, directory)
-    except OutriderError as error:
-        error.message = f"{link.name}: {error.message}"
-        raise
+    async def _change(self, name: str, change: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Makes a change when it is the only one of its name, whether or not the caller is cancelled."""
+        if len(self._changes) >= MAX_CHANGES:
+            raise CapacityError(f"limit of {MAX_CHANGES} loads and unloads of adapters reached")
+        task = asyncio.create_task(self._change_alone(name, change), name="adapters")
+        self._changes[task] = name
+        task.add_done_callback(self._end_change)
+        return await asyncio.shield(task)
 
+    def _end_change(self, task: asyncio.Task[Any]) -> None:
+        del self._changes[task]
+        self.follow([node.link for node in self._serving])
 
-def _names(links: Iterable[NodeLink]) -> str:
-    return ", ".join(sorted(link.name for link in links))
+    async def _change_alone(self, name: str, change: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            works = [node.work for node in self._nodes.values() if node.work is not None and node.busy_with == name]
+            for work in works:
+                work.cancel()
+            await asyncio.gather(*works, return_exceptions=True)
+            self.follow([node.link for node in self._serving])  # starts the work on other names again
+            return await change()
+
+    async def _load(self, name: str, directory: str) -> Adapter:
+        nodes = self._serving
+        known = self._known
+        results = await asyncio.gather(*(node.load(name, directory) for node in nodes), return_exceptions=True)
+        loaded = {node: result for node, result in zip(nodes, results, strict=True) if isinstance(result, Adapter)}
+        found = set(loaded.values())
+        for node in nodes:  # lost ones may have loaded it, too
+            node.asked |= found - node.reported
+        errors = [result for result in results if isinstance(result, BaseException)]
+        refusals = [error for error in errors if not isinstance(error, PeerLostError)]
+        if len(found) > 1:
+            names = ", ".join(sorted(node.link.name for node in loaded))
+            refusals.append(MismatchError(f"directory {directory!r} has different adapters on {names}"))
+        if found and name in self._wanted and self._wanted[name][0] not in found:
+            refusals.append(AlreadyRunningError(f"another adapter has the name {name!r}", reason="ADAPTER_EXISTS"))
+        if refusals:
+            _log.warning("adapter not loaded", adapter=name, errors=[str(error) for error in refusals])
+            with suppress(OutriderError):
+                await self._remove(found - known)
+            raise refusals[0]
+        if not found:
+            raise (errors or [PeerLostError("no node serves, so no adapter can be loaded", reason="NO_NODE")])[0]
+        adapter = found.pop()
+        self._wanted[name] = adapter, directory
+        self._permit(adapter)
+        _log.info("adapter loaded", adapter=str(adapter), nodes=[node.link.name for node in loaded])
+        await self._wait(lambda: all(adapter in node.reported for node in loaded if node.is_serving), REPORT_SECONDS)
+        return adapter
+
+    async def _unload(self, name: str) -> None:
+        wanted = self._wanted.get(name)
+        adapters = [adapter for adapter in self._known if adapter.name == name]
+        if not adapters:
+            raise NotFoundError(f"no node has an adapter {name!r}", reason="ADAPTER_NOT_FOUND")
+        try:
+            await self._remove(adapters)
+        except NotAllowedError:
+            if wanted is not None:
+                self._wanted[name] = wanted
+                self._permit(wanted[0])
+            raise
+        _log.info("adapter unloaded", adapter=name)
+
+    async def _remove(self, adapters: Iterable[Adapter]) -> None:
+        """Unloads adapters from all nodes, later from lost ones. Raises: OutriderError of a node that is not lost."""
+        for adapter in adapters:
+            self._forget(adapter)
+        self._update_names()
+        pairs = [(node, adapter) for node in self._serving for adapter in adapters]
+        results = await asyncio.gather(*(node.unload(adapter) for node, adapter in pairs), return_exceptions=True)
+        done = [pair for pair, result in zip(pairs, results, strict=True) if result is None]
+        await self._wait(
+            lambda: not any(adapter in node.reported for node, adapter in done if node.is_serving), REPORT_SECONDS
+        )
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, PeerLostError):
+                raise result

@@ -161,19 +161,26 @@ class NodeTransport:
         except grpc.RpcError as error:
             raise from_rpc_error(error, target=self._address) from error
 
-    async def load_adapter(self, name: str, directory: str) -> Adapter:
-        """Has the node load an adapter. Raises: OutriderError, also those with which the node refuses."""
-        request = router_pb2.LoadAdapterRequest(name=name, directory=directory)
+    async def load_adapter(self, name: str, directory: str, fingerprint: str = "") -> Adapter:
+        """Has the node load an adapter; one with this fingerprint, if it is not empty.
+
+        Raises: OutriderError, also those with which the node refuses; AbortedError after `ADAPTER_SECONDS`.
+        """
+        request = router_pb2.LoadAdapterRequest(name=name, directory=directory, fingerprint=fingerprint)
         try:
             response = await self._node.LoadAdapter(request, timeout=ADAPTER_SECONDS)
         except grpc.RpcError as error:
             raise from_rpc_error(error, target=self._address) from error
         return ADAPTER.from_proto(response.adapter)
 
-    async def unload_adapter(self, name: str) -> None:
-        """Has the node unload an adapter. Raises: as `load_adapter`."""
+    async def unload_adapter(self, name: str, fingerprint: str = "") -> None:
+        """Has the node unload an adapter; only one with this fingerprint, if it is not empty.
+
+        Raises: as `load_adapter`; NotFoundError if the node does not have it.
+        """
+        request = router_pb2.UnloadAdapterRequest(name=name, fingerprint=fingerprint)
         try:
-            await self._node.UnloadAdapter(router_pb2.UnloadAdapterRequest(name=name), timeout=ADAPTER_SECONDS)
+            await self._node.UnloadAdapter(request, timeout=ADAPTER_SECONDS)
         except grpc.RpcError as error:
             raise from_rpc_error(error, target=self._address) from error
 

@@ -195,12 +195,13 @@ def test_the_head_of_a_file_for_decode_nodes_is_that_of_prefill_nodes_too(file, 
     assert found["prefill-0"]["model"].head == found["decode-0"]["model"].head == "auto"
 
 
-def test_flags_of_vllm_are_settings():
+def test_flags_of_vllm_are_settings(tmp_path):
     speculative = json.dumps({"method": "suffix", "num_speculative_tokens": 2})
     cluster = cluster_of(
         *("--max-model-len", "2k", "--max-num-seqs", "8", "--max-num-batched-tokens", "256"),
         *("--tensor-parallel-size", "1", "--served-model-name", "mine"),
         *("--no-enable-prefix-caching", "--enforce-eager", "--speculative-config", speculative),
+        *("--enable-lora", "--lora-modules", f"sql={tmp_path}", f"law={tmp_path}"),
     )
     assert cluster.config.draft == "suffix"
     assert set(cluster.launch.overrides) >= {
@@ -211,6 +212,7 @@ def test_flags_of_vllm_are_settings():
         "kv_cache.prefix_cache=False",
         "model.cuda_graphs=False",
         "decode_node.num_speculative_tokens=2",
+        f"model.adapters=sql={tmp_path},law={tmp_path}",
     }
 
 

@@ -318,7 +318,7 @@ def test_a_rehearsal_leaves_nothing_behind(node, monkeypatch, has_rollouts, is_f
 
     if is_fused:
         empty = torch.empty((9, VOCAB_SIZE), device=GPU)
-        forward = lambda batch, *_: empty[: batch.num_logits]  # noqa: E731
+        forward = lambda batch, *_, **__: empty[: batch.num_logits]  # noqa: E731
         monkeypatch.setattr(node, "loaded", replace(node.loaded, fused=SimpleNamespace(forward=forward)))
     monkeypatch.setattr(runnable_model, "PagedKVCache", Cache)
     monkeypatch.setattr(module_steps, "cuda_graphs", lambda _device: capture)

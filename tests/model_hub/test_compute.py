@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from outrider.engine import memory
+from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_turns import open_turns
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.engine.open_runner import open_runner
@@ -39,6 +41,20 @@ def test_the_cache_leaves_room_for_what_else_the_node_takes_of_main_memory(model
         return kv_cache.num_blocks * kv_cache.block_size * compute.model.spec.bytes_per_token
 
     assert num_bytes(0) - num_bytes(OTHER_BYTES) == pytest.approx(OTHER_BYTES / 2, rel=0.01)
+
+
+def test_the_cache_leaves_room_for_adapters(model, tmp_path):
+    native = replace(model, kernels="auto", keep_packed=False)
+
+    def num_bytes(**settings):
+        compute = open_model_runtime(replace(native, **settings), HALF, max_rows_per_step=16, on_rank_lost=print)
+        if not isinstance(compute.model.native, NativeDecoder):
+            pytest.skip("no native kernels")
+        return compute.kv_cache.num_blocks * compute.kv_cache.block_size * compute.model.spec.bytes_per_token
+
+    without = num_bytes(adapter_memory_bytes=OTHER_BYTES)
+    reserved = num_bytes(adapter_memory_bytes=OTHER_BYTES, adapter_directory=str(tmp_path))
+    assert without - reserved == pytest.approx(OTHER_BYTES / 2, rel=0.01)
 
 
 def test_a_model_is_loaded_and_its_cache_allocated_in_one_turn_of_the_gpu(model, monkeypatch):

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import asyncio
 import os
 
 import grpc.aio
 import pytest
 
-from outrider.errors import NotFoundError, NotSupportedError, PeerLostError
+from outrider.errors import AbortedError, MismatchError, NotFoundError, NotSupportedError, PeerLostError
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.rpc.tls import PLAINTEXT
 from outrider.service.node_service import NodeServicer, default_node_name
@@ -13,6 +14,7 @@ from outrider.v1 import node_pb2_grpc
 from outrider.wire.node import REPORT
 from router.nodes.transport import NodeTransport
 from tests.support.adapters import ScriptedAdapters
+from tests.support.waiting import until
 
 MODEL = ModelInfo(
     name="tiny", vocab_size=320, max_model_len=64, eos_token_ids=(2,), dtype="float32", fingerprint="f" * 64,
@@ -115,6 +117,35 @@ async def test_adapters_are_loaded_and_unloaded(node_and_transport):
     with pytest.raises(PeerLostError, match="does not serve"):  # it still loads the model
         await transport.load_adapter("sql", "d")
     assert adapters.adapters == ()
+
+
+async def test_only_the_adapter_of_a_fingerprint_is_loaded_and_unloaded(node_and_transport):
+    node, transport, _ = node_and_transport
+    adapter = await transport.load_adapter("sql", "d")
+    with pytest.raises(MismatchError):
+        await transport.load_adapter("law", "d", "0" * 64)
+    with pytest.raises(NotFoundError):
+        await transport.unload_adapter("sql", "0" * 64)
+    assert node.adapters.adapters == (adapter,)
+    await transport.unload_adapter("sql", adapter.fingerprint)
+    assert node.adapters.adapters == ()
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_load_whose_call_has_ended_has_no_effect(node_and_transport, monkeypatch, is_cancelled):
+    node, transport, _ = node_and_transport
+    node.adapters.proceeds.clear()
+    monkeypatch.setattr("router.nodes.transport.ADAPTER_SECONDS", WAIT_SECONDS if is_cancelled else 0.2)
+    call = asyncio.ensure_future(transport.load_adapter("sql", "d"))
+    await until(lambda: node.adapters.num_loads)
+    if is_cancelled:
+        call.cancel()
+    (failure,) = await asyncio.gather(call, return_exceptions=True)
+    assert isinstance(failure, asyncio.CancelledError if is_cancelled else AbortedError)
+    await until(node.adapters.has_ended)
+    node.adapters.proceeds.set()
+    await until(lambda: node.adapters.num_loaded)
+    assert node.adapters.adapters == ()
 
 
 async def test_a_node_that_does_not_compute_the_model_has_no_adapters():

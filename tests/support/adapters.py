@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import NotFoundError
+from outrider.errors import AbortedError, AlreadyRunningError, MismatchError, NotAllowedError, NotFoundError
 from outrider.request import Adapter
 from tests.support.fake_engine import ScriptedModel
+
+MAX_LOAD_SECONDS = 30.0
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -77,12 +80,23 @@ def merge_adapter(model: Any, adapter: Path, *, scaling: float = 2.0) -> Any:
 
 
 class ScriptedAdapters:
-    """A node's adapters for a ScriptedEngine. Each has the hash of its directory's name, and is a model of its own."""
+    """A node's adapters for a ScriptedEngine. Each has the hash of its directory's name, and is a model of its own.
 
-    def __init__(self, *adapters: Adapter, vocab_size: int = 32) -> None:
+    `fixed`: the names of adapters that cannot be unloaded. `proceeds`: while it is not set, loading takes its time.
+    `salt`: makes the same directories other adapters. `num_loads`, `num_loaded`: the loads that have begun and ended.
+    `has_ended`: the last load's.
+    """
+
+    def __init__(self, *adapters: Adapter, vocab_size: int = 32, fixed: Sequence[str] = (), salt: str = "") -> None:
         self._vocab_size = vocab_size
         self._by_name = {adapter.name: adapter for adapter in adapters}
+        self._fixed = fixed
+        self.salt = salt
         self.refusal: Exception | None = None  # raised by `load`
+        self.proceeds = threading.Event()
+        self.proceeds.set()
+        self.num_loads = self.num_loaded = 0
+        self.has_ended: Callable[[], bool] = lambda: False
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:
@@ -93,11 +107,34 @@ class ScriptedAdapters:
             return None
         return ScriptedModel(vocab_size=self._vocab_size, seed=int(adapter.fingerprint[:8], 16))
 
-    def load(self, name: str, directory: str) -> Adapter:
+    def load(
+        self, name: str, directory: str, fingerprint: str = "", has_ended: Callable[[], bool] = lambda: False
+    ) -> Adapter:
+        self.num_loads += 1
+        self.has_ended = has_ended
+        try:
+            return self._load(name, directory, fingerprint)
+        finally:
+            self.num_loaded += 1
+
+    def _load(self, name: str, directory: str, fingerprint: str) -> Adapter:
         if self.refusal is not None:
             raise self.refusal
-        return self._by_name.setdefault(name, Adapter(name, hashlib.sha256(directory.encode()).hexdigest()))
+        has_ended = self.has_ended
+        self.proceeds.wait(MAX_LOAD_SECONDS)
+        adapter = Adapter(name, hashlib.sha256((directory + self.salt).encode()).hexdigest())
+        if fingerprint not in ("", adapter.fingerprint):
+            raise MismatchError("the directory has another adapter", reason="ADAPTER_MISMATCH")
+        if has_ended():
+            raise AbortedError("the call has ended")
+        if self._by_name.setdefault(name, adapter) != adapter:
+            raise AlreadyRunningError(f"another adapter has the name {name!r}", reason="ADAPTER_EXISTS")
+        return adapter
 
-    def unload(self, name: str) -> None:
-        if self._by_name.pop(name, None) is None:
+    def unload(self, name: str, fingerprint: str = "") -> None:
+        found = self._by_name.get(name)
+        if found is None or fingerprint not in ("", found.fingerprint):
             raise NotFoundError(f"there is no adapter {name!r}", reason="ADAPTER_NOT_FOUND")
+        if name in self._fixed:
+            raise NotAllowedError(f"{name!r} is one of model.adapters", reason="ADAPTERS_ARE_FIXED")
+        del self._by_name[name]

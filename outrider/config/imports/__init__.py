@@ -18,6 +18,8 @@ FLAGS: dict[str, type] = {
     **dict.fromkeys(("kv_cache_dtype", "quantization", "host", "api_key", SPECULATIVE), str),
     **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "block_size", "seed"), int),
     **dict.fromkeys(("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "trust_remote_code"), bool),
+    "enable_lora": bool,
+    "lora_modules": list,
     "gpu_memory_utilization": float,
 }
 """Types of the values of vLLM's arguments. A bool argument also has a `--no-…` flag."""
@@ -48,6 +50,8 @@ def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("flags of vllm serve, see docs/configuration.md")
     for name, kind in FLAGS.items():
         value = {"type": kind, "metavar": "JSON" if name == SPECULATIVE else "X"}
+        if kind is list:
+            value = {"nargs": "+", "metavar": "NAME=PATH"}
         options: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else value
         group.add_argument(f"--{name.replace('_', '-')}", dest=f"{PREFIX}{name}", **options)
 

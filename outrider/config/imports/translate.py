@@ -16,6 +16,7 @@ from outrider.config.yaml_files import Entry
 from outrider.errors import ConfigError
 
 SPECULATIVE = "speculative_config"
+ADAPTERS = ("lora_modules", "lora_paths")
 OFF = {"cluster.draft": "none", "decode_node.num_speculative_tokens": 0, "model.head": ""}
 """The settings that turn speculation off."""
 MAX_SHARE = 0.95  # maximum kv_cache.memory, as a fraction of the memory
@@ -129,6 +130,9 @@ def _flattened(entries: Iterable[Entry]) -> Iterator[Entry]:
     """Replaces dashes in keys with underscores, and groups given as one value (JSON text or a dict) with their keys."""
     for entry in entries:
         key, value = entry.key.replace("-", "_"), entry.value
+        if key in ADAPTERS:
+            yield replace(entry, key=key)
+            continue
         if isinstance(value, str) and (key == SPECULATIVE or value.lstrip().startswith("{")):  # JSON, as in flags
             try:
                 value = _unquoted(value)
@@ -286,6 +290,22 @@ def _only_name(value: Any) -> Any:
     return value[0] if isinstance(value, list) else value
 
 
+def _adapters(value: Any) -> str:
+    """Converts adapters, each NAME=PATH, an object of name and path, or in SGLang a path that is also the name."""
+    found = []
+    for item in value if isinstance(value, list) else [value]:
+        given = _unquoted(item) if str(item).lstrip().startswith("{") else item
+        if isinstance(given, Mapping):
+            name, path = (given.get(key) or given.get(f"lora_{key}") for key in ("name", "path"))
+        else:
+            name, separator, path = str(given).partition("=")
+            path = path if separator else name
+        if not (name and path and Path(path).expanduser().is_dir()):
+            raise ValueError(f"{given} is not NAME=PATH of a folder: download the adapter, and name its folder")
+        found.append(f"{name}={Path(path).expanduser().absolute()}")
+    return ",".join(found)
+
+
 def _negated(value: Any) -> bool:
     if value not in (True, False):
         raise ValueError(f"{value!r} is neither true nor false")
@@ -298,6 +318,7 @@ CONVERTERS = {
     "only_name": _only_name,
     "is_given": lambda value: value is not None,  # a group is turned off by null
     "negated": _negated,
+    "adapters": _adapters,
 }
 """Converters from another server's value to Outrider's, by name in keys.yaml. Each raises ValueError on failure."""
 UNPARSED = ("same", "only_name")

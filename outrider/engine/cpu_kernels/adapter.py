@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from ctypes import Structure, addressof
+from ctypes import Structure, addressof, sizeof
 
 import numpy as np
 
@@ -29,6 +29,8 @@ class NativeAdapter(PackedAdapter):
             for matrix, names in MATRICES.items():
                 places = {name: f"model.layers.{index}.{name}" for name in names}
                 found = {name: left.pop(place) for name, place in places.items() if place in left}
+                if len(found) > 1 and names[0] in found:
+                    raise ModelError(f"the adapter changes {places[names[0]]} both as a whole and in part")
                 outputs, in_features = _sizes(shape, index, matrix)
                 for name, part in found.items():
                     is_whole = len(names) == 1 or name == names[0]
@@ -44,6 +46,11 @@ class NativeAdapter(PackedAdapter):
     def address(self) -> int:
         """The address of an array of OutriderLayerAdapter, one for each layer of the decoder."""
         return addressof(self._layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Implements PackedAdapter.num_bytes."""
+        return sizeof(self._layers) + sum(array.nbytes for array in self._arrays)
 
     def _pack(
         self, found: dict[str, LowRank], names: Sequence[str], outputs: Sequence[int], *, interleave: bool

@@ -29,6 +29,7 @@ from outrider.errors import (
     PeerLostError,
 )
 from outrider.node import NodeRole
+from outrider.service.request_limits import ENGINE_MODEL_KEY
 from outrider.service.rpc_errors import Context, rpc_errors
 from router.api.registry import RequestRegistry
 from router.api.vllm_engine.messages import EngineAnswer, request_from_engine
@@ -67,6 +68,7 @@ class VllmEngineServicer:
         async with rpc_errors(context):
             with self._requests.counting_refusals():
                 ours, preface = request_from_engine(request, self._requests.served(), self._reasoning_parser)
+                ours.model = _named_model(context)
             async with self._requests.open(ours, context) as live:
                 answer = EngineAnswer(ours, is_streamed=request.stream, preface=preface)
 
@@ -160,6 +162,12 @@ class VllmEngineServicer:
         raise AssertionError("the call has ended")
 
     Embed = FlushCache = StartProfile = StopProfile = SubscribeKvEvents = _refuse
+
+
+def _named_model(context: Context) -> str:
+    """Returns the model or adapter that the call's metadata name, or "" for none."""
+    named = dict(context.invocation_metadata() or ()).get(ENGINE_MODEL_KEY, "")
+    return named.decode(errors="replace") if isinstance(named, bytes) else named
 
 
 def files_for_gateway(files: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -218,6 +218,42 @@ def test_values_in_quotes_are_what_they_are_without_them(write):
     assert resolved.sections["kv_cache"].prefix_cache is False
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "enable-lora: false\nlora-modules: [sql={sql}, law={law}]\n",
+        'lora_modules: [\'{{"name": "sql", "path": "{sql}", "base_model_name": "b"}}\', "law={law}"]\n',
+        "lora_modules:\n- {{name: sql, path: {sql}}}\n- law={law}\n",
+        "lora_paths: [{{lora_name: sql, lora_path: {sql}, pinned: true}}, law={law}]\n",
+    ],
+)
+def test_adapters_are_named_folders(write, tmp_path, monkeypatch, text):
+    folders = {name: tmp_path / name for name in ("sql", "law")}
+    for folder in folders.values():
+        folder.mkdir()
+    expected = (f"sql={folders['sql']}", f"law={folders['law']}")
+    monkeypatch.chdir(tmp_path)
+    for paths in (folders, {"sql": "sql", "law": "./law"}):
+        resolved = load(write(text.format(**paths)))
+        assert resolved.sections["model"].adapters == expected
+        assert not resolved.warnings
+    assert load(write(f"lora_paths: ['{folders['sql']}']")).sections["model"].adapters == (
+        f"{folders['sql']}={folders['sql']}",
+    )
+    single = json.dumps({"name": "sql", "path": str(folders["sql"])})
+    assert imports.vllm_settings({"lora_modules": single}).overrides == [f"model.adapters={expected[0]}"]
+
+
+def test_switches_and_bounds_of_adapters_are_warnings(write):
+    text = (
+        "enable_lora: true\nmax_loras: 4\nmax_lora_rank: 64\nmax-cpu-loras: 8\nmax_loras_per_batch: 8\n"
+        "fully_sharded_loras: true\n"
+    )
+    keys = keys_of(write(text))
+    assert [key.kind for key in keys] == [Kind.WARNING] * 6
+    assert "model.adapter_directory permits LoadAdapter" in keys[0].note
+
+
 def test_nulls_are_defaults_but_for_groups_that_they_turn_off(write):
     resolved = load(write("max_seq_len: null\nspeculative_config: null\ncuda_graph_config:\nkv_cache_config: {}\n"))
     assert resolved.sections["model"].max_model_len == 0
@@ -269,6 +305,9 @@ def test_the_table_shows_no_secret(write, capsys):
         ("served-model-name: [a, b]\n", "a model is served under one name, not 2"),
         ("host: 0.0.0.0\n", "services bind loopback"),
         ("enforce-eager: sometimes\n", "'sometimes' is neither true nor false"),
+        ("lora-modules: [sql=org/sql]\n", ":1 lora_modules: sql=org/sql is not NAME=PATH of a folder: download"),
+        ("lora-modules: [=.]\n", "=. is not NAME=PATH"),
+        ("lora-modules: {name: sql, path: .}\n", "set model.adapters, a list of NAME=DIRECTORY"),
         ("max_seq_len: 1\nmax_seq_len: 2\n", ":2: max_seq_len is already set in line 1"),
         ("- 1\n", ":1: settings are needed, each as NAME: VALUE"),
         (

@@ -96,6 +96,32 @@ def logits_of(step, *sequences):
     return logits.split([num for _, num, _, _ in sequences])
 
 
+def check_bits_in_random_batches(decoder, spec, team, of_rows):
+    """Checks that rows of all adapters in random batches have the bits that they have alone.
+
+    `team(num_threads)` → CpuKernels; `of_rows`: the adapter of each of four sequences, None in the first and the last.
+    """
+    alone = []
+    for table, adapter in zip(TABLES, of_rows, strict=True):
+        step = runner(decoder, spec, team(1))
+        alone.append(torch.cat([logits_of(step, (row, 1, table, adapter))[0] for row in range(len(TOKENS))]))
+    assert differing_rows(alone[0], alone[3]) == []
+    assert len(differing_rows(alone[0], alone[1])) == len(TOKENS)
+    assert len(differing_rows(alone[0], alone[2])) == len(TOKENS)
+    for seed in range(3):
+        choose, done = random.Random(seed), [0] * len(TABLES)
+        step = runner(decoder, spec, team(1 + seed))
+        while left := [index for index, num in enumerate(done) if num < len(TOKENS)]:
+            chosen = choose.sample(left, choose.randint(1, len(left)))
+            numbers = [min(choose.choice([1, 3, 17]), len(TOKENS) - done[index]) for index in chosen]
+            parts = [
+                (done[index], num, TABLES[index], of_rows[index]) for index, num in zip(chosen, numbers, strict=True)
+            ]
+            for index, num, logits in zip(chosen, numbers, logits_of(step, *parts), strict=True):
+                assert differing_rows(logits, alone[index][done[index] : done[index] + num]) == []
+                done[index] += num
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_merged_weights(library, teams, decoders, checkpoints, tmp_path, family):
     decoder, spec = decoders(library, torch.float32, "", family)
@@ -119,6 +145,21 @@ def test_logits_are_those_of_peft(library, teams, decoders, checkpoint, adapters
         assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3"])
+def test_bits_do_not_depend_on_the_batch_if_outputs_are_normalised_or_layers_are_joined(
+    library, teams, decoders, checkpoints, tmp_path, family
+):
+    decoder, spec = decoders(library, torch.bfloat16, "", family)
+    made = [
+        make_adapter(
+            tmp_path / str(seed), checkpoints(family), seed=seed, rank=3 + seed, targets=FAMILIES[family][seed:]
+        )
+        for seed in range(2)
+    ]
+    of_rows = [None, *(NativeAdapter(decoder.weights.shape, read_adapter(each).parts) for each in made), None]
+    check_bits_in_random_batches(decoder, spec, functools.partial(teams, library), of_rows)
+
+
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
 def test_rows_of_several_adapters_in_one_batch_have_the_bits_that_they_have_alone(
     library, teams, decoders, adapters, kind
@@ -127,25 +168,7 @@ def test_rows_of_several_adapters_in_one_batch_have_the_bits_that_they_have_alon
     decoder, spec = decoders(library, dtype, kind if kind.startswith("int") else "")
     shape = decoder.weights.shape
     of_rows = [None, *(NativeAdapter(shape, read_adapter(each).parts) for each in adapters), None]
-    alone = []
-    for table, adapter in zip(TABLES, of_rows, strict=True):
-        step = runner(decoder, spec, teams(library, 1))
-        alone.append(torch.cat([logits_of(step, (row, 1, table, adapter))[0] for row in range(len(TOKENS))]))
-    assert differing_rows(alone[0], alone[3]) == []
-    assert len(differing_rows(alone[0], alone[1])) == len(TOKENS)
-    assert len(differing_rows(alone[0], alone[2])) == len(TOKENS)
-    for seed in range(3):
-        choose, done = random.Random(seed), [0] * len(TABLES)
-        step = runner(decoder, spec, teams(library, 1 + seed))
-        while left := [index for index, num in enumerate(done) if num < len(TOKENS)]:
-            chosen = choose.sample(left, choose.randint(1, len(left)))
-            numbers = [min(choose.choice([1, 3, 17]), len(TOKENS) - done[index]) for index in chosen]
-            parts = [
-                (done[index], num, TABLES[index], of_rows[index]) for index, num in zip(chosen, numbers, strict=True)
-            ]
-            for index, num, logits in zip(chosen, numbers, logits_of(step, *parts), strict=True):
-                assert differing_rows(logits, alone[index][done[index] : done[index] + num]) == []
-                done[index] += num
+    check_bits_in_random_batches(decoder, spec, functools.partial(teams, library), of_rows)
 
 
 def test_a_chunk_without_logits_and_layer_by_layer(library, teams, decoders, adapters):
@@ -166,3 +189,6 @@ def test_an_adapter_of_another_model_is_refused(portable_library, decoders):
         NativeAdapter(shape, {"model.layers.0.self_attn.k_proj": part})
     with pytest.raises(ModelError, match=r"changes model.layers.9.self_attn.o_proj, which the model does not have"):
         NativeAdapter(shape, {"model.layers.9.self_attn.o_proj": part})
+    joined = LowRank(np.ones((2, 96), np.float32), np.ones((160, 2), np.float32))
+    with pytest.raises(ModelError, match=r"changes model.layers.0.self_attn.qkv_proj both as a whole and in part"):
+        NativeAdapter(shape, {"model.layers.0.self_attn.q_proj": part, "model.layers.0.self_attn.qkv_proj": joined})

@@ -43,6 +43,15 @@ def test_a_token_says_who_calls_and_what_it_may(write):
             caller.check_priority(priority)
 
 
+def test_only_clients_with_the_option_may_change_adapters(write):
+    clients = TokenFile(write(line("alice", "a-secret", "adapters", "rate=60"), line("bob", "b-secret", "priority=5")))
+    clients.identify(shown("a-secret")).check_adapters()
+    with pytest.raises(NotAllowedError, match="bob may not load or unload adapters") as caught:
+        clients.identify(shown("b-secret")).check_adapters()
+    assert caught.value.reason == "ADAPTERS_NOT_ALLOWED"
+    Clients().identify(None).check_adapters()  # without a token file, everybody may
+
+
 @pytest.mark.parametrize(
     "metadata",
     [
@@ -109,7 +118,10 @@ def test_a_client_makes_as_many_calls_a_minute_as_it_may(write):
         (("alice",), "tokens:1: expected NAME sha256:HEX"),
         (("", "al/ice sha256:" + "0" * 64), "tokens:2: expected NAME sha256:HEX"),
         (("alice sha256:" + "0" * 63,), "expected NAME sha256:HEX"),
-        ((line("alice", "a", "speed=9"),), "'speed=9' is neither priority=N nor rate=N"),
+        ((line("alice", "a", "speed=9"),), "'speed=9' is neither priority=N, rate=N nor adapters"),
+        ((line("alice", "a", "adapters", "adapters"),), "'adapters' is neither .* or there twice"),
+        ((line("alice", "a", "adapters=1"),), "'adapters=1' is neither"),
+        ((line("alice", "a", "adapters"), line("alice", "b")), "tokens:2: alice has different limits"),
         ((line("alice", "a", "rate=0"),), "'rate=0' is neither"),
         ((line("alice", "a", "priority=high"),), "'priority=high' is neither"),
         ((line("alice", "a", "rate=1"), line("alice", "b", "rate=2")), "tokens:2: alice has different limits"),

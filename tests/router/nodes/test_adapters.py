@@ -1,30 +1,15 @@
-"""Adapters (LoRA) in a cluster: requests name them, nodes that have them compute, and nodes are made to have them."""
+"""Adapters (LoRA) in a cluster: requests name them, and nodes that have them compute."""
 
 from __future__ import annotations
 
-import asyncio
-
 import grpc
-import pytest
 
-from outrider.errors import AlreadyRunningError, InvalidRequestError, NotAllowedError
 from outrider.request import Adapter
 from outrider.v1 import router_pb2
-from router.nodes import adapters as cluster_adapters
-from tests.router.conftest import PATIENCE_SECONDS, refused
+from tests.router.adapter_calls import LAW, SQL
+from tests.router.conftest import PATIENCE_SECONDS
 from tests.support.adapters import ScriptedAdapters
 from tests.support.router_fakes import FakeDecodeNode
-
-SQL, LAW = Adapter("sql", "a1" * 32), Adapter("law", "b2" * 32)
-
-
-def load(cluster, name="sql", directory="d"):
-    request = router_pb2.LoadAdapterRequest(name=name, directory=directory)
-    return cluster.stub.LoadAdapter(request, timeout=PATIENCE_SECONDS)
-
-
-def unload(cluster, name="sql"):
-    return cluster.stub.UnloadAdapter(router_pb2.UnloadAdapterRequest(name=name), timeout=PATIENCE_SECONDS)
 
 
 async def model_of(cluster):
@@ -116,89 +101,3 @@ async def test_a_node_that_has_just_unloaded_it_is_not_asked_again(node_pair):
     assert len(first.opened) <= 1
     assert len(second.opened) == 1
     await node_pair.is_empty()
-
-
-async def test_an_adapter_is_loaded_on_all_nodes_and_can_be_used_at_once(node_pair):
-    await node_pair.serve()
-    loaded = (await load(node_pair)).adapter
-    assert loaded.name == "sql"
-    assert (await load(node_pair)).adapter == loaded
-    for node in node_pair.nodes:
-        assert [adapter.fingerprint for adapter in node.adapters.adapters] == [loaded.fingerprint]
-    answer = await node_pair.generate(model="sql", max_tokens=2)
-    assert answer.started.model == "sql"
-    await unload(node_pair)
-    assert not any(node.adapters.adapters for node in node_pair.nodes)
-    await node_pair.eventually(lambda: not node_pair.service.nodes.adapters.by_name)
-    assert (await node_pair.fail(model="sql")).reason == "MODEL_NOT_FOUND"
-    failure = await refused(unload(node_pair))
-    assert (failure.code, failure.reason) == (grpc.StatusCode.NOT_FOUND, "ADAPTER_NOT_FOUND")
-
-
-@pytest.mark.parametrize(
-    ("refusal", "code"),
-    [
-        (
-            NotAllowedError("set it", reason="ADAPTERS_ARE_FIXED"),
-            grpc.StatusCode.PERMISSION_DENIED,
-        ),
-        (InvalidRequestError("it has DoRA", field="directory", reason="BAD_ADAPTER"), grpc.StatusCode.INVALID_ARGUMENT),
-        (AlreadyRunningError("another has the name", reason="ADAPTER_EXISTS"), grpc.StatusCode.ALREADY_EXISTS),
-    ],
-    ids=lambda value: getattr(value, "reason", ""),
-)
-async def test_a_refusal_names_the_node_and_leaves_nothing_on_others(node_pair, refusal, code):
-    await node_pair.serve()
-    node_pair.prefills[1].adapters.refusal = refusal
-    failure = await refused(load(node_pair))
-    assert (failure.code, failure.reason) == (code, refusal.reason)
-    assert failure.message == f"prefill-1: {refusal.message}"
-    assert not any(node.adapters.adapters for node in node_pair.nodes)
-
-
-async def test_directories_that_differ_between_nodes_are_refused(node_pair):
-    node_pair.decodes[0].adapters = ScriptedAdapters(SQL)
-    await node_pair.serve()
-    failure = await refused(load(node_pair))
-    assert failure.code is grpc.StatusCode.FAILED_PRECONDITION
-    assert "different adapters on decode-0, decode-1, prefill-0, prefill-1" in failure.message
-    assert [len(node.adapters.adapters) for node in node_pair.nodes] == [1, 0, 0, 0]
-
-
-async def test_a_node_that_comes_later_gets_it_before_it_is_a_candidate(node_pair, monkeypatch):
-    monkeypatch.setattr(cluster_adapters, "RETRY_SECONDS", 0.05)
-    late, prefill = node_pair.decodes[1], node_pair.prefills[0]
-    await node_pair.serve()
-    await late.stop()
-    await node_pair.eventually(lambda: len(node_pair.service.nodes.decode_nodes) == 1)
-    adapter = (await load(node_pair)).adapter
-    await prefill.stop()  # it was restarted, and its first attempt fails
-    await node_pair.eventually(lambda: len(node_pair.service.nodes.prefill_nodes) == 1)
-    prefill.adapters, prefill.incarnation = ScriptedAdapters(), b"another process!"
-    prefill.adapters.refusal = InvalidRequestError("the disk is not mounted yet", field="directory")
-    await asyncio.gather(late.start(), prefill.start())
-    await node_pair.eventually(lambda: late.adapters.adapters)
-    prefill.adapters.refusal = None
-    await node_pair.eventually(lambda: prefill.adapters.adapters)
-    assert {each.fingerprint for node in node_pair.nodes for each in node.adapters.adapters} == {adapter.fingerprint}
-
-
-async def test_what_somebody_else_has_unloaded_is_not_loaded_again(node_pair):
-    await node_pair.serve()
-    await load(node_pair)
-    for node in node_pair.nodes:
-        node.adapters.unload("sql")
-    await node_pair.eventually(lambda: not node_pair.service.nodes.adapters.by_name)
-    await node_pair.decodes[0].stop()
-    await node_pair.eventually(lambda: len(node_pair.service.nodes.decode_nodes) == 1)
-    await node_pair.decodes[0].start()
-    await node_pair.eventually(lambda: len(node_pair.service.nodes.decode_nodes) == 2)
-    assert not any(node.adapters.adapters for node in node_pair.nodes)
-
-
-async def test_without_nodes_nothing_is_loaded(cluster):
-    cluster.nodes = []
-    await cluster.start(decode_targets=("127.0.0.1:1",))
-    failure = await refused(load(cluster))
-    assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_NODE")
-    await cluster.stack.aclose()

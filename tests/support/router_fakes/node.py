@@ -13,7 +13,7 @@ import grpc.aio
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.request import Adapter
 from outrider.service.node_service import NodeServicer
-from outrider.v1 import node_pb2, node_pb2_grpc
+from outrider.v1 import node_pb2, node_pb2_grpc, router_pb2
 from tests.support.adapters import ScriptedAdapters
 from tests.support.router_fakes.model import fake_model_info, fake_tokenizer_files
 
@@ -98,6 +98,18 @@ class _FakeNodeServicer(NodeServicer):
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Context) -> node_pb2.NodeInfo:
         await self._node.moves()
         return await super().GetNode(request, context)
+
+    async def LoadAdapter(
+        self, request: router_pb2.LoadAdapterRequest, context: Context
+    ) -> router_pb2.LoadAdapterResponse:
+        await self._node.moves()
+        return await super().LoadAdapter(request, context)
+
+    async def UnloadAdapter(
+        self, request: router_pb2.UnloadAdapterRequest, context: Context
+    ) -> router_pb2.UnloadAdapterResponse:
+        await self._node.moves()
+        return await super().UnloadAdapter(request, context)
 
     async def GetTokenizer(
         self, request: node_pb2.GetTokenizerRequest, context: Context

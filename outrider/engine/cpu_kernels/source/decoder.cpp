@@ -353,7 +353,8 @@ class DecoderStep final : public Job {
       const int64_t last = prefetches_next ? Phase::end_of(member, num_units(typed)) - 1 : -1;
       const auto multiply_rows = [&](int64_t unit) {
         const void* const first_of_next = unit == last ? ahead.take(unit_bytes(typed)) : nullptr;
-        multiply_unit<Weight>(unit, multiplied<Weight>(rows, quantised_), num_rows, typed, finish_with_adapter, first_of_next);
+        const auto* from = multiplied<Weight>(rows, quantised_);
+        multiply_unit<Weight>(unit, from, num_rows, typed, finish_with_adapter, first_of_next);
       };
       phase.share(member, num_units(typed), multiply_rows, ahead);
     });

@@ -15,11 +15,13 @@ from smg_grpc_proto import vllm_engine_pb2 as engine_pb2
 from smg_grpc_proto import vllm_engine_pb2_grpc as engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from outrider.request import Adapter
 from outrider.v1 import router_pb2
 from router.api.clients import TokenFile
 from router.api.vllm_engine.servicer import files_for_gateway
 from tests.router.api.test_token_file import line, shown
 from tests.router.conftest import PATIENCE_SECONDS, read_rest, refused
+from tests.support.adapters import ScriptedAdapters
 from tests.support.router_fakes.model import files_for_gateways
 
 PROMPT = list(b"a prompt")
@@ -49,8 +51,8 @@ async def ask(cluster, *, metadata=None, **fields):
     return chunks, completes
 
 
-async def fail(cluster, request=None, **fields):
-    call = engine_of(cluster).Generate(request or request_of(**fields), timeout=PATIENCE_SECONDS)
+async def fail(cluster, request=None, metadata=None, **fields):
+    call = engine_of(cluster).Generate(request or request_of(**fields), timeout=PATIENCE_SECONDS, metadata=metadata)
     return await refused(call)
 
 
@@ -75,6 +77,20 @@ async def test_a_stream_has_deltas_and_then_a_complete(cluster):
     assert (complete.spec_draft_tokens, complete.spec_accepted_tokens) == (12, 3)
     assert complete.WhichOneof("matched_stop") is None
     await cluster.is_empty()
+
+
+async def test_the_metadata_name_an_adapter(cluster):
+    sql = Adapter("sql", "a1" * 32)
+    for node in cluster.nodes:
+        node.adapters = ScriptedAdapters(sql)
+    await cluster.serve()
+    for name in (None, b"sql", b"fake-model"):
+        chunks, _ = await ask(cluster, metadata=None if name is None else (("model-bin", name),))
+        assert chunks
+    assert [opened.options.adapter for opened in cluster.decode.opened] == [None, sql, None]
+    for name in (b"tax", b"\xff"):
+        failure = await fail(cluster, metadata=(("model-bin", name),))
+        assert (failure.code, failure.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
