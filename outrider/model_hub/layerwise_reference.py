@@ -53,7 +53,7 @@ def layerwise_logits(
         dtype: the type of weights and arithmetic. torch.bfloat16 shows the rounding of transformers itself.
         quantise: what plain linear layers are rounded to (see PackedMatrix), so that only the arithmetic differs from
             ours; "": they are not rounded.
-        token_ids: [num_sequences, num_tokens] int64; None for those of `support.reference_logits`.
+        token_ids: [num_sequences, num_tokens] int64; None for `support.probe_token_ids`.
         progress: receives the stage "weights" with numbers of layers.
 
     Returns: [num_sequences, num_tokens, vocab_size] float32.

@@ -55,7 +55,8 @@ from outrider.model_hub.support import (
     check_paged_forward,
     depends_on_batch,
     describe_decoder,
-    reference_logits,
+    own_logits,
+    probe_token_ids,
 )
 from outrider.model_hub.tensor_parallel import check_split, device_of_rank, own_rank
 from outrider.model_hub.weight_format import WeightFormat, choose_weight_format
@@ -196,7 +197,7 @@ def _load_modules(source: _Source) -> tuple[_Source, RunnableModel]:
         rounded = partial(layerwise_logits, source.hf_config, tensors_of(model), quantise=quantise)
         expected = rounded(dtype=TORCH_DTYPES[source.dtype])
     else:
-        expected = reference_logits(model, spec.vocab_size)
+        expected = own_logits(model, probe_token_ids(spec.vocab_size))
     runnable = _make_runnable(source, model, spec, layers)
 
     def exact() -> Tensor:

@@ -138,7 +138,7 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> t
 def _why_not_paged(model: PreTrainedModel, token_ids: Tensor) -> str:
     """Returns why a model that uses AttentionInterface does not run with ours. Tries the model's own forward."""
     try:
-        _own_forward(model, token_ids)
+        own_logits(model, token_ids)
     except Exception as error:  # noqa: BLE001 architectures may raise anything
         return f"its own forward fails as well ({type(error).__name__}: {error}): its checkpoint is damaged or unusual"
     return "its layers do not pass a forward's arguments on to attention, through which paged attention finds the cache"
@@ -147,7 +147,7 @@ def _why_not_paged(model: PreTrainedModel, token_ids: Tensor) -> str:
 def check_paged_forward(
     model: RunnableModel, expected: Tensor, *, exact: Callable[[], Tensor], is_lossy: bool = False
 ) -> None:
-    """Compares our forward with `expected`, which `reference_logits` returned before parts of the model were replaced.
+    """Compares our forward with `expected`, the model's own logits of `probe_token_ids`.
 
     The allowed difference is larger if the weights were rounded (`is_lossy`). If the logits differ by more than that,
     the model may amplify rounding, for example by its choice of experts. Then `exact` is called, which returns logits
@@ -268,15 +268,11 @@ def probe_token_ids(vocab_size: int) -> Tensor:
     return torch.randint(0, vocab_size, (2, _PROBE_TOKENS), generator=generator)
 
 
-def reference_logits(model: PreTrainedModel, vocab_size: int) -> Tensor:
-    """Runs the model's own forward, with transformers' eager attention, on the probe's tokens.
+def own_logits(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+    """Runs the model's own forward, with transformers' eager attention.
 
-    Returns [2, _PROBE_TOKENS, vocab_size] float32.
+    `token_ids`: [num_sequences, num_tokens] int64. Returns [num_sequences, num_tokens, vocab_size] float32.
     """
-    return _own_forward(model, probe_token_ids(vocab_size))
-
-
-def _own_forward(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
     model.set_attn_implementation("eager")
     try:
         with torch.inference_mode():
