@@ -27,7 +27,7 @@ MAX_RANK = 1024
 MAX_LAYERS = 1024
 """Maximum number of layers with A and B, and of patterns in `alpha_pattern`. Each is matched with each layer's name."""
 MAX_ALPHA = 1e6
-MAX_JSON_BYTES = 16 << 20  # of adapter_config.json, and of the header of the weights
+MAX_JSON_BYTES = 2 << 20  # of adapter_config.json, and of the header of the weights: about 300 bytes for each layer
 LENGTH_BYTES = 8
 _REPR = reprlib.Repr()
 _REPR.maxstring = 100
