@@ -39,6 +39,7 @@ def layerwise_logits(
     *,
     dtype: torch.dtype = torch.float32,
     quantise: str = "",
+    may_have_others: bool = False,
     token_ids: Tensor | None = None,
     progress: Progress = no_progress,
 ) -> Tensor:
@@ -53,6 +54,7 @@ def layerwise_logits(
         dtype: the type of weights and arithmetic. torch.bfloat16 shows the rounding of transformers itself.
         quantise: what plain linear layers are rounded to (see PackedMatrix), so that only the arithmetic differs from
             ours; "": they are not rounded.
+        may_have_others: whether `tensors` may have some that the model has no place for.
         token_ids: [num_sequences, num_tokens] int64; None for `support.probe_token_ids`.
         progress: receives the stage "weights" with numbers of layers.
 
@@ -61,7 +63,7 @@ def layerwise_logits(
     Raises: ModelError that names a tensor that is missing, has a wrong shape or is not one of the model's.
     """
     model = _empty_model(config, dtype, "eager")
-    read = _reader(model, tensors, quantise)
+    read = _reader(model, tensors, quantise, may_have_others=may_have_others)
     units = _places(model)
     for done, (name, places) in enumerate(units.items()):
         report = partial(progress, "weights", done, len(units))
@@ -121,12 +123,14 @@ def load_tensors(
     return model.requires_grad_(requires_grad=False)
 
 
-def _reader(model: PreTrainedModel, tensors: Tensors, quantise: str = "") -> Callable[[str, Tensor], Tensor]:
+def _reader(
+    model: PreTrainedModel, tensors: Tensors, quantise: str = "", *, may_have_others: bool = False
+) -> Callable[[str, Tensor], Tensor]:
     """Returns read(name, like), which returns the tensor of a parameter in the dtype of `like`.
 
     Raises: ModelError if a tensor is missing, or is not one of the model's; `read` raises it for a wrong shape.
     """
-    sources = _sources(model, tensors)
+    sources = _sources(model, tensors, may_have_others=may_have_others)
     linear = {f"{path}.weight" for path, module in model.named_modules() if quantise and type(module) is nn.Linear}
     rounded = {sources[name] for name in linear}  # includes embeddings that are the head, too
 
@@ -160,7 +164,7 @@ def _empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -
     return model.requires_grad_(requires_grad=False).eval()
 
 
-def _sources(model: PreTrainedModel, tensors: Tensors) -> dict[str, str]:
+def _sources(model: PreTrainedModel, tensors: Tensors, *, may_have_others: bool) -> dict[str, str]:
     """Returns the tensor for each of the model's parameters and stored buffers. Of two tied ones, one may be absent.
 
     Biases of zeros, which AutoGPTQ writes for all linear layers, may be in excess: they change nothing.
@@ -173,7 +177,8 @@ def _sources(model: PreTrainedModel, tensors: Tensors) -> dict[str, str]:
     ignored = model._keys_to_ignore_on_load_unexpected or ()  # noqa: SLF001 it has no public name
     unused = re.compile("|".join((*_UNUSED, *ignored)))
     missing = [name for name, source in sources.items() if source not in tensors]
-    extra = [name for name in tensors if name not in sources and not unused.search(name)]
+    others = () if may_have_others else tensors
+    extra = [name for name in others if name not in sources and not unused.search(name)]
     plain: Mapping[str, Any] = tensors  # biases are not quantised
     extra = [name for name in extra if not (name.endswith(".bias") and not np.any(plain[name]))]
     for names, problem in ((missing, "the weights lack"), (extra, "the model has no place for")):

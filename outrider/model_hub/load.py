@@ -162,7 +162,8 @@ def _load_packed(source: _Source, options: DecoderOptions) -> tuple[_Source, Run
     spec = options.spec(dtype=source.dtype, max_model_len=window.max_model_len, is_extended=window.is_extended)
     started = start_kernels(source.kernels, source.config)
     quantise = source.weights.rounded_to
-    logits = partial(layerwise_logits, source.hf_config, tensors, quantise=quantise)
+    is_plain = source.checkpoint is None  # then there may be other modules, such as a value head or MTP layers
+    logits = partial(layerwise_logits, source.hf_config, tensors, quantise=quantise, may_have_others=is_plain)
     # First, because it checks the tensors' names and shapes.
     expected = logits(dtype=TORCH_DTYPES[spec.dtype], progress=source.progress)
     options = own_rotations(source.hf_config, options)

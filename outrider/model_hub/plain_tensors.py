@@ -26,8 +26,8 @@ from outrider.model_hub.quantised.open import open_safetensors
 def open_plain(directory: Path, *, is_tied: bool) -> Tensors:
     """Opens a checkpoint, which stays on disk until a tensor is used. Its files are safetensors, or torch's own.
 
-    As in transformers, all names may lack their prefix, and tensors of other modules, such as a value head, are left
-    out. If the head is tied, it is left out if it has the values of the embeddings.
+    As in transformers, all names may lack their prefix, and a tied head that has the values of the embeddings is left
+    out.
 
     Raises: ModelError if a file is missing or damaged.
     """
@@ -37,7 +37,6 @@ def open_plain(directory: Path, *, is_tied: bool) -> Tensors:
     )
     prefix = "" if any(name.startswith("model.") for name in tensors) else "model."
     names = {name if name.startswith("lm_head.") else prefix + name: name for name in tensors}
-    names = {name: own for name, own in names.items() if name.startswith(("model.", "lm_head."))}
     if (
         is_tied
         and HEAD in names

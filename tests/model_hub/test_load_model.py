@@ -321,7 +321,12 @@ def test_weights_that_only_one_of_two_names_ties_are_packed_as_transformers_read
     for changed in (
         {**tensors, "lm_head.weight": embedding},
         {name.removeprefix("model."): value for name, value in {**tensors, "embed_tokens.weight": embedding}.items()},
-        {**tensors, "model.embed_tokens.weight": embedding, "v_head.summary.weight": torch.ones(1, 64)},
+        {
+            **tensors,
+            "model.embed_tokens.weight": embedding,
+            "v_head.summary.weight": torch.ones(1, 64),
+            "model.layers.9.eh_proj.weight": torch.ones(2),
+        },
     ):
         save_file(changed, path / "model.safetensors", {"format": "pt"})
         found = load(path).native.weights.blobs
