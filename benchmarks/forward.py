@@ -21,16 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 from reference import MemoryReader
 
 from outrider.bench.machine import describe_machine
 from outrider.engine.attention import make_attention_backend
+from outrider.engine.cpu_kernels.adapter import NativeAdapter
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.decoder_weights import PACKED
+from outrider.engine.cpu_kernels.packing import MATRICES
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.low_rank import LowRank
 from outrider.engine.model_runner import make_runner
 from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
 from outrider.model_hub.load import load_model
@@ -43,6 +47,8 @@ VARIANTS = {
     "native": {},
     "mapped": {},  # native kernels, with weights memory-mapped from the cache, as in nodes
     "features": {},  # like `mapped`, plus the outputs of three layers (taps), reduced to one feature vector per row
+    "adapter": {},  # like `native`, with an adapter of rank 16 for all rows
+    "adapters": {},  # the same, with one for each sequence
     "int8": {"weights": "int8"},
     "int4": {"weights": "int4"},
     "dequantized": {"weights": "dequantized"},  # of a quantised checkpoint
@@ -59,6 +65,7 @@ TREES = {
     "six siblings": (-1, -1, -1, -1, -1, -1),
 }
 TREE_CONTEXTS = (100, 300, 2000)
+ADAPTER_RANK = 16
 SECONDS_FOR_SHAPE = 0.6  # per round
 
 
@@ -95,6 +102,8 @@ class Variant:
             block_size=BLOCK_SIZE,
             kernels=self.loaded.cpu_kernels,
         )
+        num_adapters = {"adapter": 1, "adapters": num_seqs}.get(name, 0)
+        self.adapters = [random_adapter(self.loaded, seed) for seed in range(num_adapters)] or [None]
         self.runner = make_runner(self.loaded, cache, make_attention_backend(), features=features)
         self.block_ids = [list(range(seq * blocks, (seq + 1) * blocks)) for seq in range(num_seqs)]
         self.token_ids = torch.randint(0, self.loaded.spec.vocab_size, (most,)).tolist()
@@ -118,15 +127,29 @@ class Variant:
     def _rows(self, seq: int, shape: Shape) -> SequenceRows:
         start = shape.context - shape.num_rows
         num_logits = 1 if shape.num_rows == shape.context else shape.num_rows
-        return SequenceRows(
-            self.token_ids[start : shape.context], start, self.block_ids[seq], num_logits, shape.parents
-        )
+        tokens, adapter = self.token_ids[start : shape.context], self.adapters[seq % len(self.adapters)]
+        return SequenceRows(tokens, start, self.block_ids[seq], num_logits, shape.parents, adapter)
 
     def _forward(self, rows: list[SequenceRows]) -> float:
         batch = build_input_batch(rows, BLOCK_SIZE)
         started = time.perf_counter()
         self.runner.forward(batch)
         return time.perf_counter() - started
+
+
+def random_adapter(model: LoadedModel, seed: int) -> NativeAdapter:
+    """Returns an adapter of every matrix of a native decoder, for time only."""
+    assert isinstance(model.native, NativeDecoder), "adapters are measured with the native decoder"
+    random, parts = np.random.default_rng(seed), {}
+    for index in range(model.spec.num_layers):
+        for matrix, (whole, *_) in MATRICES.items():
+            size = model.native.weights.shape.matrix_sizes[f"{index}.{matrix}"]
+            down, up = (
+                random.normal(0.0, 0.01, shape).astype(np.float32)
+                for shape in ((ADAPTER_RANK, size.in_features), (size.out_features, ADAPTER_RANK))
+            )
+            parts[f"model.layers.{index}.{whole}"] = LowRank(down, up)
+    return NativeAdapter(model.native.weights.shape, parts)
 
 
 def main() -> int:
