@@ -61,20 +61,23 @@ class ClusterAdapters:
         """Whether requests that name the adapter get this one, and not another one of its name."""
         return self.by_name.get(adapter.name) == adapter
 
+    def was_unloaded(self, adapter: Adapter) -> bool:
+        """Whether no decode node has the adapter or will have it: none is lost that may come back with it."""
+        has = any(adapter in node.usable for node in self._nodes.values() if isinstance(node.link, DecodeLink))
+        return not (has or self.is_served(adapter))
+
     def follow(self, links: Iterable[NodeLink]) -> None:
         """Follows the serving prefill and decode nodes, which have come, gone or reported other adapters."""
-        serving = {link.incarnation: link for link in links}
-        known = set(self._nodes)
-        for incarnation in [each for each in self._nodes if each not in serving][:-MAX_LOST_NODES]:
-            del self._nodes[incarnation]
-        self._nodes |= {each: NodeAdapters(link) for each, link in serving.items() if each not in self._nodes}
-        for incarnation, node in self._nodes.items():
-            node.set_link(serving.get(incarnation))
-        self._serving = [self._nodes[incarnation] for incarnation in serving]
-        for incarnation, link in serving.items():
-            lost, got = self._nodes[incarnation].take_report(link.adapters)
-            for adapter in lost.intersection(adapter for adapter, _ in self._wanted.values()):
-                _log.info("another router has unloaded an adapter", adapter=str(adapter), node=link.name)
+        known, links_of = self._nodes, {link.incarnation: link for link in links}
+        lost_nodes = {each: node for each, node in known.items() if each not in links_of}
+        serving = {each: known.get(each) or NodeAdapters(link) for each, link in links_of.items()}
+        for incarnation, node in (lost_nodes | serving).items():
+            node.set_link(links_of.get(incarnation))
+        self._nodes = dict(list(lost_nodes.items())[-MAX_LOST_NODES:]) | serving  # the latest losses are the last
+        self._serving = list(serving.values())
+        for incarnation, node in serving.items():
+            lost, got = node.take_report(node.link.adapters)
+            for adapter in lost:  # another router has unloaded it
                 self._forget(adapter, is_asked=True)
             for adapter in got if incarnation in known else ():
                 self._permit(adapter)
@@ -117,11 +120,12 @@ class ClusterAdapters:
 
     def _permit(self, adapter: Adapter) -> None:
         for node in self._nodes.values():
-            node.want(adapter)
+            node.permit(adapter)
 
     def _forget(self, adapter: Adapter, *, is_asked: bool = False) -> None:
         if self._wanted.get(adapter.name, (None,))[0] == adapter:
             del self._wanted[adapter.name]
+            _log.info("adapter unloaded", adapter=str(adapter), is_asked_by_others=is_asked)
         for node in self._nodes.values():
             node.forget(adapter, is_asked=is_asked)
 
@@ -227,7 +231,6 @@ class ClusterAdapters:
                 self._wanted[name] = wanted
                 self._permit(wanted[0])
             raise
-        _log.info("adapter unloaded", adapter=name)
 
     async def _remove(self, adapters: Iterable[Adapter]) -> None:
         """Unloads adapters from all nodes, later from lost ones. Raises: OutriderError of a node that is not lost."""

@@ -10,7 +10,6 @@ from functools import partial
 from outrider.errors import MismatchError, PeerLostError
 from outrider.model_hub.checkpoint_text import CheckpointText, read_text, resolved_files
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeRole, NodeState, NodeStatus
-from outrider.request import Adapter
 from outrider.rpc.tls import PLAINTEXT, PeerSecurity
 from outrider.service.peers import PeerSet
 from outrider.service.resolver import Resolver, resolve_with_dns
@@ -30,8 +29,6 @@ Both nodes load the same weights, so they should need about the same time.
 """
 
 EXACT_NUMERICS = "exact ("
-MAX_UNLOADED = 1024
-"""Maximum number of unloaded adapters that are remembered."""
 
 _log = get_logger("nodes")
 
@@ -95,8 +92,6 @@ class NodeDirectory:
         self.decode_nodes: list[DecodeLink] = []
         self.late_nodes: list[NodeLink] = []
         self.adapters = ClusterAdapters()
-        self._had: dict[bytes, tuple[Adapter, ...]] = {}  # by incarnation of a serving decode node, at the last change
-        self._unloaded: dict[Adapter, None] = {}  # no serving decode node has them; the latest is the last
 
     # ------------------------------------------------------------ queries
 
@@ -131,13 +126,6 @@ class NodeDirectory:
         return bool(nodes.unresolved) or any(
             not (link.is_serving or link.refusal or link.is_alias) for link in nodes.peers
         )
-
-    def was_unloaded(self, adapter: Adapter) -> bool:
-        """Whether the adapter was unloaded from decode nodes that went on, so that no node can be expected to have it.
-
-        An adapter that is missing only because its nodes were lost may come back with them.
-        """
-        return adapter in self._unloaded and adapter not in self.adapters.by_name.values()
 
     def statuses(self) -> list[NodeStatus]:
         """Returns all nodes by role and name; names are unique. A target without an address counts as one node."""
@@ -247,7 +235,6 @@ class NodeDirectory:
         self.late_nodes = [link for link in (*self.decode_nodes, *self.prefill_nodes) if link.is_late]
         self._follow_windows()
         self.adapters.follow((*self.decode_nodes, *self.prefill_nodes))
-        self._follow_unloads()
         self._changed.set()
         for listener in self._on_change:
             listener()
@@ -258,14 +245,6 @@ class NodeDirectory:
 
     def on_link_loss(self, link: NodeLink) -> None:
         self._on_lost(link.role)
-
-    def _follow_unloads(self) -> None:
-        """Remembers adapters that a decode node no longer has although it has gone on, unless another node has them."""
-        had, self._had = self._had, {link.incarnation: link.adapters for link in self.decode_nodes}
-        has = {adapter for adapters in self._had.values() for adapter in adapters}
-        dropped = {adapter for incarnation in had.keys() & self._had for adapter in had[incarnation]} - has
-        unloaded = [adapter for adapter in (*self._unloaded, *dropped) if adapter not in has]
-        self._unloaded = dict.fromkeys(unloaded[-MAX_UNLOADED:])
 
     def _follow_windows(self) -> None:
         """Serves the shortest context window of all nodes, even disconnected ones, so that a request fits any node."""

@@ -31,8 +31,8 @@ def agreed(reports: Iterable[Iterable[Adapter]]) -> dict[str, Adapter]:
 class NodeAdapters:
     """The adapters of one process of a node, which is remembered while it is lost. Owned by the event loop.
 
-    `unwanted` has those that it must unload, with whether it has answered that it did; they stay there until a report
-    lacks them. `asked` has those that it was asked to load and that no report shows yet.
+    `unwanted` has those that it must unload, with whether it has answered that it did; they stay there while a report
+    has them, or may come to have them. `asked` has those that it was asked to load and that no report shows yet.
     """
 
     def __init__(self, link: NodeLink) -> None:
@@ -68,11 +68,12 @@ class NodeAdapters:
         lost, got = self.usable - now, now - self.reported - self.unwanted.keys() - self.asked
         self.reported = now
         self.asked -= now
-        self.unwanted = {each: is_done for each, is_done in self.unwanted.items() if each in now or not is_done}
+        may_come = {adapter for adapter in self.asked if not self.unwanted.get(adapter)}
+        self.unwanted = {each: is_done for each, is_done in self.unwanted.items() if each in now | may_come}
         return lost, got
 
-    def want(self, adapter: Adapter) -> None:
-        """Permits an adapter, and further attempts to load it."""
+    def permit(self, adapter: Adapter) -> None:
+        """Lets the process keep an adapter, and permits further attempts to load it."""
         self.failures.pop(adapter, None)
         if self.unwanted.pop(adapter, False):
             self.reported -= {adapter}  # it has unloaded it, which its next report must not show as others' doing

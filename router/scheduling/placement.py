@@ -191,7 +191,7 @@ class Placement:
 
     def is_unloaded(self, demand: Demand) -> bool:
         """Whether the demanded adapter was unloaded, so that no decode node will have it."""
-        return demand.adapter is not None and self._nodes.was_unloaded(demand.adapter)
+        return demand.adapter is not None and self._nodes.adapters.was_unloaded(demand.adapter)
 
     def usable_nodes(self, demand: Demand) -> frozenset[bytes]:
         """Returns the incarnations of serving decode nodes that could take the request once they have room."""

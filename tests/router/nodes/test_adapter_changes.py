@@ -310,6 +310,18 @@ async def test_only_so_many_loads_run_at_a_time(node_pair, monkeypatch):
     assert [(await call).adapter.name for call in calls] == ["one", "two"]
 
 
+async def test_only_the_latest_lost_nodes_are_remembered(node_pair, monkeypatch):
+    monkeypatch.setattr(cluster_adapters, "MAX_LOST_NODES", 2)
+    await node_pair.serve()
+    node, adapters = node_pair.decodes[0], node_pair.service.nodes.adapters
+    first = node.incarnation
+    for _ in range(3):
+        await restart(node_pair, node)
+        await node_pair.eventually(lambda: node.incarnation in adapters._nodes)
+    assert len(adapters._nodes) == 6
+    assert first not in adapters._nodes
+
+
 async def test_a_router_stops_while_it_loads_adapters(node_pair):
     await node_pair.serve()
     node_pair.decode.adapters.proceeds.clear()

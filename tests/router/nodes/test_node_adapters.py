@@ -61,6 +61,18 @@ def test_a_node_unloads_first_what_is_in_the_way():
     assert not node.unwanted
 
 
+def test_an_unwanted_adapter_is_forgotten_once_it_cannot_come_any_more():
+    having, asked = node_of(ONE), node_of()
+    asked.asked.add(ONE)
+    for node in (having, asked):
+        node.set_link(None)
+        node.forget(ONE, is_asked=False)
+        node.set_link(node.link)
+        node.take_report([])
+    assert not having.unwanted
+    assert asked.steps([]) == [(ONE, None)]
+
+
 def test_changes_that_others_have_made_are_found():
     node = node_of(ONE, LAW)
     assert node.take_report([LAW]) == ({ONE}, set())
@@ -97,7 +109,7 @@ def test_an_adapter_that_is_loaded_again_is_not_taken_for_unloaded():
     node.forget(ONE, is_asked=False)
     node.unwanted[ONE] = True
     node.set_link(None)  # it is lost before its report shows that it has unloaded it
-    node.want(ONE)
+    node.permit(ONE)
     node.set_link(node.link)
     assert node.take_report([]) == (set(), set())
     assert node.steps([(ONE, "d")]) == [(ONE, "d")]
@@ -109,7 +121,7 @@ async def test_other_content_is_loaded_only_if_it_is_wanted_anew(capsys):
     assert node.steps([(ONE, "d")]) == []
     assert not node.asked
     assert "decode-0: other content" in capsys.readouterr().out
-    node.want(ONE)
+    node.permit(ONE)
     assert node.steps([(ONE, "d")]) == [(ONE, "d")]
     await node.take_step((ONE, "d"))
     assert node.link.transport.calls == 2 * [("load", "sql", "d", ONE.fingerprint)]

@@ -13,7 +13,6 @@ from outrider.errors import InvalidRequestError
 from outrider.request import Adapter
 from outrider.v1 import router_pb2
 from router.nodes import adapters as cluster_adapters
-from router.nodes import directory
 from tests.router.conftest import PATIENCE_SECONDS, read_rest, refused
 from tests.support.adapters import ScriptedAdapters
 from tests.support.router_fakes.decode_node import letters
@@ -293,11 +292,26 @@ async def test_an_adapter_that_was_loaded_again_continues_the_answer(node_pair):
     assert answer.summary.metrics.attempts == 2
 
 
-async def test_the_number_of_remembered_unloadings_is_limited(cluster, monkeypatch):
-    monkeypatch.setattr(directory, "MAX_UNLOADED", 2)
+async def test_an_adapter_counts_as_unloaded_until_it_is_loaded_again(cluster):
     await cluster.serve()
-    nodes, adapters = cluster.service.nodes, [Adapter("sql", f"{index:064}") for index in range(4)]
-    for adapter in adapters:
+    adapters = [Adapter("sql", f"{index:064}") for index in range(3)]
+    known = cluster.service.nodes.adapters
+    for adapter in (*adapters, adapters[0]):
         give(cluster.decode, adapter=adapter)
-        await cluster.eventually(lambda: list(nodes.adapters.by_name.values()) == [adapter])  # noqa: B023 awaited here
-    assert [nodes.was_unloaded(adapter) for adapter in adapters] == [False, True, True, False]
+        await cluster.eventually(lambda: list(known.by_name.values()) == [adapter])  # noqa: B023 awaited here
+    assert [known.was_unloaded(adapter) for adapter in adapters] == [False, True, True]
+
+
+async def test_an_adapter_is_unloaded_although_a_lost_node_had_it(node_pair):
+    give(*node_pair.nodes)
+    await node_pair.serve()
+    known = node_pair.service.nodes.adapters
+    first, second = node_pair.decodes
+    await first.stop()
+    await node_pair.eventually(lambda: len(node_pair.service.nodes.decode_nodes) == 1)
+    assert not known.was_unloaded(SQL)
+    second.adapters.unload("sql")  # by another router, which cannot reach the first node either
+    await node_pair.eventually(lambda: known.was_unloaded(SQL))
+    await first.start()
+    await node_pair.eventually(lambda: not first.adapters.adapters)
+    assert known.was_unloaded(SQL)
