@@ -55,7 +55,7 @@ def loaded(request, checkpoints):
     architecture, kernels, dtype = request.param
     directory = checkpoints(architecture)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load_module, "why_not_native", lambda *_arguments: "this test wants layers")
+        patch.setattr(load_module, "decoder_options", lambda _config: "this test wants layers")
         config = ModelConfig(id=str(directory), dtype=dtype, kernels="auto" if kernels == "native" else "torch")
         model = load_model(config)
     assert isinstance(model.native, NativeLayers) == (kernels == "native")
