@@ -297,7 +297,7 @@ def _only_name(value: Any) -> Any:
 
 
 def _adapters(value: Any) -> str:
-    """Converts paths by name, or a list of NAME=PATH, of objects of name and path, or of SGLang's paths without names."""
+    """Converts paths by name, or a list of NAME=PATH, of objects of name and path, or of SGLang's nameless paths."""
     found = []
     if isinstance(value, Mapping) and not value.keys() & {"path", "lora_path"}:
         value = [f"{name}={path}" for name, path in value.items()]
