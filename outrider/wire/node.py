@@ -6,6 +6,7 @@ from math import isfinite
 
 from outrider.node import FeatureFormat, ModelInfo, NodeInfo, NodeLoad, NodeReport
 from outrider.protocol_versions import ProtocolVersions
+from outrider.request import Adapter
 from outrider.v1 import draft_pb2, node_pb2
 from outrider.wire.adapter import ADAPTER
 from outrider.wire.enums import NODE_ROLES, NODE_STATES
@@ -30,8 +31,29 @@ _LOAD = Fields(
     look_ahead_hit_rate=_RATE,
     kv_bytes_per_second=_RATE,
 )
-REPORT = Fields(NodeReport, node_pb2.NodeReport, state=NODE_STATES, load=_LOAD, adapters=ADAPTER)
-"""Converts a NodeReport. `from_proto` raises ValueError if this version does not know the state."""
+_REPORT = Fields(NodeReport, node_pb2.NodeReport, elsewhere=("adapters",), state=NODE_STATES, load=_LOAD)
+
+
+class ReportWriter:
+    """Writes the reports of one stream. A node may have many adapters, so they are written only when they change."""
+
+    def __init__(self) -> None:
+        self._written: tuple[Adapter, ...] | None = None
+
+    def to_proto(self, report: NodeReport) -> node_pb2.NodeReport:
+        adapters = report.adapters
+        if adapters is None or adapters == self._written:
+            return _REPORT.to_proto(report)
+        self._written = adapters
+        proto = node_pb2.AdapterList(adapters=map(ADAPTER.to_proto, adapters))
+        return _REPORT.to_proto(report, adapters=proto)
+
+
+def report_from_proto(proto: node_pb2.NodeReport) -> NodeReport:
+    """Raises: ValueError if this version does not know the state."""
+    has_adapters = proto.HasField("adapters")
+    adapters = tuple(map(ADAPTER.from_proto, proto.adapters.adapters)) if has_adapters else None
+    return _REPORT.from_proto(proto, adapters=adapters)
 
 
 def info_to_proto(info: NodeInfo) -> node_pb2.NodeInfo:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from outrider.errors import InvalidRequestError
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.protocol_versions import ProtocolVersions
 from outrider.request import (
+    Adapter,
     FinishReason,
     LogprobsMode,
     LogprobsRequest,
@@ -32,7 +35,7 @@ from outrider.session import (
     SpeculationCounts,
 )
 from outrider.v1 import node_pb2, router_pb2, session_pb2
-from outrider.wire.node import REPORT
+from outrider.wire.node import ReportWriter, report_from_proto
 from outrider.wire.session import (
     command_from_proto,
     command_to_proto,
@@ -172,13 +175,29 @@ def test_a_report_survives_the_wire():
     assert parsed == (info, report, [done])
 
 
+def test_a_stream_has_the_adapters_only_when_they_have_changed():
+    sql, law = Adapter("sql", "a1" * 32), Adapter("law", "b2" * 32)
+    writer = ReportWriter()
+
+    def send(adapters):
+        return report_from_proto(writer.to_proto(replace(report, adapters=adapters))).adapters
+
+    report = NodeReport(state=NodeState.SERVING, incarnation=ID)
+    assert send((sql, law)) == (sql, law)
+    assert send((sql, law)) is None
+    assert send(()) == ()
+    assert send(()) is None
+    assert send((law,)) == (law,)
+    assert report_from_proto(ReportWriter().to_proto(report)).adapters == ()
+
+
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), float("-inf")])
 def test_a_rate_that_is_no_number_is_zero(rate):
     """A node's values are displayed, and written as JSON, which has only finite numbers."""
     rates = ("tokens_per_second", "mean_acceptance_length", "look_ahead_hit_rate", "kv_bytes_per_second")
     load = node_pb2.NodeLoad(num_running=2, **dict.fromkeys(rates, rate))
     proto = node_pb2.NodeReport(state=router_pb2.NODE_STATE_SERVING, incarnation=ID, load=load)
-    assert REPORT.from_proto(proto).load == NodeLoad(num_running=2)
+    assert report_from_proto(proto).load == NodeLoad(num_running=2)
 
 
 def test_an_id_of_the_wrong_size_is_refused():
