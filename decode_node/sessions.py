@@ -153,7 +153,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
                 await self._wait_for_events(session)
                 events = tuple(session.events)
                 merged = merge_tokens(events)
-                await write(report_message_to_proto(self._report(), merged, reports=session.reports))
+                await write(report_message_to_proto(session.reports.to_proto(self._report()), merged))
                 if any(isinstance(event, Granted) for event in merged):
                     fault_point("decode.granted")
                 del session.events[: len(events)]  # only once they are written, since a drain waits for an empty list
@@ -194,8 +194,8 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
     ) -> None:
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                hello = self._info()
-                await write(report_message_to_proto(self._report(), (), hello=hello, reports=session.reports))
+                report = session.reports.to_proto(self._report())
+                await write(report_message_to_proto(report, (), hello=self._info()))
         except TimeoutError as error:
             raise PeerLostError(
                 f"router {session.router} did not read the hello within {HELLO_SECONDS:g} s", node=session.router

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isfinite
 
 from outrider.node import FeatureFormat, ModelInfo, NodeInfo, NodeLoad, NodeReport
@@ -31,29 +32,24 @@ _LOAD = Fields(
     look_ahead_hit_rate=_RATE,
     kv_bytes_per_second=_RATE,
 )
-_REPORT = Fields(NodeReport, node_pb2.NodeReport, elsewhere=("adapters",), state=NODE_STATES, load=_LOAD)
+_ADAPTERS = Conversion(
+    lambda adapters: node_pb2.AdapterList(adapters=map(ADAPTER.to_proto, adapters)),
+    lambda proto: tuple(map(ADAPTER.from_proto, proto.adapters)),
+)
+REPORT = Fields(NodeReport, node_pb2.NodeReport, state=NODE_STATES, load=_LOAD, adapters=_ADAPTERS)
+"""Converts a NodeReport. `from_proto` raises ValueError if this version does not know the state."""
 
 
 class ReportWriter:
-    """Writes the reports of one stream. A node may have many adapters, so they are written only when they change."""
+    """Converts the reports of one stream. Adapters, which may be many, are in the first and where they have changed."""
 
-    def __init__(self) -> None:
-        self._written: tuple[Adapter, ...] | None = None
+    _written: tuple[Adapter, ...] | None = None
 
     def to_proto(self, report: NodeReport) -> node_pb2.NodeReport:
-        adapters = report.adapters
-        if adapters is None or adapters == self._written:
-            return _REPORT.to_proto(report)
-        self._written = adapters
-        proto = node_pb2.AdapterList(adapters=map(ADAPTER.to_proto, adapters))
-        return _REPORT.to_proto(report, adapters=proto)
-
-
-def report_from_proto(proto: node_pb2.NodeReport) -> NodeReport:
-    """Raises: ValueError if this version does not know the state."""
-    has_adapters = proto.HasField("adapters")
-    adapters = tuple(map(ADAPTER.from_proto, proto.adapters.adapters)) if has_adapters else None
-    return _REPORT.from_proto(proto, adapters=adapters)
+        if report.adapters == self._written:
+            return REPORT.to_proto(replace(report, adapters=None))
+        self._written = report.adapters
+        return REPORT.to_proto(report)
 
 
 def info_to_proto(info: NodeInfo) -> node_pb2.NodeInfo:

@@ -26,11 +26,11 @@ from outrider.session import (
     SequenceGroupFailed,
     SpeculationCounts,
 )
-from outrider.v1 import session_pb2
+from outrider.v1 import node_pb2, session_pb2
 from outrider.wire.answer import logprobs_from_proto, token_logprobs_to_proto
 from outrider.wire.enums import FINISH_REASONS, EnumTable
 from outrider.wire.fields import TRACEPARENT, Fields
-from outrider.wire.node import ReportWriter, info_from_proto, info_to_proto, report_from_proto
+from outrider.wire.node import REPORT, info_from_proto, info_to_proto
 from outrider.wire.request import OPTIONS
 
 ID_BYTES = 16
@@ -85,14 +85,10 @@ def command_from_proto(proto: session_pb2.SessionCommand) -> SequenceGroupComman
 
 
 def report_message_to_proto(
-    report: NodeReport,
-    events: Iterable[SequenceGroupEvent],
-    *,
-    hello: NodeInfo | None = None,
-    reports: ReportWriter | None = None,
+    report: node_pb2.NodeReport, events: Iterable[SequenceGroupEvent], *, hello: NodeInfo | None = None
 ) -> session_pb2.SessionReport:
-    """`reports`: the session's; None: the report is written as if it were the first one."""
-    message = session_pb2.SessionReport(node=(reports or ReportWriter()).to_proto(report))
+    """`report`: by the session's `ReportWriter`."""
+    message = session_pb2.SessionReport(node=report)
     add = message.events.add
     counts: dict[int, session_pb2.SpeculationCounts] = {}
     for event in events:
@@ -109,7 +105,7 @@ def report_message_from_proto(
     proto: session_pb2.SessionReport,
 ) -> tuple[NodeInfo | None, NodeReport, list[SequenceGroupEvent]]:
     hello = info_from_proto(proto.hello) if proto.HasField("hello") else None
-    return hello, report_from_proto(proto.node), [event_from_proto(event) for event in proto.events]
+    return hello, REPORT.from_proto(proto.node), [event_from_proto(event) for event in proto.events]
 
 
 def event_to_proto(event: SequenceGroupEvent) -> session_pb2.SequenceGroupEvent:

@@ -31,7 +31,7 @@ from outrider.session import (
 )
 from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2_grpc, router_pb2, session_pb2, session_pb2_grpc
 from outrider.wire.adapter import ADAPTER
-from outrider.wire.node import info_from_proto, report_from_proto
+from outrider.wire.node import REPORT, info_from_proto
 from outrider.wire.prefill import CALL, figures_from_proto
 from outrider.wire.session import command_to_proto, report_message_from_proto
 
@@ -123,7 +123,7 @@ class NodeTransport:
         try:
             with self._errors():
                 async for proto in call:
-                    report = report_from_proto(proto)
+                    report = REPORT.from_proto(proto)
                     if report.incarnation != incarnation:
                         raise self._lost("was restarted")
                     yield report

@@ -20,7 +20,7 @@ from outrider.engine.processor import usable_cpus
 from outrider.errors import NotFoundError, OutriderError
 from outrider.rpc.channels import open_channel
 from outrider.v1 import node_pb2, node_pb2_grpc
-from outrider.wire.node import report_from_proto
+from outrider.wire.node import REPORT
 from tests.conftest import START_SECONDS, RunningCluster
 from tests.support.cluster_nodes import wait_for_node
 
@@ -169,7 +169,7 @@ async def seconds_until_free(decode_address):
         try:
             async with asyncio.timeout(3 * LOST_SECONDS):
                 async for proto in reports:
-                    report = report_from_proto(proto)
+                    report = REPORT.from_proto(proto)
                     if report.load.kv_blocks_free == report.load.kv_blocks_total and report.load.num_running == 0:
                         return time.monotonic() - started
         finally:

@@ -17,7 +17,7 @@ from outrider.node import ModelInfo, NodeRole, NodeState
 from outrider.rpc.status import from_rpc_error
 from outrider.service.telemetry.tracing import NO_TRACER
 from outrider.v1 import node_pb2, node_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from outrider.wire.node import info_from_proto, report_from_proto
+from outrider.wire.node import REPORT, info_from_proto
 from outrider.wire.prefill import CALL
 from prefill_node.node import PrefillNode, PrefillParts
 from prefill_node.servicer import ServedModel, check_call
@@ -111,7 +111,7 @@ class Serving:
     async def report(self):
         call = self.nodes.Watch(node_pb2.WatchNodeRequest())
         try:
-            return report_from_proto(await call.read())
+            return REPORT.from_proto(await call.read())
         finally:
             call.cancel()
 

@@ -35,7 +35,7 @@ from outrider.session import (
     SpeculationCounts,
 )
 from outrider.v1 import node_pb2, router_pb2, session_pb2
-from outrider.wire.node import ReportWriter, report_from_proto
+from outrider.wire.node import REPORT, ReportWriter
 from outrider.wire.session import (
     command_from_proto,
     command_to_proto,
@@ -170,7 +170,7 @@ def test_a_report_survives_the_wire():
         load=NodeLoad(num_running=1, kv_blocks_total=4, kv_blocks_free=3, num_sequences_free=7),
     )
     done = SampleDone(sequence_group_id=ID, sample=0, reason=FinishReason.LENGTH)
-    message = report_message_to_proto(report, [done], hello=info)
+    message = report_message_to_proto(ReportWriter().to_proto(report), [done], hello=info)
     parsed = report_message_from_proto(session_pb2.SessionReport.FromString(message.SerializeToString()))
     assert parsed == (info, report, [done])
 
@@ -180,7 +180,7 @@ def test_a_stream_has_the_adapters_only_when_they_have_changed():
     writer = ReportWriter()
 
     def send(adapters):
-        return report_from_proto(writer.to_proto(replace(report, adapters=adapters))).adapters
+        return REPORT.from_proto(writer.to_proto(replace(report, adapters=adapters))).adapters
 
     report = NodeReport(state=NodeState.SERVING, incarnation=ID)
     assert send((sql, law)) == (sql, law)
@@ -188,7 +188,8 @@ def test_a_stream_has_the_adapters_only_when_they_have_changed():
     assert send(()) == ()
     assert send(()) is None
     assert send((law,)) == (law,)
-    assert report_from_proto(ReportWriter().to_proto(report)).adapters == ()
+    assert send(None) is None
+    assert REPORT.from_proto(ReportWriter().to_proto(report)).adapters is None
 
 
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), float("-inf")])
@@ -197,7 +198,7 @@ def test_a_rate_that_is_no_number_is_zero(rate):
     rates = ("tokens_per_second", "mean_acceptance_length", "look_ahead_hit_rate", "kv_bytes_per_second")
     load = node_pb2.NodeLoad(num_running=2, **dict.fromkeys(rates, rate))
     proto = node_pb2.NodeReport(state=router_pb2.NODE_STATE_SERVING, incarnation=ID, load=load)
-    assert report_from_proto(proto).load == NodeLoad(num_running=2)
+    assert REPORT.from_proto(proto).load == NodeLoad(num_running=2)
 
 
 def test_an_id_of_the_wrong_size_is_refused():
