@@ -8,11 +8,11 @@ door go on to the router, with the adapter's name in their metadata.
 from __future__ import annotations
 
 import asyncio
-import http.client
+import contextlib
+import http
 import json
-import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,22 +44,21 @@ class AdapterDoors:
     def __init__(self, targets: Sequence[str], gateway_url: str, control_key: str) -> None:
         """`targets`: the routers, host:port. `control_key`: a key that may add and remove the gateway's engines."""
         self._targets = targets
-        self._workers_url = f"{gateway_url}/workers"
+        self._gateway_url = gateway_url
         self._headers = {"Authorization": f"Bearer {control_key}", "Content-Type": "application/json"}
         self._doors: dict[tuple[str, str], tuple[grpc.aio.Server, str]] = {}  # by router and adapter: door, URL
         self._closed: set[tuple[str, str]] = set()  # (URL, adapter) of closed doors that the gateway may still use
+        self._names: set[str] = set()  # of all adapters that ever had a door
         self._closing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Opens and closes doors as the routers' adapters change, until it is cancelled."""
+        """Keeps a door for each adapter of each router, until it is cancelled. Each round repeats what failed."""
         channels = {target: open_channel(target, is_replaceable=True) for target in self._targets}
         while True:
             await asyncio.gather(*(self._follow(target, channel) for target, channel in channels.items()))
-            if self._doors or self._closed:
-                try:
+            if self._names:
+                with _logging_errors("the gateway's engines cannot be read"):
                     await asyncio.to_thread(self._tell_gateway)
-                except (OSError, http.client.HTTPException) as error:  # the next round tries again
-                    _log.warning("the gateway's engines cannot be changed", error=str(error))
             await asyncio.sleep(POLL_SECONDS)
 
     async def _follow(self, target: str, channel: grpc.aio.Channel) -> None:
@@ -71,7 +70,9 @@ class AdapterDoors:
         names = {adapter.name for adapter in model.adapters} - {WILDCARD}
         shown = {name for router, name in self._doors if router == target}
         for name in sorted(names - shown):
-            self._doors[target, name] = await _open_door(channel, name)
+            with _logging_errors("no door can be opened", router=target, adapter=name):
+                self._doors[target, name] = await _open_door(channel, name)
+                self._names.add(name)
         for name in shown - names:
             door, url = self._doors.pop((target, name))
             self._closed.add((url, name))
@@ -82,24 +83,39 @@ class AdapterDoors:
             _log.info("adapters", router=target, adapters=sorted(names))
 
     def _tell_gateway(self) -> None:
-        """Makes the gateway use the open doors, and no closed ones. Raises: OSError, HTTPException."""
-        ids = {(worker["url"], worker["model_id"]): worker["id"] for worker in self._ask("GET")["workers"]}
-        for engine in self._closed & ids.keys():
-            self._ask("DELETE", path=f"/{ids[engine]}")
-            self._closed.discard(engine)
-        for url, name in {(url, name) for (_, name), (_, url) in self._doors.items()} - ids.keys():
-            try:
-                self._ask("POST", {"url": url, "models": [{"id": name}], "health": {"drain_settle_secs": 0}})
-            except urllib.error.HTTPError as error:
-                if error.code != http.HTTPStatus.CONFLICT:  # which it answers while it adds the engine
-                    _log.warning("adapter refused by the gateway", adapter=name, error=str(error))
+        """Makes the gateway use the open doors, and no closed ones. Raises any error of reading its lists."""
+        ids = {(worker["url"], worker["model_id"]): worker["id"] for worker in self._ask("GET", "/workers")["workers"]}
+        open_doors = {(url, name) for (_, name), (_, url) in self._doors.items()}
+        for url, name in (self._closed - open_doors) & ids.keys():
+            with _logging_errors("an adapter's door cannot be removed from the gateway", adapter=name):
+                self._ask("DELETE", f"/workers/{ids[url, name]}")
+                self._closed.discard((url, name))
+        for url, name in open_doors - ids.keys():
+            with _logging_errors("an adapter cannot be added to the gateway", adapter=name):
+                engine = {"url": url, "models": [{"id": name}], "health": {"drain_settle_secs": 0}}
+                self._ask("POST", "/workers", engine)
+        unused = self._names - {name for _, name in open_doors | ids.keys()}
+        for tokenizer in self._ask("GET", "/v1/tokenizers")["tokenizers"] if unused else ():
+            if tokenizer["name"] in unused:  # the gateway itself keeps the tokenizers of removed engines
+                with _logging_errors("an adapter's tokenizer cannot be freed", adapter=tokenizer["name"]):
+                    self._ask("DELETE", f"/v1/tokenizers/{tokenizer['id']}")
 
-    def _ask(self, method: str, message: Mapping[str, Any] | None = None, path: str = "") -> Any:
+    def _ask(self, method: str, path: str, message: Mapping[str, Any] | None = None) -> Any:
         data = None if message is None else json.dumps(message).encode()
-        request = urllib.request.Request(self._workers_url + path, data, self._headers, method=method)  # noqa: S310 http
+        request = urllib.request.Request(self._gateway_url + path, data, self._headers, method=method)  # noqa: S310 http
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(request, timeout=CALL_SECONDS) as answer:
             return json.load(answer)
+
+
+@contextlib.contextmanager
+def _logging_errors(event: str, **where: str) -> Iterator[None]:
+    """Logs any error: if one ended the doors' loop, no adapter would be served until the gateway restarts."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 ports run out, and the gateway may answer anything
+        if getattr(error, "code", None) != http.HTTPStatus.CONFLICT:  # the answer while the gateway changes the engine
+            _log.warning(event, error=repr(error), **where)
 
 
 async def _open_door(channel: grpc.aio.Channel, adapter: str) -> tuple[grpc.aio.Server, str]:

@@ -125,7 +125,7 @@ def served_model(ports: GatewayPorts) -> str | None:
         ask(f"{ports.url}/readiness", timeout=PROBE_SECONDS).close()
         with ask(f"{ports.url}/v1/models", timeout=PROBE_SECONDS) as answer:
             models = json.load(answer)["data"]
-    except (OSError, http.client.HTTPException):  # the gateway is not listening yet, or answers with an error
+    except (OSError, http.client.HTTPException, ValueError, KeyError):  # it is not listening yet, or answers otherwise
         return None
     return str(models[0]["id"]) if models else None
 

@@ -50,12 +50,19 @@ class FakeRouter(router_pb2_grpc.RouterServiceServicer, vllm_engine_pb2_grpc.Vll
 
 
 class FakeGateway(http.server.ThreadingHTTPServer):
-    """Keeps a list of workers. Refuses the first two additions: one is in progress, and one is invalid."""
+    """Keeps a list of workers, and a tokenizer for each model that ever had one.
+
+    Refuses the first two additions: one is in progress, and one is invalid. `broken`: answers instead of these, by
+    method.
+    """
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), FakeGatewayHandler)
         self.workers = {}
+        self.tokenizers = {"model": "id-of-model"}  # id by name
         self.num_refused = 0
+        self.broken = {}  # method: status and body
+        self.num_broken = 0
 
     @property
     def models(self):
@@ -67,12 +74,27 @@ class FakeGateway(http.server.ThreadingHTTPServer):
 
 class FakeGatewayHandler(http.server.BaseHTTPRequestHandler):
     def _answer(self, status, message):
+        self._send(status, json.dumps(message).encode())
+
+    def _send(self, status, body):
         self.send_response(status)
         self.end_headers()
-        self.wfile.write(json.dumps(message).encode())
+        self.wfile.write(body)
+
+    def parse_request(self):
+        is_valid = super().parse_request()
+        if is_valid and self.command in self.server.broken:
+            self._send(*self.server.broken[self.command])
+            self.server.num_broken += 1
+            return False
+        return is_valid
 
     def do_GET(self):
         assert self.headers["Authorization"] == f"Bearer {KEY}"
+        if self.path == "/v1/tokenizers":
+            listed = [{"id": id_, "name": name} for name, id_ in self.server.tokenizers.items()]
+            self._answer(200, {"tokenizers": listed})
+            return
         listed = [
             {"id": name, "model_id": worker["models"][0]["id"], **worker}
             for name, worker in self.server.workers.items()
@@ -86,10 +108,17 @@ class FakeGatewayHandler(http.server.BaseHTTPRequestHandler):
             self.server.num_refused += 1
             return
         self.server.workers[f"id-{len(self.server.workers)}-{worker['url'].rpartition(':')[2]}"] = worker
+        model = worker["models"][0]["id"]
+        self.server.tokenizers.setdefault(model, f"id of {model}".replace(" ", "-"))
         self._answer(202, {})
 
     def do_DELETE(self):
-        del self.server.workers[self.path.rpartition("/")[2]]
+        kind, _, id_ = self.path.rpartition("/")
+        if kind == "/v1/tokenizers":
+            (name,) = (name for name, known in self.server.tokenizers.items() if known == id_)
+            del self.server.tokenizers[name]
+        else:
+            del self.server.workers[id_]
         self._answer(202, {})
 
     def log_message(self, *_):
@@ -188,3 +217,43 @@ async def test_an_unloaded_adapter_is_not_shown_and_its_answers_end(gateway, rou
                 pass
         assert list((await within(call.read())).chunk.token_ids) == [2]
         assert not call.done()
+
+
+@pytest.mark.parametrize("answer", [(200, b""), (200, b"[]"), (200, b"{}"), (500, b"")])
+async def test_no_answer_of_the_gateway_ends_the_doors(gateway, routers, answer):
+    gateway.broken = {"GET": answer}
+    routers[0].names = ("sql", "tax")
+    await until(lambda: gateway.num_broken > 2)
+    gateway.broken = {}
+    await until(lambda: gateway.models == ["sql", "sql", "tax", "é "])
+
+
+async def test_an_engine_that_cannot_be_removed_holds_up_no_other(gateway, routers):
+    gateway.broken = {"DELETE": (409, b"{}")}
+    routers[0].names = ("sql", "tax")
+    await until(lambda: gateway.num_broken > 2 and "tax" in gateway.models)
+    assert "law" in gateway.models
+    gateway.broken = {}
+    await until(lambda: gateway.models == ["sql", "sql", "tax", "é "])
+
+
+async def test_a_door_that_cannot_be_opened_is_tried_again(gateway, routers, monkeypatch):
+    refused = []
+
+    def bind(port):
+        refused.append(port)
+        raise RuntimeError("no port is free")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter_doors, "host_port", lambda *_: bind(0))
+        routers[0].names, routers[1].names = ("sql", "law", "tax"), ("é ",)
+        await until(lambda: len(refused) > 2 and gateway.models == ["law", "sql", "é "])
+    await until(lambda: gateway.models == ["law", "sql", "tax", "é "])
+
+
+async def test_the_tokenizers_of_unused_names_are_freed(gateway, routers):
+    routers[0].names = ("tax",)
+    await until(lambda: set(gateway.tokenizers) == {"model", "sql", "tax", "é "})
+    gateway.tokenizers["law"] = "late"  # a tokenizer that was still being loaded when its engine was removed
+    await until(lambda: "law" not in gateway.tokenizers)
+    assert gateway.models == ["sql", "tax", "é "]

@@ -107,14 +107,15 @@ def test_the_gateway_answers_as_soon_as_the_cluster_serves(cluster):
         assert b"smg_" in page.read()
 
 
-def test_an_error_in_place_of_the_models_is_waited_out():
+@pytest.mark.parametrize(("status", "body"), [(503, b'{"error": {}}'), (200, b'{"error": {}}'), (200, b"")])
+def test_an_error_in_place_of_the_models_is_waited_out(status, body):
     """A gateway sends such an error if it loses its router between two requests."""
 
     class Gateway(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            self.send_response(200 if self.path == "/readiness" else 503)
+            self.send_response(200 if self.path == "/readiness" else status)
             self.end_headers()
-            self.wfile.write(b'{"error": {}}')
+            self.wfile.write(body)
 
     with http.server.HTTPServer(("127.0.0.1", 0), Gateway) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

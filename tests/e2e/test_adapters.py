@@ -21,6 +21,7 @@ from tests.support.tiny_model import tiny_tokenizer
 
 PROMPT = [(i * 13) % 250 + 20 for i in range(150)]
 WAIT_SECONDS = 60.0
+CONTROL_KEY = "control"  # of the gateway
 CUT = "\ufffd"  # a character that the answer's last token has not completed; the gateway omits it from streams
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 LONG = {"temperature": 0.9, "seed": 3, "max_tokens": 1800, "ignore_eos": True}
@@ -38,7 +39,11 @@ def folder(tiny_model, tmp_path_factory):
 def adapted(start_cluster, folder, tmp_path_factory):
     """A prefill node and two decode nodes with two adapters, and the permission to load others."""
     receipts = tmp_path_factory.mktemp("receipts")
-    settings = [f"model.adapters=sql={folder}/sql,law={folder}/law", f"model.adapter_directory={folder}"]
+    settings = [
+        f"model.adapters=sql={folder}/sql,law={folder}/law",
+        f"model.adapter_directory={folder}",
+        f"gateway.extra_arguments=--control-plane-api-keys,test:test:admin:{CONTROL_KEY}",
+    ]
     with start_cluster(
         ClusterConfig(port=0, decode_nodes=2, openai_port=0), *settings, f"router.receipts={receipts}"
     ) as cluster:
@@ -187,6 +192,13 @@ def test_openai_clients_name_adapters(adapted):
         assert [chunk.choices[0].finish_reason for chunk in stream if chunk.choices][-1] == "length"
         with pytest.raises(openai.NotFoundError, match="No worker available for model 'tax'"):
             sdk.completions.create(model="tax", prompt="once", **sampling)
+        control = sdk.with_options(api_key=CONTROL_KEY)
+
+        def are_freed(_status):
+            listed = control.get("/tokenizers", cast_to=object)["tokenizers"]
+            return {tokenizer["name"] for tokenizer in listed} == {base, "sql", "law"}
+
+        adapted.wait_for(are_freed, what="the tokenizers of adapters that are loaded")
 
 
 def test_an_adapter_is_loaded_on_demand_and_by_nodes_that_start_later(adapted, merged_tokens):

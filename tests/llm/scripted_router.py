@@ -21,6 +21,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
         self.full = 0
         self.requests = []  # Complete's requests, in order
         self.loaded = []  # (name, directory) of each LoadAdapter
+        self.adapters = {}  # by name
         self.num_now = 0
         self.max_concurrent = 0
         self.num_held = 0
@@ -31,13 +32,13 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
             assert self._changed.wait_for(lambda: self.num_held == number, WAIT_SECONDS)
 
     def GetModel(self, request, context):
-        return router_pb2.GetModelResponse(name="scripted", max_model_len=WINDOW)
+        return router_pb2.GetModelResponse(name="scripted", max_model_len=WINDOW, adapters=self.adapters.values())
 
     def LoadAdapter(self, request, context):
         self.loaded.append((request.name, request.directory))
         if "none" in request.directory:
             fail(context, InvalidRequestError("decode-0: none is no adapter", field="directory"))
-        adapter = router_pb2.Adapter(name=request.name, fingerprint="f" * 64)
+        adapter = self.adapters[request.name] = router_pb2.Adapter(name=request.name, fingerprint="f" * 64)
         return router_pb2.LoadAdapterResponse(adapter=adapter)
 
     def Tokenize(self, request, context):

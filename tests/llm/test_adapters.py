@@ -23,7 +23,14 @@ def test_adapters_are_loaded_once_and_each_prompt_names_its_own(lora_llm, router
     assert named == {"a": ("sql", "f" * 64), "b": ("", ""), "c": ("law", "f" * 64)}
     lora_llm.chat([{"role": "user", "content": "d"}], lora_request=LAW, use_tqdm=False)
     assert router.requests[-1].model == "law"
-    assert router.loaded == [("sql", "adapters/sql"), ("law", str(tmp_path / "adapters/law")[1:])]
+    assert router.loaded == [("sql", "/adapters/sql"), ("law", str(tmp_path / "adapters/law"))], "below any root"
+
+
+def test_adapters_that_a_restarted_router_does_not_have_are_loaded_again(lora_llm, router):
+    lora_llm.generate(["a", "b"], lora_request=SQL, use_tqdm=False)
+    router.adapters = {}
+    lora_llm.generate(["a", "b"], lora_request=SQL, use_tqdm=False)
+    assert router.loaded == [("sql", "/adapters/sql")] * 2
 
 
 def test_what_cannot_be_used_is_an_error_before_anything_is_generated(lora_llm, router):

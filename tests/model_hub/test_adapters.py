@@ -112,7 +112,13 @@ def test_adapters_of_the_settings_cannot_be_unloaded(model, folder):
         assert len(table.adapters) == 1
 
 
-@pytest.mark.parametrize("directory", ["..", "", ".", "/", "../adapters", "one/../.."])
+def test_a_directory_may_be_absolute(model, folder):
+    table = table_of(model, adapter_directory=str(folder))
+    absolute = table.load("a", f"{folder}/one")
+    assert table.load("b", "one").fingerprint == absolute.fingerprint
+
+
+@pytest.mark.parametrize("directory", ["..", "", ".", "/", "/etc", "../adapters", "one/../.."])
 def test_other_directories_are_not_allowed(model, folder, directory):
     with pytest.raises(NotAllowedError, match="not below"):
         table_of(model, adapter_directory=str(folder)).load("a", directory)

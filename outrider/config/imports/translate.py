@@ -128,10 +128,16 @@ def _without_contradictions(keys: Sequence[Translated]) -> list[Translated]:
 
 def _flattened(entries: Iterable[Entry]) -> Iterator[Entry]:
     """Replaces dashes in keys with underscores, and groups given as one value (JSON text or a dict) with their keys."""
+    entries = list(entries)
+    of_adapters = tuple(f"{each.key}." for each in entries if each.is_group and each.key.replace("-", "_") in ADAPTERS)
     for entry in entries:
         key, value = entry.key.replace("-", "_"), entry.value
-        if key in ADAPTERS:
-            yield replace(entry, key=key)
+        if entry.key.startswith(of_adapters):
+            continue
+        if key in ADAPTERS:  # the keys in such a group are adapters' names
+            prefix = f"{entry.key}."
+            inner = {each.key.removeprefix(prefix): each.value for each in entries if each.key.startswith(prefix)}
+            yield replace(entry, key=key, value=inner or value, is_group=False)
             continue
         if isinstance(value, str) and (key == SPECULATIVE or value.lstrip().startswith("{")):  # JSON, as in flags
             try:
@@ -291,8 +297,10 @@ def _only_name(value: Any) -> Any:
 
 
 def _adapters(value: Any) -> str:
-    """Converts adapters, each NAME=PATH, an object of name and path, or in SGLang a path that is also the name."""
+    """Converts paths by name, or a list of NAME=PATH, of objects of name and path, or of SGLang's nameless paths."""
     found = []
+    if isinstance(value, Mapping) and not value.keys() & {"path", "lora_path"}:
+        value = [f"{name}={path}" for name, path in value.items()]
     for item in value if isinstance(value, list) else [value]:
         given = _unquoted(item) if str(item).lstrip().startswith("{") else item
         if isinstance(given, Mapping):
@@ -303,6 +311,8 @@ def _adapters(value: Any) -> str:
         if not (name and path and Path(path).expanduser().is_dir()):
             raise ValueError(f"{given} is not NAME=PATH of a folder: download the adapter, and name its folder")
         found.append(f"{name}={Path(path).expanduser().absolute()}")
+        if "," in found[-1]:
+            raise ValueError(f"{found[-1]} has a comma, which separates adapters: link to the folder by another path")
     return ",".join(found)
 
 

@@ -225,6 +225,8 @@ def test_values_in_quotes_are_what_they_are_without_them(write):
         'lora_modules: [\'{{"name": "sql", "path": "{sql}", "base_model_name": "b"}}\', "law={law}"]\n',
         "lora_modules:\n- {{name: sql, path: {sql}}}\n- law={law}\n",
         "lora_paths: [{{lora_name: sql, lora_path: {sql}, pinned: true}}, law={law}]\n",
+        "lora_paths: {{sql: {sql}, law: {law}}}\nmax_num_seqs: 2\n",
+        "lora-paths:\n  sql: {sql}\n  law: {law}\n",
     ],
 )
 def test_adapters_are_named_folders(write, tmp_path, monkeypatch, text):
@@ -240,8 +242,26 @@ def test_adapters_are_named_folders(write, tmp_path, monkeypatch, text):
     assert load(write(f"lora_paths: ['{folders['sql']}']")).sections["model"].adapters == (
         f"{folders['sql']}={folders['sql']}",
     )
-    single = json.dumps({"name": "sql", "path": str(folders["sql"])})
-    assert imports.vllm_settings({"lora_modules": single}).overrides == [f"model.adapters={expected[0]}"]
+    for value in (
+        json.dumps({"name": "sql", "path": str(folders["sql"])}),
+        json.dumps({"sql": "sql"}),
+        {"sql": str(folders["sql"])},
+        {"name": "sql", "path": "sql"},
+    ):
+        assert imports.vllm_settings({"lora_modules": value}).overrides == [f"model.adapters={expected[0]}"]
+
+
+def test_names_of_adapters_keep_dashes_and_dots(write, tmp_path):
+    resolved = load(write(f"lora_paths:\n  my-sql: {tmp_path}\n  v1.0: {tmp_path}\n"))
+    assert resolved.sections["model"].adapters == (f"my-sql={tmp_path}", f"v1.0={tmp_path}")
+
+
+def test_commas_in_paths_of_adapters_are_refused(write, tmp_path):
+    folder = tmp_path / "a,b"
+    folder.mkdir()
+    for text in (f"lora_modules: ['sql={folder}']\n", f"lora_paths: {{sql: '{folder}'}}\n"):
+        with pytest.raises(ConfigError, match=r"a,b has a comma, which separates adapters: link to the folder"):
+            load(write(text))
 
 
 def test_switches_and_bounds_of_adapters_are_warnings(write):
@@ -307,7 +327,8 @@ def test_the_table_shows_no_secret(write, capsys):
         ("enforce-eager: sometimes\n", "'sometimes' is neither true nor false"),
         ("lora-modules: [sql=org/sql]\n", ":1 lora_modules: sql=org/sql is not NAME=PATH of a folder: download"),
         ("lora-modules: [=.]\n", "=. is not NAME=PATH"),
-        ("lora-modules: {name: sql, path: .}\n", "set model.adapters, a list of NAME=DIRECTORY"),
+        ("lora-modules: {sql: org/sql}\n", ":1 lora_modules: sql=org/sql is not NAME=PATH of a folder: download"),
+        ("lora_paths.sql: .\n", "set model.adapters, a list of NAME=DIRECTORY"),
         ("max_seq_len: 1\nmax_seq_len: 2\n", ":2: max_seq_len is already set in line 1"),
         ("- 1\n", ":1: settings are needed, each as NAME: VALUE"),
         (
