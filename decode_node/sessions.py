@@ -28,6 +28,7 @@ from outrider.session import (
     SpeculationCounts,
 )
 from outrider.v1 import session_pb2, session_pb2_grpc
+from outrider.wire.node import ReportWriter
 from outrider.wire.session import command_from_proto, report_message_to_proto
 
 MAX_UNSENT_EVENTS = 65_536
@@ -48,6 +49,7 @@ class RouterSession:
     session_id: int
     router: str
     writer: asyncio.Task[object]
+    reports: ReportWriter = field(default_factory=ReportWriter)
     events: list[SequenceGroupEvent] = field(default_factory=list)  # not yet written to the stream
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     failure: BaseException | None = None  # why this node ended the session
@@ -151,7 +153,7 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
                 await self._wait_for_events(session)
                 events = tuple(session.events)
                 merged = merge_tokens(events)
-                await write(report_message_to_proto(self._report(), merged))
+                await write(report_message_to_proto(session.reports.to_proto(self._report()), merged))
                 if any(isinstance(event, Granted) for event in merged):
                     fault_point("decode.granted")
                 del session.events[: len(events)]  # only once they are written, since a drain waits for an empty list
@@ -192,7 +194,8 @@ class Sessions(session_pb2_grpc.DecodeServiceServicer):
     ) -> None:
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                await write(report_message_to_proto(self._report(), (), hello=self._info()))
+                report = session.reports.to_proto(self._report())
+                await write(report_message_to_proto(report, (), hello=self._info()))
         except TimeoutError as error:
             raise PeerLostError(
                 f"router {session.router} did not read the hello within {HELLO_SECONDS:g} s", node=session.router

@@ -103,7 +103,7 @@ class NodeReport:
     expected_step_seconds: float = 0.0
     step_age_seconds: float = 0.0
     load: NodeLoad = field(default_factory=NodeLoad)
-    adapters: tuple[Adapter, ...] = ()  # of prefill and decode nodes: those that the node has loaded
+    adapters: tuple[Adapter, ...] | None = None  # of prefill and decode nodes; None: as in the stream's last report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,7 @@ class AdapterTable:
         self._root = Path(config.adapter_directory).expanduser().resolve() if config.adapter_directory else None
         self._max_bytes = config.adapter_memory_bytes
         self._by_name: dict[str, tuple[Adapter, PackedAdapter]] = {}
+        self.adapters: tuple[Adapter, ...] = ()  # by name; read for every report
         # By fingerprint: those of all names, and those that only running sequences still use.
         self._packed: WeakValueDictionary[str, PackedAdapter] = WeakValueDictionary()
         self._changing = threading.Lock()
@@ -60,11 +61,6 @@ class AdapterTable:
                 self._load(name, Path(directory).expanduser())
             except CapacityError as error:
                 raise ConfigError(f"model.adapters: {error.message}") from error
-
-    @property
-    def adapters(self) -> tuple[Adapter, ...]:
-        """The adapters by name."""
-        return tuple(adapter for _, (adapter, _) in sorted(self._by_name.items()))
 
     @property
     def reserved_bytes(self) -> int:
@@ -118,6 +114,7 @@ class AdapterTable:
                 message = f"adapter {name!r} cannot be unloaded while the node runs: it is one of model.adapters"
                 raise NotAllowedError(message, reason="ADAPTERS_ARE_FIXED")
             del self._by_name[name]
+            self._list()
 
     def _load(
         self,
@@ -159,7 +156,11 @@ class AdapterTable:
             if has_ended():
                 raise AbortedError(f"the call that loads the adapter {name!r} has ended")
             self._by_name[name] = adapter, packed
+            self._list()
         return adapter
+
+    def _list(self) -> None:
+        self.adapters = tuple(self._by_name[name][0] for name in sorted(self._by_name))
 
     @property
     def _num_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from outrider.service.profiling import ProfileDesk
 from outrider.service.rpc_errors import Context, abort_with, rpc_errors
 from outrider.v1 import node_pb2, node_pb2_grpc, router_pb2
 from outrider.wire.adapter import ADAPTER
-from outrider.wire.node import REPORT, info_to_proto
+from outrider.wire.node import ReportWriter, info_to_proto
 from outrider.wire.profile import PROFILE, options_from_proto
 
 SERVICE_NAME = "outrider.v1.NodeService"
@@ -60,6 +61,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         self._tokenizer_files = tokenizer_files
         self._profiles = profiles
         self._adapters = adapters
+        self._loading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
 
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Context) -> node_pb2.NodeInfo:  # noqa: N802 the proto's name
         return info_to_proto(self._info())
@@ -79,8 +81,9 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
     ) -> AsyncIterator[node_pb2.NodeReport]:
         interval = request.interval_milliseconds / 1000 or DEFAULT_INTERVAL_SECONDS
         interval = max(interval, MIN_INTERVAL_SECONDS)
+        to_proto = ReportWriter().to_proto
         while True:
-            yield REPORT.to_proto(self._report())
+            yield to_proto(self._report())
             await asyncio.sleep(interval)
 
     async def Profile(  # noqa: N802
@@ -104,7 +107,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
             has_ended = threading.Event()  # a call that is cancelled, or whose deadline passes, loads nothing
             load = partial(self._desk().load, request.name, request.directory, request.fingerprint, has_ended.is_set)
             try:
-                adapter = await asyncio.to_thread(load)
+                adapter = await asyncio.get_running_loop().run_in_executor(self._loading, load)
             finally:
                 has_ended.set()
             return router_pb2.LoadAdapterResponse(adapter=ADAPTER.to_proto(adapter))

@@ -132,8 +132,14 @@ class NodeReport(_message.Message):
     load: NodeLoad
     incarnation: bytes
     num_steps: int
+    adapters: AdapterList
+    def __init__(self, state: _Optional[_Union[_router_pb2.NodeState, str]] = ..., mark: _Optional[int] = ..., expected_step_microseconds: _Optional[int] = ..., step_age_microseconds: _Optional[int] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., incarnation: _Optional[bytes] = ..., num_steps: _Optional[int] = ..., adapters: _Optional[_Union[AdapterList, _Mapping]] = ...) -> None: ...
+
+class AdapterList(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     adapters: _containers.RepeatedCompositeFieldContainer[_router_pb2.Adapter]
-    def __init__(self, state: _Optional[_Union[_router_pb2.NodeState, str]] = ..., mark: _Optional[int] = ..., expected_step_microseconds: _Optional[int] = ..., step_age_microseconds: _Optional[int] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., incarnation: _Optional[bytes] = ..., num_steps: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[_router_pb2.Adapter, _Mapping]]] = ...) -> None: ...
+    def __init__(self, adapters: _Optional[_Iterable[_Union[_router_pb2.Adapter, _Mapping]]] = ...) -> None: ...
 
 class NodeLoad(_message.Message):
     __slots__ = ("num_running", "num_waiting", "kv_blocks_total", "kv_blocks_free", "tokens_per_second", "mean_acceptance_length", "num_outstanding_tokens", "num_sequences_free", "max_rows_per_step", "look_ahead_hit_rate", "kv_bytes_per_second")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isfinite
 
 from outrider.node import FeatureFormat, ModelInfo, NodeInfo, NodeLoad, NodeReport
 from outrider.protocol_versions import ProtocolVersions
+from outrider.request import Adapter
 from outrider.v1 import draft_pb2, node_pb2
 from outrider.wire.adapter import ADAPTER
 from outrider.wire.enums import NODE_ROLES, NODE_STATES
@@ -30,8 +32,24 @@ _LOAD = Fields(
     look_ahead_hit_rate=_RATE,
     kv_bytes_per_second=_RATE,
 )
-REPORT = Fields(NodeReport, node_pb2.NodeReport, state=NODE_STATES, load=_LOAD, adapters=ADAPTER)
+_ADAPTERS = Conversion(
+    lambda adapters: node_pb2.AdapterList(adapters=map(ADAPTER.to_proto, adapters)),
+    lambda proto: tuple(map(ADAPTER.from_proto, proto.adapters)),
+)
+REPORT = Fields(NodeReport, node_pb2.NodeReport, state=NODE_STATES, load=_LOAD, adapters=_ADAPTERS)
 """Converts a NodeReport. `from_proto` raises ValueError if this version does not know the state."""
+
+
+class ReportWriter:
+    """Converts the reports of one stream. Adapters, which may be many, are in the first and where they have changed."""
+
+    _written: tuple[Adapter, ...] | None = None
+
+    def to_proto(self, report: NodeReport) -> node_pb2.NodeReport:
+        if report.adapters == self._written:
+            return REPORT.to_proto(replace(report, adapters=None))
+        self._written = report.adapters
+        return REPORT.to_proto(report)
 
 
 def info_to_proto(info: NodeInfo) -> node_pb2.NodeInfo:

@@ -26,7 +26,7 @@ from outrider.session import (
     SequenceGroupFailed,
     SpeculationCounts,
 )
-from outrider.v1 import session_pb2
+from outrider.v1 import node_pb2, session_pb2
 from outrider.wire.answer import logprobs_from_proto, token_logprobs_to_proto
 from outrider.wire.enums import FINISH_REASONS, EnumTable
 from outrider.wire.fields import TRACEPARENT, Fields
@@ -85,9 +85,10 @@ def command_from_proto(proto: session_pb2.SessionCommand) -> SequenceGroupComman
 
 
 def report_message_to_proto(
-    report: NodeReport, events: Iterable[SequenceGroupEvent], *, hello: NodeInfo | None = None
+    report: node_pb2.NodeReport, events: Iterable[SequenceGroupEvent], *, hello: NodeInfo | None = None
 ) -> session_pb2.SessionReport:
-    message = session_pb2.SessionReport(node=REPORT.to_proto(report))
+    """`report`: by the session's `ReportWriter`."""
+    message = session_pb2.SessionReport(node=report)
     add = message.events.add
     counts: dict[int, session_pb2.SpeculationCounts] = {}
     for event in events:

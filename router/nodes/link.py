@@ -32,6 +32,8 @@ MAX_CONDITION = 200
 """Maximum characters of `NodeStatus.condition`."""
 MAX_REFUSALS = 16
 """Maximum refusals kept per node, at most one per request size."""
+ADAPTER_RETRY_SECONDS = 0.5
+"""Seconds for which a node gets no requests for an adapter that it lacked, whatever it reports."""
 LOSS_NOTICE_SECONDS = 0.1
 """Seconds to wait after a failed call to a node. If the node's reports end in this time, its process has ended."""
 
@@ -82,6 +84,8 @@ class NodeLink:
         self.info: NodeInfo | None = None
         self.stamp = NodeVersion("", "", "", "")  # for requests' records; empty until the node is identified
         self.report: NodeReport | None = None
+        self.adapters: frozenset[Adapter] = frozenset()  # those that the node has; empty while no reports arrive
+        self._refused: dict[Adapter | None, float] = {}  # monotonic times at which it lacked them
         self.state = NodeState.STARTING
         self.refusal = ""  # why the node must not be used; empty if it may be used
         self.last_error = ""  # why the node cannot be reached; empty if it is reachable
@@ -112,11 +116,6 @@ class NodeLink:
     def numerics(self) -> str:
         """The node's numerics; empty until known."""
         return self.info.model.numerics if self.info is not None and self.info.model is not None else ""
-
-    @property
-    def adapters(self) -> tuple[Adapter, ...]:
-        """The adapters that the node has; empty while no reports arrive."""
-        return () if self.report is None else self.report.adapters
 
     @property
     def is_serving(self) -> bool:
@@ -160,6 +159,14 @@ class NodeLink:
 
     def remove_listener(self, listener: Callable[[], None]) -> None:
         self._listeners.discard(listener)
+
+    def has_adapter(self, adapter: Adapter | None) -> bool:
+        """Whether requests for the adapter may go to the node. None: the model itself."""
+        return adapter not in self._refused and (adapter is None or adapter in self.adapters)
+
+    def add_refused_adapter(self, adapter: Adapter | None) -> None:
+        """Records that the node has refused a request because it lacks the adapter. Its last report may be outdated."""
+        self._refused[adapter] = time.monotonic()
 
     async def run(self) -> None:
         """Keeps the link up until it is cancelled."""
@@ -220,7 +227,11 @@ class NodeLink:
     def _take_report(self, report: NodeReport) -> None:
         was_late = self.is_late
         has_changed = was_late or self.report is None or self.state is not report.state
-        has_changed |= report.adapters != self.adapters
+        if report.adapters is not None and (adapters := frozenset(report.adapters)) != self.adapters:
+            self.adapters, has_changed = adapters, True
+        if self._refused:
+            since = time.monotonic() - ADAPTER_RETRY_SECONDS
+            self._refused = {adapter: at for adapter, at in self._refused.items() if at > since}
         if self.state is not report.state:
             _log.info("node changed state", node=self.name, address=self.address, state=report.state.name)
         self.report = report
@@ -246,7 +257,7 @@ class NodeLink:
         was_up, was_draining = self.is_connected, self.state is NodeState.DRAINING
         self.last_error = error.message
         self._fingerprint = ""
-        self.report = None
+        self.report, self.adapters = None, frozenset()
         self._progress = ProgressDeadline()
         self.num_hedges = 0
         is_refused = isinstance(error, (MismatchError, ModelError))
@@ -296,6 +307,8 @@ class PrefillLink(NodeLink):
             if error.reason == UNREACHABLE:  # if the node's process has ended, its reports end, too
                 await asyncio.wait((lost,), timeout=LOSS_NOTICE_SECONDS)
             reason = UNREACHABLE if lost.done() else NO_ADAPTER if error.reason == NO_ADAPTER else None
+            if reason == NO_ADAPTER:
+                self.add_refused_adapter(call.options.adapter)
             message = f"prefill node {self.name} failed: {error.message}"
             raise PeerLostError(message, node=self.name, reason=reason) from error
         else:

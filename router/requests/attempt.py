@@ -226,9 +226,7 @@ class Attempt:
         self._stop_timer()
         failures.reset_on_progress(self.shared.answer.num_generated_tokens)
         is_unloaded = error.reason == NO_ADAPTER
-        if is_unloaded:  # nobody's fault
-            self.shared.excluded |= {prefill.incarnation}
-        else:
+        if not is_unloaded:  # which is nobody's fault
             failures.add_transfer(prefill.incarnation)
             if error.reason == UNREACHABLE:
                 failures.add_node(prefill.incarnation)
@@ -245,7 +243,7 @@ class Attempt:
         self.state = AttemptState.RETARGETING
         failures = self.shared.failures
         if self.prefill is not None and failures.may_transfer:
-            self._do(do.ChoosePrefill(self.group_id, failures.avoided, self.shared.excluded))
+            self._do(do.ChoosePrefill(self.group_id, failures.avoided))
         else:
             self._send_retarget(on.PrefillChosen(self.group_id, None))
 

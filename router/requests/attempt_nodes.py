@@ -146,7 +146,7 @@ class AttemptNodes:
 
     def _choose_prefill(self, wanted: do.ChoosePrefill) -> None:
         place = self.place
-        is_chosen = place.change_prefill(replace(place.demand, avoided=wanted.avoided, excluded=wanted.excluded))
+        is_chosen = place.change_prefill(replace(place.demand, avoided=wanted.avoided))
         chosen = node_of(place.prefill) if is_chosen and place.prefill is not None else None
         self._feed(on.PrefillChosen(self.id, chosen))
 

@@ -96,7 +96,6 @@ class ChoosePrefill(AttemptInstruction):
     """Replace the prefill node with another one of the same numerics. `PrefillChosen` follows."""
 
     avoided: frozenset[bytes]  # incarnations of nodes that have failed the request
-    excluded: frozenset[bytes]  # incarnations of nodes that must not be used
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ class CloseAttempt(AttemptInstruction):
 
     why: str  # for logs and traces; empty: the attempt has done its work
     must_cancel: bool  # whether the decode node still has the group
-    rejected: Rejected | None = None  # the decode node's answer, if it had no room
+    rejected: Rejected | None = None  # the decode node's answer, if it had no room or lacked the adapter
     frees_hedge: bool = False  # whether a hedge gave no tokens, so that another request may be hedged
 
 

@@ -115,16 +115,14 @@ class Request:
         """Returns the request to its turn in the queue, unless no node can ever take it."""
         reason = rejected.reason
         self.attempts.remove(attempt)
-        no_room = rejected if reason in {RejectReason.NO_ROOM, RejectReason.DRAINING} else None
-        attempt.close(f"{reason.name}: {rejected.message}", rejected=no_room, frees_hedge=True)
+        is_of_node = reason in {RejectReason.NO_ROOM, RejectReason.DRAINING, RejectReason.NO_ADAPTER}
+        attempt.close(f"{reason.name}: {rejected.message}", rejected=rejected if is_of_node else None, frees_hedge=True)
         self._bypasses_limits |= self.shared.was_admitted
         self._is_undisplaceable = self.shared.was_admitted  # a request that never had a grant may be displaced again
-        if reason in {RejectReason.TOO_LARGE, RejectReason.NO_ADAPTER}:
+        if reason is RejectReason.TOO_LARGE:
             self.shared.excluded |= {attempt.decode.incarnation}
             if self.attempts or self._cluster.is_usable(self.shared.demand()):
                 return
-            if reason is RejectReason.NO_ADAPTER:
-                return  # the queue ends the request if the adapter was unloaded everywhere
             if not self._cluster.awaits_decode_nodes:
                 self._end(on.Failed(InvalidRequestError(rejected.message, field="prompt", reason="TOO_LARGE")))
             elif not self.shared.was_admitted:  # otherwise it waits for a node as large as the one that granted room

@@ -145,7 +145,7 @@ class Shared:
     limits: Limits
     failures: FailureBudget = field(default_factory=FailureBudget)
     maybe_answer: Answer | None = None  # None: the request is being encoded
-    excluded: frozenset[bytes] = frozenset()  # incarnations of nodes that can never have room, or lack the adapter
+    excluded: frozenset[bytes] = frozenset()  # incarnations of nodes that can never have room
     was_admitted: bool = False  # whether a decode node has granted room, to this router or to one that is gone
     now: float = 0.0  # monotonic seconds of the current step
     out: list[do.Instruction] = field(default_factory=list)  # the instructions of the current step

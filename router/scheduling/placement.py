@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from outrider.prefill import MAX_SCORED_ROWS
 from outrider.request import Adapter
-from outrider.session import Rejected
+from outrider.session import Rejected, RejectReason
 from router.nodes.directory import NodeDirectory
 from router.nodes.link import DecodeLink, NodeLink, PrefillLink
 from router.nodes.room import Size
@@ -109,11 +109,11 @@ class Place:
             self.placement.release_prefill(self.prefill, num_tokens, self.demand.num_scored_tokens)
 
     def release(self, rejected: Rejected | None = None) -> None:
-        """Releases both nodes. `rejected`: the decode node's answer if it had no room."""
+        """Releases both nodes. `rejected`: the decode node's answer if it had no room, or lacked the adapter."""
         try:
             if self.holds_decode:
                 self.holds_decode = False
-                self.placement.release_decode(self.decode, self.demand.size, rejected)
+                self.placement.release_decode(self.decode, self.demand, rejected)
         finally:
             self.release_prefill()
 
@@ -249,12 +249,14 @@ class Placement:
         assert prefill.num_outstanding_tokens >= 0, "more prefill tokens released than placed"
         self.on_room()
 
-    def release_decode(self, decode: DecodeLink, size: Size, rejected: Rejected | None) -> None:
+    def release_decode(self, decode: DecodeLink, demand: Demand, rejected: Rejected | None) -> None:
         decode.num_placed -= 1
         self.num_placed -= 1
-        decode.change_room(size, 1)
-        if rejected is not None:
-            decode.add_refusal(rejected, size)
+        decode.change_room(demand.size, 1)
+        if rejected is not None and rejected.reason is RejectReason.NO_ADAPTER:
+            decode.add_refused_adapter(demand.adapter)
+        elif rejected is not None:
+            decode.add_refusal(rejected, demand.size)
         self.on_room()
 
     def _choose_decode(
@@ -321,8 +323,7 @@ class Placement:
 def _can_compute(link: NodeLink, demand: Demand) -> bool:
     """Whether the node is not excluded, and has the demanded numerics and adapter."""
     has_numerics = not demand.numerics or link.numerics == demand.numerics
-    has_adapter = demand.adapter is None or demand.adapter in link.adapters
-    return has_numerics and has_adapter and link.incarnation not in demand.excluded
+    return has_numerics and link.incarnation not in demand.excluded and link.has_adapter(demand.adapter)
 
 
 def _has_scoring_room(link: PrefillLink, demand: Demand) -> bool:

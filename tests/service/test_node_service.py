@@ -10,10 +10,9 @@ from outrider.errors import AbortedError, MismatchError, NotFoundError, NotSuppo
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.rpc.tls import PLAINTEXT
 from outrider.service.node_service import NodeServicer, default_node_name
-from outrider.v1 import node_pb2_grpc
-from outrider.wire.node import REPORT
+from outrider.v1 import node_pb2_grpc, router_pb2
 from router.nodes.transport import NodeTransport
-from tests.support.adapters import ScriptedAdapters
+from tests.support.adapters import MAX_LOAD_SECONDS, ScriptedAdapters
 from tests.support.waiting import until
 
 MODEL = ModelInfo(
@@ -89,6 +88,16 @@ async def test_reports_come_until_another_process_answers(node_and_transport):
             pass
 
 
+async def test_adapters_are_in_the_first_report_and_in_those_after_a_change(node_and_transport):
+    _, transport, _ = node_and_transport
+    adapter = await transport.load_adapter("sql", "d")
+    reports, others = (transport.reports(incarnation=b"a" * 16) for _ in range(2))
+    assert [(await anext(reports)).adapters for _ in range(2)] == [(adapter,), None]
+    assert (await anext(others)).adapters == (adapter,), "a stream that begins later has them, too"
+    await transport.unload_adapter("sql")
+    assert [(await anext(reports)).adapters for _ in range(2)] == [(), None]
+
+
 async def test_a_stopped_server_is_a_lost_node(node_and_transport):
     _, transport, server = node_and_transport
     reports = transport.reports(incarnation=b"a" * 16)
@@ -109,7 +118,6 @@ async def test_adapters_are_loaded_and_unloaded(node_and_transport):
     node, transport, _ = node_and_transport
     adapter = await transport.load_adapter("sql", "d")
     assert node.adapters.adapters == (adapter,)
-    assert REPORT.from_proto(REPORT.to_proto(node.report())).adapters == (adapter,)
     await transport.unload_adapter("sql")
     with pytest.raises(NotFoundError, match="no adapter 'sql'"):
         await transport.unload_adapter("sql")
@@ -146,6 +154,28 @@ async def test_a_load_whose_call_has_ended_has_no_effect(node_and_transport, mon
     node.adapters.proceeds.set()
     await until(lambda: node.adapters.num_loaded)
     assert node.adapters.adapters == ()
+
+
+async def test_calls_that_wait_to_load_do_not_delay_an_unload():
+    node = FakeNode()
+    await asyncio.to_thread(node.adapters.load, "sql", "d")
+    servicer = NodeServicer(node.info, node.report, adapters=lambda: node.adapters)
+    node.adapters.proceeds.clear()
+    requests = [router_pb2.LoadAdapterRequest(name=f"a{number}", directory="d") for number in range(40)]
+    calls = [asyncio.ensure_future(servicer.LoadAdapter(request, None)) for request in requests]
+    try:
+        await until(lambda: node.adapters.num_loads == 2)
+        async with asyncio.timeout(MAX_LOAD_SECONDS / 2):
+            await servicer.UnloadAdapter(router_pb2.UnloadAdapterRequest(name="sql"), None)
+        assert node.adapters.num_loads == 2, "only one adapter is loaded at a time"
+        for call in calls[:-1]:
+            call.cancel()
+        await asyncio.gather(*calls[:-1], return_exceptions=True)
+    finally:
+        node.adapters.proceeds.set()
+    await calls[-1]
+    assert [adapter.name for adapter in node.adapters.adapters] == ["a39"]
+    assert node.adapters.num_loads == 3, "calls that were cancelled while they waited load nothing"
 
 
 async def test_a_node_that_does_not_compute_the_model_has_no_adapters():

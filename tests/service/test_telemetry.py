@@ -17,7 +17,7 @@ from outrider.request import FinishReason
 from outrider.service.config import ServerConfig, TelemetryConfig
 from outrider.service.server import serve_metrics
 from outrider.service.telemetry.logging import configure_logging, get_logger
-from outrider.service.telemetry.metrics import ITL_BUCKETS, EngineMetrics, PrefillMetrics, RouterMetrics
+from outrider.service.telemetry.metrics import ITL_BUCKETS, MAX_ADAPTERS, EngineMetrics, PrefillMetrics, RouterMetrics
 from outrider.session import SpeculationCounts
 
 
@@ -181,6 +181,22 @@ def test_router_metrics_have_the_names_of_vllm():
     for name, number in {"prompt": 7, "generation": 5, "max_num_generation": 4}.items():
         assert figures[f"vllm:request_{name}_tokens_sum{{{label}}}"] == number
     assert figures[f"vllm:num_requests_waiting{{{label}}}"] == 5
+
+
+def test_further_adapters_share_their_series():
+    registry = CollectorRegistry()
+    metrics = RouterMetrics(model_name="m", registry=registry)
+    times = RequestMetrics(queue_seconds=0.1, ttft_seconds=0.5, e2e_seconds=1.5)
+    summary = Summary(request_id="r", usage=Usage(num_prompt_tokens=7, num_generated_tokens=5), metrics=times)
+    metrics.observe_finished_request(summary, num_longest=4, adapter="v0")
+    num_lines = len(generate_latest(registry).splitlines())
+    for number in range(10 * MAX_ADAPTERS):
+        metrics.observe_finished_request(summary, num_longest=4, adapter=f"v{number}")
+    labels = {"model_name": "m", "adapter": "other"}
+    assert registry.get_sample_value("outrider:adapter_requests_total", labels) == 9 * MAX_ADAPTERS
+    assert registry.get_sample_value("outrider:adapter_requests_total", labels | {"adapter": "v0"}) == 2
+    num_series = 8  # of one adapter: four counters, each with the time of its creation
+    assert len(generate_latest(registry).splitlines()) == num_lines + num_series * MAX_ADAPTERS
 
 
 def test_what_autoscaling_asks_for_is_read_at_each_scrape():

@@ -12,6 +12,7 @@ from typing import Any
 from outrider.answer import Summary
 from outrider.errors import InternalError
 from outrider.node import NodeRole
+from outrider.session import RejectReason
 from router.requests import events as on
 from router.requests import instructions as do
 from router.requests.answer import Answer
@@ -127,10 +128,9 @@ class Ledger:
                 num_known_tokens = len(command.known_token_ids(command.samples[0]))
                 samples = "".join(f" {start.sample}" for start in command.samples)
                 return f"OpenGroup({number}, {num_known_tokens} tokens, samples{samples})"
-            case do.ChoosePrefill(group, avoided, excluded):
+            case do.ChoosePrefill(group, avoided):
                 self.choosing.add(number := self._numbers[group])
-                never = f", never {_names(excluded)}" if excluded else ""
-                return f"ChoosePrefill({number}{f', not {_names(avoided)}' if avoided else ''}{never})"
+                return f"ChoosePrefill({number}{f', not {_names(avoided)}' if avoided else ''})"
             case do.Retarget(group, transfer_id, keeps_received):
                 number = self._numbers[group]
                 assert number in self.open, "a closed group was retargeted"
@@ -149,7 +149,8 @@ class Ledger:
                 self.choosing.discard(number)
                 self.places.remove(self._place_of[number])
                 notes = [repr(why), *(["cancel"] if must_cancel else [])]
-                notes += ["no room"] if instruction.rejected else []
+                if (rejected := instruction.rejected) is not None:
+                    notes += ["no adapter" if rejected.reason is RejectReason.NO_ADAPTER else "no room"]
                 notes += ["frees hedge"] if instruction.frees_hedge else []
                 return f"CloseAttempt({number}, {', '.join(notes)})"
             case do.SetTimer(timer, at, group):

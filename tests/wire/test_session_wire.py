@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from outrider.errors import InvalidRequestError
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
 from outrider.protocol_versions import ProtocolVersions
 from outrider.request import (
+    Adapter,
     FinishReason,
     LogprobsMode,
     LogprobsRequest,
@@ -32,7 +35,7 @@ from outrider.session import (
     SpeculationCounts,
 )
 from outrider.v1 import node_pb2, router_pb2, session_pb2
-from outrider.wire.node import REPORT
+from outrider.wire.node import REPORT, ReportWriter
 from outrider.wire.session import (
     command_from_proto,
     command_to_proto,
@@ -167,9 +170,26 @@ def test_a_report_survives_the_wire():
         load=NodeLoad(num_running=1, kv_blocks_total=4, kv_blocks_free=3, num_sequences_free=7),
     )
     done = SampleDone(sequence_group_id=ID, sample=0, reason=FinishReason.LENGTH)
-    message = report_message_to_proto(report, [done], hello=info)
+    message = report_message_to_proto(ReportWriter().to_proto(report), [done], hello=info)
     parsed = report_message_from_proto(session_pb2.SessionReport.FromString(message.SerializeToString()))
     assert parsed == (info, report, [done])
+
+
+def test_a_stream_has_the_adapters_only_when_they_have_changed():
+    sql, law = Adapter("sql", "a1" * 32), Adapter("law", "b2" * 32)
+    writer = ReportWriter()
+
+    def send(adapters):
+        return REPORT.from_proto(writer.to_proto(replace(report, adapters=adapters))).adapters
+
+    report = NodeReport(state=NodeState.SERVING, incarnation=ID)
+    assert send((sql, law)) == (sql, law)
+    assert send((sql, law)) is None
+    assert send(()) == ()
+    assert send(()) is None
+    assert send((law,)) == (law,)
+    assert send(None) is None
+    assert REPORT.from_proto(ReportWriter().to_proto(report)).adapters is None
 
 
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), float("-inf")])

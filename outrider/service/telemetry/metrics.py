@@ -8,16 +8,15 @@ engines do. Metrics without a name in vLLM are `outrider:*`. Every series has th
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge, Metric
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from outrider.answer import Summary
-from outrider.lossy_stream import num_lost_lines
 from outrider.node import NodeLoad, NodeRole
 from outrider.request import FinishReason, VerificationMethod
 from outrider.service.telemetry.buckets import (
@@ -30,6 +29,7 @@ from outrider.service.telemetry.buckets import (
     TRANSFER_BUCKETS,
     TTFT_BUCKETS,
 )
+from outrider.service.telemetry.families import Family
 from outrider.session import SpeculationCounts
 
 MOVE_CAUSES = (
@@ -37,61 +37,11 @@ MOVE_CAUSES = (
     *("token_mismatch", "internal"),
 )
 
+MAX_ADAPTERS = 100
+"""Maximum adapters with series of their own. Clients may load any number of them, one after another."""
+OTHER_ADAPTERS = "other"
+
 _FINISHED_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
-
-
-class _Followed(Collector):
-    """A counter whose value is read at each scrape."""
-
-    def __init__(self, name: str, help_text: str, model_name: str, read: Callable[[], float]) -> None:
-        self._name, self._help_text, self._model_name, self._read = name, help_text, model_name, read
-
-    def collect(self) -> Iterable[Metric]:
-        counter = CounterMetricFamily(self._name, self._help_text, labels=("model_name",))
-        counter.add_metric((self._model_name,), self._read())
-        return (counter,)
-
-
-class _Family:
-    """Makes metrics that share a registry and the label `model_name`."""
-
-    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
-        self._model_name = model_name
-        self._registry = registry
-
-    def count_lost_log_lines(self) -> None:
-        name, help_text = "outrider:log_lines_lost", "Lines of the log that could not be written."
-        self._registry.register(_Followed(name, help_text, self._model_name, num_lost_lines))
-
-    def gauge(self, name: str, help_text: str) -> Gauge:
-        return Gauge(name, help_text, ("model_name",), registry=self._registry).labels(self._model_name)
-
-    def counter(self, name: str, help_text: str) -> Counter:
-        return Counter(name, help_text, ("model_name",), registry=self._registry).labels(self._model_name)
-
-    def histogram(self, name: str, help_text: str, buckets: Sequence[float]) -> Histogram:
-        histogram = Histogram(name, help_text, ("model_name",), registry=self._registry, buckets=buckets)
-        return histogram.labels(self._model_name)
-
-    def labelled_counter(self, name: str, help_text: str, label: str) -> Callable[[str, float], None]:
-        """Returns a function that adds to the series of a label value. Adding 0 creates the series."""
-        counter = Counter(name, help_text, ("model_name", label), registry=self._registry)
-        return lambda value, number: counter.labels(self._model_name, value).inc(number)
-
-    def labelled_gauge(self, name: str, help_text: str, label: str) -> Callable[[Mapping[str, float]], None]:
-        """Returns a function that replaces all series of the label with the given ones. Only one thread may call it."""
-        gauge = Gauge(name, help_text, ("model_name", label), registry=self._registry)
-        shown: set[str] = set()
-
-        def show(numbers: Mapping[str, float]) -> None:
-            for value in shown - numbers.keys():
-                gauge.remove(self._model_name, value)
-            for value, number in numbers.items():
-                gauge.labels(self._model_name, value).set(number)
-            shown.clear()
-            shown.update(numbers)
-
-        return show
 
 
 class TokenTimes(Collector):
@@ -131,7 +81,7 @@ class EngineMetrics:
     """Metrics of a node's engine. One instance per process and registry."""
 
     def __init__(self, *, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
-        family = _Family(model_name, registry)
+        family = Family(model_name, registry)
         family.count_lost_log_lines()
         self._running = family.gauge("vllm:num_requests_running", "Sequences in the running batch.")
         self._waiting = family.gauge("vllm:num_requests_waiting", "Sequences that wait for the running batch.")
@@ -271,7 +221,7 @@ class PrefillMetrics(EngineMetrics):
 
     def __init__(self, *, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name=model_name, registry=registry)
-        family = _Family(model_name, registry)
+        family = Family(model_name, registry)
         # Callbacks give the values at each scrape, in another thread, because an idle node pushes no updates.
         self.follow_outstanding = family.gauge(
             "outrider:prefill_outstanding_tokens", "Prompt tokens that wait for or are in computation."
@@ -289,7 +239,7 @@ class RouterMetrics:
         self._token_times = TokenTimes(model_name)
         registry.register(self._token_times)
         self.observe_tokens = self._token_times.add
-        family = _Family(model_name, registry)
+        family = Family(model_name, registry)
         family.count_lost_log_lines()
         # Each scrape reads these gauges by callbacks, in another thread, since a wait grows without any event.
         self.follow_running = family.gauge("vllm:num_requests_running", "Requests that nodes work on.").set_function
@@ -324,8 +274,9 @@ class RouterMetrics:
             family.histogram(f"vllm:{name}", help_text, TOKENS_BUCKETS) for name, help_text in counts
         )
         self._add_finished = family.labelled_counter("vllm:request_success", "Samples finished.", "finished_reason")
+        others = f"; all adapters after the first {MAX_ADAPTERS} share the label {OTHER_ADAPTERS}"
         self._add_of_adapter = [
-            family.labelled_counter(f"outrider:adapter_{name}", f"{text} with an adapter.", "adapter")
+            family.labelled_counter(f"outrider:adapter_{name}", f"{text} with an adapter{others}.", "adapter")
             for name, text in (
                 ("requests", "Finished requests"),
                 ("generation_tokens", "Generated tokens"),
@@ -333,6 +284,7 @@ class RouterMetrics:
                 ("accepted_tokens", "Accepted draft tokens"),
             )
         ]
+        self._adapters: set[str] = set()  # label values
         self.add_failures = family.labelled_counter(  # by OutriderErrors' reasons
             "outrider:request_failures",
             "Requests that were refused, that ended in an error, or whose clients had left (CLIENT_LEFT).",
@@ -376,6 +328,9 @@ class RouterMetrics:
         """
         usage, seconds, drafts = summary.usage, summary.metrics, summary.metrics.speculation
         if adapter:
+            if len(self._adapters) >= MAX_ADAPTERS and adapter not in self._adapters:
+                adapter = OTHER_ADAPTERS
+            self._adapters.add(adapter)
             counts = (1, usage.num_generated_tokens, drafts.num_draft_tokens, drafts.num_accepted_draft_tokens)
             for add, number in zip(self._add_of_adapter, counts, strict=True):
                 add(adapter, number)

@@ -288,7 +288,7 @@ async def test_a_wanted_adapter_keeps_its_name(node_pair, capsys):
         await restart(node_pair, node, [SQL])
     adapters = node_pair.service.nodes.adapters
     links = node_pair.service.nodes
-    await node_pair.eventually(lambda: [link.adapters for link in links.decode_nodes] == [(SQL,), (SQL,)])
+    await node_pair.eventually(lambda: [link.adapters for link in links.decode_nodes] == [{SQL}, {SQL}])
     assert adapters.is_served(wanted)
     assert not adapters.is_served(SQL)
     failure = await refused(load(node_pair, directory="other"))
@@ -303,7 +303,7 @@ async def test_only_so_many_loads_run_at_a_time(node_pair, monkeypatch):
     await node_pair.serve()
     node_pair.decode.adapters.proceeds.clear()
     calls = [load(node_pair, name=name) for name in ("one", "two")]
-    await node_pair.eventually(lambda: node_pair.decode.adapters.num_loads == 2)
+    await node_pair.eventually(lambda: len(node_pair.service.nodes.adapters._changes) == 2)
     failure = await refused(load(node_pair, name="three"))
     assert failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     node_pair.decode.adapters.proceeds.set()

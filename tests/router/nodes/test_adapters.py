@@ -57,7 +57,7 @@ async def test_only_nodes_with_the_adapter_compute(node_pair):
     assert not any(node.requests for node in node_pair.prefills)
     node_pair.prefills[1].adapters.load("sql", "")
     node_pair.prefills[1].adapters = ScriptedAdapters(SQL)
-    await node_pair.eventually(lambda: node_pair.link_of(node_pair.prefills[1]).adapters == (SQL,))
+    await node_pair.eventually(lambda: node_pair.link_of(node_pair.prefills[1]).adapters == {SQL})
     await node_pair.generate(model="sql", max_tokens=2)
     assert [len(node.requests) for node in node_pair.prefills] == [0, 1]
 

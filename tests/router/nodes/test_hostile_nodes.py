@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from outrider.node import NodeLoad, NodeReport, NodeState
-from outrider.wire.node import REPORT
+from outrider.wire.node import ReportWriter
 from router.nodes.link import MAX_CONDITION, shorten_condition
 from tests.support.router_fakes.node import _FakeNodeServicer
 
@@ -77,7 +77,7 @@ async def test_a_flood_of_reports_leaves_the_loop_to_the_others(node_pair, monke
         nonlocal num_reports
         while True:
             num_reports += 1
-            yield REPORT.to_proto(servicer._node.report())
+            yield ReportWriter().to_proto(servicer._node.report())
 
     monkeypatch.setattr(_FakeNodeServicer, "Watch", flood)
     await node_pair.serve()

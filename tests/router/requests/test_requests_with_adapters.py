@@ -315,3 +315,23 @@ async def test_an_adapter_is_unloaded_although_a_lost_node_had_it(node_pair):
     await first.start()
     await node_pair.eventually(lambda: not first.adapters.adapters)
     assert known.was_unloaded(SQL)
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_a_node_that_has_it_again_is_asked_again(cluster, role):
+    """It has unloaded and loaded the adapter between two reports."""
+    give(*cluster.nodes)
+    node = getattr(cluster, role)
+    node.reported_adapters = (SQL,)
+    await cluster.serve()
+    node.adapters.unload("sql")
+    first = asyncio.ensure_future(cluster.generate(model="sql", max_tokens=8))
+    (link,) = getattr(cluster.service.nodes, f"{role}_nodes")
+    await cluster.eventually(lambda: not link.has_adapter(SQL))
+    give(node)
+    await cluster.eventually(lambda: link.has_adapter(SQL))
+    assert len((await first).token_ids()) == 8
+    num_asked = len(cluster.prefill.requests)
+    await cluster.generate(model="sql", seed=2)
+    assert len(cluster.prefill.requests) == num_asked + 1
+    await cluster.is_empty()

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.node import NodeInfo, NodeLoad, NodeReport, NodeRole, NodeState
+from outrider.request import Adapter
 from outrider.session import NO_ROOM_RETRY_SECONDS, Rejected, RejectReason
 from router.nodes.link import DecodeLink, PrefillLink
 from router.nodes.room import Refusal, Size
-from router.scheduling.placement import Demand, Placement
+from router.scheduling.placement import Demand, Placement, _can_compute
 from router.scheduling.prefix_map import PREFIX_CHUNK_TOKENS, PrefixMap, prefix_hashes
 from router.scheduling.request_queue import QueuedRequest, RequestQueue
 from tests.support.router_fakes import fake_model_info
@@ -39,6 +40,28 @@ def make_link(kind, role, name):
     link.session = SimpleNamespace(is_open=True)
     set_load(link, kv_blocks_total=100, kv_blocks_free=100, num_sequences_free=8, max_rows_per_step=ROWS)
     return link
+
+
+@pytest.mark.parametrize("num_adapters", [1, 1000])
+def test_adapters_are_found_without_comparing_them(num_adapters, monkeypatch):
+    link = make_link(DecodeLink, NodeRole.DECODE, "d")
+    link._owner = SimpleNamespace(on_link_change=lambda: None, on_link_report=lambda: None)
+    adapters = [Adapter(f"a{number}", f"{number:064}") for number in range(num_adapters)]
+    link._take_report(dataclasses.replace(link.report, adapters=tuple(adapters)))
+    known = link.adapters
+    num_compared = 0
+
+    def compare(one, other):
+        nonlocal num_compared
+        num_compared += 1
+        return one.name == other.name
+
+    monkeypatch.setattr(Adapter, "__eq__", compare)
+    link._take_report(dataclasses.replace(link.report, adapters=None))
+    assert link.adapters is known
+    assert _can_compute(link, Demand((1,), adapter=Adapter(f"a{num_adapters - 1}", f"{num_adapters - 1:064}")))
+    assert not _can_compute(link, Demand((1,), adapter=Adapter("a0", "f" * 64)))
+    assert num_compared <= 2
 
 
 def set_load(link, **load):

@@ -29,6 +29,7 @@ from outrider.session import (
 )
 from outrider.v1 import session_pb2, session_pb2_grpc
 from outrider.wire.answer import pack_logprobs
+from outrider.wire.node import ReportWriter
 from outrider.wire.session import command_from_proto, report_message_to_proto
 from tests.support.router_fakes.node import Context, FakeNode
 
@@ -191,13 +192,13 @@ class FakeDecodeNode(FakeNode, session_pb2_grpc.DecodeServiceServicer):
         self._sessions.add(session)
         reader = asyncio.ensure_future(self._read(requests, session))
         try:
-            yield report_message_to_proto(self.report(), (), hello=self.info())
+            yield report_message_to_proto(ReportWriter().to_proto(self.report()), (), hello=self.info())
             while session in self._sessions and not reader.done():
                 await self._wait_for_work(session)
                 await self.moves()
                 self._step(session)
                 events, session.events = session.events, []
-                yield report_message_to_proto(self.report(), events)
+                yield report_message_to_proto(ReportWriter().to_proto(self.report()), events)
         finally:
             reader.cancel()
             session.groups.clear()
