@@ -55,6 +55,7 @@ class ClusterAdapters:
         self._others: set[Adapter] = set()  # those of serving nodes that their names do not stand for
         self._changed = asyncio.Event()
         self._changes: dict[asyncio.Task[Any], str] = {}  # clients' calls, with the names of the adapters
+        self._changing: dict[str, Adapter | None] = {}  # what names stand for while clients' calls change them
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by name
 
     def is_served(self, adapter: Adapter) -> bool:
@@ -126,6 +127,8 @@ class ClusterAdapters:
         if self._wanted.get(adapter.name, (None,))[0] == adapter:
             del self._wanted[adapter.name]
             _log.info("adapter unloaded", adapter=str(adapter), is_asked_by_others=is_asked)
+        if self._changing.get(adapter.name) == adapter:
+            self._changing[adapter.name] = None
         for node in self._nodes.values():
             node.forget(adapter, is_asked=is_asked)
 
@@ -134,7 +137,9 @@ class ClusterAdapters:
         unwanted = {adapter for node in self._nodes.values() for adapter in node.unwanted}
         kept = {name: adapter for name, adapter in self._reported.items() if adapter not in unwanted}
         self._reported = agreed(decode_nodes) if decode_nodes else kept
-        self.by_name = self._reported | {name: adapter for name, (adapter, _) in self._wanted.items()}
+        wanted = {name: adapter for name, (adapter, _) in self._wanted.items()}
+        names: dict[str, Adapter | None] = {**self._reported, **wanted, **self._changing}
+        self.by_name = {name: adapter for name, adapter in names.items() if adapter is not None}
         others = {adapter for adapter in self._known if self.by_name.get(adapter.name, adapter) != adapter}
         for adapter in others - self._others:
             used = str(self.by_name[adapter.name])
@@ -188,7 +193,12 @@ class ClusterAdapters:
                 work.cancel()
             await asyncio.gather(*works, return_exceptions=True)
             self.follow([node.link for node in self._serving])  # starts the work on other names again
-            return await change()
+            self._changing[name] = self.by_name.get(name)
+            try:
+                return await change()
+            finally:
+                del self._changing[name]
+                self._update_names()
 
     async def _load(self, name: str, directory: str) -> Adapter:
         nodes = self._serving

@@ -14,31 +14,9 @@ from outrider.request import Adapter
 from router.api.clients import TokenFile
 from router.nodes import adapters as cluster_adapters
 from router.nodes import transport
-from tests.router.adapter_calls import SQL, SQL_OF_D, load, unload
+from tests.router.adapter_calls import SQL, SQL_OF_D, fingerprints_on, load, lose, nodes_with, restart, unload
 from tests.router.conftest import refused
 from tests.support.adapters import ScriptedAdapters
-
-
-def fingerprints_on(nodes, name="sql"):
-    return {adapter.fingerprint for node in nodes for adapter in node.adapters.adapters if adapter.name == name}
-
-
-def nodes_with(pair, adapter):
-    return [node.name for node in pair.nodes if adapter in node.adapters.adapters]
-
-
-async def restart(pair, node, adapters=()):
-    """Restarts a node's process, which has then only these adapters."""
-    await lose(pair, node)
-    node.adapters, node.incarnation = ScriptedAdapters(*adapters), os.urandom(16)
-    await node.start()
-
-
-async def lose(pair, node):
-    """Has the router lose a node, whose process goes on."""
-    link = pair.link_of(node)
-    await node.stop()
-    await pair.eventually(lambda: not link.is_serving)
 
 
 async def test_an_adapter_is_loaded_on_all_nodes_and_can_be_used_at_once(node_pair):
