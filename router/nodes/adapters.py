@@ -62,6 +62,12 @@ class ClusterAdapters:
         """Whether requests that name the adapter get this one, and not another one of its name."""
         return self.by_name.get(adapter.name) == adapter
 
+    def by_name_for(self, name: str, fingerprint: str) -> Mapping[str, Adapter]:
+        """Returns `by_name`, in which the name stands for the adapter of the fingerprint if a decode node has it."""
+        adapter = Adapter(name, fingerprint)
+        has = any(adapter in node.usable for node in self._serving if isinstance(node.link, DecodeLink))
+        return {**self.by_name, name: adapter} if has else self.by_name
+
     def was_unloaded(self, adapter: Adapter) -> bool:
         """Whether no decode node has the adapter or will have it: none is lost that may come back with it."""
         has = any(adapter in node.usable for node in self._nodes.values() if isinstance(node.link, DecodeLink))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from outrider.request import Adapter
-from tests.router.adapter_calls import SQL_OF_D, load
+from tests.router.adapter_calls import SQL, SQL_OF_D, load, unload
 from tests.router.conftest import refused
 from tests.support.adapters import ScriptedAdapters
 
@@ -47,3 +47,31 @@ async def test_an_adapter_has_no_requests_until_its_load_has_ended(node_pair):
     last.adapters.salt = ""
     await load(node_pair)
     assert (await node_pair.generate(model="sql", max_tokens=2)).started.adapter_fingerprint == SQL_OF_D.fingerprint
+
+
+async def test_an_answer_is_continued_by_any_adapter_of_its_fingerprint(node_pair):
+    """model.adapters changes from node to node; the name stands for the other adapter already."""
+    (old, new), prefills = node_pair.decodes, node_pair.prefills
+    for nodes, adapter in (((old, prefills[0]), SQL), ((new, prefills[1]), BIG)):
+        for node in nodes:
+            node.adapters = ScriptedAdapters(adapter)
+    await node_pair.serve()
+    assert (await node_pair.generate(model="sql", max_tokens=2)).started.adapter_fingerprint == SQL.fingerprint
+    whole = await node_pair.generate(model="sql", adapter_fingerprint=BIG.fingerprint)
+    begun = whole.token_ids()[:3]
+    rest = await node_pair.generate(model="sql", adapter_fingerprint=BIG.fingerprint, generated_token_ids=begun)
+    assert rest.started.adapter_fingerprint == BIG.fingerprint
+    assert [*begun, *rest.token_ids()][: len(whole.token_ids())] == whole.token_ids()
+    assert [len(node.opened) for node in node_pair.decodes] == [1, 2]
+    failure = await node_pair.fail(model="sql", adapter_fingerprint=SQL_OF_D.fingerprint)
+    assert failure.reason == "ADAPTER_MISMATCH"
+
+
+async def test_an_adapter_that_is_being_unloaded_has_no_requests(node_pair):
+    for node, adapter in zip(node_pair.decodes, (SQL, BIG), strict=True):
+        node.adapters = ScriptedAdapters(adapter)
+    await node_pair.serve()
+    node_pair.decodes[1].reported_adapters = (BIG,)  # its reports are late
+    await unload(node_pair)
+    failure = await node_pair.fail(model="sql", adapter_fingerprint=BIG.fingerprint)
+    assert failure.reason == "MODEL_NOT_FOUND"
