@@ -107,7 +107,8 @@ class ClusterAdapters:
     async def unload(self, name: str) -> None:
         """Unloads an adapter from all nodes. Goes on if the caller is cancelled.
 
-        Raises: NotFoundError; NotAllowedError if a node's settings have it; CapacityError; OutriderError of a node.
+        Raises: NotFoundError; NotAllowedError if it stays on nodes whose settings have it; CapacityError;
+        PeerLostError if no node serves and another router may want it; OutriderError of a node.
         """
         await self._change(name, partial(self._unload, name))
 
@@ -236,20 +237,19 @@ class ClusterAdapters:
         return adapter
 
     async def _unload(self, name: str) -> None:
-        wanted = self._wanted.get(name)
+        if not self._serving and name not in self._wanted:  # another router may want it
+            message = f"no node serves that could unload {name!r}: unload it again when nodes serve"
+            raise PeerLostError(message, reason="NO_NODE")
         adapters = [adapter for adapter in self._known if adapter.name == name]
         if not adapters:
             raise NotFoundError(f"no node has an adapter {name!r}", reason="ADAPTER_NOT_FOUND")
-        try:
-            await self._remove(adapters)
-        except NotAllowedError:
-            if wanted is not None:
-                self._wanted[name] = wanted
-                self._permit(wanted[0])
-            raise
+        await self._remove(adapters)
 
     async def _remove(self, adapters: Iterable[Adapter]) -> None:
-        """Unloads adapters from all nodes, later from lost ones. Raises: OutriderError of a node that is not lost."""
+        """Unloads adapters of one name from all nodes, later from lost ones.
+
+        Raises: OutriderError of a node that is not lost; NotAllowedError if nodes' settings have it.
+        """
         for adapter in adapters:
             self._forget(adapter)
         self._update_names()
@@ -260,5 +260,11 @@ class ClusterAdapters:
             lambda: not any(adapter in node.reported for node, adapter in done if node.is_serving), REPORT_SECONDS
         )
         for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, PeerLostError):
+            if isinstance(result, BaseException) and not isinstance(result, PeerLostError | NotAllowedError):
                 raise result
+        if fixed := [pair for pair, result in zip(pairs, results, strict=True) if isinstance(result, NotAllowedError)]:
+            names = ", ".join(node.link.name for node, _ in fixed)
+            message = (
+                f"adapter {fixed[0][1].name!r} stays on {names}, as model.adapters there has it; other nodes unload it"
+            )
+            raise NotAllowedError(message, reason="ADAPTERS_ARE_FIXED")

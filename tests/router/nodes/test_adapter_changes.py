@@ -240,14 +240,17 @@ async def test_adapters_of_a_nodes_settings_stay(node_pair):
     assert len(nodes_with(node_pair, SQL)) == 4
 
 
-async def test_what_one_nodes_settings_have_stays_on_all_nodes(node_pair, monkeypatch):
-    monkeypatch.setattr(cluster_adapters, "RETRY_SECONDS", 0.05)
-    node_pair.decodes[0].adapters = ScriptedAdapters(SQL_OF_D, fixed=("sql",))
+async def test_what_one_nodes_settings_have_is_not_wanted_elsewhere_any_more(node_pair):
+    fixed = node_pair.decodes[0]
+    fixed.adapters = ScriptedAdapters(SQL_OF_D, fixed=("sql",))
     await node_pair.serve()
     await load(node_pair)
-    assert (await refused(unload(node_pair))).message == "decode-0: 'sql' is one of model.adapters"
-    await node_pair.eventually(lambda: len(nodes_with(node_pair, SQL_OF_D)) == 4)
-    assert node_pair.service.nodes.adapters.by_name == {"sql": SQL_OF_D}
+    assert f"stays on {fixed.name}," in (await refused(unload(node_pair))).message
+    await restart(node_pair, node_pair.decodes[1])
+    await load(node_pair, name="law", directory="law")
+    await node_pair.eventually(lambda: node_pair.decodes[1].adapters.adapters)
+    assert nodes_with(node_pair, SQL_OF_D) == [fixed.name]
+    assert node_pair.service.nodes.adapters.by_name["sql"] == SQL_OF_D
 
 
 async def test_a_load_that_is_refused_leaves_alone_what_was_there(node_pair):

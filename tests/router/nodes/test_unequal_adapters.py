@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from outrider.request import Adapter
-from tests.router.adapter_calls import SQL, SQL_OF_D, load, unload
+from tests.router.adapter_calls import SQL, SQL_OF_D, load, nodes_with, unload
 from tests.router.conftest import refused
 from tests.support.adapters import ScriptedAdapters
 
@@ -57,11 +57,11 @@ async def test_an_answer_is_continued_by_any_adapter_of_its_fingerprint(node_pai
             node.adapters = ScriptedAdapters(adapter)
     await node_pair.serve()
     assert (await node_pair.generate(model="sql", max_tokens=2)).started.adapter_fingerprint == SQL.fingerprint
-    whole = await node_pair.generate(model="sql", adapter_fingerprint=BIG.fingerprint)
-    begun = whole.token_ids()[:3]
-    rest = await node_pair.generate(model="sql", adapter_fingerprint=BIG.fingerprint, generated_token_ids=begun)
+    named = {"model": "sql", "adapter_fingerprint": BIG.fingerprint, "seed": 1, "max_tokens": 8}
+    whole = await node_pair.generate(**named)
+    rest = await node_pair.generate(**named, generated_token_ids=whole.token_ids()[:3])
     assert rest.started.adapter_fingerprint == BIG.fingerprint
-    assert [*begun, *rest.token_ids()][: len(whole.token_ids())] == whole.token_ids()
+    assert rest.token_ids() == whole.token_ids()[3:]
     assert [len(node.opened) for node in node_pair.decodes] == [1, 2]
     failure = await node_pair.fail(model="sql", adapter_fingerprint=SQL_OF_D.fingerprint)
     assert failure.reason == "ADAPTER_MISMATCH"
@@ -75,3 +75,37 @@ async def test_an_adapter_that_is_being_unloaded_has_no_requests(node_pair):
     await unload(node_pair)
     failure = await node_pair.fail(model="sql", adapter_fingerprint=BIG.fingerprint)
     assert failure.reason == "MODEL_NOT_FOUND"
+
+
+async def test_without_nodes_only_the_router_that_loaded_an_adapter_unloads_it(router_pair):
+    """The other one would not keep the nodes from getting it again."""
+    await router_pair.serve()
+    first, second = router_pair.first, router_pair.second
+    await load(first)
+    await second.eventually(lambda: second.service.nodes.adapters.by_name)
+    for node in first.nodes:
+        await node.stop()
+    links = [router.service.nodes for router in (first, second)]
+    await first.eventually(lambda: not any([*each.decode_nodes, *each.prefill_nodes] for each in links))
+    failure = await refused(unload(second))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_NODE")
+    assert "unload it again when nodes serve" in failure.message
+    await unload(first)
+    for node in first.nodes:
+        await node.start()
+    await first.eventually(lambda: not any(node.adapters.adapters for node in first.nodes))
+
+
+async def test_an_adapter_stays_only_where_settings_have_it(node_pair):
+    fixed, *others = node_pair.nodes
+    fixed.adapters = ScriptedAdapters(SQL, fixed=("sql",))
+    for node in others:
+        node.adapters = ScriptedAdapters(SQL)
+    await node_pair.serve()
+    failure = await refused(unload(node_pair))
+    assert (failure.code, failure.reason) == (grpc.StatusCode.PERMISSION_DENIED, "ADAPTERS_ARE_FIXED")
+    assert (
+        failure.message == f"adapter 'sql' stays on {fixed.name}, as model.adapters there has it; other nodes unload it"
+    )
+    assert nodes_with(node_pair, SQL) == [fixed.name]
+    assert (await node_pair.generate(model="sql", max_tokens=2)).started.adapter_fingerprint == SQL.fingerprint
