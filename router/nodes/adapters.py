@@ -255,16 +255,15 @@ class ClusterAdapters:
         self._update_names()
         pairs = [(node, adapter) for node in self._serving for adapter in adapters]
         results = await asyncio.gather(*(node.unload(adapter) for node, adapter in pairs), return_exceptions=True)
-        done = [pair for pair, result in zip(pairs, results, strict=True) if result is None]
+        outcomes = list(zip(pairs, results, strict=True))
+        done = [pair for pair, result in outcomes if result is None]
         await self._wait(
             lambda: not any(adapter in node.reported for node, adapter in done if node.is_serving), REPORT_SECONDS
         )
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, PeerLostError | NotAllowedError):
                 raise result
-        if fixed := [pair for pair, result in zip(pairs, results, strict=True) if isinstance(result, NotAllowedError)]:
+        if fixed := [pair for pair, result in outcomes if isinstance(result, NotAllowedError)]:
             names = ", ".join(node.link.name for node, _ in fixed)
-            message = (
-                f"adapter {fixed[0][1].name!r} stays on {names}, as model.adapters there has it; other nodes unload it"
-            )
+            message = f"{fixed[0][1].name!r} is in model.adapters of {names}, where it stays; other nodes unload it"
             raise NotAllowedError(message, reason="ADAPTERS_ARE_FIXED")

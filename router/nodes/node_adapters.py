@@ -8,7 +8,15 @@ from collections.abc import Collection, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from outrider.errors import AbortedError, MismatchError, NotAllowedError, NotFoundError, OutriderError, PeerLostError
+from outrider.errors import (
+    AbortedError,
+    MismatchError,
+    NotAllowedError,
+    NotFoundError,
+    NotSupportedError,
+    OutriderError,
+    PeerLostError,
+)
 from outrider.request import Adapter
 from outrider.service.telemetry.logging import get_logger
 from router.nodes.link import NodeLink
@@ -90,12 +98,13 @@ class NodeAdapters:
     def steps(self, wanted: Iterable[tuple[Adapter, str]]) -> list[Step]:
         """Returns what to unload, then what to load. `wanted`: adapters and their directories.
 
-        Nothing is loaded where another adapter of the name may stay, or where its directory has other content.
+        Nothing is loaded where another adapter of the name may stay, where its directory has other content, or by nodes
+        that support no adapters.
         """
         unload = [adapter for adapter, is_done in self.unwanted.items() if adapter in self.reported or not is_done]
         taken = {adapter.name for adapter in self.usable}
-        others = {adapter for adapter, error in self.failures.items() if isinstance(error, MismatchError)}
-        load = [each for each in wanted if each[0].name not in taken and each[0] not in others]
+        never = {each for each, error in self.failures.items() if isinstance(error, MismatchError | NotSupportedError)}
+        load = [each for each in wanted if each[0].name not in taken and each[0] not in never]
         return [*((adapter, None) for adapter in unload), *load]
 
     async def take_step(self, step: Step) -> None:
@@ -128,7 +137,7 @@ class NodeAdapters:
     async def unload(self, adapter: Adapter) -> None:
         """Unloads an adapter that the process may have. Raises: as `_call`; NotAllowedError if its settings have it."""
         try:
-            with suppress(NotFoundError):
+            with suppress(NotFoundError, NotSupportedError):
                 await self._call(self.link.transport.unload_adapter(adapter.name, adapter.fingerprint))
         except NotAllowedError:
             self.unwanted.pop(adapter, None)
@@ -150,6 +159,8 @@ class NodeAdapters:
         except AbortedError as error:  # the deadline has passed, or the node has stopped
             raise PeerLostError(f"{name}: {error.message}", node=name) from error
         except OutriderError as error:
-            error.message = f"{name}: {error.message}"
+            is_old = isinstance(error, NotSupportedError) and not error.field  # gRPC's answer for a method it lacks
+            about = "this version of the node has no adapters: " if is_old else ""
+            error.message = f"{name}: {about}{error.message}"
             error.args = (error.message,)
             raise

@@ -245,7 +245,7 @@ async def test_what_one_nodes_settings_have_is_not_wanted_elsewhere_any_more(nod
     fixed.adapters = ScriptedAdapters(SQL_OF_D, fixed=("sql",))
     await node_pair.serve()
     await load(node_pair)
-    assert f"stays on {fixed.name}," in (await refused(unload(node_pair))).message
+    assert f"in model.adapters of {fixed.name}," in (await refused(unload(node_pair))).message
     await restart(node_pair, node_pair.decodes[1])
     await load(node_pair, name="law", directory="law")
     await node_pair.eventually(lambda: node_pair.decodes[1].adapters.adapters)

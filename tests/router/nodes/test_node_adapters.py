@@ -8,7 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.errors import InvalidRequestError, MismatchError, NotAllowedError, NotFoundError, PeerLostError
+from outrider.errors import (
+    InvalidRequestError,
+    MismatchError,
+    NotAllowedError,
+    NotFoundError,
+    NotSupportedError,
+    PeerLostError,
+)
 from outrider.request import Adapter
 from router.nodes.node_adapters import NodeAdapters, agreed
 
@@ -152,6 +159,18 @@ async def test_what_a_node_does_not_have_is_unloaded():
     await node.unload(ONE)
     assert not node.unwanted
     assert not node.asked
+
+
+async def test_a_node_of_an_earlier_version_has_no_adapters_and_is_asked_once(capsys):
+    unknown = NotSupportedError("Method not found!")
+    node = node_of(answers=[unknown, unknown])
+    node.asked.add(LAW)
+    node.forget(LAW, is_asked=False)
+    await node.unload(LAW)
+    assert not node.unwanted
+    await node.take_step((ONE, "d"))
+    assert node.steps([(ONE, "d")]) == []
+    assert "decode-0: this version of the node has no adapters: Method not found!" in capsys.readouterr().out
 
 
 async def test_what_a_nodes_settings_have_stays():

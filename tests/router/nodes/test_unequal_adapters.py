@@ -104,8 +104,22 @@ async def test_an_adapter_stays_only_where_settings_have_it(node_pair):
     await node_pair.serve()
     failure = await refused(unload(node_pair))
     assert (failure.code, failure.reason) == (grpc.StatusCode.PERMISSION_DENIED, "ADAPTERS_ARE_FIXED")
-    assert (
-        failure.message == f"adapter 'sql' stays on {fixed.name}, as model.adapters there has it; other nodes unload it"
-    )
+    assert failure.message == f"'sql' is in model.adapters of {fixed.name}, where it stays; other nodes unload it"
     assert nodes_with(node_pair, SQL) == [fixed.name]
     assert (await node_pair.generate(model="sql", max_tokens=2)).started.adapter_fingerprint == SQL.fingerprint
+
+
+async def test_nodes_of_an_earlier_version_are_named_by_a_load_and_hinder_no_unload(node_pair):
+    *others, old = node_pair.nodes
+    old.knows_adapters = False
+    await node_pair.serve()
+    failure = await refused(load(node_pair))
+    assert failure.code is grpc.StatusCode.UNIMPLEMENTED
+    assert failure.message == f"{old.name}: this version of the node has no adapters: Method not found!"
+    assert not nodes_with(node_pair, SQL_OF_D)
+    for node in others:
+        node.adapters = ScriptedAdapters(SQL)
+    await reported(node_pair, SQL, others)
+    await unload(node_pair)
+    assert not nodes_with(node_pair, SQL)
+    assert not any(node.unwanted for node in node_pair.service.nodes.adapters._serving)
