@@ -24,7 +24,8 @@ from router.nodes.link import DecodeLink, NodeLink
 from router.nodes.node_adapters import NodeAdapters, Step, agreed
 
 RETRY_SECONDS = 5.0
-"""Seconds between attempts to load or unload an adapter on a node that failed to do so."""
+"""Seconds before the second attempt to load or unload an adapter on a node; doubled for each further one."""
+MAX_RETRY_SECONDS = 60.0
 REPORT_SECONDS = 2.0
 """Seconds that a call waits for the nodes' reports to show its effect, since requests are placed by reports."""
 MAX_CHANGES = 64
@@ -164,11 +165,12 @@ class ClusterAdapters:
             await self._take_steps(node, steps)
 
     async def _take_steps(self, node: NodeAdapters, steps: list[Step]) -> None:
+        pause = min(RETRY_SECONDS * 2 ** min(node.num_failures(steps), 4), MAX_RETRY_SECONDS)
         for step in steps:
             if step in self._steps(node):
                 await node.take_step(step)
         self._update_names()
-        await self._wait(lambda: self._steps(node) != steps, RETRY_SECONDS)
+        await self._wait(lambda: self._steps(node) != steps, pause)
 
     async def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
         """Waits for a condition on the nodes' state, or for some seconds."""

@@ -25,6 +25,9 @@ from router.nodes.transport import racing
 _log = get_logger("adapters")
 T = TypeVar("T")
 
+FINAL_FAILURES = (MismatchError, NotSupportedError)
+"""Failures of loads that are not tried again until the process or the wish changes."""
+
 Step = tuple[Adapter, str | None]
 """An adapter, and the directory from which to load it; None: it is to be unloaded."""
 
@@ -48,7 +51,7 @@ class NodeAdapters:
         self.reported: frozenset[Adapter] = frozenset()
         self.unwanted: dict[Adapter, bool] = {}
         self.asked: set[Adapter] = set()
-        self.failures: dict[Adapter, OutriderError] = {}  # of the last attempts
+        self.failures: dict[Adapter, tuple[OutriderError, int]] = {}  # the last one, and how many in a row
         self.work: asyncio.Task[None] | None = None
         self.busy_with = ""  # the name of the adapter that `work` changes
         self._is_lost = asyncio.Event()
@@ -103,9 +106,13 @@ class NodeAdapters:
         """
         unload = [adapter for adapter, is_done in self.unwanted.items() if adapter in self.reported or not is_done]
         taken = {adapter.name for adapter in self.usable}
-        never = {each for each, error in self.failures.items() if isinstance(error, MismatchError | NotSupportedError)}
+        never = {each for each, (error, _) in self.failures.items() if isinstance(error, FINAL_FAILURES)}
         load = [each for each in wanted if each[0].name not in taken and each[0] not in never]
         return [*((adapter, None) for adapter in unload), *load]
+
+    def num_failures(self, steps: Iterable[Step]) -> int:
+        """Returns the smallest number of failures in a row of one of the steps."""
+        return min(self.failures[adapter][1] if adapter in self.failures else 0 for adapter, _ in steps)
 
     async def take_step(self, step: Step) -> None:
         """Takes one of `steps`. A failure is logged unless it is the last one again."""
@@ -121,10 +128,10 @@ class NodeAdapters:
         except OutriderError as error:
             if not isinstance(error, PeerLostError):
                 self.asked.discard(adapter)
-            known = self.failures.get(adapter)
-            if known is None or known.message != error.message:
+            last, number = self.failures.get(adapter, (None, 0))
+            if last is None or last.message != error.message:
                 _log.warning("adapter not changed", adapter=str(adapter), error=error.message)
-            self.failures[adapter] = error
+            self.failures[adapter] = error, number + 1
         finally:
             self.busy_with = ""
 

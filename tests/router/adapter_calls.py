@@ -31,10 +31,11 @@ def nodes_with(pair, adapter):
     return [node.name for node in pair.nodes if adapter in node.adapters.adapters]
 
 
-async def restart(pair, node, adapters=()):
-    """Restarts a node's process, which has then only these adapters."""
+async def restart(pair, node, adapters=(), *, refusal=None):
+    """Restarts a node's process, which has then only these adapters. `refusal`: of loads."""
     await lose(pair, node)
     node.adapters, node.incarnation = ScriptedAdapters(*adapters), os.urandom(16)
+    node.adapters.refusal = refusal
     await node.start()
 
 

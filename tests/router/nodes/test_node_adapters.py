@@ -138,11 +138,15 @@ async def test_other_content_is_loaded_only_if_it_is_wanted_anew(capsys):
 async def test_failures_are_logged_once_and_tried_again(capsys):
     failures = [InvalidRequestError("no file", field="directory"), InvalidRequestError("no file", field="directory")]
     node = node_of(answers=[*failures, PeerLostError("late")])
-    for _ in range(3):
+    for number in range(3):
         assert node.steps([(ONE, "d")]) == [(ONE, "d")]
+        assert node.num_failures([(ONE, "d")]) == number
         await node.take_step((ONE, "d"))
     assert capsys.readouterr().out.count("decode-0: no file") == 1
     assert node.asked == {ONE}, "it may have loaded it although it has not answered"
+    assert node.num_failures([(ONE, "d"), (LAW, "e")]) == 0
+    node.permit(ONE)
+    assert node.num_failures([(ONE, "d")]) == 0
 
 
 async def test_an_old_adapter_is_unloaded_before_a_new_one_is_loaded():

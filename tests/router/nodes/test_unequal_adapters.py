@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import grpc
 
+from outrider.errors import InvalidRequestError
 from outrider.request import Adapter
-from tests.router.adapter_calls import SQL, SQL_OF_D, load, nodes_with, unload
+from tests.router.adapter_calls import SQL, SQL_OF_D, load, nodes_with, restart, unload
 from tests.router.conftest import refused
 from tests.support.adapters import ScriptedAdapters
 
@@ -123,3 +124,22 @@ async def test_nodes_of_an_earlier_version_are_named_by_a_load_and_hinder_no_unl
     await unload(node_pair)
     assert not nodes_with(node_pair, SQL)
     assert not any(node.unwanted for node in node_pair.service.nodes.adapters._serving)
+
+
+async def test_a_node_that_cannot_load_is_asked_less_and_less(node_pair, monkeypatch):
+    pauses = []
+    await node_pair.serve()
+    await load(node_pair)
+    adapters, node = node_pair.service.nodes.adapters, node_pair.decodes[0]
+    wait = adapters._wait
+
+    def recorded(condition, seconds):
+        pauses.append(seconds)
+        return wait(condition, min(seconds, 0.01))
+
+    monkeypatch.setattr(adapters, "_wait", recorded)
+    await restart(node_pair, node, refusal=InvalidRequestError("no file", field="directory"))
+    await node_pair.eventually(lambda: len(pauses) > 7)
+    assert pauses[:7] == [5, 10, 20, 40, 60, 60, 60]
+    node.adapters.refusal = None
+    await node_pair.eventually(lambda: node.adapters.adapters)
