@@ -66,7 +66,7 @@ class ClusterAdapters:
     def by_name_for(self, name: str, fingerprint: str) -> Mapping[str, Adapter]:
         """Returns `by_name`, in which the name stands for the adapter of the fingerprint if a decode node has it."""
         adapter = Adapter(name, fingerprint)
-        has = any(adapter in node.usable for node in self._serving if isinstance(node.link, DecodeLink))
+        has = any(adapter in node.usable for node in self._decode_nodes)
         return {**self.by_name, name: adapter} if has else self.by_name
 
     def was_unloaded(self, adapter: Adapter) -> bool:
@@ -90,6 +90,7 @@ class ClusterAdapters:
             for adapter in got if incarnation in known else ():
                 self._permit(adapter)
         self._update_names()
+        self._name_missing([node for incarnation, node in serving.items() if incarnation not in known])
         for node in self._serving:
             if self._steps(node) and (node.work is None or node.work.done()):
                 node.work = asyncio.create_task(self._work(node), name="adapters")
@@ -123,6 +124,10 @@ class ClusterAdapters:
     # ------------------------------------------------------------ state
 
     @property
+    def _decode_nodes(self) -> list[NodeAdapters]:
+        return [node for node in self._serving if isinstance(node.link, DecodeLink)]
+
+    @property
     def _known(self) -> set[Adapter]:
         """The adapters that requests may name, and others of serving nodes."""
         return {*self.by_name.values(), *(adapter for node in self._serving for adapter in node.usable)}
@@ -141,7 +146,7 @@ class ClusterAdapters:
             node.forget(adapter, is_asked=is_asked)
 
     def _update_names(self) -> None:
-        decode_nodes = [node.usable for node in self._serving if isinstance(node.link, DecodeLink)]
+        decode_nodes = [node.usable for node in self._decode_nodes]
         unwanted = {adapter for node in self._nodes.values() for adapter in node.unwanted}
         kept = {name: adapter for name, adapter in self._reported.items() if adapter not in unwanted}
         self._reported = agreed(decode_nodes) if decode_nodes else kept
@@ -153,6 +158,17 @@ class ClusterAdapters:
             used = str(self.by_name[adapter.name])
             _log.warning("nodes have different adapters of one name", used=used, unused=str(adapter))
         self._others = others
+
+    def _name_missing(self, newcomers: Iterable[NodeAdapters]) -> None:
+        """Logs what new processes lack and will not get, unless another router has them load it."""
+        message = "the node lacks adapters that others have; unless another router loads them, load them again"
+        for node in newcomers:
+            known = {*self._wanted, *self._changing, *(adapter.name for adapter in node.reported)}
+            others = {
+                str(adapter) for each in self._decode_nodes for adapter in each.usable if adapter.name not in known
+            }
+            if others:
+                _log.warning(message, node=node.link.name, adapters=sorted(others))
 
     def _steps(self, node: NodeAdapters) -> list[Step]:
         """Returns what to load or unload on the node now. Clients' calls have their names for themselves."""

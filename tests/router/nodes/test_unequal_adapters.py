@@ -6,7 +6,7 @@ import grpc
 
 from outrider.errors import InvalidRequestError
 from outrider.request import Adapter
-from tests.router.adapter_calls import SQL, SQL_OF_D, load, nodes_with, restart, unload
+from tests.router.adapter_calls import SQL, SQL_OF_D, load, lose, nodes_with, restart, unload
 from tests.router.conftest import refused
 from tests.support.adapters import ScriptedAdapters
 
@@ -143,3 +143,26 @@ async def test_a_node_that_cannot_load_is_asked_less_and_less(node_pair, monkeyp
     assert pauses[:7] == [5, 10, 20, 40, 60, 60, 60]
     node.adapters.refusal = None
     await node_pair.eventually(lambda: node.adapters.adapters)
+
+
+async def test_a_new_process_without_an_adapter_that_nobody_here_has_loaded_is_named(node_pair, capsys):
+    """As after a restart of the router, which has forgotten what clients have loaded through it."""
+    for node in node_pair.nodes:
+        node.adapters = ScriptedAdapters(SQL)
+    await node_pair.serve()
+    await load(node_pair, name="law", directory="law")
+    nodes = node_pair.service.nodes
+    for node in (node_pair.decodes[0], node_pair.prefills[0]):
+        await restart(node_pair, node)
+        await node_pair.eventually(lambda: node.adapters.adapters)  # noqa: B023 awaited here
+        await lose(node_pair, node)
+        await node.start()
+        await node_pair.eventually(lambda: len(nodes.decode_nodes) == len(nodes.prefill_nodes) == 2)
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "load them again" in line]
+    assert len(warnings) == 2
+    for line, name in zip(warnings, ("decode-0", "prefill-0"), strict=True):
+        assert "the node lacks adapters that others have" in line
+        assert str(SQL) in line
+        assert "law" not in line
+        assert name in line
+    assert nodes_with(node_pair, SQL) == ["decode-1", "prefill-1"]
