@@ -23,6 +23,7 @@ def test_adapters_are_loaded_once_and_each_prompt_names_its_own(lora_llm, router
     assert named == {"a": ("sql", "f" * 64), "b": ("", ""), "c": ("law", "f" * 64)}
     lora_llm.chat([{"role": "user", "content": "d"}], lora_request=LAW, use_tqdm=False)
     assert router.requests[-1].model == "law"
+    assert router.load_seconds > 60.0, "a node may take a minute"
     assert router.loaded == [("sql", "adapters/sql"), ("law", str(tmp_path / "adapters/law")[1:])]
 
 
