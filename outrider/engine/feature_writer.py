@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from outrider.engine.cpu_kernels.decoder_packing import pack_reduction
 from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.cpu_kernels.operators import ELEMENT_TYPES, linear, rms_norm
 from outrider.engine.feature_spec import FeatureSpec
@@ -39,7 +38,7 @@ class FeatureWriter:
         self._taps: dict[int, Tensor] = {}  # the taps of this forward that the reduction uses
         self._native_layers = native if isinstance(native, NativeLayers) else None
         if self._native_layers is not None:
-            self._packed = pack_reduction(self._native_layers.kernels, features, ELEMENT_TYPES[plane.dtype])
+            self._packed = features.pack(self._native_layers.kernels, ELEMENT_TYPES[plane.dtype])
 
     @contextmanager
     def writing(self, slots: Tensor) -> Iterator[None]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from outrider.engine.cpu_kernels.decoder_weights import PackedReduction
+from outrider.engine.cpu_kernels.kernels import CpuKernels
+from outrider.engine.cpu_kernels.library import ElementType
+from outrider.engine.cpu_kernels.operators import ELEMENT_TYPES, plain_linear
+from outrider.engine.cpu_kernels.packing import DecoderPacking
 from outrider.engine.feature_spec import FeatureSpec
+from outrider.engine.kv_cache.tensor_planes import words_of
 
 _TENSORS = ("tap_norms", "norm", "projection", "bias")
 
@@ -41,6 +47,18 @@ class FeatureReduction(FeatureSpec):
             if (tensor := getattr(self, name)) is not None:
                 object.__setattr__(moved, name, tensor.to(device, dtype))
         return moved
+
+    def pack(self, kernels: CpuKernels, element_type: ElementType) -> PackedReduction:
+        """Packs it for native kernels. `element_type`: the model's type, to which taps and projection are rounded."""
+        packing = DecoderPacking(kernels)
+        for name in ("tap_norms", "norm"):
+            if (norm := getattr(self, name)) is not None:
+                packing.add_norm(f"reduction.{name}", words_of(norm.float()))
+        if self.projection is not None:
+            (dtype,) = (dtype for dtype, element in ELEMENT_TYPES.items() if element is element_type)
+            packing.add_matrix("reduction.projection", [plain_linear(self.projection.to(dtype), self.bias)])
+        spec = {field.name: getattr(self, field.name) for field in fields(FeatureSpec)}
+        return PackedReduction(**spec, element_type=element_type, blobs=packing.blobs)
 
     def __call__(self, taps: Tensor) -> Tensor:
         """Reduces taps with torch: [num_rows, num_taps * hidden_size] → [num_rows, width]."""

@@ -17,9 +17,6 @@ from outrider.engine.low_rank import LowRanks, PackedAdapter
 from outrider.engine.transfer import upload
 from outrider.errors import InternalError, ModelError
 
-_RANK_STEP = 64
-"""Ranks are padded to a multiple of this with zeros, which add nothing to a sum."""
-
 
 class TorchAdapter(PackedAdapter):
     """An adapter on a model's device, in float32.
@@ -58,10 +55,8 @@ class TorchAdapter(PackedAdapter):
                 raise ModelError(
                     f"the adapter's {name} maps {found[0]} to {found[1]} features, the model's {own[0]} to {own[1]}"
                 )
-            padding = (0, -len(part.down) % _RANK_STEP)
-            down, up = np.pad(part.down, (padding, (0, 0))), np.pad(part.up, ((0, 0), padding))
-            self._pairs[name] = make_linear(torch.from_numpy(down)), make_linear(torch.from_numpy(up))
-            self._num_bytes += down.nbytes + up.nbytes
+            self._pairs[name] = make_linear(torch.from_numpy(part.down)), make_linear(torch.from_numpy(part.up))
+            self._num_bytes += part.down.nbytes + part.up.nbytes
 
     @property
     def num_bytes(self) -> int:
@@ -150,14 +145,22 @@ def _linear_maker(
     return make_linear
 
 
-def _find_layer(model: nn.Module, name: str) -> Any:
-    """Returns a linear layer through which every row of a step goes. Raises: ModelError if there is none."""
+def _find_layer(model: Any, name: str) -> Any:
+    """Returns a linear layer of the model's decoder through which every row of a step goes.
+
+    Raises: ModelError if there is none.
+    """
+    decoder = model.get_decoder()
+    prefix = next(own for own, module in model.named_modules() if module is decoder)
+    inner = name.removeprefix(f"{prefix}.") if name.startswith(f"{prefix}.") else ""
     try:
-        layer: Any = model.get_submodule(name)
+        layer: Any = decoder.get_submodule(inner) if inner else None
     except AttributeError:
         layer = None
-    if layer is None or ".layers." not in f".{name}" or not isinstance(getattr(layer, "in_features", None), int):
+    # Linear classes of a model's own, such as a router of experts, may have other results than one tensor.
+    is_known = type(layer) is nn.Linear or not type(layer).__module__.startswith("transformers.models.")
+    if not (is_known and isinstance(getattr(layer, "in_features", None), int)) or "._" in inner:
         raise ModelError(f"the adapter changes {name}, which is no linear layer of the model")
-    if sum(part.isdigit() for part in name.split(".")) != 1:
+    if sum(part.isdigit() for part in inner.split(".")) != 1:
         raise ModelError(f"the adapter changes {name}, but adapters of single experts are not supported")
     return layer

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from outrider.engine.features import rms_norm
 from outrider.engine.rotation import inverse_frequencies
+from outrider.engine.scaled_rotations import rope_parameters
 from outrider.heads.base import Attend
 from outrider.heads.head_files import HeadFiles
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_DEFAULT_BASE, _DEFAULT_EPSILON = 10_000.0, 1e-6  # the defaults of Llama and Qwen3
+_DEFAULT_EPSILON = 1e-6  # the default of Llama and Qwen3
 _EVERY_LAYER_ATTENDS = "full_attention"
 
 
@@ -64,13 +65,10 @@ class Rotation:
 
     def __init__(self, files: HeadFiles, config: Mapping[str, Any], head_dim: int) -> None:
         """Raises: ConfigError if angles depend on the text's length or only a part of each head is rotated."""
-        # Older files have the base at the top level, and no rope type if it is the default type.
-        rope = {"rope_theta": config.get("rope_theta", _DEFAULT_BASE)}
-        rope |= config.get("rope_parameters") or config.get("rope_scaling") or {}
-        kind = rope.get("rope_type") or rope.get("type") or "default"
+        rope = rope_parameters(config)
+        kind, turned = rope["rope_type"], rope.get("partial_rotary_factor") or 1.0
         if kind not in _ROPE_TYPES:
             raise files.refusal("rope_parameters.rope_type", kind, ", ".join(_ROPE_TYPES))
-        turned = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
         if turned != 1.0:
             raise files.refusal("rope_parameters.partial_rotary_factor", turned, "1.0")
         self.scale = 1.0

@@ -60,9 +60,11 @@ _IGNORED = frozenset(
 )
 """Settings of PEFT that may have any value: they are read elsewhere, name what the tensors tell, or matter only to
 training. Unknown settings may only be unset, false, empty or a number, such as qalora_group_size."""
-MAX_QUANTIFIERS = 2
+MAX_PATTERN_LENGTH = 128
+MAX_REPEATING_PATTERNS = 64
+"""Maximum number of patterns with a quantifier, which take long to match. Such a pattern may have only one."""
 _PATTERN = re.compile(r"\^?(?:(?:[\w.-]|\\[.d]|\[[\w-]+\])[*+?]?)+\$?")
-"""The regular expressions that are matched. Those with groups, or more quantifiers, may take very long."""
+"""The regular expressions that are matched. Those with groups may take very long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class AdapterFiles:
 
     parts: LowRanks
     fingerprint: str  # SHA-256 in hexadecimal over its tensors and their scaling
+    num_bytes: int  # of the tensors in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ def read_adapter(directory: Path, *, root: Path | None = None, max_bytes: int | 
             hasher.update(down.data)
             hasher.update(raw.data)
             parts[module] = LowRank(down, up)
-    return AdapterFiles(parts, hasher.hexdigest())
+    return AdapterFiles(parts, hasher.hexdigest(), num_bytes)
 
 
 def _check_settings(about: Mapping[str, Any], path: Path) -> None:
@@ -133,9 +136,12 @@ def _scaling_of(about: Mapping[str, Any], path: Path) -> Callable[[str, int], fl
     patterns, ranks = about.get("alpha_pattern") or {}, about.get("rank_pattern") or {}
     if not (isinstance(patterns, dict) and isinstance(ranks, dict) and len(patterns) <= MAX_LAYERS):
         raise ModelError(f"{path}: alpha_pattern or rank_pattern is no object, or has over {MAX_LAYERS:,} patterns")
-    alphas = []
+    alphas, num_repeating = [], 0
     for pattern, alpha in (*patterns.items(), (".*", about.get("lora_alpha", 8))):
-        if not _PATTERN.fullmatch(pattern) or sum(map(pattern.count, "*+?")) > MAX_QUANTIFIERS:
+        num_quantifiers = sum(map(pattern.count, "*+?"))
+        num_repeating += num_quantifiers > 0
+        is_quick = num_quantifiers <= 1 and num_repeating <= MAX_REPEATING_PATTERNS + 1  # that of lora_alpha
+        if not (is_quick and len(pattern) <= MAX_PATTERN_LENGTH and _PATTERN.fullmatch(pattern)):
             raise ModelError(f"{path}: the pattern {_shown(pattern)} is not supported: name the layer, or use .* in it")
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not abs(alpha) <= MAX_ALPHA:
             raise ModelError(f"{path}: {_shown(alpha)} is no lora_alpha: it is a number up to {MAX_ALPHA:,.0f}")

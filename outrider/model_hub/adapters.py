@@ -25,6 +25,7 @@ from outrider.errors import (
     NotFoundError,
     NotSupportedError,
 )
+from outrider.heap import trim_heap
 from outrider.model_hub.adapter_files import read_adapter
 from outrider.model_hub.config import ModelConfig
 from outrider.request import Adapter
@@ -96,7 +97,10 @@ class AdapterTable:
             raise NotAllowedError(message, reason="ADAPTER_DIRECTORY")
         try:
             with self._loading:
-                return self._load(name, path, root, fingerprint=fingerprint, has_ended=has_ended)
+                try:
+                    return self._load(name, path, root, fingerprint=fingerprint, has_ended=has_ended)
+                finally:
+                    trim_heap()  # of what the files took
         except ModelError as error:
             message = error.message.replace(str(path), directory)
             raise InvalidRequestError(message, field="directory", reason="BAD_ADAPTER") from error
@@ -143,10 +147,14 @@ class AdapterTable:
             packed = self._packed.get(adapter.fingerprint)
             if packed is None:
                 try:
+                    self._check_room(name, files.num_bytes)
                     packed = self._pack(files.parts)
+                except CapacityError:
+                    del files  # which the traceback would keep
+                    raise
                 except ModelError as error:
                     raise ModelError(f"{directory} does not fit {self._model_name}: {error.message}") from error
-                self._check_room(name, packed.num_bytes)
+                self._check_room(name, packed.num_bytes)  # with padding
                 self._packed[adapter.fingerprint] = packed
             if has_ended():
                 raise AbortedError(f"the call that loads the adapter {name!r} has ended")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.engine.device import device_type
 from outrider.model_hub.checkpoint_text import read_json
 from outrider.model_hub.fingerprint import GGUF_TABLE
+from outrider.model_hub.gguf.blocks import FORMATS
 from outrider.model_hub.gguf.directory import open_directory
+from outrider.model_hub.lazy_tensors import Tensors
 from outrider.model_hub.quantised.methods import choose_scheme, method_of, quantization_of
-from outrider.model_hub.quantised.open import Tensors, open_safetensors
+from outrider.model_hub.quantised.open import open_safetensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +33,11 @@ def open_checkpoint(directory: Path, device: str) -> Checkpoint | None:
     unsupported way.
     """
     if (directory / GGUF_TABLE).is_file():
-        gguf = open_directory(directory).tensors
-        return Checkpoint(gguf, f"GGUF {', '.join(gguf.formats)}", gguf.is_quantised, not gguf.is_quantised)
+        tensors, entries = open_directory(directory)
+        formats = Counter(entry.type_name for entry in entries if len(entry.shape) > 1).most_common()
+        is_quantised = any(entry.type in FORMATS for entry in entries)
+        name = f"GGUF {', '.join(name for name, _ in formats)}"
+        return Checkpoint(tensors, name, is_quantised, is_plain=not is_quantised)
     quantization = quantization_of(read_json(directory / "config.json"))
     if not quantization or device_type(device) != "cpu":
         return None

@@ -62,8 +62,8 @@ class ModelConfig:
         at_least=1 << 10,
         at_most=1 << 44,
         help="Memory in bytes for a node's adapters, which take 4 bytes for each number. An adapter of several names "
-        "counts once; one that was unloaded counts until its requests end. With model.adapter_directory, the KV pool "
-        "leaves this memory free.",
+        "counts once; one that was unloaded counts until its requests end. While one is loaded, it takes its size once "
+        "more. With model.adapter_directory, the KV pool leaves this memory free.",
     )
     device: str = setting("auto", help="The device that computes: auto, cpu, cuda or cuda:N.")
     tensor_parallel_size: int = setting(

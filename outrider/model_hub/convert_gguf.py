@@ -6,6 +6,7 @@ settings and chat template are in the folder next to this file, as transformers 
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -13,10 +14,12 @@ import numpy as np
 from safetensors import TensorSpec, serialize_file
 
 from outrider.engine.arrays import to_bfloat16
+from outrider.engine.cpu_kernels.matrices import to_float32
 from outrider.model_hub.checkpoint_text import TOKENIZER_FILE, read_json
 from outrider.model_hub.gguf.header import read_header
-from outrider.model_hub.gguf.tensors import GgufTensors, float_values
+from outrider.model_hub.gguf.tensors import open_tensors
 from outrider.model_hub.gguf.tokenizer import GgufVocabulary
+from outrider.model_hub.lazy_tensors import dequantised
 from outrider.progress import Progress
 
 _FILES = Path(__file__).with_name("smollm2-135m-instruct")
@@ -32,13 +35,14 @@ def convert_gguf(weights: Path, directory: Path, progress: Progress) -> None:
     for path in _FILES.iterdir():
         shutil.copyfile(path, directory / path.name)  # without the mode, as an installation may be read-only
     header = read_header(weights)
-    tensors = GgufTensors([weights], header.tensors, "llama", read_json(directory / "config.json")["head_dim"])
+    head_dim = read_json(directory / "config.json")["head_dim"]
+    tensors = dequantised(open_tensors([weights], header.tensors, "llama", head_dim))
     # One array has all tensors, so that its memory returns to the system. Separate arrays might leave theirs allocated.
-    storage = np.empty(sum(int(np.prod(tensors.shape(name))) for name in tensors), np.uint16)
+    storage = np.empty(sum(math.prod(entry.shape) for entry in header.tensors), np.uint16)
     specs, end = {}, 0
     for index, (name, tensor) in enumerate(tensors.items()):
         progress("convert", index, len(tensors))
-        values = float_values(tensor)
+        values = to_float32(tensor)
         words = storage[end : end + values.size]
         words[:] = to_bfloat16(values).reshape(-1)
         end += values.size

@@ -39,7 +39,7 @@ _BLOCK_TABLES = ((6, 1, 4, 20, 9, 23, 11, 3, 17, 14), (2, 7, 0, 22, 5, 19, 8, 16
 def pack_default_model(
     directory: Path, config: ModelConfig, kernels: CpuKernels
 ) -> tuple[ModelSpec, DecoderWeights] | None:
-    """Packs the default model with the same bits as `pack_decoder`.
+    """Packs the default model with the same bits as `load_model`.
 
     Returns None if `config` has a dtype other than bfloat16, which needs torch. Raises: ConfigError if
     `model.max_model_len` exceeds the model's window, ModelError if the kernels compute the model incorrectly.

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from outrider.engine.cpu_kernels.decoder_options import DecoderOptions
 from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
-from outrider.engine.cpu_kernels.matrices import Floats, to_float32
-from outrider.engine.kv_cache.array_plane import Words
+from outrider.engine.cpu_kernels.matrices import rounded_weight
 from outrider.errors import ModelError
-from outrider.model_hub.quantised.open import Tensors
+from outrider.model_hub.lazy_tensors import Tensors
 from outrider.model_hub.support import architecture_name, probe_token_ids
 from outrider.progress import Progress, no_progress
 
 _UNUSED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Names of tensors in old checkpoints that transformers ignores, because it computes them."""
+
+_ALLOWED = 2.5e-7
+"""Allowed difference of frequencies in radians: two units in the last place of the largest."""
 
 _Place: TypeAlias = tuple[nn.Module, str, str, nn.Parameter]
 """A module, a parameter's name in it, its name in the model, and the parameter itself on torch's meta device."""
@@ -32,7 +38,10 @@ def layerwise_logits(
     tensors: Tensors,
     *,
     dtype: torch.dtype = torch.float32,
+    quantise: str = "",
+    may_have_others: bool = False,
     token_ids: Tensor | None = None,
+    progress: Progress = no_progress,
 ) -> Tensor:
     """Runs transformers' model with eager attention on a CPU, whatever the format of its checkpoint.
 
@@ -43,16 +52,22 @@ def layerwise_logits(
         config: the model's configuration. Its `quantization_config` is ignored, because `tensors` are dequantised here.
         tensors: the weights by transformers' parameter names. A tied head may be absent.
         dtype: the type of weights and arithmetic. torch.bfloat16 shows the rounding of transformers itself.
-        token_ids: [num_sequences, num_tokens] int64; None for those of `support.reference_logits`.
+        quantise: what plain linear layers are rounded to (see PackedMatrix), so that only the arithmetic differs from
+            ours; "": they are not rounded.
+        may_have_others: whether `tensors` may have some that the model has no place for.
+        token_ids: [num_sequences, num_tokens] int64; None for `support.probe_token_ids`.
+        progress: receives the stage "weights" with numbers of layers.
 
     Returns: [num_sequences, num_tokens, vocab_size] float32.
 
     Raises: ModelError that names a tensor that is missing, has a wrong shape or is not one of the model's.
     """
     model = _empty_model(config, dtype, "eager")
-    read = _reader(model, tensors)
-    for name, places in _places(model).items():
-        _read_while_running(model.get_submodule(name), places, read)
+    read = _reader(model, tensors, quantise, may_have_others=may_have_others)
+    units = _places(model)
+    for done, (name, places) in enumerate(units.items()):
+        report = partial(progress, "weights", done, len(units))
+        _read_while_running(model.get_submodule(name), places, read, report)
     for name, value in model.state_dict().items():
         if not value.is_meta:  # a buffer
             value.copy_(read(name, value))
@@ -60,14 +75,28 @@ def layerwise_logits(
         token_ids = probe_token_ids(model.get_output_embeddings().weight.shape[0])
     with torch.inference_mode():
         logits: Tensor = model(input_ids=token_ids, use_cache=False).logits
+    progress("weights", len(units), len(units))
     return logits.float()
 
 
-def rotary_embedding(config: PretrainedConfig) -> nn.Module:
-    """Returns transformers' module that computes the model's cosines and sines, without loading weights."""
-    model: Any = _empty_model(config, torch.float32, "eager")
-    rotary: nn.Module = model.base_model.rotary_emb
-    return rotary
+def own_rotations(config: PretrainedConfig, options: DecoderOptions) -> DecoderOptions:
+    """Returns the options with scaled rotations as transformers computes them.
+
+    Raises: ModelError if other rotations differ from those of transformers.
+    """
+    rotary: Any = _empty_model(config, torch.float32, "eager").base_model.rotary_emb
+    rotations = []
+    for rotation in options.rotations:
+        prefix = f"{rotation.layer_type}_" * bool(rotation.layer_type)
+        frequencies = getattr(rotary, f"{prefix}inv_freq").float().numpy()
+        scale = float(getattr(rotary, f"{prefix}attention_scaling"))
+        if not rotation.is_scaled:
+            ours = rotation.frequencies
+            if scale != 1.0 or ours.shape != frequencies.shape or not np.allclose(ours, frequencies, 0, _ALLOWED):
+                raise ModelError("the model's rotations differ from those of its configuration")
+            frequencies = ours  # torch's powers may differ in the last place, and depend on the processor
+        rotations.append(replace(rotation, frequencies=frequencies, scale=scale, is_scaled=False))
+    return replace(options, rotations=tuple(rotations))
 
 
 def load_tensors(
@@ -94,22 +123,32 @@ def load_tensors(
     return model.requires_grad_(requires_grad=False)
 
 
-def _reader(model: PreTrainedModel, tensors: Tensors) -> Callable[[str, Tensor], Tensor]:
+def _reader(
+    model: PreTrainedModel, tensors: Tensors, quantise: str = "", *, may_have_others: bool = False
+) -> Callable[[str, Tensor], Tensor]:
     """Returns read(name, like), which returns the tensor of a parameter in the dtype of `like`.
 
     Raises: ModelError if a tensor is missing, or is not one of the model's; `read` raises it for a wrong shape.
     """
-    sources = _sources(model, tensors)
+    sources = _sources(model, tensors, may_have_others=may_have_others)
+    linear = {f"{path}.weight" for path, module in model.named_modules() if quantise and type(module) is nn.Linear}
+    rounded = {sources[name] for name in linear}  # includes embeddings that are the head, too
 
     def read(name: str, like: Tensor) -> Tensor:
-        values = _float32(tensors[sources[name]])
-        if values.shape != like.shape:
+        source = sources[name]
+        stored = tensors[source]
+        if isinstance(stored, GroupedWeight):
+            stored = stored.dequantise()
+        elif source in rounded:
+            stored = rounded_weight(stored, quantise)
+        if stored.shape != like.shape:
             raise ModelError(
-                f"{architecture_name(model.config)}: {sources[name]} has the shape {list(values.shape)}, but the "
+                f"{architecture_name(model.config)}: {source} has the shape {list(stored.shape)}, but the "
                 f"configuration needs {list(like.shape)}: config.json or the weights are another model's"
             )
-        own = values if values.flags.writeable else values.copy()  # a file's float32 cannot be a tensor's memory
-        return torch.from_numpy(own).to(like.dtype)
+        own = stored if stored.flags.writeable else stored.copy()  # a file's array cannot be a tensor's memory
+        tensor = torch.from_numpy(own)
+        return (tensor.view(torch.bfloat16) if own.dtype == np.uint16 else tensor).to(like.dtype)
 
     return read
 
@@ -125,7 +164,7 @@ def _empty_model(config: PretrainedConfig, dtype: torch.dtype, attention: str) -
     return model.requires_grad_(requires_grad=False).eval()
 
 
-def _sources(model: PreTrainedModel, tensors: Tensors) -> dict[str, str]:
+def _sources(model: PreTrainedModel, tensors: Tensors, *, may_have_others: bool) -> dict[str, str]:
     """Returns the tensor for each of the model's parameters and stored buffers. Of two tied ones, one may be absent.
 
     Biases of zeros, which AutoGPTQ writes for all linear layers, may be in excess: they change nothing.
@@ -138,8 +177,10 @@ def _sources(model: PreTrainedModel, tensors: Tensors) -> dict[str, str]:
     ignored = model._keys_to_ignore_on_load_unexpected or ()  # noqa: SLF001 it has no public name
     unused = re.compile("|".join((*_UNUSED, *ignored)))
     missing = [name for name, source in sources.items() if source not in tensors]
-    extra = [name for name in tensors if name not in sources and not unused.search(name)]
-    extra = [name for name in extra if not (name.endswith(".bias") and not _float32(tensors[name]).any())]
+    others = () if may_have_others else tensors
+    extra = [name for name in others if name not in sources and not unused.search(name)]
+    plain: Mapping[str, Any] = tensors  # biases are not quantised
+    extra = [name for name in extra if not (name.endswith(".bias") and not np.any(plain[name]))]
     for names, problem in ((missing, "the weights lack"), (extra, "the model has no place for")):
         if names:
             raise ModelError(
@@ -147,10 +188,6 @@ def _sources(model: PreTrainedModel, tensors: Tensors) -> dict[str, str]:
                 "the weights are another model's, or the weights are incomplete"
             )
     return sources
-
-
-def _float32(stored: Words | GroupedWeight) -> Floats:
-    return stored.dequantise() if isinstance(stored, GroupedWeight) else to_float32(stored)
 
 
 def _places(model: PreTrainedModel) -> dict[str, list[_Place]]:
@@ -165,10 +202,13 @@ def _places(model: PreTrainedModel) -> dict[str, list[_Place]]:
     return places
 
 
-def _read_while_running(unit: nn.Module, places: list[_Place], read: Callable[[str, Tensor], Tensor]) -> None:
+def _read_while_running(
+    unit: nn.Module, places: list[_Place], read: Callable[[str, Tensor], Tensor], report: Callable[[], None]
+) -> None:
     """Reads the parameters before each forward of the module and drops them after it."""
 
     def fill(_unit: nn.Module, _input: object) -> None:
+        report()
         for module, name, full_name, empty in places:
             module.register_parameter(name, nn.Parameter(read(full_name, empty), requires_grad=False))
 

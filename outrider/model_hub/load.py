@@ -22,7 +22,6 @@ from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
 from outrider.engine.cpu_kernels.decoder_options import HEAD_DIM_STEP, DecoderOptions, decoder_options
-from outrider.engine.cpu_kernels.decoder_packing import compare_rotations, pack_decoder, why_not_native
 from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.cpu_kernels.packing import pack_weights
 from outrider.engine.cpu_kernels.paths import FUSED, KernelChoice
@@ -44,10 +43,11 @@ from outrider.model_hub.kernels import (
     resolve_device,
     start_kernels,
 )
-from outrider.model_hub.layerwise_reference import layerwise_logits, load_tensors, rotary_embedding
+from outrider.model_hub.layerwise_reference import layerwise_logits, load_tensors, own_rotations
+from outrider.model_hub.lazy_tensors import Tensors, dequantised
 from outrider.model_hub.loaded_model import LoadedModel, describe_model
 from outrider.model_hub.locate import ModelLocation, locate_model
-from outrider.model_hub.quantised.open import dequantised, rounded
+from outrider.model_hub.plain_tensors import open_plain, tensors_of
 from outrider.model_hub.support import (
     SPLIT_CONTEXT,
     architecture_name,
@@ -55,8 +55,8 @@ from outrider.model_hub.support import (
     check_paged_forward,
     depends_on_batch,
     describe_decoder,
-    float32_logits,
-    reference_logits,
+    own_logits,
+    probe_token_ids,
 )
 from outrider.model_hub.tensor_parallel import check_split, device_of_rank, own_rank
 from outrider.model_hub.weight_format import WeightFormat, choose_weight_format
@@ -71,19 +71,15 @@ class _Source:
     config: ModelConfig
     location: ModelLocation
     hf_config: PretrainedConfig
-    checkpoint: Checkpoint | None  # None: transformers reads the weights
+    checkpoint: Checkpoint | None  # None: its weights are plain, or transformers' quantizers read them
+    tensors: Tensors | None  # None: transformers reads the weights
     device: str
     window: Window
     kernels: KernelChoice
     dtype: str
-    options: DecoderOptions | str  # or why the native decoder cannot compute the model
+    options: DecoderOptions | None  # None: the native decoder does not compute the model
     weights: WeightFormat
     progress: Progress
-
-    @property
-    def packs_checkpoint(self) -> bool:
-        """Whether the checkpoint's own tensors are packed for the native decoder, without a model of transformers."""
-        return self.checkpoint is not None and self.kernels.library is not None and not isinstance(self.options, str)
 
 
 def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> LoadedModel:
@@ -99,7 +95,7 @@ def load_model(config: ModelConfig, *, progress: Progress = no_progress) -> Load
     location = locate_model(config, progress=progress)
     state = check_weight_files(location.directory)
     source = _open_source(config, location, progress)
-    source, runnable = _load_packed(source) if source.packs_checkpoint else _load_modules(source)
+    source, runnable = _load_modules(source) if source.options is None else _load_packed(source, source.options)
     loaded = describe_model(
         config,
         location,
@@ -133,15 +129,22 @@ def _open_source(config: ModelConfig, location: ModelLocation, progress: Progres
     if kernels.path == FUSED and (reason := why_not_fused(hf_config)):
         kernels = fall_back_to_torch(config, reason)
     is_native = kernels.library is not None
-    options = decoder_options(hf_config.to_dict())
-    is_decoder = is_native and not isinstance(options, str)
+    found = decoder_options(hf_config.to_dict())
+    options = found if is_native and isinstance(found, DecoderOptions) else None
+    if is_native and isinstance(found, str):
+        kernels = replace(kernels, reason=f"by layers: {found}")
+    is_decoder = options is not None
     stays_packed = is_decoder and checkpoint is not None and checkpoint.is_quantised and config.weights != DEQUANTIZED
     dtype = resolve_dtype(config.dtype, device, hf_config, is_native=is_native, is_quantised=stays_packed)
+    tensors = checkpoint.tensors if checkpoint is not None else None
+    if tensors is None and options is not None:
+        tensors = open_plain(location.directory, is_tied=options.is_tied)
     return _Source(
         config=config,
         location=location,
         hf_config=hf_config,
         checkpoint=checkpoint,
+        tensors=tensors,
         device=device,
         window=window,
         kernels=kernels,
@@ -152,21 +155,20 @@ def _open_source(config: ModelConfig, location: ModelLocation, progress: Progres
     )
 
 
-def _load_packed(source: _Source) -> tuple[_Source, RunnableModel]:
+def _load_packed(source: _Source, options: DecoderOptions) -> tuple[_Source, RunnableModel]:
     """Packs the tensors of the checkpoint, one at a time, and compares the logits with those of transformers."""
-    checkpoint, options, window = source.checkpoint, source.options, source.window
-    assert checkpoint is not None
-    assert isinstance(options, DecoderOptions)
-    tensors = checkpoint.tensors
-    if not source.weights.has_int8_activations:
-        tensors = dequantised(tensors)
+    tensors, window = source.tensors, source.window
+    assert tensors is not None
     spec = options.spec(dtype=source.dtype, max_model_len=window.max_model_len, is_extended=window.is_extended)
     started = start_kernels(source.kernels, source.config)
     quantise = source.weights.rounded_to
-    logits = partial(layerwise_logits, source.hf_config, rounded(checkpoint.tensors, quantise))
-    expected = logits(dtype=TORCH_DTYPES[spec.dtype])  # first, because it checks the tensors' names and shapes
-    compare_rotations(rotary_embedding(source.hf_config), options, spec.max_model_len)
-    weights = pack_weights(started, options, spec, tensors, quantise=quantise)
+    is_plain = source.checkpoint is None  # then there may be other modules, such as a value head or MTP layers
+    logits = partial(layerwise_logits, source.hf_config, tensors, quantise=quantise, may_have_others=is_plain)
+    # First, because it checks the tensors' names and shapes.
+    expected = logits(dtype=TORCH_DTYPES[spec.dtype], progress=source.progress)
+    options = own_rotations(source.hf_config, options)
+    packed = tensors if source.weights.has_int8_activations else dequantised(tensors)
+    weights = pack_weights(started, options, spec, packed, quantise=quantise)
     runnable = RunnableModel(model=None, native=NativeDecoder(started, weights), device=source.device, spec=spec)
     check_paged_forward(runnable, expected, exact=logits, is_lossy=source.weights.has_int8_activations)
     return source, runnable
@@ -192,19 +194,20 @@ def _load_modules(source: _Source) -> tuple[_Source, RunnableModel]:
         spec = replace(spec, dtype=dtype)
     check_deterministic(config, device, source.kernels)
     quantise = source.weights.rounded_to
-    expected = reference_logits(model, spec.vocab_size, quantise=quantise)
-    if source.kernels.library is not None and (reason := why_not_native(model, source.options, layers)):
-        source = replace(source, options=reason, kernels=replace(source.kernels, reason=f"by layers: {reason}"))
+    if quantise:
+        rounded = partial(layerwise_logits, source.hf_config, tensors_of(model), quantise=quantise)
+        expected = rounded(dtype=TORCH_DTYPES[source.dtype])
+    else:
+        expected = own_logits(model, probe_token_ids(spec.vocab_size))
     runnable = _make_runnable(source, model, spec, layers)
 
     def exact() -> Tensor:
-        if source.checkpoint is not None:
-            return layerwise_logits(source.hf_config, rounded(source.checkpoint.tensors, quantise))
-        if getattr(source.hf_config, "quantization_config", None):
+        if source.tensors is None and getattr(source.hf_config, "quantization_config", None):
             return expected  # transformers' quantizers do not compute in float32
         own = replace(source, hf_config=copy.deepcopy(source.hf_config), device="cpu")
         own = replace(own, config=replace(config, tensor_parallel_size=1))
-        return float32_logits(_load_weights(own), quantise=quantise)
+        tensors = source.tensors if source.tensors is not None else tensors_of(_load_weights(own))
+        return layerwise_logits(source.hf_config, tensors, quantise=quantise)
 
     is_lossy = source.weights.has_int8_activations
     try:
@@ -251,7 +254,7 @@ def _numerics(source: _Source, model: RunnableModel) -> Numerics:
 def _make_runnable(
     source: _Source, model: PreTrainedModel, spec: ModelSpec, layers: Sequence[AttentionOptions]
 ) -> RunnableModel:
-    """Returns a native decoder if the model's shape is supported, else the model with native layers, or torch's model.
+    """Returns the model with native layers or fused kernels, or torch's model.
 
     `model` itself can still be used if kernels are fused, or are torch's without `model.deterministic`.
     """
@@ -267,11 +270,7 @@ def _make_runnable(
 
             make_deterministic(model)
         return runnable
-    started, quantise = start_kernels(kernels, config), source.weights.rounded_to
-    if isinstance(source.options, DecoderOptions):
-        decoder = NativeDecoder(started, pack_decoder(started, model, source.options, spec, quantise=quantise))
-        return replace(runnable, model=None, native=decoder)
-    native = NativeLayers(started, quantise=quantise)
+    native = NativeLayers(start_kernels(kernels, config), quantise=source.weights.rounded_to)
     native.replace_in(model)
     torch.set_num_threads(1)  # torch's remaining work is light, and its rounding depends on how threads divide it
     return replace(runnable, native=native)
@@ -315,9 +314,8 @@ def _load_weights(source: _Source) -> PreTrainedModel:
     register_attention()
     config, directory, dtype = source.hf_config, source.location.directory, TORCH_DTYPES[source.dtype]
     device, progress, num_ranks = source.device, source.progress, source.config.tensor_parallel_size
-    if source.checkpoint is not None:
-        tensors = source.checkpoint.tensors
-        model = load_tensors(config, tensors, dtype=dtype, attention=ATTENTION_NAME, progress=progress)
+    if source.tensors is not None:
+        model = load_tensors(config, source.tensors, dtype=dtype, attention=ATTENTION_NAME, progress=progress)
         nn.Module.to(model, device)  # in place
         return model
     moves_one_by_one = source.kernels.path == FUSED

@@ -7,21 +7,18 @@ attention with a scale, a window and a soft cap. Other models are refused with a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from outrider.engine.attention import make_attention_backend
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, STEP_ARGUMENT, LayerAttention
-from outrider.engine.cpu_kernels.matrices import rounded_weight
 from outrider.engine.device import device_type
 from outrider.engine.input_batch import SequenceRows, build_input_batch
-from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.engine.model_runner import make_runner
 from outrider.engine.model_spec import ModelSpec
 from outrider.engine.numerics import allowed_difference
@@ -141,7 +138,7 @@ def describe_decoder(model: PreTrainedModel, *, dtype: str, window: Window) -> t
 def _why_not_paged(model: PreTrainedModel, token_ids: Tensor) -> str:
     """Returns why a model that uses AttentionInterface does not run with ours. Tries the model's own forward."""
     try:
-        _own_forward(model, token_ids)
+        own_logits(model, token_ids)
     except Exception as error:  # noqa: BLE001 architectures may raise anything
         return f"its own forward fails as well ({type(error).__name__}: {error}): its checkpoint is damaged or unusual"
     return "its layers do not pass a forward's arguments on to attention, through which paged attention finds the cache"
@@ -150,7 +147,7 @@ def _why_not_paged(model: PreTrainedModel, token_ids: Tensor) -> str:
 def check_paged_forward(
     model: RunnableModel, expected: Tensor, *, exact: Callable[[], Tensor], is_lossy: bool = False
 ) -> None:
-    """Compares our forward with `expected`, which `reference_logits` returned before parts of the model were replaced.
+    """Compares our forward with `expected`, the model's own logits of `probe_token_ids`.
 
     The allowed difference is larger if the weights were rounded (`is_lossy`). If the logits differ by more than that,
     the model may amplify rounding, for example by its choice of experts. Then `exact` is called, which returns logits
@@ -271,65 +268,11 @@ def probe_token_ids(vocab_size: int) -> Tensor:
     return torch.randint(0, vocab_size, (2, _PROBE_TOKENS), generator=generator)
 
 
-def reference_logits(model: PreTrainedModel, vocab_size: int, *, quantise: str = "") -> Tensor:
-    """Runs the model's own forward, with transformers' eager attention, on the probe's tokens.
+def own_logits(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
+    """Runs the model's own forward, with transformers' eager attention.
 
-    `quantise`: what linear layers are rounded to (see PackedMatrix), so that only the arithmetic differs from ours; "":
-    they are not rounded. Returns [2, _PROBE_TOKENS, vocab_size] float32.
+    `token_ids`: [num_sequences, num_tokens] int64. Returns [num_sequences, num_tokens, vocab_size] float32.
     """
-    layers: list[Any] = [module for module in model.modules() if type(module) is nn.Linear] if quantise else []
-    embedding: Any = model.get_input_embeddings()
-    if any(layer.weight is embedding.weight for layer in layers):
-        layers.append(embedding)
-    handles = [handle for layer in layers for handle in _round_while_running(layer, quantise)]
-    try:
-        return _own_forward(model, probe_token_ids(vocab_size))
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _round_while_running(layer: Any, quantise: str) -> Iterator[RemovableHandle]:
-    """Rounds the layer's weight before each forward and restores it afterwards. Yields the hooks' handles."""
-    weight: Tensor = layer.weight
-
-    def round_weight(_layer: nn.Module, _input: object) -> None:
-        own.append(weight.data)
-        weight.data = torch.from_numpy(rounded_weight(words_of(weight.cpu()), quantise)).to(weight)
-
-    def restore(_layer: nn.Module, _input: object, _output: object) -> None:
-        weight.data = own.pop()
-
-    own: list[Tensor] = []
-    yield layer.register_forward_pre_hook(round_weight)
-    yield layer.register_forward_hook(restore)
-
-
-def float32_logits(model: PreTrainedModel, *, quantise: str = "") -> Tensor:
-    """Computes `reference_logits` in float32 arithmetic, with a CPU model that is not used afterwards.
-
-    Each layer is float32 only while it computes, so that only one layer at a time takes the memory of float32.
-    """
-    dtype = model.dtype
-    layers = next((module for module in model.modules() if isinstance(module, nn.ModuleList)), nn.ModuleList())
-    in_layers = {id(tensor) for tensor in (*layers.parameters(), *layers.buffers())}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point() and id(tensor) not in in_layers:
-            tensor.data = tensor.data.float()
-
-    def widen(layer: nn.Module, _input: object) -> None:
-        layer.float()
-
-    def narrow(layer: nn.Module, _input: object, _output: object) -> None:
-        layer.to(dtype)
-
-    for layer in layers:
-        layer.register_forward_pre_hook(widen)
-        layer.register_forward_hook(narrow)
-    return reference_logits(model, model.get_output_embeddings().weight.shape[0], quantise=quantise)
-
-
-def _own_forward(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
     model.set_attn_implementation("eager")
     try:
         with torch.inference_mode():

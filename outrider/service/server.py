@@ -10,7 +10,6 @@ The port answers from the beginning, with health NOT_SERVING and with NodeServic
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import errno
 import gc
 import os
@@ -30,6 +29,7 @@ from outrider import __version__
 from outrider.config.arguments import parse_role_arguments
 from outrider.config.resolve import environment_name
 from outrider.errors import ConfigError, OutriderError
+from outrider.heap import limit_heaps, trim_heap
 from outrider.lossy_stream import exit_now, guard_standard_streams
 from outrider.rpc.channels import server_options
 from outrider.rpc.tls import PLAINTEXT, PeerSecurity, TlsConfig, TlsFiles
@@ -61,7 +61,6 @@ MAX_YOUNG_OBJECTS = 10_000
 """Number of young objects that triggers a garbage collection. A large step makes thousands of objects; Python's default
 is 700.
 """
-M_ARENA_MAX = -8  # parameter of mallopt(3)
 TRACES_SECONDS = 0.5
 """Maximum seconds for the export of the last traces during a stop."""
 STOP_SECONDS = 2.0
@@ -116,7 +115,7 @@ class ServiceProcess:
         An error on the command line ends the process with status 2 and one line on stderr. Raises: ConfigError if
         traces cannot be sent.
         """
-        _limit_heaps()
+        limit_heaps()
         guard_standard_streams()
         self.role = role
         self.sections = parse_role_arguments(role, sections, argv)
@@ -249,17 +248,6 @@ class ServiceProcess:
         self._stopping.set()
 
 
-def _limit_heaps() -> None:
-    """Limits the number of glibc's heaps (arenas). If each thread had one, the heaps would keep much freed memory,
-    e.g. 40 MiB in a prefill node under load.
-
-    To be called before threads are started. The environment (MALLOC_ARENA_MAX) takes precedence.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
-    if mallopt and "MALLOC_ARENA_MAX" not in os.environ:
-        mallopt(M_ARENA_MAX, 2)
-
-
 def _release_memory() -> None:
     """Gives freed memory back to the system, and excludes the objects of the start from garbage collection.
 
@@ -269,8 +257,7 @@ def _release_memory() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(MAX_YOUNG_OBJECTS)
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc only
-        trim(0)
+    trim_heap()
 
 
 def make_server(

@@ -6,7 +6,6 @@ of a chain that has been right so far (the training-time test of EAGLE-3, arXiv 
 
 from __future__ import annotations
 
-import ctypes
 import io
 import math
 import random
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.errors import ConfigError, ModelError
+from outrider.heap import trim_heap
 from outrider.training.dataset import Batch, Dataset
 from outrider.training.plan import SEED, PhaseClock, Progress, Say, TrainingPlan, write_atomically
 from outrider.training.student import Student
@@ -100,7 +100,9 @@ class Trainer:
         )
         write_atomically(self.checkpoint, content.getvalue())
         clock.keep()
-        _trim_heap()
+        # Batches differ in shape, and oneDNN keeps a compiled kernel for each of the last thousand shapes. The small
+        # blocks of these lie between large freed ones, which glibc would keep: some gigabytes after an hour.
+        trim_heap()
 
     def _load(self) -> None:
         saved: dict[str, Any] = torch.load(self.checkpoint, map_location=self._device)
@@ -197,14 +199,3 @@ class Trainer:
             f"training {point.seconds:.0f} s, step {point.step}: loss {point.loss[0]:.3f}, held out "
             f"{point.held_out_loss[0]:.3f}, acceptance " + " ".join(f"{share:.3f}" for share in point.acceptance)
         )
-
-
-def _trim_heap() -> None:
-    """Returns free memory to the system.
-
-    Batches differ in shape, and oneDNN keeps a compiled kernel for each of the last thousand shapes. The kernels' small
-    blocks lie between large freed ones, so glibc would keep the large ones, which are some gigabytes after an hour.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -9,9 +9,10 @@ import pytest
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from outrider.engine.cpu_kernels.decoder_options import FAMILIES
+from outrider.engine.cpu_kernels.decoder_options import FAMILIES, decoder_options
 from outrider.engine.scaled_rotations import make_rotation, rope_parameters
 from outrider.errors import ModelError
+from outrider.model_hub.layerwise_reference import own_rotations
 
 WINDOW, ORIGINAL, HEAD_DIM = 4096, 1024, 32
 LONG = {"short_factor": [1.0 + i / 16 for i in range(16)], "long_factor": [2.0 + i for i in range(16)]}
@@ -36,14 +37,20 @@ def test_frequencies_and_scale_are_those_of_transformers(kind):
         "original_max_position_embeddings": ORIGINAL,
         **KINDS[kind],
     }
+    architecture = "phi3" if "partial_rotary_factor" in parameters else "llama"
     config = AutoConfig.for_model(
-        "llama", head_dim=HEAD_DIM, max_position_embeddings=WINDOW, rope_parameters=dict(parameters)
+        architecture,
+        hidden_size=128,
+        num_attention_heads=4,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=WINDOW,
+        rope_parameters=dict(parameters),
     )
     frequencies, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config)
-    found = make_rotation(rope_parameters(config.to_dict()), HEAD_DIM, WINDOW)
+    (found,) = own_rotations(config, decoder_options(config.to_dict())).rotations
     assert found.frequencies.dtype == np.float32
-    np.testing.assert_allclose(found.frequencies, frequencies.numpy(), rtol=1e-6)
-    assert found.scale == pytest.approx(scale, rel=1e-6)
+    np.testing.assert_array_equal(found.frequencies, frequencies.numpy())
+    assert found.scale == scale
 
 
 @pytest.mark.parametrize(
@@ -69,15 +76,17 @@ def test_files_of_older_versions_have_the_parameters_that_transformers_reads_fro
 
 
 def _without_defaults(parameters):
-    """`partial_rotary_factor` is 1 and `original_max_position_embeddings` is the window by default."""
+    """`partial_rotary_factor` is 1 by default. Only transformers needs `original_max_position_embeddings`."""
     if any(isinstance(each, dict) for each in parameters.values()):
         return {name: _without_defaults(each) for name, each in parameters.items()}
-    defaults = {"partial_rotary_factor": 1.0, "original_max_position_embeddings": 4096}
-    return {name: value for name, value in parameters.items() if name != "type" and defaults.get(name) != value}
+    unused = ("type", "original_max_position_embeddings")
+    return {
+        name: value
+        for name, value in parameters.items()
+        if name not in unused and (name, value) != ("partial_rotary_factor", 1.0)
+    }
 
 
-def test_unknown_and_incomplete_rotations_are_refused():
+def test_unknown_rotations_are_refused():
     with pytest.raises(ModelError, match="of the kind 'spiral' are not supported"):
-        make_rotation({"rope_type": "spiral", "rope_theta": 1e4}, HEAD_DIM, WINDOW)
-    with pytest.raises(ModelError, match="no 'factor' for its linear rotation"):
-        make_rotation({"rope_type": "linear", "rope_theta": 1e4}, HEAD_DIM, WINDOW)
+        make_rotation({"rope_type": "spiral", "rope_theta": 1e4}, HEAD_DIM)

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.cpu_kernels.paths import choose_kernels
@@ -55,7 +55,7 @@ def loaded(request, checkpoints):
     architecture, kernels, dtype = request.param
     directory = checkpoints(architecture)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load_module, "why_not_native", lambda *_arguments: "this test wants layers")
+        patch.setattr(load_module, "decoder_options", lambda _config: "this test wants layers")
         config = ModelConfig(id=str(directory), dtype=dtype, kernels="auto" if kernels == "native" else "torch")
         model = load_model(config)
     assert isinstance(model.native, NativeLayers) == (kernels == "native")
@@ -138,6 +138,17 @@ def test_what_does_not_fit_is_refused(loaded):
         ("model.layers.9.self_attn.k_proj", "no linear layer of the model"),
         ("model.layers.0.self_attn", "no linear layer of the model"),
         ("lm_head", "no linear layer of the model"),
+        ("model.layers.0.self_attn.q_proj._joined", "no linear layer of the model"),
     ):
         with pytest.raises(ModelError, match=message):
             TorchAdapter(model.model, {name: wrong}, native=model.native)
+
+
+def test_linear_classes_of_a_models_own_are_refused():
+    """The router of this model returns a tuple."""
+    config = AutoConfig.for_model("phimoe", hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=64)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    part = LowRank(np.ones((2, 64), np.float32), np.ones((model.config.num_local_experts, 2), np.float32))
+    with pytest.raises(ModelError, match="no linear layer of the model"):
+        TorchAdapter(model, {"model.layers.0.mlp.router": part})

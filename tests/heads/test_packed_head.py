@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.cpu_kernels.decoder_packing import pack_reduction
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -105,7 +104,7 @@ def test_a_mapped_head_is_that_of_the_checkpoint_to_the_last_bit(open_target, pa
     assert packs == [head_path]
     reduction = read_reduction(head_path, Target.open(model.directory))
     assert TargetHead(ModelConfig(head=str(head_path))).reduction(model).format(dtype) == reduction.format(dtype)
-    packed = pack_reduction(model.cpu_kernels, reduction, expected.reduction.element_type)
+    packed = reduction.pack(model.cpu_kernels, expected.reduction.element_type)
     parts = {"projection.packed", *(("norm", "tap_norms") if flags else ())}
     assert set(packed.blobs) == {f"reduction.{part}" for part in parts}
     for head in (first, second):

@@ -66,8 +66,15 @@ def test_scaling_of_variants_is_that_of_peft(adapter, base, config, scaling):
 
 def test_matching_patterns_takes_little_time(adapter):
     started = time.thread_time()
-    read_adapter(adapter(config={"alpha_pattern": {f".*{n}.*x": 1 for n in range(1024)}}))
+    patterns = [*(f"layers.{n}.self_attn.q_proj" for n in range(960)), *(f".*{n}x" for n in range(64))]
+    read_adapter(adapter(config={"alpha_pattern": dict.fromkeys(patterns, 1)}))
     assert time.thread_time() - started < 10
+
+
+@pytest.mark.parametrize("patterns", [["a" * 129], [".*a.*b"], [f".*{n}x" for n in range(65)]])
+def test_patterns_that_take_long_are_refused(adapter, patterns):
+    with pytest.raises(ModelError, match=r"the pattern .* is not supported: name the layer"):
+        read_adapter(adapter(config={"alpha_pattern": dict.fromkeys(patterns, 1)}))
 
 
 def test_fingerprints_are_those_of_tensors_and_scaling(adapter):

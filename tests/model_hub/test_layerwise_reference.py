@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.errors import ModelError
 from outrider.model_hub.layerwise_reference import layerwise_logits
-from outrider.model_hub.quantised.open import dequantised, open_safetensors
+from outrider.model_hub.lazy_tensors import dequantised
+from outrider.model_hub.quantised.open import open_safetensors
 from outrider.model_hub.support import probe_token_ids
 from tests.support.tiny_model import make_tiny_model
 

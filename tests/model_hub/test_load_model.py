@@ -4,23 +4,23 @@ import dataclasses
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from outrider.engine.attention.base import AttentionOptions
 from outrider.engine.attention.torch_sdpa import TorchSdpaAttention
-from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
-from outrider.engine.cpu_kernels.decoder_options import decoder_options
-from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
+from outrider.engine.cpu_kernels.packing import pack_weights
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.errors import ConfigError, ModelError, NotFoundError
 from outrider.model_hub import load as load_module
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import resolve_device
+from outrider.model_hub.layerwise_reference import layerwise_logits
 from outrider.model_hub.load import load_model, resolve_dtype
-from outrider.model_hub.support import check_paged_forward, describe_decoder, float32_logits, reference_logits
-from outrider.model_hub.window import resolve_window
+from outrider.model_hub.support import check_paged_forward
 from tests.support.tiny_model import EOS_TOKEN_ID, make_tiny_model
 
 
@@ -52,7 +52,7 @@ def test_a_local_directory_is_loaded_and_described(tiny):
     assert loaded.known_token_ids.tolist() == [index < 299 for index in range(320)]
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= set(loaded.tokenizer_files)
     assert {stage for stage, _, _ in stages} == {"weights"}
-    assert stages[-1][1] == stages[-1][2] > 10
+    assert stages[-1][1] == stages[-1][2] == 6
 
 
 def test_a_token_for_padding_that_only_one_of_them_names_parts_no_draft_from_its_target(tiny, copy):
@@ -160,7 +160,7 @@ def test_an_unknown_architecture_is_refused(copy):
         ({"model_type": "vit", "architectures": ["ViTModel"]}, "ViTModel is not a causal language model"),
         ({"num_attention_heads": 5}, r"config\.json cannot be read: .*ValidationError"),
         ({"head_dim": 12}, "LlamaForCausalLM cannot be loaded from .*: its weights have other shapes"),
-        ({"num_hidden_layers": 4}, r"no weights for 9 tensors of the model, such as model\.layers\.3\.input_layernorm"),
+        ({"num_hidden_layers": 4}, r"the weights lack model\.layers\.3\.self_attn\.q_proj\.weight \(9 such tensors\)"),
         ({"max_position_embeddings": -5}, "max_position_embeddings -5, which is not a positive number"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "factor '4', which is not a positive number"),
     ],
@@ -245,31 +245,6 @@ def test_logits_of_nothing_are_refused_however_far_rounding_goes(tiny):
         check_paged_forward(model, rounded, exact=lambda: exact)
 
 
-class QuantizedLinear(torch.nn.Module):
-    """A layer like those with which quantizers replace linear layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.in_features = self.out_features = 64
-        self.register_buffer("qweight", torch.zeros(16, 64, dtype=torch.uint8))
-
-
-@pytest.mark.parametrize("kind", ["another layer", "another dtype"])
-def test_quantized_layers_are_left_to_their_quantizer(tiny, kind):
-    """Packing them for the native decoder would raise an AttributeError or a KeyError."""
-    register_attention()
-    model = AutoModelForCausalLM.from_pretrained(tiny, attn_implementation=ATTENTION_NAME)
-    options = decoder_options(model.config.to_dict())
-    _, layers = describe_decoder(model, dtype="float32", window=resolve_window(model.config))
-    assert why_not_native(model, options, layers) == ""
-    attention = model.base_model.layers[1].self_attn
-    if kind == "another layer":
-        attention.o_proj = QuantizedLinear()
-    else:
-        attention.o_proj.weight = torch.nn.Parameter(torch.zeros(16, 64, dtype=torch.uint8), requires_grad=False)
-    assert why_not_native(model, options, layers) == "its 1.self_attn.o_proj is not a plain nn.Linear"
-
-
 @pytest.mark.parametrize(
     ("quantization", "why"),
     [
@@ -292,10 +267,10 @@ def test_a_window_that_is_not_the_models_is_seen_at_load(tmp_path, monkeypatch):
     assert load(directory).spec.num_layers == 3
 
     def pack(*arguments, **keywords):
-        weights = pack_decoder(*arguments, **keywords)
+        weights = pack_weights(*arguments, **keywords)
         return dataclasses.replace(weights, shape=dataclasses.replace(weights.shape, sliding_windows=(0,) * 3))
 
-    monkeypatch.setattr(load_module, "pack_decoder", pack)
+    monkeypatch.setattr(load_module, "pack_weights", pack)
     with pytest.raises(ModelError, match="differs from the model's own"):
         load(directory)
 
@@ -310,7 +285,52 @@ def test_rounded_weights_are_compared_with_rounded_ones(tmp_path, monkeypatch, a
     assert f"lossy {weights} weights" in model.info.numerics
     assert model.info.weights == f"{weights}, rounded at load"
     if weights == "int4":
-        monkeypatch.setattr(load_module, "reference_logits", lambda *arguments, **_: reference_logits(*arguments))
-        monkeypatch.setattr(load_module, "float32_logits", lambda model, **_: float32_logits(model))
+        monkeypatch.setattr(
+            load_module, "layerwise_logits", lambda *arguments, quantise, **_: layerwise_logits(*arguments)
+        )
         with pytest.raises(ModelError, match="differs from the model's own"):
             load(directory, weights=weights)
+
+
+@pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_files_of_torch_are_packed_like_safetensors(tmp_path, is_tied):
+    """As older versions of transformers write them: both names of tied weights are there."""
+    path = make_tiny_model(tmp_path / "safetensors", overrides={"tie_word_embeddings": is_tied})
+    expected = load(path).native.weights
+    model = AutoModelForCausalLM.from_pretrained(path)
+    pickled = shutil.copytree(path, tmp_path / "pickled")
+    (pickled / "model.safetensors").unlink()
+    torch.save(model.state_dict(), pickled / "pytorch_model.bin")
+    found = load(pickled).native.weights
+    assert found.shape == expected.shape
+    assert found.blobs.keys() == expected.blobs.keys()
+    assert all(np.array_equal(found.blobs[name], expected.blobs[name]) for name in expected.blobs)
+    (pickled / "pytorch_model.bin").write_bytes(b"\0" * 100)
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin cannot be read"):
+        load(pickled)
+
+
+@pytest.mark.skipif(choose_kernels().library is None, reason="no native kernels were built")
+def test_weights_that_only_one_of_two_names_ties_are_packed_as_transformers_reads_them(tmp_path):
+    """The head alone, names without their prefix, a value head, and other values in both though they should be tied."""
+    path = make_tiny_model(tmp_path / "tied", overrides={"tie_word_embeddings": True})
+    expected = load(path).native.weights.blobs
+    tensors = load_file(path / "model.safetensors")
+    embedding = tensors.pop("model.embed_tokens.weight")
+    for changed in (
+        {**tensors, "lm_head.weight": embedding},
+        {name.removeprefix("model."): value for name, value in {**tensors, "embed_tokens.weight": embedding}.items()},
+        {
+            **tensors,
+            "model.embed_tokens.weight": embedding,
+            "v_head.summary.weight": torch.ones(1, 64),
+            "model.layers.9.eh_proj.weight": torch.ones(2),
+        },
+    ):
+        save_file(changed, path / "model.safetensors", {"format": "pt"})
+        found = load(path).native.weights.blobs
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    both = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding + 1}
+    save_file({**tensors, **both}, path / "model.safetensors", {"format": "pt"})
+    assert "embedding" in load(path).native.weights.blobs

@@ -128,7 +128,7 @@ def test_weights_that_change_while_they_are_loaded_are_not_kept_as_those_before(
 
 def test_weights_that_change_while_they_are_loaded_are_not_named_as_those_after(tmp_path, monkeypatch):
     """Even if nothing is packed, they are refused: a node would have old weights with the fingerprint of new ones."""
-    path = make_tiny_model(tmp_path / "gemma", architecture="gemma")
+    path = make_tiny_model(tmp_path / "glm4", architecture="glm4")
     original = load_module._load_weights
 
     def load(*arguments, **options):
@@ -278,13 +278,13 @@ def test_what_native_kernels_do_not_compute_as_a_whole_is_loaded_each_time(opene
 
 
 def test_a_model_that_fails_the_check_is_not_kept(opened, cache, monkeypatch):
-    pack = load_module.pack_decoder
+    pack = load_module.pack_weights
 
     def wrong(*arguments, **options):
         weights = pack(*arguments, **options)
         return replace(weights, shape=replace(weights.shape, sliding_windows=(11,) * weights.shape.num_layers))
 
-    monkeypatch.setattr(load_module, "pack_decoder", wrong)
+    monkeypatch.setattr(load_module, "pack_weights", wrong)
     for _ in range(2):
         with pytest.raises(ModelError, match=r"native kernels' forward differs.*set model\.kernels to torch"):
             opened(dtype="float32")

@@ -65,7 +65,7 @@ def open_two(path, on_rank_lost, *, num_ranks=2, timeout_seconds=PATIENCE_SECOND
         on_rank_lost=on_rank_lost,
         timeout_seconds=timeout_seconds,
     )
-    return ModelRuntime(*parts, max_rows_per_step=64)
+    return ModelRuntime(*parts, max_rows_per_step=64, adapters=None)
 
 
 def make_model(tmp_path):

@@ -8,10 +8,10 @@ from tests.support.processes import run_python
 
 COUNT_HEAPS = """
 import ctypes, threading
-from outrider.service.server import _limit_heaps
+from outrider.heap import limit_heaps
 
 if {shares}:
-    _limit_heaps()
+    limit_heaps()
 libc = ctypes.CDLL(None)
 if not hasattr(libc, "malloc_info"):
     raise SystemExit(77)

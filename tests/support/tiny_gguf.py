@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
+
+from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
+from outrider.engine.cpu_kernels.matrices import to_float32
+from outrider.model_hub.gguf.directory import find_files, gguf_directory, open_directory
+from outrider.model_hub.lazy_tensors import Tensors
 
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
 """llama.cpp's names of architectures by transformers' model_type, where they differ."""
@@ -22,6 +27,23 @@ BYTES = {
     "eos_token_id": 127,
 }
 """A vocabulary of ASCII characters, as values of "tokenizer.ggml"."""
+
+
+class GgufModel(NamedTuple):
+    """A GGUF model that is open."""
+
+    directory: Path
+    files: list[Path]
+    tensors: Tensors
+
+
+def open_gguf(path: Path, cache: Path) -> GgufModel:
+    directory = gguf_directory(path, cache)
+    return GgufModel(directory, find_files(path), open_directory(directory)[0])
+
+
+def float_values(tensor: Any) -> np.ndarray:
+    return tensor.dequantise() if isinstance(tensor, GroupedWeight) else to_float32(tensor)
 
 
 def write_gguf(

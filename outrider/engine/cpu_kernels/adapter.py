@@ -11,6 +11,7 @@ import numpy as np
 from outrider.engine.cpu_kernels.decoder_weights import DecoderShape
 from outrider.engine.cpu_kernels.group_packing import PANEL
 from outrider.engine.cpu_kernels.interface import address_of, structures
+from outrider.engine.cpu_kernels.matrices import WeightArena
 from outrider.engine.cpu_kernels.packing import MATRICES
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.low_rank import Floats, LowRank, LowRanks, PackedAdapter
@@ -23,6 +24,7 @@ class NativeAdapter(PackedAdapter):
     def __init__(self, shape: DecoderShape, parts: LowRanks) -> None:
         """Raises: ModelError if the adapter changes a layer that the decoder does not have, or one of another size."""
         self._arrays: list[np.ndarray] = []  # keeps the structures' memory alive
+        self._arena = WeightArena()  # its memory goes back to the system with the adapter
         left = dict(parts)
         self._layers = (structures.OutriderLayerAdapter * shape.num_layers)()
         for index in range(shape.num_layers):
@@ -72,8 +74,11 @@ class NativeAdapter(PackedAdapter):
             np.cumsum([0, *(len(panel) for panel, _ in ordered)], dtype=np.int32),
             np.asarray([first for _, first in ordered], dtype=np.int32),
         )
-        self._arrays += arrays
-        return structures.OutriderLowRank(*map(address_of, arrays), rank)
+        kept = [self._arena.take(values.nbytes).view(values.dtype) for values in arrays]
+        for own, values in zip(kept, arrays, strict=True):
+            own[:] = values.ravel()
+        self._arrays += kept
+        return structures.OutriderLowRank(*map(address_of, kept), rank)
 
 
 def addresses_of_rows(batch: InputBatch) -> array[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -80,9 +81,9 @@ class NativeStep(ModelRunner):
         self._features = self._reduction = None
         if features is not None:
             if not isinstance(features, PackedReduction):
-                from outrider.engine.cpu_kernels.decoder_packing import pack_reduction  # imports torch
-
-                features = pack_reduction(decoder.kernels, features, decoder.weights.shape.element_type)
+                reduction: Any = features  # a FeatureReduction, whose module imports torch
+                features = reduction.pack(decoder.kernels, decoder.weights.shape.element_type)
+            assert isinstance(features, PackedReduction)
             self._reduction = features  # keeps the structure's memory alive
             self._features = features.struct(kv_cache.layers(features.plane_name)[0])
 

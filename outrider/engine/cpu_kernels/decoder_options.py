@@ -35,9 +35,8 @@ _ACTIVATIONS = {"silu": False, "gelu_pytorch_tanh": True, "gelu_new": True}
 """Supported activations; whether they are the tanh approximation of GELU."""
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _COMMON: dict[str, Any] = {
-    **dict.fromkeys((*_REQUIRED, "num_key_value_heads", "head_dim", "architectures", "max_position_embeddings")),
+    **dict.fromkeys((*_REQUIRED, "num_key_value_heads", "head_dim", "architectures")),
     **dict.fromkeys(("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")),
-    "original_max_position_embeddings": None,
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
@@ -252,16 +251,16 @@ def _rotations(
     """Returns the rotations, and for each layer the number of its rotation; -1: none. Raises: ModelError if one is not
     supported.
     """
-    parameters, length = rope_parameters(settings), settings["max_position_embeddings"] or 0
+    parameters = rope_parameters(settings)
     if "rope_theta" in parameters:
-        rotations: tuple[Rotation, ...] = (make_rotation(parameters, head_dim, length),)
+        rotations: tuple[Rotation, ...] = (make_rotation(parameters, head_dim),)
         numbers = [0] * len(windows)
     else:
         kinds = settings.get("layer_types") or [_SLIDING if window else _FULL for window in windows]
         used = sorted(set(kinds))
         if missing := set(used) - parameters.keys():
             raise ModelError(f"its config.json has no rotation for {', '.join(missing)}")
-        rotations = tuple(make_rotation(parameters[kind], head_dim, length, kind) for kind in used)
+        rotations = tuple(make_rotation(parameters[kind], head_dim, kind) for kind in used)
         numbers = [used.index(kind) for kind in kinds]
     if "no_rope_layers" in settings:
         interval = settings["no_rope_layer_interval"]

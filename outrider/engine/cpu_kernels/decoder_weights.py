@@ -92,10 +92,10 @@ class DecoderWeights:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedReduction(FeatureSpec):
-    """A head's reduction of hidden states to features, packed by `pack_reduction`. `blobs` may include unrelated ones.
+    """A head's reduction of hidden states to features, packed by `FeatureReduction.pack`.
 
     Names: "reduction.tap_norms" and "reduction.norm" in float32, "reduction.projection.packed",
-    "reduction.projection.bias". Tensors that the reduction does not have are absent.
+    "reduction.projection.bias". Tensors that the reduction does not have are absent; `blobs` may include others.
     """
 
     element_type: ElementType  # type of hidden states, features and projection

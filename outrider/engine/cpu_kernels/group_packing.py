@@ -35,8 +35,8 @@ class PackedFormat:
 
     @property
     def bits(self) -> int:
-        """Bits of one weight, without its group's factors."""
-        return {ElementType.FLOAT32: 32, ElementType.BFLOAT16: 16}.get(self.type, 4 if "INT4" in self.type.name else 8)
+        """Bits of one quantised weight, without its group's factors."""
+        return 4 if "INT4" in self.type.name else 8
 
     @property
     def group_size(self) -> int:
@@ -48,15 +48,6 @@ class PackedFormat:
     @property
     def has_minima(self) -> bool:
         return self.type.name.endswith("_MINIMA")
-
-    def __str__(self) -> str:
-        """Returns a text for users, such as "int4 in groups of 32 with minima"."""
-        if self.bits > 8:
-            return self.type.name.lower()
-        if not self.group_size:
-            return f"int{self.bits} with a scale for each output feature"
-        further = " with zero points" if self.type is ElementType.INT4_ZEROS else " with minima" * self.has_minima
-        return f"int{self.bits} in groups of {self.group_size}{further}"
 
     def panel_bytes(self, in_features: int) -> int:
         """Returns the size of a panel of a quantised matrix."""

@@ -114,7 +114,7 @@ class PackedMatrix:
                 "dequantized"
             )
         if quantise == "int4" and plain:
-            grouped = [quantise_groups(to_float32(weight), 4) for weight in plain]
+            grouped = [quantise_groups(to_float32(weight)) for weight in plain]
         if grouped:
             self.format, grouped = in_one_format(grouped)
             self.packed = self._pack_grouped(self._joined(grouped))
@@ -206,7 +206,7 @@ def quantise_rows(weight: Words) -> tuple[npt.NDArray[np.int8], Floats]:
 def rounded_weight(weight: Words, quantise: str) -> Floats:
     """Returns plain weights as a PackedMatrix made with `quantise` holds them: [out_features, in_features]."""
     if quantise == "int4":
-        return quantise_groups(to_float32(weight), 4).dequantise()
+        return quantise_groups(to_float32(weight)).dequantise()
     codes, scales = quantise_rows(weight)
     return codes * scales[:, None]
 

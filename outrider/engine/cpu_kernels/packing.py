@@ -35,6 +35,7 @@ MATRICES = {
     "down": ("mlp.down_proj",),
 }
 """Names of a layer's matrices in transformers: of the one that has all parts, then of single parts."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _OPTIONAL_NORMS = ("query_norm", "key_norm")
 _ELEMENT_TYPES = {"float32": ElementType.FLOAT32, "bfloat16": ElementType.BFLOAT16}
 _POSITIONS_AT_ONCE = 4096
@@ -137,18 +138,19 @@ def pack_weights(
     """
     element_type, family = _ELEMENT_TYPES[spec.dtype], options.family
     packing = DecoderPacking(kernels, quantise=quantise, element_type=element_type)
-    embedding = "model.embed_tokens.weight"
-    head = embedding if options.is_tied else "lm_head.weight"
+    is_tied = options.is_tied and not (EMBEDDING in tensors and HEAD in tensors)
+    embedding = HEAD if is_tied and HEAD in tensors else EMBEDDING
     try:
         for layer in range(spec.num_layers):
             packing.add_layer(layer, tensors, f"model.layers.{layer}.", family)
-        packing.add_matrix("head", [PlainLinear(tensors[head], _bias(tensors, "lm_head"))])
-        if not options.is_tied:
+        packing.add_matrix("head", [PlainLinear(tensors[embedding if is_tied else HEAD], _bias(tensors, "lm_head"))])
+        if not is_tied:
             packing.add("embedding", _of_type(_plain(tensors[embedding]), element_type))
         packing.add_norm("final_norm", tensors["model.norm.weight"], family.norm_offset)
     except KeyError as error:
         raise ModelError(f"{options.architecture}: the weights lack {error}: they are incomplete") from error
     for number, rotation in enumerate(options.rotations):
+        assert not rotation.is_scaled, "transformers scales frequencies"
         packing.add_rotation(rotation.frequencies, spec.max_model_len, rotation.scale, number=number)
     scale = np.array([options.shape.embedding_scale], np.float32)
     if family.scales_embedding:  # the scale has the type of the embedding, as in training

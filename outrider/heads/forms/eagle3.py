@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from outrider.engine.cpu_kernels.decoder_options import HEAD_DIM_STEP, WIDTH_STEP
-from outrider.engine.cpu_kernels.decoder_packing import pack_reduction
 from outrider.engine.cpu_kernels.decoder_weights import DecoderShape, DecoderWeights
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.operators import ELEMENT_TYPES, plain_linear
@@ -135,7 +134,7 @@ class Eagle3(HeadModel):
             ),
             packing.blobs,
         )
-        return PackedHead(self.spec, pack_reduction(kernels, self.reduction, element_type), weights)
+        return PackedHead(self.spec, self.reduction.pack(kernels, element_type), weights)
 
 
 def _taps(files: HeadFiles, *, is_nested: bool) -> tuple[int, ...]:

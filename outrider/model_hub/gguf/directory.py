@@ -15,39 +15,27 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from outrider.cache_directory import locked, remove_unused
+from outrider.engine.cpu_kernels.matrices import to_float32
 from outrider.errors import ModelError
 from outrider.model_hub.checkpoint_text import TOKENIZER_FILE, read_json
 from outrider.model_hub.fingerprint import GGUF_TABLE, cached_sha256, gguf_files
 from outrider.model_hub.gguf.config import make_config, matrices_dtype
 from outrider.model_hub.gguf.families import FAMILIES, ROTATION_FACTORS
 from outrider.model_hub.gguf.header import GgufHeader, TensorEntry, read_header
-from outrider.model_hub.gguf.tensors import GgufTensors, float_values, read_tensor
+from outrider.model_hub.gguf.tensors import open_tensors, read_tensor
 from outrider.model_hub.gguf.tokenizer import GgufVocabulary
+from outrider.model_hub.lazy_tensors import Tensors
 from outrider.progress import Progress, no_progress
 
 _VERSION = 1
 """Increases when the text files' content changes for the same GGUF file."""
 _PART = re.compile(r"(?P<start>.+-)(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 """Matches the name of a part of a split model."""
-
-
-@dataclass(frozen=True, slots=True)
-class GgufCheckpoint:
-    """A GGUF model that can be loaded."""
-
-    directory: Path  # text files in transformers' layout
-    files: list[Path]  # with the weights
-    tensors: GgufTensors  # by transformers' parameter names
-
-
-def open_gguf(path: Path, cache: Path, *, progress: Progress = no_progress) -> GgufCheckpoint:
-    """Opens a GGUF file, the first part of a split model, or a directory with one model. See `gguf_directory`."""
-    return open_directory(gguf_directory(path, cache, progress=progress))
 
 
 def find_files(path: Path) -> list[Path]:
@@ -104,13 +92,16 @@ def gguf_directory(path: Path, cache: Path, *, progress: Progress = no_progress)
     return directory
 
 
-def open_directory(directory: Path) -> GgufCheckpoint:
-    """Opens a directory that `gguf_directory` returned. Raises: ModelError if its GGUF files are missing or changed."""
+def open_directory(directory: Path) -> tuple[Tensors, list[TensorEntry]]:
+    """Opens a directory that `gguf_directory` returned. Returns the tensors, and their entries in the GGUF files.
+
+    Raises: ModelError if the GGUF files are missing or changed.
+    """
     table = read_json(directory / GGUF_TABLE)
     files = gguf_files(table)
     entries = [TensorEntry(name, kind, tuple(shape), offset, at) for name, kind, shape, offset, at in table["tensors"]]
     head_dim = read_json(directory / "config.json")["head_dim"]
-    return GgufCheckpoint(directory, files, GgufTensors(files, entries, table["architecture"], head_dim))
+    return open_tensors(files, entries, table["architecture"], head_dim), entries
 
 
 def _write(files: Sequence[Path], directory: Path, progress: Progress) -> None:
@@ -141,9 +132,9 @@ def _convert(files: Sequence[Path], work: Path, progress: Progress) -> None:
     contents: dict[str, Any] = {}
     if architecture in FAMILIES:
         small = [entry for entry in header.tensors if entry.name in ROTATION_FACTORS]
-        factors = {entry.name: float_values(read_tensor(files, entry)) for entry in small}
+        factors = {entry.name: to_float32(read_tensor(files, entry)) for entry in small}
         contents["config.json"] = config = make_config(header, factors)
-        GgufTensors(files, header.tensors, architecture, config["head_dim"])  # refuses unknown tensors
+        open_tensors(files, header.tensors, architecture, config["head_dim"])  # refuses unknown tensors
         contents[GGUF_TABLE] = {
             "architecture": architecture,
             "files": [{"path": str(path), "size": path.stat().st_size} for path in files],

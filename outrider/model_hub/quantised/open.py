@@ -5,43 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, TypeVar
 
 from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
-from outrider.engine.cpu_kernels.matrices import rounded_weight
 from outrider.engine.kv_cache.array_plane import Words
 from outrider.errors import ModelError
 from outrider.model_hub.checkpoint_text import read_json
+from outrider.model_hub.lazy_tensors import LazyTensors, Tensors
 from outrider.model_hub.quantised.methods import choose_scheme, quantization_of
 from outrider.model_hub.quantised.scheme import Scheme
 from outrider.model_hub.safetensors_files import SafetensorsFiles
-
-_T = TypeVar("_T")
-Tensors: TypeAlias = Mapping[str, Words | GroupedWeight]
-"""A checkpoint's tensors by transformers' parameter names, such as "model.layers.3.self_attn.q_proj.weight"."""
-
-
-class LazyTensors(Mapping[str, _T]):
-    """Tensors by name. Each is read again whenever it is used, so that none stays in memory."""
-
-    def __init__(self, readers: Mapping[str, Callable[[], _T]]) -> None:
-        self._readers = readers
-
-    def __getitem__(self, name: str) -> _T:
-        return self._readers[name]()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._readers  # the inherited method would read the tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._readers)
-
-    def __len__(self) -> int:
-        return len(self._readers)
-
 
 _ACTIVATION_PARTS = frozenset(
     {f"{what}_scale" for what in ("activation", "input", "output", "q", "k", "v", "kv")}
@@ -72,33 +47,6 @@ def open_safetensors(directory: Path) -> Tensors:
         elif part not in _ACTIVATION_PARTS:
             readers[name] = partial(_plain, files, name)
     return LazyTensors(readers)
-
-
-def dequantised(tensors: Tensors) -> Mapping[str, Words]:
-    """Returns the same tensors, of which the quantised ones are dequantised to float32 when they are used."""
-
-    def read(name: str) -> Words:
-        tensor = tensors[name]
-        return tensor.dequantise() if isinstance(tensor, GroupedWeight) else tensor
-
-    return LazyTensors({name: partial(read, name) for name in tensors})
-
-
-def rounded(tensors: Tensors, quantise: str) -> Tensors:
-    """Returns the same tensors, of which plain matrices are rounded when they are used.
-
-    Embeddings are rounded only if they are the output layer, too. `quantise`: see PackedMatrix; "": the tensors
-    themselves are returned.
-    """
-    plain = "model.embed_tokens.weight" if "lm_head.weight" in tensors else ""
-
-    def read(name: str) -> Words | GroupedWeight:
-        tensor = tensors[name]
-        if isinstance(tensor, GroupedWeight) or tensor.ndim != 2 or name == plain:
-            return tensor
-        return rounded_weight(tensor, quantise)
-
-    return LazyTensors({name: partial(read, name) for name in tensors}) if quantise else tensors
 
 
 def _plain(files: SafetensorsFiles, name: str) -> Words:

@@ -14,8 +14,6 @@ from transformers import AutoModelForCausalLM
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.cpu_kernels.adapter import NativeAdapter
 from outrider.engine.cpu_kernels.decoder import NativeDecoder, NativeStep
-from outrider.engine.cpu_kernels.decoder_options import decoder_options
-from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.low_rank import LowRank
@@ -25,6 +23,7 @@ from outrider.model_hub.support import describe_decoder
 from outrider.model_hub.window import resolve_window
 from tests.engine.cpu_kernels.operations import differing_rows
 from tests.support.adapters import TARGETS, make_adapter, merge_adapter
+from tests.support.packed_decoder import pack_decoder
 from tests.support.tiny_model import make_tiny_model
 
 SHAPE = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 16}
@@ -74,12 +73,8 @@ def decoders(checkpoints, teams):
     @functools.cache
     def decoder(library, dtype, quantise, family="llama"):
         model = copy.deepcopy(load(checkpoints(family), dtype))
-        spec, layers = describe_decoder(
-            model, dtype=str(dtype).removeprefix("torch."), window=resolve_window(model.config)
-        )
-        options = decoder_options(model.config.to_dict())
-        assert why_not_native(model, options, layers) == ""
-        weights = pack_decoder(teams(library, 1), model, options, spec, quantise=quantise)
+        spec, _ = describe_decoder(model, dtype=str(dtype).removeprefix("torch."), window=resolve_window(model.config))
+        weights = pack_decoder(teams(library, 1), model, spec, quantise=quantise)
         return NativeDecoder(teams(library, 1), weights), spec
 
     return decoder

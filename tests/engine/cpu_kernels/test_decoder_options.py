@@ -11,13 +11,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.cpu_kernels.decoder_options import FAMILIES, decoder_options
-from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
 from outrider.engine.cpu_kernels.packing import pack_weights
 from outrider.errors import ModelError
+from outrider.model_hub.layerwise_reference import own_rotations
 from outrider.model_hub.safetensors_files import SafetensorsFiles
 from outrider.model_hub.support import describe_decoder
 from outrider.model_hub.window import resolve_window
 from tests.engine.cpu_kernels import families
+from tests.support.packed_decoder import pack_decoder
 from tests.support.processes import run_python
 from tests.support.tiny_model import make_tiny_model
 
@@ -40,12 +41,11 @@ def test_weights_are_packed_the_same_with_and_without_torch(checkpoint, portable
     kernels = teams(portable_library, 1)
     register_attention()
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
-    spec, layers = describe_decoder(model, dtype="bfloat16", window=resolve_window(model.config))
-    assert why_not_native(model, decoder_options(model.config.to_dict()), layers) == ""
-    options = decoder_options(json.loads((checkpoint / "config.json").read_text()))
+    spec, _ = describe_decoder(model, dtype="bfloat16", window=resolve_window(model.config))
+    options = own_rotations(model.config, decoder_options(json.loads((checkpoint / "config.json").read_text())))
     assert options.spec(dtype="bfloat16", max_model_len=spec.max_model_len) == spec
     found = pack_weights(kernels, options, spec, SafetensorsFiles(checkpoint))  # from float32
-    expected = pack_decoder(kernels, model, decoder_options(model.config.to_dict()), spec)
+    expected = pack_decoder(kernels, model, spec)
     assert found.shape == expected.shape
     assert found.blobs.keys() == expected.blobs.keys()
     assert [name for name in found.blobs if not np.array_equal(found.blobs[name], expected.blobs[name])] == []
@@ -105,7 +105,6 @@ def test_a_missing_tensor_is_named(checkpoint, portable_library, teams):
     "change",
     [
         {"rope_scaling": [1]},
-        {"rope_scaling": {"type": "longrope", "original_max_position_embeddings": 0}},
         {"num_attention_heads": 0},
         {"num_attention_heads": "2"},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},

@@ -146,7 +146,7 @@ def test_int4_rows_are_those_of_rounding_in_groups(kernels):
     weight = Problem("bfloat16", 1, 96, 45).weight
     matrix = pack(kernels, [weight], quantise="int4")
     rows = np.stack([matrix.row(index) for index in range(45)])
-    assert np.array_equal(rows, quantise_groups(weight.float().numpy(), 4).dequantise())
+    assert np.array_equal(rows, quantise_groups(weight.float().numpy()).dequantise())
 
 
 def test_int8_is_as_near_as_127_steps_allow(kernels):

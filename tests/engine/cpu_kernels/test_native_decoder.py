@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 from dataclasses import dataclass, field
@@ -14,8 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.cpu_kernels.decoder import NativeDecoder, NativeStep
-from outrider.engine.cpu_kernels.decoder_options import decoder_options
-from outrider.engine.cpu_kernels.decoder_packing import pack_decoder, why_not_native
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
@@ -27,6 +24,7 @@ from tests.engine.cpu_kernels.families import FAMILIES as ARCHITECTURES
 from tests.engine.cpu_kernels.families import SHAPE
 from tests.engine.cpu_kernels.libraries import BUILD_SECONDS, with_few_for_tests
 from tests.engine.cpu_kernels.operations import differing_rows
+from tests.support.packed_decoder import pack_decoder
 from tests.support.tiny_model import make_tiny_model
 
 BLOCK_SIZE = 16
@@ -76,12 +74,10 @@ def decoders(checkpoints, teams):
     def decoder(library, architecture, kind):
         key = library.file, architecture, kind
         if key not in made:
-            model = copy.deepcopy(loaded(checkpoints(architecture), KINDS[kind]))  # packing frees its weights
+            model = loaded(checkpoints(architecture), KINDS[kind])
             dtype = str(KINDS[kind]).removeprefix("torch.")
-            spec, layers = describe_decoder(model, dtype=dtype, window=resolve_window(model.config))
-            options = decoder_options(model.config.to_dict())
-            assert why_not_native(model, options, layers) == ""
-            weights = pack_decoder(teams(library, 1), model, options, spec, quantise="int8" * (kind == "int8"))
+            spec, _ = describe_decoder(model, dtype=dtype, window=resolve_window(model.config))
+            weights = pack_decoder(teams(library, 1), model, spec, quantise="int8" * (kind == "int8"))
             made[key] = NativeDecoder(teams(library, 1), weights), spec
         return made[key]
 
@@ -378,9 +374,7 @@ def test_float32_logits_with_heads_of_any_size(library, teams, head_dim, tmp_pat
     make_tiny_model(tmp_path, architecture="qwen3", vocab_size=VOCAB_SIZE, overrides=shape)
     model = load(tmp_path, torch.float32)
     spec, _ = describe_decoder(model, dtype="float32", window=resolve_window(model.config))
-    decoder = NativeDecoder(
-        teams(library, 1), pack_decoder(teams(library, 1), model, decoder_options(model.config.to_dict()), spec)
-    )
+    decoder = NativeDecoder(teams(library, 1), pack_decoder(teams(library, 1), model, spec))
     logits = native_logits(decoder, spec, teams(library, 1))
     assert error_of(logits, logits_of_transformers(tmp_path, torch.float32)) < 1e-5
 

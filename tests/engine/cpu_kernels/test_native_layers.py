@@ -33,7 +33,7 @@ def numerics(promise, kernels):
 def load_by_layers(directory, dtype="auto"):
     """Loading compares the logits with those of the original model's own forward."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load_module, "why_not_native", lambda *_arguments: "this test wants layers")
+        patch.setattr(load_module, "decoder_options", lambda _config: "this test wants layers")
         model = load_model(ModelConfig(id=str(directory), dtype=dtype))
     assert isinstance(model.native, NativeLayers)
     return model

@@ -8,14 +8,13 @@ from transformers import AutoModelForCausalLM
 
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.cpu_kernels.decoder import NativeDecoder
-from outrider.engine.cpu_kernels.decoder_options import decoder_options
-from outrider.engine.cpu_kernels.decoder_packing import pack_decoder
 from outrider.engine.cpu_kernels.modules import NativeLayers
 from outrider.engine.runnable_model import RunnableModel
 from outrider.model_hub.support import describe_decoder
 from outrider.model_hub.window import resolve_window
 from tests.engine.cpu_kernels import families
 from tests.support.cached_runner import CachedRunner
+from tests.support.packed_decoder import pack_decoder
 from tests.support.tiny_model import make_tiny_model
 
 NUM_TOKENS = 200
@@ -58,7 +57,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(checkpoint, kind, ker
     model = load(checkpoint, torch.bfloat16, ATTENTION_NAME)
     spec, _ = describe_decoder(model, dtype="bfloat16", window=resolve_window(model.config))
     if kind == "whole":
-        native = NativeDecoder(kernels, pack_decoder(kernels, model, decoder_options(model.config.to_dict()), spec))
+        native = NativeDecoder(kernels, pack_decoder(kernels, model, spec))
         model = None
     else:
         native = NativeLayers(kernels)

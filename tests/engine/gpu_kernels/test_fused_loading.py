@@ -16,7 +16,7 @@ from outrider.errors import ConfigError
 from outrider.model_hub import load
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels
-from outrider.model_hub.support import reference_logits
+from outrider.model_hub.support import own_logits, probe_token_ids
 from tests.support.cached_runner import CachedRunner
 from tests.support.interpreted_triton import interpreted_attention
 from tests.support.tiny_model import make_tiny_model
@@ -65,7 +65,7 @@ def test_where_kernels_differ_from_transformers_its_modules_compute_and_the_reas
     assert "the fused kernels' forward differs from the model's own by" in loaded.kernels.reason
     found = logits_of(loaded)
     torch.testing.assert_close(found, logits_of(load.load_model(ModelConfig(id=str(checkpoint)))))
-    assert reference_logits(loaded.model, loaded.spec.vocab_size).isfinite().all()
+    assert own_logits(loaded.model, probe_token_ids(loaded.spec.vocab_size)).isfinite().all()
 
 
 def test_other_architectures_stay_with_transformers(tmp_path):

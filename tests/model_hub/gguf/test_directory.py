@@ -12,15 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
 from outrider.errors import ModelError
+from outrider.model_hub.checkpoint import open_checkpoint
 from outrider.model_hub.checkpoint_text import open_text
 from outrider.model_hub.fingerprint import GGUF_TABLE
 from outrider.model_hub.gguf import directory as rooms
-from outrider.model_hub.gguf.directory import find_files, gguf_directory, open_directory, open_gguf
+from outrider.model_hub.gguf.directory import find_files, gguf_directory, open_directory
 from outrider.model_hub.gguf.header import read_header
-from outrider.model_hub.gguf.tensors import float_values
 from router.text.tokenizer import Tokenizer
 from tests.model_hub.gguf.test_families import load, logits, random_model
-from tests.support.tiny_gguf import BYTES, write_gguf
+from tests.support.tiny_gguf import BYTES, float_values, open_gguf, write_gguf
 
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}<|end|>{% endfor %}"
 
@@ -87,12 +87,12 @@ def test_quantised_weights_stay_so_and_plain_ones_too(original, tmp_path):
     values = {name: value.numpy() for name, value in original.state_dict().items()}
     assert checkpoint.tensors.keys() == values.keys()
     for name, tensor in checkpoint.tensors.items():
-        assert checkpoint.tensors.shape(name) == tensor.shape == values[name].shape
+        assert tensor.shape == values[name].shape
         if isinstance(tensor, GroupedWeight):
             assert np.abs(tensor.dequantise() - values[name]).max() < 0.01
         else:
             np.testing.assert_array_equal(tensor, values[name])
-    assert checkpoint.tensors.describe() == "3 layers; Q8_0 20, F32 3 tensors"
+    assert open_checkpoint(checkpoint.directory, "cpu").format == "GGUF Q8_0, F32"
     assert json.loads((checkpoint.directory / "config.json").read_bytes())["dtype"] == "bfloat16"
 
 
@@ -126,7 +126,7 @@ def test_a_later_start_reads_no_header(original, tmp_path, monkeypatch):
     first = gguf_directory(path, tmp_path / "cache")
     monkeypatch.setattr(rooms, "read_header", lambda *_: pytest.fail("the header was read"))
     assert gguf_directory(path, tmp_path / "cache") == first
-    assert len(open_directory(first).tensors) == len(original.state_dict())
+    assert len(open_directory(first)[0]) == len(original.state_dict())
 
 
 def test_another_content_has_another_directory(original, tmp_path):

@@ -7,9 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.errors import ModelError
 from outrider.model_hub.checkpoint_text import read_json
-from outrider.model_hub.gguf.directory import GgufCheckpoint, open_gguf
-from outrider.model_hub.gguf.tensors import float_values
-from tests.support.tiny_gguf import write_gguf
+from tests.support.tiny_gguf import GgufModel, float_values, open_gguf, write_gguf
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -79,7 +77,7 @@ def random_model(model_type: str, overrides: dict) -> AutoModelForCausalLM:
     return model.eval()
 
 
-def load(checkpoint: GgufCheckpoint) -> AutoModelForCausalLM:
+def load(checkpoint: GgufModel) -> AutoModelForCausalLM:
     """Makes transformers' model from the configuration and the tensors that were read."""
     config = AutoConfig.from_pretrained(checkpoint.directory)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -12,10 +12,10 @@ import torch
 from tokenizers import Tokenizer
 
 from outrider.engine.cpu_kernels.grouped_weight import GroupedWeight
-from outrider.model_hub.gguf.directory import open_gguf
 from outrider.model_hub.gguf.header import read_header
 from outrider.model_hub.gguf.tensors import read_rows
 from tests.model_hub.gguf.test_families import load
+from tests.support.tiny_gguf import open_gguf
 
 GEMMA = os.environ.get("OUTRIDER_GEMMA_GGUF", "")
 pytestmark = pytest.mark.skipif(not GEMMA, reason="OUTRIDER_GEMMA_GGUF names no file")

@@ -9,11 +9,11 @@ from tokenizers import Tokenizer
 
 from outrider.errors import ModelError
 from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.gguf.directory import open_gguf
 from outrider.model_hub.gguf.tokenizer import GgufVocabulary
 from outrider.model_hub.locate import locate_model
 from tests.model_hub.gguf.hard_texts import TEXTS
 from tests.model_hub.gguf.vocabularies import vocabularies
+from tests.support.tiny_gguf import open_gguf
 
 RECORDED = json.loads(Path(__file__).with_name("llama_cpp_tokens.json").read_bytes())
 GEMMA = os.environ.get("OUTRIDER_GEMMA_GGUF", "")
