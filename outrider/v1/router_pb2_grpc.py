@@ -173,7 +173,7 @@ class RouterServiceServicer(object):
         again later. New requests for it get NOT_FOUND; running ones end as usual.
         NOT_FOUND if no node has it. PERMISSION_DENIED as above, and if it stays on
         nodes whose settings have it (`model.adapters`); other nodes unload it then,
-        too. UNAVAILABLE if no node serves and another router may have loaded it.
+        too. UNAVAILABLE if no decode node serves, unless this router loaded it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -110,7 +110,7 @@ class ClusterAdapters:
         """Unloads an adapter from all nodes. Goes on if the caller is cancelled.
 
         Raises: NotFoundError; NotAllowedError if it stays on nodes whose settings have it; CapacityError;
-        PeerLostError if no node serves and another router may want it; OutriderError of a node.
+        PeerLostError if no decode node serves, unless it was loaded through this router; OutriderError of a node.
         """
         await self._change(name, partial(self._unload, name))
 
@@ -255,8 +255,8 @@ class ClusterAdapters:
         return adapter
 
     async def _unload(self, name: str) -> None:
-        if not self._serving and name not in self._wanted:  # another router may want it
-            message = f"no node serves that could unload {name!r}: unload it again when nodes serve"
+        if not self._decode_nodes and name not in self._wanted:  # another router may want it
+            message = f"no decode node serves that could unload {name!r}: unload it again when one does"
             raise PeerLostError(message, reason="NO_NODE")
         adapters = [adapter for adapter in self._known if adapter.name == name]
         if not adapters:

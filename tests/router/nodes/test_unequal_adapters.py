@@ -90,7 +90,7 @@ async def test_without_nodes_only_the_router_that_loaded_an_adapter_unloads_it(r
     await first.eventually(lambda: not any([*each.decode_nodes, *each.prefill_nodes] for each in links))
     failure = await refused(unload(second))
     assert (failure.code, failure.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_NODE")
-    assert "unload it again when nodes serve" in failure.message
+    assert "unload it again when one does" in failure.message
     await unload(first)
     for node in first.nodes:
         await node.start()
