@@ -66,8 +66,9 @@ class ClusterAdapters:
     def by_name_for(self, name: str, fingerprint: str) -> Mapping[str, Adapter]:
         """Returns `by_name`, in which the name stands for the adapter of the fingerprint if a decode node has it."""
         adapter = Adapter(name, fingerprint)
-        has = any(adapter in node.usable for node in self._decode_nodes)
-        return {**self.by_name, name: adapter} if has else self.by_name
+        if not fingerprint or self.is_served(adapter) or not any(adapter in node.usable for node in self._decode_nodes):
+            return self.by_name
+        return {**self.by_name, name: adapter}
 
     def was_unloaded(self, adapter: Adapter) -> bool:
         """Whether no decode node has the adapter or will have it: none is lost that may come back with it."""
