@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from outrider.answer import CompleteResult, Delta
-from outrider.client.base import ABORT_SECONDS, BaseClient, BaseStream
+from outrider.client.base import ABORT_SECONDS, ADAPTER_TIMEOUT_SECONDS, BaseClient, BaseStream
 from outrider.client.options import (
     ChatOptions,
     GenerateOptions,
@@ -144,10 +144,12 @@ class AsyncClient(BaseClient[AsyncGenerateStream]):
         request = router_pb2.GetModelRequest()
         return MODEL.from_proto(await self._call("GetModel", request, self._timeout_seconds))
 
-    async def load_adapter(self, name: str, directory: str) -> Adapter:
+    async def load_adapter(
+        self, name: str, directory: str, *, timeout_seconds: float = ADAPTER_TIMEOUT_SECONDS
+    ) -> Adapter:
         """Loads an adapter (LoRA) on all nodes, from a directory below their `model.adapter_directory`."""
         request = router_pb2.LoadAdapterRequest(name=name, directory=directory)
-        return ADAPTER.from_proto((await self._call("LoadAdapter", request, self._timeout_seconds)).adapter)
+        return ADAPTER.from_proto((await self._call("LoadAdapter", request, timeout_seconds)).adapter)
 
     async def unload_adapter(self, name: str) -> None:
         """Unloads an adapter from all nodes."""

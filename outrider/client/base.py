@@ -27,6 +27,8 @@ from outrider.v1 import router_pb2, router_pb2_grpc
 
 DEFAULT_TIMEOUT_SECONDS = 30.0
 """Default timeout in seconds of calls that answer at once. Generation has no timeout by default."""
+ADAPTER_TIMEOUT_SECONDS = 90.0
+"""Default timeout in seconds of loading an adapter. A router waits up to 60 s for a node to load it."""
 ABORT_SECONDS = 1.0
 """Seconds that the end of a stream may wait for a router to confirm that it has stopped the request."""
 

@@ -10,7 +10,7 @@ from typing import Any, Self, Unpack
 import grpc
 
 from outrider.answer import CompleteResult, Delta
-from outrider.client.base import ABORT_SECONDS, BaseClient, BaseStream
+from outrider.client.base import ABORT_SECONDS, ADAPTER_TIMEOUT_SECONDS, BaseClient, BaseStream
 from outrider.client.options import (
     ChatOptions,
     GenerateOptions,
@@ -139,10 +139,10 @@ class Client(BaseClient[GenerateStream]):
     def model(self) -> Model:
         return MODEL.from_proto(self._call("GetModel", router_pb2.GetModelRequest(), self._timeout_seconds))
 
-    def load_adapter(self, name: str, directory: str) -> Adapter:
+    def load_adapter(self, name: str, directory: str, *, timeout_seconds: float = ADAPTER_TIMEOUT_SECONDS) -> Adapter:
         """Loads an adapter (LoRA) on all nodes, from a directory below their `model.adapter_directory`."""
         request = router_pb2.LoadAdapterRequest(name=name, directory=directory)
-        return ADAPTER.from_proto(self._call("LoadAdapter", request, self._timeout_seconds).adapter)
+        return ADAPTER.from_proto(self._call("LoadAdapter", request, timeout_seconds).adapter)
 
     def unload_adapter(self, name: str) -> None:
         """Unloads an adapter from all nodes."""

@@ -171,8 +171,9 @@ class RouterServiceServicer(object):
     def UnloadAdapter(self, request, context):
         """Unloads an adapter from every node, also from those that are lost and serve
         again later. New requests for it get NOT_FOUND; running ones end as usual.
-        NOT_FOUND if no node has it. PERMISSION_DENIED as above, and for adapters of
-        a node's settings (`model.adapters`).
+        NOT_FOUND if no node has it. PERMISSION_DENIED as above, and if it stays on
+        nodes whose settings have it (`model.adapters`); other nodes unload it then,
+        too. UNAVAILABLE if no decode node serves, unless this router loaded it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

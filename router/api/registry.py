@@ -128,7 +128,7 @@ class RequestRegistry:
             self._clients.charge(caller)
             self._check_serving()
             info = self._nodes.model().info
-            check_request(proto, info, self.adapters.by_name)
+            check_request(proto, info, self.adapters.by_name_for(proto.model, proto.adapter_fingerprint))
             caller.check_priority(proto.priority)
             live = await self._begin(proto.request_id or str(uuid.uuid4()), proto, caller)
         if live.window_seconds is None or self.keeper is None:
@@ -351,7 +351,7 @@ class RequestRegistry:
         context, served = self._context(), self._nodes.model()
         encoding = record.begin_span(SpanKind.ENCODE)
         method = VerificationMethod(context.config.verification_method)
-        adapters = self.adapters.by_name
+        adapters = self.adapters.by_name_for(proto.model, proto.adapter_fingerprint)
         request = await read_request(
             proto, served, caller, request_id=request_id, adapters=adapters, default_method=method
         )

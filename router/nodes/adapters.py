@@ -24,7 +24,8 @@ from router.nodes.link import DecodeLink, NodeLink
 from router.nodes.node_adapters import NodeAdapters, Step, agreed
 
 RETRY_SECONDS = 5.0
-"""Seconds between attempts to load or unload an adapter on a node that failed to do so."""
+"""Seconds before the second attempt to load or unload an adapter on a node; doubled for each further one."""
+MAX_RETRY_SECONDS = 60.0
 REPORT_SECONDS = 2.0
 """Seconds that a call waits for the nodes' reports to show its effect, since requests are placed by reports."""
 MAX_CHANGES = 64
@@ -55,11 +56,19 @@ class ClusterAdapters:
         self._others: set[Adapter] = set()  # those of serving nodes that their names do not stand for
         self._changed = asyncio.Event()
         self._changes: dict[asyncio.Task[Any], str] = {}  # clients' calls, with the names of the adapters
+        self._changing: dict[str, Adapter | None] = {}  # what names stand for while clients' calls change them
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by name
 
     def is_served(self, adapter: Adapter) -> bool:
         """Whether requests that name the adapter get this one, and not another one of its name."""
         return self.by_name.get(adapter.name) == adapter
+
+    def by_name_for(self, name: str, fingerprint: str) -> Mapping[str, Adapter]:
+        """Returns `by_name`, in which the name stands for the adapter of the fingerprint if a decode node has it."""
+        adapter = Adapter(name, fingerprint)
+        if not fingerprint or self.is_served(adapter) or not any(adapter in node.usable for node in self._decode_nodes):
+            return self.by_name
+        return {**self.by_name, name: adapter}
 
     def was_unloaded(self, adapter: Adapter) -> bool:
         """Whether no decode node has the adapter or will have it: none is lost that may come back with it."""
@@ -82,6 +91,7 @@ class ClusterAdapters:
             for adapter in got if incarnation in known else ():
                 self._permit(adapter)
         self._update_names()
+        self._name_missing([node for incarnation, node in serving.items() if incarnation not in known])
         for node in self._serving:
             if self._steps(node) and (node.work is None or node.work.done()):
                 node.work = asyncio.create_task(self._work(node), name="adapters")
@@ -100,7 +110,8 @@ class ClusterAdapters:
     async def unload(self, name: str) -> None:
         """Unloads an adapter from all nodes. Goes on if the caller is cancelled.
 
-        Raises: NotFoundError; NotAllowedError if a node's settings have it; CapacityError; OutriderError of a node.
+        Raises: NotFoundError; NotAllowedError if it stays on nodes whose settings have it; CapacityError;
+        PeerLostError if no decode node serves, unless it was loaded through this router; OutriderError of a node.
         """
         await self._change(name, partial(self._unload, name))
 
@@ -112,6 +123,10 @@ class ClusterAdapters:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # ------------------------------------------------------------ state
+
+    @property
+    def _decode_nodes(self) -> list[NodeAdapters]:
+        return [node for node in self._serving if isinstance(node.link, DecodeLink)]
 
     @property
     def _known(self) -> set[Adapter]:
@@ -126,20 +141,35 @@ class ClusterAdapters:
         if self._wanted.get(adapter.name, (None,))[0] == adapter:
             del self._wanted[adapter.name]
             _log.info("adapter unloaded", adapter=str(adapter), is_asked_by_others=is_asked)
+        if self._changing.get(adapter.name) == adapter:
+            self._changing[adapter.name] = None
         for node in self._nodes.values():
             node.forget(adapter, is_asked=is_asked)
 
     def _update_names(self) -> None:
-        decode_nodes = [node.usable for node in self._serving if isinstance(node.link, DecodeLink)]
+        decode_nodes = [node.usable for node in self._decode_nodes]
         unwanted = {adapter for node in self._nodes.values() for adapter in node.unwanted}
         kept = {name: adapter for name, adapter in self._reported.items() if adapter not in unwanted}
         self._reported = agreed(decode_nodes) if decode_nodes else kept
-        self.by_name = self._reported | {name: adapter for name, (adapter, _) in self._wanted.items()}
+        wanted = {name: adapter for name, (adapter, _) in self._wanted.items()}
+        names: dict[str, Adapter | None] = {**self._reported, **wanted, **self._changing}
+        self.by_name = {name: adapter for name, adapter in names.items() if adapter is not None}
         others = {adapter for adapter in self._known if self.by_name.get(adapter.name, adapter) != adapter}
         for adapter in others - self._others:
             used = str(self.by_name[adapter.name])
             _log.warning("nodes have different adapters of one name", used=used, unused=str(adapter))
         self._others = others
+
+    def _name_missing(self, newcomers: Iterable[NodeAdapters]) -> None:
+        """Logs what new processes lack and will not get, unless another router has them load it."""
+        message = "the node lacks adapters that others have; unless another router loads them, load them again"
+        for node in newcomers:
+            known = {*self._wanted, *self._changing, *(adapter.name for adapter in node.reported)}
+            others = {
+                str(adapter) for each in self._decode_nodes for adapter in each.usable if adapter.name not in known
+            }
+            if others:
+                _log.warning(message, node=node.link.name, adapters=sorted(others))
 
     def _steps(self, node: NodeAdapters) -> list[Step]:
         """Returns what to load or unload on the node now. Clients' calls have their names for themselves."""
@@ -152,11 +182,12 @@ class ClusterAdapters:
             await self._take_steps(node, steps)
 
     async def _take_steps(self, node: NodeAdapters, steps: list[Step]) -> None:
+        pause = min(RETRY_SECONDS * 2 ** min(node.num_failures(steps), 4), MAX_RETRY_SECONDS)
         for step in steps:
             if step in self._steps(node):
                 await node.take_step(step)
         self._update_names()
-        await self._wait(lambda: self._steps(node) != steps, RETRY_SECONDS)
+        await self._wait(lambda: self._steps(node) != steps, pause)
 
     async def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
         """Waits for a condition on the nodes' state, or for some seconds."""
@@ -188,7 +219,12 @@ class ClusterAdapters:
                 work.cancel()
             await asyncio.gather(*works, return_exceptions=True)
             self.follow([node.link for node in self._serving])  # starts the work on other names again
-            return await change()
+            self._changing[name] = self.by_name.get(name)
+            try:
+                return await change()
+            finally:
+                del self._changing[name]
+                self._update_names()
 
     async def _load(self, name: str, directory: str) -> Adapter:
         nodes = self._serving
@@ -220,29 +256,33 @@ class ClusterAdapters:
         return adapter
 
     async def _unload(self, name: str) -> None:
-        wanted = self._wanted.get(name)
+        if not self._decode_nodes and name not in self._wanted:  # another router may want it
+            message = f"no decode node serves that could unload {name!r}: unload it again when one does"
+            raise PeerLostError(message, reason="NO_NODE")
         adapters = [adapter for adapter in self._known if adapter.name == name]
         if not adapters:
             raise NotFoundError(f"no node has an adapter {name!r}", reason="ADAPTER_NOT_FOUND")
-        try:
-            await self._remove(adapters)
-        except NotAllowedError:
-            if wanted is not None:
-                self._wanted[name] = wanted
-                self._permit(wanted[0])
-            raise
+        await self._remove(adapters)
 
     async def _remove(self, adapters: Iterable[Adapter]) -> None:
-        """Unloads adapters from all nodes, later from lost ones. Raises: OutriderError of a node that is not lost."""
+        """Unloads adapters of one name from all nodes, later from lost ones.
+
+        Raises: OutriderError of a node that is not lost; NotAllowedError if nodes' settings have it.
+        """
         for adapter in adapters:
             self._forget(adapter)
         self._update_names()
         pairs = [(node, adapter) for node in self._serving for adapter in adapters]
         results = await asyncio.gather(*(node.unload(adapter) for node, adapter in pairs), return_exceptions=True)
-        done = [pair for pair, result in zip(pairs, results, strict=True) if result is None]
+        outcomes = list(zip(pairs, results, strict=True))
+        done = [pair for pair, result in outcomes if result is None]
         await self._wait(
             lambda: not any(adapter in node.reported for node, adapter in done if node.is_serving), REPORT_SECONDS
         )
         for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, PeerLostError):
+            if isinstance(result, BaseException) and not isinstance(result, PeerLostError | NotAllowedError):
                 raise result
+        if fixed := [pair for pair, result in outcomes if isinstance(result, NotAllowedError)]:
+            names = ", ".join(node.link.name for node, _ in fixed)
+            message = f"{fixed[0][1].name!r} is in model.adapters of {names}, where it stays; other nodes unload it"
+            raise NotAllowedError(message, reason="ADAPTERS_ARE_FIXED")

@@ -8,7 +8,15 @@ from collections.abc import Collection, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from outrider.errors import AbortedError, MismatchError, NotAllowedError, NotFoundError, OutriderError, PeerLostError
+from outrider.errors import (
+    AbortedError,
+    MismatchError,
+    NotAllowedError,
+    NotFoundError,
+    NotSupportedError,
+    OutriderError,
+    PeerLostError,
+)
 from outrider.request import Adapter
 from outrider.service.telemetry.logging import get_logger
 from router.nodes.link import NodeLink
@@ -16,6 +24,9 @@ from router.nodes.transport import racing
 
 _log = get_logger("adapters")
 T = TypeVar("T")
+
+FINAL_FAILURES = (MismatchError, NotSupportedError)
+"""Failures of loads that are not tried again until the process or the wish changes."""
 
 Step = tuple[Adapter, str | None]
 """An adapter, and the directory from which to load it; None: it is to be unloaded."""
@@ -40,7 +51,7 @@ class NodeAdapters:
         self.reported: frozenset[Adapter] = frozenset()
         self.unwanted: dict[Adapter, bool] = {}
         self.asked: set[Adapter] = set()
-        self.failures: dict[Adapter, OutriderError] = {}  # of the last attempts
+        self.failures: dict[Adapter, tuple[OutriderError, int]] = {}  # the last one, and how many in a row
         self.work: asyncio.Task[None] | None = None
         self.busy_with = ""  # the name of the adapter that `work` changes
         self._is_lost = asyncio.Event()
@@ -90,13 +101,18 @@ class NodeAdapters:
     def steps(self, wanted: Iterable[tuple[Adapter, str]]) -> list[Step]:
         """Returns what to unload, then what to load. `wanted`: adapters and their directories.
 
-        Nothing is loaded where another adapter of the name may stay, or where its directory has other content.
+        Nothing is loaded where another adapter of the name may stay, where its directory has other content, or by nodes
+        that support no adapters.
         """
         unload = [adapter for adapter, is_done in self.unwanted.items() if adapter in self.reported or not is_done]
         taken = {adapter.name for adapter in self.usable}
-        others = {adapter for adapter, error in self.failures.items() if isinstance(error, MismatchError)}
-        load = [each for each in wanted if each[0].name not in taken and each[0] not in others]
+        never = {each for each, (error, _) in self.failures.items() if isinstance(error, FINAL_FAILURES)}
+        load = [each for each in wanted if each[0].name not in taken and each[0] not in never]
         return [*((adapter, None) for adapter in unload), *load]
+
+    def num_failures(self, steps: Iterable[Step]) -> int:
+        """Returns the smallest number of failures in a row of one of the steps."""
+        return min(self.failures[adapter][1] if adapter in self.failures else 0 for adapter, _ in steps)
 
     async def take_step(self, step: Step) -> None:
         """Takes one of `steps`. A failure is logged unless it is the last one again."""
@@ -112,10 +128,10 @@ class NodeAdapters:
         except OutriderError as error:
             if not isinstance(error, PeerLostError):
                 self.asked.discard(adapter)
-            known = self.failures.get(adapter)
-            if known is None or known.message != error.message:
+            last, number = self.failures.get(adapter, (None, 0))
+            if last is None or last.message != error.message:
                 _log.warning("adapter not changed", adapter=str(adapter), error=error.message)
-            self.failures[adapter] = error
+            self.failures[adapter] = error, number + 1
         finally:
             self.busy_with = ""
 
@@ -128,7 +144,7 @@ class NodeAdapters:
     async def unload(self, adapter: Adapter) -> None:
         """Unloads an adapter that the process may have. Raises: as `_call`; NotAllowedError if its settings have it."""
         try:
-            with suppress(NotFoundError):
+            with suppress(NotFoundError, NotSupportedError):
                 await self._call(self.link.transport.unload_adapter(adapter.name, adapter.fingerprint))
         except NotAllowedError:
             self.unwanted.pop(adapter, None)
@@ -150,6 +166,8 @@ class NodeAdapters:
         except AbortedError as error:  # the deadline has passed, or the node has stopped
             raise PeerLostError(f"{name}: {error.message}", node=name) from error
         except OutriderError as error:
-            error.message = f"{name}: {error.message}"
+            is_old = isinstance(error, NotSupportedError) and not error.field  # gRPC's answer for a method it lacks
+            about = "this version of the node has no adapters: " if is_old else ""
+            error.message = f"{name}: {about}{error.message}"
             error.args = (error.message,)
             raise

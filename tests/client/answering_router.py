@@ -120,6 +120,11 @@ class AnsweringRouter(router_pb2_grpc.RouterServiceServicer):
         self._begin("GetModel", request, context)
         return router_pb2.GetModelResponse(name="m")
 
+    def LoadAdapter(self, request, context):
+        self._begin("LoadAdapter", request, context)
+        adapter = router_pb2.Adapter(name=request.name, fingerprint="f" * 64)
+        return router_pb2.LoadAdapterResponse(adapter=adapter)
+
     def store(self, request_id, *, seed=0, n=1):
         """Stores a request, as another router with the same store would."""
         request = router_pb2.GenerateRequest(request_id=request_id)

@@ -113,6 +113,17 @@ def test_all_attempts_share_one_deadline(generate, complete, router):
     assert time.monotonic() - started_at < WAIT_SECONDS / 2
 
 
+async def test_loading_an_adapter_has_a_timeout_of_its_own(serving, router):
+    """A node's load may take a minute."""
+    with Client(serving.address, timeout_seconds=1.0) as client:
+        client.load_adapter("sql", "d")
+        client.load_adapter("sql", "d", timeout_seconds=50.0)
+    async with AsyncClient(serving.address, timeout_seconds=1.0) as client:
+        await client.load_adapter("sql", "d")
+        assert (await client.load_adapter("sql", "d", timeout_seconds=50.0)).name == "sql"
+    assert router.seconds_left == pytest.approx([90.0, 50.0, 90.0, 50.0], abs=5.0)
+
+
 def test_a_cancel_ends_the_wait_for_the_next_attempt(serving, router):
     router.faults = [CapacityError("full", retry_after_seconds=60.0)]
     with Client(serving.address, retry=RetryPolicy()) as client:

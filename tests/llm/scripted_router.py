@@ -22,6 +22,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
         self.requests = []  # Complete's requests, in order
         self.loaded = []  # (name, directory) of each LoadAdapter
         self.adapters = {}  # by name
+        self.load_seconds = 0.0  # until the last one's deadline
         self.num_now = 0
         self.max_concurrent = 0
         self.num_held = 0
@@ -36,6 +37,7 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
 
     def LoadAdapter(self, request, context):
         self.loaded.append((request.name, request.directory))
+        self.load_seconds = context.time_remaining()
         if "none" in request.directory:
             fail(context, InvalidRequestError("decode-0: none is no adapter", field="directory"))
         adapter = self.adapters[request.name] = router_pb2.Adapter(name=request.name, fingerprint="f" * 64)

@@ -24,6 +24,7 @@ def test_adapters_are_loaded_once_and_each_prompt_names_its_own(lora_llm, router
     lora_llm.chat([{"role": "user", "content": "d"}], lora_request=LAW, use_tqdm=False)
     assert router.requests[-1].model == "law"
     assert router.loaded == [("sql", "/adapters/sql"), ("law", str(tmp_path / "adapters/law"))], "below any root"
+    assert router.load_seconds > 60.0, "a node may take a minute"
 
 
 def test_adapters_that_a_restarted_router_does_not_have_are_loaded_again(lora_llm, router):

@@ -14,31 +14,9 @@ from outrider.request import Adapter
 from router.api.clients import TokenFile
 from router.nodes import adapters as cluster_adapters
 from router.nodes import transport
-from tests.router.adapter_calls import SQL, SQL_OF_D, load, unload
+from tests.router.adapter_calls import SQL, SQL_OF_D, fingerprints_on, load, lose, nodes_with, restart, unload
 from tests.router.conftest import refused
 from tests.support.adapters import ScriptedAdapters
-
-
-def fingerprints_on(nodes, name="sql"):
-    return {adapter.fingerprint for node in nodes for adapter in node.adapters.adapters if adapter.name == name}
-
-
-def nodes_with(pair, adapter):
-    return [node.name for node in pair.nodes if adapter in node.adapters.adapters]
-
-
-async def restart(pair, node, adapters=()):
-    """Restarts a node's process, which has then only these adapters."""
-    await lose(pair, node)
-    node.adapters, node.incarnation = ScriptedAdapters(*adapters), os.urandom(16)
-    await node.start()
-
-
-async def lose(pair, node):
-    """Has the router lose a node, whose process goes on."""
-    link = pair.link_of(node)
-    await node.stop()
-    await pair.eventually(lambda: not link.is_serving)
 
 
 async def test_an_adapter_is_loaded_on_all_nodes_and_can_be_used_at_once(node_pair):
@@ -262,14 +240,17 @@ async def test_adapters_of_a_nodes_settings_stay(node_pair):
     assert len(nodes_with(node_pair, SQL)) == 4
 
 
-async def test_what_one_nodes_settings_have_stays_on_all_nodes(node_pair, monkeypatch):
-    monkeypatch.setattr(cluster_adapters, "RETRY_SECONDS", 0.05)
-    node_pair.decodes[0].adapters = ScriptedAdapters(SQL_OF_D, fixed=("sql",))
+async def test_what_one_nodes_settings_have_is_not_wanted_elsewhere_any_more(node_pair):
+    fixed = node_pair.decodes[0]
+    fixed.adapters = ScriptedAdapters(SQL_OF_D, fixed=("sql",))
     await node_pair.serve()
     await load(node_pair)
-    assert (await refused(unload(node_pair))).message == "decode-0: 'sql' is one of model.adapters"
-    await node_pair.eventually(lambda: len(nodes_with(node_pair, SQL_OF_D)) == 4)
-    assert node_pair.service.nodes.adapters.by_name == {"sql": SQL_OF_D}
+    assert f"in model.adapters of {fixed.name}," in (await refused(unload(node_pair))).message
+    await restart(node_pair, node_pair.decodes[1])
+    await load(node_pair, name="law", directory="law")
+    await node_pair.eventually(lambda: node_pair.decodes[1].adapters.adapters)
+    assert nodes_with(node_pair, SQL_OF_D) == [fixed.name]
+    assert node_pair.service.nodes.adapters.by_name["sql"] == SQL_OF_D
 
 
 async def test_a_load_that_is_refused_leaves_alone_what_was_there(node_pair):

@@ -8,7 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.errors import InvalidRequestError, MismatchError, NotAllowedError, NotFoundError, PeerLostError
+from outrider.errors import (
+    InvalidRequestError,
+    MismatchError,
+    NotAllowedError,
+    NotFoundError,
+    NotSupportedError,
+    PeerLostError,
+)
 from outrider.request import Adapter
 from router.nodes.node_adapters import NodeAdapters, agreed
 
@@ -131,11 +138,15 @@ async def test_other_content_is_loaded_only_if_it_is_wanted_anew(capsys):
 async def test_failures_are_logged_once_and_tried_again(capsys):
     failures = [InvalidRequestError("no file", field="directory"), InvalidRequestError("no file", field="directory")]
     node = node_of(answers=[*failures, PeerLostError("late")])
-    for _ in range(3):
+    for number in range(3):
         assert node.steps([(ONE, "d")]) == [(ONE, "d")]
+        assert node.num_failures([(ONE, "d")]) == number
         await node.take_step((ONE, "d"))
     assert capsys.readouterr().out.count("decode-0: no file") == 1
     assert node.asked == {ONE}, "it may have loaded it although it has not answered"
+    assert node.num_failures([(ONE, "d"), (LAW, "e")]) == 0
+    node.permit(ONE)
+    assert node.num_failures([(ONE, "d")]) == 0
 
 
 async def test_an_old_adapter_is_unloaded_before_a_new_one_is_loaded():
@@ -152,6 +163,18 @@ async def test_what_a_node_does_not_have_is_unloaded():
     await node.unload(ONE)
     assert not node.unwanted
     assert not node.asked
+
+
+async def test_a_node_of_an_earlier_version_has_no_adapters_and_is_asked_once(capsys):
+    unknown = NotSupportedError("Method not found!")
+    node = node_of(answers=[unknown, unknown])
+    node.asked.add(LAW)
+    node.forget(LAW, is_asked=False)
+    await node.unload(LAW)
+    assert not node.unwanted
+    await node.take_step((ONE, "d"))
+    assert node.steps([(ONE, "d")]) == []
+    assert "decode-0: this version of the node has no adapters: Method not found!" in capsys.readouterr().out
 
 
 async def test_what_a_nodes_settings_have_stays():

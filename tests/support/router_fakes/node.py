@@ -34,6 +34,7 @@ class FakeNode:
         self.address = ""
         self.adapters = ScriptedAdapters()
         self.reported_adapters: tuple[Adapter, ...] | None = None  # None: those that it has
+        self.knows_adapters = True  # False for nodes of a version before adapters
         self.sends_tokenizer = True  # False if it never answers a request for its tokenizer
         self._server: grpc.aio.Server | None = None
         self._moves = asyncio.Event()
@@ -102,14 +103,19 @@ class _FakeNodeServicer(NodeServicer):
     async def LoadAdapter(
         self, request: router_pb2.LoadAdapterRequest, context: Context
     ) -> router_pb2.LoadAdapterResponse:
-        await self._node.moves()
+        await self._may_change_adapters(context)
         return await super().LoadAdapter(request, context)
 
     async def UnloadAdapter(
         self, request: router_pb2.UnloadAdapterRequest, context: Context
     ) -> router_pb2.UnloadAdapterResponse:
-        await self._node.moves()
+        await self._may_change_adapters(context)
         return await super().UnloadAdapter(request, context)
+
+    async def _may_change_adapters(self, context: Context) -> None:
+        await self._node.moves()
+        if not self._node.knows_adapters:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
     async def GetTokenizer(
         self, request: node_pb2.GetTokenizerRequest, context: Context
