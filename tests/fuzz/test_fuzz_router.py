@@ -35,6 +35,7 @@ REFUSALS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.ABORTED,
+    grpc.StatusCode.FAILED_PRECONDITION,  # the adapter has another fingerprint
 }
 """Statuses of a client's own mistakes. UNKNOWN, INTERNAL and UNAVAILABLE would be failures of the router."""
 MAX_STALL_SECONDS = 1.0
