@@ -138,18 +138,21 @@ class Variant:
 
 
 def random_adapter(model: LoadedModel, seed: int) -> NativeAdapter:
-    """Returns an adapter of every matrix of a native decoder, for time only."""
+    """Returns an adapter of all linear layers of a native decoder, for time only."""
     assert isinstance(model.native, NativeDecoder), "adapters are measured with the native decoder"
-    random, parts = np.random.default_rng(seed), {}
+    random, shape, parts = np.random.default_rng(seed), model.native.weights.shape, {}
+    kv_size = shape.num_kv_heads * shape.head_dim
     for index in range(model.spec.num_layers):
-        for matrix, (whole, *_) in MATRICES.items():
-            size = model.native.weights.shape.matrix_sizes[f"{index}.{matrix}"]
-            down, up = (
-                random.normal(0.0, 0.01, shape).astype(np.float32)
-                for shape in ((ADAPTER_RANK, size.in_features), (size.out_features, ADAPTER_RANK))
-            )
-            parts[f"model.layers.{index}.{whole}"] = LowRank(down, up)
-    return NativeAdapter(model.native.weights.shape, parts)
+        for matrix, names in MATRICES.items():
+            size = shape.matrix_sizes[f"{index}.{matrix}"]
+            rest = {"qkv": [kv_size, kv_size], "gate_up": [shape.intermediate_size]}.get(matrix, [])
+            for name, out_features in zip(names[1:] or names, [size.out_features - sum(rest), *rest], strict=True):
+                down, up = (
+                    random.normal(0.0, 0.01, each).astype(np.float32)
+                    for each in ((ADAPTER_RANK, size.in_features), (out_features, ADAPTER_RANK))
+                )
+                parts[f"model.layers.{index}.{name}"] = LowRank(down, up)
+    return NativeAdapter(shape, parts)
 
 
 def main() -> int:
