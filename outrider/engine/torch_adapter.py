@@ -55,7 +55,7 @@ class TorchAdapter(PackedAdapter):
                 raise ModelError(
                     f"the adapter's {name} maps {found[0]} to {found[1]} features, the model's {own[0]} to {own[1]}"
                 )
-            self._pairs[name] = make_linear(torch.from_numpy(part.down)), make_linear(torch.from_numpy(part.up))
+            self._pairs[name] = make_linear(torch.tensor(part.down)), make_linear(torch.tensor(part.up))
             self._num_bytes += part.down.nbytes + part.up.nbytes
 
     @property

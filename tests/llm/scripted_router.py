@@ -97,9 +97,9 @@ class ScriptedRouter(router_pb2_grpc.RouterServiceServicer):
                 self.num_held += 1
                 self._changed.notify_all()
             assert ended.wait(WAIT_SECONDS)
-        with self._changed:
-            self.num_held -= 1
-            self._changed.notify_all()
+            with self._changed:
+                self.num_held -= 1
+                self._changed.notify_all()
         context.abort(grpc.StatusCode.CANCELLED, "its client has gone")
 
     def _refuse_while_full(self, context):
