@@ -21,6 +21,7 @@ from outrider.errors import ModelError
 from outrider.model_hub.adapter_files import read_adapter
 from outrider.model_hub.support import describe_decoder
 from outrider.model_hub.window import resolve_window
+from tests.engine.cpu_kernels.libraries import with_few_for_tests
 from tests.engine.cpu_kernels.operations import differing_rows
 from tests.support.adapters import TARGETS, make_adapter, merge_adapter
 from tests.support.packed_decoder import pack_decoder
@@ -122,7 +123,9 @@ def check_bits_in_random_batches(decoder, spec, team, of_rows):
                 done[index] += num
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("library", "family"), with_few_for_tests({name: (name,) for name in FAMILIES}, ("llama",)), indirect=["library"]
+)
 def test_logits_are_those_of_merged_weights(library, teams, decoders, checkpoints, tmp_path, family):
     decoder, spec = decoders(library, torch.float32, "", family)
     for number, targets in enumerate((FAMILIES[family], FAMILIES[family][1:])):
@@ -145,7 +148,11 @@ def test_logits_are_those_of_peft(library, teams, decoders, checkpoint, adapters
         assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "phi3"])
+@pytest.mark.parametrize(
+    ("library", "family"),
+    with_few_for_tests({name: (name,) for name in ("gemma3_text", "phi3")}, ()),
+    indirect=["library"],
+)
 def test_bits_do_not_depend_on_the_batch_if_outputs_are_normalised_or_layers_are_joined(
     library, teams, decoders, checkpoints, tmp_path, family
 ):
@@ -160,7 +167,11 @@ def test_bits_do_not_depend_on_the_batch_if_outputs_are_normalised_or_layers_are
     check_bits_in_random_batches(decoder, spec, functools.partial(teams, library), of_rows)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("library", "kind"),
+    with_few_for_tests({name: (name,) for name in ("float32", "bfloat16", "int8", "int4")}, ("bfloat16", "int8")),
+    indirect=["library"],
+)
 def test_rows_of_several_adapters_in_one_batch_have_the_bits_that_they_have_alone(
     library, teams, decoders, adapters, kind
 ):
