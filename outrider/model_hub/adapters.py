@@ -23,7 +23,6 @@ from outrider.errors import (
     ModelError,
     NotAllowedError,
     NotFoundError,
-    NotSupportedError,
 )
 from outrider.heap import trim_heap
 from outrider.model_hub.adapter_files import read_adapter
@@ -35,7 +34,7 @@ RANKS_HAVE_NONE = "adapters are not supported with model.tensor_parallel_size"
 
 
 class AdapterTable:
-    """Adapters by name. Any thread may call it; loading takes as long as reading the files.
+    """Adapters by name. Any thread may call it. Only one should load at a time, since each takes memory for the files.
 
     Running sequences keep their adapter, so unloading does not affect them.
     """
@@ -51,7 +50,6 @@ class AdapterTable:
         # By fingerprint: those of all names, and those that only running sequences still use.
         self._packed: WeakValueDictionary[str, PackedAdapter] = WeakValueDictionary()
         self._changing = threading.Lock()
-        self._loading = threading.Lock()  # only one at a time takes memory for its files
         if self._pack is None and (config.adapters or config.adapter_directory):
             raise ConfigError(f"{RANKS_HAVE_NONE}; unset model.adapters and model.adapter_directory")
         pairs = _pairs(config.adapters)
@@ -79,7 +77,7 @@ class AdapterTable:
 
         `fingerprint`: the adapter's, if it is known. `has_ended`: whether nobody waits for the adapter any more.
 
-        Raises: NotAllowedError without that setting, or for another directory; NotSupportedError, AlreadyRunningError;
+        Raises: NotAllowedError without that setting, or for another directory; AlreadyRunningError;
         InvalidRequestError if there is no valid adapter; MismatchError if it has another fingerprint; AbortedError;
         CapacityError if it exceeds `model.adapter_memory_bytes`.
         """
@@ -92,14 +90,12 @@ class AdapterTable:
             message = f"directory {directory!r} is not below model.adapter_directory"
             raise NotAllowedError(message, reason="ADAPTER_DIRECTORY")
         try:
-            with self._loading:
-                try:
-                    return self._load(name, path, root, fingerprint=fingerprint, has_ended=has_ended)
-                finally:
-                    trim_heap()  # of what the files took
+            return self._load(name, path, root, fingerprint=fingerprint, has_ended=has_ended)
         except ModelError as error:
             message = error.message.replace(str(path), directory)
             raise InvalidRequestError(message, field="directory", reason="BAD_ADAPTER") from error
+        finally:
+            trim_heap()  # of what the files took
 
     def unload(self, name: str, fingerprint: str = "") -> None:
         """Unloads an adapter, whatever its fingerprint if that is empty.
@@ -125,8 +121,7 @@ class AdapterTable:
         fingerprint: str = "",
         has_ended: Callable[[], bool] = lambda: False,
     ) -> Adapter:
-        if self._pack is None:
-            raise NotSupportedError(RANKS_HAVE_NONE, field="name")
+        assert self._pack is not None, "the settings of adapters were refused"
         if has_ended():
             raise AbortedError(f"the call that loads the adapter {name!r} has ended")
         files = read_adapter(directory, root=root, max_bytes=self._max_bytes)

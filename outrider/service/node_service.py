@@ -61,7 +61,7 @@ class NodeServicer(node_pb2_grpc.NodeServiceServicer):
         self._tokenizer_files = tokenizer_files
         self._profiles = profiles
         self._adapters = adapters
-        self._loading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
+        self._loading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")  # each load takes memory
 
     async def GetNode(self, request: node_pb2.GetNodeRequest, context: Context) -> node_pb2.NodeInfo:  # noqa: N802 the proto's name
         return info_to_proto(self._info())

@@ -228,7 +228,7 @@ def test_names_are_texts_whatever_they_would_be_in_yaml():
         (["--kv-cache-dtype", "fp8"], "flag kv_cache_dtype: KV is kept in the model's dtype"),
         (["--host", "0.0.0.0"], "services bind loopback; another address: --set server.host=ADDRESS"),
         (["--api-key", "k"], "flag api_key: clients are asked for tokens by outrider up --tls DIR --token-hashes FILE"),
-        (["--quantization", "awq"], "flag quantization: quantized checkpoints are not read"),
+        (["--quantization", "fp8"], "flag quantization: the checkpoint says how its weights are quantised"),
         (["--speculative-config", "{"], "flag speculative_config: neither a value nor JSON"),
         (["--speculative-config", '{"method": "eagl"}'], "the nearest is eagle"),
         (["--speculative-config", '{"method": "ngram"}', "--draft", "suffix"], "both choose the drafter: keep one"),

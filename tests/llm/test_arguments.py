@@ -159,7 +159,7 @@ def test_memory_is_divided_among_the_nodes_unless_it_is_vllm_s_default(router, c
 
 def test_what_concerns_speed_only_is_a_warning(router, clusters):
     with pytest.warns(UserWarning, match="trust_remote_code: code of checkpoints never runs"):
-        LLM(trust_remote_code=True, tokenizer=None, quantization=None, enforce_eager=True).close()
+        LLM(trust_remote_code=True, tokenizer=None, quantization="awq", enforce_eager=True).close()
     assert "model.cuda_graphs=False" in clusters[0].launch.overrides
 
 
@@ -171,8 +171,8 @@ def test_a_speculative_config_is_what_outrider_config_import_makes_of_it(router,
 
 
 def test_wrong_arguments_are_named(llm, clusters):
-    with pytest.raises(ValueError, match=r"LLM\(\) quantization: quantized checkpoints are not read"):
-        LLM(quantization="awq")
+    with pytest.raises(ValueError, match=r"LLM\(\) quantization: the checkpoint says how its weights are quant"):
+        LLM(quantization="fp8")
     with pytest.raises(ValueError, match=r"quantisation.*nearest is quantization"):
         LLM(quantisation="awq")
     with pytest.raises(ValueError, match=r"LLM\(\) port: an LLM does not serve HTTP"):

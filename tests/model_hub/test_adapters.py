@@ -17,7 +17,6 @@ from outrider.errors import (
     ModelError,
     NotAllowedError,
     NotFoundError,
-    NotSupportedError,
 )
 from outrider.model_hub.adapters import AdapterTable
 from outrider.model_hub.config import ModelConfig
@@ -234,4 +233,3 @@ def test_a_model_on_several_ranks_has_no_adapters(folder):
             table_of(model, tensor_parallel_size=2, **settings)
     with pytest.raises(NotAllowedError):
         table_of(model, tensor_parallel_size=2).load("a", "one")
-    assert NotSupportedError.reason  # raised only if settings change while a node runs
