@@ -157,7 +157,7 @@ def _find_layer(model: Any, name: str) -> Any:
         layer: Any = decoder.get_submodule(inner) if inner else None
     except AttributeError:
         layer = None
-    # Linear classes of a model's own, such as a router of experts, may have other results than one tensor.
+    # A model's own linear class, such as a router of experts, may return something else than one tensor.
     is_known = type(layer) is nn.Linear or not type(layer).__module__.startswith("transformers.models.")
     if not (is_known and isinstance(getattr(layer, "in_features", None), int)) or "._" in inner:
         raise ModelError(f"the adapter changes {name}, which is no linear layer of the model")

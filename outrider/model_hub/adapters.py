@@ -95,7 +95,7 @@ class AdapterTable:
             message = error.message.replace(str(path), directory)
             raise InvalidRequestError(message, field="directory", reason="BAD_ADAPTER") from error
         finally:
-            trim_heap()  # of what the files took
+            trim_heap()  # the files took memory, too
 
     def unload(self, name: str, fingerprint: str = "") -> None:
         """Unloads an adapter, whatever its fingerprint if that is empty.

@@ -42,8 +42,9 @@ def agreed(reports: Iterable[Iterable[Adapter]]) -> dict[str, Adapter]:
 class NodeAdapters:
     """The adapters of one process of a node, which is remembered while it is lost. Owned by the event loop.
 
-    `unwanted` has those that it must unload, with whether it has answered that it did; they stay there while a report
-    has them, or may come to have them. `asked` has those that it was asked to load and that no report shows yet.
+    `unwanted` maps adapters that the process must unload to whether it has confirmed that. An entry stays while reports
+    show the adapter, or may still come to show it. `asked` holds adapters that the process was asked to load and that
+    no report shows yet.
     """
 
     def __init__(self, link: NodeLink) -> None:
@@ -74,7 +75,7 @@ class NodeAdapters:
             self._is_lost.clear()
 
     def take_report(self, reported: Collection[Adapter]) -> tuple[frozenset[Adapter], frozenset[Adapter]]:
-        """Returns the adapters that it has (lost, got) since the last report by the doing of others."""
+        """Returns the adapters that others have made it (lose, get) since the last report."""
         now = frozenset(reported)
         lost, got = self.usable - now, now - self.reported - self.unwanted.keys() - self.asked
         self.reported = now
@@ -87,12 +88,12 @@ class NodeAdapters:
         """Lets the process keep an adapter, and permits further attempts to load it."""
         self.failures.pop(adapter, None)
         if self.unwanted.pop(adapter, False):
-            self.reported -= {adapter}  # it has unloaded it, which its next report must not show as others' doing
+            self.reported -= {adapter}  # it has unloaded it, so its next report, which lacks it, tells nothing new
 
     def forget(self, adapter: Adapter, *, is_asked: bool) -> None:
         """Has an adapter unloaded if the process has it or may get it.
 
-        `is_asked`: whether another router asks serving nodes, so that only loads of this one are left to undo.
+        `is_asked`: whether another router unloads it from serving nodes. Then only loads of this one must be undone.
         """
         self.failures.pop(adapter, None)
         if adapter in self.asked or (not is_asked if self.is_serving else adapter in self.reported):
