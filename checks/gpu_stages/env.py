@@ -101,11 +101,11 @@ def adopt_kernels() -> dict[str, str]:
     work here, too, so they are renamed for this machine.
     """
     from outrider.engine.cpu_kernels.compiler import path_flags
-    from outrider.engine.cpu_kernels.library_cache import CACHED_LIBRARY, _key, libraries_directory
+    from outrider.engine.cpu_kernels.library_cache import CACHED_LIBRARY, libraries_directory, library_folder
 
     folder, found = libraries_directory(), {}
     for path, flags in path_flags().items():
-        wanted = folder / f"{path}-{_key(flags, ())}"
+        wanted = library_folder(path, flags)
         carried = [each for each in folder.glob(f"{path}-*") if each.name.removeprefix(f"{path}-").isalnum()]
         found[path] = "here" if wanted.exists() else "absent"
         if not wanted.exists() and carried and _has_library(str(carried[0] / CACHED_LIBRARY)):

@@ -73,7 +73,7 @@ def compile_libraries(
         OSError: if the cache cannot be written.
     """
     folder = libraries_directory()
-    entries = {path: folder / f"{path}-{_key(flags)}" for path, flags in paths.items()}
+    entries = {path: library_folder(path, flags) for path, flags in paths.items()}
     left_out: dict[str, str] = {}
     if missing := [path for path in paths if not _is_intact(entries[path])]:
         compiler = find_compiler()
@@ -89,10 +89,13 @@ def compile_libraries(
     return {path: entry / CACHED_LIBRARY for path, entry in entries.items() if path not in left_out}, left_out
 
 
-def _key(flags: Sequence[str]) -> str:
-    """Returns a hash of sources, flags and machine type, but not of the compiler, since results do not depend on it."""
+def library_folder(path: str, flags: Sequence[str]) -> Path:
+    """Returns the folder of an instruction path's library, which may not exist yet.
+
+    Its name has a hash of sources, flags and machine type, but not of the compiler, since results do not depend on it.
+    """
     parts = (source_hash(), flags, platform.machine(), platform.libc_ver())
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    return libraries_directory() / f"{path}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"
 
 
 def _compile(
