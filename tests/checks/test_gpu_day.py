@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -12,9 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import xxhash
 
 from checks import gpu_day, gpu_floor
+from checks.gpu_stages import env
 from checks.gpu_stages.day import Day, write_line
+from outrider.engine.cpu_kernels.compiler import path_flags
+from outrider.engine.cpu_kernels.library_cache import CACHED_LIBRARY, library_folder
 from tests.support.waiting import wait_for
 
 
@@ -183,6 +188,19 @@ def test_stages_have_modules_and_fit_into_the_day():
         assert (gpu_day.ROOT / "checks" / "gpu_stages" / f"{name}.py").is_file()
     # At most eight files come back from a GPU machine: one for each stage, and the file of results.
     assert len(gpu_day.STAGES) + 1 <= 8
+
+
+def test_kernels_that_were_built_with_another_c_library_are_adopted(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_KERNEL_LIBRARIES", str(tmp_path))
+    assert set(env.adopt_kernels().values()) == {"absent"}
+    carried = tmp_path / "portable-0123456789abcdef"
+    carried.mkdir()
+    shutil.copy(xxhash._xxhash.__file__, carried / CACHED_LIBRARY)  # any library that can be loaded
+    states = env.adopt_kernels()
+    assert states.pop("portable") == "carried"
+    assert set(states.values()) == {"absent"}
+    assert env.adopt_kernels()["portable"] == "here"
+    assert library_folder("portable", path_flags()["portable"]).is_dir()
 
 
 def test_an_unknown_stage_is_refused(tmp_path, capsys):
