@@ -79,20 +79,19 @@ LLAMA_8B = Sizes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A GPU and the overheads of its kernels. Times are guesses until they are measured; bytes are exact.
+    """A GPU and the overheads of its kernels, as measured on an H200 (benchmarks/log/gpu-2026-11-27.md).
 
-    A small kernel costs the 1.3 µs between two kernels of a graph on an H100, as Hazy Research measured (27 May 2025),
-    plus the time of the kernel itself, which handles a few kilobytes.
+    The time between two kernels of a graph, 1 µs, is part of each kernel's time.
     """
 
     bytes_per_second: float = 3.0e12
     flops: float = 0.8e15  # per second, in bfloat16 products
-    product_overhead: float = 1.08  # the time of a product relative to that of reading its bytes
-    product_us: float = 1.5  # time to launch one product
-    small_us: float = 1.9
+    product_overhead: float = 1.0  # the time of a product relative to that of reading its bytes
+    product_us: float = 3.6  # of each product, in addition
+    small_us: float = 2.8
     small_us_a_row: float = 0.0055
-    attention_overhead: float = 1.15
-    attention_us: float = 9.0  # minimum per layer
+    attention_overhead: float = 1.64
+    attention_us: float = 14.2  # minimum per layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
