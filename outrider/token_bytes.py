@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders
 
 from outrider.errors import NotSupportedError
+from outrider.heap import collection_paused
 
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 """Matches a ByteFallback token, which by itself may be only part of a character."""
@@ -25,6 +26,7 @@ class TokenBytes:
     is_byte_level: bool  # whether a token sequence, even at the start of a text, decodes to its tokens' joined bytes
 
     @classmethod
+    @collection_paused()
     def of(cls, tokenizer: Tokenizer) -> TokenBytes:
         """Reads the bytes from a tokenizer, in about 0.1 s.
 

@@ -11,7 +11,6 @@ only result is in the logits tensor.
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from torch import Tensor
 from outrider.engine.graph_shapes import MAX_TABLE_BLOCKS, Bucket, GraphShapes, pad
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
 from outrider.engine.transfer import page_locked
+from outrider.heap import collection_paused
 
 Replay = Callable[[], None]
 """Queues captured work again without waiting. The work reads and writes the same addresses as during the capture."""
@@ -151,7 +151,8 @@ def cuda_graphs(device: torch.device) -> GraphCapture:
 
         Operations that wait for the device already fail in that first run.
         """
-        with torch.cuda.device(device), _no_garbage_collection():
+        # A collection could make the capture fail by freeing device memory or destroying graphs.
+        with torch.cuda.device(device), collection_paused():
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream), _waits_are_errors():
                 run()
@@ -189,15 +190,3 @@ def _waits_are_errors() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(mode)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Disables garbage collection, which could make the capture fail by freeing device memory or destroying graphs."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -17,6 +17,7 @@ from typing import Any
 import tokenizers
 
 from outrider.errors import ModelError
+from outrider.heap import collection_paused
 
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -78,6 +79,7 @@ def open_text(directory: Path) -> tuple[dict[str, bytes], CheckpointText]:
         raise ModelError(f"in {directory}, {error.message}; copy or download it again") from error
 
 
+@collection_paused()
 def read_text(files: Mapping[str, bytes]) -> CheckpointText:
     """Reads the text settings from `files` (see `open_text`). Raises: ModelError that names a damaged file."""
     if TOKENIZER_FILE not in files:
