@@ -1,7 +1,7 @@
 """Times and profiles steps of the 8B shape, with graphs and without, and compares them to their floor (see gpu_floor).
 
 A step's time includes everything: batch, forward pass, sampling, and the copy of its tokens to the host. Then the
-decode node's own loop is timed with such steps. Whole prompts are timed, too.
+decode node's own loop is timed with such steps. Whole prompts are timed, too, as a prefill node computes them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 
 from checks.gpu_floor import Sizes, floor_ms
 from checks.gpu_stages.day import SHAPES, WINDOW, Day
-from checks.gpu_stages.engine import OpenEngine, open_engine, tables
+from checks.gpu_stages.engine import ALL_STEPS, OpenEngine, open_engine, tables
 from checks.gpu_stages.env import bytes_per_second
 from checks.gpu_stages.kernel_spans import busy_and_pauses, kernel_spans
 from checks.gpu_stages.loop import measure_loop
+from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows
 from outrider.engine.sampler import SampleRows
 from outrider.request import SamplingParams
@@ -80,14 +81,15 @@ def run(day: Day) -> None:
     loaded = engine.loaded
     del engine, steps
     _empty_cache(day)
-    engine = _open(day, path, decodes, graphs=False, num_rows=LONGEST_PROMPT, loaded=loaded)
+    # These graphs are only for prompts: steps have logits.
+    engine = _open(day, path, decodes, graphs=GraphShapes(has_logits=False), num_rows=LONGEST_PROMPT, loaded=loaded)
     _prompts(day, engine, sizes)
     steps = _Steps(day, engine, sizes, bandwidth, graphs=False)
     for case in (decodes[0], decodes[-1]):
         steps.measure(case)
 
 
-def _open(day: Day, path: Any, cases: Sequence[Case], *, graphs: bool = True, **options: Any) -> OpenEngine:
+def _open(day: Day, path: Any, cases: Sequence[Case], *, graphs: GraphShapes = ALL_STEPS, **options: Any) -> OpenEngine:
     started = time.monotonic()
     num_blocks = max(WINDOW // BLOCK_SIZE, *(case.num_blocks for case in cases))
     engine = open_engine(day, path, num_blocks=num_blocks, graphs=graphs, **options)
@@ -95,7 +97,7 @@ def _open(day: Day, path: Any, cases: Sequence[Case], *, graphs: bool = True, **
         engine.fill()
     day.tell(
         "open",
-        graphs=graphs,
+        graphs=engine.runner.padded_rows,
         seconds=round(time.monotonic() - started, 1),
         model=engine.loaded.info.name,
         kernels=str(engine.loaded.kernels),
@@ -199,8 +201,8 @@ def _prompts(day: Day, engine: OpenEngine, sizes: Sizes) -> None:
     """Times whole prompts, each in one forward pass; the host's part is the time until the pass is queued."""
     import torch
 
-    for length in (64, 512, LONGEST_PROMPT) if day.is_gpu else (64,):
-        rows = SequenceRows([5] * length, 0, range(WINDOW // BLOCK_SIZE), 1)
+    for length in (64, 256, 512, LONGEST_PROMPT) if day.is_gpu else (64,):
+        rows = SequenceRows([5] * length, 0, range(WINDOW // BLOCK_SIZE), 0)
         times = []
         for _ in range(6):
             started = time.perf_counter()
