@@ -6,9 +6,11 @@ decode node's own loop is timed with such steps. Whole prompts are timed, too, a
 
 from __future__ import annotations
 
+import cProfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -29,7 +31,7 @@ CHUNK = 32
 """Number of prompt tokens in a mixed step."""
 LONGEST_PROMPT = WINDOW - 16
 SHOWN_KERNELS, SHOWN_NAME = 12, 48
-"""Number of kernels that a profile shows, and of characters of their names."""
+"""Number of kernels or of the host's functions that a profile shows, and of characters of their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,29 +200,57 @@ class _Steps:
 
 
 def _prompts(day: Day, engine: OpenEngine, sizes: Sizes) -> None:
-    """Times whole prompts, each in one forward pass; the host's part is the time until the pass is queued."""
+    """Times whole prompts, each in one forward pass; the host's part is the time until the pass is queued.
+
+    Short prompts are timed with graphs and without, and the host's longest calls are recorded without. The difference
+    is the logits of one row, which no graph has.
+    """
     import torch
 
     for length in (64, 256, 512, LONGEST_PROMPT) if day.is_gpu else (64,):
-        rows = SequenceRows([5] * length, 0, range(WINDOW // BLOCK_SIZE), 0)
-        times = []
-        for _ in range(6):
-            started = time.perf_counter()
-            engine.forward([rows])
-            queued = time.perf_counter() - started
-            if day.is_gpu:
-                torch.cuda.synchronize()
-            times.append((time.perf_counter() - started, queued))
-        seconds, queued = median(times[1:])
-        flops = 2 * length * sizes.num_hidden_layers * sum(sizes.layer_weights)
-        flops += 2 * length**2 * sizes.num_hidden_layers * sizes.query_size  # two products for half of all pairs
-        day.tell(
-            "prompt",
-            tokens=length,
-            ms=round(1e3 * seconds, 2),
-            host_ms=round(1e3 * queued, 2),
-            tflops=round(flops / seconds / 1e12, 1),
+        has_graph = length <= max(engine.runner.padded_rows, default=0)
+        for num_logits in (0, 1) if has_graph else (0,):
+            rows = SequenceRows([5] * length, 0, range(WINDOW // BLOCK_SIZE), num_logits)
+            times = []
+            for _ in range(6):
+                started = time.perf_counter()
+                engine.forward([rows])
+                queued = time.perf_counter() - started
+                if day.is_gpu:
+                    torch.cuda.synchronize()
+                times.append((time.perf_counter() - started, queued))
+            seconds, queued = median(times[1:])
+            flops = 2 * length * sizes.num_hidden_layers * sum(sizes.layer_weights)
+            flops += 2 * length**2 * sizes.num_hidden_layers * sizes.query_size  # two products for half of all pairs
+            day.tell(
+                "prompt",
+                tokens=length,
+                graph=has_graph and not num_logits,
+                ms=round(1e3 * seconds, 2),
+                host_ms=round(1e3 * queued, 2),
+                tflops=round(flops / seconds / 1e12, 1),
+            )
+    without_graph = SequenceRows([5] * 64, 0, range(WINDOW // BLOCK_SIZE), 1)
+    day.tell("host", case="a prompt of 64 tokens", longest=_longest_calls(lambda: engine.forward([without_graph])))
+
+
+def _longest_calls(run: Callable[[], object]) -> list[tuple[str, int, int]]:
+    """Returns the functions that take most of the host's time, without that of the functions that they call: (name,
+    calls, µs), per run. The profiler adds to each call.
+    """
+    num_runs = 5
+    profile = cProfile.Profile()
+    for _ in range(num_runs):
+        profile.runcall(run)
+    of_functions = sorted(profile.getstats(), key=lambda entry: -entry.inlinetime)[:SHOWN_KERNELS]
+    return [
+        (
+            code if isinstance(code := entry.code, str) else f"{Path(code.co_filename).stem}.{code.co_name}",
+            entry.callcount // num_runs,
+            round(1e6 * entry.inlinetime / num_runs),
         )
+        for entry in of_functions
+    ]
 
 
 def _sizes(day: Day, path: Any) -> Sizes:
