@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from decode_node.commands import RouterCommand
 from decode_node.decode_loop import DecodeLoop
 from decode_node.drafting.gather import DraftGatherer
 from decode_node.sequence_group_manager import SequenceGroupManager
+from decode_node.step import StepStats
 from outrider.engine.engine import Engine
 from outrider.engine.gpu_kernels.work_list import Tile, WorkLists
 from outrider.engine.graph_shapes import GraphShapes
@@ -116,9 +117,15 @@ class RunningLoop:
             groups=groups,
             profiler=StepProfiler(engine.clock),
             verifier=RequestVerifier(engine.sampler),
-            emit=lambda _events, _stats: None,
+            emit=self._emit,
         )
+        self.nanoseconds: Mapping[str, int] = {}
+        """The engine thread's time in the last reported step, which is the one before the last, by part."""
         self.step = self._loop.iterate
+
+    def _emit(self, _events: object, stats: StepStats | None) -> None:
+        if stats is not None:
+            self.nanoseconds = stats.nanoseconds
 
     def grow(self, num_sequences: int, **sampling: Any) -> None:
         """Adds sequences whose prompts share no block, and runs steps until `num_sequences` of them decode."""

@@ -13,7 +13,8 @@ index needs besides the checkout. What to check, by stage:
 - smoke: `numerics` begin with `exact` in deterministic mode; graphs are `equal` to eager steps; 0 of 200 answers are
   `differing` at any batch size
 - steps: `ms` of one sequence; `times_floor` and `predicted_ms`; `busy` from 0.9 up, the `pause_ms` between steps,
-  and which kernels take `longest`
+  and which kernels take `longest`; a `prompt` of 64 tokens with a `graph` and without, and if its `host_ms` are most of
+  its `ms`, the host's `longest` calls
 - cluster: 8 of 8 answers are the `same` with drafts and after a kill, with `attempts` above 1; `acceptance`, `ttft_ms`,
   `ms_a_token`
 - train: `samples_per_second`

@@ -48,6 +48,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
 
     def build(emit: Emit) -> PrefillParts:
         from outrider.engine.engine import PromptEngine
+        from outrider.engine.graph_shapes import GraphShapes
         from outrider.engine.scheduler import Scheduler
         from outrider.engine.step_profiler import StepProfiler
         from outrider.engine_node import end_process, event_loop_clock, open_logged_turns
@@ -62,6 +63,7 @@ def make_build(config: PrefillNodeConfig, model_config: ModelConfig, security: P
         compute = open_model_runtime(
             model_config,
             config.kv_cache,
+            graphs=GraphShapes(has_logits=False),
             features=TargetHead(model_config).reduction,
             on_rank_lost=end_process,
             progress=announce_progress,

@@ -6,7 +6,8 @@ head's features follow at the end of the pass. The push gathers and sends the KV
 has been sent. The decode node samples every token. Logits are computed only for prompt logprobs, a few rows per step,
 and after the chunk's KV has been offered.
 
-On a GPU, forward passes are queued one chunk ahead. A chunk counts as computed when the device has reached its end.
+On a GPU, forward passes are queued one chunk ahead. A chunk counts as computed when the device has reached its end. A
+chunk of few rows may be one CUDA graph, whose KV is offered as soon as the graph is queued.
 """
 
 from __future__ import annotations

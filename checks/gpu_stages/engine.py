@@ -19,6 +19,8 @@ from outrider.model_hub.kernels import choose_attention
 from outrider.model_hub.loaded_model import LoadedModel
 from outrider.model_hub.open import open_model
 
+ALL_STEPS = GraphShapes()
+
 
 @dataclass(frozen=True, slots=True)
 class OpenEngine:
@@ -44,7 +46,7 @@ def open_engine(
     model: Path | str,
     *,
     num_blocks: int,
-    graphs: bool = True,
+    graphs: GraphShapes | None = ALL_STEPS,
     deterministic: bool = False,
     num_rows: int = 256,
     loaded: LoadedModel | None = None,
@@ -68,11 +70,11 @@ def open_engine(
         choose_attention(config, loaded.device),
         KVCacheConfig(num_blocks=num_blocks),
         num_rows=num_rows,
-        graphs=GraphShapes() if graphs else None,
+        graphs=graphs,
     )
     if day.is_gpu:  # failures here, whereas a node would only warn
         day.expect(f"the decoder is fused, not {loaded.kernels}", loaded.fused is not None)
-        day.expect("steps are captured as graphs", bool(runner.padded_rows) == graphs)
+        day.expect("steps are captured as graphs", bool(runner.padded_rows) == (graphs is not None))
     return OpenEngine(loaded, cache, runner)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from benchmarks.host_gap import RunningLoop
@@ -46,18 +46,21 @@ def measure_loop(
         started = time.monotonic()
         loop.grow(num_seqs, temperature=0.8)
         prompts_seconds = time.monotonic() - started
-        times = []
+        times: list[float] = []
+        parts: list[Mapping[str, int]] = []
         for _ in range(NUM_WARM_UP_STEPS + NUM_STEPS):
             started = time.perf_counter()
             loop.step()
             times.append(time.perf_counter() - started)
+            parts.append(loop.nanoseconds)
         ms = 1e3 * median(times[NUM_WARM_UP_STEPS:])
         floor = floor_ms(sizes, num_seqs, context, bandwidth)
         expected = predict(sizes, num_seqs, context, machine=Machine(bytes_per_second=bandwidth), code=Code())
-        busy = None
+        busy = pause_ms = None
         if day.is_gpu:  # the profiler slows the host down, so the share is relative to an unprofiled step
-            busy_us, _ = busy_and_pauses([span[:2] for span in kernel_spans(loop.step, NUM_PROFILED_STEPS)])
+            busy_us, pauses_us = busy_and_pauses([span[:2] for span in kernel_spans(loop.step, NUM_PROFILED_STEPS)])
             busy = round(1e-3 * busy_us / NUM_PROFILED_STEPS / ms, 3)
+            pause_ms = round(1e-3 * median(sorted(pauses_us)[1 - NUM_PROFILED_STEPS :]), 3)  # between two steps
         day.tell(
             "loop",
             seqs=num_seqs,
@@ -69,6 +72,11 @@ def measure_loop(
             predicted_ms=round(expected.total, 2) if day.is_gpu else None,
             tokens_per_second=round(1e3 * num_seqs / ms),
             busy=busy,
+            pause_ms=pause_ms,
+            parts_ms={  # of the engine thread; sampling waits for the GPU, and forward launches
+                part: round(1e-6 * median(each.get(part, 0) for each in parts[NUM_WARM_UP_STEPS:]), 3)
+                for part in parts[-1]
+            },
             prompts_seconds=round(prompts_seconds, 1),
         )
         if busy is not None:

@@ -45,7 +45,7 @@ def _run(day: Day, path: Path, *, deterministic: bool) -> None:
     num_blocks = BATCH_SIZES[-1] * MAX_BLOCKS
     graphed = open_engine(day, path, deterministic=deterministic, num_blocks=num_blocks)
     plain = open_engine(
-        day, path, deterministic=deterministic, num_blocks=num_blocks, graphs=False, loaded=graphed.loaded
+        day, path, deterministic=deterministic, num_blocks=num_blocks, graphs=None, loaded=graphed.loaded
     )
     numerics = graphed.loaded.info.numerics
     day.tell(

@@ -1,23 +1,26 @@
 """Times and profiles steps of the 8B shape, with graphs and without, and compares them to their floor (see gpu_floor).
 
 A step's time includes everything: batch, forward pass, sampling, and the copy of its tokens to the host. Then the
-decode node's own loop is timed with such steps. Whole prompts are timed, too.
+decode node's own loop is timed with such steps. Whole prompts are timed, too, as a prefill node computes them.
 """
 
 from __future__ import annotations
 
+import cProfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from checks.gpu_floor import Sizes, floor_ms
 from checks.gpu_stages.day import SHAPES, WINDOW, Day
-from checks.gpu_stages.engine import OpenEngine, open_engine, tables
+from checks.gpu_stages.engine import ALL_STEPS, OpenEngine, open_engine, tables
 from checks.gpu_stages.env import bytes_per_second
 from checks.gpu_stages.kernel_spans import busy_and_pauses, kernel_spans
 from checks.gpu_stages.loop import measure_loop
+from outrider.engine.graph_shapes import GraphShapes
 from outrider.engine.input_batch import SequenceRows
 from outrider.engine.sampler import SampleRows
 from outrider.request import SamplingParams
@@ -28,7 +31,7 @@ CHUNK = 32
 """Number of prompt tokens in a mixed step."""
 LONGEST_PROMPT = WINDOW - 16
 SHOWN_KERNELS, SHOWN_NAME = 12, 48
-"""Number of kernels that a profile shows, and of characters of their names."""
+"""Number of kernels or of the host's functions that a profile shows, and of characters of their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +83,15 @@ def run(day: Day) -> None:
     loaded = engine.loaded
     del engine, steps
     _empty_cache(day)
-    engine = _open(day, path, decodes, graphs=False, num_rows=LONGEST_PROMPT, loaded=loaded)
+    # These graphs are only for prompts: steps have logits.
+    engine = _open(day, path, decodes, graphs=GraphShapes(has_logits=False), num_rows=LONGEST_PROMPT, loaded=loaded)
     _prompts(day, engine, sizes)
     steps = _Steps(day, engine, sizes, bandwidth, graphs=False)
     for case in (decodes[0], decodes[-1]):
         steps.measure(case)
 
 
-def _open(day: Day, path: Any, cases: Sequence[Case], *, graphs: bool = True, **options: Any) -> OpenEngine:
+def _open(day: Day, path: Any, cases: Sequence[Case], *, graphs: GraphShapes = ALL_STEPS, **options: Any) -> OpenEngine:
     started = time.monotonic()
     num_blocks = max(WINDOW // BLOCK_SIZE, *(case.num_blocks for case in cases))
     engine = open_engine(day, path, num_blocks=num_blocks, graphs=graphs, **options)
@@ -95,7 +99,7 @@ def _open(day: Day, path: Any, cases: Sequence[Case], *, graphs: bool = True, **
         engine.fill()
     day.tell(
         "open",
-        graphs=graphs,
+        graphs=engine.runner.padded_rows,
         seconds=round(time.monotonic() - started, 1),
         model=engine.loaded.info.name,
         kernels=str(engine.loaded.kernels),
@@ -196,29 +200,57 @@ class _Steps:
 
 
 def _prompts(day: Day, engine: OpenEngine, sizes: Sizes) -> None:
-    """Times whole prompts, each in one forward pass; the host's part is the time until the pass is queued."""
+    """Times whole prompts, each in one forward pass; the host's part is the time until the pass is queued.
+
+    Short prompts are timed with graphs and without, and the host's longest calls are recorded without. The difference
+    is the logits of one row, which no graph has.
+    """
     import torch
 
-    for length in (64, 512, LONGEST_PROMPT) if day.is_gpu else (64,):
-        rows = SequenceRows([5] * length, 0, range(WINDOW // BLOCK_SIZE), 1)
-        times = []
-        for _ in range(6):
-            started = time.perf_counter()
-            engine.forward([rows])
-            queued = time.perf_counter() - started
-            if day.is_gpu:
-                torch.cuda.synchronize()
-            times.append((time.perf_counter() - started, queued))
-        seconds, queued = median(times[1:])
-        flops = 2 * length * sizes.num_hidden_layers * sum(sizes.layer_weights)
-        flops += 2 * length**2 * sizes.num_hidden_layers * sizes.query_size  # two products for half of all pairs
-        day.tell(
-            "prompt",
-            tokens=length,
-            ms=round(1e3 * seconds, 2),
-            host_ms=round(1e3 * queued, 2),
-            tflops=round(flops / seconds / 1e12, 1),
+    for length in (64, 256, 512, LONGEST_PROMPT) if day.is_gpu else (64,):
+        has_graph = length <= max(engine.runner.padded_rows, default=0)
+        for num_logits in (0, 1) if has_graph else (0,):
+            rows = SequenceRows([5] * length, 0, range(WINDOW // BLOCK_SIZE), num_logits)
+            times = []
+            for _ in range(6):
+                started = time.perf_counter()
+                engine.forward([rows])
+                queued = time.perf_counter() - started
+                if day.is_gpu:
+                    torch.cuda.synchronize()
+                times.append((time.perf_counter() - started, queued))
+            seconds, queued = median(times[1:])
+            flops = 2 * length * sizes.num_hidden_layers * sum(sizes.layer_weights)
+            flops += 2 * length**2 * sizes.num_hidden_layers * sizes.query_size  # two products for half of all pairs
+            day.tell(
+                "prompt",
+                tokens=length,
+                graph=has_graph and not num_logits,
+                ms=round(1e3 * seconds, 2),
+                host_ms=round(1e3 * queued, 2),
+                tflops=round(flops / seconds / 1e12, 1),
+            )
+    without_graph = SequenceRows([5] * 64, 0, range(WINDOW // BLOCK_SIZE), 1)
+    day.tell("host", case="a prompt of 64 tokens", longest=_longest_calls(lambda: engine.forward([without_graph])))
+
+
+def _longest_calls(run: Callable[[], object]) -> list[tuple[str, int, int]]:
+    """Returns the functions that take most of the host's time, without that of the functions that they call: (name,
+    calls, µs), per run. The profiler adds to each call.
+    """
+    num_runs = 5
+    profile = cProfile.Profile()
+    for _ in range(num_runs):
+        profile.runcall(run)
+    of_functions = sorted(profile.getstats(), key=lambda entry: -entry.inlinetime)[:SHOWN_KERNELS]
+    return [
+        (
+            code if isinstance(code := entry.code, str) else f"{Path(code.co_filename).stem}.{code.co_name}",
+            entry.callcount // num_runs,
+            round(1e6 * entry.inlinetime / num_runs),
         )
+        for entry in of_functions
+    ]
 
 
 def _sizes(day: Day, path: Any) -> Sizes:

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from outrider.engine.input_batch import BatchFields, InputBatch
 
 MAX_BUCKET_ROWS = 256
-"""Maximum number of rows in a bucket. In larger steps, launches take only a small part of the time."""
+"""Maximum number of rows in a bucket. Longer prompt chunks are FlashAttention's (see `attention.flash_attn`), whose
+launches depend on their lengths. On an H200, launches were all of the time of 512 rows of an 8B model, and a quarter of
+that of 4080."""
+MIN_PROMPT_ROWS = 64
+"""Minimum number of rows in a bucket without logits. Fewer rows take as long, because the same weights are read."""
 MAX_MEAN_DEPTH = 16
 """Maximum mean depth of draft tree paths over the rows of a step."""
 MIN_TREE_ROWS = 4
@@ -27,6 +31,7 @@ class Bucket:
 
     num_rows: int  # a power of two; also the number of sequences, some of which have no rows
     has_trees: bool = False
+    has_logits: bool = True  # whether all rows have logits; otherwise none has
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,7 @@ class GraphShapes:
 
     max_rows: int = MAX_BUCKET_ROWS
     has_trees: bool = False
+    has_logits: bool = True  # False: only steps without logits are captured, those of a prefill node
     has_rollouts: bool = False  # whether a draft model's rollouts are captured too, in graphs of their own
     is_profile_run: bool = False  # whether to capture only each kind's largest graph; these need as much memory as all
 
@@ -42,7 +48,8 @@ class GraphShapes:
     def row_counts(self) -> tuple[int, ...]:
         """The row counts to which steps are padded, ascending."""
         max_rows = min(_power_of_two(self.max_rows), MAX_BUCKET_ROWS)
-        return tuple(1 << power for power in range(max_rows.bit_length()))
+        counts = (1 << power for power in range(max_rows.bit_length()))
+        return tuple(count for count in counts if self.has_logits or count >= MIN_PROMPT_ROWS)
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -50,7 +57,7 @@ class GraphShapes:
         falling = self.row_counts[::-1]
         tree_rows = [num_rows for num_rows in falling if self.has_trees and num_rows >= MIN_TREE_ROWS]
         trees = [Bucket(num_rows, has_trees=True) for num_rows in tree_rows]
-        plain = [Bucket(num_rows) for num_rows in falling]
+        plain = [Bucket(num_rows, has_logits=self.has_logits) for num_rows in falling]
         return (*trees[:1], *plain[:1]) if self.is_profile_run else (*trees, *plain)
 
     @property
@@ -60,27 +67,31 @@ class GraphShapes:
         return len(self.buckets) + num_rolled
 
     def bucket_of(self, batch: InputBatch) -> Bucket | None:
-        """Returns the smallest bucket that holds the batch, or None if no bucket does (long prompt chunks)."""
-        num_rows = _power_of_two(batch.num_rows)
+        """Returns the smallest bucket that holds the batch, or None if no bucket does (long prompt chunks; logits)."""
+        if batch.num_logits and not self.has_logits:
+            return None
+        num_rows = max(_power_of_two(batch.num_rows), self.row_counts[0])
         if batch.has_trees:
             num_rows = max(num_rows, MIN_TREE_ROWS)
             if not self.has_trees or len(batch.arrays.path_slots) > MAX_MEAN_DEPTH * num_rows:
                 return None
         if num_rows > self.row_counts[-1] or len(batch.arrays.block_tables) + num_rows > MAX_TABLE_BLOCKS:
             return None
-        return Bucket(num_rows, batch.has_trees)
+        return Bucket(num_rows, batch.has_trees, self.has_logits)
 
 
 def pad(batch: InputBatch, bucket: Bucket, scratch_block: int) -> InputBatch:
     """Pads the batch with one sequence that has the missing rows, and then with sequences without rows.
 
     The sequence with the missing rows starts at position 0, and all entries of its block table are the scratch block.
-    The result has as many logits as rows: the batch's logits come first, and the remaining ones repeat the last row.
+    The result has as many logits as rows: the batch's logits come first, and the remaining ones repeat the last row. In
+    a bucket without logits it has none.
     """
     arrays, size = batch.arrays, batch.block_size
     num_rows = bucket.num_rows - batch.num_rows
     num_blocks = -(-num_rows // size)
     num_empty = bucket.num_rows - batch.num_seqs - (num_rows > 0)
+    num_logits = bucket.num_rows - batch.num_logits if bucket.has_logits else 0
     assert min(num_rows, num_empty) >= 0, "the batch does not fit the bucket"
     lengths = array("i", [num_rows] * (num_rows > 0) + [0] * num_empty)
     starts, slots = arrays.path_starts, arrays.path_slots
@@ -92,7 +103,7 @@ def pad(batch: InputBatch, bucket: Bucket, scratch_block: int) -> InputBatch:
         token_ids=arrays.token_ids + array("q", bytes(8 * num_rows)),
         positions=arrays.positions + array("q", range(num_rows)),
         slot_mapping=arrays.slot_mapping + array("q", [scratch_block * size + row % size for row in range(num_rows)]),
-        logits_rows=arrays.logits_rows + array("q", (bucket.num_rows - 1,)) * (bucket.num_rows - batch.num_logits),
+        logits_rows=arrays.logits_rows + array("q", (bucket.num_rows - 1,)) * num_logits,
         query_start_loc=arrays.query_start_loc + array("i", (bucket.num_rows,)) * len(lengths),
         seq_lens=arrays.seq_lens + lengths,
         table_starts=arrays.table_starts + array("i", (len(arrays.block_tables) + num_blocks,)) * len(lengths),

@@ -52,6 +52,7 @@ class ModuleSteps(ModelRunner):
         self._model = model.model
         self._fused = model.fused
         self._vocab_size = model.spec.vocab_size
+        self._num_layers = model.spec.num_layers
         self._is_native = model.native is not None
         self._kv_cache = kv_cache
         self._attention = attention
@@ -70,10 +71,11 @@ class ModuleSteps(ModelRunner):
 
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Array:
         """Implements ModelRunner.forward."""
-        if self._graphs is not None and on_layer_done is None:
-            logits = self._graphs.run(batch)
-            if logits is not None:
-                return logits
+        if self._graphs is not None and (logits := self._graphs.run(batch)) is not None:
+            if on_layer_done is not None:
+                for layer in range(self._num_layers):
+                    on_layer_done(layer)
+            return logits
         logits = self._compute(batch, on_layer_done)
         return logits.numpy() if self._is_native else logits
 

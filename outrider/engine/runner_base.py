@@ -30,7 +30,8 @@ class ModelRunner(Protocol):
         Features are in the cache when `forward` returns, but not yet when `on_layer_done` reports the last layer.
 
         `on_layer_done(layer)` is called from this thread for each layer in order, once the layer's keys and values are
-        in the cache, so that they can be pushed while later layers compute.
+        in the cache, so that they can be pushed while later layers compute. A CUDA graph computes all layers in one
+        launch, so all are reported once it is queued.
 
         Returns [num_logits, vocab_size] float32: a numpy array if native kernels compute the model or its layers,
         otherwise a tensor on the model's device. Callers must not modify it.

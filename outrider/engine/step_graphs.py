@@ -65,7 +65,7 @@ class StepGraphs:
         self._plan = plan
         self._graphs: dict[Bucket, Replay] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)  # [bytes], every graph's input batch
-        self._logits: Tensor | None = None  # [max rows, vocab_size] float32, every graph's output
+        self._logits: Tensor | None = None  # [max rows or 0, vocab_size] float32, every graph's output
 
     @torch.inference_mode()
     def capture_all(self, forward: Callable[[InputBatch], Tensor]) -> None:
@@ -92,7 +92,8 @@ class StepGraphs:
         return self._shapes.row_counts if self._graphs else ()
 
     def _capture_all(self, forward: Callable[[InputBatch], Tensor]) -> None:
-        nothing = build_input_batch([SequenceRows([0], 0, (self._scratch_block,), 1)], self._block_size)
+        rows = SequenceRows([0], 0, (self._scratch_block,), int(self._shapes.has_logits))
+        nothing = build_input_batch([rows], self._block_size)
         for bucket in self._shapes.buckets:
             padded = self._padded(nothing, bucket)
             packed = padded.packed()
@@ -103,7 +104,7 @@ class StepGraphs:
             padded.use_buffer(self._buffer, self._device)
             if self._logits is None:
                 self._logits = torch.empty_like(forward(padded))
-            logits = self._logits.narrow(0, 0, bucket.num_rows)
+            logits = self._logits.narrow(0, 0, padded.num_logits)
             self._graphs[bucket] = self._capture(partial(_write_logits, forward, padded, logits))
 
     def padded(self, batch: InputBatch) -> InputBatch | None:
@@ -122,7 +123,7 @@ class StepGraphs:
         if padded is None or self._logits is None:
             return None
         self._upload(padded.packed())
-        self._graphs[Bucket(padded.num_rows, padded.has_trees)]()
+        self._graphs[Bucket(padded.num_rows, padded.has_trees, self._shapes.has_logits)]()
         return self._logits.narrow(0, 0, batch.num_logits)
 
     def _padded(self, batch: InputBatch, bucket: Bucket) -> InputBatch:

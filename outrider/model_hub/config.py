@@ -85,8 +85,8 @@ class ModelConfig:
     )
     cuda_graphs: bool = setting(
         True,
-        help="On a GPU with triton attention: launch a step of at most 256 rows as one CUDA graph, and a draft as "
-        "well. The graphs are captured at the start.",
+        help="On a GPU with triton attention: launch a step or a prompt of at most 256 rows as one CUDA graph, and "
+        "a draft as well. The graphs are captured at the start.",
     )
     max_model_len: int = setting(
         0,

@@ -46,7 +46,7 @@ class Kind:
 
 
 KINDS = {
-    "prefill": Kind(LLAMA_8B, 16_060_522_496, 4096, 700 << 20),
+    "prefill": Kind(LLAMA_8B, 16_060_522_496, 4096, 700 << 20, GraphShapes(has_logits=False), 200 << 20),
     "decode": Kind(LLAMA_8B, 16_060_522_496, 512, 400 << 20, GraphShapes(512, has_trees=True), 1200 << 20),
     "draft": Kind(LLAMA_1B, 2_471_645_608, 512, 200 << 20, GraphShapes(has_rollouts=True), 300 << 20),
 }

@@ -29,6 +29,7 @@ BLOCK_SIZE = 16
 SCRATCH = 40
 REAL_SLOTS = np.arange(SCRATCH * BLOCK_SIZE)
 TREES = GraphShapes(has_trees=True)
+PROMPTS = GraphShapes(has_logits=False)
 
 
 def batch_of(*sequences):
@@ -80,6 +81,18 @@ def test_trees_run_as_they_are_where_none_are_captured_and_tables_where_the_buff
     for num_blocks, found in ((MAX_TABLE_BLOCKS - 1, Bucket(1)), (MAX_TABLE_BLOCKS, None)):
         longest = [SequenceRows([1], num_blocks - 1, range(num_blocks), 1)]
         assert TREES.bucket_of(build_input_batch(longest, block_size=1)) == found
+
+
+def test_prompts_have_few_buckets_and_no_logits():
+    assert [each.num_rows for each in PROMPTS.buckets] == [256, 128, 64]
+    for num_rows, found in ((1, 64), (64, 64), (65, 128), (256, 256), (257, None)):
+        rows = SequenceRows([1] * num_rows, 5, range(20), 0)
+        batch = build_input_batch([rows], BLOCK_SIZE)
+        assert PROMPTS.bucket_of(batch) == (found and Bucket(found, has_logits=False))
+        assert PROMPTS.bucket_of(build_input_batch([rows._replace(num_logits=1)], BLOCK_SIZE)) is None
+        if found:
+            padded = pad(batch, PROMPTS.bucket_of(batch), SCRATCH)
+            assert (padded.num_rows, padded.num_logits, padded.selects_logits) == (found, 0, True)
 
 
 def test_every_bucket_of_a_batch_is_captured():

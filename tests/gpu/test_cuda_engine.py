@@ -84,6 +84,22 @@ def test_steps_as_graphs_have_the_same_logits(tiny_model):
         torch.testing.assert_close(plain, replayed)
 
 
+def test_a_prompt_as_a_graph_leaves_the_same_keys_and_values(tiny_model):
+    """The next token's logits show them."""
+    model = load_model(ModelConfig(id=str(tiny_model), device="cuda", dtype="float32"))
+    found = []
+    for graphs, padded_rows in ((None, ()), (GraphShapes(has_logits=False), (64, 128, 256))):
+        cache, layers = model.make_cache(256, 16), []
+        runner = make_runner(model, cache, attention_for(model), graphs=graphs)
+        warm_up(runner, cache, model.spec.max_model_len)
+        assert runner.padded_rows == padded_rows
+        prompt = build_input_batch([SequenceRows(PROMPT, 0, range(8), 0)], 16)
+        assert runner.forward(prompt, on_layer_done=layers.append).shape == (0, model.spec.vocab_size)
+        assert layers == list(range(model.spec.num_layers))
+        found.append(runner.forward(build_input_batch([SequenceRows([5], len(PROMPT), range(8), 1)], 16)).clone())
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
 def test_a_fused_decoder_has_the_logits_of_modules(tmp_path, architecture):
     """This runs in bfloat16, which the interpreter does not support."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outrider.engine import module_steps
+from outrider.engine import graph_shapes, module_steps
 from outrider.engine.attention.transformers_hook import ATTENTION_NAME, register_attention
 from outrider.engine.features import FeatureReduction
 from outrider.engine.gpu_kernels import why_not_fused
@@ -247,6 +247,29 @@ def test_captured_steps_are_the_same(monkeypatch):
     with torch.inference_mode():
         states = own(input_ids=torch.tensor([TOKENS[:5]]), output_hidden_states=True, use_cache=False).hidden_states
     close(node.features(reduction.plane_name, first, range(5)), states[1][0])
+
+
+def test_captured_prompts_are_the_same(monkeypatch):
+    """Their keys and values are in the cache when the first layer is reported. Logits are computed without a graph."""
+    replayed, reported = [], []
+
+    def capture(run):
+        run()
+        return lambda: (replayed.append(1), run())
+
+    monkeypatch.setattr(module_steps, "cuda_graphs", lambda _device: capture)
+    monkeypatch.setattr(graph_shapes, "MIN_PROMPT_ROWS", 4)
+    own, model = make_model("qwen2")
+    node = Node(model, graphs=GraphShapes(8, has_logits=False))
+    node.runner.capture_graphs()
+    first, second = node.table(40), node.table(40)
+    chunks = [SequenceRows(TOKENS[:5], 0, first, 0), SequenceRows(OTHERS[:2], 0, second, 0)]
+    assert node.forward(*chunks, on_layer_done=lambda layer: reported.append((layer, len(replayed)))).shape[0] == 0
+    assert reported == [(layer, 1) for layer in range(model.spec.num_layers)]
+    assert node.forward(SequenceRows(OTHERS[2:3], 2, second, 0)).shape[0] == 0
+    found = node.forward(SequenceRows(TOKENS[5:6], 5, first, 1), SequenceRows(OTHERS[3:4], 3, second, 1))
+    close(found, torch.stack([reference_logits(own, TOKENS[:6])[-1], reference_logits(own, OTHERS[:4])[-1]]))
+    assert len(replayed) == 2
 
 
 def test_rows_that_pad_have_angles_however_small_the_window_is(monkeypatch):
