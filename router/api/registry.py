@@ -274,7 +274,7 @@ class RequestRegistry:
             num_speculative_tokens=num_speculative_tokens,
             verification_method=VerificationMethod(self._context().config.verification_method),
             version=__version__,
-            default_sampling=served.text.default_sampling,
+            default_sampling=served.default_sampling,
             adapters=tuple(adapter for _, adapter in sorted(self.adapters.by_name.items())),
         )
 

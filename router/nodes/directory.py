@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from outrider.errors import MismatchError, PeerLostError
-from outrider.model_hub.checkpoint_text import CheckpointText, read_text, resolved_files
+from outrider.heap import trim_heap
+from outrider.model_hub.checkpoint_text import read_text, resolved_files
 from outrider.node import ModelInfo, NodeInfo, NodeLoad, NodeRole, NodeState, NodeStatus
 from outrider.rpc.tls import PLAINTEXT, PeerSecurity
 from outrider.service.peers import PeerSet
@@ -38,8 +39,8 @@ class ServedModel:
     """The model of the first prefill or decode node that served."""
 
     info: ModelInfo  # with the shortest context window of all nodes
-    text: CheckpointText
     tokenizer: Tokenizer
+    default_sampling: Mapping[str, float]  # fields of SamplingParams that the checkpoint's generation_config.json sets
     tokenizer_files: Mapping[str, bytes]  # for gateways: contents by file name, from `resolved_files`
     constraints: ConstraintChecker
     node: str  # name of the node that the model came from
@@ -328,7 +329,10 @@ class NodeDirectory:
             tokenizer = await asyncio.to_thread(Tokenizer, text, num_threads=self._config.tokenizer_threads)
             _log.info("model found", model=model.name, fingerprint=model.fingerprint, node=name)
             constraints = ConstraintChecker(text.tokenizer_json, model)
-            self.served = ServedModel(model, text, tokenizer, resolved_files(files, text), constraints, name)
+            resolved = resolved_files(files, text)
+            self.served = ServedModel(model, tokenizer, text.default_sampling, resolved, constraints, name)
+            del text  # with its vocabulary, which takes tens of megabytes
+            await asyncio.to_thread(trim_heap)
             self._has_model.set()
 
 
