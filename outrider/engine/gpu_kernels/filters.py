@@ -25,8 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.engine.gpu_kernels.elementary import masses_of, order_keys, order_of, value_of
-from outrider.engine.sampler import elementary
+from outrider.engine.gpu_kernels.elementary import MIN_LOG_WEIGHT, masses_of, order_keys, order_of, value_of
 
 CHUNK = 1024
 """Number of tokens that a program searches at a time."""
@@ -35,7 +34,7 @@ LANES = 512
 SLICES = 4
 """Number of ids of each class that one program reads."""
 BINS = 2048
-"""Number of bins of distances. With normal logits, a bin has at most about 0.4% of the tokens."""
+"""Number of bins of distances. With normal logits, a bin has at most about 0.2% of the tokens."""
 MAX_LISTED = 8192
 """Maximum number of keys in a row's list."""
 NUM_WARPS = 8
@@ -44,8 +43,8 @@ _LOWEST_ORDER = tl.constexpr(-0x80000000)
 _HIGHEST_ORDER = tl.constexpr(0x7FFFFFFF)
 _MINUS_INF = tl.constexpr(-2139095041)  # the order of -inf
 _NAN = tl.constexpr(0x7FFFFFFF)  # above the order of every number
-_FARTHEST = tl.constexpr(-elementary.MIN_LOG_WEIGHT)  # the distance at which masses end
-_NEAREST = tl.constexpr(2.0**-100)
+_FARTHEST = tl.constexpr(-MIN_LOG_WEIGHT.value)  # the distance at which masses end
+_SHORTEST = tl.constexpr(2.0**-100)  # instead of 0, by which nothing can be divided
 
 # The words of a scratch row, after which the maxima of the classes and the weights of the bins follow.
 _NUM_LISTED = tl.constexpr(0)
@@ -53,7 +52,7 @@ _LISTED = tl.constexpr(1)  # weight of the listed tokens
 _TOTAL = tl.constexpr(2)  # weight of the tokens that min_p keeps
 _DEPTH = tl.constexpr(3)  # highest int32 minus the lowest order of these tokens
 _NUM_RELISTED = tl.constexpr(4)  # number of tokens in the second list
-_WORDS = tl.constexpr(5)
+_WORDS = tl.constexpr(8)  # more than there are, so that what follows is aligned
 
 
 @triton.jit
@@ -99,6 +98,7 @@ def _is_decided(scratch, wanted, top_k, top_p, ROOM: tl.constexpr):
 
 @triton.jit
 def _weights(own, largest, top_k):
+    """Returns the weights of tokens: int64."""
     weights = tl.full(own.shape, 1, tl.int64)
     if top_k == 0:
         weights = masses_of(own, largest)
@@ -195,7 +195,7 @@ def _bins_of(own, scratch, largest, BINS: tl.constexpr):
     """
     span = value_of(largest) - value_of((-tl.load(scratch + _DEPTH) + _HIGHEST_ORDER).to(tl.int32))
     span = tl.where(span < _FARTHEST, span, _FARTHEST)  # infinite and NaN, too
-    scale = tl.div_rn(tl.full([], BINS, tl.float32), tl.maximum(span, _NEAREST))
+    scale = tl.div_rn(tl.full([], BINS, tl.float32), tl.maximum(span, _SHORTEST))
     distances = tl.where(own == value_of(largest), 0.0, value_of(largest) - own)
     return tl.minimum(distances * scale, BINS - 1.0).to(tl.int32)
 
