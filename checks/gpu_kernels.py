@@ -193,8 +193,15 @@ def _filters() -> Iterator[Case]:
     types = {"values": "*fp32", "num_rows": "i32"} | dict.fromkeys(("row_stride", "num_ids"), "i32")
     types |= dict.fromkeys(("table", "scratch", "listed", "limits"), "*i64")
     sizes = {"LANES": filters.LANES, "SLICES": filters.SLICES, "ROOM": filters.MAX_LISTED, "CHUNK": filters.CHUNK}
-    sizes |= {"ID_BITS": 17}
-    for kernel, max_registers in ((filters.raise_lanes, 48), (filters.list_tokens, 144), (filters.filter_limits, 192)):
+    sizes |= {"BINS": filters.BINS, "ID_BITS": 17}
+    kernels = {
+        filters.raise_lanes: 48,
+        filters.list_tokens: 96,
+        filters.fill_bins: 72,
+        filters.list_bins: 80,
+        filters.filter_limits: 192,
+    }
+    for kernel, max_registers in kernels.items():
         yield Case(
             kernel.__name__,
             kernel,

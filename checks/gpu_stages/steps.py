@@ -7,9 +7,11 @@ decode node's own loop is timed with such steps. Whole prompts are timed, too, a
 from __future__ import annotations
 
 import cProfile
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +32,9 @@ SAMPLING: dict[str, Any] = {"temperature": 0.8}
 CHUNK = 32
 """Number of prompt tokens in a mixed step."""
 LONGEST_PROMPT = WINDOW - 16
+SPREADS = (0.5, 10.0)
+"""Standard deviations of the logits with which sampling alone is timed: top_p keeps most tokens, or a few."""
+FILTERS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.95}, {"top_k": 50}, {"top_k": 50, "top_p": 0.95})
 SHOWN_KERNELS, SHOWN_NAME = 12, 48
 """Number of kernels or of the host's functions that a profile shows, and of characters of their names."""
 
@@ -80,6 +85,8 @@ def run(day: Day) -> None:
         steps.measure(case)
     for case in decodes:
         steps.measure(case, top_p=0.95)
+    with day.part("sampling"):
+        _sampling(day, engine, (batches[0], batches[-1]), sizes.vocab_size)
     loaded = engine.loaded
     del engine, steps
     _empty_cache(day)
@@ -127,7 +134,7 @@ class _Steps:
 
     def _measure(self, case: Case, sampling: dict[str, Any]) -> None:
         """Measures the median of 30 steps (8 without graphs, 3 on a CPU) after three uncounted ones."""
-        times = self._times(self._step_of(case, sampling), 3 if not self._day.is_gpu else 30 if self._graphs else 8)
+        times = _times(self._step_of(case, sampling), 3 if not self._day.is_gpu else 30 if self._graphs else 8)
         ms = 1e3 * median(times)
         floor = floor_ms(self._sizes, case.num_seqs, case.context, self._bandwidth)
         self._day.tell(
@@ -151,13 +158,9 @@ class _Steps:
         """
         num_steps = 5
         step = self._step_of(case, {})
-        step_seconds = median(self._times(step, 10))
+        step_seconds = median(_times(step, 10))
         kernels = kernel_spans(step, num_steps)
         busy_us, pauses_us = busy_and_pauses([(start, end) for start, end, _ in kernels])
-        by_name: dict[str, list[float]] = {}
-        for start, end, name in kernels:
-            by_name.setdefault(name[:SHOWN_NAME], []).append(end - start)
-        longest = sorted(by_name.items(), key=lambda entry: -sum(entry[1]))[:SHOWN_KERNELS]
         self._day.tell(
             "profile",
             case=case.name,
@@ -167,20 +170,8 @@ class _Steps:
             step_ms=round(1e3 * step_seconds, 3),
             pause_ms=round(1e-3 * median(sorted(pauses_us)[1 - num_steps :]), 3),  # between two steps
             kernels=len(kernels) // num_steps,
-            longest=[  # (name, count per step, µs per step)
-                (name, len(times) // num_steps, round(sum(times) / num_steps)) for name, times in longest
-            ],
+            longest=_longest(kernels, num_steps),
         )
-
-    @staticmethod
-    def _times(step: Callable[[], None], num_steps: int) -> list[float]:
-        """Returns seconds of each step, after three uncounted ones."""
-        times = []
-        for _ in range(3 + num_steps):
-            started = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - started)
-        return times[3:]
 
     def _step_of(self, case: Case, sampling: dict[str, Any]) -> Callable[[], None]:
         params = SamplingParams(seed=1, max_tokens=64, **(SAMPLING | sampling))
@@ -197,6 +188,46 @@ class _Steps:
             self._sampler.sample(self._engine.forward(rows), asked)
 
         return step
+
+
+def _times(step: Callable[[], object], num_steps: int) -> list[float]:
+    """Returns seconds of each step, after three uncounted ones."""
+    times = []
+    for _ in range(3 + num_steps):
+        started = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - started)
+    return times[3:]
+
+
+def _longest(kernels: Sequence[tuple[float, float, str]], num_steps: int) -> list[tuple[str, int, int]]:
+    """Returns the name, the count per step and the microseconds per step of the kernels that take longest."""
+    by_name: dict[str, list[float]] = {}
+    for start, end, name in kernels:
+        by_name.setdefault(name[:SHOWN_NAME], []).append(end - start)
+    longest = sorted(by_name.items(), key=lambda entry: -sum(entry[1]))[:SHOWN_KERNELS]
+    return [(name, len(times) // num_steps, round(sum(times) / num_steps)) for name, times in longest]
+
+
+def _sampling(day: Day, engine: OpenEngine, batches: Sequence[int], vocab_size: int) -> None:
+    """Times the sampler alone, on normal logits that are flat or have peaks, and shows its kernels."""
+    import torch
+
+    sampler = engine.loaded.open_sampler()
+    num_steps = 20 if day.is_gpu else 3
+    for num_seqs in batches:
+        normal = torch.randn((num_seqs, vocab_size), generator=torch.Generator().manual_seed(1))
+        for spread, filters in itertools.product(SPREADS, FILTERS):
+            state = sampler.start(SamplingParams(seed=1, max_tokens=64, **filters), sample=0, prompt_token_ids=[1])
+            step = partial(sampler.sample, (normal * spread).to(day.device), [SampleRows(state, 5)] * num_seqs)
+            day.tell(
+                "sampling",
+                seqs=num_seqs,
+                spread=spread,
+                **filters,
+                ms=round(1e3 * median(_times(step, num_steps)), 3),
+                longest=_longest(kernel_spans(step, num_steps), num_steps) if day.is_gpu else [],
+            )
 
 
 def _prompts(day: Day, engine: OpenEngine, sizes: Sizes) -> None:

@@ -87,6 +87,8 @@ def backend(request, monkeypatch):
         (edits, "edit_rows"),
         (filters, "raise_lanes"),
         (filters, "list_tokens"),
+        (filters, "fill_bins"),
+        (filters, "list_bins"),
         (filters, "filter_limits"),
         (race, "best_scores"),
         (race, "pick"),
@@ -207,7 +209,8 @@ def test_no_request_compiles_a_sampling_kernel_or_waits_twice(node, reads):
     Kernel.compiled.clear()
     node.sampler.warm_up()
     warm = set(Kernel.compiled)
-    kernels = {"edit_rows", "raise_lanes", "list_tokens", "filter_limits", "best_scores", "pick"}
+    kernels = {"edit_rows", "raise_lanes", "list_tokens", "fill_bins", "list_bins", "filter_limits"}
+    kernels |= {"best_scores", "pick"}
     is_compiled = node.attention.name != "torch_sdpa"
     assert {name for name, *_ in warm} == (kernels if is_compiled else set())
     for number in (0, 1, 2, 5) if is_compiled else (0, 5):

@@ -17,7 +17,7 @@ _LOG2_E = tl.constexpr(elementary.LOG2_E)
 _LOG_POLYNOMIAL = tl.constexpr(elementary.LOG_POLYNOMIAL)
 _EXP_POLYNOMIAL = tl.constexpr(elementary.EXP_POLYNOMIAL)
 _MASS_BIAS = tl.constexpr(127 + elementary.MASS_EXPONENT)
-_LOWEST = tl.constexpr(elementary.MIN_LOG_WEIGHT)
+MIN_LOG_WEIGHT = tl.constexpr(elementary.MIN_LOG_WEIGHT)
 _WHOLE = tl.constexpr(2.0**23)
 """The smallest number at and above which every float32 is an integer."""
 
@@ -53,8 +53,8 @@ def masses_of(values, largest):
     """Returns e^(value - largest) in steps of 2^-44, int64. `largest` may be infinite but not NaN."""
     x = values - largest
     is_infinite = tl.abs(largest) == float("inf")
-    x = tl.where(is_infinite, tl.where(values == largest, 0.0, _LOWEST), x)
-    x = tl.maximum(x, _LOWEST)
+    x = tl.where(is_infinite, tl.where(values == largest, 0.0, MIN_LOG_WEIGHT), x)
+    x = tl.maximum(x, MIN_LOG_WEIGHT)
     exponents = -round_to_even(-(x * _LOG2_E))
     x -= exponents * _LOG2_HIGH
     x -= exponents * _LOG2_LOW

@@ -28,8 +28,8 @@ def _bits(numbers: Sequence[float]) -> np.ndarray:
 
 
 class TritonDecider:
-    """Decides by kernels that read each logit once. Filters read it two more times, or more often if many tokens
-    are likely.
+    """Decides by kernels that read each logit once. Filters read it two more times, or four times in rows that keep
+    many tokens.
     """
 
     def __init__(self, editor: LogitEditor) -> None:

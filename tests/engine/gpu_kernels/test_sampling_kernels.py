@@ -29,6 +29,7 @@ def _small_programs(monkeypatch):
     monkeypatch.setattr(filters, "CHUNK", 64)
     monkeypatch.setattr(filters, "LANES", 16)
     monkeypatch.setattr(filters, "SLICES", 4)
+    monkeypatch.setattr(filters, "BINS", 32)
     monkeypatch.setattr(filters, "MAX_LISTED", 100)
     monkeypatch.setattr(race, "BLOCKS_PER_PROGRAM", 2)
 
@@ -120,16 +121,24 @@ def test_a_whole_vocabulary_is_limited_by_programs_of_their_real_size(shape, mon
     assert (num_kept[1] < filters.MAX_LISTED) == (shape == "normal")
 
 
-def test_a_list_that_is_enough_is_all_that_is_searched(monkeypatch):
-    """If few tokens of a row are likely or allowed, only the list of candidates is searched, not the row."""
+def blind(monkeypatch, *names):
+    """Makes kernels see rows without tokens."""
 
     class Blind:
-        def __getitem__(self, grid):
-            launch = kernel[grid]
-            return lambda values, *rest, **options: launch(torch.full_like(values, torch.nan), *rest, **options)
+        def __init__(self, kernel):
+            self._kernel = kernel
 
-    kernel = filters.filter_limits
-    monkeypatch.setattr(filters, "filter_limits", Blind())
+        def __getitem__(self, grid):
+            launch = self._kernel[grid]
+            return lambda values, *rest, **options: launch(torch.full_like(values, -torch.inf), *rest, **options)
+
+    for name in names:
+        monkeypatch.setattr(filters, name, Blind(getattr(filters, name)))
+
+
+def test_a_list_that_is_enough_is_all_that_is_searched(monkeypatch):
+    """If few tokens of a row are likely or allowed, only the first list of candidates is made and searched."""
+    blind(monkeypatch, "fill_bins", "list_bins", "filter_limits")
     rng = np.random.default_rng(6)
     values = torch.from_numpy(rng.standard_normal((5, 300)).astype(np.float32) * 3)
     values[2, 9:] = -torch.inf  # by a constraint
@@ -137,6 +146,25 @@ def test_a_list_that_is_enough_is_all_that_is_searched(monkeypatch):
     check_limits(values, [SamplingParams(seed=1, max_tokens=9, **each) for each in settings])
     with pytest.raises(AssertionError):
         check_limits(values, [SamplingParams(seed=1, max_tokens=9, top_k=299)] * 5)
+
+
+def test_a_row_that_keeps_many_tokens_has_another_list(monkeypatch):
+    """One program reads a whole row only if very many of its tokens have the same value."""
+    blind(monkeypatch, "filter_limits")
+    rng = np.random.default_rng(6)
+    values = torch.from_numpy(rng.standard_normal((6, 300)).astype(np.float32) * 3)
+    values[0, 100] = -1e30
+    settings = (
+        {"top_k": 270},
+        {"top_k": 250, "min_p": 1e-9},
+        {"top_k": 150, "temperature": 1e30},
+        {"top_p": 0.95, "temperature": 100.0},
+        {"top_p": 0.999, "temperature": 3.0, "min_p": 1e-6},
+        {"top_p": 1.0 - 2.0**-53, "temperature": 10.0},
+    )
+    check_limits(values, [SamplingParams(seed=1, max_tokens=9, **each) for each in settings])
+    with pytest.raises(AssertionError):
+        check_limits(torch.zeros(1, 300), [SamplingParams(seed=1, max_tokens=9, top_k=270)])
 
 
 def test_rows_without_filters_have_no_limits_and_ask_for_none(monkeypatch):
