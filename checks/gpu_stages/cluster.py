@@ -28,8 +28,7 @@ KILL_SHARE = 0.4
 
 def run(day: Day) -> None:
     model = day.random_model("0.5b" if day.is_gpu else "tiny")
-    settings = [f"model.device={day.device}", f"model.max_model_len={WINDOW}", "decode_node.draft_rows=all"]
-    settings += [WITHOUT_PREFIX_CACHE]
+    settings = [f"model.device={day.device}", f"model.max_model_len={WINDOW}", WITHOUT_PREFIX_CACHE]
     if not day.is_gpu:
         _ask(day, model, [*settings, "model.dtype=float32", "model.kernels=torch", "kv_cache.memory=64MiB"])
         return

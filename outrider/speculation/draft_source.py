@@ -86,7 +86,7 @@ class DraftSource:
 
     def is_trial(self, step: int, interval: int) -> bool:
         """Returns whether sequences to which a draft node adds nothing ask it in this step, which is one of
-        `TRIAL_STEPS` in `interval` steps, or in more steps if it adds nothing to most sequences.
+        `TRIAL_STEPS` in `interval` steps, or in `RARE_TRIALS` times as many if it adds nothing to most sequences.
         """
         is_rare = self.marginal_gain < MIN_MARGINAL_GAIN
         return step % (RARE_TRIALS * interval if is_rare else interval) < TRIAL_STEPS
