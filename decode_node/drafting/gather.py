@@ -23,6 +23,9 @@ from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequ
 WAIT_SHARE_OF_STEP = 0.2
 """Maximum share of the last step's duration for which a step waits for draft nodes."""
 
+GAIN_RATE = 0.02
+"""Weight of each new step in the running mean of what drafts are expected to gain."""
+
 FeaturesOf = Callable[[EngineSequence], Features]
 """Returns the features of a sequence that the target's forward passes have computed for a head."""
 
@@ -142,6 +145,7 @@ class DraftGatherer:
         self._takes_trees = takes_trees
         self._clock = clock
         self._last_step_seconds = 0.0
+        self._mean_gain = 0.0  # running mean of the tokens that drafts are expected to gain, per sequence and step
         self._num_ahead = 0  # number of consecutive steps that were launched ahead
         self._drafts: dict[int, list[RankedDraft]] = {}  # unverified drafts of this step, by sequence
         self._starts: dict[int, SequenceStart] = {}  # by sequence: the start of each open sequence that may have drafts
@@ -188,10 +192,10 @@ class DraftGatherer:
     def awaits_drafts(self, samples: Sequence[Sample], found: StepDrafts) -> bool:
         """Returns whether the next step should be planned after the commit, rather than launched before it.
 
-        The next step may verify what follows the first token of the drafts found for this step, and new drafts of
-        draft nodes. Their expected gain must exceed the time that a launch ahead saves. After `PROBE_STEPS` launches
-        ahead, one step is planned anyway, so that its duration and the drafts that are only judged by verification
-        remain known.
+        The next step may verify what follows the first token of the drafts found for this step, new drafts of draft
+        nodes, or others, as many as usual. Their expected gain must exceed the time that a launch ahead saves. After
+        `PROBE_STEPS` launches ahead, one step is planned anyway, so that its duration and the drafts that are only
+        judged by verification remain known.
 
         `samples`: the samples of the step that the device computes; `found`: its drafts from `gather`.
         """
@@ -200,11 +204,12 @@ class DraftGatherer:
             return False
         if controller.verifies_all or not self.may_gather_late or self._num_ahead >= PROBE_STEPS:
             return True
-        remote, gain = controller.source(DRAFT_NODE).records, 0.0
+        gain = 0.0
         for key in keys:
-            draft = found.ranked.get(key)
+            draft, record = found.ranked.get(key), controller.source(DRAFT_NODE).records.get(key)
             at_hand = 0.0 if draft is None else expected_gain(draft.probabilities[1:], controller.row_price)
-            gain += max(at_hand, remote[key].marginal_gain if key in found.awaited else 0.0)
+            remote = 0.0 if record is None or key not in found.awaited else record.marginal_gain
+            gain += max(at_hand, remote, self._mean_gain)
         return controller.cost.pays_to_wait(gain, len(samples))
 
     def gather(self, samples: Sequence[Sample], *, may_wait: bool = True) -> StepDrafts:
@@ -220,6 +225,8 @@ class DraftGatherer:
         for local in sorted(self._local, key=lambda each: self._controller.source(each.source).cost.call_seconds):
             self._ask(local, samples, drafts.ranked)
         self._controller.observe_marginal_gain(DRAFT_NODE, {key: self._drafts.get(key, ()) for key in drafts.requested})
+        gains = [expected_gain(each.probabilities, self._controller.row_price) for each in drafts.ranked.values()]
+        self._mean_gain += GAIN_RATE * (sum(gains) / max(len(samples), 1) - self._mean_gain)
         return drafts
 
     def _ask(self, local: LocalProposer, samples: Sequence[Sample], best: dict[int, RankedDraft]) -> None:

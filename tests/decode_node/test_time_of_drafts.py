@@ -8,6 +8,8 @@ from __future__ import annotations
 import pytest
 
 from decode_node.drafting.book import StepDrafts
+from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.proposers.base import Proposal, ProposerInfo
 from outrider.speculation.proposers.ngram import NgramProposer
 from tests.decode_node.conftest import Node
 from tests.support.fake_drafts import TextDrafts
@@ -22,6 +24,27 @@ class SuspendedDrafts(TextDrafts):
 
     def take(self, sequence_ids, *, wait_seconds):
         return StepDrafts(requested=super().take(sequence_ids, wait_seconds=wait_seconds).requested)
+
+
+class EverySixth:
+    """A lookup that finds the next four tokens, but only after every sixth token."""
+
+    info = ProposerInfo(name="lookup")
+    num_wasted_tokens = 0
+
+    def __init__(self, model):
+        self._model = model
+
+    def propose(self, requests):
+        return [Proposal(sequence_id=each.sequence_id, tree=self._find(each)) for each in requests]
+
+    def _find(self, request):
+        length = len(request.token_ids)
+        is_found = length % 6 == 0 and request.num_wanted > 0
+        return DraftTree(length, None, self._model.generate(request.token_ids, 4) if is_found else ())
+
+    def forget(self, sequence_id):
+        pass
 
 
 def timed_node(**options):
@@ -82,3 +105,8 @@ def test_right_drafts_are_verified_in_every_step(plain_seconds):
     drafts = TextDrafts(timed_node().model.generate)
     node = timed_node(num_speculative_tokens=4, proposers=[NgramProposer()], drafts=drafts)
     assert seconds_of(node) < 0.35 * plain_seconds
+
+
+def test_drafts_that_come_without_notice_are_used_if_they_come_often(plain_seconds):
+    node = timed_node(num_speculative_tokens=4, proposers=[EverySixth(timed_node().model)])
+    assert seconds_of(node, num_groups=2) < 0.6 * plain_seconds
