@@ -63,7 +63,7 @@ the last one, which compiles most, usually has more than twice its share."""
 SHOWN_BYTES = 600
 """Number of bytes, from the end of a stage's output, that the line about its failure shows."""
 SCRATCH_PARENTS = (Path("/dev/shm"), Path(tempfile.gettempdir()))  # noqa: S108 only parents of the script's own folder
-WEIGHTS_BYTES = 20 << 30
+WEIGHTS_BYTES = 34 << 30
 """Free space, in bytes, that the random models and the files written next to them need."""
 
 
