@@ -227,7 +227,10 @@ class DecodeLoop:
         if self._engine.runner.is_asynchronous:
             self._time.mark(Part.SAMPLING)
             self._process_commands_while_computing()
-            if not self._delayed and not self._drafts.may_draft(item.sample for item in verifying):
+            if step.is_ahead and self._drafts.may_gather_late:
+                step = replace(step, drafts=self._gather(may_wait=False))
+            samples = [item.sample for item in verifying]
+            if not self._delayed and not self._drafts.awaits_drafts(samples, step.drafts):
                 batch = lay_out_next(step, self._engine)
                 self._time.mark(Part.BATCH)
         verified, *scores = read(pending, *scored)  # the only place that waits for the device
@@ -243,6 +246,7 @@ class DecodeLoop:
             num_rows=plan.num_rows,
             num_sequences=len(plan.scheduled),
             num_prompt_rows=sum(item.num_rows for item in plan.scheduled if item.num_rows > 1),
+            is_ahead=step.is_ahead,
         )
         self._time.mark(Part.COMMIT)
         seconds, nanoseconds = self.progress.clock() - started, self._time.take()
@@ -255,7 +259,10 @@ class DecodeLoop:
 
     def _launch(self) -> LaunchedStep | None:
         """Plans the next step and begins its forward pass. Returns None if nothing could be planned."""
-        drafts = self._gather()  # takes the available drafts; waits within its budget
+        # The step does not wait for drafts while another node waits for these processors.
+        drafts = self._gather(
+            may_wait=not self._cpu_turns.is_over(0.0)
+        )  # takes the available drafts; waits within its budget
         plan, planned = self._plan(drafts)
         self._time.mark(Part.SCHEDULE)
         preempted = self._groups.samples_of(plan.preempted)
@@ -280,9 +287,7 @@ class DecodeLoop:
         self._delayed += self._inbox.take_batch()
         return not self._stopping.is_set() and all(map(is_safe_during_step, self._delayed))
 
-    def _gather(self) -> StepDrafts:
-        # The step does not wait for drafts while another node waits for these processors.
-        may_wait = not self._cpu_turns.is_over(0.0)
+    def _gather(self, *, may_wait: bool) -> StepDrafts:
         drafts = self._drafts.gather(self._groups.samples_to_draft(), may_wait=may_wait)
         self._time.mark(Part.DRAFTING)
         self._time.move(round(drafts.waited_seconds * 1e9), source=Part.DRAFTING, target=Part.DRAFT_WAIT)

@@ -78,6 +78,7 @@ class LaunchedStep:
     launched_at: float  # when the forward pass was queued, in seconds of a monotonic clock
     drafts: StepDrafts = field(default_factory=StepDrafts)
     preempted: Sequence[Sample] = ()
+    is_ahead: bool = False  # whether the forward pass was queued before the previous step was committed
 
 
 class Verdict(NamedTuple):

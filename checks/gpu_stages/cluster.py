@@ -28,8 +28,7 @@ KILL_SHARE = 0.4
 
 def run(day: Day) -> None:
     model = day.random_model("0.5b" if day.is_gpu else "tiny")
-    settings = [f"model.device={day.device}", f"model.max_model_len={WINDOW}", "decode_node.draft_rows=all"]
-    settings += [WITHOUT_PREFIX_CACHE]
+    settings = [f"model.device={day.device}", f"model.max_model_len={WINDOW}", WITHOUT_PREFIX_CACHE]
     if not day.is_gpu:
         _ask(day, model, [*settings, "model.dtype=float32", "model.kernels=torch", "kv_cache.memory=64MiB"])
         return
@@ -43,7 +42,7 @@ def run(day: Day) -> None:
 
 def _ask(day: Day, model: Path, settings: list[str]) -> None:
     started = time.monotonic()
-    with open_cluster(day, model, settings) as cluster:
+    with open_cluster(day, model, model, settings, decode_nodes=2) as cluster:
         cluster.wait_serving(START_SECONDS)
         described = next(dict(node.description) for node in cluster.nodes if node.role == "decode_node")
         day.tell("serving", seconds=round(time.monotonic() - started, 1), settings=settings, decode_node=described)
@@ -102,12 +101,13 @@ def _tell(day: Day, kind: str, expected: list[Any], results: list[Any], num_toke
         day.expect("no answer was interrupted by the kill", any(each.attempts > 1 for each in metrics))
 
 
-def open_cluster(day: Day, model: Path, settings: list[str]) -> Cluster:
-    """Makes a cluster as `outrider up` does."""
+def open_cluster(day: Day, model: Path, draft: Path, settings: list[str], *, decode_nodes: int) -> Cluster:
+    """Makes a cluster as `outrider up` does. `draft`: the draft model."""
     day.logs.mkdir(parents=True, exist_ok=True)
     parser = argparse.ArgumentParser()
     add_cluster_arguments(parser, port=0)
-    command = ["--model", str(model), "--draft", f"draft_model:{model}", "--decode-nodes", "2"]
+    command = ["--model", str(model), "--draft", f"draft_model:{draft}"]
+    command += ["--decode-nodes", str(decode_nodes)]
     command += ["--log-dir", str(day.logs)]
     for setting in settings:
         command += ["--set", setting]

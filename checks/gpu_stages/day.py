@@ -28,6 +28,14 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8,
         "vocab_size": 128_256,
     },
+    "8b half": {  # the same with half of its layers
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+    },
     "0.5b": {  # the sizes of Qwen2.5-0.5B, for a Llama
         "hidden_size": 896,
         "intermediate_size": 4864,
@@ -46,7 +54,7 @@ SHAPES: dict[str, dict[str, int]] = {
     },
 }
 """Sizes of the random models, named as in transformers' configuration."""
-INITIAL_RANGES = {"8b": 0.01, "0.5b": 0.02, "tiny": 0.05}
+INITIAL_RANGES = {"8b": 0.01, "8b half": 0.01, "0.5b": 0.02, "tiny": 0.05}
 """Standard deviations of the weights. With larger ones, deep and wide models amplify rounding so much that loading
 compares them with float32 on the CPU (see `check_paged_forward`), which takes half a minute."""
 
@@ -100,10 +108,14 @@ class Day:
             traceback.print_exc()
             self.expect(f"{name}: {type(error).__name__}: {error}", False)
 
-    def random_model(self, shape: str) -> Path:
+    def random_model(self, shape: str, *, draft_layers: int = 0) -> Path:
         """Returns a checkpoint of random bfloat16 weights, made on the device and kept for other stages.
 
         The tokenizer has every id, because the sampler chooses only known ones.
+
+        `draft_layers`: if not 0, only so many first layers change the output: those after them end in projections of
+        zeros, but cost as much as any. The checkpoint's subfolder `draft` has a model of the first layers alone, which
+        so gives the same tokens at a lower cost.
         """
         import torch
         from tokenizers import Tokenizer
@@ -113,8 +125,8 @@ class Day:
 
         sizes = SHAPES[shape]
         settings = {**sizes, "max_position_embeddings": WINDOW, "initializer_range": INITIAL_RANGES[shape]}
-        key = hashlib.sha256(repr((sorted(settings.items()), torch.__version__, self.device)).encode()).hexdigest()
-        path = self.scratch / f"{shape}-{key[:12]}"
+        described = (sorted(settings.items()), torch.__version__, self.device, draft_layers)
+        path = self.scratch / f"{shape.replace(' ', '-')}-{hashlib.sha256(repr(described).encode()).hexdigest()[:12]}"
         if (path / "complete").exists():
             return path
         started = time.monotonic()
@@ -129,7 +141,16 @@ class Day:
         torch.manual_seed(1)
         with torch.device(self.device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        layers = model.model.layers
+        for layer in layers[draft_layers:] if draft_layers else ():
+            for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                torch.nn.init.zeros_(projection.weight)
         model.save_pretrained(path, max_shard_size="2GB")  # several files, which are hashed in parallel
+        if draft_layers:
+            model.model.layers, config.num_hidden_layers = layers[:draft_layers], draft_layers
+            model.save_pretrained(path / "draft")
+            for each in path.glob("tokenizer*"):
+                shutil.copy(each, path / "draft")
         (path / "complete").touch()
         self.tell("weights", shape=shape, seconds=round(time.monotonic() - started, 1), folder=str(path))
         return path

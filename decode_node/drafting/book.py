@@ -52,6 +52,7 @@ class StepDrafts:
 
     trees: dict[int, DraftTree] = field(default_factory=dict)  # from draft nodes
     requested: set[int] = field(default_factory=set)  # sequences that want drafts
+    awaited: set[int] = field(default_factory=set)  # requested sequences whose draft node is not late
     hits: set[int] = field(default_factory=set)  # requested sequences whose draft was available
     missing: list[int] = field(default_factory=list)  # requested sequences whose draft may arrive if the step waits
     waited_seconds: float = 0.0
@@ -159,6 +160,8 @@ class DraftBook:
             if drafted is None or drafted.num_wanted <= 0:
                 continue
             found.requested.add(sequence_id)
+            if drafted.assignment is not None and self.nodes.is_usable(drafted.assignment.node, now):
+                found.awaited.add(sequence_id)
             kept = drafted.trees.take(drafted.committed)
             if kept is not None:
                 found.trees[sequence_id] = kept.tree

@@ -13,7 +13,8 @@ from outrider.engine.scheduler import EngineSequence, StepReservation
 from outrider.request import RequestOptions
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import OpenSequenceGroup, SampleStart
-from outrider.speculation.draft_controller import DraftController
+from outrider.speculation.ask_cost import expected_gain
+from outrider.speculation.draft_controller import PROBE_STEPS, DraftController
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree, RankedDraft
 from outrider.speculation.features import Features
@@ -21,6 +22,9 @@ from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequ
 
 WAIT_SHARE_OF_STEP = 0.2
 """Maximum share of the last step's duration for which a step waits for draft nodes."""
+
+GAIN_RATE = 0.02
+"""Weight of each new step in the running mean of what drafts are expected to gain."""
 
 FeaturesOf = Callable[[EngineSequence], Features]
 """Returns the features of a sequence that the target's forward passes have computed for a head."""
@@ -39,6 +43,7 @@ class LocalProposer:
     def __init__(self, proposer: Proposer, features_of: FeaturesOf | None = None) -> None:
         self.source = proposer.info.name
         self.needs_constraint = proposer.info.needs_constraint
+        self.needs_features = proposer.info.features is not None
         self._proposer = proposer
         self._features_of = features_of if proposer.info.features is not None else None
         self._unread: dict[int, ProposalRequest] = {}  # requests to read prompts that are not read yet, by sequence
@@ -140,6 +145,8 @@ class DraftGatherer:
         self._takes_trees = takes_trees
         self._clock = clock
         self._last_step_seconds = 0.0
+        self._mean_gain = 0.0  # running mean of the tokens that drafts are expected to gain, per sequence and step
+        self._num_ahead = 0  # number of consecutive steps that were launched ahead
         self._drafts: dict[int, list[RankedDraft]] = {}  # unverified drafts of this step, by sequence
         self._starts: dict[int, SequenceStart] = {}  # by sequence: the start of each open sequence that may have drafts
 
@@ -177,11 +184,33 @@ class DraftGatherer:
             for local in self._local:
                 local.close(sequence_id)
 
-    def may_draft(self, samples: Iterable[Sample]) -> bool:
-        """Returns whether the next step may have a draft for one of the samples."""
-        if self._controller.num_speculative_tokens <= 0 or not (self._client or self._local):
+    @property
+    def may_gather_late(self) -> bool:
+        """Whether `gather` may be called while the device computes the step, since it needs no features of it."""
+        return not any(local.needs_features for local in self._local)
+
+    def awaits_drafts(self, samples: Sequence[Sample], found: StepDrafts) -> bool:
+        """Returns whether the next step should be planned after the commit, rather than launched before it.
+
+        The next step may verify what follows the first token of the drafts found for this step, new drafts of draft
+        nodes, or others, as many as usual. Their expected gain must exceed the time that a launch ahead saves. After
+        `PROBE_STEPS` launches ahead, one step is planned anyway, so that its duration and the drafts that are only
+        judged by verification remain known.
+
+        `samples`: the samples of the step that the device computes; `found`: its drafts from `gather`.
+        """
+        controller, keys = self._controller, [sample.sequence.key for sample in samples if sample.may_draft]
+        if not keys or controller.num_speculative_tokens <= 0 or not (self._client or self._local):
             return False
-        return any(sample.may_draft for sample in samples)
+        if controller.verifies_all or not self.may_gather_late or self._num_ahead >= PROBE_STEPS:
+            return True
+        gain = 0.0
+        for key in keys:
+            draft, record = found.ranked.get(key), controller.source(DRAFT_NODE).records.get(key)
+            at_hand = 0.0 if draft is None else expected_gain(draft.probabilities[1:], controller.row_price)
+            remote = 0.0 if record is None or key not in found.awaited else record.marginal_gain
+            gain += max(at_hand, remote, self._mean_gain)
+        return controller.cost.pays_to_wait(gain, len(samples))
 
     def gather(self, samples: Sequence[Sample], *, may_wait: bool = True) -> StepDrafts:
         """Finds drafts for samples whose next row is a decode row. With `may_wait`, waits within its budget."""
@@ -196,6 +225,8 @@ class DraftGatherer:
         for local in sorted(self._local, key=lambda each: self._controller.source(each.source).cost.call_seconds):
             self._ask(local, samples, drafts.ranked)
         self._controller.observe_marginal_gain(DRAFT_NODE, {key: self._drafts.get(key, ()) for key in drafts.requested})
+        gains = [expected_gain(each.probabilities, self._controller.row_price) for each in drafts.ranked.values()]
+        self._mean_gain += GAIN_RATE * (sum(gains) / max(len(samples), 1) - self._mean_gain)
         return drafts
 
     def _ask(self, local: LocalProposer, samples: Sequence[Sample], best: dict[int, RankedDraft]) -> None:
@@ -253,13 +284,20 @@ class DraftGatherer:
         others = [each for each in self._drafts.get(sequence_id, ()) if each.tree.source != draft.source]
         self._drafts[sequence_id] = others
 
-    def observe_step(self, *, seconds: float, num_rows: int, num_sequences: int, num_prompt_rows: int) -> None:
-        """Records the duration of a step."""
+    def observe_step(
+        self, *, seconds: float, num_rows: int, num_sequences: int, num_prompt_rows: int, is_ahead: bool = False
+    ) -> None:
+        """Records the duration of a step. `is_ahead`: whether it was launched before the previous one was committed."""
         self._last_step_seconds = seconds
+        self._num_ahead = self._num_ahead + 1 if is_ahead else 0
         if self._client is not None:
             self._client.observe_step(seconds)
         self._controller.observe_step(
-            seconds, num_rows=num_rows, num_sequences=num_sequences, num_prompt_rows=num_prompt_rows
+            seconds,
+            num_rows=num_rows,
+            num_sequences=num_sequences,
+            num_prompt_rows=num_prompt_rows,
+            is_ahead=is_ahead,
         )
 
     def announce(self, committed: Iterable[tuple[Sample, tuple[int, ...]]]) -> None:

@@ -14,6 +14,7 @@ from outrider.engine.memory import GPU_SHARE
 from outrider.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+LOOK_AHEAD = "draft_node.look_ahead"
 UNNAMED_GPUS = ("",)
 """Stands for a single GPU whose name is unknown, or which is chosen by a setting rather than by the cluster."""
 DEVICE_FILES = Path("/dev")
@@ -41,6 +42,7 @@ def assign_gpus(
     Each node gets its own GPU, or its own `model.tensor_parallel_size` GPUs, while there are enough; further nodes
     share GPUs. If `model.device` names one GPU, such as cuda:1, all nodes share it. `kv_cache.memory` is per node.
     If it comes from another server's file or argument, however, all nodes on a GPU share it; on a CPU all nodes do.
+    Draft nodes that share a GPU with a decode node do not look ahead, unless the user has chosen that.
 
     `settings` has the sections `model` and `kv_cache`; `by_role` has the settings of roles whose sections differ.
     Raises: ConfigError.
@@ -60,10 +62,14 @@ def assign_gpus(
         loads.update(dict.fromkeys(least, GPU_WEIGHTS[role]))
     groups = [{name: GPU_WEIGHTS[nodes[name]] for name, own in placed.items() if gpu in own} for gpu in gpus]
     shares = _memory_shares(settings, [group for group in groups if len(group) > 1], default=GPU_SHARE)
-    chosen = ("model.device=cuda",) if config.gpus else ()  # a node without its GPU must not fall back to the CPU
+    chosen = dict.fromkeys(nodes, ("model.device=cuda",) if config.gpus else ())  # no node must fall back to the CPU
+    if LOOK_AHEAD not in settings.elsewhere:
+        # Processes on a GPU take turns, so look-ahead would take from the target's steps what it gains.
+        beside = {name for group in groups if any(nodes[each] == DECODE for each in group) for name in group}
+        chosen |= {name: (*chosen[name], f"{LOOK_AHEAD}=off") for name in beside if nodes[name] == DRAFT}
     return (
         {name: {VISIBLE: ",".join(own)} for name, own in placed.items() if gpus != UNNAMED_GPUS},
-        {name: (*chosen, *shares.get(name, ())) for name in nodes},
+        {name: (*chosen[name], *shares.get(name, ())) for name in nodes},
     )
 
 

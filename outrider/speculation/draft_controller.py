@@ -29,10 +29,6 @@ from outrider.speculation.step_cost import StepCostModel
 PROBE_STEPS = 32
 """Steps without a verified draft, or without a call to a proposer, after which a sequence may be tried again."""
 
-TRIAL_STEPS = 4
-"""Number of steps, out of `PROBE_STEPS`, in which a draft node that adds nothing is asked. There are several
-such steps, because the node's drafts arrive some steps later."""
-
 CHEAP_PROBE_STEPS = 8
 """The same as `PROBE_STEPS`, for a proposer that costs almost nothing."""
 
@@ -57,9 +53,9 @@ class DraftController:
     """Decides which draft tokens are asked for and which are verified. Engine thread only.
 
     Order of calls in a step: `rank` for each draft as it comes, `choose_calls` and `observe_calls` for each proposer of
-    this process, the cheapest first, `observe_marginal_gain` for draft nodes, `choose` for the best drafts, the
-    forward, `observe_verdict` for each sequence with a verified draft, `observe_committed` for other drafts,
-    `observe_step` once. `num_wanted` is the number of tokens to ask draft nodes for.
+    this process, the cheapest first, `observe_marginal_gain` for draft nodes, `choose` for the best drafts (unless the
+    step is launched ahead), the forward, `observe_verdict` for each sequence with a verified draft, `observe_committed`
+    for other drafts, `observe_step` once. `num_wanted` is the number of tokens to ask draft nodes for.
     """
 
     num_speculative_tokens: int
@@ -86,7 +82,7 @@ class DraftController:
             return max(maximum, 0)
         found = self._record(sequence_id, source)
         min_probability = MIN_SHARE_TO_ASK * self.row_price
-        if found.adds_nothing and self._step % PROBE_STEPS >= TRIAL_STEPS:
+        if found.adds_nothing and not self._sources[source].is_trial(self._step, PROBE_STEPS):
             return 0
         chain = found.best().chain
         if chain[0] < min_probability:
@@ -284,11 +280,13 @@ class DraftController:
             draft = draft.cut(len(token_ids))
         self.observe_verdict(sequence_id, draft, draft.path_of(token_ids))
 
-    def observe_step(self, seconds: float, *, num_rows: int, num_sequences: int, num_prompt_rows: int) -> None:
+    def observe_step(
+        self, seconds: float, *, num_rows: int, num_sequences: int, num_prompt_rows: int, is_ahead: bool = False
+    ) -> None:
         """Learns the duration of a step. Steps that computed prompts are ignored, as they say little about drafts."""
         self._step += 1
         if num_rows and not num_prompt_rows:
-            self.cost.observe(num_sequences=num_sequences, num_rows=num_rows, step_seconds=seconds)
+            self.cost.observe(num_sequences=num_sequences, num_rows=num_rows, step_seconds=seconds, is_ahead=is_ahead)
 
     def forget(self, sequence_id: int) -> None:
         """Drops the statistics of an ended sequence. Does nothing if the sequence is unknown."""

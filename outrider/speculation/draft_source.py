@@ -15,8 +15,15 @@ about as much.
 """
 
 FIRST_MARGINAL_GAIN = 1.0
-MARGINAL_GAIN_RATE = 0.1
-"""Assumed marginal gain of a new source, in tokens, and the weight of each new observation in the running mean."""
+MARGINAL_GAIN_RATE, SOURCE_GAIN_RATE = 0.1, 0.01
+"""Assumed marginal gain of a new source, in tokens, and the weights of each new observation in the running means of a
+sequence and of the source."""
+
+TRIAL_STEPS, RARE_TRIALS = 4, 4
+"""Number of consecutive steps in which a draft node that adds nothing is asked. There are several such steps, because
+its drafts arrive some steps later. If draft nodes add nothing to most sequences, there are `RARE_TRIALS` times fewer
+trials, because drafts may be made on the target's own device.
+"""
 
 TREE_BONUS_RATE = 0.02
 """Weight of each new draft in the running mean of tree bonuses."""
@@ -70,10 +77,19 @@ class DraftSource:
         self._credit = 0.0  # seconds left for trials; negative after a trial that took longer
         self._max_debt = 0.0  # limit of the debt that the next trial may leave, in seconds
         self._trial: int | None = None  # the sequence under trial; reading its text may take several calls
+        self.marginal_gain = FIRST_MARGINAL_GAIN
+        """Running mean of `SourceRecord.marginal_gain` over all sequences, with which a new one begins."""
         self.num_checked = 0  # drafts
         self.num_first_accepted = 0  # drafts whose first token was accepted
         self.records: dict[int, SourceRecord] = {}
         """Records by sequence."""
+
+    def is_trial(self, step: int, interval: int) -> bool:
+        """Returns whether sequences to which a draft node adds nothing ask it in this step, which is one of
+        `TRIAL_STEPS` in `interval` steps, or in `RARE_TRIALS` times as many if it adds nothing to most sequences.
+        """
+        is_rare = self.marginal_gain < MIN_MARGINAL_GAIN
+        return step % (RARE_TRIALS * interval if is_rare else interval) < TRIAL_STEPS
 
     @property
     def best_acceptance(self) -> float:
@@ -172,7 +188,7 @@ class SourceRecord:
         self.overall = AcceptanceRecord(self._priors.overall, num_positions, step=step)
         """The record of drafts of all grades, used before a draft is made, when its grade is not known yet."""
         self.last_call = step
-        self.marginal_gain = FIRST_MARGINAL_GAIN
+        self.marginal_gain = source.marginal_gain
         """Running mean of the tokens that the source's drafts were expected to gain over the best other draft."""
 
     def of(self, grade: int) -> AcceptanceRecord:
@@ -204,6 +220,7 @@ class SourceRecord:
     def observe_marginal_gain(self, tokens: float) -> None:
         """Learns from a step in which the source was asked. `tokens` is 0 if its drafts were no better than others."""
         self.marginal_gain += MARGINAL_GAIN_RATE * (tokens - self.marginal_gain)
+        self._source.marginal_gain += SOURCE_GAIN_RATE * (tokens - self._source.marginal_gain)
 
     @property
     def adds_nothing(self) -> bool:

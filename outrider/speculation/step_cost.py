@@ -17,9 +17,13 @@ PRIOR_BASE_ROWS = 15.0
 SLOPE_WEIGHT = 0.05
 BEND_WEIGHT = 0.5
 SEQUENCE_WEIGHT = 1.0
-"""Weights of three assumptions, relative to the weight of an observed step: the slope is that of the prior, the line
-continues straight, and a sequence costs nothing beyond its rows.
+AHEAD_WEIGHT = 0.2
+"""Weights of four assumptions, relative to the weight of an observed step: the slope is that of the prior, the line
+continues straight, a sequence costs nothing beyond its rows, and a launch ahead saves `AHEAD_SHARE`.
 """
+
+AHEAD_SHARE = 0.05
+"""Fraction of a step's duration that a launch before the previous step's commit is assumed to save."""
 
 OUTLIER_FACTOR = 2.0
 """A step counts as at most this many times its expected duration."""
@@ -51,7 +55,8 @@ Seconds = npt.NDArray[np.float64]
 
 
 class StepCostModel:
-    """T(sequences, rows), a step's duration: piecewise linear in rows with the knots `KNOTS`, plus a time per sequence.
+    """T(sequences, rows), a step's duration: piecewise linear in rows with the knots `KNOTS`, plus a time per sequence,
+    minus what is saved if the step is launched before the previous one is committed.
 
     It is fitted by least squares with exponential forgetting. A weak assumption keeps the line straight between the
     numbers of rows that were observed. So the model learns a cliff (a sudden rise) from the first steps beyond the
@@ -66,7 +71,7 @@ class StepCostModel:
         """
         self._buckets = tuple(buckets)
         self._knots = (*self._buckets, *(knot for knot in KNOTS if not buckets or knot > buckets[-1]))
-        size = len(self._knots) + 1  # the last entry is the cost of a sequence
+        size = len(self._knots) + 2  # the last two entries: a sequence, a launch ahead
         self._weight = 0.0
         self._mean_rows = 0.0
         self._mean_seconds = 0.0
@@ -82,14 +87,17 @@ class StepCostModel:
         """Whether a step has been observed."""
         return self._weight > 0.0
 
-    def observe(self, *, num_sequences: int, num_rows: int, step_seconds: float) -> None:
-        """Learns from one step. A duration far above the expected one is clipped; a zero one is ignored."""
+    def observe(self, *, num_sequences: int, num_rows: int, step_seconds: float, is_ahead: bool = False) -> None:
+        """Learns from one step. A duration far above the expected one is clipped; a zero one is ignored.
+
+        `is_ahead`: whether the step was launched before the previous one was committed.
+        """
         if step_seconds <= 0.0:  # the clock did not advance
             return
         place, share = self._place(num_rows)
         is_surprise = False
         if self.is_known:
-            expected = self._expected(num_sequences, place, share)
+            expected = self._expected(num_sequences, place, share, is_ahead=is_ahead)
             most_seconds = OUTLIER_FACTOR * expected
             self._num_outliers = self._num_outliers + 1 if step_seconds > most_seconds else 0
             if self._num_outliers <= MAX_OUTLIERS:
@@ -100,7 +108,8 @@ class StepCostModel:
         self._mean_seconds += (step_seconds - self._mean_seconds) / self._weight
         self._squares *= FORGETTING
         self._products *= FORGETTING
-        inputs = ((place, 1.0 - share), (place + 1, share), (len(self._knots), float(num_sequences)))
+        inputs = [(place, 1.0 - share), (place + 1, share), (len(self._knots), float(num_sequences))]
+        inputs += [(len(self._knots) + 1, 1.0)] if is_ahead else []
         for row, one in inputs:
             self._products[row] += one * step_seconds
             for column, other in inputs:
@@ -110,7 +119,8 @@ class StepCostModel:
             self._found = None
 
     def seconds(self, num_sequences: int, num_rows: int, *, num_more: int = 0) -> list[float]:
-        """Returns the expected durations of steps with `num_rows`, `num_rows` + 1 … `num_rows` + `num_more` rows.
+        """Returns the expected durations of steps with `num_rows`, `num_rows` + 1 … `num_rows` + `num_more` rows, none
+        of which is launched ahead.
 
         There are num_more + 1 values, positive and never falling. Before any step is observed, their unit is arbitrary.
         """
@@ -120,9 +130,19 @@ class StepCostModel:
         if not self.is_known:
             return [row + PRIOR_BASE_ROWS for row in rows]
         found = self._fitted()
-        seconds = np.interp(rows, self._knots, found[:-1]) + found[-1] * num_sequences
+        seconds = np.interp(rows, self._knots, found[:-2]) + found[-2] * num_sequences
         rising: list[float] = np.maximum.accumulate(np.maximum(seconds, MIN_SHARE * self._mean_seconds)).tolist()
         return rising
+
+    def pays_to_wait(self, num_tokens: float, num_sequences: int) -> bool:
+        """Returns whether accepted draft tokens are worth more than the time that a launch ahead saves.
+
+        `num_tokens`: expected number of accepted draft tokens of all sequences together, minus the price of their rows.
+        """
+        if not self.is_known:
+            return num_tokens > 0.0
+        saved_seconds = -float(self._fitted()[-1])
+        return num_tokens * self.seconds(num_sequences, num_sequences)[0] > saved_seconds * num_sequences
 
     def is_known_at(self, num_rows: int) -> bool:
         """Returns whether the duration of steps of about this many rows is known from recent steps."""
@@ -134,7 +154,7 @@ class StepCostModel:
 
         The duration of larger steps is unknown, because a line that is assumed to continue straight shows no cliff.
         """
-        seen = np.flatnonzero(self._squares.diagonal()[:-1] >= SEEN_EVIDENCE)
+        seen = np.flatnonzero(self._squares.diagonal()[:-2] >= SEEN_EVIDENCE)
         if not len(seen):
             return None
         return int(self._knots[min(int(seen[-1]) + 1, len(self._knots) - 1)])
@@ -152,10 +172,11 @@ class StepCostModel:
             int(self._knots[above]) if is_above_unknown else None,
         )
 
-    def _expected(self, num_sequences: int, place: int, share: float) -> float:
+    def _expected(self, num_sequences: int, place: int, share: float, *, is_ahead: bool) -> float:
         """Returns the expected duration of a step whose number of rows lies between a knot and the next one."""
         found = self._fitted()
-        seconds = found[place] + share * (found[place + 1] - found[place]) + found[-1] * num_sequences
+        seconds = found[place] + share * (found[place + 1] - found[place]) + found[-2] * num_sequences
+        seconds += found[-1] if is_ahead else 0.0
         return max(float(seconds), MIN_SHARE * self._mean_seconds)
 
     def _fitted(self) -> Seconds:
@@ -165,7 +186,9 @@ class StepCostModel:
         return self._found
 
     def _solve(self) -> Seconds:
-        """Returns [num_knots + 1]: the seconds of a step at each knot, then the additional seconds per sequence."""
+        """Returns [num_knots + 2]: the seconds of a step at each knot, then the additional seconds per sequence and of
+        a step that is launched ahead.
+        """
         scale = self._mean_seconds  # the equations are solved in units of the mean duration
         squares = self._squares + self._assumptions
         products = self._products / scale
@@ -178,8 +201,9 @@ class StepCostModel:
             products[one] += sign * rise
             squares[one, one] += weight
             squares[one, 2 * place + 1 - one] -= weight
+        products[-1] -= AHEAD_WEIGHT * AHEAD_SHARE
         found: Seconds = scale * np.asarray(np.linalg.solve(squares, products), dtype=np.float64)
-        found[:-1] = np.maximum.accumulate(found[:-1])
+        found[:-2] = np.maximum.accumulate(found[:-2])
         return found
 
     def _padded(self, num_rows: float) -> float:
@@ -196,12 +220,13 @@ class StepCostModel:
 
 
 def _assumptions(knots: Sequence[int]) -> Seconds:
-    """Returns [num_knots + 1, num_knots + 1]: what the assumptions (no bends, free sequences) add to the squares.
+    """Returns [num_knots + 2, num_knots + 2]: what the assumptions about bends, sequences and launches ahead add to the
+    squares.
 
     A bend is weighted by the number of rows at its knot. So a curve of the same shape, relative to the step's duration,
     has the same weight at any number of rows.
     """
-    size = len(knots) + 1
+    size = len(knots) + 2
     squares = np.zeros((size, size))
     before = np.zeros(size)
     for place, width in enumerate(np.diff(knots)):
@@ -211,5 +236,5 @@ def _assumptions(knots: Sequence[int]) -> Seconds:
             bend = knots[place] * (rise - before)
             squares += BEND_WEIGHT * np.outer(bend, bend)
         before = rise
-    squares[-1, -1] = SEQUENCE_WEIGHT
+    squares[-2, -2], squares[-1, -1] = SEQUENCE_WEIGHT, AHEAD_WEIGHT
     return squares

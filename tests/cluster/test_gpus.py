@@ -130,6 +130,22 @@ def test_a_number_beyond_those_that_are_there_is_told_at_once(monkeypatch, tmp_p
         assign_gpus(ClusterConfig(gpus=("0",)), settings_of(), environ={"CUDA_VISIBLE_DEVICES": ""})
 
 
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "expected"),
+    [
+        ("0", (), {"draft-0"}),
+        ("0,1", (), set()),  # beside the prefill node
+        ("0,1,2", (), set()),
+        ("0", ("draft_node.look_ahead=auto",), set()),
+        ("0", ("draft_node.look_ahead=3",), set()),
+    ],
+)
+def test_a_draft_model_looks_ahead_where_no_decode_node_uses_its_gpu(gpus, overrides, expected):
+    config = ClusterConfig(draft="draft_model:small")
+    found = assign_gpus(config, settings_of(*overrides), environ={"CUDA_VISIBLE_DEVICES": gpus})[1]
+    assert {name for name, texts in found.items() if "draft_node.look_ahead=off" in texts} == expected
+
+
 def test_settings_of_the_user_are_left_alone():
     """A named device is used by all nodes, and a KV cache size that is set is the size for each node."""
     node_environ, node_overrides = assign_gpus(ClusterConfig(), settings_of(device="cuda:1"), environ=EIGHT)

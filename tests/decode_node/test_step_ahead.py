@@ -99,7 +99,8 @@ def test_drafts_that_may_come_are_waited_for(early, make_node):
     node.engine.runner.is_asynchronous = True
     node.open()
     node.open(num_speculative_tokens=0)
-    node.run()
+    for _ in range(10):
+        node.iterate()
     assert early == []
 
 

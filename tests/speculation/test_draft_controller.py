@@ -9,8 +9,8 @@ import pytest
 
 from outrider.engine.scheduler import StepReservation
 from outrider.speculation.acceptance_record import PRIOR_ACCEPTANCE, AcceptanceRecord
-from outrider.speculation.draft_controller import PROBE_STEPS, TRIAL_STEPS, DraftController
-from outrider.speculation.draft_source import MAX_PRIORS, MODEL_ITSELF
+from outrider.speculation.draft_controller import PROBE_STEPS, DraftController
+from outrider.speculation.draft_source import MAX_PRIORS, MODEL_ITSELF, RARE_TRIALS, TRIAL_STEPS
 from outrider.speculation.draft_tree import DRAFT_NODE, ROOT, DraftTree
 from outrider.speculation.step_cost import StepCostModel
 from outrider.speculation.token_distribution import certain
@@ -240,6 +240,30 @@ def test_a_draft_node_that_adds_nothing_to_what_others_have_is_asked_now_and_the
             num_before = 0
         step_of(controller, [(1, draft_of(4))], 4)
     assert controller.num_wanted(1, 4, DRAFT_NODE) == 4
+
+
+def test_a_draft_node_that_adds_nothing_to_any_sequence_is_rarely_tried_with_new_ones():
+    controller = DraftController(4)
+
+    def num_asked(sequence_id, *, adds=False):
+        number = 0
+        for _ in range(RARE_TRIALS * PROBE_STEPS):
+            if controller.num_wanted(sequence_id, 4, DRAFT_NODE):
+                number += 1
+                found = [controller.rank(sequence_id, draft_of(4))] if adds else []
+                controller.observe_marginal_gain(DRAFT_NODE, {sequence_id: found})
+            step_of(controller, [(sequence_id, draft_of(4))], 4)
+        controller.forget(sequence_id)
+        return number
+
+    assert num_asked(0) > TRIAL_STEPS * RARE_TRIALS
+    for sequence_id in range(1, 40):
+        num_asked(sequence_id)
+    assert num_asked(40) == TRIAL_STEPS
+    assert num_asked(41, adds=True) > PROBE_STEPS  # asked again once a trial has gained something
+    for sequence_id in range(42, 48):
+        num_asked(sequence_id, adds=True)
+    assert num_asked(48) > TRIAL_STEPS
 
 
 def test_what_is_known_of_a_proposer_helps_new_sequences():

@@ -121,3 +121,26 @@ def test_steps_grow_by_a_knot_beyond_what_was_seen():
     for _ in range(300):
         cost.observe(num_sequences=1, num_rows=4, step_seconds=0.03)
     assert cost.max_explored_rows() == 6
+
+
+@pytest.mark.parametrize(("saved", "worth"), [(0.3, 0.45), (0.0, 0.05)])
+def test_waiting_for_drafts_is_weighed_against_what_a_launch_ahead_saves(saved, worth):
+    """Steps of one sequence take a second, and only one step in 33 is not launched ahead."""
+    cost = StepCostModel(buckets=[1, 2, 4, 8])
+    assert cost.pays_to_wait(0.1, 1)
+    assert not cost.pays_to_wait(0.0, 1)
+    for step in range(660):
+        is_ahead = step % 33 > 0
+        cost.observe(num_sequences=1, num_rows=1, step_seconds=1.0 - saved * is_ahead, is_ahead=is_ahead)
+    assert at(cost, 1) == pytest.approx(1.0, rel=0.05)
+    assert cost.pays_to_wait(worth, 1)
+    assert not cost.pays_to_wait(0.5 * saved, 1)
+
+
+def test_a_device_that_became_slower_is_not_mistaken_for_a_lost_launch_ahead():
+    cost = StepCostModel(buckets=[1, 2, 4, 8])
+    for step in range(2000):
+        is_ahead = step % 33 > 0
+        cost.observe(num_sequences=1, num_rows=1, step_seconds=1.0 + step / 1000 - 0.2 * is_ahead, is_ahead=is_ahead)
+    assert not cost.pays_to_wait(0.03, 1)
+    assert cost.pays_to_wait(0.12, 1)

@@ -55,7 +55,8 @@ class TextDrafts(NoDrafts):
     def take(self, sequence_ids, *, wait_seconds):
         requested = {each for each in sequence_ids if self._wanted.get(each, 0) > 0}
         drafts = {each: self._draft(each) for each in sequence_ids if each in requested}
-        return StepDrafts({key: tree for key, tree in drafts.items() if tree is not None}, requested=requested)
+        found = {key: tree for key, tree in drafts.items() if tree is not None}
+        return StepDrafts(found, requested=requested, awaited=set(requested))
 
     def _draft(self, sequence_id):
         token_ids, num_wanted = self._texts[sequence_id], self._wanted[sequence_id]
