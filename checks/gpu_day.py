@@ -1,6 +1,6 @@
 """Tests this project on a machine with a GPU, in stages, each of which is a process with a time limit.
 
-    python3 checks/gpu_day.py --out OUT                       # everything, 500 s at most
+    python3 checks/gpu_day.py --out OUT                       # everything, 400 s at most
     python3 checks/gpu_day.py --out OUT --stages env,steps    # some stages, in this order
     python3 checks/gpu_day.py --out OUT --device cpu          # the same on a CPU, with small shapes
 
@@ -48,16 +48,16 @@ sys.path.insert(0, str(ROOT))
 
 from checks.gpu_stages.day import Day, write_line  # noqa: E402 found by the line above
 
-SECONDS = 500.0
+SECONDS = 400.0
 STAGES = {
-    "env": 40,
-    "smoke": 60,
-    "steps": 100,
-    "cluster": 75,
-    "speculation": 100,
-    "train": 70,
+    "env": 30,
+    "smoke": 50,
+    "steps": 75,
+    "cluster": 60,
+    "speculation": 90,
+    "train": 55,
     "handoff": 20,
-    "kernels": 35,
+    "kernels": 20,
 }
 """Each stage's share of SECONDS, the most valuable stage first. Time that a stage does not use goes to later ones, so
 the last one, which compiles most, usually has more than twice its share."""
