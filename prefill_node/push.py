@@ -20,7 +20,7 @@ from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.ranks.sharded_cache import KVCache
 from outrider.errors import AbortedError, InternalError, OutriderError
 from outrider.faults import fault_point
-from outrider.kv_transfer.base import CommitResult, CommitState, Region, TransferSpec
+from outrider.kv_transfer.base import MAX_FRAME_BYTES, CommitResult, CommitState, Region, TransferSpec
 from outrider.kv_transfer.config import CUDA_IPC
 from outrider.kv_transfer.connectors import Connector
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
@@ -137,8 +137,9 @@ class KvPush:
 
     def _has_read_held(self, sender: Sender, start_token: int) -> bool:
         """Reads the held prefix. Returns False if it did not arrive completely; then none of it is used."""
+        largest = min(sender.max_frame_bytes, MAX_FRAME_BYTES)  # messages carry what is read
         regions = itertools.chain.from_iterable(
-            self._cut(sender, (plane,), range(plane.num_layers), start_token, self._spec.start_token)
+            self._cut(largest, (plane,), range(plane.num_layers), start_token, self._spec.start_token)
             for plane in self._spec.planes
         )
         try:
@@ -195,7 +196,7 @@ class KvPush:
 
     def _send(self, sender: Sender, item: _Available) -> None:
         started_at, num_bytes = time.monotonic(), sender.payload_bytes
-        for region in self._cut(sender, item.planes, item.layers, item.start_token, item.end_token):
+        for region in self._cut(sender.max_frame_bytes, item.planes, item.layers, item.start_token, item.end_token):
             read = self._blocks.take if sender.connector == CUDA_IPC else self._blocks.read
             payload = read(region, item.written)
             if self._first_frame_at is None:
@@ -205,10 +206,9 @@ class KvPush:
         self._pushed.add(started_at, sender.payload_bytes - num_bytes, last_frame=sender.num_frames)
 
     def _cut(
-        self, sender: Sender, planes: Sequence[PlaneSpec], layers: range, start_token: int, end_token: int
+        self, largest: int, planes: Sequence[PlaneSpec], layers: range, start_token: int, end_token: int
     ) -> Iterator[Region]:
-        """Yields the frames that cover these planes, layers and tokens."""
-        largest = sender.max_frame_bytes
+        """Yields the frames, of at most `largest` bytes each, that cover these planes, layers and tokens."""
         for plane in planes:
             for heads in self._kv_cache.head_ranges(plane.name):
                 yield from cut_frames(plane, heads, layers, start_token, end_token, max_frame_bytes=largest)
