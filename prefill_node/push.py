@@ -42,6 +42,16 @@ class _Available:
     end_token: int
     written: Any  # a fence of the cache; once it is reached, the range is written
 
+    def joined(self, later: _Available, max_frame_bytes: int) -> _Available | None:
+        """Returns both ranges as one; None if they do not adjoin or exceed a frame of each plane."""
+        end, start = (self.planes, self.layers.stop), (later.planes, later.layers.start)
+        if end != start or (self.start_token, self.end_token) != (later.start_token, later.end_token):
+            return None
+        layers = range(self.layers.start, later.layers.stop)
+        per_token = len(layers) * max(plane.bytes_per_token_per_layer for plane in self.planes)
+        fits = (self.end_token - self.start_token) * per_token <= max_frame_bytes
+        return replace(later, layers=layers) if fits else None
+
 
 class KvPush:
     """The push of one transfer. `offer`, `finish` and `interrupt` never block.
@@ -183,16 +193,27 @@ class KvPush:
             raise AbortedError("the decode node no longer expects the transfer", reason="TRANSFER_UNKNOWN")
 
     def _available(self, sender: Sender) -> Iterator[_Available]:
-        """Yields the offered ranges until the end. While waiting, keeps the receiver's timeout from expiring."""
+        """Yields the offered ranges until the end, those that wait together joined where they fit into one frame.
+
+        While waiting, keeps the receiver's timeout from expiring.
+        """
+        held: _Available | None = None
         while True:
             try:
-                item = self._items.get(timeout=sender.keep_alive_seconds)
+                item = self._items.get(held is None, sender.keep_alive_seconds)
             except queue.Empty:
-                sender.keep_alive()
+                if held is None:
+                    sender.keep_alive()
+                else:
+                    yield held
+                    held = None
                 continue
+            joined = held and item and held.joined(item, sender.max_frame_bytes)
+            if held is not None and joined is None:
+                yield held
             if item is None:
                 return
-            yield item
+            held = joined or item
 
     def _send(self, sender: Sender, item: _Available) -> None:
         started_at, num_bytes = time.monotonic(), sender.payload_bytes
