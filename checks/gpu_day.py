@@ -17,7 +17,8 @@ index needs besides the checkout. What to check, by stage:
 - cluster: 8 of 8 answers are the `same` with drafts and after a kill, with `attempts` above 1; `acceptance`, `ttft_ms`,
   `ms_a_token`
 - train: `samples_per_second`
-- handoff: `gb_s` by connector, or why one is `unavailable`
+- handoff: `gb_s` by connector, or why one is `unavailable`; by CUDA IPC also by `frame_mib`, with the parts of a push
+  in `sender_ms` and `receiver_ms`
 - kernels: `failed_test`; a wrong kernel makes the figures above worthless
 """
 
