@@ -22,7 +22,8 @@ index needs besides the checkout. What to check, by stage:
   `part_ms` beside those of `plain`, drafts `found` of those `wanted`, and `busy_ms` of the draft node, which takes
   turns with the decode node on the GPU; `reached`: where the start spends its time
 - train: `samples_per_second`
-- handoff: `gb_s` by connector, or why one is `unavailable`
+- handoff: `gb_s` by connector, or why one is `unavailable`; by CUDA IPC also by `frame_mib`, with the parts of a push
+  in `sender_ms` and `receiver_ms`
 - kernels: `failed_test`; a wrong kernel makes the figures above worthless
 """
 

@@ -20,7 +20,7 @@ from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.ranks.sharded_cache import KVCache
 from outrider.errors import AbortedError, InternalError, OutriderError
 from outrider.faults import fault_point
-from outrider.kv_transfer.base import CommitResult, CommitState, Region, TransferSpec
+from outrider.kv_transfer.base import MAX_FRAME_BYTES, CommitResult, CommitState, Region, TransferSpec
 from outrider.kv_transfer.config import CUDA_IPC
 from outrider.kv_transfer.connectors import Connector
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
@@ -41,6 +41,16 @@ class _Available:
     start_token: int
     end_token: int
     written: Any  # a fence of the cache; once it is reached, the range is written
+
+    def joined(self, later: _Available, max_frame_bytes: int) -> _Available | None:
+        """Returns both ranges as one; None if they do not adjoin or exceed a frame of each plane."""
+        end, start = (self.planes, self.layers.stop), (later.planes, later.layers.start)
+        if end != start or (self.start_token, self.end_token) != (later.start_token, later.end_token):
+            return None
+        layers = range(self.layers.start, later.layers.stop)
+        per_token = len(layers) * max(plane.bytes_per_token_per_layer for plane in self.planes)
+        fits = (self.end_token - self.start_token) * per_token <= max_frame_bytes
+        return replace(later, layers=layers) if fits else None
 
 
 class KvPush:
@@ -137,8 +147,9 @@ class KvPush:
 
     def _has_read_held(self, sender: Sender, start_token: int) -> bool:
         """Reads the held prefix. Returns False if it did not arrive completely; then none of it is used."""
+        largest = min(sender.max_frame_bytes, MAX_FRAME_BYTES)  # messages carry what is read
         regions = itertools.chain.from_iterable(
-            self._cut(sender, (plane,), range(plane.num_layers), start_token, self._spec.start_token)
+            self._cut(largest, (plane,), range(plane.num_layers), start_token, self._spec.start_token)
             for plane in self._spec.planes
         )
         try:
@@ -182,20 +193,31 @@ class KvPush:
             raise AbortedError("the decode node no longer expects the transfer", reason="TRANSFER_UNKNOWN")
 
     def _available(self, sender: Sender) -> Iterator[_Available]:
-        """Yields the offered ranges until the end. While waiting, keeps the receiver's timeout from expiring."""
+        """Yields the offered ranges until the end, those that wait together joined where they fit into one frame.
+
+        While waiting, keeps the receiver's timeout from expiring.
+        """
+        held: _Available | None = None
         while True:
             try:
-                item = self._items.get(timeout=sender.keep_alive_seconds)
+                item = self._items.get(held is None, sender.keep_alive_seconds)
             except queue.Empty:
-                sender.keep_alive()
+                if held is None:
+                    sender.keep_alive()
+                else:
+                    yield held
+                    held = None
                 continue
+            joined = held and item and held.joined(item, sender.max_frame_bytes)
+            if held is not None and joined is None:
+                yield held
             if item is None:
                 return
-            yield item
+            held = joined or item
 
     def _send(self, sender: Sender, item: _Available) -> None:
         started_at, num_bytes = time.monotonic(), sender.payload_bytes
-        for region in self._cut(sender, item.planes, item.layers, item.start_token, item.end_token):
+        for region in self._cut(sender.max_frame_bytes, item.planes, item.layers, item.start_token, item.end_token):
             read = self._blocks.take if sender.connector == CUDA_IPC else self._blocks.read
             payload = read(region, item.written)
             if self._first_frame_at is None:
@@ -205,10 +227,9 @@ class KvPush:
         self._pushed.add(started_at, sender.payload_bytes - num_bytes, last_frame=sender.num_frames)
 
     def _cut(
-        self, sender: Sender, planes: Sequence[PlaneSpec], layers: range, start_token: int, end_token: int
+        self, largest: int, planes: Sequence[PlaneSpec], layers: range, start_token: int, end_token: int
     ) -> Iterator[Region]:
-        """Yields the frames that cover these planes, layers and tokens."""
-        largest = sender.max_frame_bytes
+        """Yields the frames, of at most `largest` bytes each, that cover these planes, layers and tokens."""
         for plane in planes:
             for heads in self._kv_cache.head_ranges(plane.name):
                 yield from cut_frames(plane, heads, layers, start_token, end_token, max_frame_bytes=largest)

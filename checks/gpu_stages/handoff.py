@@ -2,19 +2,25 @@
 
 Both sides are the nodes' own classes: a `KvPush` for one cache, a `KvReceiver` for the other. Rates are for whole
 pushes, from connecting to the reply to the commit. Afterwards the receiver's keys and values must equal the sender's.
+
+A line's `sender_ms` and `receiver_ms` say where the last round's time went: the sums over all frames of the times in
+some functions, which include their waits for the GPU. `put` and `handle` contain others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 import xxhash
@@ -23,13 +29,18 @@ from checks.gpu_stages.day import Day
 from outrider.engine.kv_cache.base import slots_of
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
+from outrider.engine.kv_cache.tensor_planes import DeviceBytes, DeviceRows
 from outrider.errors import ConfigError
+from outrider.kv_transfer.arena import ArenaMapping
 from outrider.kv_transfer.base import TransferSpec
-from outrider.kv_transfer.config import CONNECTORS, KvTransferConfig
+from outrider.kv_transfer.config import CONNECTORS, CUDA_IPC, KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
 from outrider.kv_transfer.cuda_ipc import open_shared_gpu
 from outrider.kv_transfer.receiver import KvReceiver
+from outrider.kv_transfer.receiver_stream import ReceiverStream
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
+from outrider.kv_transfer.sender import Sender
+from outrider.kv_transfer.sender_stream import SenderStream
 from prefill_node.jobs import PushOutcome
 from prefill_node.push import KvPush, LayerGroups
 
@@ -38,9 +49,30 @@ INCARNATION = b"g" * 16
 BLOCK_SIZE = 16
 AT_ONCE = (1, 4)
 """Numbers of concurrent pushes."""
+FRAME_MIB = (4, 16, 64)
+"""Sizes of frames by CUDA IPC, in MiB, that are measured besides the nodes' own."""
+NUM_SLOTS = 8
+"""Number of such frames in an arena."""
 NUM_ROUNDS = 5
 PUSH_SECONDS = 20.0
 """Time limit of one round, in seconds."""
+PARTS: Mapping[str, Mapping[str, tuple[type, str]]] = {
+    "sender": {
+        "read": (ReservedBlocks, "read"),
+        "gather": (DeviceRows, "gather"),
+        "checksum": (DeviceBytes, "checksum"),
+        "room": (SenderStream, "wait_for_room"),
+        "put": (Sender, "put"),
+        "commit": (Sender, "commit"),
+    },
+    "receiver": {
+        "copy": (ArenaMapping, "copy"),
+        "checksum": (DeviceBytes, "checksum"),
+        "write": (ReservedBlocks, "write"),
+        "handle": (ReceiverStream, "handle"),
+    },
+}
+"""Timed functions, as class and method, by process and name."""
 
 
 def run(day: Day) -> None:
@@ -48,7 +80,8 @@ def run(day: Day) -> None:
     if day.is_gpu and torch.cuda.device_count() > 1:
         targets.append("cuda:1")
     for target in targets:
-        for line in measure(day.device, target, num_tokens=4096 if day.is_gpu else 64):
+        size: dict[str, Any] = {"num_tokens": 4096, "frame_mib": FRAME_MIB} if day.is_gpu else {"num_tokens": 64}
+        for line in measure(day.device, target, **size):
             day.tell("handoff", to=target, **line)
             day.expect(f"{line['connector']}: {line.get('error')}", "error" not in line)
             day.expect(f"{line['connector']}: other keys and values arrive", line.get("same", True))
@@ -60,6 +93,7 @@ def measure(
     *,
     connectors: Sequence[str] = CONNECTORS,
     at_once: Sequence[int] = AT_ONCE,
+    frame_mib: Sequence[int] = (),
     num_rounds: int = NUM_ROUNDS,
     num_tokens: int,
 ) -> Iterator[dict[str, Any]]:
@@ -72,6 +106,7 @@ def measure(
         to_device: the device of the receiver's cache, in another process.
         connectors: as in settings, without "auto".
         at_once: numbers of prompts that are pushed concurrently.
+        frame_mib: sizes of frames in MiB with which the first of these numbers is measured by CUDA IPC, too.
         num_rounds: measured rounds, after one that connects and allocates memory.
         num_tokens: number of tokens of each prompt, a multiple of BLOCK_SIZE.
     """
@@ -81,14 +116,16 @@ def measure(
             layer.normal_()
     with _receiving_process(to_device, cache.num_blocks) as peer:
         address = f"127.0.0.1:{peer.recv()}"
-        for name in connectors:
-            config = KvTransferConfig(connector=name)
+        asked_for = [(KvTransferConfig(connector=name), at_once) for name in connectors]
+        asked_for += [(_with_frames(mib << 20), at_once[:1]) for mib in frame_mib]
+        for config, numbers in asked_for:
+            name = config.connector
             try:
                 connector = Connector(config, gpu=open_shared_gpu(cache.copies, config))
             except ConfigError as error:
                 yield {"connector": name, "unavailable": str(error)}
                 continue
-            for num_pushes in at_once:
+            for num_pushes in numbers:
                 asked = {"connector": name, "at_once": num_pushes, "tokens": num_tokens}
                 try:
                     figures = _measure_pushes(
@@ -98,6 +135,10 @@ def measure(
                     figures = {"error": f"the receiver is silent: {error!r}"}
                 yield asked | figures
             connector.close()
+
+
+def _with_frames(num_bytes: int) -> KvTransferConfig:
+    return KvTransferConfig(connector=CUDA_IPC, device_frame_bytes=num_bytes, device_arena_bytes=NUM_SLOTS * num_bytes)
 
 
 def _measure_pushes(
@@ -115,19 +156,24 @@ def _measure_pushes(
         specs = [_new_spec(num_tokens) for _ in range(num_pushes)]
         peer.send(specs)
         peer.recv()  # after this reply, the receiver expects the pushes
-        outcomes, seconds = _push_all(connector, config, cache, address, specs)
+        with _timed("sender") as spent:
+            outcomes, seconds = _push_all(connector, config, cache, address, specs)
         if errors := [each.error for each in outcomes if each.error is not None]:
             return {"error": str(errors[0])}
         times.append(seconds)
     peer.send(None)
-    num_bytes = sum(each.kv_bytes for each in outcomes)
+    digests, receiver_ms = peer.recv()
+    num_bytes, used = sum(each.kv_bytes for each in outcomes), outcomes[0].connector
     return {
-        "used": outcomes[0].connector,
+        "used": used,
+        "frame_mib": (config.device_frame_bytes if used == CUDA_IPC else config.frame_bytes) / (1 << 20),
         "mib": num_bytes >> 20,
         "ms": round(1e3 * median(times[1:]), 2),
         "first_ms": round(1e3 * times[0], 2),
         "gb_s": round(num_bytes / median(times[1:]) / 1e9, 2),
-        "same": peer.recv() == [_digest(cache, _blocks(place, num_tokens)) for place in range(num_pushes)],
+        "same": digests == [_digest(cache, _blocks(place, num_tokens)) for place in range(num_pushes)],
+        "sender_ms": _rounded(spent),
+        "receiver_ms": receiver_ms,
     }
 
 
@@ -154,6 +200,33 @@ def _push_all(
         push.finish()
     ended = [outcomes.get(timeout=PUSH_SECONDS) for _ in specs]
     return ended, time.perf_counter() - started
+
+
+@contextlib.contextmanager
+def _timed(process: str) -> Iterator[Counter[str]]:
+    """Yields the milliseconds spent in each of the PARTS of "sender" or "receiver", summed over threads and calls."""
+    spent: Any = Counter()
+
+    def timing(name: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                spent[name] += 1e3 * (time.perf_counter() - started)
+
+        return call
+
+    with contextlib.ExitStack() as replaced:
+        for name, (owner, method) in PARTS[process].items():
+            timing_one = timing(name, getattr(owner, method))
+            replaced.enter_context(mock.patch.object(owner, method, timing_one))
+        yield spent
+
+
+def _rounded(spent: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(milliseconds, 2) for name, milliseconds in spent.items()}
 
 
 def _open_cache(device: str, num_tokens: int) -> PagedKVCache:
@@ -196,7 +269,9 @@ def _receiving_process(device: str, num_blocks: int) -> Iterator[Connection]:
 
 
 def _receive(peer: Connection, device: str, num_blocks: int) -> None:
-    """Runs the receiving process. It sends its port, opens transfers that it gets, and answers None with digests."""
+    """Runs the receiving process. It sends its port, opens transfers that it gets, and answers None with
+    the digests of the last ones and the PARTS' milliseconds.
+    """
     cache = _open_cache(device, num_blocks * BLOCK_SIZE)
     receiver = KvReceiver(
         incarnation=INCARNATION,
@@ -207,19 +282,22 @@ def _receive(peer: Connection, device: str, num_blocks: int) -> None:
     )
     peer.send(receiver.start())
     specs: list[TransferSpec] = []
-    while True:
-        message: list[TransferSpec] | None = peer.recv()
-        if message is None:
-            peer.send([_digest(cache, _blocks(place, each.end_token)) for place, each in enumerate(specs)])
-            continue
-        for each in specs:
-            receiver.close(each.transfer_id)
-        specs = message
-        for plane in cache.planes:
-            for layer in cache.layers(plane.name):
-                layer.zero_()
-        if cache.copies is not None:
-            torch.cuda.synchronize(device)  # since frames are written in another CUDA stream
-        for place, each in enumerate(specs):
-            receiver.inbox.open(each, ReservedBlocks(cache, _blocks(place, each.end_token)))
-        peer.send(len(specs))
+    with _timed("receiver") as spent:
+        while True:
+            message: list[TransferSpec] | None = peer.recv()
+            if message is None:
+                digests = [_digest(cache, _blocks(place, each.end_token)) for place, each in enumerate(specs)]
+                peer.send((digests, _rounded(spent)))
+                continue
+            for each in specs:
+                receiver.close(each.transfer_id)
+            specs = message
+            for plane in cache.planes:
+                for layer in cache.layers(plane.name):
+                    layer.zero_()
+            if cache.copies is not None:
+                torch.cuda.synchronize(device)  # since frames are written in another CUDA stream
+            for place, each in enumerate(specs):
+                receiver.inbox.open(each, ReservedBlocks(cache, _blocks(place, each.end_token)))
+            spent.clear()
+            peer.send(len(specs))

@@ -30,6 +30,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -164,10 +165,11 @@ class Arena:
         self._num_reserved += 1
         return True
 
-    def write(self, offset: int, payload: Payload) -> None:
-        """Copies the payload to a taken slot (numpy releases the GIL)."""
-        assert isinstance(payload, memoryview)
+    def write(self, offset: int, payload: Any) -> Payload:
+        """Copies the payload, a memoryview, to a taken slot (numpy releases the GIL). Returns what is to be hashed."""
         self._bytes[offset : offset + len(payload)] = np.frombuffer(payload, dtype=np.uint8)
+        view: memoryview = payload
+        return view
 
     def release(self, offset: int) -> None:
         """Frees a slot that the receiver has acknowledged."""

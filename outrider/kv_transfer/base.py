@@ -35,7 +35,7 @@ ID_BYTES = 16
 """Length of transfer ids and incarnations, in bytes."""
 
 MAX_FRAME_BYTES = 8 << 20
-"""Maximum payload of one frame, in bytes."""
+"""Maximum payload of a frame in one message, in bytes."""
 
 PLANE_NAME_BYTES = 16
 PACKED_REGION = struct.Struct(f"<{PLANE_NAME_BYTES}sIIIIHH")

@@ -24,7 +24,7 @@ from outrider.kv_transfer.config import CUDA_IPC, KvTransferConfig
 from outrider.service.telemetry.logging import get_logger
 
 if TYPE_CHECKING:
-    from outrider.engine.kv_cache.tensor_planes import CopyStream, DeviceBytes
+    from outrider.engine.kv_cache.tensor_planes import CopyStream, DeviceBytes, DeviceRows
 
 DESCRIPTION = struct.Struct(f"<64s{NONCE_BYTES}s")
 """Format of the file. It must not begin with the nonce, or older receivers would take the file for shared memory and
@@ -107,23 +107,23 @@ class DeviceArena(Arena):
     """The sender's side. After it is dropped, a later arena may reuse its memory."""
 
     def __init__(self, gpu: SharedGpu, config: KvTransferConfig) -> None:
-        slots = {"num_bytes": config.arena_bytes, "slot_bytes": config.device_frame_bytes}
+        slots = {"num_bytes": config.device_arena_bytes, "slot_bytes": config.device_frame_bytes}
         super().__init__(directory=config.arena_directory, has_slots=False, **slots)
-        self._gpu = gpu
         try:
-            self._pointer, handle = gpu.allocate(self.num_bytes)
-            gpu.call("cuMemcpyHtoD", self._pointer, self.nonce, NONCE_BYTES)
-        except OSError:
+            pointer, handle = gpu.allocate(self.num_bytes)
+            left = ReusableMemory(pointer, handle, os.dup(self._fd), self._taken)
+            weakref.finalize(self, gpu.left.append, left).atexit = False
+            self._memory = gpu.copies.tensor_at(pointer, self.num_bytes)
+            gpu.copies.fill(self._memory[:NONCE_BYTES], self.nonce)  # as frames are written, so that it proves the way
+        except (OSError, RuntimeError) as error:
             self.unlink()
-            raise
+            raise OSError(str(error)) from error
         self._map[: DESCRIPTION.size] = DESCRIPTION.pack(handle, self.nonce)
-        left = ReusableMemory(self._pointer, handle, os.dup(self._fd), self._taken)
-        weakref.finalize(self, gpu.left.append, left).atexit = False
 
-    def write(self, offset: int, payload: Any) -> None:
-        """Copies DeviceBytes to a taken slot. Returns once every process can read them there."""
-        self._gpu.copy(self._pointer + offset, payload.tensor.data_ptr(), len(payload))
-        self._gpu.copies.wait()
+    def write(self, offset: int, payload: Any) -> DeviceBytes:
+        """Gathers DeviceRows into a taken slot. Returns before the GPU has done so; its checksum waits for that."""
+        rows: DeviceRows = payload
+        return rows.gather(self._memory[offset : offset + len(rows)])
 
 
 class DeviceArenaReader(ArenaReader):

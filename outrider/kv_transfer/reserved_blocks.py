@@ -38,7 +38,7 @@ class ReservedBlocks:
         return memoryview(self._kv_cache.read(region.plane, region.layers, slots, after, heads=region.heads))
 
     def take(self, region: Region, after: Any) -> Any:
-        """Reads what `read` does, as DeviceBytes on the cache's GPU. Returns before the GPU has copied them."""
+        """Waits for `after`, then returns what `read` reads as DeviceRows, which are still to be copied."""
         return self._kv_cache.take(region.plane, region.layers, self._slots_of(region), after, heads=region.heads)
 
     def _slots_of(self, region: Region) -> Slots:

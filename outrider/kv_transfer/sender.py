@@ -16,7 +16,6 @@ from outrider.kv_transfer.base import (
     CommitState,
     DrainState,
     FrameHeader,
-    Payload,
     Region,
     TransferSpec,
     frames_digest,
@@ -69,37 +68,35 @@ class Sender:
         self.when_acknowledged = stream.when_acknowledged
 
     def put(self, region: Region, payload: Any) -> None:
-        """Sends one frame. `payload`: at most `max_frame_bytes`, as DeviceBytes for CUDA IPC, otherwise in any buffer.
+        """Sends one frame. `payload`: at most `max_frame_bytes`, as DeviceRows for CUDA IPC, otherwise in any buffer.
 
         Raises: PeerLostError if the stream ended or made no progress; AbortedError if the receiver has refused a
         frame, so that the transfer can never complete, or the whole transfer, for example because it is closed.
         """
-        view: Payload = payload if self.connector == CUDA_IPC else memoryview(payload).cast("B")
+        view = payload if self.connector == CUDA_IPC else memoryview(payload).cast("B")
         assert len(view) <= self.max_frame_bytes, "frames are cut to max_frame_bytes"
-        header = FrameHeader.of(self._spec, region, view)
         self._stream.raise_if_ended()
-        if self._arena is None:
-            assert isinstance(view, memoryview), "bytes on a GPU go into an arena"
-            self._put_inline(header, view)
-        else:
-            self._put_in_slot(self._arena, header, view)
+        header = self._put_inline(region, view) if self._arena is None else self._put_in_slot(self._arena, region, view)
         self._sent[region] = header.checksum
-        self.payload_bytes += len(view)
+        self.payload_bytes += header.length
 
-    def _put_inline(self, header: FrameHeader, payload: memoryview) -> None:
+    def _put_inline(self, region: Region, payload: memoryview) -> FrameHeader:
         """Sends the payload in the frame's message, within the window that all streams to the receiver share."""
+        header = FrameHeader.of(self._spec, region, payload)
         window = self._stream.window
         self._stream.wait_for_room(len(payload), window)
         self._stream.send(header, payload, release=partial(window.give_back, len(payload)))
+        return header
 
-    def _put_in_slot(self, arena: Arena, header: FrameHeader, payload: Payload) -> None:
+    def _put_in_slot(self, arena: Arena, region: Region, payload: Any) -> FrameHeader:
         """Writes the payload to the arena and sends its place. The acknowledgement frees the slot for any transfer."""
         offset = None
         while offset is None:
             self._stream.wait_for_room(1, arena.free_slots)
             offset = arena.take(self)
-        arena.write(offset, payload)
+        header = FrameHeader.of(self._spec, region, arena.write(offset, payload))  # waits until a GPU has written it
         self._stream.send(header, None, offset=offset, release=partial(arena.release, offset))
+        return header
 
     def read(self, regions: Iterable[Region], blocks: ReservedBlocks) -> None:
         """Fetches the receiver's KV of tokens before `spec.start_token`. Call it before the first `put`.

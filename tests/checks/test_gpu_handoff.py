@@ -14,3 +14,6 @@ def test_two_processes_hand_kv_over_and_a_connector_that_is_not_here_is_named():
     assert shared["same"]
     assert shared["mib"] == 2 * 32 * sum(plane.bytes_per_token for plane in PLANES) >> 20
     assert shared["gb_s"] > 0
+    assert set(shared["sender_ms"]) == {"read", "room", "put", "commit"}
+    assert set(shared["receiver_ms"]) == {"copy", "write", "handle"}
+    assert shared["receiver_ms"]["handle"] > shared["receiver_ms"]["write"] > 0

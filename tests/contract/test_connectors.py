@@ -15,7 +15,7 @@ from outrider.kv_transfer.base import CommitState, DrainState
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
 from tests.kv_transfer.conftest import Peers, RecordingSink
-from tests.support.fake_cuda_driver import device_bytes, fake_shared_gpu
+from tests.support.fake_cuda_driver import device_rows, fake_shared_gpu
 from tests.support.in_memory_connector import InMemoryConnector
 
 FRAME_BYTES = 16 * 1024
@@ -41,7 +41,7 @@ class Link:
         sender = self.connector.connect(self.address, spec)
         if sender.connector == "cuda_ipc":
             put = sender.put
-            sender.put = lambda region, payload: put(region, device_bytes(self.gpu, payload))
+            sender.put = lambda region, payload: put(region, device_rows(self.gpu, payload))
         return sender
 
     def begin(self, **bounds):
@@ -64,6 +64,7 @@ def link(request, monkeypatch, tmp_path):
         frame_bytes=FRAME_BYTES,
         device_frame_bytes=FRAME_BYTES,
         arena_bytes=1 << 20,
+        device_arena_bytes=1 << 20,
         window_bytes=1 << 16,
         connect_seconds=5,
         progress_seconds=5,

@@ -19,18 +19,20 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 SENDER = """
 import sys
+import numpy as np
 import torch
-from outrider.engine.kv_cache.tensor_planes import CopyStream, DeviceBytes
+from outrider.engine.kv_cache.tensor_planes import CopyStream, DeviceRows
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.cuda_ipc import DeviceArena, open_shared_gpu
 
-config = KvTransferConfig(arena_directory=sys.argv[1], arena_bytes=8 << 20)
+config = KvTransferConfig(arena_directory=sys.argv[1], device_arena_bytes=32 << 20)
 copies = CopyStream(torch.device("cuda"))
 arena = DeviceArena(open_shared_gpu(copies, config), config)
-payload = torch.arange(1 << 20, dtype=torch.int64, device="cuda").view(torch.uint8)[: 4 << 20]
+payload = torch.arange(1 << 19, dtype=torch.int64, device="cuda").view(1, 1, -1)
 torch.cuda.synchronize()
 offset = arena.take("owner")
-arena.write(offset, DeviceBytes(payload, copies))
+arena.write(offset, DeviceRows(payload, np.zeros(1, dtype=np.int64), copies))
+copies.wait()
 print(arena.arena_id.hex(), arena.num_bytes, offset, flush=True)
 sys.stdin.read()
 """

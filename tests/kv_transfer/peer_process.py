@@ -67,8 +67,8 @@ def send(transfer_id, address, connector_name):
     """For each line on stdin, puts a frame and prints "put" or the error. Meanwhile, sends keep-alives."""
     gpu = open_gpu()
     if gpu:
-        from tests.support.fake_cuda_driver import device_bytes
-    sizes = {"frame_bytes": 4096, "device_frame_bytes": 4096, "arena_bytes": 1 << 20}
+        from tests.support.fake_cuda_driver import device_rows
+    sizes = {"frame_bytes": 4096, "device_frame_bytes": 4096, "arena_bytes": 1 << 20, "device_arena_bytes": 1 << 20}
     connector = Connector(KvTransferConfig(connector=connector_name, progress_seconds=5, **sizes), gpu=gpu)
     sender = connector.connect(address, spec_of(transfer_id))
     stop = threading.Event()
@@ -87,7 +87,7 @@ def send(transfer_id, address, connector_name):
         region = Region("k", range(1), range(start, start + FRAME_TOKENS), range(1))
         try:
             payload = bytes(FRAME_TOKENS * 64)
-            sender.put(region, device_bytes(gpu, payload) if gpu else payload)
+            sender.put(region, device_rows(gpu, payload) if gpu else payload)
             say("put")
         except OutriderError as error:
             say("error", type(error).__name__)

@@ -33,7 +33,7 @@ torch = pytest.importorskip("torch")
 tensor_planes = pytest.importorskip("outrider.engine.kv_cache.tensor_planes")
 fake_cuda_driver = pytest.importorskip("tests.support.fake_cuda_driver")
 
-SIZES = {"arena_bytes": 1 << 20, "frame_bytes": 1 << 16, "device_frame_bytes": 1 << 16}
+SIZES = {"arena_bytes": 1 << 20, "device_arena_bytes": 1 << 20, "frame_bytes": 1 << 16, "device_frame_bytes": 1 << 16}
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ class Pair:
         for header, payload in self.peers.frames(spec):
             sender.put(
                 header.region,
-                fake_cuda_driver.device_bytes(self.connector.gpu, payload)
+                fake_cuda_driver.device_rows(self.connector.gpu, payload)
                 if sender.connector == "cuda_ipc"
                 else payload,
             )
@@ -160,12 +160,23 @@ def test_the_file_names_the_memory_and_holds_no_slots(gpu, tmp_path):
     assert mapping.nonce == arena.nonce
     payload = bytes(range(256)) * 8
     offset = arena.take("owner")
-    arena.write(offset, fake_cuda_driver.device_bytes(gpu, payload))
+    written = arena.write(offset, fake_cuda_driver.device_rows(gpu, payload))
+    assert written.tensor.numpy().tobytes() == payload
     assert mapping.copy(offset, len(payload)).tensor.numpy().tobytes() == payload
     for lie in (0, HEAD_BYTES - 1, arena.num_bytes - len(payload) + 1):
         assert mapping.copy(lie, len(payload)) is None
     arena_path(str(tmp_path), b"s" * 16).write_bytes(b"short")
     assert reader.attach(b"s" * 16, arena.num_bytes) is None
+
+
+def test_a_frame_is_gathered_in_its_slot_without_another_copy_or_wait(gpu, driver, monkeypatch, tmp_path):
+    arena = new_arena(gpu, tmp_path)
+    driver.fails.add("cuMemcpyDtoDAsync")
+    monkeypatch.setattr(tensor_planes.CopyStream, "wait", lambda _: pytest.fail("a second wait"))
+    offset = arena.take("owner")
+    written = arena.write(offset, fake_cuda_driver.device_rows(gpu, bytes(range(64))))
+    assert written.tensor.data_ptr() == arena._memory.data_ptr() + offset
+    assert written.checksum() == fake_cuda_driver.device_bytes(gpu, bytes(range(64))).checksum()
 
 
 def test_a_receiver_of_an_older_version_does_not_take_it_for_shared_memory(gpu, tmp_path):
@@ -198,6 +209,27 @@ def test_memory_is_lent_again_unless_a_receiver_may_still_read_of_it(gpu, driver
         arena.unlink()
 
 
+def test_memory_that_torch_does_not_see_is_not_used_and_kept_for_once(pair, driver, monkeypatch):
+    """A tensor that was a copy of the memory would get the frames in place of the memory that receivers read."""
+    tensor_at = tensor_planes.CopyStream.tensor_at
+    transfers = pair()
+    monkeypatch.setattr(tensor_planes.CopyStream, "tensor_at", lambda *arguments: tensor_at(*arguments).clone())
+    with capture_logs() as logs:
+        assert transfers.transfer() == "shared_memory"
+    assert "not the one that was written" in logs[0]["error"]
+    gc.collect()
+
+    def refuse(*_arguments):
+        raise RuntimeError("torch refuses")
+
+    monkeypatch.setattr(tensor_planes.CopyStream, "tensor_at", refuse)
+    others = pair()
+    with capture_logs() as logs:
+        assert others.transfer() == "shared_memory"
+    assert [line["error"] for line in logs] == ["torch refuses"]
+    assert driver.num_allocated == 1
+
+
 def test_memory_without_a_handle_is_freed(gpu, driver):
     """No process can have mapped it. Kept memory would add up, since receivers are offered an arena every minute."""
     driver.fails.add("cuIpcGetMemHandle")
@@ -221,7 +253,7 @@ def test_what_was_altered_in_a_slot_is_not_written(peers, inbox, gpu, tmp_path):
     offset = arena.take(spec)
     message = encode_slot_frame(1, header, offset)
     assert decode_receiver_message(stream.handle(message)).disposition is Disposition.CORRUPT
-    arena.write(offset, taken)
+    arena.write(offset, fake_cuda_driver.device_rows(gpu, payload))
     assert decode_receiver_message(stream.handle(message)).disposition is Disposition.WRITTEN
     assert sink.num_writes == 1
 
@@ -282,7 +314,7 @@ def test_without_the_drivers_bindings_there_is_one_warning_and_another_connector
 def test_the_fake_driver_has_what_the_real_one_has():
     real = pytest.importorskip("cuda.bindings.driver", reason="comes with torch for CUDA")
     functions = [name for name in vars(fake_cuda_driver.FakeCudaDriver) if name.startswith("cu")]
-    assert len(functions) == 10
+    assert len(functions) == 9
     assert all(callable(getattr(real, name)) for name in functions)
     handle = real.CUipcMemHandle()
     handle.reserved = bytes(range(64))

@@ -103,6 +103,7 @@ def connector(request, gpu):
             frame_bytes=64 * 1024,
             device_frame_bytes=64 * 1024,
             arena_bytes=1 << 20,
+            device_arena_bytes=1 << 20,
             window_bytes=1 << 18,
             progress_seconds=0.4,
         ),
@@ -123,9 +124,9 @@ def receiving(child):
 def put_until_it_blocks(sender, gpu):
     payload = bytes(64 * 1024)
     if gpu is not None:
-        from tests.support.fake_cuda_driver import device_bytes
+        from tests.support.fake_cuda_driver import device_rows
 
-        payload = device_bytes(gpu, payload)
+        payload = device_rows(gpu, payload)
     for start in range(0, 4096 * 16, 1024):
         sender.put(Region("k", range(1), range(start, start + 1024), range(1)), payload)
 
@@ -166,7 +167,12 @@ def test_a_killed_receiver_ends_the_sender_at_once(receiving, connector, gpu):
 def test_cuda_ipc_lends_memory_again_once_a_lost_receiver_is_dead(child, gpu_and_driver):
     """Otherwise each decode node that dies during a push would cost the prefill node GPU memory until its own end."""
     gpu, driver = gpu_and_driver
-    sizes = {"arena_bytes": 1 << 20, "frame_bytes": 1 << 16, "device_frame_bytes": 1 << 16}
+    sizes = {
+        "arena_bytes": 1 << 20,
+        "device_arena_bytes": 1 << 20,
+        "frame_bytes": 1 << 16,
+        "device_frame_bytes": 1 << 16,
+    }
     config = KvTransferConfig(connector="cuda_ipc", progress_seconds=0.4, **sizes)
 
     def lose():

@@ -129,12 +129,16 @@ class Rig:
         max_running=8,
         max_rows_per_step=8,
         frame_bytes=4096,
+        max_frame_bytes=1 << 20,
         connector=None,
         features=FEATURES,
         on_device=False,
         **turns,
     ):
-        """`on_device`: forward passes are computed when the test calls `device.compute`."""
+        """`frame_bytes`: for groups of layers. `max_frame_bytes`: of the senders.
+
+        `on_device`: forward passes are computed when the test calls `device.compute`.
+        """
         engine = ScriptedEngine.create(num_blocks=num_blocks, block_size=BLOCK_SIZE, features=features)
         scheduler = Scheduler(
             engine.pool, max_running=max_running, max_rows_per_step=max_rows_per_step, reserve_blocks_per_running=0
@@ -157,7 +161,9 @@ class Rig:
         self.loop = PrefillLoop(
             engine=self.engine,
             connector=connector
-            or InMemoryConnector({side.address: side.inbox for side in (self.decode, self.other_decode)}),
+            or InMemoryConnector(
+                {side.address: side.inbox for side in (self.decode, self.other_decode)}, max_frame_bytes=max_frame_bytes
+            ),
             frame_bytes=frame_bytes,
             profiler=StepProfiler(self.engine.clock),
             emit=self.emit,

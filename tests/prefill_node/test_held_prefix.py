@@ -26,6 +26,13 @@ def test_only_what_the_decode_node_lacks_is_computed(rig):
     assert min(start for _, _, start, _ in rig.decode.regions) == NUM_HELD
 
 
+def test_frames_of_what_is_read_fit_into_messages_even_if_larger_ones_are_pushed(rig, monkeypatch):
+    for module in ("prefill_node.push", "outrider.kv_transfer.inbox"):
+        monkeypatch.setattr(f"{module}.MAX_FRAME_BYTES", 64)
+    figures, _ = rig.prefill(PROMPT, held=NUM_HELD, may_read_held=True)
+    assert counts_of(figures) == (0, NUM_HELD, len(PROMPT) - NUM_HELD)
+
+
 def test_what_was_read_is_not_found_again(rig):
     """The prefix cache keeps only KV that the node has computed itself."""
     rig.prefill(PROMPT, held=NUM_HELD, may_read_held=True)

@@ -291,8 +291,19 @@ def test_a_short_prompt_leaves_in_few_frames():
     assert groups_of(groups, num_tokens=10) == [range(32)]
 
 
+@pytest.mark.parametrize(("max_frame_bytes", "joined"), [(64, {range(2)}), (63, {range(1), range(1, 2)})])
+def test_layers_that_wait_for_the_push_leave_together_if_they_fit_into_a_frame(make_rig, max_frame_bytes, joined):
+    rig = make_rig(frame_bytes=32, max_frame_bytes=max_frame_bytes).start()  # a layer of a chunk has 32 bytes
+    rig.decode.gate.clear()
+    job, _ = rig.submit(prompt(16))
+    wait_for(lambda: len(rig.stats) == 2)
+    rig.decode.gate.set()
+    assert isinstance(rig.result(job), PrefillFigures)
+    assert {layers for plane, layers, *_, stop in rig.decode.regions if (plane, stop) == ("k", 16)} == joined
+
+
 def test_each_prompt_of_a_chunk_is_pushed_in_frames_of_its_own_rows(make_rig):
-    rig = make_rig(max_rows_per_step=32, frame_bytes=64)  # the bytes of 16 tokens in a layer
+    rig = make_rig(max_rows_per_step=32, frame_bytes=64, max_frame_bytes=128)  # 64: the bytes of 16 tokens in a layer
     jobs = [rig.submit(prompt(length, first=100 * length))[0] for length in (3, 20)]
     rig.start()
     assert [isinstance(rig.result(job), PrefillFigures) for job in jobs] == [True, True]

@@ -91,7 +91,9 @@ def test_pushed_kv_and_features_equal_those_computed_in_one_pass(model, connecto
     scheduler = Scheduler(pool, max_running=4, max_rows_per_step=64, reserve_blocks_per_running=0)
     engine = PromptEngine(pool, scheduler, cache, runner)
     ended: queue.SimpleQueue = queue.SimpleQueue()
-    config = KvTransferConfig(connector=connector_name, frame_bytes=8192, device_frame_bytes=16384, arena_bytes=1 << 20)
+    config = KvTransferConfig(
+        connector=connector_name, frame_bytes=8192, device_frame_bytes=16384, device_arena_bytes=1 << 20
+    )
     connector = Connector(config, gpu=gpu)
     loop = PrefillLoop(
         engine=engine,

@@ -15,10 +15,11 @@ import os
 import secrets
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from outrider.engine.kv_cache import tensor_planes
-from outrider.engine.kv_cache.tensor_planes import CopyStream, DeviceBytes
+from outrider.engine.kv_cache.tensor_planes import CopyStream, DeviceBytes, DeviceRows
 from outrider.kv_transfer.cuda_ipc import SharedGpu
 from tests.support.fake_gpu import fake_streams
 
@@ -102,10 +103,6 @@ class FakeCudaDriver:
         self.num_mapped -= 1
         return (CUresult.CUDA_SUCCESS,)
 
-    def cuMemcpyHtoD(self, destination, source, num_bytes):
-        ctypes.memmove(destination, source, num_bytes)
-        return (CUresult.CUDA_SUCCESS,)
-
     def cuMemcpyDtoDAsync(self, destination, source, num_bytes, stream):
         assert stream == HOST_STREAM
         if "cuMemcpyDtoDAsync" in self.fails:
@@ -121,11 +118,16 @@ class FakeCudaDriver:
         return pointer
 
 
+def tensor_at(_copies, pointer, num_bytes):
+    return torch.frombuffer((ctypes.c_char * num_bytes).from_address(pointer), dtype=torch.uint8)
+
+
 def fake_shared_gpu(monkeypatch, directory):
     """Returns (a SharedGpu whose memory is the host's, its driver). From now on, torch's streams do nothing."""
     fake_streams(monkeypatch)
     monkeypatch.setattr(torch.cuda.Stream, "cuda_stream", HOST_STREAM, raising=False)
     monkeypatch.setattr(tensor_planes, "empty_page_locked", lambda shape, dtype: torch.empty(tuple(shape), dtype=dtype))
+    monkeypatch.setattr(CopyStream, "tensor_at", tensor_at)
     driver = FakeCudaDriver(Path(directory))
     return SharedGpu(CopyStream(torch.device("cpu")), driver), driver
 
@@ -140,5 +142,10 @@ def put_caches_on_gpu(gpu, monkeypatch):
 
 
 def device_bytes(gpu, payload):
-    """Returns the payload as a cache on the GPU would return it."""
+    """Returns the payload as a receiver has it after copying it from an arena."""
     return DeviceBytes(torch.frombuffer(bytearray(payload), dtype=torch.uint8), gpu.copies)
+
+
+def device_rows(gpu, payload):
+    """Returns the payload as a cache on the GPU would return it to a sender."""
+    return DeviceRows(device_bytes(gpu, payload).tensor.view(1, 1, -1), np.zeros(1, dtype=np.int64), gpu.copies)

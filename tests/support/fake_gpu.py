@@ -76,7 +76,7 @@ def _copy(tensor, source, non_blocking=False):
     return torch.ops.aten.copy_(tensor, source, non_blocking)
 
 
-def _contiguous(tensor):
+def _contiguous(tensor, **_options):
     if tensor.is_contiguous():
         return tensor
     return torch.ops.aten.clone(tensor, memory_format=torch.contiguous_format)

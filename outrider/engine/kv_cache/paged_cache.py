@@ -12,7 +12,7 @@ from outrider.engine.kv_cache.planes import PlaneSpec, find_plane
 from outrider.errors import InternalError
 
 if TYPE_CHECKING:
-    from outrider.engine.kv_cache.tensor_planes import CopyStream, DeviceBytes
+    from outrider.engine.kv_cache.tensor_planes import CopyStream, DeviceBytes, DeviceRows
 
 
 class PagedKVCache:
@@ -100,8 +100,8 @@ class PagedKVCache:
         heads = self._checked(plane, layers, slots, heads)
         return self._planes[plane].read(layers, slots, heads, after)
 
-    def take(self, plane: str, layers: range, slots: Slots, after: Any, *, heads: range | None = None) -> DeviceBytes:
-        """Does what `read` does, but leaves the bytes on the cache's GPU."""
+    def take(self, plane: str, layers: range, slots: Slots, after: Any, *, heads: range | None = None) -> DeviceRows:
+        """Waits for the fence `after`, then returns what `read` would read, on the cache's GPU and not copied yet."""
         heads = self._checked(plane, layers, slots, heads)
         on_gpu: Any = self._planes[plane]
         assert self.copies is not None

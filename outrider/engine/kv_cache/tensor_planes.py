@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,12 @@ def words_of(tensor: Tensor) -> Words:
     """Returns a CPU tensor's numbers as an array, which shares the memory of a contiguous tensor."""
     tensor = tensor.detach().contiguous()
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def in_words(rows: Tensor) -> Tensor:
+    """Returns [layers, slots, width] as 8-byte words if they fit: a GPU moves elements, whatever their size."""
+    edges = rows.shape[2], rows.stride(0), rows.stride(1), rows.storage_offset()
+    return rows if any(edge * rows.itemsize % 8 for edge in edges) else rows.view(torch.int64)
 
 
 class TensorMemory:
@@ -70,19 +77,18 @@ class CopyStream:
         """Waits for `after`, then copies some slots of [layers, slots, width] to page-locked memory: [layers,
         num_slots, width].
         """
-        taken = self.take(rows, slots, after).tensor.view(rows.dtype).view(rows.shape[0], -1, rows.shape[2])
+        after.synchronize()
         with torch.cuda.stream(self.stream):
+            taken = in_words(rows).index_select(1, upload(slots, self.device)).view(rows.dtype)
             host = empty_page_locked(taken.shape, taken.dtype)
             host.copy_(taken, non_blocking=True)
             self.wait()
         return host
 
-    def take(self, rows: Tensor, slots: Slots, after: Fence) -> DeviceBytes:
-        """Does what `gather` does, but leaves the bytes on the device. The host waits only for `after`."""
+    def take(self, rows: Tensor, slots: Slots, after: Fence) -> DeviceRows:
+        """Waits for `after`, and returns what `gather` would copy."""
         after.synchronize()
-        with torch.cuda.stream(self.stream):
-            taken = rows.index_select(1, upload(slots, self.device))
-            return DeviceBytes(taken.view(torch.uint8).reshape(-1), self)
+        return DeviceRows(rows, slots, self)
 
     def scatter(self, rows: Tensor, slots: Slots, payload: Bytes | DeviceBytes, after: Fence) -> None:
         """Waits for `after`, then writes some slots of [layers, slots, width]. Work that is queued after the fence and
@@ -98,9 +104,19 @@ class CopyStream:
         after.synchronize()
         with torch.cuda.stream(self.stream):
             indices = upload(slots, self.device)
-            values = source.to(self.device, non_blocking=True)
-            rows.index_copy_(1, indices, values.view(rows.dtype).view(rows.shape[0], -1, rows.shape[2]))
+            words, values = in_words(rows), source.to(self.device, non_blocking=True)
+            words.index_copy_(1, indices, values.view(words.dtype).view(words.shape[0], -1, words.shape[2]))
             self.wait()
+
+    def tensor_at(self, pointer: int, num_bytes: int) -> Tensor:
+        """Returns a tensor [num_bytes] uint8 over memory that torch has not allocated and that it never frees."""
+        description = {"shape": (num_bytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+        return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=description), device=self.device)
+
+    def fill(self, target: Tensor, content: bytes) -> None:
+        """Writes bytes from main memory to `target` [len(content)] uint8. The host waits for it."""
+        with torch.cuda.stream(self.stream):
+            target.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def empty(self, num_bytes: int) -> DeviceBytes:
         """Allocates bytes on the device, to be written on this stream."""
@@ -112,6 +128,26 @@ class CopyStream:
         done = torch.cuda.Event()
         done.record(self.stream)
         done.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """Written slots of a plane on a GPU that are not copied yet: the payload of a frame to be sent."""
+
+    rows: Tensor  # [layers, slots, width]
+    slots: Slots
+    copies: CopyStream
+
+    def __len__(self) -> int:
+        return self.rows.shape[0] * self.slots.size * self.rows.shape[2] * self.rows.itemsize
+
+    def gather(self, target: Tensor) -> DeviceBytes:
+        """Copies the rows to `target` [len(self)] uint8. Returns before the GPU has copied them."""
+        with torch.cuda.stream(self.copies.stream):
+            words = in_words(self.rows)
+            out = target.view(words.dtype).view(words.shape[0], -1, words.shape[2])
+            torch.index_select(words, 1, upload(self.slots, self.copies.device), out=out)
+        return DeviceBytes(target, self.copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +167,11 @@ class DeviceBytes:
         wrong place; like xxh3, it is no defence against forgery.
         """
         with torch.cuda.stream(self.copies.stream):
-            words = torch.nn.functional.pad(self.tensor, (0, -len(self) % 8)).view(torch.int64)
-            factors = torch.arange(1, 2 * len(words) + 1, 2, device=words.device)
-            return int((words * factors).sum()) % 2**64
+            padding = -len(self) % 8
+            padded = torch.nn.functional.pad(self.tensor, (0, padding)) if padding else self.tensor
+            words = padded.view(torch.int64)
+            # The products replace the factors, and are freed before the wait, as they are as large as the frame.
+            return int(torch.arange(1, 2 * len(words) + 1, 2, device=words.device).mul_(words).sum()) % 2**64
 
     def to_host(self) -> bytes:
         """Returns a copy in main memory. The host waits for it."""

@@ -11,6 +11,7 @@ from outrider.engine.kv_cache import tensor_planes
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.errors import InternalError
+from tests.support.fake_cuda_driver import fake_shared_gpu, put_caches_on_gpu
 from tests.support.fake_gpu import GPU, OneDevice, fake_gpu, fake_streams
 
 OWN_WAITS = ["host waits for default", "host waits for copies"]
@@ -49,10 +50,31 @@ def test_a_frame_that_stays_on_the_gpu_never_comes_to_the_host(gpu, monkeypatch)
     with unset_fake_temporarily():
         slots = np.arange(5, 60)
     with OneDevice():
-        frame = cache.take("k", range(1, 3), slots, cache.fence(), heads=range(1, 2))
+        rows = cache.take("k", range(1, 3), slots, cache.fence(), heads=range(1, 2))
+        frame = rows.gather(cache.copies.empty(len(rows)).tensor)
         assert (frame.tensor.shape, frame.tensor.dtype) == ((2 * 55 * 16 * 2,), torch.uint8)
         assert [line for line in log if line.startswith("host")] == OWN_WAITS[:1]
         cache.write("v", range(1, 3), slots, frame, heads=range(1))
         with pytest.raises(InternalError, match="3520 bytes instead of 7040"):
             cache.write("v", range(1, 3), slots, frame)
     assert [line for line in log if line.startswith("host")] == OWN_WAITS[:1] + OWN_WAITS
+
+
+@pytest.mark.parametrize("heads", [range(3), range(1, 3), range(2, 3)])
+@pytest.mark.parametrize("head_dim", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_frames_are_the_same_whether_or_not_rows_divide_into_words(monkeypatch, tmp_path, dtype, head_dim, heads):
+    planes = [PlaneSpec(name, 3, 3, head_dim, dtype) for name in ("k", "v")]
+    simple = PagedKVCache(planes, num_blocks=4, block_size=16)
+    put_caches_on_gpu(fake_shared_gpu(monkeypatch, tmp_path)[0], monkeypatch)
+    cache = PagedKVCache(planes, num_blocks=4, block_size=16)
+    layers, slots = range(1, 3), np.array([5, 40, 6, 63])
+    payload = np.random.default_rng(1).integers(0, 256, 2 * 4 * len(heads) * planes[0].bytes_per_head, dtype=np.uint8)
+    for each in (simple, cache):
+        each.write("k", layers, slots, payload.data, heads=heads)
+    assert all(
+        torch.equal(*(layer.view(torch.uint8) for layer in pair)) for pair in zip(simple.keys, cache.keys, strict=True)
+    )
+    rows = cache.take("k", layers, slots, cache.fence(), heads=heads)
+    taken = rows.gather(cache.copies.empty(len(rows)).tensor)
+    assert taken.to_host() == cache.read("k", layers, slots, heads=heads).tobytes() == payload.tobytes()
