@@ -259,10 +259,9 @@ class DecodeLoop:
 
     def _launch(self) -> LaunchedStep | None:
         """Plans the next step and begins its forward pass. Returns None if nothing could be planned."""
-        # The step does not wait for drafts while another node waits for these processors.
-        drafts = self._gather(
-            may_wait=not self._cpu_turns.is_over(0.0)
-        )  # takes the available drafts; waits within its budget
+        # The step takes the available drafts. It waits for others within its budget, unless another node waits for
+        # these processors.
+        drafts = self._gather(may_wait=not self._cpu_turns.is_over(0.0))
         plan, planned = self._plan(drafts)
         self._time.mark(Part.SCHEDULE)
         preempted = self._groups.samples_of(plan.preempted)

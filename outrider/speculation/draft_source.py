@@ -85,8 +85,10 @@ class DraftSource:
         """Records by sequence."""
 
     def is_trial(self, step: int, interval: int) -> bool:
-        """Returns whether sequences to which a draft node adds nothing ask it in this step, which is one of
-        `TRIAL_STEPS` in `interval` steps, or in `RARE_TRIALS` times as many if it adds nothing to most sequences.
+        """Returns whether a draft node is asked in this step for sequences to which it adds nothing.
+
+        It is asked in `TRIAL_STEPS` of `interval` steps. If it adds nothing to most sequences, it is asked in as many
+        of `RARE_TRIALS` * `interval` steps.
         """
         is_rare = self.marginal_gain < MIN_MARGINAL_GAIN
         return step % (RARE_TRIALS * interval if is_rare else interval) < TRIAL_STEPS
