@@ -21,7 +21,7 @@ from outrider.config.arguments import load_arguments
 from outrider.errors import ConfigError
 
 PLAN_ARGUMENTS = {  # for each field of the plan: flag, type, metavariable, help
-    "form": ("--form", str, "FORM", "form of the head: eagle3 (default), medusa or mlp"),
+    "form": ("--form", str, "FORM", "form of the head: eagle3 (default), dspark, medusa or mlp"),
     "minutes": ("--minutes", float, "N", "minutes that the whole run should take; default 60"),
     "prompts": ("--prompts", Path, "FILE", 'JSONL: {"text": …} or {"messages": […]}; default: the model writes them'),
     "traffic": ("--from-traffic", Path, "DIR", "train on the answers that decode_node.keep_answers has stored there"),
@@ -36,8 +36,10 @@ PLAN_ARGUMENTS = {  # for each field of the plan: flag, type, metavariable, help
         "--steps",
         int,
         "N",
-        "number of draft tokens that are trained one after another, each from the head's own outputs; default 4",
+        "number of draft tokens that are trained, each from the head's own outputs, or as a dspark block; default 4",
     ),
+    "num_layers": ("--layers", int, "N", "decoder layers of a dspark head; default 1"),
+    "rank": ("--rank", int, "N", "rank of the part of a dspark head that knows the token before; default 64"),
     "batch_size": ("--batch", int, "N", "number of texts in a training step; default 6"),
     "learning_rate": ("--rate", float, "R", "learning rate; default 0.0012"),
 }

@@ -14,7 +14,8 @@ from outrider.cache_directory import locked
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 
-FORMS = ("eagle3", "medusa", "mlp")
+FORMS = ("eagle3", "dspark", "medusa", "mlp")
+WITH_TAPS = ("eagle3", "dspark")  # forms that read the target's hidden states after some layers
 ANSWERS, FEATURES, TRAINING = "answers", "features", "training"
 
 ANSWERS_SHARE, FEATURES_SHARE, REPORT_SHARE = 0.25, 0.15, 0.05
@@ -41,7 +42,9 @@ class TrainingPlan:
     traffic: Path | None = None  # a folder of kept answers, which are used in place of new ones
     init_from: Path | None = None  # a head to continue from; its feature reduction is not trained
     draft_vocab_size: int = 4096
-    num_steps: int = 4  # number of trained draft steps; each but the first uses the head's own states of the one before
+    num_steps: int = 4  # number of trained draft steps; of a dspark head: the tokens of its block
+    num_layers: int = 1  # decoder layers of a dspark head
+    rank: int = 64  # rank of a dspark head's Markov head
     batch_size: int = 6  # sequences
     learning_rate: float = 1.2e-3
     concurrency: int = 64  # requests at once
@@ -59,6 +62,7 @@ class TrainingPlan:
         if self.prompts is not None and self.traffic is not None:
             raise ConfigError("--prompts and --from-traffic are both sources of answers: give one of them")
         counts = {"--draft-vocab": self.draft_vocab_size, "--batch": self.batch_size, "--steps": self.num_steps}
+        counts |= {"--layers": self.num_layers, "--rank": self.rank}
         for name, value in counts.items():
             if value < 1:
                 raise ConfigError(f"{name} {value} is not at least 1")
@@ -88,6 +92,8 @@ class TrainingPlan:
             "dtype": self.model.dtype,
             "form": self.form,
             "steps": self.num_steps,
+            "layers": self.num_layers,
+            "rank": self.rank,
             "prompts": _name(self.prompts),
             "from-traffic": _name(self.traffic),
             "init-from": _name(self.init_from),

@@ -24,6 +24,7 @@ from outrider.training.answer_files import read_answers
 from outrider.training.dataset import Dataset, choose_texts, features_folder
 from outrider.training.generate import answers_folder, write_answers
 from outrider.training.hidden_states import MAX_DRAFT_TOKENS, measure_rows, open_target, write_hidden_states
+from outrider.training.make_student import make_student, needed_taps
 from outrider.training.plan import (
     ANSWERS,
     ANSWERS_SHARE,
@@ -43,7 +44,6 @@ from outrider.training.plot import draw
 from outrider.training.prompts import read_prompts
 from outrider.training.replay import replay
 from outrider.training.report import measure_head, write_report
-from outrider.training.student import make_student, needed_taps
 from outrider.training.trainer import Trainer
 
 MIN_HELD_OUT = 20
@@ -160,6 +160,7 @@ def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: 
         results,
         state.row_seconds,
         measure_head(plan.out, plan.model, limit_seconds=plan.measure_seconds),
+        drafts_at_once=plan.form == "dspark",
     )
     write_atomically(plan.out / "report.md", report)
     return report

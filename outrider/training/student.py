@@ -8,6 +8,7 @@ the chain's earlier steps, as a drafter with a KV cache does (the training-time 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,50 +18,18 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.errors import ConfigError
 from outrider.heads.base import HeadRows
 from outrider.heads.checkpoint import Checkpoint, Target
-from outrider.heads.open import open_head, opened
-from outrider.training.dataset import Dataset
-from outrider.training.new_heads import eagle3_taps, new_head
-from outrider.training.plan import SEED, TrainingPlan, write_atomically
+from outrider.heads.open import opened
+from outrider.training.dataset import Batch
+from outrider.training.plan import write_atomically
 
-SCALE_SAMPLE = 10_000  # approximate number of tokens from which the scale of features is estimated
 _NOT_TRAINED = "embed_tokens.weight"
 """Name of a head's own copy of the target's embedding, which is not trained."""
 
-
-def needed_taps(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
-    """Returns the taps of the target's residual stream that the head needs, except the final hidden state.
-
-    Raises: ConfigError, ModelError if training cannot continue from the head of `--init-from`.
-    """
-    if plan.form != "eagle3":
-        return ()
-    if plan.init_from is None:
-        return eagle3_taps(target.num_layers)
-    head = open_head(plan.init_from, target, torch.device("cpu"), torch.float32)
-    if head.form != "eagle3":
-        raise ConfigError(f"--init-from {plan.init_from} is not an eagle3 head: its form is {head.form}")
-    if target.num_layers in head.reduction.taps:  # the last layer's states are kept only after the final norm
-        raise ConfigError(f"--init-from {plan.init_from} reads the last layer's output before the final norm")
-    return head.reduction.taps
-
-
-def make_student(plan: TrainingPlan, target: Target, dataset: Dataset, device: torch.device, *, name: str) -> Student:
-    """Makes a new head, or opens the head of `--init-from`, whose reduction is not trained.
-
-    `name`: the target's name. Raises: as `needed_taps`.
-    """
-    torch.manual_seed(SEED)
-    dtype = dataset.hidden.dtype
-    if plan.init_from is not None:
-        return Student(Checkpoint.open(plan.init_from), target, device, dtype, trains_reduction=False)
-    counts = dataset.answer_counts(target.vocab_size)
-    student = Student(new_head(plan, target, name, counts, device), target, device, dtype)
-    if plan.form == "eagle3":
-        student.scale_features(dataset.features[:: -(-len(dataset.features) // SCALE_SAMPLE)])
-    return student
+Choose = Callable[[int, Tensor], Tensor]
+"""choose(depth, logits) chooses a draft token for each row of logits [n, draft_vocab_size] of a step. Row t is that of
+the chain of feature t. Returns ids of the head [n] int64."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +66,7 @@ class Student:
             files.target_dtype = dtype
             head.load(files)
         self.device = device
+        self._is_mixed = dtype == torch.bfloat16
         self._config = checkpoint.config
         self._head, self._reduction = head, head.reduction.to(device, torch.float32)
         fixed.add(_NOT_TRAINED)
@@ -158,6 +128,47 @@ class Student:
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         """Returns logits [n, draft_vocab_size] float32 for the head's own hidden states [n, width] of step `depth`."""
         return self._head.logits(hidden, torch.full((len(hidden),), depth))
+
+    def losses(self, batch: Batch, num_steps: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns losses [num_steps], hits and reached rows (each [num_steps, num_rows] bool), by step.
+
+        The inputs of step j are the hidden states that the head computed in step j - 1, and the text's tokens, i.e. the
+        drafts of a chain that has been right so far. A row is reached in a step if a chain leads to it with that many
+        steps. It is a hit if the head then chooses the target's token.
+        """
+        rows = batch.texts, batch.places
+        with torch.no_grad():
+            shares = torch.softmax(functional.linear(batch.final, self.target_output).float(), -1)
+            best = shares.argmax(-1)
+            is_known = self.is_drafted[batch.token_ids[rows[0], rows[1] + 1]].float()
+        losses, hits, reached = [], [], []
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._is_mixed):
+            chains = self.start(batch.features, first=batch.first_chain)
+            for step in range(num_steps):
+                # The chain that leads to a row gets the text's tokens up to and including the row's own.
+                hidden = self.step(chains, functional.pad(batch.token_ids[:, 1 + step :], (0, 1 + step)))
+                # Rows that are not reached do not count. They are computed so that all steps have the same shapes.
+                is_reached = batch.depths >= step
+                counts = is_known * is_reached
+                own = rows[0], (rows[1] - 1 - step - chains.first).clamp_min(0)
+                logits = self.logits(hidden[own], step)
+                loss = functional.cross_entropy(logits, shares, reduction="none")
+                losses.append((loss * counts).sum() / counts.sum().clamp_min(1))
+                hits.append((logits.argmax(-1) == best) & (counts > 0))
+                reached.append(is_reached)
+        return torch.stack(losses), torch.stack(hits), torch.stack(reached)
+
+    def draft(self, features: Tensor, token_ids: Tensor, num_steps: int, choose: Choose) -> Tensor:
+        """Returns [num_tokens, num_steps] int64: the draft of each feature's chain, as token ids of the target.
+
+        `features`: [num_tokens, num_taps * hidden_size] of one text, whose tokens are `token_ids` [num_tokens] int64.
+        """
+        chains, tokens = self.start(features[None]), functional.pad(token_ids[1:], (0, 1))
+        drafts: list[Tensor] = []
+        for depth in range(num_steps):
+            tokens = self.target_ids[choose(depth, self.logits(self.step(chains, tokens[None])[0], depth))]
+            drafts.append(tokens)
+        return torch.stack(drafts, 1)
 
     def export(self, folder: Path) -> None:
         """Writes model.safetensors, then config.json, which is written last as a sign of completeness. Raises: OSError.

@@ -1,8 +1,4 @@
-"""Phase 3: trains a head on the target's distributions, over several draft steps at once.
-
-The inputs of step j are the hidden states that the head computed in step j - 1, and the text's tokens, i.e. the drafts
-of a chain that has been right so far (the training-time test of EAGLE-3, arXiv 2503.01840).
-"""
+"""Phase 3: trains a head on the target's distributions, over several draft steps at once."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from outrider.errors import ConfigError, ModelError
 from outrider.heap import trim_heap
@@ -48,9 +43,9 @@ class Trainer:
     def __init__(self, plan: TrainingPlan, student: Student, dataset: Dataset) -> None:
         self._plan, self._dataset, self.student = plan, dataset, student
         self._device = student.device
-        self._is_mixed = dataset.dtype == "bfloat16"
-        output = [weight for name, weight in student.weights.items() if "head." in name]
-        others = [weight for name, weight in student.weights.items() if "head." not in name]
+        is_output = {name: "lm_head." in name or ".head." in name for name in student.weights}
+        output = [weight for name, weight in student.weights.items() if is_output[name]]
+        others = [weight for name, weight in student.weights.items() if not is_output[name]]
         groups = [(others, plan.learning_rate), (output, plan.learning_rate * OUTPUT_LAYER_RATE)]
         self._optimizer = torch.optim.AdamW(
             [{"params": parameters, "peak": rate} for parameters, rate in groups if parameters],
@@ -136,7 +131,7 @@ class Trainer:
         rate *= MIN_RATE + (1 - MIN_RATE) * 0.5 * (1 + math.cos(math.pi * part))
         for group in self._optimizer.param_groups:
             group["lr"] = group["peak"] * rate
-        losses, *_ = self.losses(batch)
+        losses, *_ = self.student.losses(batch, self._plan.num_steps)
         total = sum(STEP_WEIGHT**step * loss for step, loss in enumerate(losses))
         if not total.isfinite():
             raise ModelError(f"training step {self.step}: the loss is {total.item()}; train again with a lower --rate")
@@ -148,34 +143,6 @@ class Trainer:
         now = losses.detach()
         self._running = now if self._running is None else torch.lerp(self._running, now, 0.05)
 
-    def losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns losses [num_steps], hits and reached rows (each [num_steps, num_rows] bool), by step.
-
-        A row is reached in a step if a chain leads to it with that many steps. It is a hit if the head then chooses the
-        target's token.
-        """
-        student, rows = self.student, (batch.texts, batch.places)
-        with torch.no_grad():
-            shares = torch.softmax(functional.linear(batch.final, student.target_output).float(), -1)
-            best = shares.argmax(-1)
-            is_known = student.is_drafted[batch.token_ids[rows[0], rows[1] + 1]].float()
-        losses, hits, reached = [], [], []
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._is_mixed):
-            chains = student.start(batch.features, first=batch.first_chain)
-            for step in range(self._plan.num_steps):
-                # The chain that leads to a row gets the text's tokens up to and including the row's own.
-                hidden = student.step(chains, functional.pad(batch.token_ids[:, 1 + step :], (0, 1 + step)))
-                # Rows that are not reached do not count. They are computed so that all steps have the same shapes.
-                is_reached = batch.depths >= step
-                counts = is_known * is_reached
-                own = rows[0], (rows[1] - 1 - step - chains.first).clamp_min(0)
-                logits = student.logits(hidden[own], step)
-                loss = functional.cross_entropy(logits, shares, reduction="none")
-                losses.append((loss * counts).sum() / counts.sum().clamp_min(1))
-                hits.append((logits.argmax(-1) == best) & (counts > 0))
-                reached.append(is_reached)
-        return torch.stack(losses), torch.stack(hits), torch.stack(reached)
-
     @torch.no_grad()
     def _watch(self, clock: PhaseClock, say: Say) -> None:
         """Evaluates held-out texts and adds the figures to the history."""
@@ -183,7 +150,7 @@ class Trainer:
         sums = torch.zeros(3, num_steps)  # loss, hits, rows
         for start in range(0, len(held_out), size):
             batch = Batch.of(self._dataset, held_out[start : start + size], self._device)
-            losses, hits, reached = self.losses(batch)
+            losses, hits, reached = self.student.losses(batch, num_steps)
             num_rows = reached.sum(1)
             sums += torch.stack([losses * num_rows, hits.sum(1), num_rows]).cpu()
         held_out_loss = (sums[0] / sums[2].clamp_min(1)).tolist()

@@ -48,7 +48,7 @@ def test_a_head_with_more_steps_than_are_priced_is_reported(plan_of):
     assert "| k = 5 |" in report
 
 
-@pytest.mark.parametrize("form", ["eagle3", "medusa", "mlp"])
+@pytest.mark.parametrize("form", ["eagle3", "dspark", "medusa", "mlp"])
 def test_a_head_from_kept_answers(plan_of, tiny_model, form):
     plan = plan_of(form=form, minutes=0.03)
     report, first = run(plan)

@@ -10,8 +10,10 @@ from safetensors.torch import save_file
 
 from outrider.heads.checkpoint import Target
 from outrider.heads.open import open_head
+from outrider.training.dataset import Batch
 from tests.heads.golden_files import logits_of
-from tests.training.toy import HIDDEN, TAPS, VOCAB, ToyTarget, toy_student
+from tests.heads.golden_heads import block_logits
+from tests.training.toy import HIDDEN, TAPS, VOCAB, ToyTarget, toy_dataset, toy_student
 
 LENGTH, START = 14, 9
 
@@ -70,6 +72,61 @@ def test_training_equals_drafting_with_the_exported_folder(plan_of, toy_folder, 
     assert len(ids) == size
     assert (None if head.target_ids is None else head.target_ids.tolist()) == (None if size == VOCAB else ids.tolist())
     torch.testing.assert_close(torch.stack(trained), served, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(("size", "num_layers"), [(VOCAB, 1), (30, 2)])
+def test_training_a_block_equals_drafting_with_the_exported_folder(plan_of, toy_folder, size, num_layers):
+    plan, num_tokens = plan_of(form="dspark"), 3
+    student = rounded(toy_student("dspark", size=size, num_layers=num_layers))
+    plan.out.mkdir()
+    student.export(plan.out)
+    head = open_head(plan.out, Target.open(toy_folder), torch.device("cpu"), torch.float32)
+    assert head.spec.num_parallel == num_tokens
+    assert len(student.target_ids) == size
+
+    generator = torch.Generator().manual_seed(1)
+    taps = torch.randn(LENGTH, HIDDEN * len(TAPS), generator=generator)
+    tokens = torch.randint(VOCAB, (LENGTH,), generator=generator)
+    found = []
+
+    def choose(_depth, logits):
+        found.append(logits)
+        return logits.argmax(-1)
+
+    with torch.no_grad():
+        drafts = student.draft(taps, tokens, num_tokens, choose)
+        for row in (0, START, LENGTH - 2):
+            features = head.reduction.to("cpu", torch.float32)(taps[: row + 1])
+            served = block_logits(head, tokens[: row + 2], features)
+            torch.testing.assert_close(torch.stack(found)[:, row], served, atol=2e-4, rtol=2e-4)
+            assert drafts[row].tolist() == student.target_ids[served.argmax(-1)].tolist()
+
+
+def test_the_losses_of_a_block_are_those_of_its_drafts(plan_of):
+    """A row is judged by the block that begins `step` tokens before it, as in the answer up to there."""
+    dataset, student = toy_dataset(plan_of()), toy_student("dspark")
+    with torch.no_grad():
+        for weight in student.weights.values():
+            weight.add_(0.1 * torch.randn_like(weight))
+        texts = list(dataset.training)[:3]
+        batch = Batch.of(dataset, texts, torch.device("cpu"))
+        losses, hits, reached = student.losses(batch, 3)
+        assert torch.equal(reached, batch.depths >= torch.arange(3)[:, None])
+        by_step = [[], [], []]
+        for number, text in enumerate(texts):
+            tokens, features = dataset.tokens[dataset.rows(text)], dataset.features[dataset.rows(text)]
+            own = (batch.texts == number).nonzero()[:, 0]
+            for first in own.tolist():
+                anchor = batch.places[first : first + 1]
+                hidden, logits = student._blocks(features[: int(anchor)], tokens, anchor)
+                for step in range(min(3, int(own[-1]) - first + 1)):
+                    row = first + step
+                    previous = tokens[anchor[:, None] + torch.arange(step + 1)]
+                    after, _ = student._head.logits_after(logits[:, step], hidden[:, : step + 1], previous)
+                    wanted = (student.target_output @ batch.final[row]).softmax(-1)
+                    by_step[step].append(torch.nn.functional.cross_entropy(after, wanted[None]))
+                    assert hits[step, row] == (after.argmax() == wanted.argmax())
+    torch.testing.assert_close(losses, torch.stack([torch.stack(each).mean() for each in by_step]))
 
 
 @pytest.mark.parametrize("form", ["eagle3", "mlp"])

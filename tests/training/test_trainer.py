@@ -8,7 +8,7 @@ import torch
 
 from outrider.errors import ConfigError, ModelError
 from outrider.training.dataset import Batch
-from outrider.training.plan import RunState
+from outrider.training.plan import WITH_TAPS, RunState
 from outrider.training.trainer import Trainer
 from tests.training.toy import HIDDEN, toy_dataset, toy_student
 
@@ -19,7 +19,7 @@ def make(plan_of):
 
     def new(form="eagle3", **fields):
         plan = plan_of(form=form, learning_rate=4e-3, **fields)
-        dataset = toy_dataset(plan, has_taps=form == "eagle3")
+        dataset = toy_dataset(plan, has_taps=form in WITH_TAPS)
         return plan, Trainer(plan, toy_student(form), dataset)
 
     return new
@@ -37,16 +37,31 @@ def learn(trainer, num_steps):
         trainer._learn(Batch.of(trainer._dataset, next(batches), trainer._device), 0.1)
 
 
-@pytest.mark.parametrize("form", ["eagle3", "medusa", "mlp"])
+@pytest.mark.parametrize("form", ["eagle3", "dspark", "medusa", "mlp"])
 def test_a_head_learns_a_target_that_can_be_told(make, one_thread, form):
     _, trainer = make(form)
     batch = Batch.of(trainer._dataset, list(trainer._dataset.held_out), trainer._device)
-    before = [loss.item() for loss in trainer.losses(batch)[0]]
+    before = [loss.item() for loss in trainer.student.losses(batch, 3)[0]]
     learn(trainer, 120)
-    losses, hits, _ = trainer.losses(batch)
+    losses, hits, _ = trainer.student.losses(batch, 3)
     assert losses[0].item() < 0.5 * before[0]
     assert losses[2].item() < 0.7 * before[2]  # the head also learns from its own states
     assert hits[0].float().mean() > 0.5  # chance is 1 / 48
+    if form == "dspark":
+        assert_confident(trainer.student, trainer._dataset)
+
+
+def assert_confident(student, dataset):
+    """Its confidence head has learned how much is accepted."""
+    rows = dataset.rows(dataset.held_out[0])
+    tokens, features = dataset.tokens[rows], dataset.features[rows]
+    anchors = torch.arange(4, len(tokens) - 4)
+    with torch.no_grad():
+        hidden, logits = student._blocks(features[: len(tokens) - 4], tokens, anchors)
+        right, sure = student._head.logits_after(logits[:, 0], hidden[:, :1], tokens[anchors, None])
+    accepted = right.softmax(-1)[torch.arange(len(anchors)), tokens[anchors + 1]]
+    assert (sure.sigmoid() - accepted).abs().mean() < 0.15
+    assert sure.sigmoid().mean() > 0.6  # it begins at 0.5
 
 
 def test_a_batch_has_the_rows_that_decide_the_answers(make):
@@ -118,13 +133,13 @@ def test_a_loss_that_is_no_number_leaves_the_checkpoint_as_it_was(make, one_thre
     plan, trainer = make()
     train(plan, trainer, 0.01)
     before = torch.load(trainer.checkpoint)["weights"]
-    losses = trainer.losses
+    losses = trainer.student.losses
 
-    def spoilt(batch):
-        found, *others = losses(batch)
+    def spoilt(batch, num_steps):
+        found, *others = losses(batch, num_steps)
         return found * torch.nan, *others
 
-    monkeypatch.setattr(trainer, "losses", spoilt)
+    monkeypatch.setattr(trainer.student, "losses", spoilt)
     with pytest.raises(ModelError, match="--rate"):
         train(plan, trainer, 60)
     after = torch.load(trainer.checkpoint)["weights"]
