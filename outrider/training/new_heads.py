@@ -37,40 +37,36 @@ def eagle3_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def _eagle3(target: Target, name: str, ids: Tensor) -> Parts:
-    """Makes a head in the layout of the `speculators` library, with one decoder layer shaped like the target's."""
-    layer, taps = _layer_config(target), eagle3_taps(target.num_layers)
-    hidden = layer["hidden_size"]
-    linears = _layer(layer, "layers.0.", 2 * hidden)
-    norms = ("layers.0.input_layernorm", "layers.0.hidden_norm", "layers.0.post_attention_layernorm", "norm")
-    tensors = _common(target, ids, len(taps)) | _weights(linears | {norm: torch.ones(hidden) for norm in norms})
+    """Makes a head with one decoder layer shaped like the target's."""
+    layer, hidden = _layer_config(target), target.hidden_size
+    parts = _layer(layer, "layers.0.", 2 * hidden, "hidden_norm")
     config = {
         "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
         "norm_before_residual": False,
         "norm_before_fc": False,
-        "eagle_aux_hidden_state_layer_ids": list(taps),
+        "eagle_aux_hidden_state_layer_ids": list(eagle3_taps(target.num_layers)),
         "transformer_layer_config": layer,
-        **_published(target, name, "eagle3", ids, num_tokens=3),
     }
-    return config, tensors
+    return _speculator(target, name, ids, config, parts, num_tokens=3)
 
 
 def _dspark(plan: TrainingPlan, target: Target, name: str, ids: Tensor, counts: Tensor) -> Parts:
-    """Makes a head in the layout of the `speculators` library, with decoder layers shaped like the target's."""
-    taps, rank = eagle3_taps(target.num_layers), plan.rank
+    """Makes a head with decoder layers shaped like the target's. Until it is trained, its Markov head adds nothing."""
     layer = _layer_config(target) | {"model_type": "qwen3", "num_hidden_layers": plan.num_layers}
-    hidden, dim = layer["hidden_size"], layer["head_dim"]
-    parts = {"norm": torch.ones(hidden), "hidden_norm": torch.ones(hidden)}
+    hidden, rank = target.hidden_size, plan.rank
+    parts = {
+        "hidden_norm": torch.ones(hidden),
+        "markov_head.markov_w1": _linear(rank, target.vocab_size),
+        "markov_head.markov_w2": torch.zeros(len(ids), rank),
+        "confidence_head.proj": torch.zeros(1, hidden + rank),
+    }
     for prefix in (f"layers.{index}." for index in range(plan.num_layers)):
         parts |= _layer(layer, prefix, hidden)
-        parts |= {f"{prefix}{norm}": torch.ones(hidden) for norm in ("input_layernorm", "post_attention_layernorm")}
-        parts |= {f"{prefix}self_attn.{norm}_norm": torch.ones(dim) for norm in "qk"}
-    # Until it is trained, the Markov head adds nothing.
-    parts["markov_head.markov_w1"] = _linear(rank, target.vocab_size)
-    parts["markov_head.markov_w2"] = torch.zeros(len(ids), rank)
-    parts["confidence_head.proj"] = torch.zeros(1, hidden + rank)
-    tensors = _common(target, ids, len(taps)) | _weights(parts) | {"confidence_head.proj.bias": torch.zeros(1)}
+        parts |= {f"{prefix}self_attn.{norm}_norm": torch.ones(layer["head_dim"]) for norm in "qk"}
     config = {
         "architectures": ["DSparkSpeculator"],
+        "speculators_model_type": "dspark",
         "block_size": plan.num_steps,
         "sample_from_anchor": True,
         "mask_token_id": len(counts) - 1 - int(counts.flip(0).argmin()),  # the last of the rarest tokens
@@ -78,57 +74,47 @@ def _dspark(plan: TrainingPlan, target: Target, name: str, ids: Tensor, counts: 
         "markov_head_type": "vanilla",
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
-        "sliding_window_non_causal": False,
-        "aux_hidden_state_layer_ids": list(taps),
+        "aux_hidden_state_layer_ids": list(eagle3_taps(target.num_layers)),
         "transformer_layer_config": layer,
-        **_published(target, name, "dspark", ids, num_tokens=plan.num_steps),
     }
-    return config, tensors
+    config, tensors = _speculator(target, name, ids, config, parts, num_tokens=plan.num_steps)
+    return config, tensors | {"confidence_head.proj.bias": torch.zeros(1)}
 
 
-def _layer(layer: Mapping[str, Any], prefix: str, width: int) -> dict[str, Tensor]:
-    """Returns a decoder layer's matrices. `width`: the width of attention's input."""
+def _layer(layer: Mapping[str, Any], prefix: str, width: int, *norms: str) -> dict[str, Tensor]:
+    """Returns a decoder layer's weights. `width`: the width of attention's input. `norms`: further norms."""
     hidden, inner, dim = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
     heads, kv_heads = layer["num_attention_heads"] * dim, layer["num_key_value_heads"] * dim
-    return {
-        f"{prefix}self_attn.q_proj": _linear(width, heads),
-        f"{prefix}self_attn.k_proj": _linear(width, kv_heads),
-        f"{prefix}self_attn.v_proj": _linear(width, kv_heads),
-        f"{prefix}self_attn.o_proj": _linear(heads, hidden, 0.2),
-        f"{prefix}mlp.gate_proj": _linear(hidden, inner),
-        f"{prefix}mlp.up_proj": _linear(hidden, inner),
-        f"{prefix}mlp.down_proj": _linear(inner, hidden, 0.2),
+    parts = {
+        "self_attn.q_proj": _linear(width, heads),
+        "self_attn.k_proj": _linear(width, kv_heads),
+        "self_attn.v_proj": _linear(width, kv_heads),
+        "self_attn.o_proj": _linear(heads, hidden, 0.2),
+        "mlp.gate_proj": _linear(hidden, inner),
+        "mlp.up_proj": _linear(hidden, inner),
+        "mlp.down_proj": _linear(inner, hidden, 0.2),
+        **{norm: torch.ones(hidden) for norm in ("input_layernorm", "post_attention_layernorm", *norms)},
     }
+    return {f"{prefix}{part}": tensor for part, tensor in parts.items()}
 
 
-def _common(target: Target, ids: Tensor, num_taps: int) -> dict[str, Tensor]:
-    """Returns the tensors of any head in the layout of the `speculators` library."""
-    hidden = target.hidden_size
+def _speculator(
+    target: Target, name: str, ids: Tensor, config: dict[str, Any], parts: dict[str, Tensor], *, num_tokens: int
+) -> Parts:
+    """Adds what all heads in the layout of the `speculators` library have. `parts`: weights without that ending."""
+    hidden, form = target.hidden_size, config["speculators_model_type"]
+    taps = eagle3_taps(target.num_layers)
+    parts |= {"fc": _linear(len(taps) * hidden, hidden), "lm_head": _output_layer(target, ids)}
+    tensors = {f"{part}.weight": tensor for part, tensor in (parts | {"norm": torch.ones(hidden)}).items()}
     # d2t holds offsets: a draft id plus its offset is the target's id. The mask t2d requires ascending ids.
-    return {
-        **_weights({"fc": _linear(num_taps * hidden, hidden), "lm_head": _output_layer(target, ids)}),
-        "d2t": ids - torch.arange(len(ids)),
-        "t2d": torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, ids, True),
-    }
-
-
-def _weights(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{part}.weight": tensor for part, tensor in parts.items()}
-
-
-def _published(target: Target, name: str, form: str, ids: Tensor, *, num_tokens: int) -> dict[str, Any]:
-    """Returns the fields of config.json of any head in the layout of the `speculators` library."""
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": num_tokens,
-        "accept_tolerance": 0.0,
-        "verifier_accept_k": 1,
-    }
-    return {
-        "speculators_model_type": form,
+    tensors["d2t"] = ids - torch.arange(len(ids))
+    tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens}
+    proposal |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
+    config |= {
         "speculators_version": "0.9.0",
         "draft_vocab_size": len(ids),
-        "target_hidden_size": target.hidden_size,
+        "target_hidden_size": hidden,
         "torch_dtype": "bfloat16",
         "speculators_config": {
             "algorithm": form,
@@ -137,6 +123,7 @@ def _published(target: Target, name: str, form: str, ids: Tensor, *, num_tokens:
             "verifier": {"name_or_path": name, "architectures": list(target.config.get("architectures") or [])},
         },
     }
+    return config, tensors
 
 
 def _layer_config(target: Target) -> dict[str, Any]:

@@ -52,12 +52,12 @@ def write_report(
     row_seconds: Sequence[Sequence[float]],
     head_seconds: Sequence[float],
     *,
-    drafts_at_once: bool = False,
+    num_at_once: int = 1,
 ) -> str:
     """Returns the report as Markdown. `lines`: facts about the run.
 
     `row_seconds` and `head_seconds` have one entry per number of CLIENTS: the first as in `speedup`, and the seconds of
-    one draft step. `drafts_at_once`: whether one draft step drafts all tokens, and not just one.
+    one draft step. `num_at_once`: the number of tokens that it drafts.
     """
     max_k = next(iter(results.values())).shape[1]
     by_temperature: dict[float, dict[str, np.ndarray]] = {}
@@ -85,13 +85,7 @@ def write_report(
         parts += _table(
             ["", *map(str, CLIENTS)],
             [
-                [
-                    kind,
-                    *(
-                        _best(counts, *each, drafts_at_once=drafts_at_once)
-                        for each in zip(row_seconds, head_seconds, strict=True)
-                    ),
-                ]
+                [kind, *(_best(counts, *each, num_at_once) for each in zip(row_seconds, head_seconds, strict=True))]
                 for kind, counts in kinds.items()
             ],
         )
@@ -132,9 +126,9 @@ def _figures(by_kind: np.ndarray) -> str:
     return " / ".join(_figure(tokens_per_step(counts)) for counts in by_kind)
 
 
-def _best(counts: np.ndarray, row_seconds: Sequence[float], head_seconds: float, *, drafts_at_once: bool) -> str:
+def _best(counts: np.ndarray, row_seconds: Sequence[float], head_seconds: float, num_at_once: int) -> str:
     found = [
-        (speedup(tokens_per_step(steps), k, row_seconds, seconds * (1 if drafts_at_once else k)), SOURCES[source], k)
+        (speedup(tokens_per_step(steps), k, row_seconds, seconds * -(-k // num_at_once)), SOURCES[source], k)
         for source, seconds in ((BOTH, head_seconds), (LOOKUP, 0.0))
         for k, steps in enumerate(counts[source], 1)
         if steps.any()

@@ -160,7 +160,7 @@ def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: 
         results,
         state.row_seconds,
         measure_head(plan.out, plan.model, limit_seconds=plan.measure_seconds),
-        drafts_at_once=plan.form == "dspark",
+        num_at_once=plan.num_steps if plan.form == "dspark" else 1,
     )
     write_atomically(plan.out / "report.md", report)
     return report

@@ -120,10 +120,10 @@ def test_the_report_says_what_was_counted():
 
 def test_a_head_that_drafts_at_once_is_paid_once_a_step():
     steps = np.array([[[2, 8, 0], [0, 1, 9]]] * 3)
-    report = write_report("toy", [], {("chat", 0.0): steps}, ROW_SECONDS, HEAD_SECONDS, drafts_at_once=True)
+    report = write_report("toy", [], {("chat", 0.0): steps}, ROW_SECONDS, HEAD_SECONDS, num_at_once=2)
     assert f"| chat | {2.9 * 10 / 14:.2f} (lookup, k = 2) |" in report
     steps[LOOKUP] = [[9, 1, 0], [9, 1, 0]]
-    report = write_report("toy", [], {("chat", 0.0): steps}, ROW_SECONDS, HEAD_SECONDS, drafts_at_once=True)
+    report = write_report("toy", [], {("chat", 0.0): steps}, ROW_SECONDS, HEAD_SECONDS, num_at_once=2)
     assert f"| chat | {2.9 * 10 / 16:.2f} (lookup, then head, k = 2) |" in report
 
 
