@@ -38,7 +38,9 @@ PLAN_ARGUMENTS = {  # for each field of the plan: flag, type, metavariable, help
         "N",
         "number of draft tokens that are trained one after another, each from the head's own outputs; default 4",
     ),
-    "batch_size": ("--batch", int, "N", "number of texts in a training step; default 6"),
+    "passes": ("--passes", float, "N", "passes over all training texts, in place of a limit of time for them"),
+    "batch_tokens": ("--batch-tokens", int, "N", "answer tokens in a training step; default 1024"),
+    "feature_gb": ("--feature-gb", float, "N", "disk space for hidden states in GB; default: half of what is free"),
     "learning_rate": ("--rate", float, "R", "learning rate; default 0.0012"),
 }
 
@@ -49,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, (flag, kind, metavar, text) in PLAN_ARGUMENTS.items():
         parser.add_argument(flag, dest=name, metavar=metavar, type=kind, help=text)
+    parser.add_argument(
+        "--writer-weights",
+        choices=("auto", "int8", "int4"),
+        help="model.weights of the cluster that writes prompts and answers; its faster approximation of the model does "
+        "not affect what the head learns about them; default: the model's own",
+    )
     add_cluster_arguments(parser, port=0)
 
 
@@ -63,9 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
     printer = EventPrinter(sys.stdout)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
 
+    writer = [] if arguments.writer_weights is None else [f"model.weights={arguments.writer_weights}"]
+    of_cluster = argparse.Namespace(**{**vars(arguments), "overrides": [*arguments.overrides, *writer]})
+
     @contextlib.contextmanager
     def serve() -> Iterator[str]:
-        cluster = make_cluster(arguments)
+        cluster = make_cluster(of_cluster)
         cluster.on_event = printer.show
         with cluster:
             yield cluster.router_address

@@ -56,17 +56,17 @@ def replay(student: Student, target: Target, dataset: Dataset, texts: Sequence[i
     generator = torch.Generator(device).manual_seed(1)
     results: Results = {}
     for text in texts:
-        answer, rows = dataset.texts[text], dataset.rows(text)
+        answer = dataset.text(text)
         tokens, prompt_length, temperature = answer.token_ids, len(answer.prompt), answer.temperature
-        token_ids = dataset.tokens[rows].to(device)
+        token_ids = dataset.token_ids(text).to(device, torch.long)
         noise = None
         if temperature > 0:
-            final = dataset.final[rows][prompt_length - 1 : -1].to(device)
+            final = dataset.final(text)[prompt_length - 1 : -1].to(device)
             logits = functional.linear(final, output).float() / temperature
             noise = torch.zeros(len(tokens) + max_k, len(student.target_ids), device=device)
             drawn = noise_given(logits, token_ids[prompt_length:], generator)
             noise[prompt_length : len(tokens)] = drawn[:, student.target_ids]
-        drafts = _draft(student, dataset.features[rows].to(device), token_ids, max_k, temperature, noise).tolist()
+        drafts = _draft(student, dataset.features(text).to(device), token_ids, max_k, temperature, noise).tolist()
         # The row with feature t and token t + 1 drafts after t + 2 known tokens.
         by_head = [
             num_common(draft, tokens[known : known + max_k]) for known, draft in enumerate(((), (), *drafts[:-2]))
@@ -105,11 +105,11 @@ def _draft(
     student: Student, features: Tensor, token_ids: Tensor, max_k: int, temperature: float, noise: Tensor | None
 ) -> Tensor:
     """Returns [num_tokens, max_k]: the draft of each feature's chain, as token ids of the target."""
-    chains = student.start(features[None].float())
+    chains = student.start(features.float(), [0], [len(features)])
     tokens = functional.pad(token_ids[1:], (0, 1))
     drafts: list[Tensor] = []
     for depth in range(max_k):
-        hidden = student.step(chains, tokens[None])[0]
+        hidden = student.step(chains, tokens)
         logits = student.logits(hidden, depth)
         if noise is not None:
             raced = noise[2 + depth : 2 + depth + len(tokens)]  # the chain of row t drafts position t + 2 + depth

@@ -8,6 +8,7 @@ the chain's earlier steps, as a drafter with a KV cache does (the training-time 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional
 
+from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.errors import ConfigError
 from outrider.heads.base import HeadRows
 from outrider.heads.checkpoint import Checkpoint, Target
@@ -53,13 +55,15 @@ def make_student(plan: TrainingPlan, target: Target, dataset: Dataset, device: t
     `name`: the target's name. Raises: as `needed_taps`.
     """
     torch.manual_seed(SEED)
-    dtype = dataset.hidden.dtype
+    dtype = TORCH_DTYPES[dataset.dtype]
     if plan.init_from is not None:
         return Student(Checkpoint.open(plan.init_from), target, device, dtype, trains_reduction=False)
     counts = dataset.answer_counts(target.vocab_size)
     student = Student(new_head(plan, target, name, counts, device), target, device, dtype)
     if plan.form == "eagle3":
-        student.scale_features(dataset.features[:: -(-len(dataset.features) // SCALE_SAMPLE)])
+        # Held-out texts, because their hidden states stay: a run that is continued must find the same scales.
+        apart = -(-int(dataset.starts[len(dataset.held_out)]) // SCALE_SAMPLE)
+        student.scale_features(torch.cat([dataset.features(text)[apart // 2 :: apart] for text in dataset.held_out]))
     return student
 
 
@@ -67,16 +71,19 @@ def make_student(plan: TrainingPlan, target: Target, dataset: Dataset, device: t
 class Chains:
     """All drafts of a batch of texts after some steps.
 
-    Chain t of a text begins with the text's token t + 1 and feature t. In terms of outrider.heads.base.HeadRows, the
-    chain begins at row t with depth 0, and has depth j after j steps.
+    The rows of a batch are, in this order, the context rows of all texts, which only make their first step, and the
+    chains of all texts, each in the order of texts. A text's context rows are its first rows. Chain t of a text begins
+    with the text's token t + 1 and feature t. In terms of outrider.heads.base.HeadRows, the chain begins at row t with
+    depth 0, and has depth j after j steps.
     """
 
-    hidden: Tensor  # [num_chains * num_texts, width]: inputs of the next step, ordered by chain, then by text
-    num_texts: int
-    first: int  # first chain that is continued; earlier ones make only their first step, as context of later ones
+    hidden: Tensor  # [num_rows or num_chains, width]: inputs of the next step
+    contexts: Sequence[int]  # number of context rows of each text
+    lengths: Sequence[int]  # number of chains of each text
+    positions: Tensor  # [num_rows or num_chains] int64: positions of the inputs of the next step
     depth: int = 0
-    keys_values: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
-    """By layer: keys and values of each step [num_texts, num_heads, num_chains, head_dim], repeated for query heads."""
+    keys_values: dict[int, list[list[tuple[Tensor, Tensor]]]] = field(default_factory=dict)
+    """By layer, step and text: keys and values [num_heads, n, head_dim], repeated for query heads."""
 
 
 class Student:
@@ -122,38 +129,38 @@ class Student:
         median = sample.float().square().median(0).values
         self._scale = torch.rsqrt((2 * median).clamp_min(1e-6)).to(self.device)
 
-    def start(self, features: Tensor, *, first: int = 0) -> Chains:
-        """Begins a chain at each of the `features` [num_texts, num_tokens, num_taps * hidden_size] of the target."""
-        if not self._head.spec.num_layers:
-            features = features[:, first:]  # without attention, earlier chains are not needed as context
-        elif self._head.spec.num_layers > 1:
-            first = 0
+    def start(self, features: Tensor, contexts: Sequence[int], lengths: Sequence[int]) -> Chains:
+        """Begins chains. `features`: [num_rows, num_taps * hidden_size] of the target, by row as in `Chains`."""
+        spans = [range(context) for context in contexts]
+        spans += [range(context, context + length) for context, length in zip(contexts, lengths, strict=True)]
+        positions = torch.cat([torch.arange(span.start, span.stop) for span in spans]).to(self.device)
+        if not self._head.spec.num_layers:  # without attention, context rows are not needed
+            features, positions = features[sum(contexts) :], positions[sum(contexts) :]
+            contexts = [0] * len(lengths)
         if self._scale is not None:
             features = features * self._scale.to(features.dtype)
-        num_texts = len(features)
-        hidden = self._reduction(features.flatten(0, 1)).unflatten(0, (num_texts, -1))
-        return Chains(hidden.transpose(0, 1).flatten(0, 1), num_texts, first)
+        return Chains(self._reduction(features), contexts, lengths, positions)
 
     def step(self, chains: Chains, token_ids: Tensor) -> Tensor:
         """Advances all chains by one draft token.
 
-        `token_ids`: [num_texts, num_chains] int64, of all chains. Returns the head's own hidden states
-        [num_texts, n, width] of the n chains from `first` on.
+        `token_ids`: [num_rows] int64 in the first step, of which heads without attention use those of the chains, and
+        [num_chains] afterwards. Returns the head's own hidden states [num_chains, width].
         """
-        num_texts, num_chains = token_ids.shape
-        begin = num_chains - len(chains.hidden) // num_texts  # the first chain that has a row
-        skipped = chains.first - begin
-        positions = torch.arange(begin, num_chains, device=self.device) + chains.depth
+        num_context = 0 if chains.depth else sum(chains.contexts)
+        first_needed = num_context if self._head.spec.num_layers == 1 else 0
         rows = HeadRows(
-            token_ids[:, begin:].T.flatten(),
+            token_ids[-len(chains.hidden) :],
             chains.hidden,
             torch.full((len(chains.hidden),), chains.depth),
-            positions.repeat_interleave(num_texts),
-            first_needed=skipped * num_texts,
+            chains.positions,
+            first_needed=first_needed,
         )
-        chains.hidden = self._head.forward(rows, partial(_attend, chains, skipped))
+        hidden = self._head.forward(rows, partial(_attend, chains))
+        chains.hidden = hidden[num_context - first_needed :]
+        chains.positions = chains.positions[num_context:] + 1
         chains.depth += 1
-        return chains.hidden.unflatten(0, (-1, num_texts)).transpose(0, 1)
+        return chains.hidden
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         """Returns logits [n, draft_vocab_size] float32 for the head's own hidden states [n, width] of step `depth`."""
@@ -177,33 +184,45 @@ class Student:
         write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
-def _attend(
-    chains: Chains, skipped: int, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-) -> Tensor:
-    """Implements `Attend` for one step of all chains. The first `skipped` chains need no result."""
-    query, key, value = (
-        rows.unflatten(0, (-1, chains.num_texts)).permute(1, 2, 0, 3) for rows in (query, key, value)
-    )  # [num_texts, heads, num_chains, head_dim]
+def _attend(chains: Chains, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Implements `Attend` for one step of all chains, text by text."""
     group = query.shape[1] // key.shape[1]
+    keys, values = (_by_text(chains, each.repeat_interleave(group, 1)) for each in (key, value))
     steps = chains.keys_values.setdefault(layer, [])
-    steps.append((key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)))
-    seen = functional.pad(_over_steps(query[:, :, skipped:], steps, scaling), (0, 0, skipped, 0))
-    return seen.permute(2, 0, 1, 3).flatten(0, 1)
+    steps.append(list(zip(keys, values, strict=True)))
+    queries = _by_text(chains, query)
+    if chains.depth:
+        texts = zip(queries, zip(*steps, strict=True), strict=True)
+        return torch.cat([_over_steps(each, own, scaling).transpose(0, 1) for each, own in texts])
+    parts = []
+    for text, rows in enumerate(zip(queries, keys, values, strict=True)):
+        one, two, three = (each[None] for each in rows)
+        seen = functional.scaled_dot_product_attention(one, two, three, is_causal=True, scale=scaling)
+        parts.append(seen[0].transpose(0, 1).split([chains.contexts[text], chains.lengths[text]]))
+    return torch.cat([part for place in (0, 1) for part in (each[place] for each in parts)])
 
 
-def _over_steps(query: Tensor, steps: list[tuple[Tensor, Tensor]], scaling: float) -> Tensor:
-    """Attends over the true rows and each chain's own steps. `steps` has the keys and values of both, in this order.
+def _by_text(chains: Chains, rows: Tensor) -> list[Tensor]:
+    """Splits rows [n, num_heads, head_dim] of a step into those of each text [num_heads, num_rows, head_dim]."""
+    if chains.depth:
+        return [part.transpose(0, 1) for part in rows.split(list(chains.lengths))]
+    parts = rows.split([*chains.contexts, *chains.lengths])
+    pairs = zip(parts[: len(chains.contexts)], parts[len(chains.contexts) :], strict=True)
+    return [torch.cat(pair).transpose(0, 1) for pair in pairs]
 
-    `query`: [num_texts, num_heads, num_chains, head_dim], of the last chains. Returns the same shape.
+
+def _over_steps(query: Tensor, steps: Sequence[tuple[Tensor, Tensor]], scaling: float) -> Tensor:
+    """Attends over a text's true rows and each chain's own steps. `steps`: the keys and values of both, in this order.
+
+    `query`: [num_heads, num_chains, head_dim]. Returns the same shape.
     """
     (keys, values), *own = steps
-    num_rows = keys.shape[2]
-    mask = torch.ones(query.shape[2], num_rows, dtype=torch.bool, device=query.device).tril(num_rows - query.shape[2])
-    if not own:
-        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
-    scores = [(query @ keys.transpose(-1, -2)).float().masked_fill(~mask, float("-inf"))]
-    scores += [(query * key).float().sum(-1, keepdim=True) for key, _ in own]
-    shares = torch.softmax(torch.cat(scores, -1) * scaling, -1).to(values.dtype)
+    num_chains, num_rows = query.shape[1], keys.shape[1]
+    unseen = torch.full((num_chains, num_rows), -torch.inf, dtype=query.dtype, device=query.device)
+    query = query * scaling
+    scores = [(query @ keys.transpose(-1, -2)).add_(unseen.triu(num_rows - num_chains + 1))]
+    scores += [(query * key).sum(-1, keepdim=True) for key, _ in own]
+    shares = torch.softmax(torch.cat(scores, -1), -1, dtype=torch.float32).to(values.dtype)
     summed = shares[..., :num_rows] @ values
     for place, (_, value) in enumerate(own, num_rows):
         summed = summed + shares[..., place, None] * value
