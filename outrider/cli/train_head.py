@@ -40,7 +40,9 @@ PLAN_ARGUMENTS = {  # for each field of the plan: flag, type, metavariable, help
     ),
     "num_layers": ("--layers", int, "N", "decoder layers of a dspark head; default 1"),
     "rank": ("--rank", int, "N", "rank of the part of a dspark head that knows the token before; default 64"),
-    "batch_size": ("--batch", int, "N", "number of texts in a training step; default 6"),
+    "passes": ("--passes", float, "N", "passes over all training texts, in place of a limit of time for them"),
+    "batch_tokens": ("--batch-tokens", int, "N", "answer tokens in a training step; default 1024"),
+    "feature_gb": ("--feature-gb", float, "N", "disk space for hidden states in GB; default: half of what is free"),
     "learning_rate": ("--rate", float, "R", "learning rate; default 0.0012"),
 }
 
@@ -51,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, (flag, kind, metavar, text) in PLAN_ARGUMENTS.items():
         parser.add_argument(flag, dest=name, metavar=metavar, type=kind, help=text)
+    parser.add_argument(
+        "--writer-weights",
+        choices=("auto", "int8", "int4"),
+        help="model.weights of the cluster that writes prompts and answers; its faster approximation of the model does "
+        "not affect what the head learns about them; default: the model's own",
+    )
     add_cluster_arguments(parser, port=0)
 
 
@@ -65,9 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
     printer = EventPrinter(sys.stdout)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
 
+    writer = [] if arguments.writer_weights is None else [f"model.weights={arguments.writer_weights}"]
+    of_cluster = argparse.Namespace(**{**vars(arguments), "overrides": [*arguments.overrides, *writer]})
+
     @contextlib.contextmanager
     def serve() -> Iterator[str]:
-        cluster = make_cluster(arguments)
+        cluster = make_cluster(of_cluster)
         cluster.on_event = printer.show
         with cluster:
             yield cluster.router_address

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.heads.base import HeadRows
+from outrider.training.cross_entropy import CrossEntropy
 from outrider.training.dataset import Batch
 from outrider.training.student import Choose, Student
 
@@ -20,42 +21,62 @@ from outrider.training.student import Choose, Student
 class BlockStudent(Student):
     """A DSpark head whose weights are trained in float32."""
 
-    def losses(self, batch: Batch, num_steps: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns what `Student.losses` does. Step j is a block's token j; a row is reached by the block j rows before.
+    def losses(self, batch: Batch, num_steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns what `Student.losses` does. Step j is a block's token j, and a chain is a block.
 
         The confidence head learns the share of drafts that rejection sampling would accept. Its loss adds gradients,
         but is not a part of the returned losses.
         """
-        sums, counted = [torch.zeros((), device=self.device)] * num_steps, torch.zeros(num_steps, device=self.device)
-        hits, reached = torch.zeros(2, num_steps, len(batch.texts), dtype=torch.bool, device=self.device).unbind()
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._is_mixed):
-            for text, token_ids in enumerate(batch.token_ids):
-                (rows,) = torch.nonzero(batch.texts == text, as_tuple=True)
-                anchors, places = batch.places[rows], slice(int(rows[0]), int(rows[-1]) + 1)
-                with torch.no_grad():
-                    shares = torch.softmax(functional.linear(batch.final[rows], self.target_output).float(), -1)
-                    is_known = self.is_drafted[token_ids[anchors + 1]]
-                hidden, logits = self._blocks(batch.features[text, : int(anchors[-1])], token_ids, anchors)
-                for step in range(min(num_steps, len(rows))):
-                    num = len(rows) - step  # blocks whose token at this step is in the answer
-                    previous = token_ids[anchors[:num, None] + torch.arange(step + 1, device=self.device)]
-                    after, sure = self._head.logits_after(logits[:num, step], hidden[:num, : step + 1], previous)
-                    wanted, known = shares[step:], is_known[step:]
-                    losses = functional.cross_entropy(after, wanted, reduction="none")
-                    if sure is not None and torch.is_grad_enabled():
-                        overlap = torch.minimum(after.detach().softmax(-1), wanted).sum(-1) * known
-                        confidence = functional.binary_cross_entropy_with_logits(sure, overlap, reduction="none")
-                        losses = losses + confidence - confidence.detach()
-                    sums[step] = sums[step] + (losses * known).sum()
-                    counted[step] += known.sum()
-                    hits[step, places][step:] = (after.argmax(-1) == wanted.argmax(-1)) & known
-                    reached[step, places][step:] = True
-        return torch.stack(sums) / counted.clamp_min(1), hits, reached
+            first, sizes = sum(batch.contexts), [list(batch.contexts), list(batch.lengths)]
+            contexts, own = batch.features[:first].split(sizes[0]), batch.features[first:].split(sizes[1])
+            answers, final = batch.answers.split(sizes[1]), batch.final.split(sizes[1])
+            tokens = batch.token_ids[first:].split(sizes[1])
+            parts = [
+                self._losses(num_steps, torch.cat(features), *each)
+                for features, *each in zip(zip(contexts, own, strict=True), tokens, answers, final, strict=True)
+            ]
+        losses, counts, hits = (torch.cat(each, 1) for each in zip(*parts, strict=True))
+        reached = batch.num_left > torch.arange(num_steps, device=self.device)[:, None]
+        return losses, counts, hits, reached
+
+    def _losses(
+        self, num_steps: int, features: Tensor, tokens: Tensor, answer: Tensor, final: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns losses, and whether they count, and hits [num_steps, n] of one text.
+
+        `features`: those of the context and the chains; `tokens` [n] int64: the anchors; `answer` and `final`: as in
+        Batch.
+        """
+        num, device = len(tokens), self.device
+        with torch.no_grad():
+            shares = torch.softmax(functional.linear(final, self.target_output).float(), -1)
+            is_known = self.is_drafted[answer]
+        anchors = torch.arange(len(features) - num + 1, len(features) + 1, device=device)
+        hidden, logits = self._blocks(features, tokens, anchors)
+        counts, hits = torch.zeros(2, num_steps, num, dtype=torch.bool, device=device).unbind()
+        found = [torch.zeros(num, device=device)] * num_steps
+        for step in range(min(num_steps, num)):
+            rows = slice(num - step)  # blocks whose token at this step is in the answer
+            previous = tokens.unfold(0, step + 1, 1)
+            after, sure = self._head.logits_after(logits[rows, step], hidden[rows, : step + 1], previous)
+            wanted = torch.arange(step, num, device=device)
+            losses = CrossEntropy.apply(after, shares, wanted)
+            if torch.is_grad_enabled():
+                if sure is not None:
+                    overlap = torch.minimum(after.detach().softmax(-1), shares[step:]).sum(-1) * is_known[step:]
+                    confidence = functional.binary_cross_entropy_with_logits(sure, overlap, reduction="none")
+                    losses = losses + confidence - confidence.detach()
+            else:
+                hits[step, rows] = (after.argmax(-1) == shares[step:].argmax(-1)) & is_known[step:]
+            counts[step, rows] = is_known[step:]
+            found[step] = functional.pad(losses * is_known[step:], (0, step))
+        return torch.stack(found), counts, hits
 
     def draft(self, features: Tensor, token_ids: Tensor, num_steps: int, choose: Choose) -> Tensor:
         """Returns what `Student.draft` does. The block of feature t has the token t + 1 as its anchor."""
         anchors = torch.arange(1, len(token_ids), device=self.device)
-        hidden, logits = self._blocks(features[: len(anchors)], token_ids, anchors)
+        hidden, logits = self._blocks(features[: len(anchors)], token_ids[anchors], anchors)
         tokens = token_ids[anchors, None]
         for depth in range(num_steps):
             after, _ = self._head.logits_after(logits[:, depth], hidden[:, : depth + 1], tokens)
@@ -63,7 +84,7 @@ class BlockStudent(Student):
         return functional.pad(tokens[:, 1:], (0, 0, 0, 1))  # the last feature has no anchor
 
     def _blocks(self, features: Tensor, token_ids: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes the blocks at `anchors` [n] int64, which are positions of one text.
+        """Computes the blocks at `anchors` [n] int64, positions of one text whose tokens are `token_ids` [n] int64.
 
         `features`: [num_context, num_taps * hidden_size], at least those before the last anchor. Returns the head's own
         hidden states [n, num_parallel, width] of the rows that draft, and their logits [n, num_parallel, vocabulary]
@@ -75,7 +96,7 @@ class BlockStudent(Student):
             features = features * self._scale.to(features.dtype)
         context = self._reduction(features)
         tokens = torch.full((num_blocks, size), spec.mask_token_id, device=self.device)
-        tokens[:, 0] = token_ids[anchors]
+        tokens[:, 0] = token_ids
         steps = torch.arange(size, device=self.device)
         rows = HeadRows(
             torch.cat([token_ids.new_zeros(num_context), tokens.flatten()]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.errors import ConfigError
 from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.heads.open import open_head
@@ -39,12 +40,14 @@ def make_student(plan: TrainingPlan, target: Target, dataset: Dataset, device: t
     `name`: the target's name. Raises: as `needed_taps`.
     """
     torch.manual_seed(SEED)
-    dtype = dataset.hidden.dtype
+    dtype = TORCH_DTYPES[dataset.dtype]
     if plan.init_from is not None:
         return Student(Checkpoint.open(plan.init_from), target, device, dtype, trains_reduction=False)
     counts = dataset.answer_counts(target.vocab_size)
     kind = BlockStudent if plan.form == "dspark" else Student
     student = kind(new_head(plan, target, name, counts, device), target, device, dtype)
     if plan.form in WITH_TAPS:
-        student.scale_features(dataset.features[:: -(-len(dataset.features) // SCALE_SAMPLE)])
+        # Held-out texts, because their hidden states stay: a run that is continued must find the same scales.
+        apart = -(-int(dataset.starts[len(dataset.held_out)]) // SCALE_SAMPLE)
+        student.scale_features(torch.cat([dataset.features(text)[apart // 2 :: apart] for text in dataset.held_out]))
     return student

@@ -56,17 +56,17 @@ def replay(student: Student, target: Target, dataset: Dataset, texts: Sequence[i
     generator = torch.Generator(device).manual_seed(1)
     results: Results = {}
     for text in texts:
-        answer, rows = dataset.texts[text], dataset.rows(text)
+        answer = dataset.text(text)
         tokens, prompt_length, temperature = answer.token_ids, len(answer.prompt), answer.temperature
-        token_ids = dataset.tokens[rows].to(device)
+        token_ids = dataset.token_ids(text).to(device, torch.long)
         noise = None
         if temperature > 0:
-            final = dataset.final[rows][prompt_length - 1 : -1].to(device)
+            final = dataset.final(text)[prompt_length - 1 : -1].to(device)
             logits = functional.linear(final, output).float() / temperature
             noise = torch.zeros(len(tokens) + max_k, len(student.target_ids), device=device)
             drawn = noise_given(logits, token_ids[prompt_length:], generator)
             noise[prompt_length : len(tokens)] = drawn[:, student.target_ids]
-        features = dataset.features[rows].to(device).float()
+        features = dataset.features(text).to(device).float()
         drafts = student.draft(features, token_ids, max_k, _chooser(noise, temperature)).tolist()
         # The row with feature t and token t + 1 drafts after t + 2 known tokens.
         by_head = [

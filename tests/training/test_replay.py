@@ -63,13 +63,13 @@ class Oracle:
         self.target_output = student.target_output
         self.target = ToyTarget()
 
-    def start(self, features, *, first=0):
-        tokens = torch.cdist(features[0, :, :HIDDEN], self.target.embedding()).argmin(-1)
+    def start(self, features, contexts, lengths):
+        tokens = torch.cdist(features[:, :HIDDEN], self.target.embedding()).argmin(-1)
         self.tokens = torch.tensor([self.target.follower(int(token)) for token in tokens])  # follow the rows' tokens
 
     def step(self, chains, token_ids):
         self.tokens = torch.tensor([self.target.follower(int(token)) for token in self.tokens])
-        return torch.nn.functional.one_hot(self.tokens, VOCAB).float()[None] * 1000
+        return torch.nn.functional.one_hot(self.tokens, VOCAB).float() * 1000
 
     def logits(self, hidden, depth):
         return hidden
@@ -93,9 +93,9 @@ def test_a_sampled_answer_is_drafted_with_the_noise_that_drew_it(plan_of):
         def step(self, chains, token_ids):
             super().step(chains, token_ids)
             final = target.output_layer()[self.tokens]  # the hidden state that chooses this token
-            return torch.nn.functional.linear(final, target.output_layer())[None]
+            return torch.nn.functional.linear(final, target.output_layer())
 
-    texts = [text for text in dataset.held_out if dataset.texts[text].temperature > 0]
+    texts = [text for text in dataset.held_out if dataset.text(text).temperature > 0]
     assert texts
     for (_, temperature), counts in replay(Same(), target, dataset, texts, max_k=2).items():
         assert temperature == 1.0

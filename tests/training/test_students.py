@@ -60,10 +60,10 @@ def test_training_equals_drafting_with_the_exported_folder(plan_of, toy_folder, 
     drafted = torch.randint(VOCAB, (depths,), generator=generator)  # by the chain of row START, from depth 1 on
 
     with torch.no_grad():
-        chains, trained = student.start(taps[None]), []
+        chains, trained = student.start(taps, [0], [LENGTH]), []
         for depth in range(depths):
             fed = torch.cat([tokens[1:], tokens[:1]]) if not depth else torch.full((LENGTH,), int(drafted[depth]))
-            hidden = student.step(chains, fed[None])[0, START]
+            hidden = student.step(chains, fed)[START]
             trained.append(student.logits(hidden[None], depth)[0])
 
         features = head.reduction.to("cpu", torch.float32)(taps[: START + 1])
@@ -109,36 +109,36 @@ def test_the_losses_of_a_block_are_those_of_its_drafts(plan_of):
         for weight in student.weights.values():
             weight.add_(0.1 * torch.randn_like(weight))
         texts = list(dataset.training)[:3]
-        batch = Batch.of(dataset, texts, torch.device("cpu"))
-        losses, hits, reached = student.losses(batch, 3)
-        assert torch.equal(reached, batch.depths >= torch.arange(3)[:, None])
-        by_step = [[], [], []]
-        for number, text in enumerate(texts):
-            tokens, features = dataset.tokens[dataset.rows(text)], dataset.features[dataset.rows(text)]
-            own = (batch.texts == number).nonzero()[:, 0]
-            for first in own.tolist():
-                anchor = batch.places[first : first + 1]
-                hidden, logits = student._blocks(features[: int(anchor)], tokens, anchor)
-                for step in range(min(3, int(own[-1]) - first + 1)):
-                    row = first + step
-                    previous = tokens[anchor[:, None] + torch.arange(step + 1)]
-                    after, _ = student._head.logits_after(logits[:, step], hidden[:, : step + 1], previous)
-                    wanted = (student.target_output @ batch.final[row]).softmax(-1)
-                    by_step[step].append(torch.nn.functional.cross_entropy(after, wanted[None]))
-                    assert hits[step, row] == (after.argmax() == wanted.argmax())
-    torch.testing.assert_close(losses, torch.stack([torch.stack(each).mean() for each in by_step]))
+        losses, counts, hits, reached = student.losses(Batch.of(dataset, texts, torch.device("cpu")), 3)
+        chain = 0
+        for text in texts:
+            tokens, features, final = dataset.token_ids(text).long(), dataset.features(text), dataset.final(text)
+            for anchor in range(int(dataset.prompt_lengths[text]) - 1, len(tokens) - 1):
+                at = torch.tensor([anchor])
+                hidden, logits = student._blocks(features[:anchor], tokens[at], at)
+                for step in range(3):
+                    place = anchor + 1 + step
+                    assert reached[step, chain] == counts[step, chain] == (place < len(tokens))
+                    if place < len(tokens):
+                        previous = tokens[None, anchor:place]
+                        after, _ = student._head.logits_after(logits[:, step], hidden[:, : step + 1], previous)
+                        wanted = (student.target_output @ final[place - 1]).softmax(-1)
+                        expected = torch.nn.functional.cross_entropy(after, wanted[None])
+                        torch.testing.assert_close(losses[step, chain], expected)
+                        assert hits[step, chain] == (after.argmax() == wanted.argmax())
+                chain += 1
 
 
 @pytest.mark.parametrize("form", ["eagle3", "mlp"])
 def test_chains_that_are_left_out_change_no_other(form):
     student, first = toy_student(form), 6
     num_taps = len(TAPS) if form == "eagle3" else 1
-    taps, tokens = torch.randn(2, LENGTH, HIDDEN * num_taps), torch.randint(VOCAB, (3, 2, LENGTH))
+    taps, tokens = torch.randn(LENGTH, HIDDEN * num_taps), torch.randint(VOCAB, (3, LENGTH))
     with torch.no_grad():
-        every, some = student.start(taps), student.start(taps, first=first)
+        every, some = student.start(taps, [0], [LENGTH]), student.start(taps, [first], [LENGTH - first])
         for depth in range(3):
-            one = student.step(every, tokens[depth])[:, first:]
-            other = student.step(some, tokens[depth])
+            one = student.step(every, tokens[depth])[first:]
+            other = student.step(some, tokens[depth][first:] if depth else tokens[0])
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 

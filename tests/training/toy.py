@@ -70,11 +70,16 @@ def toy_dataset(plan, *, has_taps=True, num_texts=40):
     ]
     num_taps = len(TAPS) if has_taps else 0
     dataset = choose_texts(plan, answers, vocab_size=VOCAB, hidden_size=HIDDEN, num_taps=num_taps, dtype="float32")
-    with dataset.hidden_path.open("wb") as file:
-        for text in dataset.texts:
-            hidden = target.hidden(text.token_ids)[:, -dataset.width :]
-            file.write(hidden.contiguous().numpy().tobytes())
+    for shard in range(len(dataset.shards)):
+        write_toy_shard(dataset, shard)
     return dataset
+
+
+def write_toy_shard(dataset, shard):
+    with dataset.path(shard).open("wb") as file:
+        for text in dataset.shards[shard]:
+            hidden = ToyTarget().hidden(dataset.token_ids(text).tolist())[:, -dataset.width :]
+            file.write(hidden.contiguous().numpy().tobytes())
 
 
 def toy_student(form, *, num_steps=3, size=VOCAB, num_layers=1, **options):
