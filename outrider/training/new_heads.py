@@ -62,7 +62,7 @@ def _dspark(plan: TrainingPlan, target: Target, name: str, ids: Tensor, counts: 
         "confidence_head.proj": torch.zeros(1, hidden + rank),
     }
     for prefix in (f"layers.{index}." for index in range(plan.num_layers)):
-        parts |= _layer(layer, prefix, hidden)
+        parts |= _layer(layer, prefix, hidden, gain=1.0)  # what the residual stream begins with says nothing of masks
         parts |= {f"{prefix}self_attn.{norm}_norm": torch.ones(layer["head_dim"]) for norm in "qk"}
     config = {
         "architectures": ["DSparkSpeculator"],
@@ -81,18 +81,21 @@ def _dspark(plan: TrainingPlan, target: Target, name: str, ids: Tensor, counts: 
     return config, tensors | {"confidence_head.proj.bias": torch.zeros(1)}
 
 
-def _layer(layer: Mapping[str, Any], prefix: str, width: int, *norms: str) -> dict[str, Tensor]:
-    """Returns a decoder layer's weights. `width`: the width of attention's input. `norms`: further norms."""
+def _layer(layer: Mapping[str, Any], prefix: str, width: int, *norms: str, gain: float = 0.2) -> dict[str, Tensor]:
+    """Returns a decoder layer's weights. `width`: the width of attention's input. `norms`: further norms.
+
+    `gain`: that of what the layer adds to the residual stream.
+    """
     hidden, inner, dim = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
     heads, kv_heads = layer["num_attention_heads"] * dim, layer["num_key_value_heads"] * dim
     parts = {
         "self_attn.q_proj": _linear(width, heads),
         "self_attn.k_proj": _linear(width, kv_heads),
         "self_attn.v_proj": _linear(width, kv_heads),
-        "self_attn.o_proj": _linear(heads, hidden, 0.2),
+        "self_attn.o_proj": _linear(heads, hidden, gain),
         "mlp.gate_proj": _linear(hidden, inner),
         "mlp.up_proj": _linear(hidden, inner),
-        "mlp.down_proj": _linear(inner, hidden, 0.2),
+        "mlp.down_proj": _linear(inner, hidden, gain),
         **{norm: torch.ones(hidden) for norm in ("input_layernorm", "post_attention_layernorm", *norms)},
     }
     return {f"{prefix}{part}": tensor for part, tensor in parts.items()}
