@@ -113,13 +113,9 @@ class ModuleHeadSteps:
     def logits_after(self, logits: Array, hidden: Tensor, previous: Array) -> tuple[Array, Array | None]:
         """Corrects the logits of one token of each block by the tokens before it (see HeadModel.logits_after).
 
-        Args:
-            logits: [num_blocks * num_parallel, draft_vocab_size], and
-            hidden: [num_blocks * num_parallel, width], the results of `forward` for a head with `spec.is_chained`.
-            previous: [num_blocks, n] int64: the tokens before the blocks' first n tokens. The n-th is corrected.
-
-        Returns its logits [num_blocks, vocab_size] float32, and the probabilities [num_blocks] float64 that the target
-        accepts it; None if the head does not estimate them.
+        `logits`, `hidden`: what `forward` returned. `previous`: [num_blocks, n] int64: the tokens before the blocks'
+        first n tokens, of which the n-th is corrected. Returns its logits [num_blocks, vocab_size] float32, and the
+        probabilities [num_blocks] float64 that the target accepts it; None if the head does not estimate them.
         """
         before = tensor_of(previous)
         of_blocks, states = (each.view(len(before), -1, each.shape[1]) for each in (tensor_of(logits), hidden))

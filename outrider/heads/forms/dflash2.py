@@ -76,32 +76,27 @@ class DFlash2(DFlash):
 
     def load(self, files: HeadFiles) -> None:
         hidden, vocab_size = self._layout.shape.hidden_size, files.target.vocab_size
-        self._sizes = {name: int(self._options.get(name, value)) for name, value in _DEFAULTS.items()}
-        group, size, top = (self._sizes[name] for name in ("conv_group_size", "conv_kernel_size", "selector_top_k"))
+        size, group, rank, self._top = (int(self._options.get(name, value)) for name, value in _DEFAULTS.items())
+        self._convolution = {"block": int(self._options.get("block_size") or 0), "size": size, "group": group}
         if group < 1 or hidden % group:
             raise files.refusal("conv_group_size", group, f"divisors of {hidden}")
-        if not 1 <= size <= int(self._options.get("block_size") or size):
+        if not 1 <= size <= (self._convolution["block"] or size):
             raise files.refusal("conv_kernel_size", size, "1 to block_size")
-        if not 1 <= top <= vocab_size:
-            raise files.refusal("selector_top_k", top, f"1 to {vocab_size}")
+        if not 1 <= self._top <= vocab_size:
+            raise files.refusal("selector_top_k", self._top, f"1 to {vocab_size}")
         if self._layout.draft_vocab_size != vocab_size:
             raise files.refusal("draft_vocab_size", self._layout.draft_vocab_size, f"the whole vocabulary {vocab_size}")
         self._before, self._candidates = (
-            files.take(f"candidate_selector.{name}_codebook", vocab_size, self._sizes["selector_rank"])
-            for name in ("predecessor", "successor")
+            files.take(f"candidate_selector.{name}_codebook", vocab_size, rank) for name in ("predecessor", "successor")
         )
-        self._to_rank = files.take_linear(
-            {"candidate_selector.hidden_projection": self._sizes["selector_rank"]}, hidden
-        )
+        self._to_rank = files.take_linear({"candidate_selector.hidden_projection": rank}, hidden)
         super().load(files)
 
     def _layer(self, files: HeadFiles, index: int) -> BlockLayer:
-        sizes = {"block": int(self._options["block_size"]), "size": self._sizes["conv_kernel_size"]}
-        prefix, group = f"layers.{index}.", self._sizes["conv_group_size"]
-        return ConvolvedLayer(files, prefix, self._layout.shape, index, group=group, **sizes)
+        return ConvolvedLayer(files, f"layers.{index}.", self._layout.shape, index, **self._convolution)
 
     def logits_after(self, logits: Tensor, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor | None]:
-        best, ids = logits.topk(self._sizes["selector_top_k"], -1)
+        best, ids = logits.topk(self._top, -1)
         known = embedding(previous[:, -1], self._before) * self._to_rank(self._normed(hidden[:, -1]))
         scores = best + (known[:, None] * embedding(ids, self._candidates)).sum(-1).float()
         return torch.full_like(logits, -torch.inf).scatter(-1, ids, scores), None
