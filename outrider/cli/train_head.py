@@ -21,7 +21,7 @@ from outrider.config.arguments import load_arguments
 from outrider.errors import ConfigError
 
 PLAN_ARGUMENTS = {  # for each field of the plan: flag, type, metavariable, help
-    "form": ("--form", str, "FORM", "form of the head: eagle3 (default), medusa or mlp"),
+    "form": ("--form", str, "FORM", "form of the head: eagle3 (default), dspark, medusa or mlp"),
     "minutes": ("--minutes", float, "N", "minutes that the whole run should take; default 60"),
     "prompts": ("--prompts", Path, "FILE", 'JSONL: {"text": …} or {"messages": […]}; default: the model writes them'),
     "traffic": ("--from-traffic", Path, "DIR", "train on the answers that decode_node.keep_answers has stored there"),
@@ -36,9 +36,13 @@ PLAN_ARGUMENTS = {  # for each field of the plan: flag, type, metavariable, help
         "--steps",
         int,
         "N",
-        "number of draft tokens that are trained one after another, each from the head's own outputs; default 4",
+        "number of draft tokens that are trained, each from the head's own outputs, or as a dspark block; default 4",
     ),
-    "batch_size": ("--batch", int, "N", "number of texts in a training step; default 6"),
+    "num_layers": ("--layers", int, "N", "decoder layers of a dspark head; default 1"),
+    "rank": ("--rank", int, "N", "rank of the part of a dspark head that knows the token before; default 64"),
+    "passes": ("--passes", float, "N", "passes over all training texts, in place of a limit of time for them"),
+    "batch_tokens": ("--batch-tokens", int, "N", "answer tokens in a training step; default 1024"),
+    "feature_gb": ("--feature-gb", float, "N", "disk space for hidden states in GB; default: half of what is free"),
     "learning_rate": ("--rate", float, "R", "learning rate; default 0.0012"),
 }
 
@@ -49,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, (flag, kind, metavar, text) in PLAN_ARGUMENTS.items():
         parser.add_argument(flag, dest=name, metavar=metavar, type=kind, help=text)
+    parser.add_argument(
+        "--writer-weights",
+        choices=("auto", "int8", "int4"),
+        help="model.weights of the cluster that writes prompts and answers; its faster approximation of the model does "
+        "not affect what the head learns about them; default: the model's own",
+    )
     add_cluster_arguments(parser, port=0)
 
 
@@ -63,9 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
     printer = EventPrinter(sys.stdout)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
 
+    writer = [] if arguments.writer_weights is None else [f"model.weights={arguments.writer_weights}"]
+    of_cluster = argparse.Namespace(**{**vars(arguments), "overrides": [*arguments.overrides, *writer]})
+
     @contextlib.contextmanager
     def serve() -> Iterator[str]:
-        cluster = make_cluster(arguments)
+        cluster = make_cluster(of_cluster)
         cluster.on_event = printer.show
         with cluster:
             yield cluster.router_address

@@ -83,6 +83,19 @@ class HeadModel(ABC):
         `hidden`: [n, width], what `forward` returned for these rows. `depths`: [n] int64.
         """
 
+    def logits_after(self, logits: Tensor, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Corrects the logits of one token of a block by the tokens before it, for heads with `spec.is_chained`.
+
+        Args:
+            logits: [n, draft_vocab_size] float32, what `logits` returned for the token's rows.
+            hidden: [n, num_rows, width], what `forward` returned for the block's drafting rows up to the token's own.
+            previous: [n, num_rows] int64, for each of these rows the target's id of the token before the drafted one.
+
+        Returns the logits [n, draft_vocab_size] float32, and the logits [n] float32 of the probabilities that the
+        target accepts the token (None if the head does not estimate them).
+        """
+        raise NotImplementedError
+
     def pack(self, kernels: CpuKernels) -> PackedHead:
         """Packs the head for these kernels and drops its weights, so torch can no longer compute it."""
         raise NotImplementedError

@@ -213,3 +213,7 @@ class Linear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         return torch.nn.functional.linear(rows, self.weight, self.bias)
+
+    def part(self, outputs: slice) -> Linear:
+        """Returns the layer that gives only these outputs, over the same weights."""
+        return Linear(self.weight[outputs], None if self.bias is None else self.bias[outputs])

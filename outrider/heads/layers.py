@@ -143,16 +143,37 @@ class DecoderLayer:
         `attention_input`: the input of attention; None: `normed(rows)`. `places`: the indices of `rows` among the rows
         of `attention_input`; None: the two have the same rows.
         """
-        head_dim = self._shape.head_dim
-        projected = self._projections(self.normed(rows) if attention_input is None else attention_input)
-        query, key, value = (
-            part.view(len(projected), -1, head_dim) for part in torch.split(projected, list(self._sizes), -1)
-        )
+        given = self.normed(rows) if attention_input is None else attention_input
+        rows = rows + self.attention(given, angles, attend, places)
+        return rows + self.feed_forward(self.normed_again(rows))
+
+    def attention(
+        self, rows: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, places: Tensor | slice | None = None
+    ) -> Tensor:
+        """Returns attention's output [num_places, hidden_size] at `places`; None: at all rows.
+
+        `rows`: [num_rows, width], after the input norm. All of them give keys and values.
+        """
+        head_dim, sizes = self._shape.head_dim, list(self._sizes)
+        if places is None:
+            projected = self._projections(rows)
+        else:  # rows without an output need no query
+            queries = self._projections.part(slice(sizes[0]))(rows[places])
+            all_queries = queries.new_zeros(len(rows), sizes[0])
+            all_queries[places] = queries
+            projected = torch.cat([all_queries, self._projections.part(slice(sizes[0], None))(rows)], -1)
+        query, key, value = (part.view(len(rows), -1, head_dim) for part in torch.split(projected, sizes, -1))
         query, key = rotate(self._by(self._query_norm, query), angles), rotate(self._by(self._key_norm, key), angles)
-        attended = attend(self._index, query, key, value, head_dim**-0.5).reshape(len(projected), -1)
-        rows = rows + self._output(attended if places is None else attended[places])
-        gate, up = self._gate_and_up(self._by(self._norm, rows)).chunk(2, -1)
-        return rows + self._down(torch.nn.functional.silu(gate) * up)
+        attended = attend(self._index, query, key, value, head_dim**-0.5).reshape(len(rows), -1)
+        return self._output(attended if places is None else attended[places])
+
+    def normed_again(self, rows: Tensor) -> Tensor:
+        """Returns the rows after the norm before the feed-forward part."""
+        return self._by(self._norm, rows)
+
+    def feed_forward(self, rows: Tensor) -> Tensor:
+        gate, up = self._gate_and_up(rows).chunk(2, -1)
+        return self._down(torch.nn.functional.silu(gate) * up)
 
     def _by(self, norm: Tensor | None, rows: Tensor) -> Tensor:
         return rows if norm is None else rms_norm(rows, norm, self._shape.epsilon)

@@ -95,8 +95,9 @@ class ModuleHeadSteps:
         `attended`: the same rows, with the positions and paths that attention uses; or `batch` if they are equal.
 
         Returns (the head's own hidden states [num_logits, width], logits over the target's vocabulary
-        [num_logits, vocab_size] float32). Logits are -inf for ids that the head does not draft. The results of a
-        captured forward are valid until the next forward.
+        [num_logits, vocab_size] float32). Logits are -inf for ids that the head does not draft. Those of a head with
+        `spec.is_chained` are over its own ids, for `logits_after`. The results of a captured forward are valid until
+        the next forward.
         """
         at_depths = ids_like(depths, features)
         if self._graphs is not None and batch.num_rows <= MAX_GRAPH_ROWS:
@@ -107,6 +108,21 @@ class ModuleHeadSteps:
                 return self._states[: batch.num_logits], logits
         hidden, logits = self.compute(batch, features, at_depths, attended)
         return hidden, self._as_logits_are(logits)
+
+    @torch.inference_mode()
+    def logits_after(self, logits: Array, hidden: Tensor, previous: Array) -> tuple[Array, Array | None]:
+        """Corrects the logits of one token of each block by the tokens before it (see HeadModel.logits_after).
+
+        `logits`, `hidden`: what `forward` returned. `previous`: [num_blocks, n] int64: the tokens before the blocks'
+        first n tokens, of which the n-th is corrected. Returns its logits [num_blocks, vocab_size] float32, and the
+        probabilities [num_blocks] float64 that the target accepts it; None if the head does not estimate them.
+        """
+        before = tensor_of(previous)
+        of_blocks, states = (each.view(len(before), -1, each.shape[1]) for each in (tensor_of(logits), hidden))
+        num = before.shape[1]
+        corrected, confidence = self._model.logits_after(of_blocks[:, num - 1], states[:, :num], before)
+        sure = None if confidence is None else self._as_logits_are(torch.sigmoid(confidence.double()))
+        return self._as_logits_are(self._of_target(corrected)), sure
 
     def compute(
         self, batch: InputBatch, features: Tensor, depths: Tensor, attended: InputBatch
@@ -124,7 +140,8 @@ class ModuleHeadSteps:
         hidden = hidden.index_select(0, fed.logits_rows)
         if not batch.num_logits:
             return hidden, hidden
-        return hidden, self._of_target(self._model.logits(hidden, depths.index_select(0, fed.logits_rows)))
+        logits = self._model.logits(hidden, depths.index_select(0, fed.logits_rows))
+        return hidden, logits if self._model.spec.is_chained else self._of_target(logits)
 
     def _of_target(self, logits: Tensor) -> Tensor:
         """Widens logits [n, draft_vocab_size] to [n, vocab_size], with -inf for ids that the head does not draft."""

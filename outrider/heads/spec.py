@@ -26,6 +26,7 @@ class HeadSpec:
     num_parallel: int = 1  # number of tokens drafted by one forward; above 1, each forward needs the target's features
     num_masks: int = 0  # number of parallel rows (see HeadModel) with the mask token
     mask_token_id: int = 0
+    is_chained: bool = False  # whether a block's logits depend on its tokens before, see HeadModel.logits_after
     attends_both_ways: bool = False  # whether parallel rows begin with the newest token and attend to each other
 
     def parallel_tokens(self, token_id: int) -> tuple[int, ...]:

@@ -44,25 +44,26 @@ def open_target(config: ModelConfig, taps: Sequence[int], hidden_size: int, *, m
 
 
 def write_hidden_states(
-    target: ModelRuntime, dataset: Dataset, clock: PhaseClock, *, seconds: float, progress: Progress
+    target: ModelRuntime, dataset: Dataset, shard: int, clock: PhaseClock, *, seconds: float, progress: Progress
 ) -> None:
-    """Appends to hidden.bin until it has all texts, or until it has enough and the phase has taken `seconds`."""
-    cache, count = target.kv_cache, len(dataset.texts)
+    """Appends to the shard's file until it has all texts of the shard.
+
+    Ends earlier if there are enough texts and the phase has taken `seconds`.
+    """
+    cache, texts, starts = target.kv_cache, dataset.shards[shard], dataset.starts
     plane = target.model.spec.features
     assert plane is not None
     max_rows = min(PROMPT_ROWS[device_type(target.model.device)], target.max_rows_per_step)
-    start = len(dataset)
-    with dataset.hidden_path.open("ab") as file:
-        os.ftruncate(file.fileno(), dataset.starts[start] * dataset.row_bytes)
-        while start < count:
-            if clock.seconds > seconds and start > 2 * dataset.num_held_out:
-                return
+    start, enough = texts.start + dataset.num_done(shard), 2 * dataset.num_held_out
+    with dataset.path(shard).open("ab") as file:
+        os.ftruncate(file.fileno(), int(starts[start] - starts[texts.start]) * dataset.row_bytes)
+        while start < texts.stop and (clock.seconds <= seconds or start <= enough):
             end = start + 1
-            while end < count and dataset.starts[end + 1] - dataset.starts[start] <= max_rows:
+            while end < texts.stop and starts[end + 1] - starts[start] <= max_rows:
                 end += 1
             rows, slots, num_blocks = [], [], 0
             for text in range(start, end):
-                token_ids = dataset.texts[text].token_ids
+                token_ids = dataset.token_ids(text).tolist()
                 blocks = range(num_blocks, num_blocks - (-len(token_ids) // cache.block_size))
                 rows.append(SequenceRows(token_ids, 0, blocks, num_logits=0))
                 slots.append(np.arange(len(token_ids)) + blocks.start * cache.block_size)
@@ -71,7 +72,7 @@ def write_hidden_states(
             file.write(cache.read(plane.name, range(1), np.concatenate(slots)).data)
             start = end
             clock.keep()
-            progress("features, tokens", dataset.starts[start], dataset.starts[-1])
+            progress("features, thousand tokens", int(starts[start]) // 1000, int(starts[-1]) // 1000)
 
 
 def measure_rows(target: ModelRuntime, *, limit_seconds: float) -> list[list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ def new_head(plan: TrainingPlan, target: Target, name: str, counts: Tensor, devi
     ids = counts.argsort(descending=True, stable=True)[: plan.draft_vocab_size].sort().values
     if plan.form == "eagle3":
         config, tensors = _eagle3(target, name, ids)
+    elif plan.form == "dspark":
+        config, tensors = _dspark(plan, target, name, ids, counts)
     else:
         config, tensors = {"medusa": _medusa, "mlp": _mlp}[plan.form](target, ids, plan.num_steps)
     weights = {key: tensor.to(device) for key, tensor in tensors.items() if tensor.is_floating_point()}
@@ -34,41 +37,90 @@ def eagle3_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def _eagle3(target: Target, name: str, ids: Tensor) -> Parts:
-    """Makes a head in the layout of the `speculators` library, with one decoder layer shaped like the target's."""
-    layer, taps = _layer_config(target), eagle3_taps(target.num_layers)
-    hidden, inner, dim = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
-    heads, kv_heads = layer["num_attention_heads"] * dim, layer["num_key_value_heads"] * dim
-    linears = {
-        "fc": _linear(len(taps) * hidden, hidden),
-        "layers.0.self_attn.q_proj": _linear(2 * hidden, heads),
-        "layers.0.self_attn.k_proj": _linear(2 * hidden, kv_heads),
-        "layers.0.self_attn.v_proj": _linear(2 * hidden, kv_heads),
-        "layers.0.self_attn.o_proj": _linear(heads, hidden, 0.2),
-        "layers.0.mlp.gate_proj": _linear(hidden, inner),
-        "layers.0.mlp.up_proj": _linear(hidden, inner),
-        "layers.0.mlp.down_proj": _linear(inner, hidden, 0.2),
-        "lm_head": _output_layer(target, ids),
-    }
-    norms = ("layers.0.input_layernorm", "layers.0.hidden_norm", "layers.0.post_attention_layernorm", "norm")
-    parts = linears | {norm: torch.ones(hidden) for norm in norms}
-    tensors = {f"{part}.weight": tensor for part, tensor in parts.items()}
-    # d2t holds offsets: a draft id plus its offset is the target's id. The mask t2d requires ascending ids.
-    tensors["d2t"] = ids - torch.arange(len(ids))
-    tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-    proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "accept_tolerance": 0.0, "verifier_accept_k": 1}
+    """Makes a head with one decoder layer shaped like the target's."""
+    layer, hidden = _layer_config(target), target.hidden_size
+    parts = _layer(layer, "layers.0.", 2 * hidden, "hidden_norm")
     config = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        "draft_vocab_size": len(ids),
         "norm_before_residual": False,
         "norm_before_fc": False,
-        "target_hidden_size": hidden,
-        "eagle_aux_hidden_state_layer_ids": list(taps),
-        "torch_dtype": "bfloat16",
+        "eagle_aux_hidden_state_layer_ids": list(eagle3_taps(target.num_layers)),
         "transformer_layer_config": layer,
+    }
+    return _speculator(target, name, ids, config, parts, num_tokens=3)
+
+
+def _dspark(plan: TrainingPlan, target: Target, name: str, ids: Tensor, counts: Tensor) -> Parts:
+    """Makes a head with decoder layers shaped like the target's. Until it is trained, its Markov head adds nothing."""
+    layer = _layer_config(target) | {"model_type": "qwen3", "num_hidden_layers": plan.num_layers}
+    hidden, rank = target.hidden_size, plan.rank
+    parts = {
+        "hidden_norm": torch.ones(hidden),
+        "markov_head.markov_w1": _linear(rank, target.vocab_size),
+        "markov_head.markov_w2": torch.zeros(len(ids), rank),
+        "confidence_head.proj": torch.zeros(1, hidden + rank),
+    }
+    for prefix in (f"layers.{index}." for index in range(plan.num_layers)):
+        parts |= _layer(layer, prefix, hidden, gain=1.0)  # what the residual stream begins with says nothing of masks
+        parts |= {f"{prefix}self_attn.{norm}_norm": torch.ones(layer["head_dim"]) for norm in "qk"}
+    config = {
+        "architectures": ["DSparkSpeculator"],
+        "speculators_model_type": "dspark",
+        "block_size": plan.num_steps,
+        "sample_from_anchor": True,
+        "mask_token_id": len(counts) - 1 - int(counts.flip(0).argmin()),  # the last of the rarest tokens
+        "markov_rank": rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "aux_hidden_state_layer_ids": list(eagle3_taps(target.num_layers)),
+        "transformer_layer_config": layer,
+    }
+    config, tensors = _speculator(target, name, ids, config, parts, num_tokens=plan.num_steps)
+    return config, tensors | {"confidence_head.proj.bias": torch.zeros(1)}
+
+
+def _layer(layer: Mapping[str, Any], prefix: str, width: int, *norms: str, gain: float = 0.2) -> dict[str, Tensor]:
+    """Returns a decoder layer's weights. `width`: the width of attention's input. `norms`: further norms.
+
+    `gain`: that of what the layer adds to the residual stream.
+    """
+    hidden, inner, dim = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
+    heads, kv_heads = layer["num_attention_heads"] * dim, layer["num_key_value_heads"] * dim
+    parts = {
+        "self_attn.q_proj": _linear(width, heads),
+        "self_attn.k_proj": _linear(width, kv_heads),
+        "self_attn.v_proj": _linear(width, kv_heads),
+        "self_attn.o_proj": _linear(heads, hidden, gain),
+        "mlp.gate_proj": _linear(hidden, inner),
+        "mlp.up_proj": _linear(hidden, inner),
+        "mlp.down_proj": _linear(inner, hidden, gain),
+        **{norm: torch.ones(hidden) for norm in ("input_layernorm", "post_attention_layernorm", *norms)},
+    }
+    return {f"{prefix}{part}": tensor for part, tensor in parts.items()}
+
+
+def _speculator(
+    target: Target, name: str, ids: Tensor, config: dict[str, Any], parts: dict[str, Tensor], *, num_tokens: int
+) -> Parts:
+    """Adds what all heads in the layout of the `speculators` library have. `parts`: weights without that ending."""
+    hidden, form = target.hidden_size, config["speculators_model_type"]
+    taps = eagle3_taps(target.num_layers)
+    parts |= {"fc": _linear(len(taps) * hidden, hidden), "lm_head": _output_layer(target, ids)}
+    tensors = {f"{part}.weight": tensor for part, tensor in (parts | {"norm": torch.ones(hidden)}).items()}
+    # d2t holds offsets: a draft id plus its offset is the target's id. The mask t2d requires ascending ids.
+    tensors["d2t"] = ids - torch.arange(len(ids))
+    tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens}
+    proposal |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
+    config |= {
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": len(ids),
+        "target_hidden_size": hidden,
+        "torch_dtype": "bfloat16",
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": form,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": name, "architectures": list(target.config.get("architectures") or [])},

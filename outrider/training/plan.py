@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,8 @@ from outrider.cache_directory import locked
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 
-FORMS = ("eagle3", "medusa", "mlp")
+FORMS = ("eagle3", "dspark", "medusa", "mlp")
+WITH_TAPS = ("eagle3", "dspark")  # forms that read the target's hidden states after some layers
 ANSWERS, FEATURES, TRAINING = "answers", "features", "training"
 
 ANSWERS_SHARE, FEATURES_SHARE, REPORT_SHARE = 0.25, 0.15, 0.05
@@ -41,13 +43,16 @@ class TrainingPlan:
     traffic: Path | None = None  # a folder of kept answers, which are used in place of new ones
     init_from: Path | None = None  # a head to continue from; its feature reduction is not trained
     draft_vocab_size: int = 4096
-    num_steps: int = 4  # number of trained draft steps; each but the first uses the head's own states of the one before
-    batch_size: int = 6  # sequences
+    num_steps: int = 4  # number of trained draft steps; of a dspark head: the tokens of its block
+    num_layers: int = 1  # decoder layers of a dspark head
+    rank: int = 64  # rank of a dspark head's Markov head
+    passes: float = 0.0  # number of passes over the training texts; 0: as many as the time allows
+    batch_tokens: int = 1024  # answer tokens in a training step
     learning_rate: float = 1.2e-3
     concurrency: int = 64  # requests at once
     max_answer_tokens: int = 256
     max_length: int = 1024  # maximum tokens of a prompt with its answer; longer texts are left out
-    max_feature_bytes: int = 8 << 30
+    feature_gb: float = 0.0  # maximum size of hidden states on disk; 0: half of what is free
     checkpoint_seconds: float = 60.0
 
     def __post_init__(self) -> None:
@@ -58,10 +63,19 @@ class TrainingPlan:
             raise ConfigError(f"--minutes {self.minutes:g} is not above 0: give the time that the whole run may take")
         if self.prompts is not None and self.traffic is not None:
             raise ConfigError("--prompts and --from-traffic are both sources of answers: give one of them")
-        counts = {"--draft-vocab": self.draft_vocab_size, "--batch": self.batch_size, "--steps": self.num_steps}
+        counts = {
+            "--draft-vocab": self.draft_vocab_size,
+            "--batch-tokens": self.batch_tokens,
+            "--steps": self.num_steps,
+            "--layers": self.num_layers,
+            "--rank": self.rank,
+        }
         for name, value in counts.items():
             if value < 1:
                 raise ConfigError(f"{name} {value} is not at least 1")
+        for name, amount in {"--passes": self.passes, "--feature-gb": self.feature_gb}.items():
+            if not 0 <= amount < 1e6:
+                raise ConfigError(f"{name} {amount:g} is not 0 or more")
         if not 0 < self.learning_rate < 1:
             raise ConfigError(f"--rate {self.learning_rate:g} is not between 0 and 1")
         if self.init_from is not None and self.form != "eagle3":
@@ -76,6 +90,14 @@ class TrainingPlan:
         return 60 * self.minutes
 
     @property
+    def feature_bytes(self) -> int:
+        """Maximum number of bytes of hidden states on disk."""
+        if self.feature_gb:
+            return int(self.feature_gb * 1e9)
+        own = sum(path.stat().st_size for path in self.work.glob("features/*.bin"))
+        return (shutil.disk_usage(self.work).free + own) // 2
+
+    @property
     def measure_seconds(self) -> float:
         """Seconds for each measurement of a step's cost."""
         return min(0.25, self.seconds / 1000)
@@ -88,6 +110,8 @@ class TrainingPlan:
             "dtype": self.model.dtype,
             "form": self.form,
             "steps": self.num_steps,
+            "layers": self.num_layers,
+            "rank": self.rank,
             "prompts": _name(self.prompts),
             "from-traffic": _name(self.traffic),
             "init-from": _name(self.init_from),
@@ -145,6 +169,15 @@ class PhaseClock:
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.began
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Does not count the time spent in the block."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.began += time.monotonic() - began
 
     def keep(self) -> None:
         """Saves the time in state.json."""

@@ -22,7 +22,7 @@ from outrider.heads.checkpoint import Target
 from outrider.speculation.draft_tree import num_common
 from outrider.speculation.proposers.ngram import NgramIndex, NgramSegment
 from outrider.training.dataset import Dataset
-from outrider.training.student import Student
+from outrider.training.student import Choose, Student
 
 FIRST_GRADE = 4  # length in tokens of a match from which lookup drafts first; after shorter ones the head is better
 SOURCES = ("head", "lookup", "lookup, then head")
@@ -56,17 +56,18 @@ def replay(student: Student, target: Target, dataset: Dataset, texts: Sequence[i
     generator = torch.Generator(device).manual_seed(1)
     results: Results = {}
     for text in texts:
-        answer, rows = dataset.texts[text], dataset.rows(text)
+        answer = dataset.text(text)
         tokens, prompt_length, temperature = answer.token_ids, len(answer.prompt), answer.temperature
-        token_ids = dataset.tokens[rows].to(device)
+        token_ids = dataset.token_ids(text).to(device, torch.long)
         noise = None
         if temperature > 0:
-            final = dataset.final[rows][prompt_length - 1 : -1].to(device)
+            final = dataset.final(text)[prompt_length - 1 : -1].to(device)
             logits = functional.linear(final, output).float() / temperature
             noise = torch.zeros(len(tokens) + max_k, len(student.target_ids), device=device)
             drawn = noise_given(logits, token_ids[prompt_length:], generator)
             noise[prompt_length : len(tokens)] = drawn[:, student.target_ids]
-        drafts = _draft(student, dataset.features[rows].to(device), token_ids, max_k, temperature, noise).tolist()
+        features = dataset.features(text).to(device).float()
+        drafts = student.draft(features, token_ids, max_k, _chooser(noise, temperature)).tolist()
         # The row with feature t and token t + 1 drafts after t + 2 known tokens.
         by_head = [
             num_common(draft, tokens[known : known + max_k]) for known, draft in enumerate(((), (), *drafts[:-2]))
@@ -101,23 +102,17 @@ def noise_given(logits: Tensor, chosen: Tensor, generator: torch.Generator) -> T
     return sums - logs
 
 
-def _draft(
-    student: Student, features: Tensor, token_ids: Tensor, max_k: int, temperature: float, noise: Tensor | None
-) -> Tensor:
-    """Returns [num_tokens, max_k]: the draft of each feature's chain, as token ids of the target."""
-    chains = student.start(features[None].float())
-    tokens = functional.pad(token_ids[1:], (0, 1))
-    drafts: list[Tensor] = []
-    for depth in range(max_k):
-        hidden = student.step(chains, tokens[None])[0]
-        logits = student.logits(hidden, depth)
-        if noise is not None:
-            raced = noise[2 + depth : 2 + depth + len(tokens)]  # the chain of row t drafts position t + 2 + depth
-            logits = torch.log_softmax(logits / temperature, -1)[: len(raced)] + raced
-            logits = functional.pad(logits, (0, 0, 0, len(tokens) - len(raced)))
-        tokens = student.target_ids[logits.argmax(-1)]
-        drafts.append(tokens)
-    return torch.stack(drafts, 1)
+def _chooser(noise: Tensor | None, temperature: float) -> Choose:
+    """Returns the race of one text. `noise`: [num_tokens + max_k, draft_vocab_size] by position; None: greedy."""
+
+    def choose(depth: int, logits: Tensor) -> Tensor:
+        if noise is None:
+            return logits.argmax(-1)
+        raced = noise[2 + depth : 2 + depth + len(logits)]  # the chain of row t drafts position t + 2 + depth
+        sums = torch.log_softmax(logits / temperature, -1)[: len(raced)] + raced
+        return functional.pad(sums.argmax(-1), (0, len(logits) - len(raced)))
+
+    return choose
 
 
 def _look_up(tokens: Sequence[int], max_k: int) -> tuple[list[int], list[bool]]:

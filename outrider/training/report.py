@@ -36,13 +36,13 @@ def measure_head(folder: Path, config: ModelConfig, *, limit_seconds: float) -> 
     return seconds
 
 
-def speedup(tokens_per_step: float, k: int, row_seconds: Sequence[float], head_seconds: float) -> float:
+def speedup(tokens_per_step: float, k: int, row_seconds: Sequence[float], draft_seconds: float) -> float:
     """Returns the speedup over plain decoding if every step drafts k tokens for each client and verifies them together.
 
-    `row_seconds`: seconds of a step, by number of rows per client. `head_seconds`: seconds of one draft step for all
+    `row_seconds`: seconds of a step, by number of rows per client. `draft_seconds`: seconds of all draft steps for all
     clients; 0 for lookup.
     """
-    return tokens_per_step * row_seconds[0] / (row_seconds[k] + k * head_seconds)
+    return tokens_per_step * row_seconds[0] / (row_seconds[k] + draft_seconds)
 
 
 def write_report(
@@ -51,10 +51,13 @@ def write_report(
     results: Results,
     row_seconds: Sequence[Sequence[float]],
     head_seconds: Sequence[float],
+    *,
+    num_at_once: int = 1,
 ) -> str:
     """Returns the report as Markdown. `lines`: facts about the run.
 
-    `row_seconds` and `head_seconds` have one entry per number of CLIENTS, each as in `speedup`.
+    `row_seconds` and `head_seconds` have one entry per number of CLIENTS: the first as in `speedup`, and the seconds of
+    one draft step. `num_at_once`: the number of tokens that it drafts.
     """
     max_k = next(iter(results.values())).shape[1]
     by_temperature: dict[float, dict[str, np.ndarray]] = {}
@@ -82,7 +85,7 @@ def write_report(
         parts += _table(
             ["", *map(str, CLIENTS)],
             [
-                [kind, *(_best(counts, *each) for each in zip(row_seconds, head_seconds, strict=True))]
+                [kind, *(_best(counts, *each, num_at_once) for each in zip(row_seconds, head_seconds, strict=True))]
                 for kind, counts in kinds.items()
             ],
         )
@@ -123,10 +126,10 @@ def _figures(by_kind: np.ndarray) -> str:
     return " / ".join(_figure(tokens_per_step(counts)) for counts in by_kind)
 
 
-def _best(counts: np.ndarray, row_seconds: Sequence[float], head_seconds: float) -> str:
+def _best(counts: np.ndarray, row_seconds: Sequence[float], head_seconds: float, num_at_once: int) -> str:
     found = [
-        (speedup(tokens_per_step(steps), k, row_seconds, head_seconds if source == BOTH else 0.0), SOURCES[source], k)
-        for source in (BOTH, LOOKUP)
+        (speedup(tokens_per_step(steps), k, row_seconds, seconds * -(-k // num_at_once)), SOURCES[source], k)
+        for source, seconds in ((BOTH, head_seconds), (LOOKUP, 0.0))
         for k, steps in enumerate(counts[source], 1)
         if steps.any()
     ]

@@ -10,20 +10,23 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from outrider.engine.processor import usable_cpus, within_quota
 from outrider.errors import ConfigError
 from outrider.heads.checkpoint import Target
+from outrider.model_hub.compute import ModelRuntime
 from outrider.model_hub.kernels import resolve_device
 from outrider.model_hub.locate import locate_model
 from outrider.training.answer_files import read_answers
 from outrider.training.dataset import Dataset, choose_texts, features_folder
 from outrider.training.generate import answers_folder, write_answers
 from outrider.training.hidden_states import MAX_DRAFT_TOKENS, measure_rows, open_target, write_hidden_states
+from outrider.training.make_student import make_student, needed_taps
 from outrider.training.plan import (
     ANSWERS,
     ANSWERS_SHARE,
@@ -43,7 +46,6 @@ from outrider.training.plot import draw
 from outrider.training.prompts import read_prompts
 from outrider.training.replay import replay
 from outrider.training.report import measure_head, write_report
-from outrider.training.student import make_student, needed_taps
 from outrider.training.trainer import Trainer
 
 MIN_HELD_OUT = 20
@@ -89,40 +91,67 @@ def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress
                 write_answers(plan, address, clock, seconds=seconds, progress=progress)
         if FEATURES not in state.done:
             with state.phase(FEATURES) as clock:
-                state.row_seconds = _write_hidden_states(plan, target, taps, clock, say_and_keep, progress)
-            gc.collect()
-        return _train(plan, state, target, location.name, say_and_keep, progress)
+                state.row_seconds = _begin_features(plan, target, taps, clock, say_and_keep, progress)
+        torch.set_num_threads(len(within_quota(usable_cpus())))
+        return _train(plan, state, target, taps, location.name, say_and_keep, progress)
 
 
-def _write_hidden_states(
+def _begin_features(
     plan: TrainingPlan, target: Target, taps: tuple[int, ...], clock: PhaseClock, say: Say, progress: Progress
 ) -> list[list[float]]:
-    """Writes the hidden states. Returns the cost of a step on this machine, i.e. the result of `measure_rows`."""
-    every = (*taps, target.num_layers)
-    compute = open_target(plan.model, every, target.hidden_size, max_length=plan.max_length)
-    try:
-        dataset = Dataset(features_folder(plan))
-    except FileNotFoundError:
-        dataset = choose_texts(
-            plan,
-            read_answers(plan.traffic or answers_folder(plan)),
-            vocab_size=target.vocab_size,
-            hidden_size=target.hidden_size,
-            num_taps=len(taps),
-            dtype=compute.model.spec.dtype,
-        )
-    say(f"features of {len(dataset.texts)} texts, {len(dataset.tokens)} tokens")
-    with compute.ranks:
-        write_hidden_states(compute, dataset, clock, seconds=FEATURES_SHARE * plan.seconds, progress=progress)
-        if len(dataset) < len(dataset.texts):
-            say(f"the time for features ended after {len(dataset)} texts")
+    """Chooses the texts and writes the hidden states that fit on the disk; training computes the others when it needs
+    them. If the plan limits the time, texts whose hidden states are not reached are left out.
+
+    Returns the cost of a step on this machine, i.e. the result of `measure_rows`.
+    """
+    with _opened(plan, target, taps) as compute:
+        try:
+            dataset = Dataset(features_folder(plan))
+        except FileNotFoundError:
+            dataset = choose_texts(
+                plan,
+                read_answers(plan.traffic or answers_folder(plan)),
+                vocab_size=target.vocab_size,
+                hidden_size=target.hidden_size,
+                num_taps=len(taps),
+                dtype=compute.model.spec.dtype,
+            )
+        say(f"features of {len(dataset)} texts, {len(dataset.tokens)} tokens, in {len(dataset.shards)} parts")
+        seconds = math.inf if plan.passes else FEATURES_SHARE * plan.seconds
+        for shard, texts in enumerate(dataset.shards):
+            if shard and not dataset.fits(shard, plan.feature_bytes):
+                say(f"{len(dataset) - texts.start} texts will be computed in each pass: the disk has no room for more")
+                break
+            write_hidden_states(compute, dataset, shard, clock, seconds=seconds, progress=progress)
+            if not dataset.is_done(shard):
+                first = texts.start + dataset.num_done(shard)
+                say(f"the time for features ended after {first} texts")
+                dataset.leave_out(first)
+                break
         return measure_rows(compute, limit_seconds=plan.measure_seconds)
 
 
-def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: Say, progress: Progress) -> str:
+@contextmanager
+def _opened(plan: TrainingPlan, target: Target, taps: tuple[int, ...]) -> Iterator[ModelRuntime]:
+    """Opens the target for hidden states, and gives all processors back to torch afterwards."""
+    compute = open_target(plan.model, (*taps, target.num_layers), target.hidden_size, max_length=plan.max_length)
+    with compute.ranks:
+        yield compute
+    torch.set_num_threads(len(within_quota(usable_cpus())))  # loading a model may have limited torch to one thread
+    gc.collect()
+
+
+def _train(
+    plan: TrainingPlan,
+    state: RunState,
+    target: Target,
+    taps: tuple[int, ...],
+    name: str,
+    say: Say,
+    progress: Progress,
+) -> str:
     """Trains and exports the head; returns the report."""
     device = resolve_device(plan.model.device)
-    torch.set_num_threads(len(within_quota(usable_cpus())))  # loading a model may have limited torch to one thread
     dataset = Dataset(features_folder(plan))
     student = make_student(plan, target, dataset, torch.device(device), name=name)
     counts = dataset.answer_counts(target.vocab_size)
@@ -141,25 +170,40 @@ def _train(plan: TrainingPlan, state: RunState, target: Target, name: str, say: 
             f"{len(dataset.held_out)} held-out texts are too few for good figures: give more --minutes or more prompts"
         )
     trainer = Trainer(plan, student, dataset)
-    spent = sum(seconds for phase, seconds in state.seconds.items() if phase != TRAINING)
-    seconds = max(plan.seconds * (1 - REPORT_SHARE) - spent, 0.1 * plan.seconds)
-    if state.seconds.get(TRAINING, 0.0) < seconds:
-        say("training: " + "; ".join(lines))
-        with state.phase(TRAINING) as clock:
-            trainer.run(clock, seconds=seconds, say=say, progress=progress)
+    say("training: " + "; ".join(lines))
+    with state.phase(TRAINING) as clock:
+
+        def part(passes: float) -> float:
+            if plan.passes:
+                return passes / plan.passes
+            spent = sum(seconds for phase, seconds in state.seconds.items() if phase != TRAINING)
+            return clock.seconds / max(plan.seconds * (1 - REPORT_SHARE) - spent, 0.1 * plan.seconds)
+
+        def prepare(shard: int) -> None:
+            if not dataset.is_done(shard):
+                with clock.paused(), state.phase(FEATURES) as pause, _opened(plan, target, taps) as compute:
+                    dataset.make_room(shard, plan.feature_bytes)
+                    write_hidden_states(compute, dataset, shard, pause, seconds=math.inf, progress=progress)
+
+        trainer.run(clock, part=part, prepare=prepare, say=say, progress=progress)
+    best = trainer.use_best()
     student.export(plan.out)
     write_atomically(plan.out / "training.svg", draw(trainer.history, plan.out.resolve().name))
     say(f"the head is in {plan.out}; replaying its drafts on held-out answers")
     max_k = MAX_DRAFT_TOKENS if plan.form == "eagle3" else min(plan.num_steps, MAX_DRAFT_TOKENS)
     results = replay(student, target, dataset, dataset.held_out, max_k=max_k)
     lines.append("seconds: " + ", ".join(f"{phase} {seconds:.0f}" for phase, seconds in state.seconds.items()))
-    lines.append(f"{trainer.step} training steps; the curve is in training.svg")
+    lines.append(
+        f"{trainer.step} training steps, {trainer.history[-1].passes:.2f} passes; the weights are those of step "
+        f"{best.step}; the curve is in training.svg"
+    )
     report = write_report(
         f"{plan.out.resolve().name}: a drafter head for {name}",
         lines,
         results,
         state.row_seconds,
         measure_head(plan.out, plan.model, limit_seconds=plan.measure_seconds),
+        num_at_once=plan.num_steps if plan.form == "dspark" else 1,
     )
     write_atomically(plan.out / "report.md", report)
     return report

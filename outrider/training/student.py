@@ -8,6 +8,7 @@ the chain's earlier steps, as a drafter with a KV cache does (the training-time 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,66 +18,39 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional
 
-from outrider.errors import ConfigError
 from outrider.heads.base import HeadRows
 from outrider.heads.checkpoint import Checkpoint, Target
-from outrider.heads.open import open_head, opened
-from outrider.training.dataset import Dataset
-from outrider.training.new_heads import eagle3_taps, new_head
-from outrider.training.plan import SEED, TrainingPlan, write_atomically
+from outrider.heads.open import opened
+from outrider.training.cross_entropy import CrossEntropy
+from outrider.training.dataset import Batch
+from outrider.training.plan import write_atomically
 
-SCALE_SAMPLE = 10_000  # approximate number of tokens from which the scale of features is estimated
 _NOT_TRAINED = "embed_tokens.weight"
 """Name of a head's own copy of the target's embedding, which is not trained."""
 
 
-def needed_taps(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
-    """Returns the taps of the target's residual stream that the head needs, except the final hidden state.
-
-    Raises: ConfigError, ModelError if training cannot continue from the head of `--init-from`.
-    """
-    if plan.form != "eagle3":
-        return ()
-    if plan.init_from is None:
-        return eagle3_taps(target.num_layers)
-    head = open_head(plan.init_from, target, torch.device("cpu"), torch.float32)
-    if head.form != "eagle3":
-        raise ConfigError(f"--init-from {plan.init_from} is not an eagle3 head: its form is {head.form}")
-    if target.num_layers in head.reduction.taps:  # the last layer's states are kept only after the final norm
-        raise ConfigError(f"--init-from {plan.init_from} reads the last layer's output before the final norm")
-    return head.reduction.taps
-
-
-def make_student(plan: TrainingPlan, target: Target, dataset: Dataset, device: torch.device, *, name: str) -> Student:
-    """Makes a new head, or opens the head of `--init-from`, whose reduction is not trained.
-
-    `name`: the target's name. Raises: as `needed_taps`.
-    """
-    torch.manual_seed(SEED)
-    dtype = dataset.hidden.dtype
-    if plan.init_from is not None:
-        return Student(Checkpoint.open(plan.init_from), target, device, dtype, trains_reduction=False)
-    counts = dataset.answer_counts(target.vocab_size)
-    student = Student(new_head(plan, target, name, counts, device), target, device, dtype)
-    if plan.form == "eagle3":
-        student.scale_features(dataset.features[:: -(-len(dataset.features) // SCALE_SAMPLE)])
-    return student
+Choose = Callable[[int, Tensor], Tensor]
+"""choose(depth, logits) chooses a draft token for each row of logits [n, draft_vocab_size] of a step. Row t is that of
+the chain of feature t. Returns ids of the head [n] int64."""
 
 
 @dataclass(slots=True, eq=False)
 class Chains:
     """All drafts of a batch of texts after some steps.
 
-    Chain t of a text begins with the text's token t + 1 and feature t. In terms of outrider.heads.base.HeadRows, the
-    chain begins at row t with depth 0, and has depth j after j steps.
+    The rows of a batch are, in this order, the context rows of all texts, which only make their first step, and the
+    chains of all texts, each in the order of texts. A text's context rows are its first rows. Chain t of a text begins
+    with the text's token t + 1 and feature t. In terms of outrider.heads.base.HeadRows, the chain begins at row t with
+    depth 0, and has depth j after j steps.
     """
 
-    hidden: Tensor  # [num_chains * num_texts, width]: inputs of the next step, ordered by chain, then by text
-    num_texts: int
-    first: int  # first chain that is continued; earlier ones make only their first step, as context of later ones
+    hidden: Tensor  # [num_rows or num_chains, width]: inputs of the next step
+    contexts: Sequence[int]  # number of context rows of each text
+    lengths: Sequence[int]  # number of chains of each text
+    positions: Tensor  # [num_rows or num_chains] int64: positions of the inputs of the next step
     depth: int = 0
-    keys_values: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
-    """By layer: keys and values of each step [num_texts, num_heads, num_chains, head_dim], repeated for query heads."""
+    keys_values: dict[int, list[list[tuple[Tensor, Tensor]]]] = field(default_factory=dict)
+    """By layer, step and text: keys and values [num_heads, n, head_dim], repeated for query heads."""
 
 
 class Student:
@@ -97,6 +71,7 @@ class Student:
             files.target_dtype = dtype
             head.load(files)
         self.device = device
+        self._is_mixed = dtype == torch.bfloat16
         self._config = checkpoint.config
         self._head, self._reduction = head, head.reduction.to(device, torch.float32)
         fixed.add(_NOT_TRAINED)
@@ -122,42 +97,88 @@ class Student:
         median = sample.float().square().median(0).values
         self._scale = torch.rsqrt((2 * median).clamp_min(1e-6)).to(self.device)
 
-    def start(self, features: Tensor, *, first: int = 0) -> Chains:
-        """Begins a chain at each of the `features` [num_texts, num_tokens, num_taps * hidden_size] of the target."""
-        if not self._head.spec.num_layers:
-            features = features[:, first:]  # without attention, earlier chains are not needed as context
-        elif self._head.spec.num_layers > 1:
-            first = 0
+    def start(self, features: Tensor, contexts: Sequence[int], lengths: Sequence[int]) -> Chains:
+        """Begins chains. `features`: [num_rows, num_taps * hidden_size] of the target, by row as in `Chains`."""
+        spans = [range(context) for context in contexts]
+        spans += [range(context, context + length) for context, length in zip(contexts, lengths, strict=True)]
+        positions = torch.cat([torch.arange(span.start, span.stop) for span in spans]).to(self.device)
+        if not self._head.spec.num_layers:  # without attention, context rows are not needed
+            features, positions = features[sum(contexts) :], positions[sum(contexts) :]
+            contexts = [0] * len(lengths)
         if self._scale is not None:
             features = features * self._scale.to(features.dtype)
-        num_texts = len(features)
-        hidden = self._reduction(features.flatten(0, 1)).unflatten(0, (num_texts, -1))
-        return Chains(hidden.transpose(0, 1).flatten(0, 1), num_texts, first)
+        return Chains(self._reduction(features), contexts, lengths, positions)
 
     def step(self, chains: Chains, token_ids: Tensor) -> Tensor:
         """Advances all chains by one draft token.
 
-        `token_ids`: [num_texts, num_chains] int64, of all chains. Returns the head's own hidden states
-        [num_texts, n, width] of the n chains from `first` on.
+        `token_ids`: [num_rows] int64 in the first step, of which heads without attention use those of the chains, and
+        [num_chains] afterwards. Returns the head's own hidden states [num_chains, width].
         """
-        num_texts, num_chains = token_ids.shape
-        begin = num_chains - len(chains.hidden) // num_texts  # the first chain that has a row
-        skipped = chains.first - begin
-        positions = torch.arange(begin, num_chains, device=self.device) + chains.depth
+        num_context = 0 if chains.depth else sum(chains.contexts)
+        first_needed = num_context if self._head.spec.num_layers == 1 else 0
         rows = HeadRows(
-            token_ids[:, begin:].T.flatten(),
+            token_ids[-len(chains.hidden) :],
             chains.hidden,
             torch.full((len(chains.hidden),), chains.depth),
-            positions.repeat_interleave(num_texts),
-            first_needed=skipped * num_texts,
+            chains.positions,
+            first_needed=first_needed,
         )
-        chains.hidden = self._head.forward(rows, partial(_attend, chains, skipped))
+        hidden = self._head.forward(rows, partial(_attend, chains))
+        chains.hidden = hidden[num_context - first_needed :]
+        chains.positions = chains.positions[num_context:] + 1
         chains.depth += 1
-        return chains.hidden.unflatten(0, (-1, num_texts)).transpose(0, 1)
+        return chains.hidden
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         """Returns logits [n, draft_vocab_size] float32 for the head's own hidden states [n, width] of step `depth`."""
         return self._head.logits(hidden, torch.full((len(hidden),), depth))
+
+    def losses(self, batch: Batch, num_steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns losses, and whether they count, hits, and whether steps are reached (bool).
+
+        The inputs of step j are the hidden states that the head computed in step j - 1, and the text's tokens, i.e. the
+        drafts of a chain that has been right so far.
+
+        All are [num_steps, num_chains]. A step of a chain is reached if the answer has the token that it drafts, and
+        counts if the head can draft that token. It is a hit if the head then chooses the target's token; hits are
+        counted only without gradients.
+        """
+        num_chains = len(batch.answers)
+        with torch.no_grad():
+            shares = torch.softmax(functional.linear(batch.final, self.target_output).float(), -1)
+            is_known = self.is_drafted[batch.answers]
+        found: list[tuple[Tensor, ...]] = []
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._is_mixed):
+            chains, token_ids = self.start(batch.features, batch.contexts, batch.lengths), batch.token_ids
+            for step in range(num_steps):
+                hidden = self.step(chains, token_ids)
+                token_ids = batch.token_ids[-num_chains:].roll(-1 - step)  # of chains that are not reached: any token
+                is_reached, drafted = batch.num_left > step, torch.arange(num_chains, device=self.device) + step
+                drafted.clamp_max_(num_chains - 1)
+                counts = is_known[drafted] & is_reached
+                (rows,) = counts.nonzero(as_tuple=True)  # the output layer is the dearest part: only rows that count
+                losses, hits = torch.zeros(num_chains, device=self.device), torch.zeros_like(counts)
+                if len(rows):
+                    logits, wanted = self.logits(hidden[rows], step), drafted[rows]
+                    losses = losses.index_copy(0, rows, CrossEntropy.apply(logits, shares, wanted))
+                    if not torch.is_grad_enabled():
+                        hits[rows] = logits.argmax(-1) == shares.argmax(-1)[wanted]
+                found.append((losses, counts, hits, is_reached))
+        losses, counts, hits, reached = (torch.stack(each) for each in zip(*found, strict=True))
+        return losses, counts, hits, reached
+
+    def draft(self, features: Tensor, token_ids: Tensor, num_steps: int, choose: Choose) -> Tensor:
+        """Returns [num_tokens, num_steps] int64: the draft of each feature's chain, as token ids of the target.
+
+        `features`: [num_tokens, num_taps * hidden_size] of one text, whose tokens are `token_ids` [num_tokens] int64.
+        """
+        chains, tokens = self.start(features, [0], [len(features)]), functional.pad(token_ids[1:], (0, 1))
+        drafts: list[Tensor] = []
+        for depth in range(num_steps):
+            tokens = self.target_ids[choose(depth, self.logits(self.step(chains, tokens), depth))]
+            drafts.append(tokens)
+        return torch.stack(drafts, 1)
 
     def export(self, folder: Path) -> None:
         """Writes model.safetensors, then config.json, which is written last as a sign of completeness. Raises: OSError.
@@ -177,33 +198,45 @@ class Student:
         write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
-def _attend(
-    chains: Chains, skipped: int, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
-) -> Tensor:
-    """Implements `Attend` for one step of all chains. The first `skipped` chains need no result."""
-    query, key, value = (
-        rows.unflatten(0, (-1, chains.num_texts)).permute(1, 2, 0, 3) for rows in (query, key, value)
-    )  # [num_texts, heads, num_chains, head_dim]
+def _attend(chains: Chains, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Implements `Attend` for one step of all chains, text by text."""
     group = query.shape[1] // key.shape[1]
+    keys, values = (_by_text(chains, each.repeat_interleave(group, 1)) for each in (key, value))
     steps = chains.keys_values.setdefault(layer, [])
-    steps.append((key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)))
-    seen = functional.pad(_over_steps(query[:, :, skipped:], steps, scaling), (0, 0, skipped, 0))
-    return seen.permute(2, 0, 1, 3).flatten(0, 1)
+    steps.append(list(zip(keys, values, strict=True)))
+    queries = _by_text(chains, query)
+    if chains.depth:
+        texts = zip(queries, zip(*steps, strict=True), strict=True)
+        return torch.cat([_over_steps(each, own, scaling).transpose(0, 1) for each, own in texts])
+    parts = []
+    for text, rows in enumerate(zip(queries, keys, values, strict=True)):
+        one, two, three = (each[None] for each in rows)
+        seen = functional.scaled_dot_product_attention(one, two, three, is_causal=True, scale=scaling)
+        parts.append(seen[0].transpose(0, 1).split([chains.contexts[text], chains.lengths[text]]))
+    return torch.cat([part for place in (0, 1) for part in (each[place] for each in parts)])
 
 
-def _over_steps(query: Tensor, steps: list[tuple[Tensor, Tensor]], scaling: float) -> Tensor:
-    """Attends over the true rows and each chain's own steps. `steps` has the keys and values of both, in this order.
+def _by_text(chains: Chains, rows: Tensor) -> list[Tensor]:
+    """Splits rows [n, num_heads, head_dim] of a step into those of each text [num_heads, num_rows, head_dim]."""
+    if chains.depth:
+        return [part.transpose(0, 1) for part in rows.split(list(chains.lengths))]
+    parts = rows.split([*chains.contexts, *chains.lengths])
+    pairs = zip(parts[: len(chains.contexts)], parts[len(chains.contexts) :], strict=True)
+    return [torch.cat(pair).transpose(0, 1) for pair in pairs]
 
-    `query`: [num_texts, num_heads, num_chains, head_dim], of the last chains. Returns the same shape.
+
+def _over_steps(query: Tensor, steps: Sequence[tuple[Tensor, Tensor]], scaling: float) -> Tensor:
+    """Attends over a text's true rows and each chain's own steps. `steps`: the keys and values of both, in this order.
+
+    `query`: [num_heads, num_chains, head_dim]. Returns the same shape.
     """
     (keys, values), *own = steps
-    num_rows = keys.shape[2]
-    mask = torch.ones(query.shape[2], num_rows, dtype=torch.bool, device=query.device).tril(num_rows - query.shape[2])
-    if not own:
-        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
-    scores = [(query @ keys.transpose(-1, -2)).float().masked_fill(~mask, float("-inf"))]
-    scores += [(query * key).float().sum(-1, keepdim=True) for key, _ in own]
-    shares = torch.softmax(torch.cat(scores, -1) * scaling, -1).to(values.dtype)
+    num_chains, num_rows = query.shape[1], keys.shape[1]
+    unseen = torch.full((num_chains, num_rows), -torch.inf, dtype=query.dtype, device=query.device)
+    query = query * scaling
+    scores = [(query @ keys.transpose(-1, -2)).add_(unseen.triu(num_rows - num_chains + 1))]
+    scores += [(query * key).sum(-1, keepdim=True) for key, _ in own]
+    shares = torch.softmax(torch.cat(scores, -1), -1, dtype=torch.float32).to(values.dtype)
     summed = shares[..., :num_rows] @ values
     for place, (_, value) in enumerate(own, num_rows):
         summed = summed + shares[..., place, None] * value

@@ -1,34 +1,35 @@
-"""Phase 3: trains a head on the target's distributions, over several draft steps at once.
-
-The inputs of step j are the hidden states that the head computed in step j - 1, and the text's tokens, i.e. the drafts
-of a chain that has been right so far (the training-time test of EAGLE-3, arXiv 2503.01840).
-"""
+"""Phase 3: trains a head on the target's distributions, over several draft steps at once."""
 
 from __future__ import annotations
 
+import functools
 import io
-import math
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from outrider.errors import ConfigError, ModelError
 from outrider.heap import trim_heap
-from outrider.training.dataset import Batch, Dataset
+from outrider.training.dataset import Batch, Dataset, batches
 from outrider.training.plan import SEED, PhaseClock, Progress, Say, TrainingPlan, write_atomically
 from outrider.training.student import Student
 
 STEP_WEIGHT = 0.8  # weight of a step's loss, relative to the step before
 OUTPUT_LAYER_RATE = 0.3  # relative learning rate of the output layer, which starts as a copy of the target's
 WARM_UP_STEPS = 40
-MIN_RATE = 0.02
-NEIGHBOURS = 64  # number of texts of similar length from which a batch is drawn
-WATCHED_TEXTS = 24  # maximum number of held-out texts that are evaluated during training
+DECAY_SHARE = 0.3
+"""Fraction of the training in which the learning rate falls to 0. Before, it is constant (warm-up, stable, decay: Hu et
+al. 2024, arXiv 2404.06395), so that a run that is given more time later continues from the weights before the decay."""
+WATCHED_TEXTS = 20  # maximum number of held-out texts of each kind that are evaluated during training
+WATCHES = 60  # number of evaluations over the whole training
+PATIENCE = 10  # evaluations without a lower held-out loss after which the learning rate falls early
+MIN_WORKER_TOKENS = 256  # answer tokens of a worker in a step; matrix products of fewer rows are slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +38,29 @@ class HistoryPoint:
 
     seconds: float
     step: int
+    passes: float  # number of times that all training texts were visited
     loss: list[float]  # running means of training losses
     held_out_loss: list[float]
     acceptance: list[float]  # fraction of held-out rows where, after right drafts, head and target choose alike
+    kinds: dict[str, list[list[float]]]  # by kind of text: held-out losses, acceptance
+
+    def judged(self) -> float:
+        """Returns the held-out loss of all steps, weighted as in training."""
+        return weighted(self.held_out_loss)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in the sequence of training batches, with which a killed run continues."""
+
+    whole: int = 0  # number of whole passes over the training texts
+    shard: int = 1
+    text: int = 0  # number of the shard's texts that were visited
+
+
+def weighted(losses: Sequence[float]) -> float:
+    """Sums the losses of all steps with their weights."""
+    return sum(STEP_WEIGHT**step * loss for step, loss in enumerate(losses))
 
 
 class Trainer:
@@ -48,9 +69,9 @@ class Trainer:
     def __init__(self, plan: TrainingPlan, student: Student, dataset: Dataset) -> None:
         self._plan, self._dataset, self.student = plan, dataset, student
         self._device = student.device
-        self._is_mixed = dataset.dtype == "bfloat16"
-        output = [weight for name, weight in student.weights.items() if "head." in name]
-        others = [weight for name, weight in student.weights.items() if "head." not in name]
+        is_output = {name: "lm_head." in name or ".head." in name for name in student.weights}
+        output = [weight for name, weight in student.weights.items() if is_output[name]]
+        others = [weight for name, weight in student.weights.items() if not is_output[name]]
         groups = [(others, plan.learning_rate), (output, plan.learning_rate * OUTPUT_LAYER_RATE)]
         self._optimizer = torch.optim.AdamW(
             [{"params": parameters, "peak": rate} for parameters, rate in groups if parameters],
@@ -58,144 +79,231 @@ class Trainer:
             weight_decay=0.01,
             fused=True,
         )
+        # Each worker computes the gradients of a part of a step with its own threads, because most operators are too
+        # small for many threads: on two cores, two workers of one thread are 1.3 times as fast as one of two.
+        num_threads = torch.get_num_threads()
+        on_cpu = self._device.type == "cpu"
+        self._num_workers = max(1, min(num_threads, plan.batch_tokens // MIN_WORKER_TOKENS)) if on_cpu else 1
+        self._workers = ThreadPoolExecutor(
+            self._num_workers, initializer=torch.set_num_threads, initargs=(max(1, num_threads // self._num_workers),)
+        )
         self.step = 0
+        self.place = Place()
         self.history: list[HistoryPoint] = []
         self._running: Tensor | None = None  # [num_steps]: running means of losses
+        self._best: dict[str, Tensor] = {}  # the weights with the lowest held-out loss
+        self._part = 0.0  # fraction of the training that is done
+        self._decay_from: float | None = None  # value of `_part` at which the learning rate began to fall
+        by_kind: dict[str, list[int]] = {}
+        for text in dataset.held_out:
+            by_kind.setdefault(dataset.kind(text), []).append(text)
+        self._watched = [text for texts in by_kind.values() for text in texts[:WATCHED_TEXTS]]
         self.checkpoint = plan.work / "checkpoint.pt"
+        self.before_decay = plan.work / "before-decay.pt"
         if self.checkpoint.is_file():
-            self._load()
+            self._load(self.checkpoint)
 
-    def run(self, clock: PhaseClock, *, seconds: float, say: Say, progress: Progress) -> None:
-        """Trains until the phase has taken `seconds`. Saves at the end, even if training is interrupted."""
-        kept_at = clock.seconds
+    def run(
+        self,
+        clock: PhaseClock,
+        *,
+        part: Callable[[float], float],
+        prepare: Callable[[int], None],
+        say: Say,
+        progress: Progress,
+    ) -> None:
+        """Trains until `part(passes)`, the fraction of the training that is done, is 1.
+
+        The learning rate falls earlier, and training ends earlier, if held-out texts no longer improve. Saves at the
+        end, even if training is interrupted. `prepare(shard)` provides the shard's hidden states.
+        """
         if not self.history:
             self._watch(clock, say)
+        now = part(self._passes)
+        if self._decay_from is not None and now < 0.99 * self._part:
+            say("there is more time than before: training continues from the weights before the learning rate fell")
+            self._load(self.before_decay)
+            now = part(self._passes)
+        kept_at, watched_at = clock.seconds, now
         try:
-            for texts in self._batches():
-                part = clock.seconds / seconds
-                if part >= 1 and self.step:
-                    break
-                self._learn(Batch.of(self._dataset, texts, self._device), part)
-                progress("training, seconds", int(clock.seconds), int(seconds))
-                if clock.seconds - kept_at >= self._plan.checkpoint_seconds:
-                    self._watch(clock, say)
-                    self.save(clock)
-                    kept_at = clock.seconds
+            while not self._is_over(now):
+                prepare(self.place.shard)
+                for texts in batches(self._dataset, self._order()[self.place.text :], self._plan.batch_tokens):
+                    if self._decay_from is None and (now >= 1 - DECAY_SHARE or self._stagnates):
+                        self.save(clock, self.before_decay)
+                        self._decay_from = now
+                    self._learn(texts, self._rate(now))
+                    self.place = replace(self.place, text=self.place.text + len(texts))
+                    now = self._part = part(self._passes)
+                    progress("training, percent", int(100 * min(now, 1)), 100)
+                    if self._is_over(now):
+                        break
+                    if clock.seconds - kept_at >= self._plan.checkpoint_seconds:
+                        if now - watched_at >= 1 / WATCHES:
+                            self._watch(clock, say)
+                            watched_at = now
+                        self.save(clock, self.checkpoint)
+                        kept_at = clock.seconds
+                else:
+                    is_last = self.place.shard + 1 == len(self._dataset.shards)
+                    self.place = Place(self.place.whole + is_last, 1 if is_last else self.place.shard + 1)
             self._watch(clock, say)
         finally:
-            self.save(clock)
+            self.save(clock, self.checkpoint)
 
-    def save(self, clock: PhaseClock) -> None:
-        """Writes the checkpoint atomically, so that the next run finds the old or the new one."""
+    def use_best(self) -> HistoryPoint:
+        """Gives the student the weights with the lowest held-out loss. Returns their figures."""
+        self._set(self._best)
+        return min(self.history, key=HistoryPoint.judged)
+
+    @property
+    def _passes(self) -> float:
+        """The number of times that all training texts were visited."""
+        texts = self._dataset.training
+        return self.place.whole + (self._dataset.shards[self.place.shard].start + self.place.text - texts.start) / len(
+            texts
+        )
+
+    def _order(self) -> list[int]:
+        """Returns the texts of the shard in the order of this pass."""
+        order = list(self._dataset.shards[self.place.shard])
+        random.Random(f"{SEED} {self.place.whole} {self.place.shard}").shuffle(order)  # noqa: S311 no secret
+        return order
+
+    @property
+    def _decay_end(self) -> float:
+        return 1.0 if self._decay_from is None else min(1.0, self._decay_from / (1 - DECAY_SHARE))
+
+    def _is_over(self, now: float) -> bool:
+        return self.step > 0 and now >= self._decay_end
+
+    @property
+    def _stagnates(self) -> bool:
+        """Whether the held-out loss has not become lower in the last evaluations."""
+        losses = [point.judged() for point in self.history]
+        return len(losses) - losses.index(min(losses)) > PATIENCE
+
+    def _rate(self, now: float) -> float:
+        """Returns the learning rate as a fraction of its peak."""
+        rate = min(1.0, (self.step + 1) / WARM_UP_STEPS)
+        if self._decay_from is None:
+            return rate
+        return rate * max(0.0, (self._decay_end - now) / max(self._decay_end - self._decay_from, 1e-9))
+
+    def save(self, clock: PhaseClock, path: Path) -> None:
+        """Writes a checkpoint atomically, so that the next run finds the old or the new one."""
         content = io.BytesIO()  # not saved to the file directly, because torch's errors do not mention a full disk
         torch.save(
             {
                 "weights": self.student.weights,
+                "best": self._best,
                 "optimizer": self._optimizer.state_dict(),
                 "step": self.step,
+                "place": asdict(self.place),
+                "part": self._part,
+                "decay_from": self._decay_from,
                 "running": self._running,
                 "history": [asdict(point) for point in self.history],
             },
             content,
         )
-        write_atomically(self.checkpoint, content.getvalue())
+        write_atomically(path, content.getvalue())
         clock.keep()
         # Batches differ in shape, and oneDNN keeps a compiled kernel for each of the last thousand shapes. The small
         # blocks of these lie between large freed ones, which glibc would keep: some gigabytes after an hour.
         trim_heap()
 
-    def _load(self) -> None:
-        saved: dict[str, Any] = torch.load(self.checkpoint, map_location=self._device)
-        if saved.get("weights", {}).keys() != self.student.weights.keys():
+    def _load(self, path: Path) -> None:
+        saved: dict[str, Any] = torch.load(path, map_location=self._device)
+        if saved.get("weights", {}).keys() != self.student.weights.keys() or "place" not in saved:
             raise ConfigError(f"{self._plan.out} holds a checkpoint with other weights: give another --out")
-        with torch.no_grad():
-            for name, weight in self.student.weights.items():
-                weight.copy_(saved["weights"][name])
+        self._set(saved["weights"])
         self._optimizer.load_state_dict(saved["optimizer"])
-        self.step, self._running = saved["step"], saved["running"]
+        self.step, self.place, self._running = saved["step"], Place(**saved["place"]), saved["running"]
+        self._best, self._part, self._decay_from = saved["best"], saved["part"], saved["decay_from"]
         self.history = [HistoryPoint(**point) for point in saved["history"]]
 
-    def _batches(self) -> Iterator[Sequence[int]]:
-        """Yields batches of texts of similar length, without end, in a new random order in each round."""
-        rng = random.Random(f"{SEED} {self.step}")  # noqa: S311 no secret
-        texts, size = self._dataset.texts, self._plan.batch_size
-        by_length = sorted(self._dataset.training, key=lambda text: len(texts[text].token_ids))
-        while True:
-            places = sorted(range(len(by_length)), key=lambda place: place + rng.uniform(0, NEIGHBOURS))
-            order = [by_length[place] for place in places]
-            groups = [order[start : start + size] for start in range(0, len(order), size)]
-            rng.shuffle(groups)
-            yield from groups
+    @torch.no_grad()
+    def _set(self, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in self.student.weights.items():
+            weight.copy_(weights[name])
 
-    def _learn(self, batch: Batch, part: float) -> None:
-        """Makes one training step when the fraction `part` of the training time has passed.
+    def _learn(self, texts: Sequence[int], rate: float) -> None:
+        """Makes one training step. `rate`: the learning rate as a fraction of its peak.
 
         Raises: ModelError if the loss is not finite; the weights stay unchanged.
         """
-        rate = min(1.0, (self.step + 1) / WARM_UP_STEPS)
-        rate *= MIN_RATE + (1 - MIN_RATE) * 0.5 * (1 + math.cos(math.pi * part))
         for group in self._optimizer.param_groups:
             group["lr"] = group["peak"] * rate
-        losses, *_ = self.losses(batch)
-        total = sum(STEP_WEIGHT**step * loss for step, loss in enumerate(losses))
-        if not total.isfinite():
-            raise ModelError(f"training step {self.step}: the loss is {total.item()}; train again with a lower --rate")
-        self._optimizer.zero_grad(set_to_none=True)
-        total.backward()
+        lengths = torch.from_numpy(self._dataset.response_lengths[list(texts)])
+        num_reached = torch.stack([(lengths - step).clamp_min(0).sum() for step in range(self._plan.num_steps)])
+        scales = (STEP_WEIGHT ** torch.arange(self._plan.num_steps) / num_reached.clamp_min(1)).to(self._device)
+        parts = list(self._workers.map(lambda part: self._gradients(part, scales), self._split(texts)))
+        losses, counted = torch.stack([sums for sums, _ in parts]).sum(0)
+        if not losses.isfinite().all():
+            raise ModelError(f"training step {self.step}: the loss is {losses[0]}; train again with a lower --rate")
+        for weight, *gradients in zip(self.student.weights.values(), *(part for _, part in parts), strict=True):
+            weight.grad = functools.reduce(torch.add, gradients)
         torch.nn.utils.clip_grad_norm_(self.student.weights.values(), 1.0)
         self._optimizer.step()
         self.step += 1
-        now = losses.detach()
+        now = losses / counted.clamp_min(1)
         self._running = now if self._running is None else torch.lerp(self._running, now, 0.05)
 
-    def losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns losses [num_steps], hits and reached rows (each [num_steps, num_rows] bool), by step.
+    def _split(self, texts: Sequence[int]) -> list[list[int]]:
+        """Splits the texts of a step between the workers, so that each has about the same number of answer tokens."""
+        lengths = self._dataset.response_lengths
+        parts: list[list[int]] = [[] for _ in range(self._num_workers)]
+        for text in sorted(texts, key=lambda text: -lengths[text]):
+            min(parts, key=lambda part: lengths[part].sum()).append(text)
+        return [part for part in parts if part]
 
-        A row is reached in a step if a chain leads to it with that many steps. It is a hit if the head then chooses the
-        target's token.
+    def _gradients(self, texts: Sequence[int], scales: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Returns sums by step [2, num_steps]: losses and rows that count; and the gradients of all weights.
+
+        `scales`: [num_steps], the weight of each step's losses.
         """
-        student, rows = self.student, (batch.texts, batch.places)
-        with torch.no_grad():
-            shares = torch.softmax(functional.linear(batch.final, student.target_output).float(), -1)
-            best = shares.argmax(-1)
-            is_known = student.is_drafted[batch.token_ids[rows[0], rows[1] + 1]].float()
-        losses, hits, reached = [], [], []
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self._is_mixed):
-            chains = student.start(batch.features, first=batch.first_chain)
-            for step in range(self._plan.num_steps):
-                # The chain that leads to a row gets the text's tokens up to and including the row's own.
-                hidden = student.step(chains, functional.pad(batch.token_ids[:, 1 + step :], (0, 1 + step)))
-                # Rows that are not reached do not count. They are computed so that all steps have the same shapes.
-                is_reached = batch.depths >= step
-                counts = is_known * is_reached
-                own = rows[0], (rows[1] - 1 - step - chains.first).clamp_min(0)
-                logits = student.logits(hidden[own], step)
-                loss = functional.cross_entropy(logits, shares, reduction="none")
-                losses.append((loss * counts).sum() / counts.sum().clamp_min(1))
-                hits.append((logits.argmax(-1) == best) & (counts > 0))
-                reached.append(is_reached)
-        return torch.stack(losses), torch.stack(hits), torch.stack(reached)
+        losses, counted, *_ = self.student.losses(Batch.of(self._dataset, texts, self._device), self._plan.num_steps)
+        sums, weights = losses.sum(1), tuple(self.student.weights.values())
+        gradients = torch.autograd.grad((sums * scales).sum(), weights, materialize_grads=True)
+        return torch.stack([sums.detach(), counted.sum(1)]), gradients
 
     @torch.no_grad()
+    def _figures(self, texts: Sequence[int]) -> Tensor:
+        """Returns sums by text and step [num_texts, 4, num_steps]: losses, rows that count, hits, reached rows."""
+        batch = Batch.of(self._dataset, texts, self._device)
+        figures = torch.stack([each.float() for each in self.student.losses(batch, self._plan.num_steps)])
+        return torch.stack([each.sum(-1) for each in figures.split(list(batch.lengths), -1)]).cpu()
+
     def _watch(self, clock: PhaseClock, say: Say) -> None:
         """Evaluates held-out texts and adds the figures to the history."""
-        held_out, size, num_steps = self._dataset.held_out[:WATCHED_TEXTS], self._plan.batch_size, self._plan.num_steps
-        sums = torch.zeros(3, num_steps)  # loss, hits, rows
-        for start in range(0, len(held_out), size):
-            batch = Batch.of(self._dataset, held_out[start : start + size], self._device)
-            losses, hits, reached = self.losses(batch)
-            num_rows = reached.sum(1)
-            sums += torch.stack([losses * num_rows, hits.sum(1), num_rows]).cpu()
-        held_out_loss = (sums[0] / sums[2].clamp_min(1)).tolist()
+        groups = list(batches(self._dataset, self._watched, self._plan.batch_tokens // self._num_workers))
+        kinds: dict[str, Tensor] = {}  # by kind of text: sums as in `_figures`
+        for texts, figures in zip(groups, self._workers.map(self._figures, groups), strict=True):
+            for text, sums in zip(texts, figures, strict=True):
+                kind = self._dataset.kind(text)
+                kinds[kind] = kinds.get(kind, torch.zeros_like(sums)) + sums
+
+        def means(sums: Tensor) -> list[list[float]]:
+            losses, counted, hits, reached = sums
+            return [(losses / counted.clamp_min(1)).tolist(), (hits / reached.clamp_min(1)).tolist()]
+
+        held_out_loss, acceptance = means(torch.stack(list(kinds.values())).sum(0))
         point = HistoryPoint(
             seconds=clock.seconds,
             step=self.step,
+            passes=self._passes,
             loss=held_out_loss if self._running is None else self._running.tolist(),
             held_out_loss=held_out_loss,
-            acceptance=(sums[1] / sums[2].clamp_min(1)).tolist(),
+            acceptance=acceptance,
+            kinds={kind: means(sums) for kind, sums in sorted(kinds.items())},
         )
+        if not self.history or point.judged() < min(each.judged() for each in self.history):
+            self._best = {name: weight.detach().clone() for name, weight in self.student.weights.items()}
         self.history.append(point)
         say(
             f"training {point.seconds:.0f} s, step {point.step}: loss {point.loss[0]:.3f}, held out "
-            f"{point.held_out_loss[0]:.3f}, acceptance " + " ".join(f"{share:.3f}" for share in point.acceptance)
+            f"{held_out_loss[0]:.3f}, acceptance {' '.join(f'{share:.3f}' for share in acceptance)}; "
+            f"{point.passes:.2f} passes, first position by kind: "
+            + ", ".join(f"{kind} {losses[0]:.3f} {shares[0]:.3f}" for kind, (losses, shares) in point.kinds.items())
         )

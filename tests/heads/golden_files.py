@@ -5,6 +5,7 @@ of head and target. The expected tensors are:
 - `token_ids` [n + 1 + k]: n + 1 committed tokens, then k drafted ones.
 - `taps` [n, num_taps * hidden_size]: those of all committed tokens except the newest.
 - `logits` [k + 1, draft_vocab_size]: those after the newest committed token and after each drafted one.
+- `confidences` [k + 1], of heads that estimate them: logits of the probabilities that the target accepts the tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from outrider.heads.base import HeadRows
 
 FOLDER = Path(__file__).parent / "golden"
 EAGLE3 = ["eagle3", "eagle3-residual", "eagle3.1", "eagle3-flat"]
-PARALLEL = ["peagle", "dflash", "dflash-anchor"]
+CHAINED = ["dflash2", "dflash2-anchor", "dspark", "dspark-gated", "dspark-rnn"]
+PARALLEL = ["peagle", "dflash", "dflash-anchor", *CHAINED]
 MLP = [
     *("medusa-own-output", "medusa-targets-output", "medusa-truncated"),
     *("mlp-speculator", "mlp-speculator-tied"),
@@ -36,12 +38,14 @@ class Golden(NamedTuple):
     token_ids: torch.Tensor
     taps: torch.Tensor
     logits: torch.Tensor
+    confidences: torch.Tensor | None = None
 
 
-def write(name, head, head_config, target, target_config, token_ids, taps, logits):
+def write(name, head, head_config, target, target_config, token_ids, taps, logits, **more):
     """Writes a golden file. `head`, `target`: tensors by name."""
     FOLDER.mkdir(exist_ok=True)
-    parts = {"head": head, "target": target, "expected": {"token_ids": token_ids, "taps": taps, "logits": logits}}
+    expected = {"token_ids": token_ids, "taps": taps, "logits": logits, **more}
+    parts = {"head": head, "target": target, "expected": expected}
     tensors = {
         f"{part}/{key}": value.detach().contiguous() for part, many in parts.items() for key, value in many.items()
     }
@@ -59,7 +63,7 @@ def unpack(name, folder: Path) -> Golden:
         (folder / part / "config.json").write_text(metadata[part])
         own = {key.removeprefix(f"{part}/"): value for key, value in tensors.items() if key.startswith(f"{part}/")}
         save_file(own, folder / part / "model.safetensors")
-    expected = [tensors[f"expected/{key}"] for key in ("token_ids", "taps", "logits")]
+    expected = [tensors.get(f"expected/{key}") for key in ("token_ids", "taps", "logits", "confidences")]
     return Golden(folder / "head", folder / "target", *expected)
 
 

@@ -27,14 +27,24 @@ def taps_of(golden, head):
     return (layers if layers.shape[1] == num_taps else layers[:, head.reduction.taps]).flatten(1)
 
 
-@torch.inference_mode()
 def logits_of(golden):
     """Returns the head's logits, which should equal the file's `logits`."""
+    return _outputs_of(golden)[0]
+
+
+def confidences_of(golden):
+    """Returns the logits of confidences, which should equal the file's `confidences`."""
+    return _outputs_of(golden)[1]
+
+
+@torch.inference_mode()
+def _outputs_of(golden):
     head = opened(golden)
     features = head.reduction.to(CPU, torch.float32)(taps_of(golden, head))
     if head.spec.num_parallel == 1:
-        return golden_files.logits_of(head, golden.token_ids, features)
-    return block_logits(head, golden.token_ids[: len(features) + 1], features)
+        return golden_files.logits_of(head, golden.token_ids, features), None
+    num_known = len(features) + 1
+    return _block_outputs(head, golden.token_ids[:num_known], features, golden.token_ids[num_known:])
 
 
 def rewrite_config(folder, **changes):
@@ -58,8 +68,16 @@ def assert_logits(found, expected, tolerance=TOLERANCE):
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
-def block_logits(head, token_ids, features):
-    """Returns the logits of a block of parallel rows, which follow rows with the target's features."""
+def block_logits(head, token_ids, features, drafted=None):
+    """Returns the logits of a block of parallel rows, which follow rows with the target's features.
+
+    `drafted`: the tokens before each of the block's but the first; None: the likeliest ones.
+    """
+    return _block_outputs(head, token_ids, features, drafted)[0]
+
+
+def _block_outputs(head, token_ids, features, drafted):
+    """Returns `block_logits`, and the logits of the confidences [num_parallel] if the head has them."""
     num_true = len(features)
     tokens = head.spec.parallel_tokens(int(token_ids[num_true]))
     attend = golden_files.DenseAttention()
@@ -72,4 +90,15 @@ def block_logits(head, token_ids, features):
     )
     attend.num_together = len(tokens) if head.spec.attends_both_ways else 0
     num = head.spec.num_parallel
-    return head.logits(head.forward(rows, attend)[-num:], rows.depths[-num:])
+    hidden = head.forward(rows, attend)[-num:]
+    logits = head.logits(hidden, rows.depths[-num:])
+    if not head.spec.is_chained:
+        return logits, None
+    previous, parts = token_ids[num_true:][None, :1], []
+    for place in range(num):
+        parts.append(head.logits_after(logits[place : place + 1], hidden[None, : place + 1], previous))
+        best = parts[-1][0].argmax(-1) if drafted is None else drafted[place : place + 1]
+        known = drafted is not None or head.target_ids is None
+        previous = torch.cat([previous, (best if known else head.target_ids[best])[None]], -1)
+    confidences = [each for _, each in parts if each is not None]
+    return torch.cat([each for each, _ in parts]), torch.cat(confidences) if confidences else None

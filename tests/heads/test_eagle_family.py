@@ -62,23 +62,32 @@ def flatten(folder, *, keep=("norm_before_residual", "norm_before_fc", "fc_norm"
     rewrite_tensors(folder, lambda own: {name.replace("layers.0.", "midlayer."): own[name] for name in own})
 
 
+FLAT_KINDS = {
+    "peagle": "PEagleDraftModel",
+    "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "dspark": "Qwen3DSparkModel",
+}
+
+
 def flatten_parallel(folder):
-    """Converts speculators' layout to z-lab's or SpecForge's."""
+    """Converts speculators' layout to that of z-lab, DeepSpec or SpecForge."""
     nested = json.loads((folder / "config.json").read_text())
-    kind = {"peagle": "PEagleDraftModel", "dflash": "DFlashDraftModel"}[nested["speculators_model_type"]]
+    form = nested["speculators_model_type"]
     flat = nested["transformer_layer_config"] | {
-        "architectures": [kind],
+        "architectures": [FLAT_KINDS[form]],
         "draft_vocab_size": nested["draft_vocab_size"],
     }
-    if kind == "PEagleDraftModel":
+    if form == "peagle":
         taps = [tap - 1 for tap in nested["eagle_aux_hidden_state_layer_ids"]]
         flat |= {key: nested[key] for key in ("mask_token_id", "norm_before_residual", "speculators_config")}
         flat["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": taps}
     else:
         flat["block_size"] = nested["block_size"]
-        flat["dflash_config"] = {key: nested[key] for key in ("mask_token_id", "sample_from_anchor")} | {
-            "target_layer_ids": [tap - 1 for tap in nested["aux_hidden_state_layer_ids"]]
-        }
+        kept = ("mask_token_id", "sample_from_anchor", "markov_", "enable_", "confidence_", "conv_", "selector_")
+        own = {key: value for key, value in nested.items() if key.startswith(kept)}
+        own["target_layer_ids"] = [tap - 1 for tap in nested["aux_hidden_state_layer_ids"]]
+        flat |= own if form == "dspark" else {"dflash_config": own}
     (folder / "config.json").write_text(json.dumps(flat))
 
 

@@ -12,10 +12,11 @@ from outrider.errors import ConfigError, ModelError
 from outrider.heads.checkpoint import Target
 from outrider.heads.open import read_reduction
 from tests.heads import golden_files
-from tests.heads.golden_files import EAGLE3, MLP, MTP, NAMES, PARALLEL
+from tests.heads.golden_files import CHAINED, EAGLE3, MLP, MTP, NAMES, PARALLEL
 from tests.heads.golden_heads import (
     TOLERANCE,
     assert_logits,
+    confidences_of,
     logits_of,
     opened,
     rewrite_config,
@@ -30,7 +31,7 @@ TAPS = {
     **dict.fromkeys(EAGLE3, (2, 4, 5)),
     "eagle3-residual": (1, 4, 6),
     "peagle": (2, 4, 5),
-    **dict.fromkeys(["dflash", "dflash-anchor"], (1, 3, 6)),
+    **dict.fromkeys(["dflash", "dflash-anchor", *CHAINED], (1, 3, 6)),
     **dict.fromkeys([*MLP, *MTP], (2,)),
 }
 IDS = {"t2d", "d2t", "token_map"}
@@ -58,6 +59,11 @@ def test_logits_are_those_of_the_owners_code(golden, name):
     assert name not in MTP or len(golden.logits) == 4
 
 
+@pytest.mark.parametrize("name", [name for name in CHAINED if name.startswith("dspark")])
+def test_confidences_are_those_of_the_owners_code(golden, name):
+    assert_logits(confidences_of(golden), golden.confidences)
+
+
 def test_a_tensor_that_is_changed_changes_logits(golden, name):
     """No tensor is ignored, so the comparison above would notice one that is read wrongly."""
     path = golden.head / "model.safetensors"
@@ -70,8 +76,12 @@ def test_a_tensor_that_is_changed_changes_logits(golden, name):
                 kinds.setdefault(re.sub(r"experts\.\d+", "experts", key), []).append(key)
     for kind, keys in kinds.items():
         dim = -1 if name in PARALLEL else 0
-        save_file(whole | {key: whole[key].roll(1, dims=dim) + shift for key in keys}, path)
-        assert not torch.allclose(logits_of(golden), golden.logits, atol=tolerance, rtol=tolerance), kind
+        moved = {key: whole[key].roll(1, dims=dim) + (shift or float(whole[key].numel() == 1)) for key in keys}
+        save_file(whole | moved, path)
+        if kind.startswith("confidence"):
+            assert not torch.allclose(confidences_of(golden), golden.confidences, atol=tolerance, rtol=tolerance), kind
+        else:
+            assert not torch.allclose(logits_of(golden), golden.logits, atol=tolerance, rtol=tolerance), kind
 
 
 def test_the_reduction_that_the_targets_nodes_read_is_the_heads_own(golden, name):
@@ -103,7 +113,6 @@ OF_CONFIG = [
     ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 4]}, "eagle_aux_hidden_state_layer_ids"),
     ("eagle3", {"target_hidden_size": 64}, "hidden_size 64 of the head, 32 of the target"),
     ("eagle3", {"transformer_layer_config": {"model_type": "gemma3_text"}}, "transformer_layer_config.model_type"),
-    ("eagle3", {"speculators_model_type": "dspark"}, "dspark"),
     ("dflash", {"mask_token_id": None}, "mask_token_id"),
     ("dflash", {"block_size": None}, "block_size"),
     ("dflash", {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids"),
@@ -111,7 +120,15 @@ OF_CONFIG = [
     ("dflash", {"dflash_config": {"input_embedding_scale": 45.25}}, "input_embedding_scale is 45.25"),
     ("dflash", {"dflash_config": {"final_logit_softcapping": 30}}, "final_logit_softcapping is 30"),
     ("dflash", {"output_multiplier": 0.5}, "output_multiplier is 0.5"),
-    *(("dflash", {"speculators_model_type": kind}, kind) for kind in ("dspark", "dflash2", "xpress")),
+    ("dflash", {"speculators_model_type": "xpress"}, "xpress"),
+    ("dspark", {"markov_rank": 0}, "markov_rank"),
+    ("dspark", {"markov_head_type": "fir"}, "markov_head_type"),
+    ("dspark", {"dspark_backbone_conv_enabled": True}, "dspark_backbone_conv_enabled"),
+    ("dspark-rnn", {"sample_from_anchor": False}, "markov_head_type is 'rnn'; supported: vanilla, gated"),
+    ("dflash2", {"conv_group_size": 7}, "conv_group_size"),
+    ("dflash2", {"conv_kernel_size": 5}, "conv_kernel_size"),
+    ("dflash2", {"selector_top_k": 97}, "selector_top_k"),
+    ("dflash2", {"draft_vocab_size": 48}, "draft_vocab_size"),
     ("medusa-own-output", {"medusa_num_heads": 0}, "medusa_num_heads"),
     ("medusa-own-output", {"residual_multiplier": 0.5}, "residual_multiplier"),
     ("mlp-speculator", {"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"]}, "architectures"),

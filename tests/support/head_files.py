@@ -93,6 +93,17 @@ def _dflash(make: Maker, target: Mapping[str, Any]) -> dict[str, Any]:
     return _flat(target, "DFlashDraftModel", dflash_config=block)
 
 
+def _dspark(make: Maker, target: Mapping[str, Any]) -> dict[str, Any]:
+    """Makes a head that drafts four tokens by one forward, each after the ones before."""
+    config, rank = _dflash(make, target), 8
+    for matrix, size in (("markov_w1", target["vocab_size"]), ("markov_w2", target["vocab_size"])):
+        make.matrix(f"markov_head.{matrix}", size, rank)
+    make.matrix("confidence_head.proj", 1, target["hidden_size"] + rank)
+    make.vector("confidence_head.proj.bias", 1, mean=0.0)
+    own = {"block_size": 4, "markov_rank": rank, "sample_from_anchor": True}
+    return config | {"architectures": ["DSparkDraftModel"], "dflash_config": config["dflash_config"] | own}
+
+
 def _medusa(make: Maker, target: Mapping[str, Any]) -> dict[str, Any]:
     """Makes a head with a draft vocabulary of its own."""
     hidden = target["hidden_size"]
@@ -131,6 +142,7 @@ HEADS: Mapping[str, Callable[[Maker, Mapping[str, Any]], dict[str, Any]]] = {
     "eagle3": _eagle3,
     "peagle": _peagle,
     "dflash": _dflash,
+    "dspark": _dspark,
     "medusa": _medusa,
     "mlp_speculator": _mlp_speculator,
     "mtp": _mtp,

@@ -9,12 +9,17 @@ from outrider.training.plan import RunState, only_run
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"form": "eagle9"}, "eagle3, medusa, mlp"),
+        ({"form": "eagle9"}, "eagle3, dspark, medusa, mlp"),
         ({"minutes": 0}, "--minutes 0"),
         ({"minutes": float("nan")}, "--minutes nan"),
         ({"prompts": "x"}, "--prompts and --from-traffic"),
         ({"draft_vocab_size": 0}, "--draft-vocab 0"),
         ({"num_steps": 0}, "--steps 0"),
+        ({"num_layers": 0}, "--layers 0"),
+        ({"rank": 0}, "--rank 0"),
+        ({"batch_tokens": 0}, "--batch-tokens 0"),
+        ({"passes": -1}, "--passes -1"),
+        ({"feature_gb": float("nan")}, "--feature-gb nan"),
         ({"learning_rate": float("nan")}, "--rate nan"),
         ({"form": "mlp", "init_from": "x"}, "--init-from"),
     ],

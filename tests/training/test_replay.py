@@ -11,6 +11,7 @@ from outrider.speculation.draft_tree import num_common
 from outrider.training.hidden_states import CLIENTS, median_seconds
 from outrider.training.replay import HEAD, LOOKUP, noise_given, replay, walk
 from outrider.training.report import acceptance, speedup, tokens_per_step, write_report
+from outrider.training.student import Student
 from tests.training.toy import HIDDEN, VOCAB, ToyTarget, toy_dataset, toy_student
 
 TEXT = [9, 9, 1, 2, 3, 4, 5, 6, 7, 8]  # a prompt of two tokens, an answer of eight
@@ -54,19 +55,21 @@ def test_noise_makes_the_chosen_token_win_and_is_gumbel_noise():
 class Oracle:
     """Drafts the toy target's next token from the token of each row's feature."""
 
+    draft = Student.draft
+
     def __init__(self):
         student = toy_student("medusa")
         self.device, self.target_ids = student.device, student.target_ids
         self.target_output = student.target_output
         self.target = ToyTarget()
 
-    def start(self, features, *, first=0):
-        tokens = torch.cdist(features[0, :, :HIDDEN], self.target.embedding()).argmin(-1)
+    def start(self, features, contexts, lengths):
+        tokens = torch.cdist(features[:, :HIDDEN], self.target.embedding()).argmin(-1)
         self.tokens = torch.tensor([self.target.follower(int(token)) for token in tokens])  # follow the rows' tokens
 
     def step(self, chains, token_ids):
         self.tokens = torch.tensor([self.target.follower(int(token)) for token in self.tokens])
-        return torch.nn.functional.one_hot(self.tokens, VOCAB).float()[None] * 1000
+        return torch.nn.functional.one_hot(self.tokens, VOCAB).float() * 1000
 
     def logits(self, hidden, depth):
         return hidden
@@ -90,9 +93,9 @@ def test_a_sampled_answer_is_drafted_with_the_noise_that_drew_it(plan_of):
         def step(self, chains, token_ids):
             super().step(chains, token_ids)
             final = target.output_layer()[self.tokens]  # the hidden state that chooses this token
-            return torch.nn.functional.linear(final, target.output_layer())[None]
+            return torch.nn.functional.linear(final, target.output_layer())
 
-    texts = [text for text in dataset.held_out if dataset.texts[text].temperature > 0]
+    texts = [text for text in dataset.held_out if dataset.text(text).temperature > 0]
     assert texts
     for (_, temperature), counts in replay(Same(), target, dataset, texts, max_k=2).items():
         assert temperature == 1.0
@@ -105,7 +108,7 @@ HEAD_SECONDS = [0.002] * len(CLIENTS)
 
 
 def test_the_report_says_what_was_counted():
-    assert speedup(1.8, 2, ROW_SECONDS[0], 0.002) == pytest.approx(1.8 * 0.010 / 0.018)
+    assert speedup(1.8, 2, ROW_SECONDS[0], 2 * 0.002) == pytest.approx(1.8 * 0.010 / 0.018)
     report = write_report("toy", ["a fact"], {("chat", 0.0): STEPS}, ROW_SECONDS, HEAD_SECONDS)
     assert "- a fact" in report
     assert "| head | 1.80 | 2.00 |" in report  # 18 / 10, 20 / 10
@@ -113,6 +116,15 @@ def test_the_report_says_what_was_counted():
     assert f"| chat | {1.8 * 10 / 12:.2f} (lookup, k = 1) |" in report  # as good as with the head, and free
     assert "| 16 | 10.00 | 12.00 | 14.00 | 2.00 |" in report
     assert "The processor's caches are flushed before each step" in report
+
+
+def test_a_head_that_drafts_at_once_is_paid_once_a_step():
+    steps = np.array([[[2, 8, 0], [0, 1, 9]]] * 3)
+    report = write_report("toy", [], {("chat", 0.0): steps}, ROW_SECONDS, HEAD_SECONDS, num_at_once=2)
+    assert f"| chat | {2.9 * 10 / 14:.2f} (lookup, k = 2) |" in report
+    steps[LOOKUP] = [[9, 1, 0], [9, 1, 0]]
+    report = write_report("toy", [], {("chat", 0.0): steps}, ROW_SECONDS, HEAD_SECONDS, num_at_once=2)
+    assert f"| chat | {2.9 * 10 / 16:.2f} (lookup, then head, k = 2) |" in report
 
 
 def test_all_kinds_are_summed_whatever_they_are_called():

@@ -48,7 +48,7 @@ def test_a_head_with_more_steps_than_are_priced_is_reported(plan_of):
     assert "| k = 5 |" in report
 
 
-@pytest.mark.parametrize("form", ["eagle3", "medusa", "mlp"])
+@pytest.mark.parametrize("form", ["eagle3", "dspark", "medusa", "mlp"])
 def test_a_head_from_kept_answers(plan_of, tiny_model, form):
     plan = plan_of(form=form, minutes=0.03)
     report, first = run(plan)
@@ -86,20 +86,23 @@ def test_hidden_states_are_those_of_the_target(plan_of, tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     dataset = Dataset(features_folder(plan))
     for text in (0, len(dataset) - 1):
-        rows = dataset.rows(text)
         with torch.inference_mode():
-            states = model(dataset.tokens[rows][None], output_hidden_states=True).hidden_states
+            states = model(dataset.token_ids(text)[None], output_hidden_states=True).hidden_states
         # states[i] is the input of layer i; the last one is the output of the final norm.
         taps = json.loads((plan.out / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
         expected = torch.cat([*(states[tap][0] for tap in taps), states[-1][0]], -1)
-        torch.testing.assert_close(dataset.hidden[rows], expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(dataset.hidden(text), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_the_target_writes_its_own_prompts(plan_of, running):
     plan = plan_of(traffic=None, minutes=0.05, concurrency=4, max_answer_tokens=16)
     stages = set()
     _, said = run(plan, address=running.router_address, progress=lambda stage, *_: stages.add(stage))
-    assert stages == {"answers, seconds", "features, tokens", "training, seconds"}  # so a log has one line per stage
+    assert stages == {
+        "answers, seconds",
+        "features, thousand tokens",
+        "training, percent",
+    }  # so a log has one line per stage
     answers = list(read_answers(answers_folder(plan)))
     assert len(answers) >= 4
     assert {answer.temperature for answer in answers} <= {0.0, 0.7, 1.0}
@@ -125,7 +128,7 @@ def test_prompts_of_a_file_are_answered_once_over_runs(plan_of, running, tmp_pat
     state = RunState.open(plan)
     state.done.remove("answers")  # as if the run had been interrupted in this stage
     state.write()
-    (plan.work / "features" / "texts.json").unlink()
+    (plan.work / "features" / "texts.npz").unlink()
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     run(plan, address=running.router_address)
     answers = list(read_answers(answers_folder(plan)))
@@ -168,7 +171,7 @@ def test_a_run_that_is_killed_goes_on_where_it_was(tiny_model, kept, tmp_path):
             check=False, capture_output=True, text=True, timeout=WAIT_SECONDS,
         )  # fmt: skip
 
-    hidden = tmp_path / "head" / "work" / "features" / "hidden.bin"
+    hidden = tmp_path / "head" / "work" / "features" / "hidden-1.bin"
     assert start("features", 2, 10).returncode == -signal.SIGKILL  # within the phase
     num_bytes = hidden.stat().st_size
     assert num_bytes > 0

@@ -10,8 +10,10 @@ from safetensors.torch import save_file
 
 from outrider.heads.checkpoint import Target
 from outrider.heads.open import open_head
+from outrider.training.dataset import Batch
 from tests.heads.golden_files import logits_of
-from tests.training.toy import HIDDEN, TAPS, VOCAB, ToyTarget, toy_student
+from tests.heads.golden_heads import block_logits
+from tests.training.toy import HIDDEN, TAPS, VOCAB, ToyTarget, toy_dataset, toy_student
 
 LENGTH, START = 14, 9
 
@@ -58,10 +60,10 @@ def test_training_equals_drafting_with_the_exported_folder(plan_of, toy_folder, 
     drafted = torch.randint(VOCAB, (depths,), generator=generator)  # by the chain of row START, from depth 1 on
 
     with torch.no_grad():
-        chains, trained = student.start(taps[None]), []
+        chains, trained = student.start(taps, [0], [LENGTH]), []
         for depth in range(depths):
             fed = torch.cat([tokens[1:], tokens[:1]]) if not depth else torch.full((LENGTH,), int(drafted[depth]))
-            hidden = student.step(chains, fed[None])[0, START]
+            hidden = student.step(chains, fed)[START]
             trained.append(student.logits(hidden[None], depth)[0])
 
         features = head.reduction.to("cpu", torch.float32)(taps[: START + 1])
@@ -72,16 +74,71 @@ def test_training_equals_drafting_with_the_exported_folder(plan_of, toy_folder, 
     torch.testing.assert_close(torch.stack(trained), served, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.parametrize(("size", "num_layers"), [(VOCAB, 1), (30, 2)])
+def test_training_a_block_equals_drafting_with_the_exported_folder(plan_of, toy_folder, size, num_layers):
+    plan, num_tokens = plan_of(form="dspark"), 3
+    student = rounded(toy_student("dspark", size=size, num_layers=num_layers))
+    plan.out.mkdir()
+    student.export(plan.out)
+    head = open_head(plan.out, Target.open(toy_folder), torch.device("cpu"), torch.float32)
+    assert head.spec.num_parallel == num_tokens
+    assert len(student.target_ids) == size
+
+    generator = torch.Generator().manual_seed(1)
+    taps = torch.randn(LENGTH, HIDDEN * len(TAPS), generator=generator)
+    tokens = torch.randint(VOCAB, (LENGTH,), generator=generator)
+    found = []
+
+    def choose(_depth, logits):
+        found.append(logits)
+        return logits.argmax(-1)
+
+    with torch.no_grad():
+        drafts = student.draft(taps, tokens, num_tokens, choose)
+        for row in (0, START, LENGTH - 2):
+            features = head.reduction.to("cpu", torch.float32)(taps[: row + 1])
+            served = block_logits(head, tokens[: row + 2], features)
+            torch.testing.assert_close(torch.stack(found)[:, row], served, atol=2e-4, rtol=2e-4)
+            assert drafts[row].tolist() == student.target_ids[served.argmax(-1)].tolist()
+
+
+def test_the_losses_of_a_block_are_those_of_its_drafts(plan_of):
+    """A row is judged by the block that begins `step` tokens before it, as in the answer up to there."""
+    dataset, student = toy_dataset(plan_of()), toy_student("dspark")
+    with torch.no_grad():
+        for weight in student.weights.values():
+            weight.add_(0.1 * torch.randn_like(weight))
+        texts = list(dataset.training)[:3]
+        losses, counts, hits, reached = student.losses(Batch.of(dataset, texts, torch.device("cpu")), 3)
+        chain = 0
+        for text in texts:
+            tokens, features, final = dataset.token_ids(text).long(), dataset.features(text), dataset.final(text)
+            for anchor in range(int(dataset.prompt_lengths[text]) - 1, len(tokens) - 1):
+                at = torch.tensor([anchor])
+                hidden, logits = student._blocks(features[:anchor], tokens[at], at)
+                for step in range(3):
+                    place = anchor + 1 + step
+                    assert reached[step, chain] == counts[step, chain] == (place < len(tokens))
+                    if place < len(tokens):
+                        previous = tokens[None, anchor:place]
+                        after, _ = student._head.logits_after(logits[:, step], hidden[:, : step + 1], previous)
+                        wanted = (student.target_output @ final[place - 1]).softmax(-1)
+                        expected = torch.nn.functional.cross_entropy(after, wanted[None])
+                        torch.testing.assert_close(losses[step, chain], expected)
+                        assert hits[step, chain] == (after.argmax() == wanted.argmax())
+                chain += 1
+
+
 @pytest.mark.parametrize("form", ["eagle3", "mlp"])
 def test_chains_that_are_left_out_change_no_other(form):
     student, first = toy_student(form), 6
     num_taps = len(TAPS) if form == "eagle3" else 1
-    taps, tokens = torch.randn(2, LENGTH, HIDDEN * num_taps), torch.randint(VOCAB, (3, 2, LENGTH))
+    taps, tokens = torch.randn(LENGTH, HIDDEN * num_taps), torch.randint(VOCAB, (3, LENGTH))
     with torch.no_grad():
-        every, some = student.start(taps), student.start(taps, first=first)
+        every, some = student.start(taps, [0], [LENGTH]), student.start(taps, [first], [LENGTH - first])
         for depth in range(3):
-            one = student.step(every, tokens[depth])[:, first:]
-            other = student.step(some, tokens[depth])
+            one = student.step(every, tokens[depth])[first:]
+            other = student.step(some, tokens[depth][first:] if depth else tokens[0])
             torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
 
 

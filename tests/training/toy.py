@@ -10,6 +10,7 @@ from outrider.engine.features import FeatureReduction
 from outrider.heads.checkpoint import Checkpoint
 from outrider.model_hub.config import ModelConfig
 from outrider.training.answer_files import KeptAnswer
+from outrider.training.block_student import BlockStudent
 from outrider.training.dataset import choose_texts
 from outrider.training.new_heads import new_head
 from outrider.training.plan import TrainingPlan
@@ -69,24 +70,38 @@ def toy_dataset(plan, *, has_taps=True, num_texts=40):
     ]
     num_taps = len(TAPS) if has_taps else 0
     dataset = choose_texts(plan, answers, vocab_size=VOCAB, hidden_size=HIDDEN, num_taps=num_taps, dtype="float32")
-    with dataset.hidden_path.open("wb") as file:
-        for text in dataset.texts:
-            hidden = target.hidden(text.token_ids)[:, -dataset.width :]
-            file.write(hidden.contiguous().numpy().tobytes())
+    for shard in range(len(dataset.shards)):
+        write_toy_shard(dataset, shard)
     return dataset
 
 
+def write_toy_shard(dataset, shard):
+    with dataset.path(shard).open("wb") as file:
+        for text in dataset.shards[shard]:
+            hidden = ToyTarget().hidden(dataset.token_ids(text).tolist())[:, -dataset.width :]
+            file.write(hidden.contiguous().numpy().tobytes())
+
+
 def toy_student(form, *, num_steps=3, size=VOCAB, num_layers=1, **options):
-    """Makes a student. `num_layers` and other options of config.json apply to an eagle3 head."""
+    """Makes a student. `num_layers` and other options of config.json apply to eagle3 and dspark heads."""
     torch.manual_seed(0)
-    plan = TrainingPlan(out=Path("toy"), model=ModelConfig(), form=form, num_steps=num_steps, draft_vocab_size=size)
+    plan = TrainingPlan(
+        out=Path("toy"),
+        model=ModelConfig(),
+        form=form,
+        num_steps=num_steps,
+        num_layers=num_layers,
+        rank=8,
+        draft_vocab_size=size,
+    )
     new = new_head(plan, ToyTarget(), "toy", torch.arange(VOCAB, 0, -1), torch.device("cpu"))
     tensors = {name: new.mapped(name) for name in new.tensor_names}
-    if num_layers > 1:
+    if num_layers > 1 and form == "eagle3":
         options["transformer_layer_config"] = {**new.config["transformer_layer_config"], "num_hidden_layers": 2}
         for name in new.tensor_names - {"layers.0.hidden_norm.weight"}:
             if name.startswith("layers.0."):  # only the first layer reads embeddings beside hidden states
                 width = HIDDEN if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")) else None
                 tensors[name.replace("layers.0.", "layers.1.")] = tensors[name][..., :width].contiguous()
     checkpoint = Checkpoint.in_memory(plan.out, {**new.config, **options}, tensors)
-    return Student(checkpoint, ToyTarget(), torch.device("cpu"), torch.float32)
+    kind = BlockStudent if form == "dspark" else Student
+    return kind(checkpoint, ToyTarget(), torch.device("cpu"), torch.float32)

@@ -9,6 +9,8 @@ Layouts: speculators (`speculators_model_type` dflash), and z-lab's flat one (`D
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -18,20 +20,37 @@ from outrider.heads.head_files import HeadFiles
 from outrider.heads.layers import DecoderLayer
 from outrider.heads.layouts import Layout, check_options, check_parallel, check_taps
 
-_FLAGS = ("sample_from_anchor", "sliding_window_non_causal")  # the second concerns layers that are refused
+
+class BlockLayer(DecoderLayer):
+    """A decoder layer whose keys and values come from the target's features, and from the block's rows themselves."""
+
+    def compute_block(
+        self, rows: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, context: Tensor, places: Tensor
+    ) -> Tensor:
+        """Computes the layer for the parallel rows [num_places, hidden_size], whose indices are `places`.
+
+        `context`: [num_rows, hidden_size], the normed features of all rows.
+        """
+        given = context.index_copy(0, places, self.normed(rows))
+        rows = rows + self.attention(given, angles, attend, places)
+        return rows + self.feed_forward(self.normed_again(rows))
 
 
 class DFlash(HeadModel):
     """A DFlash head."""
 
     form = "dflash"
-    architectures = ("DFlashDraftModel",)
+    architectures: Collection[str] = ("DFlashDraftModel",)
+    flags: tuple[str, ...] = ("sample_from_anchor", "sliding_window_non_causal")
+    """Names of options. The second one concerns layers that are refused."""
+    is_chained = False
+    samples_from_anchor = False  # whether the row of the newest token drafts a token, unless the configuration says it
 
     def __init__(self, files: HeadFiles) -> None:
-        self._layout = Layout.read(files, *_FLAGS)
+        self._layout = Layout.read(files, *self.flags)
         # z-lab's checkpoints have their options in `dflash_config` or at the top level.
         within = {key: value for key, value in (files.config.get("dflash_config") or {}).items() if value is not None}
-        check_options(files, within, _FLAGS)
+        check_options(files, within, self.flags)
         self._options = {**files.config, **within}
         # In our code and in speculators, a tap has the number of the layer whose input it is. In z-lab's files, it has
         # the number of the layer whose output it is.
@@ -51,14 +70,14 @@ class DFlash(HeadModel):
             if self._options.get(name) is None:
                 raise files.refusal(name, None, "a number")
         block_size, mask_token_id = int(self._options["block_size"]), int(self._options["mask_token_id"])
-        num_parallel = block_size - (not self._options.get("sample_from_anchor"))
+        num_parallel = block_size - (not self._options.get("sample_from_anchor", self.samples_from_anchor))
         check_parallel(files, num_parallel, mask_token_id)
         self.parallel_feature = torch.zeros(hidden, device=files.device, dtype=files.dtype)  # its value does not matter
         self.target_ids = files.target_ids(self._layout.draft_vocab_size)
         self._epsilon = shape.epsilon
         self._embedding = files.embedding(hidden)
         self._context_norm = files.take("hidden_norm.weight", hidden)
-        self._layers = [DecoderLayer(files, f"layers.{index}.", shape, index) for index in range(shape.num_layers)]
+        self._layers = [self._layer(files, index) for index in range(shape.num_layers)]
         self._norm = files.take("norm.weight", hidden)
         self._output = files.output_layer(hidden, self.target_ids)
         self._rotation = self._layout.rotation(files)
@@ -68,8 +87,12 @@ class DFlash(HeadModel):
             num_parallel=num_parallel,
             num_masks=block_size - 1,
             mask_token_id=mask_token_id,
+            is_chained=self.is_chained,
             attends_both_ways=True,
         )
+
+    def _layer(self, files: HeadFiles, index: int) -> BlockLayer:
+        return BlockLayer(files, f"layers.{index}.", self._layout.shape, index)
 
     def forward(self, rows: HeadRows, attend: Attend) -> Tensor:
         angles = self._rotation.at(rows.positions)
@@ -77,8 +100,11 @@ class DFlash(HeadModel):
         (places,) = torch.nonzero(rows.depths, as_tuple=True)  # indices of the parallel rows
         hidden = self._embedding[rows.token_ids[places]]
         for layer in self._layers:
-            hidden = layer(hidden, angles, attend, context.index_copy(0, places, layer.normed(hidden)), places=places)
+            hidden = layer.compute_block(hidden, angles, attend, context, places)
         return torch.zeros_like(context).index_copy(0, places, hidden)
 
     def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:
-        return self._output(rms_norm(hidden, self._norm, self._epsilon)).float()
+        return self._output(self._normed(hidden)).float()
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, self._norm, self._epsilon)

@@ -48,7 +48,7 @@ class PathRows:
     num_committed: int = 0  # for a head: `states` replace features from this position onwards
     states: tuple[object, ...] = ()  # a head's own hidden states, one for each token from `num_committed` onwards
     max_tokens: int = 1  # maximum number of tokens to decide; more than 1 needs a rollout
-    min_reach: float = 0.0  # the request's min_reach; a rollout's tokens after a less likely path are dropped
+    min_reach: float = 0.0  # the request's min_reach; tokens after a less likely path are dropped
 
 
 @dataclass(slots=True)
@@ -64,13 +64,15 @@ class Plan:
 
 
 def add_decided(tree: PathTree, path: DraftPath, rows: PathRows, decided: DraftedToken) -> None:
-    """Adds decided tokens to a path. Drops a rollout's tokens after the one at which drafting one by one would end."""
+    """Adds decided tokens to a path. Drops those after which drafting one by one would end."""
     path.kv.advance(tree.rows_before(rows.start_position + len(rows.token_ids)))
     for index, each in enumerate((decided, *decided.following)):
         if not each.token_ids:
             break
+        if index and path.confidence < rows.min_reach:
+            break
         if index and rows.max_tokens > 1:
-            if tree.is_complete(path) or path.confidence < rows.min_reach:
+            if tree.is_complete(path):
                 break
             path.kv.advance(path.kv.num_tokens + 1)  # the rollout has fed the token before this one
         path.decided.append(each)
@@ -151,26 +153,31 @@ class DraftForward(Protocol):
         num_parallel: int = 1,
         confidences: Array | None = None,
         states: Array | None = None,
+        chosen: Array | None = None,
     ) -> list[DraftedToken]:
         """Returns one decision for each of `rows`, empty if the row requests none. Waits for the device once.
 
         Decisions at later positions, by a parallel head or a rollout, are in the `following` of a path's decision.
         `logits`: [num_deciding * num_parallel, vocab_size] float32, for the positions after each path, the next
-        position first. Penalties ignore the undecided tokens in between. For a head, `confidences` [num_deciding]
-        float64 are its confidences at the next positions, and `states` [num_deciding, width] are its own hidden states
-        before these positions.
+        position first. Penalties ignore the undecided tokens in between. For a head, `confidences`
+        [num_deciding * num_parallel] float64 are its confidences at these positions, and `states` [num_deciding, width]
+        are its own hidden states before the next positions. `chosen` [num_deciding * num_parallel] int64 are the
+        winners of the races if they have been run.
         """
         places = [
             (index, ahead) for index, row in enumerate(rows) if row.num_decisions for ahead in range(num_parallel)
         ]
-        samples = [_sample_rows(rows[index], ahead) for index, ahead in places]
+        samples = [sample_rows(rows[index], ahead) for index, ahead in places]
         asking = [place for place, (index, ahead) in enumerate(places) if rows[index].wants_distribution and not ahead]
         distributions = self._distributions(logits, samples, asking)
         rollout: Pending[dict[int, tuple[DraftedToken, ...]]] = Pending((), lambda _: {})
         rounds: list[tuple[list[int], Pending[list[int]]]] = []  # for each round: places, and the tokens decided there
         deciding = list(range(len(places)))
         while deciding:
-            sampled = self.sampler.decide(logits, [samples[place] for place in deciding])
+            if chosen is None or rounds:
+                sampled = self.sampler.decide(logits, [samples[place] for place in deciding])
+            else:
+                sampled = chosen
             if self.rollouts is not None and not rounds:  # runners-up are queued while the rollout runs
                 rollout = self._roll_out(self.rollouts, [rows[index] for index, _ in places], sampled, states)
             rounds.append((deciding, Pending((sampled,), lambda arrays: arrays[0].tolist())))
@@ -187,14 +194,15 @@ class DraftForward(Protocol):
             for place, token_id in zip(decided, ids, strict=True):
                 if not token_ids[place] or _may_follow(token_ids[place], token_id, samples[place]):
                     token_ids[place].append(token_id)
-        made = [DraftedToken(tuple(ids), found.get(place)) for place, ids in enumerate(token_ids)]
+        sure_of = confident[0] if confident else [1.0] * len(places)
+        made = [
+            DraftedToken(tuple(ids), found.get(place), confidence=sure_of[place]) for place, ids in enumerate(token_ids)
+        ]
         firsts = iter(range(0, len(places), num_parallel))
-        sure_of = iter(confident[0]) if confident else repeat(1.0)
         return [
             replace(
                 made[first := next(firsts)],
                 state=next(own),
-                confidence=next(sure_of),
                 following=rolled.get(first, tuple(made[first + 1 : first + num_parallel])),
             )
             if row.num_decisions
@@ -217,7 +225,7 @@ class DraftForward(Protocol):
         rolled, at, is_head = [rows[place] for place in places], ids_like(places, winners), self.head is not None
         sequences = []
         for row in rolled:
-            decision = next(_sample_rows(row, 0).decisions())
+            decision = next(sample_rows(row, 0).decisions())
             fed_at, depth = decision.position - is_head, decision.position + 1 - row.num_committed
             sequences.append(RolloutSequence(decision, row.max_tokens - 1, fed_at, row.block_ids, depth))
         decided, confidences, own = rollouts.queue(sequences, winners[at], None if states is None else states[at])
@@ -290,7 +298,7 @@ def open_rollouts(forward: DraftForward, device: str) -> Rollouts | None:
         return None
 
 
-def _sample_rows(row: PathRows, num_ahead: int) -> SampleRows:
+def sample_rows(row: PathRows, num_ahead: int) -> SampleRows:
     assert isinstance(row.sampling, SequenceSampling)
     position = row.start_position + len(row.token_ids) + num_ahead
     # The tokens in between are unknown, and so is what a grammar allows after them.

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.constraints.compiler import GrammarCompiler
-from outrider.engine.arrays import Array, namespace, to_array_like, without_warnings
+from outrider.engine.arrays import Array, ids_like, namespace, to_array_like, without_warnings
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.device import device_type
 from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_batch
@@ -25,7 +25,7 @@ from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.features import HeadRules
 from outrider.speculation.path_tree import DraftedToken
 from outrider.speculation.proposers.base import MAX_SEQUENCES
-from outrider.speculation.proposers.draft_forward import DraftForward, PathRows
+from outrider.speculation.proposers.draft_forward import DraftForward, PathRows, sample_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -178,14 +178,40 @@ class HeadForward(DraftForward):
             return [DraftedToken(()) for _ in rows]
         params = [cast("SequenceSampling", row.sampling).params for row in rows if row.num_decisions]
         temperatures = np.array([[1.0 if each.is_greedy else each.temperature] for each in params], dtype=np.float32)
-        of_next = logits[::num_parallel]
+        winners, confidences = None, None
+        if spec.is_chained:
+            logits, confidences, winners = self._chain(logits, hidden, [row for row in rows if row.num_decisions])
+        if confidences is None:
+            temperatures = to_array_like(np.repeat(temperatures, num_parallel, axis=0), logits)
+            confidences = confidences_of(logits, temperatures, self.steps.target_ids)
         return self._decide(
             logits,
             rows,
             num_parallel=num_parallel,
-            confidences=confidences_of(of_next, to_array_like(temperatures, of_next), self.steps.target_ids),
+            confidences=confidences,
             states=hidden[::num_parallel],
+            chosen=winners,
         )
+
+    def _chain(self, logits: Array, hidden: Array, rows: Sequence[PathRows]) -> tuple[Array, Array | None, Array]:
+        """Decides a block's tokens one after another, each by logits that know the tokens before it.
+
+        `logits`: [len(rows) * num_parallel, draft_vocab_size], and `hidden` [len(rows) * num_parallel, width], of paths
+        that all get decisions. Returns logits [len(rows) * num_parallel, vocab_size], the head's confidences
+        [len(rows) * num_parallel] or None, and the winners [len(rows) * num_parallel] int64 of the races.
+        """
+        assert not isinstance(self.steps, NativeHeadSteps)
+        xp, num_parallel = namespace(logits), self.model.spec.num_parallel
+        previous = ids_like([row.token_ids[-1] for row in rows], logits)[:, None]
+        found, sure = [], []
+        for ahead in range(num_parallel):
+            corrected, confidence = self.steps.logits_after(logits, hidden, previous)
+            winners = self.sampler.decide(corrected, [sample_rows(row, ahead) for row in rows])
+            previous = xp.concat([previous, winners[:, None]], axis=1)
+            found.append(corrected)
+            sure.append(confidence)
+        confidences = None if sure[0] is None else xp.stack(sure, axis=1).reshape(-1)
+        return xp.stack(found, axis=1).reshape(len(logits), -1), confidences, previous[:, 1:].reshape(-1)
 
     def _fed_with(self, row: PathRows, num_parallel_rows: int) -> list[Array]:
         """Returns the inputs of the path's rows and of its parallel rows, as arrays [n, width]."""

@@ -33,10 +33,11 @@ def golden(request, tmp_path):
 
 @pytest.mark.parametrize("num_known_before", [0, 3])
 def test_logits_are_the_owners(golden, num_known_before, monkeypatch):
-    head, seen, decide = opened(golden), [], DraftForward._decide
+    head, seen, sure, decide = opened(golden), [], [], DraftForward._decide
 
     def noting(self, logits, rows, **options):
         seen.append(torch.tensor(logits))
+        sure.append(torch.tensor(options["confidences"]))
         return decide(self, logits, rows, **options)
 
     monkeypatch.setattr(DraftForward, "_decide", noting)
@@ -73,3 +74,5 @@ def test_logits_are_the_owners(golden, num_known_before, monkeypatch):
             state = fed(place, place + 1, states=(state,))
     found = torch.cat(seen)
     assert_logits(found if head.target_ids is None else found[:, head.target_ids], golden.logits)
+    estimated = golden.logits.softmax(-1).amax(-1) if golden.confidences is None else golden.confidences.sigmoid()
+    assert_logits(torch.cat(sure).float(), estimated)

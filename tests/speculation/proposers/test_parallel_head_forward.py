@@ -52,10 +52,11 @@ def proposer(request, head):
     return DraftModelProposer(forward, ProposerInfo(name="toy:tiny"), max_catch_up_rows=7)
 
 
-def drafts_of(proposer, *texts, num_wanted=3, params=GREEDY):
+def drafts_of(proposer, *texts, num_wanted=3, params=GREEDY, min_reach=0.0):
     start = SequenceStart(options=RequestOptions(sampling=params), sample=0, prompt_length=4)
     requests = [
-        ProposalRequest(key, text, num_wanted, start, features=OfText(text)) for key, text in enumerate(texts, start=1)
+        ProposalRequest(key, text, num_wanted, start, features=OfText(text), min_reach=min_reach)
+        for key, text in enumerate(texts, start=1)
     ]
     done = {}
     while len(done) < len(texts):
@@ -94,3 +95,33 @@ def test_it_drafts_no_more_than_one_block(head, proposer):
     text = [5, 6, 7]
     assert drafts_of(proposer, text, num_wanted=9) == [expected(head, text)]
     assert drafts_of(proposer, text, num_wanted=2) == [expected(head, text)[:2]]
+
+
+def test_it_ends_with_the_first_token_that_is_reached_too_rarely(head, proposer):
+    text = [5, 6, 7]
+    assert drafts_of(proposer, text, min_reach=1.0) == [expected(head, text)[:1]]
+
+
+def test_a_later_token_of_a_chained_head_depends_on_those_that_were_drawn(proposer, head):
+    """With other seeds, the first tokens differ, and so do the logits of the others."""
+    hot = [SamplingParams(seed=seed, max_tokens=400, temperature=2.0) for seed in range(12)]
+    seen, decide = [], type(proposer._forward)._decide
+
+    def noting(self, logits, rows, **options):
+        seen.append((options["chosen"], torch.tensor(logits)))
+        return decide(self, logits, rows, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(proposer._forward), "_decide", noting)
+        for params in hot:
+            drafts_of(proposer, [5, 6, 7], params=params)
+            proposer.forget(1)
+    if not head.spec.is_chained:
+        assert all(chosen is None and torch.equal(logits, seen[0][1]) for chosen, logits in seen)
+        return
+    by_first = {}
+    for chosen, logits in seen:
+        by_first.setdefault(int(chosen[0]), []).append(logits)
+    assert len(by_first) > 1
+    assert all(torch.equal(each[1], many[0][1]) for many in by_first.values() for each in many)
+    assert len({tuple(many[0][1].tolist()) for many in by_first.values()}) == len(by_first)
