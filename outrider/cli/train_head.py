@@ -38,6 +38,7 @@ PLAN_ARGUMENTS = {  # for each field of the plan: flag, type, metavariable, help
         "N",
         "number of draft tokens that are trained one after another, each from the head's own outputs; default 4",
     ),
+    "answer_tokens": ("--answer-tokens", int, "N", "answer tokens to write, in place of a quarter of --minutes"),
     "passes": ("--passes", float, "N", "passes over all training texts, in place of a limit of time for them"),
     "batch_tokens": ("--batch-tokens", int, "N", "answer tokens in a training step; default 1024"),
     "feature_gb": ("--feature-gb", float, "N", "disk space for hidden states in GB; default: half of what is free"),

@@ -43,6 +43,7 @@ class TrainingPlan:
     init_from: Path | None = None  # a head to continue from; its feature reduction is not trained
     draft_vocab_size: int = 4096
     num_steps: int = 4  # number of trained draft steps; each but the first uses the head's own states of the one before
+    answer_tokens: int = 0  # number of answer tokens to write; 0: as many as the time allows
     passes: float = 0.0  # number of passes over the training texts; 0: as many as the time allows
     batch_tokens: int = 1024  # answer tokens in a training step
     learning_rate: float = 1.2e-3
@@ -68,8 +69,9 @@ class TrainingPlan:
         for name, value in counts.items():
             if value < 1:
                 raise ConfigError(f"{name} {value} is not at least 1")
-        for name, amount in {"--passes": self.passes, "--feature-gb": self.feature_gb}.items():
-            if not 0 <= amount < 1e6:
+        amounts = {"--passes": self.passes, "--feature-gb": self.feature_gb, "--answer-tokens": self.answer_tokens}
+        for name, amount in amounts.items():
+            if not 0 <= amount < 1e12:
                 raise ConfigError(f"{name} {amount:g} is not 0 or more")
         if not 0 < self.learning_rate < 1:
             raise ConfigError(f"--rate {self.learning_rate:g} is not between 0 and 1")

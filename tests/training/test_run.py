@@ -111,6 +111,21 @@ def test_the_target_writes_its_own_prompts(plan_of, running):
     running.wait_until_nothing_is_held()
 
 
+def test_answers_are_written_until_there_are_enough_tokens(plan_of, running, monkeypatch):
+    monkeypatch.setattr("outrider.training.generate.SAY_SECONDS", 0.0)
+    plan = plan_of(traffic=None, minutes=0.01, answer_tokens=1500, concurrency=4, max_answer_tokens=16)
+    _, said = run(plan, address=running.router_address)
+    answers = list(read_answers(answers_folder(plan)))
+    assert sum(len(answer.response) for answer in answers) >= 1500
+    by_prompt = {}
+    for answer in answers:
+        by_prompt.setdefault(tuple(answer.prompt), []).append(answer.temperature)
+    assert [0.0, 0.7] in by_prompt.values()
+    assert [0.0, 1.0] in by_prompt.values()
+    assert re.search(r"answers: \d+ tokens, \d+ tokens/s, \d+ minutes left", said)
+    running.wait_until_nothing_is_held()
+
+
 @pytest.mark.full
 def test_prompts_of_a_file_are_answered_once_over_runs(plan_of, running, tmp_path):
     lines = [json.dumps({"text": f"question {number}", "kind": "ab"[number % 2]}) for number in range(12)]
