@@ -92,7 +92,7 @@ async def test_what_the_target_wrote_becomes_a_prompt_of_its_kind():
     client = TokenizingClient(CHAT_TEMPLATE)
     rng = random.Random(1)
     prompts = [await write_prompt(client, rng, ()) for _ in range(40)]
-    assert {kind for kind, _ in prompts} == {"chat", "code", "text"}
+    assert {kind for kind, _ in prompts} == {"chat", "code", "text", "json", "maths", "languages"}
     texts = [client.text(token_ids) for _, token_ids in prompts]
     assert all(text.endswith("please.<|im_end|>\n<|im_start|>assistant\n") for text in texts)
     assert len(set(texts)) > 15  # they open with different words
@@ -104,7 +104,7 @@ async def test_what_the_target_wrote_becomes_a_prompt_of_its_kind():
 async def test_users_paste_what_the_target_has_answered():
     client, rng = TokenizingClient(CHAT_TEMPLATE), random.Random(1)
     answers = ["too short to be pasted", "An article about rivers. " * 20]
-    prompts = [await write_prompt(client, rng, answers) for _ in range(200)]
+    prompts = [await write_prompt(client, rng, answers) for _ in range(400)]
     assert not any("too short" in client.text(token_ids) for _, token_ids in prompts)
     pasted = [kind for kind, token_ids in prompts if "about rivers" in client.text(token_ids)]
     assert set(pasted) == {"text"}
