@@ -40,6 +40,7 @@ PLAN_ARGUMENTS = {  # for each field of the plan: flag, type, metavariable, help
     ),
     "num_layers": ("--layers", int, "N", "decoder layers of a dspark head; default 1"),
     "rank": ("--rank", int, "N", "rank of the part of a dspark head that knows the token before; default 64"),
+    "answer_tokens": ("--answer-tokens", int, "N", "answer tokens to write, in place of a quarter of --minutes"),
     "passes": ("--passes", float, "N", "passes over all training texts, in place of a limit of time for them"),
     "batch_tokens": ("--batch-tokens", int, "N", "answer tokens in a training step; default 1024"),
     "feature_gb": ("--feature-gb", float, "N", "disk space for hidden states in GB; default: half of what is free"),

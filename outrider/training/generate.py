@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import deque
 from pathlib import Path
@@ -11,12 +12,15 @@ from outrider.answer import Completion
 from outrider.client import AsyncClient
 from outrider.errors import InvalidRequestError, OutriderError
 from outrider.training.answer_files import AnswerWriter, KeptAnswer, read_answers
-from outrider.training.plan import SEED, PhaseClock, Progress, TrainingPlan
+from outrider.training.dataset import prompt_key
+from outrider.training.plan import SEED, PhaseClock, Progress, Say, TrainingPlan
 from outrider.training.prompts import TrainingPrompt, read_prompts, tokenize, write_prompt
 
-TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
-"""The temperature of each answer is drawn uniformly from these. Greedy answers teach the likeliest tokens, sampled ones
-the others.
+SAMPLED = (0.7, 1.0)
+TEMPERATURES = (0.0, 0.0, *SAMPLED)
+"""The temperature of an answer to a given prompt is drawn uniformly from these. Greedy answers teach the likeliest
+tokens, sampled ones the others. To a prompt of its own, which costs the target 0.4 tokens for each token of an answer,
+it writes one greedy answer and one sampled answer: a sixth more answer tokens in the same time.
 """
 MAX_ANSWERS_BYTES = 512 << 20
 MIN_RESPONSE_TOKENS = 8
@@ -26,27 +30,35 @@ MAX_EXTRA_SECONDS = 600.0  # maximum time that the phase may continue to reach `
 MAX_FAILURES_IN_A_ROW = 8  # consecutive failed requests after which a task gives up
 RETRY_SECONDS = 0.5
 REPORT_SECONDS = 1.0
+SAY_SECONDS = 60.0
 
 
 def answers_folder(plan: TrainingPlan) -> Path:
     return plan.work / "answers"
 
 
-def write_answers(plan: TrainingPlan, address: str, clock: PhaseClock, *, seconds: float, progress: Progress) -> None:
-    """Sends requests to the cluster at `address` until the phase has taken `seconds` or the prompt file is used up.
+def write_answers(
+    plan: TrainingPlan, address: str, clock: PhaseClock, *, seconds: float, say: Say, progress: Progress
+) -> None:
+    """Sends requests to the cluster at `address` until there are `plan.answer_tokens` or, if that is 0, until the phase
+    has taken `seconds`. Ends earlier if the prompt file is used up.
 
     Raises: OutriderError if requests keep failing.
     """
-    asyncio.run(_Asking(plan, clock, seconds, progress).run(address))
+    asyncio.run(_Asking(plan, clock, seconds, say, progress).run(address))
 
 
 class _Asking:
     """Runs many concurrent requests and writes each answer as it arrives."""
 
-    def __init__(self, plan: TrainingPlan, clock: PhaseClock, seconds: float, progress: Progress) -> None:
-        self._plan, self._clock, self._seconds, self._progress = plan, clock, seconds, progress
+    def __init__(self, plan: TrainingPlan, clock: PhaseClock, seconds: float, say: Say, progress: Progress) -> None:
+        self._plan, self._clock, self._seconds = plan, clock, seconds
+        self._say, self._progress = say, progress
         folder = answers_folder(plan)
-        self._known = {tuple(answer.prompt) for answer in read_answers(folder)}
+        self._known: set[bytes] = set()  # keys of prompts that have answers
+        self._num_answers = self._num_tokens = 0
+        for answer in read_answers(folder):
+            self._count(answer)
         # The seed changes after each interruption, so that the same prompts are not written again.
         self._rng = random.Random(f"{SEED} {len(self._known)}")  # noqa: S311 no secret
         self._given = None if plan.prompts is None else iter(read_prompts(plan.prompts))
@@ -58,6 +70,7 @@ class _Asking:
             work = {asyncio.create_task(self._work(client)) for _ in range(self._plan.concurrency)}
             left = work
             try:
+                said_at, num_before = self._clock.seconds, self._num_tokens
                 while left and (seconds_left := self._seconds_left()) > 0:
                     done, left = await asyncio.wait(
                         work, timeout=min(REPORT_SECONDS, seconds_left), return_when=asyncio.FIRST_EXCEPTION
@@ -65,17 +78,40 @@ class _Asking:
                     for each in done:
                         each.result()
                     self._clock.keep()
-                    seconds = self._clock.seconds
-                    self._progress("answers, seconds", int(seconds), int(max(self._seconds, seconds)))
+                    self._show_progress()
+                    if (passed := self._clock.seconds - said_at) >= SAY_SECONDS:
+                        self._say_rate((self._num_tokens - num_before) / passed)
+                        said_at, num_before = self._clock.seconds, self._num_tokens
             finally:
                 for each in work:
                     each.cancel()
                 await asyncio.gather(*work, return_exceptions=True)
                 self._writer.close()
 
+    def _show_progress(self) -> None:
+        if self._plan.answer_tokens:
+            amounts = self._num_tokens // 1000, self._plan.answer_tokens // 1000
+            self._progress("answers, thousand tokens", *amounts)
+        else:
+            seconds = self._clock.seconds
+            self._progress("answers, seconds", int(seconds), int(max(self._seconds, seconds)))
+
+    def _say_rate(self, rate: float) -> None:
+        left = self._seconds_left()
+        if self._plan.answer_tokens:
+            left = (self._plan.answer_tokens - self._num_tokens) / rate if rate else math.inf
+        self._say(f"answers: {self._num_tokens} tokens, {rate:.0f} tokens/s, {max(left, 0) / 60:.0f} minutes left")
+
+    def _count(self, answer: KeptAnswer) -> None:
+        self._known.add(prompt_key(answer.prompt))
+        self._num_answers += 1
+        self._num_tokens += len(answer.response)
+
     def _seconds_left(self) -> float:
         """Returns the remaining seconds of the phase, plus `MAX_EXTRA_SECONDS` while there are too few answers."""
-        extra = MAX_EXTRA_SECONDS if len(self._known) < MIN_ANSWERS else 0.0
+        if self._plan.answer_tokens:
+            return 0.0 if self._num_tokens >= self._plan.answer_tokens else math.inf
+        extra = MAX_EXTRA_SECONDS if self._num_answers < MIN_ANSWERS else 0.0
         return self._seconds + extra - self._clock.seconds
 
     async def _work(self, client: AsyncClient) -> None:
@@ -86,8 +122,10 @@ class _Asking:
                 prompt = prompt or await self._next_prompt(client)
                 if prompt is None:
                     return
-                if tuple(prompt[1]) not in self._known:
-                    await self._answer(client, *prompt)
+                if prompt_key(prompt[1]) not in self._known:
+                    own = 0.0, self._rng.choice(SAMPLED)
+                    for temperature in own if self._given is None else [self._rng.choice(TEMPERATURES)]:
+                        await self._answer(client, *prompt, temperature)
                 prompt, failures = None, 0
             except OutriderError as error:
                 failures += 1
@@ -106,8 +144,7 @@ class _Asking:
             return kind, await tokenize(client, chat)
         return None
 
-    async def _answer(self, client: AsyncClient, kind: str, token_ids: list[int]) -> None:
-        temperature = self._rng.choice(TEMPERATURES)
+    async def _answer(self, client: AsyncClient, kind: str, token_ids: list[int], temperature: float) -> None:
         result = await client.complete(
             token_ids,
             temperature=temperature,
@@ -118,8 +155,9 @@ class _Asking:
             self._pasted.append(result.text)
         response = _whole(result.completions[0])
         if len(response) >= MIN_RESPONSE_TOKENS or self._given is not None:
-            self._known.add(tuple(token_ids))
-            self._writer.append(KeptAnswer(token_ids, response, temperature, kind))
+            answer = KeptAnswer(token_ids, response, temperature, kind)
+            self._writer.append(answer)
+            self._count(answer)
 
 
 def _whole(completion: Completion) -> list[int]:

@@ -46,6 +46,7 @@ class TrainingPlan:
     num_steps: int = 4  # number of trained draft steps; of a dspark head: the tokens of its block
     num_layers: int = 1  # decoder layers of a dspark head
     rank: int = 64  # rank of a dspark head's Markov head
+    answer_tokens: int = 0  # number of answer tokens to write; 0: as many as the time allows
     passes: float = 0.0  # number of passes over the training texts; 0: as many as the time allows
     batch_tokens: int = 1024  # answer tokens in a training step
     learning_rate: float = 1.2e-3
@@ -73,8 +74,9 @@ class TrainingPlan:
         for name, value in counts.items():
             if value < 1:
                 raise ConfigError(f"{name} {value} is not at least 1")
-        for name, amount in {"--passes": self.passes, "--feature-gb": self.feature_gb}.items():
-            if not 0 <= amount < 1e6:
+        amounts = {"--passes": self.passes, "--feature-gb": self.feature_gb, "--answer-tokens": self.answer_tokens}
+        for name, amount in amounts.items():
+            if not 0 <= amount < 1e12:
                 raise ConfigError(f"{name} {amount:g} is not 0 or more")
         if not 0 < self.learning_rate < 1:
             raise ConfigError(f"--rate {self.learning_rate:g} is not between 0 and 1")

@@ -1,4 +1,4 @@
-"""Draws the learning curve out/training.svg: loss and held-out acceptance over time."""
+"""Draws the learning curve out/training.svg: loss and held-out acceptance over time, also by kind of text."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ INK, QUIET = "#1c2733", "#5b6673"
 
 
 def draw(history: Sequence[HistoryPoint], title: str) -> str:
-    """Returns an SVG of two panels, whose axes begin at zero."""
+    """Returns an SVG of three panels, whose axes begin at zero."""
     losses = {
         "training": [point.loss[0] for point in history],
         "held out": [point.held_out_loss[0] for point in history],
     }
     by_position = zip(*(point.acceptance for point in history), strict=True)
     shares = {f"position {position}": list(values) for position, values in enumerate(by_position, 1)}
+    by_kind = {kind: [point.kinds[kind][1][0] for point in history] for kind in history[-1].kinds}
     times = [point.seconds / 60 for point in history]
-    width, height = 2 * (WIDTH + MARGIN) + GAP, HEIGHT + 2 * MARGIN
+    width, height = 3 * (WIDTH + MARGIN + GAP) - GAP, HEIGHT + 2 * MARGIN
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-size="12"',
@@ -31,6 +32,7 @@ def draw(history: Sequence[HistoryPoint], title: str) -> str:
             _text(MARGIN, 20, title),
             *_panel("loss of the first draft token", times, losses, MARGIN),
             *_panel("held-out acceptance", times, shares, 2 * MARGIN + WIDTH + GAP, highest=1.0),
+            *_panel("of the first position, by kind", times, by_kind, 3 * MARGIN + 2 * (WIDTH + GAP), highest=1.0),
             "</svg>\n",
         ]
     )

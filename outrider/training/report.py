@@ -15,6 +15,7 @@ from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, open_head_forward
 from outrider.training.hidden_states import CLIENTS, CONTEXT_TOKENS, cache_flush, median_seconds
 from outrider.training.replay import BOTH, HEAD, LOOKUP, SOURCES, Results
+from outrider.training.trainer import HistoryPoint
 
 ALL = "all kinds"
 MAX_TEMPERATURES = 3
@@ -51,10 +52,11 @@ def write_report(
     results: Results,
     row_seconds: Sequence[Sequence[float]],
     head_seconds: Sequence[float],
+    point: HistoryPoint,
     *,
     num_at_once: int = 1,
 ) -> str:
-    """Returns the report as Markdown. `lines`: facts about the run.
+    """Returns the report as Markdown. `lines`: facts about the run. `point`: the figures of the head in training.
 
     `row_seconds` and `head_seconds` have one entry per number of CLIENTS: the first as in `speedup`, and the seconds of
     one draft step. `num_at_once`: the number of tokens that it drafts.
@@ -90,7 +92,14 @@ def write_report(
             ],
         )
         parts.append("")
+    watched = point.kinds | {ALL: [point.held_out_loss, point.acceptance]}
+    parts += ["## Held-out texts", "", "By kind of text: loss of the first position; acceptance by position.", ""]
+    parts += _table(
+        ["", "loss", *map(str, range(1, len(point.acceptance) + 1))],
+        [[kind, *map(_figure, (losses[0], *shares))] for kind, (losses, shares) in watched.items()],
+    )
     parts += [
+        "",
         "## Costs on this machine",
         "",
         "Milliseconds per step, by number of clients and rows per client, and per draft step of the head.",

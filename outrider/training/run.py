@@ -85,10 +85,11 @@ def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress
         if plan.traffic is None and ANSWERS not in state.done:
             seconds = ANSWERS_SHARE * plan.seconds
             own = "writes prompts and " if plan.prompts is None else ""
-            say_and_keep(f"answers: the target {own}answers for {seconds:.0f} s")
+            amount = f"{plan.answer_tokens} tokens" if plan.answer_tokens else f"for {seconds:.0f} s"
+            say_and_keep(f"answers: the target {own}answers {amount}")
             # The later phases run without the cluster, which would make torch three to four times as slow.
             with serve() as address, state.phase(ANSWERS) as clock:
-                write_answers(plan, address, clock, seconds=seconds, progress=progress)
+                write_answers(plan, address, clock, seconds=seconds, say=say_and_keep, progress=progress)
         if FEATURES not in state.done:
             with state.phase(FEATURES) as clock:
                 state.row_seconds = _begin_features(plan, target, taps, clock, say_and_keep, progress)
@@ -203,6 +204,7 @@ def _train(
         results,
         state.row_seconds,
         measure_head(plan.out, plan.model, limit_seconds=plan.measure_seconds),
+        best,
         num_at_once=plan.num_steps if plan.form == "dspark" else 1,
     )
     write_atomically(plan.out / "report.md", report)

@@ -124,7 +124,7 @@ class Student:
             chains.positions,
             first_needed=first_needed,
         )
-        hidden = self._head.forward(rows, partial(_attend, chains))
+        hidden = self._head.forward(rows, partial(_attend, chains, first_needed))
         chains.hidden = hidden[num_context - first_needed :]
         chains.positions = chains.positions[num_context:] + 1
         chains.depth += 1
@@ -198,22 +198,26 @@ class Student:
         write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
-def _attend(chains: Chains, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Implements `Attend` for one step of all chains, text by text."""
+def _attend(
+    chains: Chains, skipped: int, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> Tensor:
+    """Implements `Attend` for one step of all chains, text by text. The first `skipped` rows need no result."""
     group = query.shape[1] // key.shape[1]
     keys, values = (_by_text(chains, each.repeat_interleave(group, 1)) for each in (key, value))
     steps = chains.keys_values.setdefault(layer, [])
     steps.append(list(zip(keys, values, strict=True)))
-    queries = _by_text(chains, query)
-    if chains.depth:
-        texts = zip(queries, zip(*steps, strict=True), strict=True)
-        return torch.cat([_over_steps(each, own, scaling).transpose(0, 1) for each, own in texts])
-    parts = []
-    for text, rows in enumerate(zip(queries, keys, values, strict=True)):
-        one, two, three = (each[None] for each in rows)
-        seen = functional.scaled_dot_product_attention(one, two, three, is_causal=True, scale=scaling)
-        parts.append(seen[0].transpose(0, 1).split([chains.contexts[text], chains.lengths[text]]))
-    return torch.cat([part for place in (0, 1) for part in (each[place] for each in parts)])
+    is_whole = not chains.depth and not skipped
+    if is_whole:
+        queries = _by_text(chains, query)
+    else:
+        queries = [part.transpose(0, 1) for part in query[skipped:].split(list(chains.lengths))]
+    texts = zip(queries, zip(*steps, strict=True), strict=True)
+    # torch's own attention takes several times as long for texts of some hundred tokens in bfloat16 on a CPU.
+    seen = [_over_steps(each, own, scaling).transpose(0, 1) for each, own in texts]
+    if not is_whole:
+        return torch.cat([torch.zeros_like(query[:skipped]), *seen])
+    contexts = [each[:size] for each, size in zip(seen, chains.contexts, strict=True)]
+    return torch.cat([*contexts, *(each[size:] for each, size in zip(seen, chains.contexts, strict=True))])
 
 
 def _by_text(chains: Chains, rows: Tensor) -> list[Tensor]:
@@ -228,7 +232,7 @@ def _by_text(chains: Chains, rows: Tensor) -> list[Tensor]:
 def _over_steps(query: Tensor, steps: Sequence[tuple[Tensor, Tensor]], scaling: float) -> Tensor:
     """Attends over a text's true rows and each chain's own steps. `steps`: the keys and values of both, in this order.
 
-    `query`: [num_heads, num_chains, head_dim]. Returns the same shape.
+    `query`: [num_heads, num_chains, head_dim], of the text's last chains. Returns the same shape.
     """
     (keys, values), *own = steps
     num_chains, num_rows = query.shape[1], keys.shape[1]

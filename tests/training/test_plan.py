@@ -19,6 +19,7 @@ from outrider.training.plan import RunState, only_run
         ({"rank": 0}, "--rank 0"),
         ({"batch_tokens": 0}, "--batch-tokens 0"),
         ({"passes": -1}, "--passes -1"),
+        ({"answer_tokens": -1}, "--answer-tokens -1"),
         ({"feature_gb": float("nan")}, "--feature-gb nan"),
         ({"learning_rate": float("nan")}, "--rate nan"),
         ({"form": "mlp", "init_from": "x"}, "--init-from"),

@@ -12,6 +12,7 @@ from outrider.training.hidden_states import CLIENTS, median_seconds
 from outrider.training.replay import HEAD, LOOKUP, noise_given, replay, walk
 from outrider.training.report import acceptance, speedup, tokens_per_step, write_report
 from outrider.training.student import Student
+from outrider.training.trainer import HistoryPoint
 from tests.training.toy import HIDDEN, VOCAB, ToyTarget, toy_dataset, toy_student
 
 TEXT = [9, 9, 1, 2, 3, 4, 5, 6, 7, 8]  # a prompt of two tokens, an answer of eight
@@ -105,12 +106,16 @@ def test_a_sampled_answer_is_drafted_with_the_noise_that_drew_it(plan_of):
 STEPS = np.array([[[2, 8, 0], [2, 6, 2]]] * 3)  # numbers of steps by source, k - 1 and number of right tokens
 ROW_SECONDS = [[0.010, 0.012, 0.014]] * len(CLIENTS)
 HEAD_SECONDS = [0.002] * len(CLIENTS)
+POINT = HistoryPoint(
+    seconds=9.0, step=7, passes=0.5, loss=[2.0], held_out_loss=[2.5], acceptance=[0.4], kinds={"chat": [[2.25], [0.3]]}
+)
 
 
 def test_the_report_says_what_was_counted():
     assert speedup(1.8, 2, ROW_SECONDS[0], 2 * 0.002) == pytest.approx(1.8 * 0.010 / 0.018)
-    report = write_report("toy", ["a fact"], {("chat", 0.0): STEPS}, ROW_SECONDS, HEAD_SECONDS)
+    report = write_report("toy", ["a fact"], {("chat", 0.0): STEPS}, ROW_SECONDS, HEAD_SECONDS, POINT)
     assert "- a fact" in report
+    assert "| chat | 2.25 | 0.30 |\n| all kinds | 2.50 | 0.40 |" in report
     assert "| head | 1.80 | 2.00 |" in report  # 18 / 10, 20 / 10
     assert "| chat | 0.80 | 0.25 |" in report  # 8 of 10, 2 of 8
     assert f"| chat | {1.8 * 10 / 12:.2f} (lookup, k = 1) |" in report  # as good as with the head, and free
@@ -120,16 +125,16 @@ def test_the_report_says_what_was_counted():
 
 def test_a_head_that_drafts_at_once_is_paid_once_a_step():
     steps = np.array([[[2, 8, 0], [0, 1, 9]]] * 3)
-    report = write_report("toy", [], {("chat", 0.0): steps}, ROW_SECONDS, HEAD_SECONDS, num_at_once=2)
+    report = write_report("toy", [], {("chat", 0.0): steps}, ROW_SECONDS, HEAD_SECONDS, POINT, num_at_once=2)
     assert f"| chat | {2.9 * 10 / 14:.2f} (lookup, k = 2) |" in report
     steps[LOOKUP] = [[9, 1, 0], [9, 1, 0]]
-    report = write_report("toy", [], {("chat", 0.0): steps}, ROW_SECONDS, HEAD_SECONDS, num_at_once=2)
+    report = write_report("toy", [], {("chat", 0.0): steps}, ROW_SECONDS, HEAD_SECONDS, POINT, num_at_once=2)
     assert f"| chat | {2.9 * 10 / 16:.2f} (lookup, then head, k = 2) |" in report
 
 
 def test_all_kinds_are_summed_whatever_they_are_called():
     results = {("all", 0.0): STEPS, ("a|b", 0.0): np.array([[[8, 2, 0], [6, 2, 2]]] * 3)}
-    report = write_report("toy", [], results, ROW_SECONDS, HEAD_SECONDS)
+    report = write_report("toy", [], results, ROW_SECONDS, HEAD_SECONDS, POINT)
     assert "Kinds of held-out answers: all / a|b / all kinds." in report
     assert "| head | 1.80 / 1.20 / 1.50 | 2.00 / 1.60 / 1.80 |" in report
     assert r"| a\|b | 0.40 | 0.50 |" in report
@@ -138,7 +143,7 @@ def test_all_kinds_are_summed_whatever_they_are_called():
 def test_of_many_temperatures_the_most_frequent_are_reported():
     """Answers from traffic may have many temperatures and are all of one kind."""
     results = {("traffic", temperature / 10): (1 + (temperature > 5)) * STEPS for temperature in range(1, 9)}
-    report = write_report("toy", [], results, ROW_SECONDS, HEAD_SECONDS)
+    report = write_report("toy", [], results, ROW_SECONDS, HEAD_SECONDS, POINT)
     found = [line for line in report.splitlines() if line.startswith("## Tokens")]
     assert [line.split()[5] for line in found] == ["0.6,", "0.7,", "0.8,"]
 

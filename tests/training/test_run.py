@@ -66,6 +66,29 @@ def test_a_head_from_kept_answers(plan_of, tiny_model, form):
     assert again.splitlines()[:5] == report.splitlines()[:5]
 
 
+def test_hidden_states_that_do_not_fit_on_the_disk_are_computed_when_they_are_needed(plan_of):
+    whole = plan_of(passes=2, minutes=0.05)
+    run(whole)
+    features = features_folder(whole)
+    sizes = [path.stat().st_size for path in features.glob("*.bin")]
+    assert len(sizes) == 2  # held-out and other texts
+    bound = 0.6 * sum(sizes)
+    plan = plan_of(passes=2, minutes=0.05, feature_gb=bound / 1e9, out=whole.out.with_name("part"))
+    seen = []
+
+    def watch(stage, *_):
+        seen.append(sum(path.stat().st_size for path in features_folder(plan).glob("*.bin")))
+
+    report, said = run(plan, progress=watch)
+    assert max(seen) <= bound
+    assert "will be computed in each pass" in said
+    assert "2.00 passes" in report
+    first, second = Dataset(features), Dataset(features_folder(plan))
+    last = len(second) - 1
+    assert len(first) == len(second)
+    torch.testing.assert_close(second.hidden(last), first.hidden(last))
+
+
 @pytest.mark.full
 def test_a_run_that_has_ended_learns_on_when_it_is_given_more_time(plan_of):
     def num_steps(report):
@@ -108,6 +131,21 @@ def test_the_target_writes_its_own_prompts(plan_of, running):
     assert {answer.temperature for answer in answers} <= {0.0, 0.7, 1.0}
     assert all(8 <= len(answer.response) <= 16 for answer in answers)
     assert "writes prompts" in said
+    running.wait_until_nothing_is_held()
+
+
+def test_answers_are_written_until_there_are_enough_tokens(plan_of, running, monkeypatch):
+    monkeypatch.setattr("outrider.training.generate.SAY_SECONDS", 0.0)
+    plan = plan_of(traffic=None, minutes=0.01, answer_tokens=1500, concurrency=4, max_answer_tokens=16)
+    _, said = run(plan, address=running.router_address)
+    answers = list(read_answers(answers_folder(plan)))
+    assert sum(len(answer.response) for answer in answers) >= 1500
+    by_prompt = {}
+    for answer in answers:
+        by_prompt.setdefault(tuple(answer.prompt), []).append(answer.temperature)
+    assert [0.0, 0.7] in by_prompt.values()
+    assert [0.0, 1.0] in by_prompt.values()
+    assert re.search(r"answers: \d+ tokens, \d+ tokens/s, \d+ minutes left", said)
     running.wait_until_nothing_is_held()
 
 
