@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from decode_node.drafting import book as book_module
-from decode_node.drafting.draft_nodes import MAX_UNSOLICITED_IN_A_ROW
+from outrider.drafting import book as book_module
+from outrider.drafting.draft_nodes import MAX_UNSOLICITED_IN_A_ROW
 from outrider.request import VerificationMethod
 from outrider.speculation.prefix_hash import prefix_hash
-from tests.decode_node.drafting.books import Book, answer_to, catching_up, unknown_prefix
+from tests.drafting.books import Book, answer_to, catching_up, unknown_prefix
 
 
 @pytest.fixture

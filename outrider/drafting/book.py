@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from decode_node.drafting.draft_nodes import DraftNodes, DraftNodeState
-from decode_node.drafting.drafted_sequence import Assignment, DraftedSequence, UnackedFeatures
+from outrider.drafting.draft_nodes import DraftNodes, DraftNodeState
+from outrider.drafting.drafted_sequence import Assignment, DraftedSequence, UnackedFeatures
 from outrider.speculation.draft_stream import (
     MAX_FEATURE_BYTES_PER_MESSAGE,
     DraftStatus,
