@@ -1,0 +1,127 @@
+"""A proposer for vLLM's hook `custom_class`, which gets its drafts from draft nodes (docs/drafting.md).
+
+    vllm serve MODEL \
+      --speculative-config '{"method": "custom_class", "model": "outrider.integrations.vllm.Proposer",
+                             "num_speculative_tokens": 4}' \
+      --additional-config '{"outrider": {"draft_nodes": ["127.0.0.1:50054"]}}'
+
+vLLM verifies the drafts itself. The hook gives token ids and no hidden states, so a draft node with a head is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.drafting.client import MAX_WAIT_SECONDS, Client, vocabulary_of
+from outrider.errors import OutriderError
+from outrider.rpc.tls import PeerSecurity, SecurityConfig, TlsConfig
+
+TOKENIZER_FILE = "tokenizer.json"
+
+_log = logging.getLogger("vllm.outrider")  # below vLLM's own logger, which has a handler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposerSettings:
+    """`outrider` in vLLM's `additional_config`."""
+
+    draft_nodes: Sequence[str]  # "host:port" of each
+    vocabulary: str = ""  # the fingerprint of the vocabulary; empty: that of the model's tokenizer.json
+    max_wait_seconds: float = MAX_WAIT_SECONDS
+    tls: Mapping[str, str] | None = None  # files: certificate, private_key, authority; None: plaintext
+    peer_name: str = SecurityConfig().peer_name  # name in the draft nodes' certificates
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> ProposerSettings:
+        """Raises: ValueError if the settings are missing or unknown."""
+        found = (vllm_config.additional_config or {}).get("outrider") or {}
+        known = {field.name for field in fields(cls)}
+        if not found.get("draft_nodes") or found.keys() - known:
+            raise ValueError(
+                f"additional_config needs outrider with draft_nodes, a list of HOST:PORT, and knows "
+                f"{', '.join(sorted(known))}; it has {found}"
+            )
+        return cls(**found)
+
+    def security(self) -> PeerSecurity:
+        tls = TlsConfig(**{name: Path(file) for name, file in (self.tls or {}).items()})
+        return PeerSecurity(SecurityConfig(tls=tls, peer_name=self.peer_name))
+
+
+class Proposer:
+    """The class that vLLM 0.31 to 0.32 makes by its `speculative_config`, and asks once after each step."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Begins to connect. Raises: ValueError for wrong settings, ConfigError for unreadable certificates."""
+        settings, model = ProposerSettings.of(vllm_config), vllm_config.model_config
+        self._num_tokens: int = vllm_config.speculative_config.num_speculative_tokens
+        self._is_broken = False
+        self._client = Client(
+            settings.draft_nodes,
+            vocabulary=settings.vocabulary or _vocabulary(model),
+            vocab_size=model.get_vocab_size(),
+            max_model_len=model.max_model_len,
+            name=f"vllm@{socket.gethostname()}:{os.getpid()}",
+            max_wait_seconds=settings.max_wait_seconds,
+            security=settings.security(),
+            logger=_log,
+        )
+
+    def load_model(self, *_args: Any, **_fields: Any) -> None:
+        """Loads nothing: drafters are in draft nodes."""
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: npt.NDArray[np.int32],
+        token_ids_cpu: npt.NDArray[np.int32],
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Returns a draft for each row of the batch; empty where there is none. Never raises.
+
+        Args:
+            sampled_token_ids: what the step has committed for each row; empty for a prompt that is not read entirely.
+            num_tokens_no_spec: tokens of each row, those included: [at least number of rows].
+            token_ids_cpu: these tokens: [at least number of rows, max_model_len].
+            slot_mappings: not used.
+        """
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if self._is_broken:
+            return drafts
+        rows = [row for row, sampled in enumerate(sampled_token_ids) if sampled]
+        try:
+            found = self._client.propose(
+                [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in rows], num_tokens=self._num_tokens
+            )
+        except Exception:  # noqa: BLE001 the engine must not end because of a drafter
+            _log.exception("no more drafts: the client of draft nodes has failed")
+            self._is_broken = True
+            return drafts
+        for row, draft in zip(rows, found, strict=True):
+            drafts[row] = draft
+        return drafts
+
+
+def _vocabulary(model_config: Any) -> str:
+    """Returns the fingerprint of the model's tokenizer; empty if it has no tokenizer.json, which lookups do without."""
+    try:
+        path = Path(model_config.tokenizer) / TOKENIZER_FILE
+        if not path.is_file():
+            from huggingface_hub import hf_hub_download
+
+            path = Path(
+                hf_hub_download(model_config.tokenizer, TOKENIZER_FILE, revision=model_config.tokenizer_revision)
+            )
+        return vocabulary_of(path.read_bytes())
+    except (OSError, ValueError, ImportError, OutriderError) as error:
+        _log.warning("no %s (%s): draft models need the setting `vocabulary`", TOKENIZER_FILE, error)
+        return ""
