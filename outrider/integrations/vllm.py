@@ -1,9 +1,7 @@
 """A proposer for vLLM's hook `custom_class`, which gets its drafts from draft nodes (docs/drafting.md).
 
-    vllm serve MODEL \
-      --speculative-config '{"method": "custom_class", "model": "outrider.integrations.vllm.Proposer",
-                             "num_speculative_tokens": 4}' \
-      --additional-config '{"outrider": {"draft_nodes": ["127.0.0.1:50054"]}}'
+    OUTRIDER_DRAFT_NODES=127.0.0.1:50054 vllm serve MODEL --speculative-config \
+      '{"method": "custom_class", "model": "outrider.integrations.vllm.Proposer", "num_speculative_tokens": 4}'
 
 vLLM verifies the drafts itself. The hook gives token ids and no hidden states, so a draft node with a head is refused.
 """
@@ -25,6 +23,10 @@ from outrider.drafting.client import MAX_WAIT_SECONDS, Client, vocabulary_of
 from outrider.errors import OutriderError
 from outrider.rpc.tls import PeerSecurity, SecurityConfig, TlsConfig
 
+DRAFT_NODES_VARIABLE = "OUTRIDER_DRAFT_NODES"
+"""HOST:PORT of each draft node, separated by commas. In `additional_config`, a new address would make vLLM compile the
+model again.
+"""
 TOKENIZER_FILE = "tokenizer.json"
 
 _log = logging.getLogger("vllm.outrider")  # below vLLM's own logger, which has a handler
@@ -32,9 +34,8 @@ _log = logging.getLogger("vllm.outrider")  # below vLLM's own logger, which has 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerSettings:
-    """`outrider` in vLLM's `additional_config`."""
+    """`outrider` in vLLM's `additional_config`. Everything has a default."""
 
-    draft_nodes: Sequence[str]  # "host:port" of each
     vocabulary: str = ""  # the fingerprint of the vocabulary; empty: that of the model's tokenizer.json
     max_wait_seconds: float = MAX_WAIT_SECONDS
     tls: Mapping[str, str] | None = None  # files: certificate, private_key, authority; None: plaintext
@@ -42,14 +43,11 @@ class ProposerSettings:
 
     @classmethod
     def of(cls, vllm_config: Any) -> ProposerSettings:
-        """Raises: ValueError if the settings are missing or unknown."""
+        """Raises: ValueError for unknown settings."""
         found = (vllm_config.additional_config or {}).get("outrider") or {}
         known = {field.name for field in fields(cls)}
-        if not found.get("draft_nodes") or found.keys() - known:
-            raise ValueError(
-                f"additional_config needs outrider with draft_nodes, a list of HOST:PORT, and knows "
-                f"{', '.join(sorted(known))}; it has {found}"
-            )
+        if unknown := found.keys() - known:
+            raise ValueError(f"additional_config.outrider has {', '.join(sorted(unknown))}, not {sorted(known)}")
         return cls(**found)
 
     def security(self) -> PeerSecurity:
@@ -58,15 +56,21 @@ class ProposerSettings:
 
 
 class Proposer:
-    """The class that vLLM 0.31 to 0.32 makes by its `speculative_config`, and asks once after each step."""
+    """The class that vLLM 0.32 makes by its `speculative_config`, and asks once after each step."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Begins to connect. Raises: ValueError for wrong settings, ConfigError for unreadable certificates."""
+        """Begins to connect.
+
+        Raises: ValueError without draft nodes or for unknown settings, ConfigError for unreadable certificates.
+        """
+        targets = list(filter(None, map(str.strip, os.environ.get(DRAFT_NODES_VARIABLE, "").split(","))))
+        if not targets:
+            raise ValueError(f"{DRAFT_NODES_VARIABLE} must have HOST:PORT of each draft node, separated by commas")
         settings, model = ProposerSettings.of(vllm_config), vllm_config.model_config
         self._num_tokens: int = vllm_config.speculative_config.num_speculative_tokens
         self._is_broken = False
         self._client = Client(
-            settings.draft_nodes,
+            targets,
             vocabulary=settings.vocabulary or _vocabulary(model),
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from outrider.drafting import vocabulary_of
-from outrider.integrations.vllm import Proposer
+from outrider.integrations.vllm import DRAFT_NODES_VARIABLE, Proposer
 from tests.decode_node.drafting.streams import draft_node, unused_port
 from tests.support.scripted_proposer import ScriptedProposer
 from tests.support.waiting import wait_for
@@ -72,12 +72,12 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def start(folder):
+def start(folder, monkeypatch):
     runners = []
 
     def begin(*ports, **settings):
-        nodes = [f"127.0.0.1:{port}" for port in ports]
-        runners.append(Runner(config({"outrider": {"draft_nodes": nodes, **settings}}, folder)))
+        monkeypatch.setenv(DRAFT_NODES_VARIABLE, ", ".join(f"127.0.0.1:{port}" for port in ports))
+        runners.append(Runner(config({"outrider": settings} if settings else {}, folder)))
         return runners[-1]
 
     yield begin
@@ -153,7 +153,14 @@ def test_the_engine_outlives_a_bug_in_the_client(start, monkeypatch, caplog):
     assert caplog.text.count("no more drafts") == 1
 
 
-@pytest.mark.parametrize("additional", [None, {}, {"outrider": {}}, {"outrider": {"draft_nodes": ["h:1"], "nodes": 1}}])
-def test_settings_that_are_missing_or_unknown_are_named(additional):
-    with pytest.raises(ValueError, match="draft_nodes"):
-        Proposer(config(additional))
+def test_unknown_settings_are_named(monkeypatch):
+    monkeypatch.setenv(DRAFT_NODES_VARIABLE, "h:1")
+    with pytest.raises(ValueError, match="has nodes"):
+        Proposer(config({"outrider": {"nodes": 1}}))
+
+
+@pytest.mark.parametrize("value", ["", " , "])
+def test_the_variable_with_the_draft_nodes_must_be_set(monkeypatch, value):
+    monkeypatch.setenv(DRAFT_NODES_VARIABLE, value)
+    with pytest.raises(ValueError, match=DRAFT_NODES_VARIABLE):
+        Proposer(config(None))
