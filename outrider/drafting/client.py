@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import itertools
 import logging
+import math
 import os
 import socket
 import threading
@@ -122,8 +123,9 @@ class Client:
         started = time.monotonic()
         arrays = [np.ascontiguousarray(text, dtype=np.uint32) for text in texts]
         with self._lock:
-            known = self._recognise(arrays, num_tokens, started)
-            self._forget_ended(started)
+            has_node = any(link.is_connected for link in self._streams.links)
+            known = self._recognise(arrays, num_tokens, started) if has_node else [None] * len(arrays)
+            self._forget_ended(started if has_node else math.inf)  # a node that comes back holds no text
             budget = self._max_wait_seconds if max_wait_seconds is None else max_wait_seconds
             budget = min(budget, WAIT_SHARE_OF_STEP * self._last_step_seconds)
         ids = list({text.sequence_id: None for text in known if text is not None})
@@ -141,18 +143,19 @@ class Client:
         steps: list[float] = []
         for token_ids in arrays:
             length = len(token_ids)
-            num_wanted = min(num_tokens, self._max_model_len - length, MAX_BRANCH_TOKENS)
-            if not 0 < length < self._max_model_len or int(token_ids.max()) >= self._vocab_size:
+            text = self._texts.find(token_ids) if 0 < length < self._max_model_len else None
+            new = token_ids[0 if text is None else text.length :].tolist()
+            if not 0 < length < self._max_model_len or max(new, default=0) >= self._vocab_size:
                 known.append(None)
                 continue
-            text = self._texts.find(token_ids)
+            num_wanted = min(num_tokens, self._max_model_len - length, MAX_BRANCH_TOKENS)
             if text is None:
                 text = KnownText(next(self._sequence_ids), (0, 0), 0, now)
-                self._streams.open(text.sequence_id, self._start(length), token_ids.tolist(), num_wanted=num_wanted)
-            elif length > text.length:
-                updates.append((text.sequence_id, token_ids[text.length :].tolist(), num_wanted))
+                self._streams.open(text.sequence_id, self._start(length), new, num_wanted=num_wanted)
+            elif new:
+                updates.append((text.sequence_id, new, num_wanted))
                 steps.append(now - text.seen_at)
-            if length > text.length:
+            if new:
                 self._texts.put(text, token_ids)
             text.seen_at = now
             known.append(text)
