@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -47,11 +48,9 @@ DraftCall = grpc.aio.StreamStreamCall[draft_pb2.DraftUpdate, draft_pb2.DraftProp
 
 
 class DraftLog(Protocol):
-    """A logger of events with fields, as structlog's are. Client libraries must work without structlog."""
+    """A logger of events with fields, as structlog's are, and of a level of `logging`."""
 
-    def debug(self, event: str, **fields: Any) -> Any: ...
-    def info(self, event: str, **fields: Any) -> Any: ...
-    def warning(self, event: str, **fields: Any) -> Any: ...
+    def log(self, level: int, event: str, **fields: Any) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,15 +112,17 @@ class DraftLink:
                 await self._serve_one_stream()
             except MismatchError as error:
                 if error.message != self.refusal:
-                    self._log.warning("draft node refused", target=self.address, error=error.message)
+                    self._log.log(logging.WARNING, "draft node refused", target=self.address, error=error.message)
                     self._outlets.on_refused(self.address, error.message)
                 self.refusal = error.message
                 backoff = REFUSED_BACKOFF_SECONDS
             except PeerLostError as error:
                 if self.node_name:
-                    self._log.warning("draft node lost", target=self.address, error=error.message)
+                    self._log.log(logging.WARNING, "draft node lost", target=self.address, error=error.message)
                 else:
-                    self._log.debug("draft node cannot be reached", target=self.address, error=error.message)
+                    self._log.log(
+                        logging.DEBUG, "draft node cannot be reached", target=self.address, error=error.message
+                    )
                 self.node_name = ""
             if clock() - began_at > STABLE_SECONDS:
                 backoff = FIRST_BACKOFF_SECONDS
@@ -137,7 +138,7 @@ class DraftLink:
             self._claim(info)
             self.node_name, self.refusal = info.name, ""
             proposer = info.model.proposer if info.model else ""
-            self._log.info("draft node connected", target=self.address, node=info.name, proposer=proposer)
+            self._log.log(logging.INFO, "draft node connected", target=self.address, node=info.name, proposer=proposer)
             with self._changed:
                 needs_features = info.model is not None and info.model.features is not None
                 self._book.connected(self.node, needs_features=needs_features)
@@ -227,7 +228,9 @@ class DraftLink:
             if self.node.is_flooding:
                 raise PeerLostError(f"{self.address} keeps sending unsolicited answers", node=self.address)
             if num_refused:
-                self._log.warning("draft node sent invalid answers", node=self.node_name, num_sequences=num_refused)
+                self._log.log(
+                    logging.WARNING, "draft node sent invalid answers", node=self.node_name, num_sequences=num_refused
+                )
             if has_unsent:
                 self._wake.set()
 

@@ -12,14 +12,13 @@ import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from outrider.drafting.client import MAX_WAIT_SECONDS, Client, vocabulary_of
+from outrider.drafting.client import Client, vocabulary_of
 from outrider.errors import OutriderError
 from outrider.rpc.tls import PeerSecurity, SecurityConfig, TlsConfig
 
@@ -27,32 +26,10 @@ DRAFT_NODES_VARIABLE = "OUTRIDER_DRAFT_NODES"
 """HOST:PORT of each draft node, separated by commas. In `additional_config`, a new address would make vLLM compile the
 model again.
 """
+SETTINGS = ("vocabulary", "max_wait_seconds", "tls", "peer_name")
 TOKENIZER_FILE = "tokenizer.json"
 
 _log = logging.getLogger("vllm.outrider")  # below vLLM's own logger, which has a handler
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProposerSettings:
-    """`outrider` in vLLM's `additional_config`. Everything has a default."""
-
-    vocabulary: str = ""  # the fingerprint of the vocabulary; empty: that of the model's tokenizer.json
-    max_wait_seconds: float = MAX_WAIT_SECONDS
-    tls: Mapping[str, str] | None = None  # files: certificate, private_key, authority; None: plaintext
-    peer_name: str = SecurityConfig().peer_name  # name in the draft nodes' certificates
-
-    @classmethod
-    def of(cls, vllm_config: Any) -> ProposerSettings:
-        """Raises: ValueError for unknown settings."""
-        found = (vllm_config.additional_config or {}).get("outrider") or {}
-        known = {field.name for field in fields(cls)}
-        if unknown := found.keys() - known:
-            raise ValueError(f"additional_config.outrider has {', '.join(sorted(unknown))}, not {sorted(known)}")
-        return cls(**found)
-
-    def security(self) -> PeerSecurity:
-        tls = TlsConfig(**{name: Path(file) for name, file in (self.tls or {}).items()})
-        return PeerSecurity(SecurityConfig(tls=tls, peer_name=self.peer_name))
 
 
 class Proposer:
@@ -66,18 +43,18 @@ class Proposer:
         targets = list(filter(None, map(str.strip, os.environ.get(DRAFT_NODES_VARIABLE, "").split(","))))
         if not targets:
             raise ValueError(f"{DRAFT_NODES_VARIABLE} must have HOST:PORT of each draft node, separated by commas")
-        settings, model = ProposerSettings.of(vllm_config), vllm_config.model_config
+        model = vllm_config.model_config
+        options = client_options((vllm_config.additional_config or {}).get("outrider") or {})
         self._num_tokens: int = vllm_config.speculative_config.num_speculative_tokens
         self._is_broken = False
         self._client = Client(
             targets,
-            vocabulary=settings.vocabulary or _vocabulary(model),
+            vocabulary=options.pop("vocabulary", "") or _vocabulary(model),
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
             name=f"vllm@{socket.gethostname()}:{os.getpid()}",
-            max_wait_seconds=settings.max_wait_seconds,
-            security=settings.security(),
             logger=_log,
+            **options,
         )
 
     def load_model(self, *_args: Any, **_fields: Any) -> None:
@@ -113,6 +90,19 @@ class Proposer:
         for row, draft in zip(rows, found, strict=True):
             drafts[row] = draft
         return drafts
+
+
+def client_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments of a Client for `outrider` in vLLM's `additional_config` (docs/drafting.md).
+
+    Raises: ValueError for unknown settings.
+    """
+    options = dict(settings)
+    if unknown := options.keys() - SETTINGS:
+        raise ValueError(f"additional_config.outrider has {', '.join(sorted(unknown))}, not {', '.join(SETTINGS)}")
+    tls = TlsConfig(**{name: Path(file) for name, file in options.pop("tls", {}).items()})
+    peer_name = options.pop("peer_name", SecurityConfig().peer_name)
+    return {**options, "security": PeerSecurity(SecurityConfig(tls=tls, peer_name=peer_name))}
 
 
 def _vocabulary(model_config: Any) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from outrider.drafting import vocabulary_of
-from outrider.integrations.vllm import DRAFT_NODES_VARIABLE, Proposer
+from outrider.integrations.vllm import DRAFT_NODES_VARIABLE, Proposer, client_options
 from tests.decode_node.drafting.streams import draft_node, unused_port
 from tests.support.scripted_proposer import ScriptedProposer
 from tests.support.waiting import wait_for
@@ -164,3 +164,11 @@ def test_the_variable_with_the_draft_nodes_must_be_set(monkeypatch, value):
     monkeypatch.setenv(DRAFT_NODES_VARIABLE, value)
     with pytest.raises(ValueError, match=DRAFT_NODES_VARIABLE):
         Proposer(config(None))
+
+
+def test_certificates_are_given_together():
+    files = {"certificate": "ours.pem", "private_key": "ours.key", "authority": "cluster.pem"}
+    assert client_options({"tls": files, "max_wait_seconds": 0.0})["security"].is_enabled
+    assert not client_options({})["security"].is_enabled
+    with pytest.raises(ValueError, match="go together"):
+        client_options({"tls": {"authority": "cluster.pem"}})
