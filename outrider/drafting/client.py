@@ -120,11 +120,13 @@ class Client:
         Raises: OverflowError for an id outside uint32.
         """
         started = time.monotonic()
-        arrays = [np.ascontiguousarray(text, dtype=np.uint32) for text in texts]
         with self._lock:
-            has_node = any(link.is_connected for link in self._streams.links)
-            known = self._recognise(arrays, num_tokens, started) if has_node else [None] * len(arrays)
-            self._forget_ended(started if has_node else math.inf)  # a node that comes back holds no text
+            if not any(link.is_connected for link in self._streams.links):
+                self._forget_ended(math.inf)  # a node that comes back holds no text
+                return [[] for _ in texts]
+            arrays = [np.ascontiguousarray(text, dtype=np.uint32) for text in texts]
+            known = self._recognise(arrays, num_tokens, started)
+            self._forget_ended(started)
             budget = self._max_wait_seconds if max_wait_seconds is None else max_wait_seconds
             budget = min(budget, WAIT_SHARE_OF_STEP * self._last_step_seconds)
         ids = list({text.sequence_id: None for text in known if text is not None})

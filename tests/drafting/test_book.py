@@ -174,3 +174,14 @@ def test_only_sequences_with_news_are_looked_at(book):
     assert (book.take(), len(book.nodes[0].dirty)) == ([], 0)
     book.answer(answer_to(update))
     assert [each.length for each in book.take()] == [4]
+
+
+def test_while_an_update_is_unanswered_steps_wake_no_stream(book):
+    """A stopped node would otherwise cost every step a system call and a turn of the event loop."""
+    book.open(1, 5, 6)
+    (update,) = book.take()
+    book.update(1, [7], num_wanted=3)
+    assert not book.book.has_unsent
+    book.answer(answer_to(update, 7, 8))
+    assert book.book.has_unsent
+    assert [update.token_ids for update in book.take()] == [(7,)]
