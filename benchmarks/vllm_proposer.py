@@ -4,7 +4,8 @@
 
 vLLM computes on the first core, draft nodes on the second one. Servers stay up, and cases are measured in turns. A case
 with drafts is the same vLLM; its draft node is another one, stopped (SIGSTOP), dead, or just started again. Fails if
-tokens at temperature 0 differ, or if vLLM without a working draft node is slower than 98 % of plain vLLM.
+vLLM without a working draft node is slower than 98 % of plain vLLM, which only a quiet machine shows, and with
+`--dtype float32` if tokens at temperature 0 differ. In bfloat16 they do: vLLM rounds a step with drafts differently.
 """
 
 from __future__ import annotations
@@ -260,10 +261,11 @@ def main() -> int:
             for name, found in cases.run():
                 measured[name].append(found)
                 print(f"round {number + 1}: {name}: {found.tokens_per_second:.1f}", file=sys.stderr, flush=True)
-    return report(measured)
+    return report(measured, must_be_equal=arguments.dtype == "float32")
 
 
-def report(measured: Mapping[str, Sequence[Measured]]) -> int:
+def report(measured: Mapping[str, Sequence[Measured]], *, must_be_equal: bool) -> int:
+    """Prints a table and what is wrong. Returns the exit status."""
     shares = {name: _shares(found, measured[PLAIN]) for name, found in measured.items()}
     right = measured[PLAIN][0].answers
     print(f"{'vLLM':36} tokens/s  of plain  engine ms/token  accepted/drafted  equal answers")
@@ -277,7 +279,7 @@ def report(measured: Mapping[str, Sequence[Measured]]) -> int:
             f"{name:36} {speed:8.1f}  {shares[name]:8.3f}  {busy:15.2f}  "
             f"{accepted:7} / {drafted:<6}  {num_equal} / {num_all}"
         )
-        if num_equal < num_all:
+        if must_be_equal and num_equal < num_all:
             faults.append(f"{name}: {num_all - num_equal} of {num_all} answers have other tokens than plain vLLM's")
         if name in WITHOUT_DRAFTS and shares[name] < MIN_SHARE_WITHOUT_DRAFTS:
             faults.append(f"{name}: {shares[name]:.3f} of plain vLLM's speed")
