@@ -309,6 +309,11 @@ bench: $(READY) ## Reference figures, the load generator with and without specul
 	$(BIN)/outrider bench compare --concurrency 1,4,8,16
 	$(BIN)/python benchmarks/reference.py
 
+PROPOSER_ARGS ?=
+.PHONY: vllm-proposer-test
+vllm-proposer-test: $(READY) ## vLLM's CPU build, fetched for it (2 GB), with our draft nodes in every state (PROPOSER_ARGS='--rounds 5')
+	$(BIN)/python benchmarks/vllm_proposer.py $(PROPOSER_ARGS)
+
 .PHONY: clean
 clean: ## Remove what the tools made, .venv included
 	rm -rf .venv .venv-* build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

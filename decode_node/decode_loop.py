@@ -27,7 +27,6 @@ from decode_node.commands import (
     TransferFailed,
     is_safe_during_step,
 )
-from decode_node.drafting.book import StepDrafts
 from decode_node.drafting.gather import DraftGatherer
 from decode_node.groups import Sample
 from decode_node.inbox import Inbox
@@ -42,6 +41,7 @@ from decode_node.step import (
     step_kind,
 )
 from decode_node.step_ahead import launch_next, lay_out_next
+from outrider.drafting.book import StepDrafts
 from outrider.engine.cpu_turns import CpuTurns
 from outrider.engine.engine import Engine
 from outrider.engine.pending import read

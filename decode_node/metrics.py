@@ -10,10 +10,10 @@ from itertools import chain
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from decode_node.commands import EventsBySession
-from decode_node.drafting.book import DraftCounters
 from decode_node.drafting.client import DraftClientStatus
 from decode_node.groups import PrefixLookups
 from decode_node.step import StepStats
+from outrider.drafting.book import DraftCounters
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.node import NodeLoad
 from outrider.service.telemetry.metrics import EngineMetrics

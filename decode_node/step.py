@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from decode_node.drafting.book import StepDrafts
 from decode_node.groups import Sample, SequenceGroup
+from outrider.drafting.book import StepDrafts
 from outrider.engine.arrays import Array
 from outrider.engine.input_batch import SequenceRows
 from outrider.engine.sampler import SampleRows

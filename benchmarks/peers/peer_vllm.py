@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Vllm:
 
     def __init__(self) -> None:
         self._environment = Environment("vllm")
+        self.port = 0  # of the server that was started last
 
     def dtypes(self, cpu_flags: frozenset[str]) -> tuple[str, ...]:
         return native_dtypes(cpu_flags)
@@ -56,15 +57,14 @@ class Vllm:
 
     @contextmanager
     def start(self, setup: Setup) -> Started:
-        port = free_port()
+        port = self.port = free_port()
         command = [str(self._environment.python), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(self._checkpoint(setup.model, setup.dtype)), "--served-model-name", "model"]
         command += ["--dtype", "auto" if setup.dtype in BITS else setup.dtype]
         max_model_len = max(MIN_MODEL_LEN, setup.max_prompt_tokens + setup.max_tokens)
         command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(max_model_len)]
         command += ["--no-enable-prefix-caching", "--generation-config", "vllm"]
-        if setup.speculation:
-            command += ["--speculative-config", json.dumps(LOOKUP)]
+        command += self._arguments(setup)
         with ServerProcess(command, environment=self._variables(setup), log=setup.log) as process:
             process.wait_until(lambda: is_healthy(port), seconds=setup.start_seconds)
             body = {
@@ -77,6 +77,9 @@ class Vllm:
             }
             stream = http_stream(port, "/v1/completions", body, read=_token_ids, seconds=setup.answer_seconds)
             yield Server(process, StreamAsker(stream, max_tokens=setup.max_tokens))
+
+    def _arguments(self, setup: Setup) -> Sequence[str]:
+        return ["--speculative-config", json.dumps(LOOKUP)] if setup.speculation else []
 
     def _checkpoint(self, model: Path, dtype: str) -> Path:
         return self._environment.directory / "models" / f"{model.name}-{dtype}" if dtype in BITS else model

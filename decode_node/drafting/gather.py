@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from decode_node.drafting.book import StepDrafts
 from decode_node.drafting.client import DraftClient
 from decode_node.groups import Sample
+from outrider.drafting.book import StepDrafts
 from outrider.engine.scheduler import EngineSequence, StepReservation
 from outrider.request import RequestOptions
 from outrider.service.telemetry.logging import get_logger

@@ -27,7 +27,7 @@ CONFIG_FILE_VARIABLE = "OUTRIDER_CONFIG"
 OTHER_VARIABLES = frozenset(
     ENVIRONMENT_PREFIX + name
     for name in (
-        *("CONFIG", "TARGET", "CACHE_DIR", "STORE_PASSWORD", "KERNEL_LIBRARIES"),
+        *("CONFIG", "TARGET", "CACHE_DIR", "STORE_PASSWORD", "KERNEL_LIBRARIES", "DRAFT_NODES"),
         *("ANNOUNCE_FD", "PARENT_PID"),  # passed between processes of a cluster
         *("FAULTS", "FAULTS_ONCE", "SOAK_REQUESTS", "PEERS_DIR", "COMPOSE_TEST_START_SECONDS"),  # for tests
         *("ROUTER_PORT", "SHM_SIZE", "TAG", "TLS_DIR"),  # for compose.yaml

@@ -143,6 +143,6 @@ def check_fits(hello: DraftHello, info: NodeInfo) -> None:
         raise MismatchError(
             f"draft node {info.name} has a head for features {needed}, decode node {hello.name} computes "
             f"{hello.features or 'none'}: prefill and decode nodes need a model.head with the same reduction, "
-            "and all nodes the same model.dtype",
+            "and all nodes the same model.dtype; other engines need a draft node with ngram, suffix or draft_model",
             reason="FEATURE_MISMATCH",
         )

@@ -13,6 +13,8 @@ from tests.support.processes import run_python
 HEAVY = {"torch", "transformers"}
 SERVER_MODULES = {"outrider.service", "outrider.v1.session_pb2", "outrider.v1.node_pb2", "router"}
 """Modules that a client does not import."""
+ENGINES_LACK = {"outrider.service", "structlog", "prometheus_client", "tokenizers", "yaml", "vllm"}
+"""Modules that another engine's environment may lack. It has grpcio, numpy, protobuf and xxhash."""
 SUPERVISOR = ("outrider.cli.main", "outrider.cli.up", "outrider.cli.demo", "outrider.cli.config", "outrider.cluster")
 CONFIGURATION_AND_IDENTITY = (
     *(f"outrider.model_hub.{name}" for name in ("config", "checkpoint_text", "fingerprint", "default_model")),
@@ -50,8 +52,9 @@ def imported_with(*packages: str) -> set[str]:
         (("outrider.engine.scheduler", "outrider.engine.kv_cache.sequence_kv"), HEAVY | {"grpc"}),
         (("outrider.client",), HEAVY | SERVER_MODULES),
         (("outrider.rpc",), HEAVY | SERVER_MODULES),
+        (("outrider.drafting", "outrider.integrations"), HEAVY | ENGINES_LACK),
     ],
-    ids=["router", "supervisor", "configuration", "scheduler", "client", "rpc"],
+    ids=["router", "supervisor", "configuration", "scheduler", "client", "rpc", "drafting"],
 )
 def test_what_computes_nothing_imports_without_torch_and_a_client_without_a_server(packages, heavy):
     """A client's installation lacks these packages, and `outrider --help` must answer at once."""
@@ -68,7 +71,8 @@ def installed_with(*extras: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("package", "extras"),
-    [("outrider.client", ()), ("outrider.rpc", ()), ("outrider.cli.generate", ()), ("router", ("router",))],
+    [("outrider.client", ()), ("outrider.rpc", ()), ("outrider.cli.generate", ()), ("router", ("router",))]
+    + [(package, ("drafting",)) for package in ("outrider.drafting", "outrider.integrations")],
 )
 def test_an_install_has_what_its_part_imports_and_nothing_more(package, extras):
     """Counts only the distributions that pyproject.toml names, since what those import in turn does not matter here."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decode_node.drafting.book import StepDrafts
+from outrider.drafting.book import StepDrafts
 from outrider.engine.scheduler import StepPlan
 from outrider.engine.step_progress import StepProgress
 from outrider.profile import Part

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from decode_node.drafting.book import StepDrafts
+from outrider.drafting.book import StepDrafts
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.proposers.base import Proposal, ProposerInfo
 from outrider.speculation.proposers.ngram import NgramProposer

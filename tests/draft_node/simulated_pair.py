@@ -12,10 +12,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from decode_node.drafting.book import DraftBook
-from decode_node.drafting.drafted_sequence import is_well_formed
 from draft_node.draft_loop import DraftLoop
 from draft_node.draft_peer import DraftPeer
+from outrider.drafting.book import DraftBook
+from outrider.drafting.drafted_sequence import is_well_formed
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.speculation.draft_stream import SequenceProposals, SequenceStart, SequenceUpdate
 from outrider.speculation.draft_tree import ROOT, DraftTree

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_node.drafting import book as book_module
-from decode_node.drafting.book import DraftBook
-from decode_node.drafting.drafted_sequence import is_well_formed
 from draft_node.draft_loop import DraftLoop
+from outrider.drafting import book as book_module
+from outrider.drafting.book import DraftBook
+from outrider.drafting.drafted_sequence import is_well_formed
 from outrider.speculation.draft_stream import SequenceProposals
 from outrider.v1 import draft_pb2
 from outrider.wire.draft import proposals_from_proto, proposals_to_proto, update_from_proto, updates_to_proto

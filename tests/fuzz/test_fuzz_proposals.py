@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_node.drafting.book import DraftBook
-from decode_node.drafting.drafted_sequence import is_well_formed
+from outrider.drafting.book import DraftBook
+from outrider.drafting.drafted_sequence import is_well_formed
 from outrider.request import RequestOptions, SamplingParams, VerificationMethod
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.prefix_hash import prefix_hash

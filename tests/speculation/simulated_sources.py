@@ -9,8 +9,8 @@ import random
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from decode_node.drafting.book import StepDrafts
 from decode_node.drafting.gather import DraftGatherer
+from outrider.drafting.book import StepDrafts
 from outrider.engine.scheduler import StepReservation
 from outrider.request import RequestOptions, SamplingParams
 from outrider.session import OpenSequenceGroup, SampleStart

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from decode_node.drafting.book import StepDrafts
 from decode_node.drafting.client import NO_TABLES
+from outrider.drafting.book import StepDrafts
 from outrider.speculation.draft_tree import DraftTree
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from decode_node.drafting.client import DraftClient
-from decode_node.drafting.link import draft_rank
+from outrider.drafting.link import draft_rank
 from outrider.node import FeatureFormat
 from outrider.speculation.proposers.base import ProposerInfo
 from tests.decode_node.drafting.feature_target import FeatureTarget

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from decode_node.drafting import book, link
+from outrider.drafting import book, link
 from outrider.speculation.draft_stream import MAX_ANSWERS_PER_MESSAGE, DraftStatus, SequenceProposals
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import prefix_hash

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from decode_node.drafting import book as book_module
-from decode_node.drafting.drafted_sequence import KEEP_UP_TOKENS, MAX_UNACKED_BYTES
+from outrider.drafting import book as book_module
+from outrider.drafting.drafted_sequence import KEEP_UP_TOKENS, MAX_UNACKED_BYTES
 from outrider.speculation.draft_stream import MAX_FEATURE_BYTES_PER_MESSAGE
-from tests.decode_node.drafting.books import Book, answer_to, catching_up, unknown_prefix
+from tests.drafting.books import Book, answer_to, catching_up, unknown_prefix
 
 SIZE = 4
 

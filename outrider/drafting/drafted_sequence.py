@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from decode_node.drafting.draft_nodes import DraftNodeState
+from outrider.drafting.draft_nodes import DraftNodeState
 from outrider.speculation.draft_stream import (
     MAX_AHEAD_BRANCHES,
     MAX_BRANCH_TOKENS,

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from decode_node.drafting.book import DraftBook
-from decode_node.drafting.draft_nodes import MAX_RETRY_SECONDS
-from tests.decode_node.drafting.books import Book, answer_to, no_room
+from outrider.drafting.book import DraftBook
+from outrider.drafting.draft_nodes import MAX_RETRY_SECONDS
+from tests.drafting.books import Book, answer_to, no_room
 
 STEP_SECONDS = 0.0125
 LATE_SECONDS = 5 * STEP_SECONDS

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_node.drafting.draft_nodes import MAX_UNSOLICITED_IN_A_ROW
+from outrider.drafting.draft_nodes import MAX_UNSOLICITED_IN_A_ROW
 from outrider.speculation import prefix_hash as prefix_hash_module
 from outrider.speculation.draft_stream import MAX_AHEAD_BRANCHES, MAX_BRANCHES_PER_SEQUENCE, DraftStatus
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import prefix_hash
 from outrider.speculation.token_distribution import TokenDistribution
-from tests.decode_node.drafting.books import Book, ahead_of, answer_to
+from tests.drafting.books import Book, ahead_of, answer_to
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from decode_node.drafting.drafted_sequence import UnackedFeatures
+from outrider.drafting.drafted_sequence import UnackedFeatures
 
 SIZE = 4
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from decode_node.drafting.book import DraftBook
-from decode_node.drafting.drafted_sequence import is_well_formed
+from outrider.drafting.book import DraftBook
+from outrider.drafting.drafted_sequence import is_well_formed
 from outrider.speculation.draft_stream import DraftStatus, SequenceProposals
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.prefix_hash import prefix_hash

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from decode_node.drafting import book as book_module
-from decode_node.drafting.draft_nodes import MAX_UNSOLICITED_IN_A_ROW
+from outrider.drafting import book as book_module
+from outrider.drafting.draft_nodes import MAX_UNSOLICITED_IN_A_ROW
 from outrider.request import VerificationMethod
 from outrider.speculation.prefix_hash import prefix_hash
-from tests.decode_node.drafting.books import Book, answer_to, catching_up, unknown_prefix
+from tests.drafting.books import Book, answer_to, catching_up, unknown_prefix
 
 
 @pytest.fixture
@@ -174,3 +174,14 @@ def test_only_sequences_with_news_are_looked_at(book):
     assert (book.take(), len(book.nodes[0].dirty)) == ([], 0)
     book.answer(answer_to(update))
     assert [each.length for each in book.take()] == [4]
+
+
+def test_while_an_update_is_unanswered_steps_wake_no_stream(book):
+    """A stopped node would otherwise cost every step a system call and a turn of the event loop."""
+    book.open(1, 5, 6)
+    (update,) = book.take()
+    book.update(1, [7], num_wanted=3)
+    assert not book.book.has_unsent
+    book.answer(answer_to(update, 7, 8))
+    assert book.book.has_unsent
+    assert [update.token_ids for update in book.take()] == [(7,)]

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 import xxhash
 
-from decode_node.drafting.book import UNANSWERED_SECONDS, DraftBook
-from decode_node.drafting.drafted_sequence import is_well_formed
+from outrider.drafting.book import UNANSWERED_SECONDS, DraftBook
+from outrider.drafting.drafted_sequence import is_well_formed
 from outrider.errors import MismatchError, PeerLostError
 from outrider.node import NodeInfo
 from outrider.rpc.status import from_rpc_error
-from outrider.service.announce import announce
-from outrider.service.telemetry.logging import get_logger
 from outrider.speculation.draft_stream import (
     MAX_ANSWERS_PER_MESSAGE,
     MAX_BRANCHES_PER_MESSAGE,
@@ -45,7 +46,20 @@ ANSWERS_AT_ONCE = 64
 
 DraftCall = grpc.aio.StreamStreamCall[draft_pb2.DraftUpdate, draft_pb2.DraftProposals]
 
-_log = get_logger("drafts")
+
+class DraftLog(Protocol):
+    """A logger of events with fields, as structlog's are, and of a level of `logging`."""
+
+    def log(self, level: int, event: str, **fields: Any) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkOutlets:
+    """How links reach their nodes, and whom they tell what happens."""
+
+    open_channel: Callable[[str], grpc.aio.Channel]
+    log: DraftLog
+    on_refused: Callable[[str, str], None] = lambda _address, _reason: None  # for a node that does not fit
 
 
 class DraftLink:
@@ -59,7 +73,7 @@ class DraftLink:
         book: DraftBook,
         changed: threading.Condition,
         others: Callable[[], Sequence[DraftLink]],
-        open_channel: Callable[[str], grpc.aio.Channel],
+        outlets: LinkOutlets,
     ) -> None:
         """`others` returns all links of the client, including this one."""
         self.address = address
@@ -70,7 +84,7 @@ class DraftLink:
         self._book = book
         self._changed = changed
         self._others = others
-        self._open_channel = open_channel
+        self._outlets, self._log = outlets, outlets.log
         self._wake = asyncio.Event()
         self.wake = self._wake.set  # makes the stream send new updates; event loop only
         with changed:
@@ -98,15 +112,17 @@ class DraftLink:
                 await self._serve_one_stream()
             except MismatchError as error:
                 if error.message != self.refusal:
-                    _log.warning("draft node refused", target=self.address, error=error.message)
-                    announce(refused=error.message, address=self.address)
+                    self._log.log(logging.WARNING, "draft node refused", target=self.address, error=error.message)
+                    self._outlets.on_refused(self.address, error.message)
                 self.refusal = error.message
                 backoff = REFUSED_BACKOFF_SECONDS
             except PeerLostError as error:
                 if self.node_name:
-                    _log.warning("draft node lost", target=self.address, error=error.message)
+                    self._log.log(logging.WARNING, "draft node lost", target=self.address, error=error.message)
                 else:
-                    _log.debug("draft node cannot be reached", target=self.address, error=error.message)
+                    self._log.log(
+                        logging.DEBUG, "draft node cannot be reached", target=self.address, error=error.message
+                    )
                 self.node_name = ""
             if clock() - began_at > STABLE_SECONDS:
                 backoff = FIRST_BACKOFF_SECONDS
@@ -115,14 +131,14 @@ class DraftLink:
 
     async def _serve_one_stream(self) -> None:
         """Serves one stream. Raises: PeerLostError when it ends, MismatchError for an incompatible node."""
-        channel = self._open_channel(self.address)
+        channel = self._outlets.open_channel(self.address)
         call: DraftCall = draft_pb2_grpc.DraftServiceStub(channel).Draft()
         try:
             info = await self._exchange_hellos(call)
             self._claim(info)
             self.node_name, self.refusal = info.name, ""
             proposer = info.model.proposer if info.model else ""
-            _log.info("draft node connected", target=self.address, node=info.name, proposer=proposer)
+            self._log.log(logging.INFO, "draft node connected", target=self.address, node=info.name, proposer=proposer)
             with self._changed:
                 needs_features = info.model is not None and info.model.features is not None
                 self._book.connected(self.node, needs_features=needs_features)
@@ -212,7 +228,9 @@ class DraftLink:
             if self.node.is_flooding:
                 raise PeerLostError(f"{self.address} keeps sending unsolicited answers", node=self.address)
             if num_refused:
-                _log.warning("draft node sent invalid answers", node=self.node_name, num_sequences=num_refused)
+                self._log.log(
+                    logging.WARNING, "draft node sent invalid answers", node=self.node_name, num_sequences=num_refused
+                )
             if has_unsent:
                 self._wake.set()
 

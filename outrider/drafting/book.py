@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from decode_node.drafting.draft_nodes import DraftNodes, DraftNodeState
-from decode_node.drafting.drafted_sequence import Assignment, DraftedSequence, UnackedFeatures
+from outrider.drafting.draft_nodes import DraftNodes, DraftNodeState
+from outrider.drafting.drafted_sequence import Assignment, DraftedSequence, UnackedFeatures
 from outrider.speculation.draft_stream import (
     MAX_FEATURE_BYTES_PER_MESSAGE,
     DraftStatus,
@@ -318,8 +318,10 @@ class DraftBook:
         return usual - wait_seconds <= age <= usual + wait_seconds and not self.nodes.is_late(served.node, now)
 
     def _mark_dirty(self, drafted: DraftedSequence) -> None:
-        if drafted.is_dirty and drafted.assignment is not None:
-            drafted.assignment.node.dirty[drafted.assignment.stream_id] = None
+        """Marks a sequence that may have something to send. Behind an unanswered update, the answer marks it."""
+        served = drafted.assignment
+        if drafted.is_dirty and served is not None and served.pending is None:
+            served.node.dirty[served.stream_id] = None
 
     def _count_stale(self, node: DraftNodeState) -> None:
         node.num_unsolicited += 1

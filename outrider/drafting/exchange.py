@@ -1,0 +1,121 @@
+"""The threads' side of a client of draft nodes, which has proposals ready when a step needs them.
+
+Two kinds of threads use it. An engine's threads call `open`, `commit`, `close` and `take`, which do no I/O. An event
+loop owns one bidirectional stream for each draft node (`link`). They share the `DraftBook`, which has the newest state
+of every sequence and is guarded by one lock. A message is made from this state when a stream can be written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+from outrider.drafting.book import DraftBook, FeatureRange, StepDrafts
+from outrider.drafting.link import DraftLink, LinkOutlets
+from outrider.speculation.draft_stream import DraftHello, SequenceStart
+
+
+class DraftExchange(ABC):
+    """Proposals of all draft nodes for an engine. Every node can serve every sequence.
+
+    `open`, `commit`, `close`, `take` and `observe_step` may be called by any thread; `links` belongs to the event loop.
+    No method raises because of a draft node.
+    """
+
+    def __init__(self, hello: DraftHello, outlets: LinkOutlets) -> None:
+        self._hello = hello
+        self._outlets = outlets
+        self._changed = threading.Condition()
+        feature_bytes = 0 if hello.features is None else hello.features.bytes_per_token
+        self._book = DraftBook(clock=time.monotonic, feature_bytes=feature_bytes)
+        self._loop: asyncio.AbstractEventLoop | None = None  # None while no links run
+
+    @property
+    @abstractmethod
+    def links(self) -> Sequence[DraftLink]:
+        """The links to all present draft nodes. Event loop only."""
+
+    def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int], *, num_wanted: int) -> None:
+        """Announces a sequence when its prompt is known, and asks for its first draft."""
+        with self._changed:
+            self._book.open(sequence_id, start, token_ids, num_wanted=num_wanted)
+        self._wake()
+
+    def commit(
+        self,
+        updates: Sequence[tuple[int, Sequence[int], int]],
+        *,
+        min_reach: float = 0.0,
+        features: Iterable[tuple[FeatureRange, bytes]] = (),
+    ) -> None:
+        """Records what a step has committed. An update is (sequence id, new token ids, number of draft tokens wanted).
+
+        `min_reach`: see ProposalRequest. `features`: copies of those that the book misses.
+        """
+        with self._changed:
+            self._book.min_reach = min_reach
+            for sequence_id, new_token_ids, num_wanted in updates:
+                self._book.update(sequence_id, new_token_ids, num_wanted=num_wanted)
+            for feature_range, payload in features:
+                self._book.add_features(feature_range, payload)
+        self._wake()
+
+    def close(self, sequence_id: int) -> None:
+        """Forgets a sequence that has ended, if it is known."""
+        with self._changed:
+            self._book.close(sequence_id)
+        self._wake()
+
+    def take(self, sequence_ids: Sequence[int], *, wait_seconds: float) -> StepDrafts:
+        """Returns the proposals for this step, after waiting at most `wait_seconds` for missing ones.
+
+        It waits neither for a node that is late or not connected, nor for a sequence whose node had no draft this time
+        or last time.
+        """
+        started = time.monotonic()
+        with self._changed:
+            found = self._book.find(sequence_ids, wait_seconds=wait_seconds)
+            deadline = started + wait_seconds
+            if found.missing:
+                self._wake()
+            while found.missing and (remaining := deadline - time.monotonic()) > 0.0:
+                if not self._changed.wait(remaining):
+                    break
+                more = self._book.find(found.missing, wait_seconds=wait_seconds)
+                found.trees |= more.trees
+                found.missing = more.missing
+        found.waited_seconds = time.monotonic() - started
+        return found
+
+    def observe_step(self, seconds: float) -> None:
+        """Records the duration of a step."""
+        with self._changed:
+            self._book.observe_step(seconds)
+
+    def open_link(self, address: str) -> DraftLink:
+        """Returns a link to one node, which connects when it runs."""
+        return DraftLink(
+            address,
+            self._hello,
+            book=self._book,
+            changed=self._changed,
+            others=lambda: self.links,
+            outlets=self._outlets,
+        )
+
+    def _wake(self) -> None:
+        """Makes the streams send new updates. Any thread may call it."""
+        loop = self._loop  # read only once, since the event loop's thread may clear it between two reads
+        if loop is None or not self._book.has_unsent:
+            return
+        try:
+            loop.call_soon_threadsafe(self._wake_links)
+        except RuntimeError:  # the loop has ended meanwhile
+            self._loop = None
+
+    def _wake_links(self) -> None:
+        for link in self.links:
+            link.wake()
