@@ -163,7 +163,7 @@ class DraftForward(Protocol):
         places = [
             (index, ahead) for index, row in enumerate(rows) if row.num_decisions for ahead in range(num_parallel)
         ]
-        samples = [_sample_rows(rows[index], ahead) for index, ahead in places]
+        samples = [sample_rows(rows[index], ahead) for index, ahead in places]
         asking = [place for place, (index, ahead) in enumerate(places) if rows[index].wants_distribution and not ahead]
         distributions = self._distributions(logits, samples, asking)
         rollout: Pending[dict[int, tuple[DraftedToken, ...]]] = Pending((), lambda _: {})
@@ -185,14 +185,13 @@ class DraftForward(Protocol):
         token_ids: list[list[int]] = [[] for _ in places]
         for (decided, _), ids in zip(rounds, winners, strict=True):
             for place, token_id in zip(decided, ids, strict=True):
-                if not token_ids[place] or _may_follow(token_ids[place], token_id, samples[place]):
+                if not token_ids[place] or may_follow(token_ids[place], token_id, samples[place]):
                     token_ids[place].append(token_id)
         made = [DraftedToken(tuple(ids), found.get(place)) for place, ids in enumerate(token_ids)]
         firsts = iter(range(0, len(places), num_parallel))
         sure_of = iter(confident[0]) if confident else repeat(1.0)
         return [
-            replace(
-                made[first := next(firsts)],
+            made[first := next(firsts)]._replace(
                 state=next(own),
                 confidence=next(sure_of),
                 following=rolled.get(first, tuple(made[first + 1 : first + num_parallel])),
@@ -217,7 +216,7 @@ class DraftForward(Protocol):
         rolled, at, is_head = [rows[place] for place in places], ids_like(places, winners), self.head is not None
         sequences = []
         for row in rolled:
-            decision = next(_sample_rows(row, 0).decisions())
+            decision = next(sample_rows(row, 0).decisions())
             fed_at, depth = decision.position - is_head, decision.position + 1 - row.num_committed
             sequences.append(RolloutSequence(decision, row.max_tokens - 1, fed_at, row.block_ids, depth))
         decided, confidences, own = rollouts.queue(sequences, winners[at], None if states is None else states[at])
@@ -290,7 +289,7 @@ def open_rollouts(forward: DraftForward, device: str) -> Rollouts | None:
         return None
 
 
-def _sample_rows(row: PathRows, num_ahead: int) -> SampleRows:
+def sample_rows(row: PathRows, num_ahead: int) -> SampleRows:
     assert isinstance(row.sampling, SequenceSampling)
     position = row.start_position + len(row.token_ids) + num_ahead
     # The tokens in between are unknown, and so is what a grammar allows after them.
@@ -305,7 +304,7 @@ def _can_be_rolled_out(row: PathRows) -> bool:
     return row.max_tokens > 1 and not (is_edited or row.wants_distribution)
 
 
-def _may_follow(winners: Sequence[int], token_id: int, sample: SampleRows) -> bool:
+def may_follow(winners: Sequence[int], token_id: int, sample: SampleRows) -> bool:
     """Returns whether `token_id` is a valid runner-up. It is not valid if a constraint allows only earlier winners."""
     masks = sample.masks()
     return masks is None or (token_id not in winners and bool(masks[0, token_id // 32] >> token_id % 32 & 1))
