@@ -186,11 +186,12 @@ def test_the_loop_ends_with_the_draft(pair):
     draft = steps.draft
     steps.draft = lambda *args, **options: made.append(draft(*args, **options)) or made[-1]
     drafts_of(pair[1], request_of(PROMPT, 6, stops=()))
-    stop = pair[1]._trees[1].main.token_ids[1]
+    token_ids = pair[1]._trees[1].main.token_ids
     drafts_of(pair[1], request_of([9, *PROMPT], 6, key=2, min_reach=1.01, stops=()))
     pair[1].forget(1)
-    drafts_of(pair[1], request_of(PROMPT, 6, stops=(stop,)))
-    assert [len(drafts[0].token_ids) for drafts, _ in made] == [6, 1, 2]
+    drafts_of(pair[1], request_of(PROMPT, 6, stops=(token_ids[1],)))
+    num_until_stop = 1 + token_ids.index(token_ids[1])
+    assert [len(drafts[0].token_ids) for drafts, _ in made] == [6, 1, num_until_stop]
 
 
 @pytest.mark.parametrize("num_sequences", [1, 3])
