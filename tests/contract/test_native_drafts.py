@@ -140,7 +140,9 @@ def assert_alike(one, other):
 @pytest.mark.parametrize("num_sequences", [1, 3, 8])
 @pytest.mark.parametrize("params", PARAMS)
 def test_drafts_are_the_same_token_by_token_and_in_one_call(pair, params, num_sequences):
-    texts = [[(13 * key + at) % VOCAB_SIZE if at > 20 else (PROMPT * 3)[at] for at in range(12 + key)] for key in range(8)]
+    texts = [
+        [(13 * key + at) % VOCAB_SIZE if at > 20 else (PROMPT * 3)[at] for at in range(12 + key)] for key in range(8)
+    ]
     for num_wanted, num_agreeing in ((4, 2), (1, 0), (7, 5)):
         requests = [
             request_of(text, max(1, num_wanted - key % 3), key=key, params=params)

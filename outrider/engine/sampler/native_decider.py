@@ -75,7 +75,7 @@ def sampling_address(state: SequenceSampling) -> int:
     if state.prepared is None:
         state.prepared = _Prepared(state)
     prepared: Any = state.prepared
-    return prepared.current()  # type: ignore[no-any-return]
+    return prepared.current()
 
 
 class NativeSampler:
