@@ -91,7 +91,7 @@ class DraftForward(Protocol):
     vocab_size: int
     head: HeadRules | None  # None: a model, which is fed with tokens only
     kv_cache: PagedKVCache | None  # None: a head without KV
-    rollouts: Rollouts | None = None  # on a GPU, rollouts decide several tokens of a path without the host
+    rollouts: Rollouts | None = None  # graphs that decide several tokens of a path on a GPU, without the host
 
     def rolling(self) -> RolloutForward | None:
         """Returns the forward that rollouts run, or None if CUDA graphs cannot capture it."""

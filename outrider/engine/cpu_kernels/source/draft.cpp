@@ -1,4 +1,4 @@
-// The loop of a drafter head: forward, decision, and the next forward of what was decided (ADR 46).
+// The loop of a drafter head: forward, decision, and the next forward of what was decided (ADR 19).
 
 #include <algorithm>
 #include <cstring>

@@ -59,8 +59,8 @@ struct SomeIds {
 
   // Computes the ids' arrivals, as `draw_arrivals` does for a block.
   Floats draw(const RaceKey& key) const {
-    const PhiloxWords drawn = philox4x32(ids / static_cast<uint32_t>(kGroup), key.position, key.sample, kTokenPurpose,
-                                         key.seed);
+    const PhiloxWords drawn =
+        philox4x32(ids / static_cast<uint32_t>(kGroup), key.position, key.sample, kTokenPurpose, key.seed);
     const Ints at = reinterpret_cast<Ints>(ids % static_cast<uint32_t>(kGroup));
     const Words words = at < 2 ? (at == 0 ? drawn.w0 : drawn.w1) : (at == 2 ? drawn.w2 : drawn.w3);
     return are_winners ? first : first + unit_exponential(words);
