@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from outrider.engine.cpu_kernels.decoder import Logits, NativeDecoder, NativeStep
 from outrider.engine.cpu_kernels.decoder_weights import DecoderShape, DecoderWeights, PackedReduction
+from outrider.engine.cpu_kernels.interface import address_of, structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.array_plane import WORDS, Words
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.sampler import SampleRows
+from outrider.engine.sampler.edits import Vocabulary
+from outrider.engine.sampler.native_decider import NativeSampler, sampling_address
 from outrider.errors import InternalError
 from outrider.heads.spec import HeadSpec
 from outrider.model_hub.packed_weights import Packed
@@ -51,16 +58,50 @@ class PackedHead:
         )
 
 
+class HeadPath(NamedTuple):
+    """A path after which a head drafts."""
+
+    sample: SampleRows  # of the first token
+    num_races: int  # 1: the winner of each position's race; n: also n - 1 runners-up
+    max_tokens: int = 1  # 1 if the sample has a constraint: what follows depends on tokens that the kernels do not know
+    min_reach: float = 0.0  # as in PathRows
+    block_ids: Sequence[int] = ()  # covers max_tokens - 1 rows after the forward's; not read if max_tokens is 1
+
+
+class HeadDraft(NamedTuple):
+    """The tokens that a head drafts after a path."""
+
+    token_ids: list[tuple[int, ...]]  # of each token, the winner of the race and its runners-up
+    confidences: list[float]
+    states: list[Words]  # of each token, the head's own hidden state [width] from which it was decided
+
+
 class NativeHeadSteps:
-    """Computes the forwards of a packed head over the head's own cache, made for the same kernels. Not thread-safe."""
+    """Drafts with a packed head over the head's own cache, made for the same kernels. Not thread-safe.
+
+    A call is a rollout on a CPU: the kernels run forwards, and decide each token among the head's own ids. The race is
+    run for each id, so the winner is the one among the target's ids with logits of -inf for those that the head lacks.
+    """
 
     parallel_feature = None
 
-    def __init__(self, head: PackedHead, kernels: CpuKernels, kv_cache: PagedKVCache) -> None:
-        self.target_ids = head.target_ids
+    def __init__(
+        self,
+        head: PackedHead,
+        kernels: CpuKernels,
+        kv_cache: PagedKVCache,
+        known_token_ids: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """`known_token_ids`: as for Sampler; None: all are known."""
+        self._target_ids = head.target_ids
         self._vocab_size = head.spec.vocab_size
         self._width, self._dtype = head.reduction.width, WORDS[head.spec.dtype]
         self._step = NativeStep(NativeDecoder(kernels, head.weights), kv_cache)
+        known = np.ones(self._vocab_size, dtype=np.bool_) if known_token_ids is None else known_token_ids
+        self._sampler = NativeSampler(kernels, Vocabulary.of(np.asarray(known)), self._target_ids)
+        self._paths = (structures.OutriderPath * 1)()  # this and the arrays below are enlarged for the largest call
+        self._drafts = structures.OutriderDrafts()
+        self._num_tokens, self._token_ids, self._confidences = array("q"), array("q"), array("d")
 
     def rows(self, values: Words) -> Words:
         """Returns features unchanged. Raises: InternalError if their width or dtype is not the head's."""
@@ -68,8 +109,67 @@ class NativeHeadSteps:
             raise InternalError(f"features are {values.dtype} [{values.shape[1]}], not {self._dtype} [{self._width}]")
         return values
 
-    def forward(
-        self, batch: InputBatch, features: Words, _depths: Sequence[int], _attended: InputBatch
-    ) -> tuple[Words, Logits]:
-        """Computes one forward as ModuleHeadSteps.forward does."""
-        return self._step.draft(batch, features, self.target_ids, self._vocab_size)
+    def draft(
+        self, batch: InputBatch, features: Words, paths: Sequence[HeadPath], *, wants_logits: bool = False
+    ) -> tuple[list[HeadDraft], Logits | None]:
+        """Computes one forward, drafts tokens after its rows with logits, and feeds them with the head's own states.
+
+        A draft ends with a stop token, or if the product of its confidences is below `min_reach`.
+
+        Args:
+            batch: the rows, of which those with logits belong to `paths`, in order.
+            features: [num_rows, width].
+            paths: one for each row with logits.
+            wants_logits: whether to return the logits of the first tokens.
+
+        Returns:
+            The drafts, and logits [len(paths), vocab_size], -inf for ids that the head does not draft.
+        """
+        num, drafts = len(paths), self._drafts
+        max_tokens = drafts.max_tokens = max([path.max_tokens for path in paths], default=1)
+        max_races = drafts.max_races = max([path.num_races for path in paths], default=1)
+        self._make_room(num, num * max_tokens, num * max_tokens * max_races)
+        kept = []  # memory to which the paths point
+        for native, (sample, num_races, num_tokens, min_reach, block_ids) in zip(self._paths, paths, strict=False):
+            masks, assumed = sample.masks(), array("q", sample.assumed_token_ids)
+            table = None
+            if num_tokens > 1:
+                table = block_ids if isinstance(block_ids, array) else array("i", block_ids)
+                native.block_table = table.buffer_info()[0]
+            native.sampling = sampling_address(sample.state)
+            native.mask = address_of(masks)
+            native.assumed_ids, native.num_assumed = assumed.buffer_info()
+            native.position, native.num_races = sample.position, num_races
+            native.max_tokens, native.min_reach = num_tokens, min_reach
+            kept.append((masks, assumed, table))
+        states = np.empty((num, max_tokens, self._width), dtype=self._dtype)
+        logits, ids = None, self._target_ids
+        if wants_logits:
+            logits = np.empty((num, self._vocab_size if ids is None else len(ids)), dtype=np.float32)
+        drafts.states, drafts.logits = states.ctypes.data, address_of(logits)
+        self._step.draft(batch, features, self._sampler.handle, self._paths, drafts)
+        if logits is not None and ids is not None:
+            drafted, logits = logits, np.full((num, self._vocab_size), -math.inf, dtype=np.float32)
+            logits[:, np.sort(ids)] = drafted
+        found = []
+        for place, path in enumerate(paths):
+            first, size, races = place * max_tokens, self._num_tokens[place], path.num_races
+            # States are copied, since a view would keep those of all paths for as long as one path needs its own.
+            own = states[place] if num == 1 else states[place, :size].copy()
+            token_ids = [
+                tuple(self._token_ids[at : at + races])
+                for at in range(first * max_races, (first + size) * max_races, max_races)
+            ]
+            found.append(HeadDraft(token_ids, self._confidences[first : first + size].tolist(), list(own[:size])))
+        return found, logits
+
+    def _make_room(self, num_paths: int, num_tokens: int, num_races: int) -> None:
+        """Enlarges the arrays of results, if necessary, for this many of all paths together."""
+        drafts = self._drafts
+        if num_paths > len(self._paths):
+            self._paths = (structures.OutriderPath * num_paths)()
+        for name, size in (("num_tokens", num_paths), ("token_ids", num_races), ("confidences", num_tokens)):
+            values = getattr(self, f"_{name}")
+            if size > len(values):
+                values.frombytes(bytes((size - len(values)) * values.itemsize))
+                setattr(drafts, name, values.buffer_info()[0])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.speculation.acceptance_record import PRIOR_RUNNERS_UP, path_acceptance
@@ -26,8 +27,7 @@ NUM_GRADES = 4
 """Number of grades of a head's drafts, by its confidence in the first token; grade 0 is the most confident."""
 
 
-@dataclass(frozen=True, slots=True)
-class DraftedToken:
+class DraftedToken(NamedTuple):
     """A forward's decision at the position after one path."""
 
     token_ids: tuple[int, ...]  # the winner of the race, then its runners-up; empty: nothing was decided

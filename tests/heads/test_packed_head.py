@@ -14,6 +14,7 @@ import torch
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
+from outrider.engine.sampler import SampleRows
 from outrider.errors import InternalError, ModelError
 from outrider.heads import of_target
 from outrider.heads import open as open_module
@@ -21,10 +22,11 @@ from outrider.heads.checkpoint import Target
 from outrider.heads.module_steps import ModuleHeadSteps
 from outrider.heads.of_target import TargetHead, open_packed_head
 from outrider.heads.open import open_head, read_reduction
-from outrider.heads.packed_head import NativeHeadSteps
+from outrider.heads.packed_head import HeadPath, NativeHeadSteps
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.model_hub.open import open_model
+from outrider.request import SamplingParams
 from outrider.speculation.proposers.head_forward import HeadForward, confidences_of
 from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
 from tests.heads.golden_heads import rewrite_config, rewrite_tensors
@@ -77,13 +79,26 @@ def folders(cache):
     return {path for path in (cache / "packed").iterdir() if path.is_dir()}
 
 
-def drafts(head, model):
-    """Returns (states, logits) of NUM_ROWS rows."""
+def run(head, model, values):
+    """Returns the drafts after each row of features `values` [NUM_ROWS, HIDDEN], one token each, and their logits."""
     kv_cache = PagedKVCache(head.spec.planes, num_blocks=3, block_size=BLOCK_SIZE, kernels=model.cpu_kernels)
     batch = build_input_batch([SequenceRows(list(range(NUM_ROWS)), 0, (2, 0, 1), NUM_ROWS)], BLOCK_SIZE)
-    values = torch.randn((NUM_ROWS, HIDDEN), generator=torch.Generator().manual_seed(2)).to(model_dtype(model))
+    values = values.to(model_dtype(model))
     features = values.view(torch.uint16) if values.dtype == torch.bfloat16 else values
-    return NativeHeadSteps(head, model.cpu_kernels, kv_cache).forward(batch, features.numpy(), (), batch)
+    steps = NativeHeadSteps(head, model.cpu_kernels, kv_cache, model.known_token_ids)
+    params = SamplingParams(seed=0, max_tokens=99, temperature=0.0)
+    greedy = SampleRows(model.open_sampler().start(params, sample=0, prompt_token_ids=()), 0)
+    return steps.draft(batch, features.numpy(), [HeadPath(greedy, 1)] * NUM_ROWS, wants_logits=True)
+
+
+def random_features():
+    return torch.randn((NUM_ROWS, HIDDEN), generator=torch.Generator().manual_seed(2))
+
+
+def drafts(head, model):
+    """Returns (states, logits) of NUM_ROWS rows."""
+    drafted, logits = run(head, model, random_features())
+    return np.stack([each.states[0] for each in drafted]), logits
 
 
 def model_dtype(model):
@@ -218,13 +233,21 @@ def test_what_torch_computes_is_not_packed(open_target, head_path, cache, tmp_pa
     assert folders(cache) == before
 
 
-@pytest.mark.parametrize("kind", ["packed", "torch"])
-def test_a_heads_confidence_is_its_largest_probability(open_target, head_path, kind):
+def test_a_packed_heads_confidence_is_its_largest_probability_and_0_after_nan(open_target, head_path):
     model = open_target()
-    head = open_packed_head(head_path, model) if kind == "packed" else load_head(head_path, HeadTarget.of(model))
-    kernels = model.cpu_kernels if kind == "packed" else None
-    forward = HeadForward.of(head, num_cached_tokens=64, known_token_ids=model.known_token_ids, kernels=kernels)
-    assert isinstance(forward.steps, NativeHeadSteps if kind == "packed" else ModuleHeadSteps)
+    head = open_packed_head(head_path, model)
+    found, logits = run(head, model, random_features())
+    expected = torch.softmax(torch.from_numpy(logits), 1).amax(1).tolist()
+    assert [each.confidences[0] for each in found] == pytest.approx(expected, rel=1e-5)
+    found, _ = run(head, model, torch.full((NUM_ROWS, HIDDEN), torch.nan))
+    assert [each.confidences[0] for each in found] == [0.0] * NUM_ROWS
+
+
+def test_a_heads_confidence_is_its_largest_probability(open_target, head_path):
+    model = open_target()
+    head = load_head(head_path, HeadTarget.of(model))
+    forward = HeadForward.of(head, num_cached_tokens=64, known_token_ids=model.known_token_ids)
+    assert isinstance(forward.steps, ModuleHeadSteps)
     logits = 9 * np.random.default_rng(0).standard_normal((4, VOCAB_SIZE)).astype(np.float32)
     outside = np.setdiff1d(np.arange(VOCAB_SIZE), forward.steps.target_ids)
     logits[:, outside], logits[2], logits[3, forward.steps.target_ids[0]] = -np.inf, np.nan, np.inf

@@ -8,7 +8,6 @@ controls are typical mistakes, built in by a patch. Seeds are fixed, so a test t
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -176,7 +175,7 @@ def test_a_race_by_the_heads_own_ids_is_noticed_by_what_is_accepted(form, make_p
 
         def renamed(each):
             token_ids = tuple(ids[token_id] for token_id in each.token_ids)
-            return replace(each, token_ids=token_ids, following=tuple(map(renamed, each.following)))
+            return each._replace(token_ids=token_ids, following=tuple(map(renamed, each.following)))
 
         return [renamed(each) for each in decide(self, logits, rows, **options)]
 

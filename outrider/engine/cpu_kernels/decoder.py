@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from outrider.engine.cpu_kernels.adapter import addresses_of_rows
 from outrider.engine.cpu_kernels.decoder_weights import LAYER_MATRICES, LAYER_NORMS, DecoderWeights, PackedReduction
-from outrider.engine.cpu_kernels.interface import address_of, structures
+from outrider.engine.cpu_kernels.interface import structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.feature_spec import FeatureSpec
@@ -99,34 +99,6 @@ class NativeStep(ModelRunner):
                 self._run_layers(struct, layer, layer + 1)
                 on_layer_done(layer)
         logits = np.empty((batch.num_logits, self._struct.vocab_size), dtype=np.float32)
-        self._write_logits(batch, logits)
-        return logits
-
-    def draft(
-        self, batch: InputBatch, features: Words, target_ids: npt.NDArray[np.int64] | None, vocab_size: int
-    ) -> tuple[Words, Logits]:
-        """Runs a drafter head, whose input is `features` [num_rows, hidden_size] in addition to the tokens.
-
-        `target_ids` [number of the head's logits] int64: the target's token id of each of the head's logits; None: all
-        ids in order. Returns (the head's hidden states [num_logits, hidden_size], logits
-        [num_logits, vocab_size] float32, which are -inf for ids without a logit of the head).
-        """
-        struct = batch_struct(batch)
-        features = np.ascontiguousarray(features)
-        struct.features = features.ctypes.data
-        self._run_layers(struct, 0, self._struct.num_layers)
-        states = np.empty((batch.num_logits, self._struct.hidden_size), dtype=features.dtype)
-        logits = np.empty((batch.num_logits, vocab_size), dtype=np.float32)
-        self._write_logits(batch, logits, target_ids, states)
-        return states, logits
-
-    def _write_logits(
-        self,
-        batch: InputBatch,
-        logits: Logits,
-        columns: npt.NDArray[np.int64] | None = None,
-        states: Words | None = None,
-    ) -> None:
         self._functions.outrider_decoder_logits(
             self._team,
             self._workspace.handle,
@@ -134,9 +106,23 @@ class NativeStep(ModelRunner):
             _address(batch.arrays.logits_rows),
             batch.num_logits,
             logits.ctypes.data,
-            address_of(columns),
+            None,
             logits.shape[1],
-            address_of(states),
+            None,
+        )
+        return logits
+
+    def draft(self, batch: InputBatch, features: Words, sampler: int, paths: ctypes.Array[Any], drafts: Any) -> None:
+        """Runs a drafter head by `outrider_draft`, which see, without Python's lock.
+
+        `features`: [num_rows, hidden_size], the head's input in addition to the tokens. `sampler`: the address of one
+        for the head's ids. `paths`: OutriderPath, one for each row with logits; `drafts`: OutriderDrafts.
+        """
+        struct = batch_struct(batch)
+        features = np.ascontiguousarray(features)
+        struct.features = features.ctypes.data
+        self._functions.outrider_draft(
+            self._team, self._workspace.handle, self._struct, struct, self._keys, self._values, sampler, paths, drafts
         )
 
     def _run_layers(self, batch: ctypes.Structure, first: int, last: int) -> None:

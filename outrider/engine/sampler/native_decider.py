@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.constraints.compiler import Masks
-from outrider.engine.cpu_kernels.interface import structures
+from outrider.engine.cpu_kernels.interface import address_of, structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import free_when_collected
 from outrider.engine.sampler.edits import Vocabulary
@@ -70,20 +70,47 @@ class _Prepared:
         return self._address
 
 
-class NativeDecider:
-    """Decides with a team of threads; each row is decided by one thread."""
+def sampling_address(state: SequenceSampling) -> int:
+    """Returns the address of an OutriderSampling with everything that `state` has committed. It is valid until then."""
+    if state.prepared is None:
+        state.prepared = _Prepared(state)
+    prepared: Any = state.prepared
+    return prepared.current()
 
-    def __init__(self, kernels: CpuKernels, vocabulary: Vocabulary) -> None:
-        """Raises: MemoryError if there is no memory for one row per thread."""
+
+class NativeSampler:
+    """A sampler of the native kernels, with memory for a row per thread."""
+
+    def __init__(
+        self, kernels: CpuKernels, vocabulary: Vocabulary, target_ids: npt.NDArray[np.int64] | None = None
+    ) -> None:
+        """`target_ids`: see outrider_sampler_create. Raises: MemoryError if there is no memory for a row per thread."""
         self._kernels = kernels  # kept, because the team must outlive the sampler
         functions = kernels.library.functions
         holes = np.ascontiguousarray(vocabulary.holes, dtype=np.int64)
-        self._sampler: int = functions.outrider_sampler_create(
-            kernels.team, vocabulary.size, vocabulary.num_ids, holes.ctypes.data, len(holes)
+        self.handle: int = functions.outrider_sampler_create(
+            kernels.team,
+            vocabulary.size,
+            vocabulary.num_ids,
+            holes.ctypes.data,
+            len(holes),
+            address_of(target_ids),
+            0 if target_ids is None else len(target_ids),
         )
-        if not self._sampler:
+        if not self.handle:
             raise MemoryError(f"no memory for sampling from {vocabulary.size} token ids")
-        free_when_collected(self, functions.outrider_sampler_free, self._sampler)
+        free_when_collected(self, functions.outrider_sampler_free, self.handle)
+
+
+class NativeDecider:
+    """Decides with a team of threads; each row is decided by one thread."""
+
+    def __init__(
+        self, kernels: CpuKernels, vocabulary: Vocabulary, target_ids: npt.NDArray[np.int64] | None = None
+    ) -> None:
+        """As for NativeSampler."""
+        self._kernels = kernels
+        self._sampler = NativeSampler(kernels, vocabulary, target_ids)
         self._rows = (structures.OutriderSampleRows * 1)()  # enlarged for the largest step so far
 
     def decide(self, logits: npt.NDArray[np.float32], rows: Sequence[SampleRows]) -> npt.NDArray[np.int64]:
@@ -96,10 +123,8 @@ class NativeDecider:
         all_masks: list[Masks] = []  # kept alive during the call
         weight = 0
         for native, part in zip(self._rows, rows, strict=False):
+            native.sampling = sampling_address(part.state)
             prepared: Any = part.state.prepared
-            if prepared is None:
-                prepared = part.state.prepared = _Prepared(part.state)
-            native.sampling = prepared.current()
             native.num_assumed = len(part.assumed_token_ids)
             native.num_rows = part.num_rows
             native.position = part.position
@@ -117,7 +142,7 @@ class NativeDecider:
         is_short = weight * vocab_size < _SHORT_CALL
         functions = library.functions_holding_lock if is_short else library.functions
         functions.outrider_sample(
-            self._sampler,
+            self._sampler.handle,
             logits.ctypes.data,
             vocab_size,
             self._rows,

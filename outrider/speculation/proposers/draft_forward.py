@@ -93,7 +93,7 @@ class DraftForward(Protocol):
     vocab_size: int
     head: HeadRules | None  # None: a model, which is fed with tokens only
     kv_cache: PagedKVCache | None  # None: a head without KV
-    rollouts: Rollouts | None = None  # on a GPU, rollouts decide several tokens of a path without the host
+    rollouts: Rollouts | None = None  # graphs that decide several tokens of a path on a GPU, without the host
 
     def rolling(self) -> RolloutForward | None:
         """Returns the forward that rollouts run, or None if CUDA graphs cannot capture it."""
@@ -192,7 +192,7 @@ class DraftForward(Protocol):
         token_ids: list[list[int]] = [[] for _ in places]
         for (decided, _), ids in zip(rounds, winners, strict=True):
             for place, token_id in zip(decided, ids, strict=True):
-                if not token_ids[place] or _may_follow(token_ids[place], token_id, samples[place]):
+                if not token_ids[place] or may_follow(token_ids[place], token_id, samples[place]):
                     token_ids[place].append(token_id)
         sure_of = confident[0] if confident else [1.0] * len(places)
         made = [
@@ -200,8 +200,7 @@ class DraftForward(Protocol):
         ]
         firsts = iter(range(0, len(places), num_parallel))
         return [
-            replace(
-                made[first := next(firsts)],
+            made[first := next(firsts)]._replace(
                 state=next(own),
                 following=rolled.get(first, tuple(made[first + 1 : first + num_parallel])),
             )
@@ -313,7 +312,7 @@ def _can_be_rolled_out(row: PathRows) -> bool:
     return row.max_tokens > 1 and not (is_edited or row.wants_distribution)
 
 
-def _may_follow(winners: Sequence[int], token_id: int, sample: SampleRows) -> bool:
+def may_follow(winners: Sequence[int], token_id: int, sample: SampleRows) -> bool:
     """Returns whether `token_id` is a valid runner-up. It is not valid if a constraint allows only earlier winners."""
     masks = sample.masks()
     return masks is None or (token_id not in winners and bool(masks[0, token_id // 32] >> token_id % 32 & 1))

@@ -62,10 +62,10 @@ SHARE_ALONE = 1.0
 class DraftModelProposer:
     """Computes ragged batches over the draft model's own paged KV cache. One thread owns it.
 
-    A call makes one forward, which a rollout may follow (see `outrider.engine.rollouts`). Its first rows are those of
-    unanswered updates: missing prefixes within the catch-up budget, shortest first, then one token for each draft. The
-    remaining time is used for the look-ahead. If the committed tokens followed a path, the rest of the path is a draft
-    that needs no forward.
+    A call makes one forward, which a rollout may follow (`outrider.engine.rollouts`; on a CPU `NativeHeadSteps`). Its
+    first rows are those of unanswered updates: missing prefixes within the catch-up budget, shortest first, then one
+    token for each draft. The remaining time is used for the look-ahead. If the committed tokens followed a path, the
+    rest of the path is a draft that needs no forward.
     """
 
     def __init__(

@@ -18,14 +18,16 @@ from outrider.engine.input_batch import InputBatch, SequenceRows, build_input_ba
 from outrider.engine.kv_cache.array_plane import WORDS
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.sampler import Sampler, SequenceSampling
-from outrider.heads.packed_head import NativeHeadSteps, PackedHead
+from outrider.engine.pending import read
+from outrider.engine.sampler import Sampler, SampleRows, SequenceSampling
+from outrider.heads.packed_head import HeadDraft, HeadPath, NativeHeadSteps, PackedHead
 from outrider.request import RequestOptions, SamplingParams
-from outrider.speculation.draft_stream import SequenceStart
+from outrider.speculation.draft_stream import MAX_PROPOSAL_TOKENS, SequenceStart
 from outrider.speculation.features import HeadRules
 from outrider.speculation.path_tree import DraftedToken
 from outrider.speculation.proposers.base import MAX_SEQUENCES
-from outrider.speculation.proposers.draft_forward import DraftForward, PathRows, sample_rows
+from outrider.speculation.proposers.draft_forward import DraftForward, PathRows, may_follow, sample_rows
+from outrider.speculation.token_distribution import TokenDistribution
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,13 +116,19 @@ class HeadForward(DraftForward):
         if isinstance(model, PackedHead):
             assert kernels is not None
             assert cache is not None
-            steps = NativeHeadSteps(model, kernels, cache)
+            steps = NativeHeadSteps(model, kernels, cache, known_token_ids)
         else:
             from outrider.heads.module_steps import ModuleHeadSteps  # imports torch
 
             steps = ModuleHeadSteps(model, cache, device=device, kernels=of_cache)
         max_model_len = min(spec.max_model_len, num_blocks * block_size - rules.num_parallel_rows)
         return cls(pool, cache, model, steps, sampler, max_model_len, spec.vocab_size, rules)
+
+    @property
+    def max_tokens(self) -> int:
+        if isinstance(self.steps, NativeHeadSteps):
+            return MAX_PROPOSAL_TOKENS
+        return 1 if self.rollouts is None else 1 + self.rollouts.max_tokens
 
     def rolling(self) -> RolloutForward | None:
         steps = self.steps
@@ -152,6 +160,8 @@ class HeadForward(DraftForward):
         return PathRows(tokens, start_position, blocks, sampling, (), 1, num_committed=end_position, states=states)
 
     def _run(self, rows: Sequence[PathRows]) -> list[DraftedToken]:
+        if isinstance(self.steps, NativeHeadSteps):
+            return self._draft(self.steps, rows)
         spec, num_parallel = self.model.spec, self.model.spec.num_parallel
         fed_rows = [(row, spec.parallel_tokens(row.token_ids[-1]) if row.num_decisions else ()) for row in rows]
         batch = build_input_batch(
@@ -213,6 +223,39 @@ class HeadForward(DraftForward):
         confidences = None if sure[0] is None else xp.stack(sure, axis=1).reshape(-1)
         return xp.stack(found, axis=1).reshape(len(logits), -1), confidences, previous[:, 1:].reshape(-1)
 
+    def _draft(self, steps: NativeHeadSteps, rows: Sequence[PathRows]) -> list[DraftedToken]:
+        """Returns what `_decide` does. The kernels decide, and feed the tokens of paths that may get several.
+
+        Drawn drafts and those of a constraint get one token a call: the first send its distribution, and the second
+        need a mask for each token, which the compiled grammar makes from the tokens before it.
+        """
+        deciding = [row for row in rows if row.num_decisions]
+        batch = build_input_batch(
+            [
+                SequenceRows(row.token_ids, row.start_position - 1, row.block_ids, min(row.num_decisions, 1))
+                for row in rows
+            ],
+            self.pool.block_size,
+        )
+        parts = [part for row in rows for part in self._fed_with(row, 0)]
+        samples = [sample_rows(row, 0) for row in deciding]
+        paths = [
+            HeadPath(
+                sample,
+                row.num_decisions,
+                1 if row.wants_distribution or sample.state.constraint is not None else row.max_tokens,
+                row.min_reach,
+                row.block_ids,
+            )
+            for row, sample in zip(deciding, samples, strict=True)
+        ]
+        asking = [place for place, row in enumerate(deciding) if row.wants_distribution]
+        features = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        drafts, logits = steps.draft(batch, features, paths, wants_logits=bool(asking))
+        (found,) = ({},) if logits is None else read(self._distributions(logits, samples, asking))
+        made = (_drafted(*each, found.get(place)) for place, each in enumerate(zip(drafts, samples, strict=True)))
+        return [next(made) if row.num_decisions else DraftedToken(()) for row in rows]
+
     def _fed_with(self, row: PathRows, num_parallel_rows: int) -> list[Array]:
         """Returns the inputs of the path's rows and of its parallel rows, as arrays [n, width]."""
         parts: list[Array] = []
@@ -226,6 +269,18 @@ class HeadForward(DraftForward):
             assert feature is not None, "a parallel head has one"
             parts.append(feature.expand(num_parallel_rows, -1))
         return parts
+
+
+def _drafted(draft: HeadDraft, sample: SampleRows, distribution: TokenDistribution | None) -> DraftedToken:
+    token_ids, confidences, states = draft
+    following = tuple(
+        DraftedToken(ids, state=state, confidence=confidence)
+        for ids, confidence, state in zip(token_ids[1:], confidences[1:], states[1:], strict=True)
+    )
+    ids = token_ids[0]
+    if sample.state.constraint is not None:
+        ids = tuple(each for rank, each in enumerate(ids) if not rank or may_follow(ids[:rank], each, sample))
+    return DraftedToken(ids, distribution, states[0], following, confidences[0])
 
 
 @without_warnings

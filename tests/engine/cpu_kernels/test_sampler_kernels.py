@@ -135,7 +135,7 @@ def test_memory_that_cannot_be_had_is_an_error_and_the_sampler_stays_usable(kern
     native, expected = pair.decide(logits, step)
     address = states[0].prepared.current()
     rows = structures.OutriderSampleRows(sampling=address, num_rows=2**44)
-    sampler = pair.samplers[0].decider._sampler
+    sampler = pair.samplers[0].decider._sampler.handle
     with pytest.raises(MemoryError, match="outrider_sample"):
         kernels.library.functions.outrider_sample(sampler, logits.ctypes.data, 100, rows, 1, None, None)
     assert pair.decide(logits, step) == [native, expected]

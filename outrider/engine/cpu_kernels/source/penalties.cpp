@@ -26,30 +26,30 @@ float committed_count(const OutriderSampling& sampling, int64_t id) {
 }
 
 // Applies penalties. `before` has room for one value per assumed token.
-void penalise(const OutriderSampling& sampling, const Assumed& assumed, int64_t vocab_size, float* logits,
-              float* before) {
-  const auto is_known = [vocab_size](int64_t id) { return id >= 0 && id < vocab_size; };
+void penalise(const OutriderSampling& sampling, const Assumed& assumed, const LogitsOfIds& row, float* before) {
   for (int64_t i = 0; i < assumed.num; i++)
-    if (is_known(assumed.ids[i])) before[i] = logits[assumed.ids[i]];
-  for (int64_t i = 0; i < sampling.num_counted; i++) {
-    float& logit = logits[sampling.counted_ids[i]];
-    logit = penalised(sampling, logit, sampling.counts[i]);
-  }
+    if (const float* logit = row.find(assumed.ids[i])) before[i] = *logit;
+  for (int64_t i = 0; i < sampling.num_counted; i++)
+    if (float* logit = row.find(sampling.counted_ids[i])) *logit = penalised(sampling, *logit, sampling.counts[i]);
   // Counts of assumed tokens are larger than in the table. There are few of them, so they are computed again.
   for (int64_t i = 0; i < assumed.num; i++) {
-    if (!is_known(assumed.ids[i])) continue;
+    float* const logit = row.find(assumed.ids[i]);
+    if (logit == nullptr) continue;
     const auto times = std::count(assumed.ids, assumed.ids + assumed.num, assumed.ids[i]);
     const float count = committed_count(sampling, assumed.ids[i]) + static_cast<float>(times);
-    logits[assumed.ids[i]] = penalised(sampling, before[i], count);
+    *logit = penalised(sampling, before[i], count);
   }
 }
 
-void apply_mask(const uint32_t* mask, int64_t vocab_size, float* logits) {
-  for (int64_t begin = 0; begin < vocab_size; begin += 32) {
+void apply_mask(const uint32_t* mask, const LogitsOfIds& row) {
+  for (int64_t begin = 0; begin < row.vocab_size; begin += 32) {
     const uint32_t word = mask[begin / 32];
     if (word == ~uint32_t{0}) continue;
-    const int64_t num = std::min<int64_t>(32, vocab_size - begin);
-    for (int64_t i = 0; i < num; i++) logits[begin + i] = word >> i & 1 ? logits[begin + i] : kOut;
+    const int64_t num = std::min<int64_t>(32, row.vocab_size - begin);
+    for (int64_t i = 0; i < num; i++) {
+      float* const logit = row.find(begin + i);
+      if (logit != nullptr) *logit = word >> i & 1 ? *logit : kOut;
+    }
   }
 }
 
@@ -60,13 +60,15 @@ bool changes_row(const OutriderSampling& sampling, const uint32_t* mask, const A
 }
 
 void edit_row(const OutriderSampling& sampling, const Holes& holes, const uint32_t* mask, const Assumed& assumed,
-              int64_t vocab_size, float* logits, float* scratch) {
-  for (int64_t i = 0; i < holes.num; i++) logits[holes.ids[i]] = kOut;
-  if (mask != nullptr) apply_mask(mask, vocab_size, logits);
+              const LogitsOfIds& row, float* scratch) {
+  for (int64_t i = 0; i < holes.num; i++) row.logits[holes.places[i]] = kOut;
+  if (mask != nullptr) apply_mask(mask, row);
   if (bans_stops(sampling, assumed))
-    for (int64_t i = 0; i < sampling.num_stop_ids; i++) logits[sampling.stop_ids[i]] = kOut;
-  for (int64_t i = 0; i < sampling.num_biases; i++) logits[sampling.bias_ids[i]] += sampling.biases[i];
-  if (sampling.has_penalties) penalise(sampling, assumed, vocab_size, logits, scratch);
+    for (int64_t i = 0; i < sampling.num_stop_ids; i++)
+      if (float* logit = row.find(sampling.stop_ids[i])) *logit = kOut;
+  for (int64_t i = 0; i < sampling.num_biases; i++)
+    if (float* logit = row.find(sampling.bias_ids[i])) *logit += sampling.biases[i];
+  if (sampling.has_penalties) penalise(sampling, assumed, row, scratch);
 }
 
 }  // namespace outrider

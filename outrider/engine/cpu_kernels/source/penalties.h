@@ -8,11 +8,25 @@
 
 namespace outrider {
 
-struct Holes {  // unknown ids below the padding, ascending
-  const int64_t* ids;
+// A row of logits: of the whole vocabulary or, for a drafter head, of some of its ids.
+struct LogitsOfIds {
+  float* logits;
+  int64_t vocab_size;
+  const int32_t* places;  // [vocab_size], each id's place among the logits, or -1; null: each id is its own place
+
+  // Returns the logit of an id of the vocabulary, or null.
+  float* find(int64_t id) const {
+    if (id < 0 || id >= vocab_size) return nullptr;
+    if (places == nullptr) return logits + id;
+    return places[id] < 0 ? nullptr : logits + places[id];
+  }
+};
+
+struct Holes {  // places of unknown ids before the padding, ascending
+  const int64_t* places;
   int64_t num;
 
-  bool contain(int64_t id) const { return std::binary_search(ids, ids + num, id); }
+  bool contain(int64_t place) const { return std::binary_search(places, places + num, place); }
 };
 
 // Tokens that count as generated in addition to the committed ones.
@@ -24,9 +38,9 @@ struct Assumed {
 // Returns whether `edit_row` would change anything except holes. `mask`: one row's, as in OutriderSampleRows.
 bool changes_row(const OutriderSampling& sampling, const uint32_t* mask, const Assumed& assumed);
 
-// Edits `logits` [vocab_size] in place. `scratch` has room for one value per assumed token; it is
-// passed because a thread of a team must not allocate memory.
+// Edits a row in place. `scratch` has room for one value per assumed token; it is passed because a thread of a team
+// must not allocate memory.
 void edit_row(const OutriderSampling& sampling, const Holes& holes, const uint32_t* mask, const Assumed& assumed,
-              int64_t vocab_size, float* logits, float* scratch);
+              const LogitsOfIds& row, float* scratch);
 
 }  // namespace outrider

@@ -8,9 +8,12 @@ struct OutriderSampler;  // one vocabulary, and scratch memory for each thread o
 // ---- sampler.cpp: steps 1 to 7 of the contract's SamplingParams
 
 // Ids from num_ids on are never drawn, nor are `holes`, which are ascending and below num_ids.
-// The team must outlive the sampler.
+// `target_ids` [num_target_ids]: different ids, the only ones whose logits a row has, in ascending order, as from a
+// drafter head; a decision is that for a row with -infinity for all other ids. Null: rows have all logits. The team must
+// outlive the sampler.
 OUTRIDER_API OutriderSampler* outrider_sampler_create(OutriderTeam* team, int64_t vocab_size, int64_t num_ids,
-                                                      const int64_t* holes, int64_t num_holes);
+                                                      const int64_t* holes, int64_t num_holes,
+                                                      const int64_t* target_ids, int64_t num_target_ids);
 OUTRIDER_API void outrider_sampler_free(OutriderSampler* sampler);
 
 // One sample's parameters, and the counts of its committed tokens. Arrays belong to the caller;
@@ -53,10 +56,45 @@ struct OutriderSampleRows {
   int64_t position;
 };
 
-// Decides every row of `logits` [rows of all sequences, vocab_size], which are not changed.
+// Decides every row of `logits` [rows of all sequences, vocab_size or num_target_ids], which are not changed.
 OUTRIDER_API OutriderStatus outrider_sample(OutriderSampler* sampler, const float* logits, int64_t row_stride,
                                             const OutriderSampleRows* sequences, int64_t num_sequences,
                                             const int64_t* assumed_ids, int64_t* token_ids);
+
+// ---- draft.cpp: drafts several tokens of several paths with a drafter head, in one call
+
+// A path after which the head drafts: first the token at `position`, then those after it.
+struct OutriderPath {
+  const OutriderSampling* sampling;
+  const uint32_t* mask;         // of the first token, one row as in OutriderSampleRows; null: all tokens can be drawn
+  const int64_t* assumed_ids;   // [num_assumed], tokens that count as generated, too
+  int64_t num_assumed;
+  int64_t position;
+  int64_t num_races;            // 1: the winner; n: also n - 1 runners-up, the winners without those before them
+  int64_t max_tokens;           // at least 1
+  double min_reach;             // the draft ends when the product of confidences is below this, or with a stop token
+  const int32_t* block_table;   // covers max_tokens - 1 rows after the batch's; not read if max_tokens is 1
+};
+
+// What was drafted: for each path, up to max_tokens tokens.
+struct OutriderDrafts {
+  int64_t max_tokens;           // of any path
+  int64_t max_races;            // of any path
+  int64_t* num_tokens;          // [num_paths]
+  int64_t* token_ids;           // [num_paths, max_tokens, max_races]
+  double* confidences;          // [num_paths, max_tokens], the head's largest probability at the path's temperature
+  void* states;                 // [num_paths, max_tokens, hidden] of the decoder's type, from which each was decided
+  float* logits;                // [num_paths, decoder->vocab_size], of the first tokens, by ascending id; or null
+};
+
+// Computes the forward of `batch` and decides a token after each of its logits rows, to which `paths` belong in order.
+// Then feeds these tokens with the head's own states, decides the next ones, and so on. Tokens are those of one call for
+// each token. `sampler` has the head's target ids.
+OUTRIDER_API OutriderStatus outrider_draft(OutriderTeam* team, OutriderWorkspace* workspace,
+                                           const OutriderDecoder* decoder, const OutriderBatch* batch,
+                                           void* const* key_caches, void* const* value_caches,
+                                           OutriderSampler* sampler, const OutriderPath* paths,
+                                           const OutriderDrafts* drafts);
 
 // ---- The steps of a decision, for tests that compare implementations bit by bit
 

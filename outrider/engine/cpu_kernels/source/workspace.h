@@ -96,4 +96,6 @@ struct OutriderWorkspace {
   outrider::Buffer taps;  // [rows, taps, hidden], for features
   outrider::StepTimes times;
   outrider::Buffer partials;  // partial results of split attention
+  outrider::Buffer logits;    // [paths, logits of a head] float, for drafts
+  outrider::Buffer states;    // [paths, hidden], a head's own states, for drafts
 };
