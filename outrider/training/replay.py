@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from outrider.heads.checkpoint import Target
 from outrider.speculation.draft_tree import num_common
-from outrider.speculation.proposers.ngram import NgramIndex, NgramSegment
+from outrider.speculation.proposers.ngram import NgramIndex
 from outrider.training.dataset import Dataset
 from outrider.training.student import Choose, Student
 
@@ -117,7 +117,7 @@ def _chooser(noise: Tensor | None, temperature: float) -> Choose:
 
 def _look_up(tokens: Sequence[int], max_k: int) -> tuple[list[int], list[bool]]:
     """Returns, by number of known tokens, how many tokens a lookup drafts correctly and whether lookup is preferred."""
-    index = NgramIndex(NgramSegment(0, len(tokens)))
+    index = NgramIndex()
     num_right, is_long = [0], [False]
     for known in range(1, len(tokens)):
         text = tokens[:known]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +14,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.proposers.base import Progress, ProposalRequest
-from outrider.speculation.proposers.factory import PROPOSER_NAMES, ProposerSettings, make_proposer
+from outrider.speculation.proposers.factory import LOOKUP_NAMES, PROPOSER_NAMES, ProposerSettings, make_proposer
 from tests.support.head_files import make_head
 from tests.support.scripted_proposer import ScriptedProposer
 from tests.support.tiny_model import make_tiny_model
@@ -159,3 +161,18 @@ def test_it_says_who_it_is(proposer):
     assert info.num_extra_tokens >= 0
     has_model = info.name.startswith(("draft_model:", "eagle3:"))
     assert len(info.vocabulary_fingerprint) == (64 if has_model else 0)
+
+
+@pytest.mark.parametrize("name", LOOKUP_NAMES)
+def test_no_call_of_a_lookup_takes_more_than_1_ms_however_much_there_is_to_read(name):
+    """All sequences of a decode node wait for it. The time is the thread's own, the least of five."""
+    chance = random.Random(1)
+    text = [chance.randrange(50_000) for _ in range(20_000)]
+    seconds: list[float] = []
+    for _ in range(5):
+        lookup = make_proposer(name)
+        started = time.thread_time()
+        (proposal,) = lookup.propose([ProposalRequest(1, text, 4, START)])
+        seconds.append(time.thread_time() - started)
+        assert proposal.progress is Progress.CATCHING_UP
+    assert min(seconds) < 0.001

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.request import SamplingParams
-from outrider.speculation.proposers.base import MAX_INDEXED_TOKENS, Progress, ProposalRequest
-from outrider.speculation.proposers.ngram import NGRAM_SIZES, NgramIndex, NgramProposer, NgramSegment
+from outrider.speculation.proposers.base import Progress, ProposalRequest
+from outrider.speculation.proposers.ngram import MAX_READ_TOKENS, NGRAM_SIZES, NgramIndex, NgramProposer
 from tests.speculation.asking import start_of
 from tests.support.memory import traced
 
@@ -26,12 +26,11 @@ def brute_force(text: list[int], num_tokens: int) -> tuple[int, ...]:
 
 
 @given(
-    prompt_length=st.integers(0, 20),
     pieces=st.lists(st.lists(st.integers(0, 3), max_size=40), max_size=30),
     num_tokens=st.integers(1, 8),
 )
-def test_the_index_finds_what_a_search_of_the_whole_text_finds(prompt_length, pieces, num_tokens):
-    index = NgramIndex(NgramSegment(0, prompt_length))
+def test_the_index_finds_what_a_search_of_the_whole_text_finds(pieces, num_tokens):
+    index = NgramIndex()
     text: list[int] = []
     for piece in filter(None, pieces):
         text += piece
@@ -44,8 +43,8 @@ def request_of(text, num_wanted=4, *, key=1, prompt_length=None) -> ProposalRequ
     return ProposalRequest(key, text, num_wanted, start_of(SamplingParams(seed=1, max_tokens=99), prompt_length=length))
 
 
-def test_a_long_prompt_is_indexed_in_several_calls_and_while_no_draft_is_wanted():
-    text = [place % 997 for place in range(2 * MAX_INDEXED_TOKENS)]
+def test_a_long_prompt_is_read_in_several_calls_and_while_no_draft_is_wanted():
+    text = [place % 997 for place in range(2 * MAX_READ_TOKENS)]
     proposer = NgramProposer()
     (first,) = proposer.propose([request_of(text, 0)])
     (second,) = proposer.propose([request_of(text)])
@@ -54,40 +53,29 @@ def test_a_long_prompt_is_indexed_in_several_calls_and_while_no_draft_is_wanted(
 
 def test_a_short_prompt_does_not_wait_for_the_long_ones_of_others():
     proposer = NgramProposer()
-    long = [request_of(list(range(key, 5 * MAX_INDEXED_TOKENS)), key=key) for key in range(5)]
+    long = [request_of(list(range(key, 5 * MAX_READ_TOKENS)), key=key) for key in range(5)]
     *_, short = proposer.propose([*long, request_of([1, 2, 3, 1, 2], key=9)])
     assert short.tree.token_ids == (3, 1, 2, 3)
 
 
-def test_samples_of_a_prompt_share_its_index():
-    prompt = list(range(900))
-    proposer = NgramProposer()
-    for key in range(16):
-        proposer.propose([request_of([*prompt, 5000 + key, 0, 1], key=key, prompt_length=900)])
-    one = NgramSegment.bytes_of(900)
-    assert one < proposer.num_bytes < 16 * one
-    for key in range(16):
-        (proposal,) = proposer.propose([request_of([*prompt, 5000 + key, 0, 1], key=key, prompt_length=900)])
-        assert proposal.tree.token_ids == (2, 3, 4, 5)
-        proposer.forget(key)
-    assert proposer.num_bytes == 0
-
-
 def test_memory_is_counted_small_and_bounded():
-    """Dictionaries of tuples took 391 bytes per token. The limit here is a tenth of that."""
     chance = random.Random(1)
     text = [chance.randrange(50_000) for _ in range(20_000)]
-    proposer = NgramProposer(max_bytes=40 * len(text))
+    proposer = NgramProposer(max_bytes=12 * len(text))
     with traced() as size:
         while proposer.propose([request_of(text)])[0].progress is not Progress.DONE:
             pass
-        assert size() < 1.1 * proposer.num_bytes + 5000 < 30 * len(text)
-        (refused,) = proposer.propose([request_of(text[1:], key=2)])
+        assert proposer.num_tokens == len(text)
+        assert size() < 1.1 * 8 * len(text) + 5000
+        for _ in range(4):
+            (refused,) = proposer.propose([request_of(text[1:], key=2)])
         assert (refused.progress, refused.tree.token_ids) == (Progress.DONE, ())
-        assert size() < 1.1 * proposer.num_bytes + 5000
+        assert size() < 1.1 * 12 * len(text) + 5000
     proposer.forget(1)
     (served,) = proposer.propose([request_of(text[1:], key=2)])
     assert served.progress is Progress.CATCHING_UP
+    proposer.forget(2)
+    assert proposer.num_tokens == 0
 
 
 @pytest.mark.parametrize(("text", "expected"), [([4, 5, 6, 4, 5], 6), ([6, 4, 6, 4], 6)], ids=["others", "shorter"])
@@ -102,7 +90,7 @@ def test_a_sequence_whose_tokens_were_replaced_is_learnt_anew(text, expected):
 def test_a_text_may_begin_before_or_behind_the_end_of_its_prompt(prompt_length):
     text = [1, 2, 3, 4, 5, 6, 1, 2]
     (proposal,) = NgramProposer().propose([request_of(text, 2, prompt_length=prompt_length)])
-    assert proposal.tree.token_ids == ((3, 4) if prompt_length <= len(text) else ())
+    assert proposal.tree.token_ids == (3, 4)
 
 
 @pytest.mark.parametrize(("num_matching", "grade"), [(1, 0), (2, 2), (3, 3), (4, 4), (7, 4), (8, 8), (12, 8)])

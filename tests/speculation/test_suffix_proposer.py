@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import MAX_SIBLINGS, SequenceStart
-from outrider.speculation.proposers.base import MAX_INDEXED_TOKENS, Progress, ProposalRequest
+from outrider.speculation.proposers.base import Progress, ProposalRequest
 from outrider.speculation.proposers.suffix import (
     BYTES_PER_TOKEN,
     CONTEXT_SIZES,
+    MAX_INDEXED_TOKENS,
     PastOutputs,
     SuffixIndex,
     SuffixProposer,
@@ -110,7 +111,7 @@ def test_memory_for_past_outputs_is_bounded_over_a_long_run():
 
 
 def test_a_long_prompt_is_indexed_in_several_calls():
-    text = [place % 997 for place in range(3 * MAX_INDEXED_TOKENS)]
+    text = [place % 97 for place in range(3 * MAX_INDEXED_TOKENS)]
     request, proposer = ProposalRequest(1, text, 4), SuffixProposer()
     progress = [proposer.propose([request])[0] for _ in range(3)]
     assert [each.progress for each in progress] == [Progress.CATCHING_UP, Progress.CATCHING_UP, Progress.DONE]

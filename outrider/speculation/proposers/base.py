@@ -65,12 +65,8 @@ class Proposal:
 MAX_SEQUENCES = 512
 """Maximum number of sequences in a draft node, of all decode nodes together. A forward has a row for each of them."""
 
-MAX_INDEXED_TOKENS = 1024
-"""Maximum number of tokens that a lookup proposer (`ngram` or `suffix`) indexes in one call, which takes 3 to 10 ms.
-Long prompts take several calls."""
-
 MAX_INDEX_BYTES = 256 << 20
-"""Limit of the memory for a lookup proposer's indexes: ten million tokens for `ngram`, half a million for `suffix`."""
+"""Limit of the memory for a lookup proposer's indexes: 32 million tokens for `ngram`, half a million for `suffix`."""
 
 
 def nothing(request: ProposalRequest, progress: Progress = Progress.DONE, **fields: Any) -> Proposal:

@@ -16,7 +16,6 @@ from outrider.speculation.draft_stream import MAX_SIBLINGS
 from outrider.speculation.draft_tree import ROOT, DraftTree
 from outrider.speculation.proposers.base import (
     MAX_INDEX_BYTES,
-    MAX_INDEXED_TOKENS,
     Progress,
     Proposal,
     ProposalRequest,
@@ -26,6 +25,9 @@ from outrider.speculation.proposers.base import (
 
 CONTEXT_SIZES = (16, 8, 4, 2)
 """Sizes of contexts, longest first. Single tokens predict too little, as for n-grams."""
+
+MAX_INDEXED_TOKENS = 128
+"""Maximum number of tokens that one call indexes, in some 0.6 ms. Long prompts take several calls."""
 
 ONCE_MORE = 1 << 32
 """A number above every token id. `SuffixIndex` adds it to an id for each repetition."""
