@@ -212,7 +212,7 @@ def _attend(
     else:
         queries = [part.transpose(0, 1) for part in query[skipped:].split(list(chains.lengths))]
     texts = zip(queries, zip(*steps, strict=True), strict=True)
-    # torch's own attention takes several times as long for texts of some hundred tokens in bfloat16 on a CPU.
+    # For texts of some hundred tokens in bfloat16 on a CPU, torch's own attention takes 1.3 times as long.
     seen = [_over_steps(each, own, scaling).transpose(0, 1) for each, own in texts]
     if not is_whole:
         return torch.cat([torch.zeros_like(query[:skipped]), *seen])
