@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -66,7 +66,7 @@ class SimulatedHeadForward(DraftForward):
             if not found:
                 return [DraftedToken(()) for _ in rows]
             decided = self._decide(np.stack(found), rows)
-            return [replace(each, state=self._depth(row)) for row, each in zip(rows, decided, strict=True)]
+            return [each._replace(state=self._depth(row)) for row, each in zip(rows, decided, strict=True)]
 
     def _logits(self, row: PathRows) -> np.ndarray:
         end = self._end(row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import itertools
 import logging
 import math
@@ -11,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -33,7 +34,11 @@ FORGET_SECONDS = 1.0
 FORGET_STEPS = 4.0
 """A text has ended if no call had it for this time, and for as many of the engine's steps."""
 
+IDLE_SECONDS = 10.0
+"""Further time after which a text has ended if there was no call at all. A single step may take long."""
+
 STOP_SECONDS = 5.0
+RESTART_SECONDS = 1.0  # after a fault of a link
 
 LOGGER = logging.getLogger("outrider.drafting")
 
@@ -100,7 +105,8 @@ class Client:
             max_model_len=max_model_len,
         )
         outlets = LinkOutlets(open_channel=security.open_channel, log=_StandardLog(logger))
-        self._streams = _Streams(hello, outlets, [targets] if isinstance(targets, str) else targets)
+        addresses = [targets] if isinstance(targets, str) else targets
+        self._streams = _Streams(hello, outlets, addresses, on_tick=self._forget_idle, logger=logger)
         self._lock = threading.Lock()  # guards what follows
         self._texts = KnownTexts()
         self._sequence_ids = itertools.count(1)
@@ -134,7 +140,11 @@ class Client:
         finished = time.monotonic()
         for text in filter(None, known):
             text.seen_at = finished
-        found = [None if text is None else trees.get(text.sequence_id) for text in known]
+        # An equal text in the batch may have grown past this one. A draft of that length is not of this text.
+        found = [
+            None if text is None or text.length != len(array) else trees.get(text.sequence_id)
+            for text, array in zip(known, arrays, strict=True)
+        ]
         return [[] if tree is None else list(tree.token_ids[:num_tokens]) for tree in found]
 
     def _recognise(self, arrays: Sequence[TokenIds], num_tokens: int, now: float) -> list[KnownText | None]:
@@ -176,6 +186,11 @@ class Client:
             self._texts.remove(text)
             self._streams.close(text.sequence_id)
 
+    def _forget_idle(self) -> None:
+        """Forgets the texts of an engine that makes no calls. The streams' thread calls it every `FORGET_SECONDS`."""
+        with self._lock:
+            self._forget_ended(time.monotonic() - IDLE_SECONDS)
+
     def status(self) -> ClientStatus:
         links = self._streams.links
         with self._lock:
@@ -202,8 +217,17 @@ class Client:
 class _Streams(DraftExchange):
     """The exchange with nodes at fixed addresses, whose event loop runs in a thread."""
 
-    def __init__(self, hello: DraftHello, outlets: LinkOutlets, targets: Sequence[str]) -> None:
+    def __init__(
+        self,
+        hello: DraftHello,
+        outlets: LinkOutlets,
+        targets: Sequence[str],
+        *,
+        on_tick: Callable[[], None],
+        logger: logging.Logger,
+    ) -> None:
         super().__init__(hello, outlets)
+        self._on_tick, self._logger = on_tick, logger
         self._links = [self.open_link(target) for target in targets]
         self._stopping = asyncio.Event()
         self._own_loop = asyncio.new_event_loop()
@@ -219,12 +243,25 @@ class _Streams(DraftExchange):
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        tasks = [asyncio.create_task(link.run()) for link in self._links]
-        await self._stopping.wait()
+        tasks = [asyncio.create_task(self._keep_open(place)) for place in range(len(self._links))]
+        while not self._stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), FORGET_SECONDS)
+            self._on_tick()
         self._loop = None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep_open(self, place: int) -> None:
+        """Runs a link, and opens another one in its place if it fails."""
+        while True:
+            try:
+                await self._links[place].run()
+            except Exception:
+                self._logger.exception("the stream to %s failed", self._links[place].address)
+            await asyncio.sleep(RESTART_SECONDS)
+            self._links[place] = self.open_link(self._links[place].address)
 
     def stop(self) -> None:
         """Ends `run`. Any thread may call it, at any time."""

@@ -121,8 +121,8 @@ class ModuleHeadSteps:
         of_blocks, states = (each.view(len(before), -1, each.shape[1]) for each in (tensor_of(logits), hidden))
         num = before.shape[1]
         corrected, confidence = self._model.logits_after(of_blocks[:, num - 1], states[:, :num], before)
-        sure = None if confidence is None else self._as_logits_are(torch.sigmoid(confidence.double()))
-        return self._as_logits_are(self._of_target(corrected)), sure
+        sure = None if confidence is None else torch.sigmoid(confidence.double()).nan_to_num(0.0)  # features may be NaN
+        return self._as_logits_are(self._of_target(corrected)), None if sure is None else self._as_logits_are(sure)
 
     def compute(
         self, batch: InputBatch, features: Tensor, depths: Tensor, attended: InputBatch

@@ -78,8 +78,8 @@ class Proposer:
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if self._is_broken:
             return drafts
-        rows = [row for row, sampled in enumerate(sampled_token_ids) if sampled]
         try:
+            rows = [row for row, sampled in enumerate(sampled_token_ids) if len(sampled)]
             found = self._client.propose(
                 [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in rows], num_tokens=self._num_tokens
             )

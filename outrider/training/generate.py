@@ -22,7 +22,8 @@ TEMPERATURES = (0.0, 0.0, *SAMPLED)
 tokens, sampled ones the others. To a prompt of its own, which costs the target 0.4 tokens for each token of an answer,
 it writes one greedy answer and one sampled answer: a sixth more answer tokens in the same time.
 """
-MAX_ANSWERS_BYTES = 512 << 20
+MAX_ANSWERS_BYTES = 8 << 30
+"""Limit of the answers' files; the oldest answers go first. It is enough for 700 million answer tokens."""
 MIN_RESPONSE_TOKENS = 8
 MAX_PASTED_TEXTS = 256
 MIN_ANSWERS = 16  # with fewer answers, the phase continues beyond its time

@@ -109,6 +109,8 @@ class TrainingPlan:
         """The options that a continued run must not change, because its files depend on them."""
         return {
             "model": self.model.id,
+            "revision": self.model.revision,
+            "weights": self.model.weights,
             "dtype": self.model.dtype,
             "form": self.form,
             "steps": self.num_steps,

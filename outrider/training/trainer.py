@@ -73,8 +73,10 @@ class Trainer:
         output = [weight for name, weight in student.weights.items() if is_output[name]]
         others = [weight for name, weight in student.weights.items() if not is_output[name]]
         groups = [(others, plan.learning_rate), (output, plan.learning_rate * OUTPUT_LAYER_RATE)]
+        groups = [(parameters, rate) for parameters, rate in groups if parameters]
+        self._peaks = [rate for _, rate in groups]
         self._optimizer = torch.optim.AdamW(
-            [{"params": parameters, "peak": rate} for parameters, rate in groups if parameters],
+            [{"params": parameters} for parameters, _ in groups],
             betas=(0.9, 0.95),
             weight_decay=0.01,
             fused=True,
@@ -92,6 +94,8 @@ class Trainer:
         self.history: list[HistoryPoint] = []
         self._running: Tensor | None = None  # [num_steps]: running means of losses
         self._best: dict[str, Tensor] = {}  # the weights with the lowest held-out loss
+        self._finished: tuple[dict[str, Tensor], HistoryPoint] | None = None
+        """The best weights before training was continued, with their figures."""
         self._part = 0.0  # fraction of the training that is done
         self._decay_from: float | None = None  # value of `_part` at which the learning rate began to fall
         by_kind: dict[str, list[int]] = {}
@@ -121,9 +125,15 @@ class Trainer:
             self._watch(clock, say)
         now = part(self._passes)
         if self._decay_from is not None and now < 0.99 * self._part:
-            say("there is more time than before: training continues from the weights before the learning rate fell")
+            finished = self._finished or (self._best, self._best_point)
             self._load(self.before_decay)
             now = part(self._passes)
+            if now > 1 - DECAY_SHARE:
+                self._load(self.checkpoint)
+                say("there is too little more time to train on: the head stays as it is; give half as much again")
+                return
+            say("there is more time than before: training continues from the weights before the learning rate fell")
+            self._finished = min(finished, (self._best, self._best_point), key=lambda each: each[1].judged())
         kept_at, watched_at = clock.seconds, now
         try:
             while not self._is_over(now):
@@ -154,7 +164,13 @@ class Trainer:
 
     def use_best(self) -> HistoryPoint:
         """Gives the student the weights with the lowest held-out loss. Returns their figures."""
-        self._set(self._best)
+        found = [(self._best, self._best_point), *([self._finished] if self._finished else ())]
+        weights, point = min(found, key=lambda each: each[1].judged())
+        self._set(weights)
+        return point
+
+    @property
+    def _best_point(self) -> HistoryPoint:
         return min(self.history, key=HistoryPoint.judged)
 
     @property
@@ -197,6 +213,7 @@ class Trainer:
             {
                 "weights": self.student.weights,
                 "best": self._best,
+                "finished": self._finished and (self._finished[0], asdict(self._finished[1])),
                 "optimizer": self._optimizer.state_dict(),
                 "step": self.step,
                 "place": asdict(self.place),
@@ -222,6 +239,8 @@ class Trainer:
         self.step, self.place, self._running = saved["step"], Place(**saved["place"]), saved["running"]
         self._best, self._part, self._decay_from = saved["best"], saved["part"], saved["decay_from"]
         self.history = [HistoryPoint(**point) for point in saved["history"]]
+        kept = saved["finished"]
+        self._finished = kept and (kept[0], HistoryPoint(**kept[1]))
 
     @torch.no_grad()
     def _set(self, weights: Mapping[str, Tensor]) -> None:
@@ -233,8 +252,8 @@ class Trainer:
 
         Raises: ModelError if the loss is not finite; the weights stay unchanged.
         """
-        for group in self._optimizer.param_groups:
-            group["lr"] = group["peak"] * rate
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * rate
         lengths = torch.from_numpy(self._dataset.response_lengths[list(texts)])
         num_reached = torch.stack([(lengths - step).clamp_min(0).sum() for step in range(self._plan.num_steps)])
         scales = (STEP_WEIGHT ** torch.arange(self._plan.num_steps) / num_reached.clamp_min(1)).to(self._device)

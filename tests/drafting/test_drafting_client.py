@@ -64,6 +64,43 @@ def test_a_text_that_no_call_has_any_more_is_forgotten_by_the_node_too(nodes, mo
     wait_for(lambda: len(proposer.forgotten) == 1)
 
 
+def test_texts_of_an_engine_without_calls_are_forgotten(nodes, monkeypatch):
+    for name in ("FORGET_SECONDS", "IDLE_SECONDS"):
+        monkeypatch.setattr(client_module, name, 0.05)
+    proposer = ScriptedProposer([TEXT])
+    client = nodes.connected(nodes.serve(draft_node(proposer)))
+    client.propose([array(TEXT[:20])], num_tokens=3)
+    wait_for(lambda: client.status().num_texts == 0 and len(proposer.forgotten) == 1)
+
+
+def test_a_text_behind_an_equal_one_of_the_batch_gets_no_wrong_draft(nodes):
+    client = nodes.connected(nodes.serve(draft_node(ScriptedProposer([TEXT]))))
+    for length in range(20, 25):
+        texts = [array(TEXT[:length]), array(TEXT[: length + 1])]
+        wait_for(lambda texts=texts: client.propose(texts, num_tokens=3)[1])
+        behind, _ = client.propose(texts, num_tokens=3)
+        assert behind == TEXT[length : length + len(behind)]
+
+
+def test_a_stream_that_fails_is_opened_again(nodes, monkeypatch, caplog):
+    monkeypatch.setattr(client_module, "RESTART_SECONDS", 0.01)
+    from outrider.drafting import link
+
+    check, calls = link.check_fits, []
+
+    def fail_once(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise AttributeError("a bug")
+        check(*arguments)
+
+    monkeypatch.setattr(link, "check_fits", fail_once)
+    client = nodes.connected(nodes.serve(draft_node(ScriptedProposer([TEXT]))))
+    expect(client, [array(TEXT[:20])], [TEXT[20:23]])
+    assert "failed" in caplog.text
+    assert "a bug" in caplog.text
+
+
 def test_texts_that_cannot_be_drafted_are_not_sent(nodes):
     proposer = ScriptedProposer([TEXT])
     client = nodes.connected(nodes.serve(draft_node(proposer)), max_model_len=50)

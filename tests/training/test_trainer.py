@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,42 @@ def test_the_rate_is_constant_and_falls_at_the_end(make, one_thread, monkeypatch
     assert rates[170] == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(("given", "goes_on"), [(1.05, False), (1.3, False), (3.0, True)])
+def test_more_time_never_makes_a_finished_head_worse(make, one_thread, given, goes_on):
+    plan, trainer = make(batch_tokens=30)
+    num_steps = 0
+
+    def run(trainer, limit):
+        learn_from = trainer._learn
+
+        def count(texts, rate):
+            nonlocal num_steps
+            num_steps += 1  # the time of the steps in which the rate fell is not given back
+            learn_from(texts, rate)
+
+        trainer._learn = count
+        with RunState.open(plan).phase("training") as clock:
+            trainer.run(clock, part=lambda _: num_steps / limit, **QUIET)
+
+    run(trainer, 60)
+    before = trainer.use_best().judged()
+    for limit in (60 * given, 61 * given):  # the second one finds what the first has kept
+        trainer = Trainer(plan, toy_student("eagle3"), trainer._dataset)
+        run(trainer, limit)
+        assert (num_steps > 60) is goes_on
+        assert trainer.use_best().judged() <= before
+    assert means(trainer, list(trainer._dataset.held_out))[0].isfinite().all()
+
+
+def test_a_continued_run_learns_with_the_rate_that_it_is_given(make, one_thread):
+    plan, trainer = make(batch_tokens=30)
+    with RunState.open(plan).phase("training") as clock:
+        trainer.run(clock, part=lambda _: trainer.step / 5, **QUIET)
+    slower = Trainer(replace(plan, learning_rate=1e-5), toy_student("eagle3"), trainer._dataset)
+    slower._learn(list(slower._dataset.training)[:6], 1.0)
+    assert max(group["lr"] for group in slower._optimizer.param_groups) == 1e-5
+
+
 def test_the_rate_falls_early_when_held_out_texts_no_longer_improve(make, one_thread, monkeypatch):
     plan, trainer = make(batch_tokens=30, checkpoint_seconds=0.0)
     learn_from, kept = trainer._learn, {}
@@ -251,7 +288,9 @@ def test_a_checkpoint_that_was_being_written_leaves_the_old_one(make, one_thread
 
 def test_a_loss_that_is_no_number_leaves_the_checkpoint_as_it_was(make, one_thread, monkeypatch):
     plan, trainer = make()
-    train(plan, trainer, 0.01)
+    learn(trainer, 3)
+    with RunState.open(plan).phase("training") as clock:
+        trainer.save(clock, trainer.checkpoint)
     before = torch.load(trainer.checkpoint)["weights"]
     losses = trainer.student.losses
 

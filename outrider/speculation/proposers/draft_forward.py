@@ -47,7 +47,7 @@ class PathRows:
     features: Features | None = None  # for a head: the features of the committed tokens
     num_committed: int = 0  # for a head: `states` replace features from this position onwards
     states: tuple[object, ...] = ()  # a head's own hidden states, one for each token from `num_committed` onwards
-    max_tokens: int = 1  # maximum number of tokens to decide; more than 1 needs a rollout
+    max_tokens: int = 1  # maximum number of tokens to decide, if the forward can decide several
     min_reach: float = 0.0  # the request's min_reach; tokens after a less likely path are dropped
 
 

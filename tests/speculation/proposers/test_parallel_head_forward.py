@@ -52,6 +52,14 @@ def proposer(request, head):
     return DraftModelProposer(forward, ProposerInfo(name="toy:tiny"), max_catch_up_rows=7)
 
 
+class Unknown(OfText):
+    """Features whose last row is no number."""
+
+    def __init__(self, token_ids):
+        super().__init__(token_ids)
+        self.values[-1] = float("nan")
+
+
 def drafts_of(proposer, *texts, num_wanted=3, params=GREEDY, min_reach=0.0):
     start = SequenceStart(options=RequestOptions(sampling=params), sample=0, prompt_length=4)
     requests = [
@@ -125,3 +133,16 @@ def test_a_later_token_of_a_chained_head_depends_on_those_that_were_drawn(propos
     assert len(by_first) > 1
     assert all(torch.equal(each[1], many[0][1]) for many in by_first.values() for each in many)
     assert len({tuple(many[0][1].tolist()) for many in by_first.values()}) == len(by_first)
+
+
+def test_features_that_are_no_numbers_end_a_draft_and_nothing_else(proposer):
+    start, text = SequenceStart(options=RequestOptions(sampling=GREEDY), sample=0, prompt_length=4), [5, 6, 7, 8, 9]
+    requests = [
+        ProposalRequest(1, text, 3, start, features=Unknown(text), min_reach=0.1),
+        ProposalRequest(2, text, 3, start, features=OfText(text)),
+    ]
+    bad, good = proposer.propose(requests)
+    assert bad.progress is Progress.DONE
+    assert len(bad.tree) <= 1
+    assert good.tree.token_ids == proposer.propose(requests[1:])[0].tree.token_ids
+    assert len(good.tree) == 3
