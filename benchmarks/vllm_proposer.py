@@ -5,7 +5,7 @@
 vLLM computes on the first core, draft nodes on the second one. Servers stay up, and cases are measured in turns. A case
 with drafts is the same vLLM; its draft node is another one, stopped (SIGSTOP), dead, or just started again. Fails if
 vLLM without a working draft node is slower than 98 % of plain vLLM, which only a quiet machine shows, and with
-`--dtype float32` if tokens at temperature 0 differ. In bfloat16 they do: vLLM rounds a step with drafts differently.
+`--dtype float32` if tokens at temperature 0 differ. In bfloat16 they do, probably by rounding.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from dataclasses import replace
 from decode_node.drafting.client import DraftClient
 from decode_node.groups import Sample
 from outrider.drafting.book import StepDrafts
+from outrider.drafting.exchange import WAIT_SHARE_OF_STEP
 from outrider.engine.scheduler import EngineSequence, StepReservation
 from outrider.request import RequestOptions
 from outrider.service.telemetry.logging import get_logger
@@ -19,9 +20,6 @@ from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree, RankedDraft
 from outrider.speculation.features import Features
 from outrider.speculation.proposers.base import Progress, Proposal, ProposalRequest, Proposer
-
-WAIT_SHARE_OF_STEP = 0.2
-"""Maximum share of the last step's duration for which a step waits for draft nodes."""
 
 GAIN_RATE = 0.02
 """Weight of each new step in the running mean of what drafts are expected to gain."""

@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from outrider.drafting.exchange import DraftExchange
+from outrider.drafting.exchange import WAIT_SHARE_OF_STEP, DraftExchange
 from outrider.drafting.known_texts import KnownText, KnownTexts, TokenIds
 from outrider.drafting.link import DraftLink, LinkOutlets
 from outrider.request import RequestOptions, SamplingParams
@@ -27,8 +27,7 @@ from outrider.rpc.tls import PLAINTEXT, PeerSecurity
 from outrider.speculation.draft_stream import MAX_BRANCH_TOKENS, DraftHello, SequenceStart
 
 MAX_WAIT_SECONDS = 0.002
-WAIT_SHARE_OF_STEP = 0.2
-"""A call waits for drafts at most so long, and at most for this share of the engine's last step."""
+"""Default of the longest wait for drafts in a call, which is also limited by `WAIT_SHARE_OF_STEP`."""
 
 FORGET_SECONDS = 1.0
 FORGET_STEPS = 4.0
@@ -45,7 +44,7 @@ LOGGER = logging.getLogger("outrider.drafting")
 
 @dataclass(frozen=True, slots=True)
 class ClientStatus:
-    """How the client's draft nodes are."""
+    """The state of a client's draft nodes and texts."""
 
     connected: tuple[str, ...]  # addresses
     refused: Mapping[str, str]  # by address: why a node does not fit, as found by the last connection
@@ -90,7 +89,7 @@ class Client:
             name: this engine in the logs of draft nodes; by default host and process.
             max_wait_seconds: how long a call may wait for drafts; 0: it takes only those that have arrived.
             security: certificates for mutual TLS.
-            logger: what is told when nodes come, go or are refused.
+            logger: receives a message when a draft node connects, is lost or is refused.
 
         Raises: ConfigError if certificates cannot be read.
         """

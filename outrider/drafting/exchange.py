@@ -17,6 +17,9 @@ from outrider.drafting.book import DraftBook, FeatureRange, StepDrafts
 from outrider.drafting.link import DraftLink, LinkOutlets
 from outrider.speculation.draft_stream import DraftHello, SequenceStart
 
+WAIT_SHARE_OF_STEP = 0.2
+"""Maximum share of the last step's duration for which an engine waits for drafts."""
+
 
 class DraftExchange(ABC):
     """Proposals of all draft nodes for an engine. Every node can serve every sequence.

@@ -2,7 +2,7 @@
 
 It is kept in the run's working folder. texts.npz holds the chosen answers as arrays and is written once. Hidden states
 take kilobytes per token, so they are kept in shards, each of some texts in a file of its own, and only as many shards
-as fit into `TrainingPlan.max_feature_bytes` exist at a time. A shard's file grows text by text. Its size tells how many
+as fit into `TrainingPlan.feature_bytes` exist at a time. A shard's file grows text by text. Its size tells how many
 texts it has, so that a killed run can continue.
 """
 
@@ -31,6 +31,7 @@ MAX_HELD_OUT_PROMPTS = 64  # of each kind of text
 MIN_PROMPT_TOKENS = 2  # the chain that drafts an answer's first token needs a feature and the token after it
 SHARDS_IN_BOUND = 8
 HELD_OUT_SHARD = 0
+TEXTS = "texts.npz"
 
 
 def choose_texts(
@@ -103,10 +104,15 @@ def features_folder(plan: TrainingPlan) -> Path:
     return plan.work / "features"
 
 
+def has_texts(plan: TrainingPlan) -> bool:
+    """Returns whether the run has chosen its texts."""
+    return (features_folder(plan) / TEXTS).is_file()
+
+
 def _write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     content = io.BytesIO()
     np.savez(content, **arrays)  # type: ignore[arg-type]
-    write_atomically(folder / "texts.npz", content.getvalue())
+    write_atomically(folder / TEXTS, content.getvalue())
 
 
 class Dataset:
@@ -117,7 +123,7 @@ class Dataset:
 
     def __init__(self, folder: Path) -> None:
         """Raises: FileNotFoundError if no texts have been chosen."""
-        with np.load(folder / "texts.npz") as kept:
+        with np.load(folder / TEXTS) as kept:
             facts = self._facts = dict(kept)
         self._folder = folder
         self.hidden_size = int(facts["hidden_size"])

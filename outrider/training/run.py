@@ -23,7 +23,7 @@ from outrider.model_hub.compute import ModelRuntime
 from outrider.model_hub.kernels import resolve_device
 from outrider.model_hub.locate import locate_model
 from outrider.training.answer_files import read_answers
-from outrider.training.dataset import Dataset, choose_texts, features_folder
+from outrider.training.dataset import Dataset, choose_texts, features_folder, has_texts
 from outrider.training.generate import answers_folder, write_answers
 from outrider.training.hidden_states import MAX_DRAFT_TOKENS, measure_rows, open_target, write_hidden_states
 from outrider.training.make_student import make_student, needed_taps
@@ -93,6 +93,8 @@ def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress
         if FEATURES not in state.done:
             with state.phase(FEATURES) as clock:
                 state.row_seconds = _begin_features(plan, target, taps, clock, say_and_keep, progress)
+        elif not has_texts(plan):
+            raise ConfigError(f"{plan.out} holds a run of an older version: give another --out")
         torch.set_num_threads(len(within_quota(usable_cpus())))
         return _train(plan, state, target, taps, location.name, say_and_keep, progress)
 

@@ -130,7 +130,7 @@ class Trainer:
             now = part(self._passes)
             if now > 1 - DECAY_SHARE:
                 self._load(self.checkpoint)
-                say("there is too little more time to train on: the head stays as it is; give half as much again")
+                say("the added time is too short to continue: the head stays unchanged; give 1.5 times the time")
                 return
             say("there is more time than before: training continues from the weights before the learning rate fell")
             self._finished = min(finished, (self._best, self._best_point), key=lambda each: each[1].judged())

@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.heads.checkpoint import Target
 from outrider.heads.open import open_head
-from outrider.model_hub.config import ModelConfig
-from outrider.model_hub.kernels import start_kernels
 from outrider.request import SamplingParams, VerificationMethod
 from outrider.speculation.draft_stream import MAX_PROPOSAL_TOKENS
 from outrider.speculation.proposers.base import Progress, ProposalRequest, ProposerInfo
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.head_forward import HeadForward, confidences_of
 from tests.speculation.asking import start_of
+from tests.support.native_kernels import native_kernels
 from tests.support.pool_integrity import check_proposer
 from tests.support.random_eagle3 import make_random_eagle3
 
@@ -80,10 +78,10 @@ class KnownFeatures:
 
 @pytest.fixture(scope="module")
 def kernels():
-    chosen = choose_kernels()
-    if chosen.library is None:
+    found = native_kernels()
+    if found is None:
         pytest.skip("no native kernels were built")
-    return start_kernels(chosen, ModelConfig(num_threads=2))
+    return found
 
 
 @pytest.fixture(params=["its own ids", "unsorted ids", "the target's ids"])

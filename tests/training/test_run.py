@@ -66,6 +66,15 @@ def test_a_head_from_kept_answers(plan_of, tiny_model, form):
     assert again.splitlines()[:5] == report.splitlines()[:5]
 
 
+def test_a_run_of_an_older_version_is_refused(plan_of):
+    plan = plan_of(minutes=0.05)
+    plan.work.mkdir(parents=True)
+    with RunState.open(plan).phase("features"):
+        pass
+    with pytest.raises(ConfigError, match="older version: give another --out"):
+        run(plan)
+
+
 def test_hidden_states_that_do_not_fit_on_the_disk_are_computed_when_they_are_needed(plan_of):
     whole = plan_of(passes=2, minutes=0.05)
     run(whole)

@@ -113,7 +113,7 @@ class NativeStep(ModelRunner):
         return logits
 
     def draft(self, batch: InputBatch, features: Words, sampler: int, paths: ctypes.Array[Any], drafts: Any) -> None:
-        """Runs a drafter head by `outrider_draft`, which see, without Python's lock.
+        """Runs a drafter head (`outrider_draft`) without Python's lock.
 
         `features`: [num_rows, hidden_size], the head's input in addition to the tokens. `sampler`: the address of one
         for the head's ids. `paths`: OutriderPath, one for each row with logits; `drafts`: OutriderDrafts.

@@ -8,9 +8,9 @@ struct OutriderSampler;  // one vocabulary, and scratch memory for each thread o
 // ---- sampler.cpp: steps 1 to 7 of the contract's SamplingParams
 
 // Ids from num_ids on are never drawn, nor are `holes`, which are ascending and below num_ids.
-// `target_ids` [num_target_ids]: different ids, the only ones whose logits a row has, in ascending order, as from a
-// drafter head; a decision is that for a row with -infinity for all other ids. Null: rows have all logits. The team must
-// outlive the sampler.
+// `target_ids` [num_target_ids]: different ids in any order, as of a drafter head. A row then has the logits of these ids
+// only, by ascending id, and a decision is that for a row with -infinity for all other ids. Null: rows have all logits.
+// The team must outlive the sampler.
 OUTRIDER_API OutriderSampler* outrider_sampler_create(OutriderTeam* team, int64_t vocab_size, int64_t num_ids,
                                                       const int64_t* holes, int64_t num_holes,
                                                       const int64_t* target_ids, int64_t num_target_ids);
