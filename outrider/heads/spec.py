@@ -27,11 +27,16 @@ class HeadSpec:
     num_masks: int = 0  # number of parallel rows (see HeadModel) with the mask token
     mask_token_id: int = 0
     is_chained: bool = False  # whether a block's logits depend on its tokens before, see HeadModel.logits_after
-    attends_both_ways: bool = False  # whether parallel rows begin with the newest token and attend to each other
+    # Whether parallel rows attend to each other, and begin with the newest token and with those assumed after it, as the
+    # head has no states of its own to feed.
+    attends_both_ways: bool = False
 
-    def parallel_tokens(self, token_id: int) -> tuple[int, ...]:
-        """Returns the token ids of the parallel rows; empty if there are none. `token_id`: the newest token's."""
-        newest = (token_id,) if self.attends_both_ways else ()
+    def parallel_tokens(self, token_id: int, *assumed: int) -> tuple[int, ...]:
+        """Returns the token ids of the parallel rows; empty if there are none.
+
+        `token_id`: the newest token's. `assumed`: the tokens that a path assumes after it.
+        """
+        newest = (token_id, *assumed) if self.attends_both_ways else ()
         return (*newest, *(self.mask_token_id,) * self.num_masks)
 
     @property

@@ -1,4 +1,4 @@
-"""Chooses the rows of a look-ahead's next forward: the likeliest ones, shared equally among decode nodes."""
+"""Chooses the paths of a look-ahead's next forward: the likeliest ones, shared equally among decode nodes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ MIN_PROBABILITY = 0.005
 
 @dataclass(frozen=True, slots=True)
 class AheadRow:
-    """A token that could be drafted next."""
+    """A path that could be drafted next."""
 
     owner: int
-    probability: float  # probability that the text reaches this token
+    probability: float  # probability that the text reaches the path's next token
     tree: PathTree
     path: DraftPath | Opening
-    is_wanted: bool = False  # whether the token is part of the draft that was asked for
+    max_tokens: int = 1  # number of tokens that the path may still grow
+    is_wanted: bool = False  # whether the next token is part of the draft that was asked for
 
 
 def candidate_rows(tree: PathTree, *, owner: int, num_wanted: int, max_alternatives: int) -> list[AheadRow]:
-    """Returns the next token of each path of one sequence, if the sequence's next update may ask for it.
+    """Returns the paths of one sequence that may still grow, as its next update may ask for their tokens.
 
     While the target verifies `num_wanted` tokens, the main path grows until it has these tokens, one more, and a whole
     next draft. An alternative replaces one of these `num_wanted` + 1 tokens, and grows by a whole draft.
@@ -38,10 +39,11 @@ def candidate_rows(tree: PathTree, *, owner: int, num_wanted: int, max_alternati
         if num_tokens >= max_tokens or tree.is_complete(path):
             continue
         is_wanted = path is tree.main and num_tokens < num_wanted
-        rows.append(AheadRow(owner, tree.probability(path, num_tokens) * acceptance, tree, path, is_wanted))
+        probability = tree.probability(path, num_tokens) * acceptance
+        rows.append(AheadRow(owner, probability, tree, path, max_tokens - num_tokens, is_wanted))
     num_left = max_alternatives - len(tree.alternatives) if tree.num_left > 1 else 0
     rows += [
-        AheadRow(owner, opening.probability * acceptance, tree, opening)
+        AheadRow(owner, opening.probability * acceptance, tree, opening, num_wanted)
         for opening in tree.openings(num_wanted + 1)[: max(0, num_left)]
     ]
     return [row for row in rows if row.is_wanted or row.probability >= MIN_PROBABILITY]

@@ -212,7 +212,7 @@ class PathTree:
 
     def first_missing(self, path: DraftPath) -> int:
         """Returns the position of the first of the `missing` tokens."""
-        if self._num_fed(path) == len(self) + len(path):  # all tokens were fed, but without logits
+        if self._num_fed(path) == self.max_fed(path):  # all tokens were fed, but without logits
             path.kv.truncate(path.kv.num_tokens - 1)
         return self._num_fed(path)
 
@@ -225,7 +225,12 @@ class PathTree:
 
     def num_missing(self, path: DraftPath) -> int:
         """Returns the number of `missing` tokens."""
-        return max(1, len(self) + len(path) - self._num_fed(path))
+        return len(self) + len(path) - min(self._num_fed(path), self.max_fed(path) - 1)
+
+    def max_fed(self, path: DraftPath) -> int:
+        """Returns the maximum length of the prefix whose rows stay in the KV cache once they were fed."""
+        keeps_own_rows = self._head is None or self._head.keeps_own_rows
+        return len(self) + len(path) * keeps_own_rows
 
     @property
     def num_behind(self) -> int:
@@ -266,6 +271,8 @@ class PathTree:
         """Returns alternatives to the main path's first tokens that are not open yet, the likeliest first."""
         main = self.main
         num_forkable = self._num_fed(main) - len(self) + 1  # an alternative needs the KV before the replaced token
+        if self._head is not None and self._head.drafts_blocks and num_forkable > 0:
+            num_forkable = len(main)  # or feeds all its own rows
         num_positions = min(num_positions, num_forkable, len(main), self._max_own_rows)
         if num_positions > self._num_listed:
             self._openings, self._num_listed = self._list_openings(num_positions), num_positions
@@ -278,7 +285,7 @@ class PathTree:
         self._openings.remove(opening)
         main, index = self.main, opening.index
         kv = main.kv.fork()
-        kv.truncate(self.rows_before(len(self) + index))
+        kv.truncate(min(kv.num_tokens, self.rows_before(len(self) + index)))
         assumed = [*main.token_ids[:index], main.decided[index].token_ids[1 + opening.rank]]
         # A runner-up has the state of the winner that it replaces.
         decided = [

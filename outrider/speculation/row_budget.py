@@ -42,15 +42,18 @@ class RowBudget:
         self._row_seconds = 0.0  # mean seconds per row of forwards with prefix rows; 0 before the first
         self._means: dict[int, float] = {}  # mean seconds of a forward with one row per path, by num_rows.bit_length()
 
-    def observe(self, num_rows: int, num_paths: int, seconds: float, *, has_rollout: bool = False) -> None:
-        """Records one forward. `has_rollout`: whether `seconds` include a rollout."""
+    def observe(self, num_rows: int, num_paths: int, seconds: float, *, num_forwards: int = 1) -> None:
+        """Records one forward, and the further ones of its rollout, which have one row per path.
+
+        `num_rows`: rows of the first forward, without those of tokens that a path assumes or has decided.
+        """
         if num_rows > num_paths:
             if num_rows >= MIN_PREFIX_ROWS:  # a smaller forward says little about the cost of a row
                 # If the duration includes a rollout, the estimate is too high, which is safe.
                 weight = SMOOTHING if self._row_seconds > 0.0 else 1.0
                 self._row_seconds += weight * (seconds / num_rows - self._row_seconds)
-        elif not has_rollout:
-            size = num_rows.bit_length()
+        else:
+            size, seconds = num_rows.bit_length(), seconds / num_forwards
             mean = self._means.get(size, seconds)
             self._means[size] = mean + SMOOTHING * (min(seconds, OUTLIER_FACTOR * mean) - mean)
             for larger in [each for each in self._means if each > size]:

@@ -68,33 +68,23 @@ def assert_logits(found, expected, tolerance=TOLERANCE):
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
 
-def block_logits(head, token_ids, features, drafted=None):
+def block_logits(head, token_ids, features, drafted=None, assumed=()):
     """Returns the logits of a block of parallel rows, which follow rows with the target's features.
 
-    `drafted`: the tokens before each of the block's but the first; None: the likeliest ones.
+    `drafted`: the tokens before each of the block's but the first; None: the likeliest ones. `assumed`: tokens after
+    the newest, which the block follows.
     """
-    return _block_outputs(head, token_ids, features, drafted)[0]
+    return _block_outputs(head, token_ids, features, drafted, assumed)[0]
 
 
-def _block_outputs(head, token_ids, features, drafted):
+def _block_outputs(head, token_ids, features, drafted, assumed=()):
     """Returns `block_logits`, and the logits of the confidences [num_parallel] if the head has them."""
-    num_true = len(features)
-    tokens = head.spec.parallel_tokens(int(token_ids[num_true]))
-    attend = golden_files.DenseAttention()
-    true = golden_files.true_rows(token_ids, features, 0, num_true)
-    rows = HeadRows(
-        token_ids=torch.cat([true.token_ids, torch.tensor(tokens)]),
-        features=torch.cat([true.features, head.parallel_feature.expand(len(tokens), -1)]),
-        depths=torch.cat([true.depths, 1 + torch.arange(len(tokens))]),
-        positions=torch.arange(num_true + len(tokens)),
-    )
-    attend.num_together = len(tokens) if head.spec.attends_both_ways else 0
+    hidden, depths = _block_states(head, token_ids, features, assumed)
     num = head.spec.num_parallel
-    hidden = head.forward(rows, attend)[-num:]
-    logits = head.logits(hidden, rows.depths[-num:])
+    logits = head.logits(hidden, depths)
     if not head.spec.is_chained:
         return logits, None
-    previous, parts = token_ids[num_true:][None, :1], []
+    previous, parts = torch.tensor([[*token_ids[: len(features) + 1].tolist(), *assumed][-1:]]).reshape(1, 1), []
     for place in range(num):
         parts.append(head.logits_after(logits[place : place + 1], hidden[None, : place + 1], previous))
         best = parts[-1][0].argmax(-1) if drafted is None else drafted[place : place + 1]
@@ -102,3 +92,21 @@ def _block_outputs(head, token_ids, features, drafted):
         previous = torch.cat([previous, (best if known else head.target_ids[best])[None]], -1)
     confidences = [each for _, each in parts if each is not None]
     return torch.cat([each for each, _ in parts]), torch.cat(confidences) if confidences else None
+
+
+def _block_states(head, token_ids, features, assumed):
+    """Returns hidden states and depths of the rows that draft. `assumed` is at most as long as a block."""
+    num_true, num = len(features), head.spec.num_parallel
+    tokens, states = head.spec.parallel_tokens(int(token_ids[num_true]), *assumed), head.parallel_feature[None, :][:0]
+    if assumed and not head.spec.attends_both_ways:
+        tokens, states = (*assumed, *tokens), _block_states(head, token_ids, features, ())[0][: len(assumed)]
+    attend = golden_files.DenseAttention()
+    true = golden_files.true_rows(token_ids, features, 0, num_true)
+    rows = HeadRows(
+        token_ids=torch.cat([true.token_ids, torch.tensor(tokens)]),
+        features=torch.cat([true.features, states, head.parallel_feature.expand(len(tokens) - len(states), -1)]),
+        depths=torch.cat([true.depths, 1 + torch.arange(len(tokens))]),
+        positions=torch.arange(num_true + len(tokens)),
+    )
+    attend.num_together = len(tokens) if head.spec.attends_both_ways else 0
+    return head.forward(rows, attend)[-num:], rows.depths[-num:]

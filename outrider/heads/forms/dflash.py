@@ -25,11 +25,18 @@ class BlockLayer(DecoderLayer):
     """A decoder layer whose keys and values come from the target's features, and from the block's rows themselves."""
 
     def compute_block(
-        self, rows: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, context: Tensor, places: Tensor
+        self,
+        rows: Tensor,
+        angles: tuple[Tensor, Tensor],
+        attend: Attend,
+        context: Tensor,
+        places: Tensor,
+        depths: Tensor,
     ) -> Tensor:
         """Computes the layer for the parallel rows [num_places, hidden_size], whose indices are `places`.
 
-        `context`: [num_rows, hidden_size], the normed features of all rows.
+        `context`: [num_rows, hidden_size], the normed features of all rows. `depths`: [num_places] int64; each block's
+        begin with 1.
         """
         given = context.index_copy(0, places, self.normed(rows))
         rows = rows + self.attention(given, angles, attend, places)
@@ -100,7 +107,7 @@ class DFlash(HeadModel):
         (places,) = torch.nonzero(rows.depths, as_tuple=True)  # indices of the parallel rows
         hidden = self._embedding[rows.token_ids[places]]
         for layer in self._layers:
-            hidden = layer.compute_block(hidden, angles, attend, context, places)
+            hidden = layer.compute_block(hidden, angles, attend, context, places, rows.depths[places])
         return torch.zeros_like(context).index_copy(0, places, hidden)
 
     def logits(self, hidden: Tensor, depths: Tensor) -> Tensor:

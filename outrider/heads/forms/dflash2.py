@@ -29,23 +29,28 @@ class Convolutions:
     A kernel is a learned one plus one that is computed from the input row, with equal values in a group of channels.
     """
 
-    def __init__(self, files: HeadFiles, name: str, hidden: int, *, block: int, size: int, group: int) -> None:
-        """Takes the weights. `block`: rows of a block; `size`: rows that a kernel sees; `group`: channels."""
-        self._block, self._size, self._group, self._hidden = block, size, group, hidden
+    def __init__(self, files: HeadFiles, name: str, hidden: int, *, size: int, group: int) -> None:
+        """Takes the weights. `size`: rows that a kernel sees; `group`: channels."""
+        self._size, self._group, self._hidden = size, group, hidden
         self._kernels = files.take(f"{name}.base_kernel", 2, size, hidden)
         self._projection = files.take_linear({f"{name}.kernel_projection": 2 * size * (hidden // group)}, hidden)
 
-    def before(self, rows: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Returns the convolved input [num_rows, hidden], and the function that convolves the part's output."""
+    def before(self, rows: Tensor, depths: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Returns the convolved input [num_rows, hidden], and the function that convolves the part's output.
+
+        `depths`: [num_rows] int64; each block's begin with 1.
+        """
         own = self._projection(rows).view(len(rows), 2, self._size, self._hidden // self._group)
         own = own.repeat_interleave(self._group, -1)
         of_input, of_output = (self._kernels + own).unbind(1)
-        return self._convolved(rows, of_input), lambda out: self._convolved(out, of_output)
+        return self._convolved(rows, of_input, depths), lambda out: self._convolved(out, of_output, depths)
 
-    def _convolved(self, rows: Tensor, kernels: Tensor) -> Tensor:
-        """Convolves rows [num_rows, hidden] with kernels [num_rows, size, hidden]."""
-        blocks = rows.view(len(rows) // self._block, self._block, self._hidden)
-        shifted = [pad(blocks, (0, 0, back, 0))[:, : self._block].flatten(0, 1) for back in range(self._size)]
+    def _convolved(self, rows: Tensor, kernels: Tensor, depths: Tensor) -> Tensor:
+        """Convolves rows [num_rows, hidden] with kernels [num_rows, size, hidden]; no row sees another block."""
+        shifted = [
+            torch.where((depths > back)[:, None], pad(rows, (0, 0, back, 0))[: len(rows)], 0)
+            for back in range(self._size)
+        ]
         return (torch.stack(shifted, 1) * kernels).sum(1)
 
 
@@ -59,11 +64,17 @@ class ConvolvedLayer(BlockLayer):
         )
 
     def compute_block(
-        self, rows: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, context: Tensor, places: Tensor
+        self,
+        rows: Tensor,
+        angles: tuple[Tensor, Tensor],
+        attend: Attend,
+        context: Tensor,
+        places: Tensor,
+        depths: Tensor,
     ) -> Tensor:
-        given, after = self._around_attention.before(self.normed(rows))
+        given, after = self._around_attention.before(self.normed(rows), depths)
         rows = rows + after(self.attention(context.index_copy(0, places, given), angles, attend, places))
-        given, after = self._around_mlp.before(self.normed_again(rows))
+        given, after = self._around_mlp.before(self.normed_again(rows), depths)
         return rows + after(self.feed_forward(given))
 
 
@@ -77,10 +88,10 @@ class DFlash2(DFlash):
     def load(self, files: HeadFiles) -> None:
         hidden, vocab_size = self._layout.shape.hidden_size, files.target.vocab_size
         size, group, rank, self._top = (int(self._options.get(name, value)) for name, value in _DEFAULTS.items())
-        self._convolution = {"block": int(self._options.get("block_size") or 0), "size": size, "group": group}
+        self._convolution, block_size = {"size": size, "group": group}, int(self._options.get("block_size") or 0)
         if group < 1 or hidden % group:
             raise files.refusal("conv_group_size", group, f"divisors of {hidden}")
-        if not 1 <= size <= (self._convolution["block"] or size):
+        if not 1 <= size <= (block_size or size):
             raise files.refusal("conv_kernel_size", size, "1 to block_size")
         if not 1 <= self._top <= vocab_size:
             raise files.refusal("selector_top_k", self._top, f"1 to {vocab_size}")

@@ -65,7 +65,7 @@ class Plan:
 
 def add_decided(tree: PathTree, path: DraftPath, rows: PathRows, decided: DraftedToken) -> None:
     """Adds decided tokens to a path. Drops those after which drafting one by one would end."""
-    path.kv.advance(tree.rows_before(rows.start_position + len(rows.token_ids)))
+    path.kv.advance(tree.rows_before(min(rows.start_position + len(rows.token_ids), tree.max_fed(path))))
     for index, each in enumerate((decided, *decided.following)):
         if not each.token_ids:
             break
@@ -160,8 +160,8 @@ class DraftForward(Protocol):
         Decisions at later positions, by a parallel head or a rollout, are in the `following` of a path's decision.
         `logits`: [num_deciding * num_parallel, vocab_size] float32, for the positions after each path, the next
         position first. Penalties ignore the undecided tokens in between. For a head, `confidences`
-        [num_deciding * num_parallel] float64 are its confidences at these positions, and `states` [num_deciding, width]
-        are its own hidden states before the next positions. `chosen` [num_deciding * num_parallel] int64 are the
+        [num_deciding * num_parallel] float64 are its confidences at these positions, and `states`
+        [num_deciding * num_parallel, width] are its own hidden states before them. `chosen` [num_deciding * num_parallel] int64 are the
         winners of the races if they have been run.
         """
         places = [
@@ -196,12 +196,12 @@ class DraftForward(Protocol):
                     token_ids[place].append(token_id)
         sure_of = confident[0] if confident else [1.0] * len(places)
         made = [
-            DraftedToken(tuple(ids), found.get(place), confidence=sure_of[place]) for place, ids in enumerate(token_ids)
+            DraftedToken(tuple(ids), found.get(place), next(own), confidence=sure_of[place])
+            for place, ids in enumerate(token_ids)
         ]
         firsts = iter(range(0, len(places), num_parallel))
         return [
             made[first := next(firsts)]._replace(
-                state=next(own),
                 following=rolled.get(first, tuple(made[first + 1 : first + num_parallel])),
             )
             if row.num_decisions

@@ -160,11 +160,12 @@ class DraftModelProposer:
         tree.num_wasted_tokens = 0
 
     def _has_answer(self, request: ProposalRequest, tree: PathTree) -> bool:
-        """Returns whether there is an answer: a whole draft, or its first token if look-ahead can send the rest."""
+        """Returns whether there is an answer: a whole draft or block, or a token if look-ahead can send the rest."""
         if request.num_wanted <= 0:
             return not tree.num_behind
         answer = tree.best_path(allow_stale=request.max_alternatives > 0)
-        return len(answer) >= (1 if request.max_alternatives else request.num_wanted) or (
+        is_block = self._head is not None and self._head.drafts_blocks
+        return len(answer) >= (1 if request.max_alternatives or is_block else request.num_wanted) or (
             bool(answer) and (tree.is_complete(answer) or answer.confidence < request.min_reach)
         )
 
@@ -217,7 +218,7 @@ class DraftModelProposer:
                 plan.no_room.add(request.sequence_id)
 
     def _plan_look_ahead(self, plan: Plan, ahead: Sequence[tuple[ProposalRequest, PathTree]]) -> None:
-        """Adds the likeliest next tokens of all sequences with look-ahead, while the forward gets only a bit longer."""
+        """Adds the likeliest paths of all sequences with look-ahead, while the forward gets only a bit longer."""
         candidates: list[AheadRow] = []
         for request, tree in ahead:
             rows = candidate_rows(
@@ -240,11 +241,13 @@ class DraftModelProposer:
             plan.looking_ahead.clear()  # no block is free: another call would not help
 
     def _add_ahead(self, plan: Plan, row: AheadRow) -> bool:
-        """Adds one row of the look-ahead. Returns False if there is no block for it."""
+        """Adds the next tokens of a path, all of a draft if it can. Returns False if there is no block for them."""
         tree = row.tree
         path = tree.open(row.path) if isinstance(row.path, Opening) else row.path
         num_rows = tree.num_missing(path)
-        is_added = self._add(plan, tree, path, num_rows=num_rows, num_decisions=1 + NUM_RUNNERS_UP)
+        is_added = self._add(
+            plan, tree, path, num_rows=num_rows, num_decisions=1 + NUM_RUNNERS_UP, max_tokens=row.max_tokens
+        )
         if not is_added and isinstance(row.path, Opening):
             tree.free_alternative(path)
         return is_added
@@ -328,11 +331,12 @@ class DraftModelProposer:
         except Exception:
             self._invalidate_copies(plan)
             raise
+        is_block = self._head is not None and self._head.drafts_blocks
         self._budget.observe(
-            sum(len(row.token_ids) for row in plan.rows),
+            sum(max(1, len(row.token_ids) - len(row.states)) for row in plan.rows),
             len(plan.rows),
             self._clock() - started,
-            has_rollout=any(row.max_tokens > 1 for row in plan.rows),
+            num_forwards=1 if is_block else max(1 + len(each.following) for each in decided),
         )
         for (tree, path), rows, outcome in zip(plan.paths, plan.rows, decided, strict=True):
             add_decided(tree, path, rows, outcome)

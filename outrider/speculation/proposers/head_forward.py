@@ -107,8 +107,10 @@ class HeadForward(DraftForward):
         max_own_rows = None if spec.max_depth is None else spec.max_depth - 1
         rules = HeadRules(
             keeps_kv=bool(spec.planes),
-            max_own_rows=0 if spec.num_parallel > 1 else max_own_rows,
+            keeps_own_rows=not spec.attends_both_ways,
+            max_own_rows=max_own_rows,
             num_parallel_rows=len(spec.parallel_tokens(0)),
+            drafts_blocks=spec.num_parallel > 1,
         )
         if kernels is not None and not isinstance(model, PackedHead) and model.suits_kernels:
             model = model.pack(kernels)
@@ -163,26 +165,23 @@ class HeadForward(DraftForward):
         if isinstance(self.steps, NativeHeadSteps):
             return self._draft(self.steps, rows)
         spec, num_parallel = self.model.spec, self.model.spec.num_parallel
-        fed_rows = [(row, spec.parallel_tokens(row.token_ids[-1]) if row.num_decisions else ()) for row in rows]
+        fed_rows = [(row, *self._tokens_of(row)) for row in rows]
         batch = build_input_batch(
             [
                 SequenceRows(
-                    [*row.token_ids, *parallel],
-                    row.start_position - 1,
-                    row.block_ids,
-                    num_parallel if row.num_decisions else 0,
+                    [*own, *parallel], row.start_position - 1, row.block_ids, num_parallel if row.num_decisions else 0
                 )
-                for row, parallel in fed_rows
+                for row, own, parallel in fed_rows
             ],
             self.pool.block_size,
         )
-        parts = [part for row, parallel in fed_rows for part in self._fed_with(row, len(parallel))]
+        parts = [part for row, own, parallel in fed_rows for part in self._fed_with(row, len(own), len(parallel))]
         xp = namespace(parts[0])
         features = parts[0] if len(parts) == 1 else xp.concat(parts)
-        depths = [depth for row, parallel in fed_rows for depth in _depths(row, len(row.token_ids) + len(parallel))]
+        depths = [depth for row, own, parallel in fed_rows for depth in _depths(row, len(own) + len(parallel))]
         attended = batch
         if spec.attends_both_ways:
-            attended = attend_both_ways(batch, [len(parallel) for _, parallel in fed_rows])
+            attended = attend_both_ways(batch, [len(parallel) for *_, parallel in fed_rows])
         hidden, logits = self.steps.forward(batch, features, depths, attended)
         if not batch.num_logits:
             return [DraftedToken(()) for _ in rows]
@@ -199,7 +198,7 @@ class HeadForward(DraftForward):
             rows,
             num_parallel=num_parallel,
             confidences=confidences,
-            states=hidden[::num_parallel],
+            states=None if spec.attends_both_ways else hidden,
             chosen=winners,
         )
 
@@ -237,7 +236,7 @@ class HeadForward(DraftForward):
             ],
             self.pool.block_size,
         )
-        parts = [part for row in rows for part in self._fed_with(row, 0)]
+        parts = [part for row in rows for part in self._fed_with(row, len(row.token_ids), 0)]
         samples = [sample_rows(row, 0) for row in deciding]
         paths = [
             HeadPath(
@@ -256,14 +255,25 @@ class HeadForward(DraftForward):
         made = (_drafted(*each, found.get(place)) for place, each in enumerate(zip(drafts, samples, strict=True)))
         return [next(made) if row.num_decisions else DraftedToken(()) for row in rows]
 
-    def _fed_with(self, row: PathRows, num_parallel_rows: int) -> list[Array]:
-        """Returns the inputs of the path's rows and of its parallel rows, as arrays [n, width]."""
+    def _tokens_of(self, row: PathRows) -> tuple[Sequence[int], tuple[int, ...]]:
+        """Returns the tokens of the path's own rows and of its parallel rows."""
+        spec, num_own = self.model.spec, len(row.token_ids)
+        if not row.num_decisions:
+            return row.token_ids, ()
+        if spec.attends_both_ways:
+            num_own -= max(0, row.start_position + num_own - row.num_committed)
+        own, assumed = row.token_ids[:num_own], row.token_ids[num_own:]
+        return own, spec.parallel_tokens(own[-1], *assumed)
+
+    def _fed_with(self, row: PathRows, num_own: int, num_parallel_rows: int) -> list[Array]:
+        """Returns the inputs of the path's own rows and of its parallel rows, as arrays [n, width]."""
         parts: list[Array] = []
-        if num_true := len(row.token_ids) - len(row.states):
+        states = row.states[: len(row.states) - len(row.token_ids) + num_own]
+        if num_true := num_own - len(states):
             assert row.features is not None
             parts.append(self.steps.rows(row.features.read(row.start_position - 1, row.start_position - 1 + num_true)))
-        if row.states:
-            parts.append(namespace(row.states[0]).stack(row.states))
+        if states:
+            parts.append(namespace(states[0]).stack(states))
         if num_parallel_rows:
             feature = self.steps.parallel_feature
             assert feature is not None, "a parallel head has one"

@@ -106,3 +106,27 @@ def test_features_that_are_no_numbers_spoil_no_other_sequence_whose_blocks_they_
         proposer.forget(1)
         assert drafts_of(proposer, PROMPT, 5, key=3) == drafts_of(clean, PROMPT, 5)
         assert set(proposer._trees[3].main.kv.block_ids) <= set(used)
+
+
+def test_it_looks_ahead_by_whole_drafts_in_a_few_calls(config, monkeypatch):
+    target = HeadTarget.locate(config)
+    if target.kernels is None:
+        pytest.skip("native kernels draft several tokens in a call")
+    found, num_calls = [], []
+    for max_tokens in (16, 1):
+        proposer = proposer_of(config.head, target)
+        monkeypatch.setattr(type(proposer._forward), "max_tokens", max_tokens)
+        start = start_of(SamplingParams(seed=1, max_tokens=99, temperature=0.0), prompt_length=len(PROMPT))
+        request = ProposalRequest(1, PROMPT, 4, start, max_alternatives=5, features=RandomFeatures(len(PROMPT)))
+        proposals_of(proposer, request)
+        ahead, calls, has_more = {}, 0, True
+        while has_more:
+            (proposal,) = proposer.propose([dataclasses.replace(request, looks_ahead=True)])
+            ahead |= {branch.assumed_token_ids: branch.tree.token_ids for branch in proposal.ahead}
+            calls, has_more = calls + 1, proposal.has_more
+        found.append(ahead)
+        num_calls.append(calls)
+    whole, single = found
+    assert sum(len(each) >= 4 for each in whole.values()) >= 6
+    assert all(single[key][: len(ids)] == ids[: len(single[key])] for key, ids in whole.items() if key in single)
+    assert num_calls[0] <= 5 < num_calls[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -77,8 +79,8 @@ def drafts_of(proposer, *texts, num_wanted=3, params=GREEDY, min_reach=0.0):
     return [list(likeliest_path(done[each.sequence_id]).token_ids) for each in requests]
 
 
-def expected(head, text):
-    best = block_logits(head, torch.tensor(text), OfText(text).values).argmax(-1)
+def expected(head, text, assumed=()):
+    best = block_logits(head, torch.tensor(text), OfText(text).values, assumed=assumed).argmax(-1)
     return (best if head.target_ids is None else head.target_ids[best]).tolist()
 
 
@@ -103,6 +105,33 @@ def test_it_drafts_no_more_than_one_block(head, proposer):
     text = [5, 6, 7]
     assert drafts_of(proposer, text, num_wanted=9) == [expected(head, text)]
     assert drafts_of(proposer, text, num_wanted=2) == [expected(head, text)[:2]]
+
+
+def test_it_looks_ahead_by_a_block_after_each_assumed_outcome(head, proposer):
+    """Tokens that are assumed are fed with the head's own states, or as rows of the block."""
+    assert proposer.info.can_look_ahead
+    start = SequenceStart(options=RequestOptions(sampling=GREEDY), sample=0, prompt_length=4)
+    num = head.spec.num_parallel
+    for text in ([5, 6, 7], [11, 40, 7, 93, 5, 66, 31, 8, 77, 19, 4, 8, 15, 16, 23, 42, 1]):
+        request = ProposalRequest(1, text, 2, start, features=OfText(text), max_alternatives=7)
+        proposer.propose([request])
+        branches, has_more = [], True
+        while has_more:
+            (proposal,) = proposer.propose([replace(request, looks_ahead=True)])
+            check_proposer(proposer)
+            branches += proposal.ahead
+            has_more = proposal.has_more
+        main = proposer._trees[1].main.token_ids
+        alternatives = [each for each in branches if list(each[0]) != main[: len(each[0])]]
+        assert len({each.assumed_token_ids for each in alternatives}) == 7
+        assert {len(each.assumed_token_ids) for each in alternatives} == {1, 2, 3}
+        for assumed, tree in alternatives:
+            assert list(tree.token_ids)[:num] == expected(head, text, assumed)[: len(tree)]
+            assert len(tree) >= min(num, 2)
+        assert len(main) >= 2 * 2 + 1
+        assert main[num : 2 * num] == expected(head, text, tuple(main[:num]))[: len(main) - num]
+        assert drafts_of(proposer, [*text, *main[:2], 3]) == [expected(head, [*text, *main[:2], 3])]
+        proposer.forget(1)
 
 
 def test_it_ends_with_the_first_token_that_is_reached_too_rarely(head, proposer):
