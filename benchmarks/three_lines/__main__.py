@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         type=_processors,
         default=(),
         metavar="N,N",
-        help="processors of the remote drafter and of all that talks to it, which the target's engine leaves to them; "
+        help="processors of the remote drafter and of the network between, which the target's process leaves to them; "
         "default: shared",
     )
     parser.add_argument(

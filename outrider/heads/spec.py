@@ -27,8 +27,8 @@ class HeadSpec:
     num_masks: int = 0  # number of parallel rows (see HeadModel) with the mask token
     mask_token_id: int = 0
     is_chained: bool = False  # whether a block's logits depend on its tokens before, see HeadModel.logits_after
-    # Whether parallel rows attend to each other, and begin with the newest token and with those assumed after it, as the
-    # head has no states of its own to feed.
+    # Whether parallel rows attend to each other, and begin with the newest token and with those assumed after it, as
+    # the head has no states of its own to feed.
     attends_both_ways: bool = False
 
     def parallel_tokens(self, token_id: int, *assumed: int) -> tuple[int, ...]:

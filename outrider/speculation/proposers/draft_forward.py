@@ -161,8 +161,8 @@ class DraftForward(Protocol):
         `logits`: [num_deciding * num_parallel, vocab_size] float32, for the positions after each path, the next
         position first. Penalties ignore the undecided tokens in between. For a head, `confidences`
         [num_deciding * num_parallel] float64 are its confidences at these positions, and `states`
-        [num_deciding * num_parallel, width] are its own hidden states before them. `chosen` [num_deciding * num_parallel] int64 are the
-        winners of the races if they have been run.
+        [num_deciding * num_parallel, width] are its own hidden states before them. `chosen` [num_deciding *
+        num_parallel] int64 are the winners of the races if they have been run.
         """
         places = [
             (index, ahead) for index, row in enumerate(rows) if row.num_decisions for ahead in range(num_parallel)
