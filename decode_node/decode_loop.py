@@ -241,6 +241,8 @@ class DecodeLoop:
         self._groups.report_scores(scores)
         self._time.mark(Part.SAMPLING)
         verdicts = self._commit(verifying, verified)
+        if self._launched is not None:
+            self._drafts.begin_step({})  # its drafts, if any, come later
         self._drafts.observe_step(
             seconds=self.progress.clock() - max(started, step.launched_at),
             num_rows=plan.num_rows,
@@ -277,6 +279,8 @@ class DecodeLoop:
         self._cpu_turns.keep(self.progress.current_step.expected_seconds)
         constrained = [each for each in planned if each.scheduled.reaches_end and each.sample.sampling.constraint]
         self._verifier.prepare([each.draft_rows() for each in constrained])
+        verified = {each.sample.sequence.key: each.draft for each in planned if each.scheduled.reaches_end}
+        self._drafts.begin_step(verified)
         launched_at = self.progress.clock()
         logits = self._engine.forward(plan.block_copies, [item.rows() for item in planned])
         return LaunchedStep(plan, planned, logits, launched_at, drafts, preempted)

@@ -30,6 +30,7 @@ from outrider.speculation.draft_stream import (
     DraftStatus,
     SequenceProposals,
     SequenceUpdate,
+    StepNotice,
     max_offered_tokens,
 )
 from outrider.speculation.draft_tree import DraftTree
@@ -118,8 +119,13 @@ class DraftLoop:
                 self._gone.append(peer.peer_id)
             self._wake()
 
-    def submit(self, peer: DraftPeer, updates: Sequence[SequenceUpdate], *, step_seconds: float = 0.0) -> None:
-        """Queues newest states. `step_seconds`: the duration of a step of their target; 0 if unknown."""
+    def submit(
+        self, peer: DraftPeer, updates: Sequence[SequenceUpdate | StepNotice], *, step_seconds: float = 0.0
+    ) -> None:
+        """Queues newest states, and notices of what is verified after them.
+
+        `step_seconds`: the duration of a step of their target; 0 if unknown.
+        """
         peer.submit(updates, look_ahead_deadline=self._clock() + step_seconds)
         with self._changed:
             self._wake()
@@ -159,7 +165,7 @@ class DraftLoop:
         num_wasted = self._proposer.num_wasted_tokens
         proposals = self._proposer.propose(requests)  # bounded work: at most one forward pass and a rollout
         answers = self._answers(requests, proposals)
-        self._push([*refused, *answers])
+        self._push([*refused, *answers], self._clock())
         self._learn_time(requests, self._clock() - started)
         num_wasted = self._proposer.num_wasted_tokens - num_wasted
         return self._finish(started, len(requests), answers, num_wasted)
@@ -187,6 +193,9 @@ class DraftLoop:
 
     def _apply(self, updates: Sequence[tuple[DraftPeer, ReceivedUpdate]]) -> None:
         for peer, (update, look_ahead_deadline) in updates:
+            if isinstance(update, StepNotice):
+                self._heed(peer, update, look_ahead_deadline)
+                continue
             if update.closed:
                 self._held.close(peer, update.sequence_id)
                 peer.drop_answers(update.sequence_id)
@@ -199,6 +208,15 @@ class DraftLoop:
                 outcome.num_branches_left = MAX_AHEAD_BRANCHES
                 self._ahead.pop(outcome.key, None)
                 self._pending[outcome.key] = outcome
+
+    def _heed(self, peer: DraftPeer, notice: StepNotice, look_ahead_deadline: float) -> None:
+        """Looks ahead for the outcomes of the step that has begun, from now on until it should end."""
+        held = self._held.find(peer, notice.sequence_id)
+        if held is None or len(held.tokens) != notice.length:
+            return
+        held.verified, held.look_ahead_deadline = notice.token_ids, look_ahead_deadline
+        if held.key not in self._pending and held.num_wanted > 0 and held.num_branches_left > 0:
+            self._ahead[held.key] = held
 
     def _refuse_pending(self, held: HeldSequence) -> None:
         """Answers an unanswered update with NO_ROOM, as the decode node sends no further update before the answer."""
@@ -230,6 +248,7 @@ class DraftLoop:
             owner=held.peer.peer_id,
             features=held.features,
             min_reach=held.min_reach,
+            verified=held.verified,
         )
 
     def _may_look_ahead(self, held: HeldSequence, now: float) -> bool:
@@ -288,12 +307,17 @@ class DraftLoop:
             del self._ahead[held.key]
         return SequenceProposals(held.sequence_id, DraftStatus.AHEAD, len(held.tokens), trees) if trees else None
 
-    def _push(self, answers: Answers) -> None:
+    def _push(self, answers: Answers, now: float) -> None:
         by_peer: dict[int, tuple[DraftPeer, list[SequenceProposals]]] = {}
         for peer, answer in answers:
             by_peer.setdefault(peer.peer_id, (peer, []))[1].append(answer)
         for peer, theirs in by_peer.values():
-            peer.answer(theirs)
+            peer.answer(theirs, now)
+        looking_ahead = {held.peer.peer_id for held in self._ahead.values()}
+        with self._changed:
+            peers = [peer for key, peer in self._peers.items() if key not in looking_ahead]
+        for peer in peers:
+            peer.flush(now)
 
     def _finish(self, started: float, num_requests: int, answers: Answers, num_wasted_tokens: int) -> DraftStepStats:
         now = self._clock()

@@ -72,6 +72,7 @@ class HeldSequence:
     features: HeldFeatures | None = None  # None if this node needs no features
     num_wanted: int = 0
     min_reach: float = 0.0  # see ProposalRequest
+    verified: tuple[int, ...] | None = None  # see ProposalRequest
     look_ahead_deadline: float = 0.0  # time (clock seconds) at which its target should have verified the last answer
     num_branches_left: int = 0  # look-ahead branches that may still be sent before the next update
 
@@ -165,8 +166,11 @@ class HeldSequences:
         if held.features is not None:
             held.features.extend(update.feature_start, update.features)
         held.tokens.extend(update.token_ids[len(held.tokens) - update.start_length :])
-        held.num_wanted, held.min_reach = update.num_wanted, update.min_reach
+        held.num_wanted, held.min_reach, held.verified = update.num_wanted, update.min_reach, None
         return held if held.tokens.hash == update.prefix_hash else DraftStatus.UNKNOWN_PREFIX
+
+    def find(self, peer: DraftPeer, sequence_id: int) -> HeldSequence | None:
+        return self._holdings.get(peer.peer_id, _Holding()).sequences.get(sequence_id)
 
     def close(self, peer: DraftPeer, sequence_id: int) -> None:
         """Forgets a sequence, if it is known."""

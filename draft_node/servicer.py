@@ -18,7 +18,13 @@ from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
 from outrider.speculation.draft_stream import MAX_FEATURE_BYTES_PER_MESSAGE, DraftHello, check_fits
 from outrider.v1 import draft_pb2, draft_pb2_grpc
-from outrider.wire.draft import hello_from_proto, proposals_to_proto, step_from_proto, update_from_proto
+from outrider.wire.draft import (
+    hello_from_proto,
+    notice_from_proto,
+    proposals_to_proto,
+    step_from_proto,
+    update_from_proto,
+)
 from outrider.wire.node import info_to_proto
 
 HELLO_TIMEOUT_SECONDS = 5.0
@@ -154,6 +160,8 @@ async def _read_updates(
             traces.take_updates(updates)
             loop.submit(peer, updates, step_seconds=step_seconds)
             await asyncio.sleep(0)  # lets other streams' messages have their turn
+        if message.notices:
+            loop.submit(peer, [notice_from_proto(each) for each in message.notices], step_seconds=step_seconds)
         while not peer.has_room:
             room.clear()
             if not peer.has_room:

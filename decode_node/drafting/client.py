@@ -109,9 +109,9 @@ class DraftClient(DraftExchange):
         min_reach: float = 0.0,
     ) -> None:
         """Commits what a step has generated, with the features of `tables`: block tables by sequence id. All tokens but
-        the newest have features.
+        the newest have features. `begin_step` sends it.
         """
-        self.commit(updates, min_reach=min_reach, features=self._copy_features(tables) if tables else ())
+        self.commit(updates, min_reach=min_reach, features=self._copy_features(tables) if tables else (), wakes=False)
 
     def _copy_features(self, tables: Mapping[int, SequenceKV]) -> Iterable[tuple[FeatureRange, bytes]]:
         """Copies as many features as one step may. The copy runs without the lock, since on a GPU it takes a while."""

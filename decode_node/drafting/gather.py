@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from decode_node.drafting.client import DraftClient
@@ -274,6 +274,11 @@ class DraftGatherer:
         """
         limits = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
         return self._controller.choose(drafts.ranked, limits, room, num_waiting=num_waiting)
+
+    def begin_step(self, verified: Mapping[int, DraftTree]) -> None:
+        """Tells draft nodes which drafts the step verifies, by id of each sequence whose next token it decides."""
+        if self._client is not None and self._controller.num_speculative_tokens > 0:
+            self._client.begin_step({key: draft.likeliest_path() for key, draft in verified.items()})
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
         """Records which tokens of a verified draft were accepted. `accepted`: their indices, from the root on."""

@@ -18,6 +18,7 @@ from outrider.speculation.draft_stream import (
     SequenceProposals,
     SequenceStart,
     SequenceUpdate,
+    StepNotice,
 )
 from outrider.speculation.draft_tree import DraftTree, RankedDraft
 from outrider.speculation.prefix_hash import HashedTokens
@@ -105,6 +106,18 @@ class DraftBook:
         if drafted is not None:
             drafted.commit(new_token_ids, num_wanted=num_wanted)
             self._mark_dirty(drafted)
+
+    def begin_step(self, verified: Mapping[int, tuple[int, ...]]) -> None:
+        """Makes notices of a step for the nodes that draft for its sequences.
+
+        `verified`: by sequence id, the likeliest path of the draft that is verified; empty if there is none.
+        """
+        for sequence_id, token_ids in verified.items():
+            drafted = self._sequences.get(sequence_id)
+            served = None if drafted is None or drafted.num_wanted <= 0 else drafted.assignment
+            if drafted is not None and served is not None and served.sent_length:
+                notice = StepNotice(served.stream_id, len(drafted.committed), token_ids)
+                served.node.notices[served.stream_id] = notice
 
     def missing_features(self, available: Mapping[int, int]) -> list[FeatureRange]:
         """Returns the features to copy for nodes that need them, at most `MAX_COPIED_BYTES`.
@@ -233,6 +246,11 @@ class DraftBook:
             del node.dirty[stream_id]  # the answer adds the id again if there is more to send
         return updates
 
+    def take_notices(self, node: DraftNodeState) -> list[StepNotice]:
+        """Returns the notices of the newest step that this node has not been sent, after `take_updates`."""
+        notices, node.notices = list(node.notices.values()), {}
+        return notices
+
     def take_answer(self, node: DraftNodeState, answer: SequenceProposals, *, is_well_formed: bool) -> bool:
         """Applies an answer if it is due and plausible. Never raises, since a peer's input is not trusted.
 
@@ -288,7 +306,7 @@ class DraftBook:
     @property
     def has_unsent(self) -> bool:
         """Whether there may be something to send to a node."""
-        return any(node.dirty or node.closed for node in self.nodes)
+        return any(node.dirty or node.closed or node.notices for node in self.nodes)
 
     @property
     def needs_features(self) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+from outrider.speculation.draft_stream import StepNotice
+
 LATE_STEPS = 4.0
 """Maximum duration of a node's answers, in steps. A node whose answers take longer is late."""
 
@@ -38,6 +40,7 @@ class DraftNodeState:
     num_sequences: int = 0
     closed: list[int] = field(default_factory=list)  # ended stream ids that are not announced to the node yet
     dirty: dict[int, None] = field(default_factory=dict)  # stream ids of sequences that may have something to send
+    notices: dict[int, StepNotice] = field(default_factory=dict)  # of the newest step, by stream id
     unanswered: dict[int, float] = field(default_factory=dict)  # by stream id: when its update was sent, oldest first
     answer_seconds: float = 0.0  # running mean
     was_relieved: bool = False  # whether all its sequences but one were moved because it is late
@@ -62,6 +65,7 @@ class DraftNodeState:
         self.is_connected = self.needs_features = False
         self.num_unsolicited = 0
         self.closed.clear()
+        self.notices.clear()
         self.unanswered.clear()
 
     # A node that has refused a sequence gets one trial sequence at a time until no sequence waits any more. It may

@@ -11,7 +11,7 @@ import asyncio
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from outrider.drafting.book import DraftBook, FeatureRange, StepDrafts
 from outrider.drafting.link import DraftLink, LinkOutlets
@@ -53,10 +53,12 @@ class DraftExchange(ABC):
         *,
         min_reach: float = 0.0,
         features: Iterable[tuple[FeatureRange, bytes]] = (),
+        wakes: bool = True,
     ) -> None:
         """Records what a step has committed. An update is (sequence id, new token ids, number of draft tokens wanted).
 
-        `min_reach`: see ProposalRequest. `features`: copies of those that the book misses.
+        `min_reach`: see ProposalRequest. `features`: copies of those that the book misses. `wakes`: whether they are
+        sent at once; if not, `begin_step` or a `take` that waits sends them.
         """
         with self._changed:
             self._book.min_reach = min_reach
@@ -64,6 +66,16 @@ class DraftExchange(ABC):
                 self._book.update(sequence_id, new_token_ids, num_wanted=num_wanted)
             for feature_range, payload in features:
                 self._book.add_features(feature_range, payload)
+        if wakes:
+            self._wake()
+
+    def begin_step(self, verified: Mapping[int, tuple[int, ...]]) -> None:
+        """Tells draft nodes what the step that now begins verifies; see `DraftBook.begin_step`.
+
+        One message has both the last step's tokens and the notices, as each message takes the target's processor time.
+        """
+        with self._changed:
+            self._book.begin_step(verified)
         self._wake()
 
     def close(self, sequence_id: int) -> None:

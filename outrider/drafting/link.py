@@ -196,16 +196,16 @@ class DraftLink:
                     await self._wake.wait()
             self._wake.clear()
             with self._changed:
-                updates = self._book.take_updates(self.node)
+                updates, notices = self._book.take_updates(self.node), self._book.take_notices(self.node)
                 step_seconds = self._book.nodes.step_seconds
                 has_lost_an_update = self._book.has_lost_an_update(self.node)
             if has_lost_an_update:
                 raise PeerLostError(
                     f"{self.address} did not answer an update for {UNANSWERED_SECONDS:g} s", node=self.address
                 )
-            if updates:
+            if updates or notices:
                 async with asyncio.timeout(UNANSWERED_SECONDS):  # a write blocks if the node does not read
-                    await call.write(updates_to_proto(updates, step_seconds=step_seconds))
+                    await call.write(updates_to_proto(updates, step_seconds=step_seconds, notices=notices))
 
     async def _read(self, call: DraftCall) -> None:
         """Reads proposals until the stream ends. Raises: PeerLostError, grpc.RpcError."""

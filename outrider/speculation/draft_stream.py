@@ -97,6 +97,14 @@ class SequenceUpdate(NamedTuple):
     min_reach: float = 0.0  # see ProposalRequest
 
 
+class StepNotice(NamedTuple):
+    """A step has begun that verifies a draft of a sequence (decode node → draft node)."""
+
+    sequence_id: int
+    length: int  # committed tokens
+    token_ids: tuple[int, ...]  # the draft's likeliest path; empty: the step verifies no draft
+
+
 class DraftStatus(enum.Enum):
     """The meaning of an answer; see DraftStatus in draft.proto."""
 

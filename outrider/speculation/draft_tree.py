@@ -72,6 +72,17 @@ class DraftTree:
         """The length of the longest path."""
         return max(self.depths(), default=0)
 
+    def likeliest_path(self) -> tuple[int, ...]:
+        """Returns the tokens of the path that follows the first of siblings everywhere."""
+        if not self.parents:
+            return self.token_ids
+        path, last = [], ROOT
+        for index, parent in enumerate(self.parents):
+            if parent == last:
+                path.append(self.token_ids[index])
+                last = index
+        return tuple(path)
+
     def path_of(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Returns the indices of the tokens that a text with this continuation shares with the draft, in order."""
         if not self.parents:

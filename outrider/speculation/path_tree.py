@@ -77,7 +77,8 @@ class Opening:
 
     index: int  # index of the replaced token
     rank: int
-    probability: float  # probability that the text goes through the runner-up
+    probability: float  # probability that the text goes through the token
+    token_id: int  # the runner-up, or a draft token of another source
 
 
 class PathTree:
@@ -104,6 +105,7 @@ class PathTree:
         self.start = start
         self.sampling = sampling
         self.features: Features | None = None  # a head's features of all committed tokens but the newest
+        self.verified: Sequence[int] | None = None  # the draft that the target verifies now; None: not known
         self.acceptance = path_acceptance()  # acceptance at the committed positions for which a path had a token
         self.runner_up_chances = [path_acceptance(prior) for prior in PRIOR_RUNNERS_UP]
         self.main = DraftPath(kv)
@@ -118,8 +120,6 @@ class PathTree:
         self.token_ids = list(token_ids)
         """The committed tokens; only this tree changes them."""
         self._source = token_ids
-        self._openings: list[Opening] = []  # likeliest first
-        self._num_listed = 0  # number of tokens of the main path for which `_openings` was made
 
     def __len__(self) -> int:
         """The number of committed tokens."""
@@ -152,7 +152,6 @@ class PathTree:
             return new
         self._learn(new)
         self.token_ids += new
-        self._openings, self._num_listed = [], 0
         size = len(new)
         if self._head is not None:
             self._restart_draft(new)
@@ -261,32 +260,36 @@ class PathTree:
 
     def probability(self, path: DraftPath, num_tokens: int) -> float:
         """Returns the probability of the path's first `num_tokens` tokens, which must include all assumed ones."""
-        acceptance = self.acceptance.mean
-        if path.num_assumed == 0:
-            return float(acceptance**num_tokens)
-        num_after = num_tokens - path.num_assumed
-        return self._probability_of(path.num_assumed - 1, path.rank) * float(acceptance**num_after)
+        after = float(self.acceptance.mean ** (num_tokens - path.num_assumed))
+        return after * (self._probability_of(path.num_assumed - 1, path.rank) if path.num_assumed else 1.0)
 
-    def openings(self, num_positions: int) -> Sequence[Opening]:
-        """Returns alternatives to the main path's first tokens that are not open yet, the likeliest first."""
-        main = self.main
-        num_forkable = self._num_fed(main) - len(self) + 1  # an alternative needs the KV before the replaced token
+    def openings(self, num_positions: int, *, verified: int | None = None) -> list[Opening]:
+        """Returns alternatives to the main path's first tokens that are not open yet, the likeliest first.
+
+        `verified`: a token that the target verifies at the last of these positions instead, which comes first.
+        """
+        num_forkable = self._num_fed(self.main) - len(self) + 1  # an alternative needs the KV before the replaced token
         if self._head is not None and self._head.drafts_blocks and num_forkable > 0:
-            num_forkable = len(main)  # or feeds all its own rows
-        num_positions = min(num_positions, num_forkable, len(main), self._max_own_rows)
-        if num_positions > self._num_listed:
-            self._openings, self._num_listed = self._list_openings(num_positions), num_positions
-        if num_forkable < self._num_listed:  # KV has been evicted since
-            return [opening for opening in self._openings if opening.index < num_forkable]
-        return self._openings
+            num_forkable = len(self.main)  # or feeds all its own rows
+        last, token_ids = num_positions - 1, self.main.token_ids
+        taken = {tuple(path.token_ids[: path.num_assumed]) for path in self.alternatives}
+        openings = [
+            Opening(index, rank, self._probability_of(index, rank), token_id)
+            for index, decided in enumerate(self.main.decided[: min(num_positions, num_forkable, self._max_own_rows)])
+            for rank, token_id in enumerate(decided.token_ids[1:])
+            if (index, token_id) != (last, verified)
+        ]
+        openings.sort(key=lambda opening: -opening.probability)
+        if verified is not None and last < min(num_forkable, self._max_own_rows):
+            openings.insert(0, Opening(last, 0, float(self.acceptance.mean**num_positions), verified))
+        return [each for each in openings if (*token_ids[: each.index], each.token_id) not in taken]
 
     def open(self, opening: Opening) -> DraftPath:
         """Opens an alternative on a fork of the main path's KV, without a forward."""
-        self._openings.remove(opening)
         main, index = self.main, opening.index
         kv = main.kv.fork()
         kv.truncate(min(kv.num_tokens, self.rows_before(len(self) + index)))
-        assumed = [*main.token_ids[:index], main.decided[index].token_ids[1 + opening.rank]]
+        assumed = [*main.token_ids[:index], opening.token_id]
         # A runner-up has the state of the winner that it replaces.
         decided = [
             DraftedToken((token_id,), state=each.state) for token_id, each in zip(assumed, main.decided, strict=False)
@@ -372,16 +375,6 @@ class PathTree:
         if stale is not None:
             stale.cut_front(size)
         self.main, self.alternatives, self.stale_path = DraftPath(kv), [], stale
-
-    def _list_openings(self, num_positions: int) -> list[Opening]:
-        taken = {(path.num_assumed - 1, path.rank) for path in self.alternatives}
-        openings = [
-            Opening(index, rank, self._probability_of(index, rank))
-            for index, decided in enumerate(self.main.decided[:num_positions])
-            for rank in range(len(decided.token_ids) - 1)
-            if (index, rank) not in taken
-        ]
-        return sorted(openings, key=lambda opening: -opening.probability)
 
     def _probability_of(self, index: int, rank: int) -> float:
         acceptance = self.acceptance.mean

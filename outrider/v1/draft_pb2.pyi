@@ -26,14 +26,26 @@ DRAFT_STATUS_UNKNOWN_PREFIX: DraftStatus
 DRAFT_STATUS_AHEAD: DraftStatus
 
 class DraftUpdate(_message.Message):
-    __slots__ = ("hello", "sequences", "step_microseconds")
+    __slots__ = ("hello", "sequences", "step_microseconds", "notices")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     STEP_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    NOTICES_FIELD_NUMBER: _ClassVar[int]
     hello: DraftHello
     sequences: _containers.RepeatedCompositeFieldContainer[SequenceUpdate]
     step_microseconds: int
-    def __init__(self, hello: _Optional[_Union[DraftHello, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., step_microseconds: _Optional[int] = ...) -> None: ...
+    notices: _containers.RepeatedCompositeFieldContainer[StepNotice]
+    def __init__(self, hello: _Optional[_Union[DraftHello, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceUpdate, _Mapping]]] = ..., step_microseconds: _Optional[int] = ..., notices: _Optional[_Iterable[_Union[StepNotice, _Mapping]]] = ...) -> None: ...
+
+class StepNotice(_message.Message):
+    __slots__ = ("sequence_id", "length", "token_ids")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    length: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_id: _Optional[int] = ..., length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DraftHello(_message.Message):
     __slots__ = ("protocol_version", "incarnation", "name", "vocab_size", "vocabulary_fingerprint", "max_model_len", "oldest_protocol_version", "features")

@@ -11,6 +11,7 @@ from outrider.speculation.draft_stream import (
     SequenceProposals,
     SequenceStart,
     SequenceUpdate,
+    StepNotice,
 )
 from outrider.speculation.draft_tree import DRAFT_NODE, DraftTree
 from outrider.speculation.token_distribution import MAX_DISTRIBUTION_IDS, TokenDistribution
@@ -23,8 +24,8 @@ from outrider.wire.request import OPTIONS
 DRAFT_STATUSES = EnumTable(DraftStatus, draft_pb2.DraftStatus, "DRAFT_STATUS")
 
 TOO_MANY_TOKENS = 256
-"""Maximum number of tokens that are read from a branch. It is above the allowed number, so that the decode node detects
-branches that are too long.
+"""Maximum number of tokens that are read from a branch or a notice. It is above the allowed number, so that the decode
+node detects branches that are too long.
 """
 
 MAX_GRADE = 16
@@ -51,9 +52,14 @@ def hello_from_proto(proto: draft_pb2.DraftHello) -> DraftHello:
     return _HELLO.from_proto(proto, protocol_versions=versions_from_proto(proto))
 
 
-def updates_to_proto(updates: Iterable[SequenceUpdate], *, step_seconds: float) -> draft_pb2.DraftUpdate:
-    """Returns one message with all updates. `step_seconds`: the current duration of an engine step."""
-    message = draft_pb2.DraftUpdate(step_microseconds=step_to_proto(step_seconds))
+def updates_to_proto(
+    updates: Iterable[SequenceUpdate], *, step_seconds: float, notices: Iterable[StepNotice] = ()
+) -> draft_pb2.DraftUpdate:
+    """Returns one message with all updates and notices. `step_seconds`: the current duration of an engine step."""
+    message = draft_pb2.DraftUpdate(
+        step_microseconds=step_to_proto(step_seconds),
+        notices=[draft_pb2.StepNotice(**notice._asdict()) for notice in notices],
+    )
     add = message.sequences.add
     for update in updates:
         if update.closed:
@@ -73,6 +79,10 @@ def updates_to_proto(updates: Iterable[SequenceUpdate], *, step_seconds: float) 
         if update.start is not None:
             added.start.CopyFrom(_START.to_proto(update.start))
     return message
+
+
+def notice_from_proto(proto: draft_pb2.StepNotice) -> StepNotice:
+    return StepNotice(proto.sequence_id, proto.length, tuple(proto.token_ids[:TOO_MANY_TOKENS]))
 
 
 def update_from_proto(proto: draft_pb2.SequenceUpdate) -> SequenceUpdate:

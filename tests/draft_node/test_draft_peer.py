@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from draft_node.draft_peer import MAX_WAITING_FEATURE_BYTES, MAX_WAITING_TOKENS, DraftPeer
+from draft_node.draft_peer import AHEAD_SECONDS, MAX_WAITING_FEATURE_BYTES, MAX_WAITING_TOKENS, DraftPeer
 from outrider.speculation.draft_stream import (
     MAX_ANSWERS_PER_MESSAGE,
     MAX_BRANCHES_PER_SEQUENCE,
     DraftStatus,
     SequenceProposals,
     SequenceUpdate,
+    StepNotice,
 )
 from outrider.speculation.draft_tree import DraftTree
 from tests.support.draft_messages import hello_of
@@ -82,3 +83,30 @@ def test_a_stream_is_not_read_while_much_waits_and_then_again(content):
     while peer.has_updates:
         taken += [received.update.sequence_id for received in peer.take_updates()]
     assert taken == [0, 1, 2, 3]
+
+
+def test_branches_are_collected_for_a_while_and_answers_are_not():
+    calls = []
+    peer = DraftPeer(0, hello_of(), lambda: calls.append(len(calls)))
+    peer.answer([answer(DraftStatus.AHEAD, branch(0))], now=1.0)
+    peer.answer([answer(DraftStatus.AHEAD, branch(1))], now=1.001)
+    assert len(calls) == 1
+    peer.answer([answer(DraftStatus.AHEAD, branch(2))], now=1.0 + AHEAD_SECONDS)
+    peer.answer([answer(DraftStatus.PROPOSED, branch(0))], now=1.001 + AHEAD_SECONDS)
+    assert len(calls) == 3
+    peer.answer([answer(DraftStatus.AHEAD, branch(1))], now=1.002 + AHEAD_SECONDS)
+    assert len(calls) == 3
+    peer.flush(1.003 + AHEAD_SECONDS)
+    assert len(calls) == 4
+    peer.take_answers()
+    peer.flush(2.0)
+    assert len(calls) == 4, "nothing waits"
+
+
+def test_a_notice_waits_behind_its_update_and_only_the_newest_is_kept():
+    peer = DraftPeer(0, hello_of(), lambda: None)
+    peer.submit([StepNotice(1, 4, (9,))], look_ahead_deadline=0.0)
+    peer.submit([SequenceUpdate(1, start_length=4, token_ids=(5,), length=5)], look_ahead_deadline=0.0)
+    peer.submit([StepNotice(1, 5, (6, 7))], look_ahead_deadline=0.0)
+    assert [each.update for each in peer.take_updates()][1:] == [StepNotice(1, 5, (6, 7))]
+    assert not peer.has_updates

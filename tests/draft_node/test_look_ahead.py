@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.three_lines.speed_model import SpeedModel
-from outrider.speculation.draft_stream import DraftStatus
+from outrider.speculation.draft_stream import DraftStatus, StepNotice
 from outrider.speculation.proposers.base import MAX_SEQUENCES, ProposalRequest, ProposerInfo
 from outrider.speculation.proposers.draft_model import MAX_FORWARD_ROWS, DraftModelProposer
-from tests.draft_node.simulated_pair import ScriptedForward, SimulatedPair
+from tests.draft_node.simulated_pair import VOCAB_SIZE, ScriptedForward, SimulatedPair
 from tests.support.draft_messages import start_of
 from tests.support.fake_clock import FakeClock
 from tests.support.pool_integrity import check_proposer
@@ -220,3 +220,27 @@ def test_a_drafter_across_5_ms_beats_one_beside_the_target():
     text = node.sequences[0]
     colocated = SpeedModel(acceptance=0.8, num_draft_tokens=8, step_seconds=0.030, token_seconds=0.002).colocated()
     assert (len(text.token_ids) - 3) / text.num_steps > 1.15 * colocated
+
+
+def test_a_notice_gives_the_outcomes_that_are_drafted_for_and_the_time_for_it():
+    """The target verifies two tokens, of which the second is not the drafter's own."""
+    pair = SimulatedPair(max_alternatives=4)
+    node = pair.add_node(1.0)
+    (update,) = node.book.take_updates(node.draft_node)
+    pair.loop.submit(node.peer, [update])
+    while not node.peer.take_answers():
+        pair.loop.step()
+    main = pair.proposer._trees[0].main.token_ids
+    other = [main[0], next(each for each in range(VOCAB_SIZE) if each not in main[:3])]
+    assert not pair.loop.has_work
+    pair.loop.submit(node.peer, [StepNotice(update.sequence_id, update.length + 1, tuple(other))], step_seconds=0.03)
+    pair.loop.step()
+    assert not pair.loop.has_work, "the notice is for another length"
+    pair.loop.submit(node.peer, [StepNotice(update.sequence_id, update.length, tuple(other))], step_seconds=0.03)
+    while pair.loop.has_work:
+        pair.loop.step()
+    tree = pair.proposer._trees[0]
+    assert other in [path.token_ids[:2] for path in tree.alternatives]
+    assert {path.num_assumed for path in tree.alternatives} <= {1, 2}
+    assert len(tree.main) == 1 + 1 + 4
+    check_proposer(pair.proposer)

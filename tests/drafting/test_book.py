@@ -7,6 +7,7 @@ import pytest
 from outrider.drafting import book as book_module
 from outrider.drafting.draft_nodes import MAX_UNSOLICITED_IN_A_ROW
 from outrider.request import VerificationMethod
+from outrider.speculation.draft_stream import StepNotice
 from outrider.speculation.prefix_hash import prefix_hash
 from tests.drafting.books import Book, answer_to, catching_up, unknown_prefix
 
@@ -185,3 +186,25 @@ def test_while_an_update_is_unanswered_steps_wake_no_stream(book):
     book.answer(answer_to(update, 7, 8))
     assert book.book.has_unsent
     assert [update.token_ids for update in book.take()] == [(7,)]
+
+
+def test_a_notice_names_what_a_step_verifies_to_the_node_that_has_the_sequence():
+    book = Book(2, num_connected=1)
+    book.open(1, 1, 2, 3)
+    book.open(2, 4, 5, num_wanted=0)
+    book.book.begin_step({1: (7,)})
+    assert not book.book.take_notices(book.nodes[0]), "the node does not know the sequence yet"
+    (first, _) = book.take()
+    book.book.begin_step({1: (7, 8), 2: (), 3: (9,)})
+    assert book.book.has_unsent
+    assert book.book.take_notices(book.nodes[0]) == [StepNotice(first.sequence_id, 3, (7, 8))]
+    book.update(1, [7, 9], num_wanted=3)
+    book.book.begin_step({1: (5,)})
+    book.book.begin_step({1: ()})
+    assert book.book.take_notices(book.nodes[0]) == [StepNotice(first.sequence_id, 5, ())], (
+        "only the newest step counts"
+    )
+    assert not book.book.take_notices(book.nodes[0])
+    book.book.begin_step({1: ()})
+    book.disconnect()
+    assert not book.book.take_notices(book.nodes[0])

@@ -95,7 +95,10 @@ def likely_updates(draw):
     )
     if draw(st.booleans()):
         update.MergeFrom(draw(messages(draft_pb2.SequenceUpdate)))
-    return draft_pb2.DraftUpdate(sequences=[update], step_microseconds=draw(st.sampled_from([0, 10_000, 2**32 - 1])))
+    notices = draw(st.lists(messages(draft_pb2.StepNotice, sequence_id=update.sequence_id), max_size=2))
+    return draft_pb2.DraftUpdate(
+        sequences=[update], notices=notices, step_microseconds=draw(st.sampled_from([0, 10_000, 2**32 - 1]))
+    )
 
 
 def likely_commands():

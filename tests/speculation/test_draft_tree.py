@@ -80,3 +80,11 @@ def test_what_follows_a_path_of_a_tree(tree: DraftTree, data: st.DataObject) -> 
 )
 def test_the_path_of_a_text_is_what_it_has_of_the_draft(parents, token_ids, path):
     assert list(DraftTree(3, token_ids=(10, 11, 12), parents=parents).path_of(token_ids)) == path
+
+
+def test_the_likeliest_path_takes_the_first_of_siblings():
+    assert DraftTree(3, token_ids=(5, 6, 7)).likeliest_path() == (5, 6, 7)
+    tree = DraftTree(3, token_ids=(5, 6, 7, 8, 9), parents=(-1, -1, 1, 0, 0))
+    assert tree.likeliest_path() == (5, 8)
+    assert tree.depth_first().likeliest_path() == (5, 8)
+    assert DraftTree(3).likeliest_path() == ()

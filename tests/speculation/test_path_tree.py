@@ -315,3 +315,26 @@ def test_a_head_without_kv_is_fed_with_the_newest_token_alone():
     sequence = Sequence(head=HeadRules(keeps_kv=False))
     assert list(sequence.tree.missing(sequence.tree.main)) == [PROMPT[-1]]
     assert sequence.tree.num_behind == 1
+
+
+def test_outcomes_are_those_of_what_is_verified(sequence):
+    """A token of another drafter begins an alternative, and nothing is drafted for what cannot be accepted."""
+    sequence.draft(sequence.tree.main, 10, 11, 12)
+    sequence.open()
+    for verified, expected in (((), 1), ((10,), 2), ((10, 55, 56), 2), ((10, 11, 12, 13, 14), 6)):
+        sequence.tree.verified = verified
+        found = rows(sequence)
+        main = [row.max_tokens + 3 for row in found if row.path is sequence.tree.main]
+        assert main == ([expected + 2] if expected + 2 > 3 else []), verified
+        openings = [row.path for row in found if isinstance(row.path, Opening)]
+        assert max(each.index for each in openings) == min(expected, 3) - 1
+        others = [each.token_id for each in openings if each.token_id not in (110, 210, 111, 211, 112, 212)]
+        assert others == ([55] if 55 in verified else [])
+    sequence.tree.verified = (10, 55, 56)
+    (opening,) = (row.path for row in rows(sequence) if isinstance(row.path, Opening) and row.path.token_id == 55)
+    other = sequence.tree.open(opening)
+    assert (other.token_ids, states(other)) == ([10, 55], ["before 10", "before 11"])
+    assert 55 not in [row.path.token_id for row in rows(sequence) if isinstance(row.path, Opening)]
+    sequence.tree.verified = (10, 111)
+    assert [row.path.token_id for row in rows(sequence) if isinstance(row.path, Opening)].count(111) == 1
+    sequence.check()

@@ -18,6 +18,9 @@ class NoDrafts:
     def update(self, updates, _tables=NO_TABLES, *, min_reach=0.0):
         return
 
+    def begin_step(self, verified):
+        return
+
     def close(self, sequence_id):
         return
 

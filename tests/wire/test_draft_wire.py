@@ -6,13 +6,22 @@ import pytest
 
 from outrider.node import FeatureFormat
 from outrider.request import RequestOptions, SamplingParams
-from outrider.speculation.draft_stream import DraftHello, DraftStatus, SequenceProposals, SequenceStart, SequenceUpdate
+from outrider.speculation.draft_stream import (
+    DraftHello,
+    DraftStatus,
+    SequenceProposals,
+    SequenceStart,
+    SequenceUpdate,
+    StepNotice,
+)
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.token_distribution import TokenDistribution
 from outrider.v1 import draft_pb2
 from outrider.wire.draft import (
+    TOO_MANY_TOKENS,
     hello_from_proto,
     hello_to_proto,
+    notice_from_proto,
     proposals_from_proto,
     proposals_to_proto,
     step_from_proto,
@@ -54,6 +63,13 @@ def test_an_update_survives_the_wire(update):
     message = draft_pb2.DraftUpdate.FromString(data)
     assert [update_from_proto(each) for each in message.sequences] == [update]
     assert message.step_microseconds == 500_000
+
+
+def test_a_notice_survives_the_wire_and_a_long_one_is_cut():
+    notices = [StepNotice(1, 9, (5, 6)), StepNotice(2, 4, ())]
+    data = updates_to_proto([], step_seconds=0.0, notices=notices).SerializeToString()
+    assert [notice_from_proto(each) for each in draft_pb2.DraftUpdate.FromString(data).notices] == notices
+    assert len(notice_from_proto(draft_pb2.StepNotice(token_ids=[1] * 9999)).token_ids) == TOO_MANY_TOKENS
 
 
 def test_a_traceparent_without_end_is_not_held():

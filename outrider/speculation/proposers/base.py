@@ -32,6 +32,7 @@ class ProposalRequest:
     owner: int = 0  # the decode node; all owners have equal shares of the look-ahead
     features: Features | None = None  # the target's features, for a head; None: the target computes none
     constraint: GrammarState | None = None  # state after token_ids; None: no constraint, or state in another process
+    verified: tuple[int, ...] | None = None  # for a look-ahead: the draft that the target verifies; None: not known
     min_reach: float = 0.0  # the draft ends with the first token whose path is less likely than this
 
 

@@ -18,7 +18,7 @@ from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.speculation.acceptance_record import NUM_RUNNERS_UP
 from outrider.speculation.draft_stream import max_offered_tokens
 from outrider.speculation.draft_tree import DraftTree
-from outrider.speculation.path_choice import AheadRow, candidate_rows, round_robin
+from outrider.speculation.path_choice import AheadRow, candidate_rows, num_verified, round_robin
 from outrider.speculation.path_tree import DraftPath, Opening, PathTree
 from outrider.speculation.proposers.base import (
     MAX_SEQUENCES,
@@ -81,6 +81,7 @@ class DraftModelProposer:
         assert max_catch_up_rows >= 1
         self._forward = forward
         self._head = forward.head
+        self._drafts_blocks = self._head is not None and self._head.drafts_blocks
         can_look_ahead = self._head is None or self._head.max_own_rows != 0
         self.info = replace(info, num_extra_tokens=NUM_EXTRA_TOKENS, can_look_ahead=can_look_ahead)
         self._budget = RowBudget(max_prefix_rows=max_catch_up_rows, prefix_seconds=catch_up_seconds)
@@ -143,6 +144,8 @@ class DraftModelProposer:
             self._follow(tree, token_ids)
             del self._trees[request.sequence_id]  # moves the tree to the end, as the most recently used one
         tree.features = request.features
+        is_known = max(request.verified or (), default=0) < self._forward.vocab_size
+        tree.verified = request.verified if is_known else None
         self._trees[request.sequence_id] = tree
         return tree
 
@@ -164,8 +167,7 @@ class DraftModelProposer:
         if request.num_wanted <= 0:
             return not tree.num_behind
         answer = tree.best_path(allow_stale=request.max_alternatives > 0)
-        is_block = self._head is not None and self._head.drafts_blocks
-        return len(answer) >= (1 if request.max_alternatives or is_block else request.num_wanted) or (
+        return len(answer) >= (1 if request.max_alternatives or self._drafts_blocks else request.num_wanted) or (
             bool(answer) and (tree.is_complete(answer) or answer.confidence < request.min_reach)
         )
 
@@ -221,12 +223,8 @@ class DraftModelProposer:
         """Adds the likeliest paths of all sequences with look-ahead, while the forward gets only a bit longer."""
         candidates: list[AheadRow] = []
         for request, tree in ahead:
-            rows = candidate_rows(
-                tree,
-                owner=request.owner,
-                num_wanted=request.num_wanted,
-                max_alternatives=request.max_alternatives,
-            )
+            num_wanted, max_alternatives = request.num_wanted, request.max_alternatives
+            rows = candidate_rows(tree, owner=request.owner, num_wanted=num_wanted, max_alternatives=max_alternatives)
             if rows:
                 plan.looking_ahead.add(request.sequence_id)
                 candidates += rows
@@ -245,9 +243,8 @@ class DraftModelProposer:
         tree = row.tree
         path = tree.open(row.path) if isinstance(row.path, Opening) else row.path
         num_rows = tree.num_missing(path)
-        is_added = self._add(
-            plan, tree, path, num_rows=num_rows, num_decisions=1 + NUM_RUNNERS_UP, max_tokens=row.max_tokens
-        )
+        num_decisions, max_tokens = 1 + NUM_RUNNERS_UP, row.max_tokens
+        is_added = self._add(plan, tree, path, num_rows=num_rows, num_decisions=num_decisions, max_tokens=max_tokens)
         if not is_added and isinstance(row.path, Opening):
             tree.free_alternative(path)
         return is_added
@@ -331,12 +328,11 @@ class DraftModelProposer:
         except Exception:
             self._invalidate_copies(plan)
             raise
-        is_block = self._head is not None and self._head.drafts_blocks
         self._budget.observe(
             sum(max(1, len(row.token_ids) - len(row.states)) for row in plan.rows),
             len(plan.rows),
             self._clock() - started,
-            num_forwards=1 if is_block else max(1 + len(each.following) for each in decided),
+            num_forwards=1 if self._drafts_blocks else max(1 + len(each.following) for each in decided),
         )
         for (tree, path), rows, outcome in zip(plan.paths, plan.rows, decided, strict=True):
             add_decided(tree, path, rows, outcome)
@@ -381,11 +377,12 @@ class DraftModelProposer:
         """Yields branches to send: complete paths, and paths that gain enough and have doubled since the last send."""
         num_wanted = request.num_wanted
         tree.drop_wrong_stale_path()
+        num_first = num_verified(tree, num_wanted)
         for each in tree.paths:
             path = tree.best_path(allow_stale=True) if each is tree.main else each
             # The main path holds two drafts: the one that is verified now and, after one more token, the next one.
-            is_next = each is tree.main and len(path) > num_wanted + 1
-            num_before = num_wanted + 1 if is_next else path.num_assumed
+            is_next = each is tree.main and len(path) > num_first + 1
+            num_before = num_first + 1 if is_next else path.num_assumed
             size, num_sent = len(path) - num_before, max(0, path.num_sent - num_before)
             is_complete = size >= num_wanted or tree.is_complete(path)
             if size <= num_sent or (num_sent >= num_wanted) or not (is_complete or size >= 2 * num_sent):

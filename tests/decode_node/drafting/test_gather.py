@@ -136,6 +136,28 @@ def test_only_steps_that_asked_a_draft_node_count_as_hits_or_misses_of_one(make_
     assert not any(each.num_wanting_steps for each in counts)
 
 
+class Noticed(NoDrafts):
+    def __init__(self):
+        self.steps = []
+
+    def begin_step(self, verified):
+        self.steps.append(verified)
+
+
+@pytest.mark.usefixtures("fixed_step_times")
+def test_draft_nodes_are_told_what_each_step_verifies_whoever_drafted_it(make_scripted_node):
+    drafts = Noticed()
+    node = node_with(make_scripted_node, drafts=drafts, proposers=[Oracle(lambda: node.model)])
+    group = node.open(prompt=PROMPT, sampling={"max_tokens": 30})
+    node.run()
+    text, place = node.tokens(group), 0
+    for (verified,) in (step.values() for step in drafts.steps if step):
+        assert verified == tuple(text[place : place + len(verified)])
+        place += len(verified) + 1
+    assert place >= len(text)
+    assert max(len(*step.values()) for step in drafts.steps if step) > 1
+
+
 class Oracle(ScriptedProposer):
     def __init__(self, model):
         super().__init__([])
