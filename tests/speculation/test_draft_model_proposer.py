@@ -331,3 +331,17 @@ def test_a_runner_up_is_the_winner_of_the_race_without_the_winner(model):
     main = proposer._trees[1].main
     logits = Reference(model).logits(PROMPT)[0]
     assert list(main.decided[0].token_ids) == np.argsort(-np.asarray(logits), kind="stable")[:4].tolist()
+
+
+def test_what_is_verified_counts_unless_drafts_are_drawn_or_an_id_is_unknown(model):
+    proposer = proposer_of(model)
+    for method, verified, expected in (
+        (VerificationMethod.COUPLED, (5,), (5,)),
+        (VerificationMethod.COUPLED, (1 << 30,), None),
+        (VerificationMethod.REJECTION, (5,), None),
+    ):
+        params = SamplingParams(seed=1, max_tokens=99, temperature=1.0)
+        start = start_of(params, verification_method=method)
+        proposer.propose([ProposalRequest(7, PROMPT, 2, start, verified=verified)])
+        assert proposer._trees[7].verified == expected
+        proposer.forget(7)

@@ -143,9 +143,9 @@ class DraftModelProposer:
         else:
             self._follow(tree, token_ids)
             del self._trees[request.sequence_id]  # moves the tree to the end, as the most recently used one
-        tree.features = request.features
-        is_known = max(request.verified or (), default=0) < self._forward.vocab_size
-        tree.verified = request.verified if is_known else None
+        tree.features, is_known = request.features, max(request.verified or (), default=0) < self._forward.vocab_size
+        # The length of a drawn draft must not depend on tokens that were drawn.
+        tree.verified = request.verified if is_known and not start.wants_distributions else None
         self._trees[request.sequence_id] = tree
         return tree
 
