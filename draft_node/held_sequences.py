@@ -11,6 +11,7 @@ import numpy as np
 
 from draft_node.draft_peer import DraftPeer
 from outrider.engine.kv_cache.array_plane import WORDS, Words
+from outrider.kv_transfer.base import Region
 from outrider.node import FeatureFormat
 from outrider.speculation.draft_stream import DraftStatus, SequenceStart, SequenceUpdate
 from outrider.speculation.prefix_hash import HashedTokens
@@ -36,28 +37,47 @@ def max_held_bytes(*, has_head: bool) -> int:
 
 
 class HeldFeatures:
-    """The `Features` of a sequence's first tokens. Not thread-safe."""
+    """The `Features` of a sequence's first tokens. Not thread-safe, except that another thread may `write` to what is
+    reserved but not held yet.
+    """
 
-    __slots__ = ("_data", "_format")
+    __slots__ = ("_num_held", "_rows")
 
     def __init__(self, features: FeatureFormat) -> None:
-        self._format = features
-        self._data = bytearray()
+        self._rows: Words = np.empty((0, features.width), dtype=WORDS[features.dtype])
+        self._num_held = 0
 
     def __len__(self) -> int:
         """The number of tokens whose features are held."""
-        return len(self._data) // self._format.bytes_per_token
+        return self._num_held
+
+    def reserve(self, num_tokens: int) -> None:
+        """Makes room for the features of this many tokens."""
+        if num_tokens > len(self._rows):
+            rows = np.empty((num_tokens + num_tokens // 9, self._rows.shape[1]), dtype=self._rows.dtype)
+            rows[: len(self._rows)] = self._rows
+            self._rows = rows
 
     def extend(self, start: int, payload: bytes) -> None:
         """Adds features of the tokens from `start` (at most `len(self)`) on. Features already held stay unchanged."""
         assert start <= len(self), "no gap"
-        self._data += memoryview(payload)[len(self._data) - start * self._format.bytes_per_token :]
+        added = np.frombuffer(payload, dtype=self._rows.dtype).reshape(-1, self._rows.shape[1])[len(self) - start :]
+        self.reserve(len(self) + len(added))
+        self._rows[len(self) : len(self) + len(added)] = added
+        self._num_held += len(added)
+
+    def write(self, region: Region, payload: memoryview) -> None:
+        """Writes features of reserved tokens, which `complete` makes held."""
+        rows = self._rows[region.tokens.start : region.tokens.stop]
+        rows[:] = np.frombuffer(payload, dtype=rows.dtype).reshape(rows.shape)
+
+    def complete(self, num_tokens: int) -> None:
+        """Records that the features of the first `num_tokens` tokens are written."""
+        self._num_held = max(self._num_held, min(num_tokens, len(self._rows)))
 
     def read(self, start: int, end: int) -> Words:
         """Returns a copy of the features of tokens [start, end): [end - start, width], in the format's dtype."""
-        size = self._format.bytes_per_token
-        rows = np.frombuffer(self._data[start * size : end * size], dtype=WORDS[self._format.dtype])
-        return rows.reshape(-1, self._format.width)
+        return self._rows[start : min(end, len(self))].copy()
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +90,8 @@ class HeldSequence:
     start: SequenceStart
     tokens: HashedTokens
     features: HeldFeatures | None = None  # None if this node needs no features
+    num_counted: int = 0  # number of tokens whose features count as memory: held ones, or those that were offered
+    is_fetching: bool = False  # whether offered features will be held soon
     num_wanted: int = 0
     min_reach: float = 0.0  # see ProposalRequest
     look_ahead_deadline: float = 0.0  # time (clock seconds) at which its target should have verified the last answer
@@ -90,7 +112,7 @@ class _Holding:
 
     def count(self, held: HeldSequence, sign: int) -> None:
         """Counts a sequence. `sign`: 1 for one that is added, -1 for one that is removed."""
-        for place, number in enumerate((1, len(held.tokens), held.num_features)):
+        for place, number in enumerate((1, len(held.tokens), held.num_counted)):
             self.used[place] += sign * number
 
 
@@ -155,7 +177,8 @@ class HeldSequences:
         num_features = 0
         if self._features is not None:
             num_new, num_odd_bytes = divmod(len(update.features), self._features.bytes_per_token)
-            num_features = max(held.num_features, update.feature_start + num_new)
+            offered = 0 if update.feature_offer is None else update.feature_offer.end_token
+            num_features = max(held.num_counted, update.feature_start + num_new, offered)
             if num_odd_bytes or num_features >= update.length:
                 return DraftStatus.NO_ROOM
             if update.feature_start > held.num_features:
@@ -164,6 +187,7 @@ class HeldSequences:
             return DraftStatus.NO_ROOM
         if held.features is not None:
             held.features.extend(update.feature_start, update.features)
+            held.num_counted = num_features
         held.tokens.extend(update.token_ids[len(held.tokens) - update.start_length :])
         held.num_wanted, held.min_reach = update.num_wanted, update.min_reach
         return held if held.tokens.hash == update.prefix_hash else DraftStatus.UNKNOWN_PREFIX

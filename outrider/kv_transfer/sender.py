@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -22,11 +22,16 @@ from outrider.kv_transfer.base import (
 )
 from outrider.kv_transfer.config import CUDA_IPC
 from outrider.kv_transfer.frames import Frame
-from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.kv_transfer.sender_stream import SenderStream
 
 READ_AHEAD = 4
 """Maximum number of requested regions that have not been taken yet. It limits memory, as each may be a whole frame."""
+
+
+class WritableBlocks(Protocol):
+    """Where what is read is written, by token position."""
+
+    def write(self, region: Region, payload: memoryview) -> None: ...
 
 
 class Sender:
@@ -98,7 +103,7 @@ class Sender:
         self._stream.send(header, None, offset=offset, release=partial(arena.release, offset))
         return header
 
-    def read(self, regions: Iterable[Region], blocks: ReservedBlocks) -> None:
+    def read(self, regions: Iterable[Region], blocks: WritableBlocks) -> None:
         """Fetches the receiver's KV of tokens before `spec.start_token`. Call it before the first `put`.
 
         Each region is checked like a frame, then written to `blocks`. Raises: PeerLostError; AbortedError if the
@@ -113,7 +118,7 @@ class Sender:
         for region in asked:
             self._take_held(region, blocks)
 
-    def _take_held(self, region: Region, blocks: ReservedBlocks) -> None:
+    def _take_held(self, region: Region, blocks: WritableBlocks) -> None:
         held = self._stream.next_fetched()
         check_fetched(held, self._spec, region)
         blocks.write(region, held.payload)

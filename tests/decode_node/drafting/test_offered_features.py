@@ -1,0 +1,185 @@
+"""A draft node reads the features of prompts from a decode node's cache, over loopback; updates carry those of steps."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from draft_node.draft_loop import DraftLoop
+from outrider.drafting import drafted_sequence
+from outrider.drafting.book import DraftBook
+from outrider.drafting.drafted_sequence import FeatureRange, is_well_formed
+from outrider.kv_transfer.config import KvTransferConfig
+from outrider.kv_transfer.connectors import Connector
+from outrider.node import FeatureFormat
+from outrider.speculation.draft_stream import (
+    MAX_FEATURE_BYTES_PER_MESSAGE,
+    DraftHello,
+    SequenceProposals,
+    SequenceUpdate,
+)
+from outrider.speculation.proposers.base import nothing
+from tests.decode_node.drafting.feature_target import BLOCK_SIZE, FeatureTarget
+from tests.support.draft_messages import hello_of, start_of
+from tests.support.fake_clock import FakeClock
+from tests.support.scripted_proposer import ScriptedProposer
+from tests.support.waiting import wait_for
+
+WIDE = FeatureFormat(fingerprint="ab" * 32, width=4096, dtype="bfloat16", taps=(1, 2))
+NUM_CLIENTS = 16
+PROMPT_LENGTH = 1000
+ANSWER_LENGTH = 128
+TOKENS_PER_STEP = 2
+
+
+def wide_rows(token_ids, start, end) -> np.ndarray:
+    """Returns features of tokens [start, end): each repeats a number that the token and its position determine."""
+    numbers = (np.asarray(token_ids[start:end]) * 31 + np.arange(start, end)) % 60_000
+    return np.repeat(numbers.astype(np.uint16)[:, None], WIDE.width, axis=1)
+
+
+class WideHead(ScriptedProposer):
+    """Has a draft if it has all features but the newest token's; records wrong ones."""
+
+    def __init__(self):
+        super().__init__([])
+        self.info = replace(self.info, name="wide_head", features=WIDE)
+        self.num_wrong = 0
+        self.ready: dict[int, int] = {}  # by sequence: number of tokens of the last draft's prefix
+
+    def propose(self, requests):
+        for request in requests:
+            length = len(request.features)
+            if length:
+                places = {0, length // 2, length - 1}
+                self.num_wrong += any(
+                    not np.array_equal(
+                        request.features.read(place, place + 1), wide_rows(request.token_ids, place, place + 1)
+                    )
+                    for place in places
+                )
+            if length == len(request.token_ids) - 1:
+                self.ready[request.start.sample] = len(request.token_ids)
+        return [nothing(request) for request in requests]
+
+
+@dataclass
+class Sequence:
+    token_ids: list[int]
+    max_length: int
+    num_steps: int = 0
+    had_features: list[bool] = field(default_factory=list)
+
+
+class Cluster:
+    """A decode node's book and cache, and a draft node with a head."""
+
+    def __init__(self, num_blocks: int):
+        self.clock = FakeClock(100.0)
+        self.target = FeatureTarget(
+            num_blocks, offers=True, features=WIDE, bytes_of=lambda *part: wide_rows(*part).tobytes()
+        )
+        self.book = DraftBook(clock=self.clock, feature_bytes=WIDE.bytes_per_token, features=self.target.plane)
+        self.node = self.book.nodes.add()
+        self.book.connected(self.node, needs_features=True)
+        self.head = WideHead()
+        self.connector = Connector(KvTransferConfig(connector="grpc"))
+        self.loop = DraftLoop(self.head, connector=self.connector)
+        self.peer = self.loop.connect(hello_of(vocab_size=60_000, features=WIDE), lambda: None)
+        self.sequences: dict[int, Sequence] = {}
+        self.ended: list[Sequence] = []
+        self.max_sent_bytes = 0
+
+    def close(self):
+        self.loop.disconnect(self.peer)
+        self.loop.step()
+        self.connector.close()
+        self.target.stop()
+
+    def open(self, key: int, answer_length: int = ANSWER_LENGTH, prompt_length: int = PROMPT_LENGTH):
+        token_ids = [(key * 7919 + place * 104_729) % 60_000 for place in range(prompt_length)]
+        start = replace(start_of(prompt_length, max_tokens=answer_length), sample=key)
+        self.sequences[key] = Sequence(token_ids, prompt_length + answer_length)
+        self.book.open(key, start, token_ids, num_wanted=5)
+
+    def end(self, key: int):
+        self.book.close(key)
+        self.target.free(key)
+        self.ended.append(self.sequences.pop(key))
+
+    def commit(self):
+        """Commits a step's tokens. What the engine's thread does."""
+        self.clock.advance(0.03)
+        for key, each in self.sequences.items():
+            new = [(key + len(each.token_ids) + place) % 60_000 for place in range(TOKENS_PER_STEP)]
+            each.token_ids += new
+            self.book.update(key, new, num_wanted=5, kv=self.target.compute(key, each.token_ids))
+
+    def exchange(self) -> list[SequenceProposals]:
+        """Sends the newest states, and takes the answers."""
+        updates = self.book.take_updates(self.node)
+        ranges = self.book.take_feature_ranges()
+        read = dict(zip(ranges, self.target.plane.read(list(ranges.values())), strict=True)) if ranges else {}
+        updates = [update._replace(features=read.get(update.sequence_id) or b"") for update in updates]
+        self.max_sent_bytes = max(self.max_sent_bytes, sum(len(update.features) for update in updates))
+        self.loop.submit(self.peer, updates)
+        self.loop.step()
+        answers = self.peer.take_answers()
+        for answer in answers:
+            assert self.book.take_answer(self.node, answer, is_well_formed=is_well_formed(answer, vocab_size=60_000)), (
+                "it is honest"
+            )
+        return answers
+
+    def settle(self):
+        """Exchanges messages and reads what is offered, as if a step left time for that."""
+        for _ in range(4):
+            self.exchange()
+        fetches = self.loop._fetches
+        while fetches._running:
+            wait_for(lambda: not fetches._ended.empty())
+            self.exchange()
+        for _ in range(2):
+            self.exchange()
+
+    def note(self):
+        for key, each in self.sequences.items():
+            each.had_features.append(self.head.ready.get(key) == len(each.token_ids))
+
+
+@pytest.fixture
+def make_cluster():
+    with contextlib.ExitStack() as stack:
+
+        def make(num_tokens: int) -> Cluster:
+            cluster = Cluster(num_blocks=-(-num_tokens // BLOCK_SIZE))
+            stack.callback(cluster.close)
+            return cluster
+
+        yield make
+
+
+def test_a_wide_head_has_the_features_of_long_prompts_in_nearly_all_steps(make_cluster, monkeypatch):
+    cluster = make_cluster(NUM_CLIENTS * (PROMPT_LENGTH + ANSWER_LENGTH + 2 * BLOCK_SIZE))
+    next_key = 0
+    for client in range(NUM_CLIENTS):  # they are in the midst of their answers
+        cluster.open(next_key, ANSWER_LENGTH - client * ANSWER_LENGTH // NUM_CLIENTS)
+        next_key += 1
+    for _ in range(40):
+        with monkeypatch.context() as forbidden:
+            forbidden.setattr(cluster.target.plane, "read", None)  # the engine's thread copies nothing
+            cluster.commit()
+        cluster.settle()
+        cluster.note()
+        for key in [key for key, each in cluster.sequences.items() if len(each.token_ids) >= each.max_length]:
+            cluster.end(key)
+            cluster.open(next_key)
+            next_key += 1
+    steps = [had for each in [*cluster.ended, *cluster.sequences.values()] for had in each.had_features[1:]]
+    assert len(steps) > 500
+    assert sum(steps) > 0.9 * len(steps)
+    assert cluster.head.num_wrong == 0
+    assert cluster.max_sent_bytes <= MAX_FEATURE_BYTES_PER_MESSAGE
