@@ -15,7 +15,7 @@ import numpy as np
 
 from decode_node.ingest import Ingest
 from outrider.drafting.drafted_sequence import FeatureRange
-from outrider.engine.kv_cache.base import Slots, slots_of
+from outrider.engine.kv_cache.base import Slots
 from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.ranks.sharded_cache import KVCache
@@ -40,11 +40,11 @@ class FeaturePlane:
         return self._ingest.address("")
 
     def read(self, ranges: Sequence[FeatureRange]) -> list[bytes | None]:
-        held = [(each, _HeldTokens(each.kv, each.end, self.kv_cache.block_size)) for each in ranges]
-        slots = [tokens.slots[each.start :] for each, tokens in held]
-        rows = self.kv_cache.read(self.plane.name, range(1), np.concatenate(slots)).reshape(sum(map(len, slots)), -1)
-        parts = np.split(rows, np.cumsum([len(part) for part in slots[:-1]]))
-        return [part.tobytes() if tokens.are_held() else None for part, (_, tokens) in zip(parts, held, strict=True)]
+        held = [_HeldTokens(each.kv, each.start, each.end, self.kv_cache.block_size) for each in ranges]
+        rows = self.kv_cache.read(self.plane.name, range(1), np.concatenate([each.slots for each in held]))
+        ends = np.cumsum([each.slots.size for each in held]) * self.plane.bytes_per_token
+        parts = np.split(rows, ends[:-1])
+        return [part.tobytes() if each.are_held() else None for part, each in zip(parts, held, strict=True)]
 
     def offer(self, kv: SequenceKV, end: int) -> FeatureOffer | None:
         if self._ingest is None:
@@ -58,7 +58,7 @@ class FeaturePlane:
             end_token=end,
             planes=(self.plane,),
         )
-        inbox.open(spec, _OfferedTokens(self.kv_cache, _HeldTokens(kv, end, self.kv_cache.block_size)))
+        inbox.open(spec, _OfferedTokens(self.kv_cache, _HeldTokens(kv, 0, end, self.kv_cache.block_size)))
         return offer
 
     def is_open(self, offer: FeatureOffer) -> bool:
@@ -71,18 +71,21 @@ class FeaturePlane:
 
 
 class _HeldTokens:
-    """The slots of a sequence's first tokens, and whether the sequence still has them."""
+    """The slots of a sequence's tokens [start, end), and whether the sequence still has them."""
 
-    def __init__(self, kv: SequenceKV, num_tokens: int, block_size: int) -> None:
+    def __init__(self, kv: SequenceKV, start: int, end: int, block_size: int) -> None:
         self._kv = kv
-        self._num_tokens = num_tokens
-        self._block_ids = kv.block_ids[: -(-num_tokens // block_size)]
-        is_whole = len(self._block_ids) * block_size >= num_tokens  # otherwise the engine has just freed them
-        self.slots: Slots = slots_of(self._block_ids, num_tokens if is_whole else 0, block_size)
+        self._end = end
+        first, last = start // block_size, -(-end // block_size)
+        self._blocks = slice(first, last)
+        self._block_ids = kv.block_ids[self._blocks]
+        self._is_whole = len(self._block_ids) == last - first  # otherwise the engine has just freed some
+        slots = np.asarray(self._block_ids, dtype=np.int64)[:, None] * block_size + np.arange(block_size)
+        self.slots: Slots = slots.reshape(-1)[start - first * block_size : end - first * block_size]
 
     def are_held(self) -> bool:
-        is_same = self._kv.block_ids[: len(self._block_ids)] == self._block_ids
-        return is_same and self._num_tokens <= min(self._kv.num_tokens, len(self.slots))
+        is_same = self._kv.block_ids[self._blocks] == self._block_ids
+        return self._is_whole and is_same and self._kv.num_tokens >= self._end
 
 
 class _OfferedTokens:
@@ -98,4 +101,4 @@ class _OfferedTokens:
     def read(self, region: Region) -> memoryview | None:
         slots = self._tokens.slots[region.tokens.start : region.tokens.stop]
         rows = self._kv_cache.read(region.plane, region.layers, slots)
-        return memoryview(rows) if self._tokens.are_held() and len(slots) == len(region.tokens) else None
+        return memoryview(rows) if self._tokens.are_held() else None

@@ -192,6 +192,7 @@ class Assignment:
         start, end = self.acked_features, min(self.acked_features + self.num_missing_features, length - 1)
         if self.offer is not None and self.offer.end_token <= start:
             self._withdraw()
+            self.offered_at = float("-inf")  # it was read, so the next may follow at once
         if start >= end:
             return None
         assert self.source is not None

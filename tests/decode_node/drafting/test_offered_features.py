@@ -1,32 +1,33 @@
-"""A draft node reads the features of prompts from a decode node's cache, over loopback; updates carry those of steps."""
+"""A draft node reads the features of prompts from a decode node's cache; updates carry those of steps."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from draft_node.draft_loop import DraftLoop
-from outrider.drafting import drafted_sequence
+from draft_node.feature_fetches import MAX_FETCHES
 from outrider.drafting.book import DraftBook
-from outrider.drafting.drafted_sequence import FeatureRange, is_well_formed
+from outrider.drafting.drafted_sequence import RESEND_SECONDS, FeatureRange, is_well_formed
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
 from outrider.node import FeatureFormat
 from outrider.speculation.draft_stream import (
     MAX_FEATURE_BYTES_PER_MESSAGE,
-    DraftHello,
+    DraftStatus,
     SequenceProposals,
-    SequenceUpdate,
 )
 from outrider.speculation.proposers.base import nothing
 from tests.decode_node.drafting.feature_target import BLOCK_SIZE, FeatureTarget
 from tests.support.draft_messages import hello_of, start_of
 from tests.support.fake_clock import FakeClock
+from tests.support.fake_head import feature_bytes
 from tests.support.scripted_proposer import ScriptedProposer
-from tests.support.waiting import wait_for
+from tests.support.waiting import PATIENCE_SECONDS, wait_for
 
 WIDE = FeatureFormat(fingerprint="ab" * 32, width=4096, dtype="bfloat16", taps=(1, 2))
 NUM_CLIENTS = 16
@@ -183,3 +184,143 @@ def test_a_wide_head_has_the_features_of_long_prompts_in_nearly_all_steps(make_c
     assert sum(steps) > 0.9 * len(steps)
     assert cluster.head.num_wrong == 0
     assert cluster.max_sent_bytes <= MAX_FEATURE_BYTES_PER_MESSAGE
+
+
+# Who stops, ends or is not there
+
+
+def offered(cluster: Cluster, *keys: int):
+    """Opens sequences whose features are offered and not read yet."""
+    for key in keys:
+        cluster.open(key)
+    cluster.commit()
+    updates = cluster.book.take_updates(cluster.node)
+    assert all(update.feature_offer is not None for update in updates)
+    return updates
+
+
+def test_the_newest_sequences_are_read_first_and_few_at_a_time(make_cluster, monkeypatch):
+    cluster = make_cluster(4 * 2 * PROMPT_LENGTH)
+    order, may_connect = [], threading.Event()
+
+    def connect(address, spec, *, _connect=cluster.connector.connect):
+        order.append(spec.transfer_id)
+        assert may_connect.wait(PATIENCE_SECONDS)
+        return _connect(address, spec)
+
+    monkeypatch.setattr(cluster.connector, "connect", connect)
+    updates = offered(cluster, 0, 1, 2, 3)
+    cluster.loop.submit(cluster.peer, updates)
+    cluster.loop.step()
+    wait_for(lambda: len(order) == MAX_FETCHES)
+    may_connect.set()
+    fetches = cluster.loop._fetches
+    while fetches._running:
+        wait_for(lambda: not fetches._ended.empty())
+        cluster.loop.step()
+    ids = [update.feature_offer.transfer_id for update in updates]
+    assert order[MAX_FETCHES:] == [ids[3], ids[2]], "the first two came before the others"
+    assert {held.num_features for held in held_of(cluster)} == {PROMPT_LENGTH + TOKENS_PER_STEP - 1}
+
+
+def held_of(cluster: Cluster):
+    return [held for holding in cluster.loop._held._holdings.values() for held in holding.sequences.values()]
+
+
+def test_a_node_that_never_reads_holds_no_block(make_cluster):
+    cluster = make_cluster(3 * PROMPT_LENGTH)
+    offered(cluster, 0)
+    cluster.end(0)
+    assert cluster.target.pool.num_free_blocks == cluster.target.pool.num_blocks
+    assert not cluster.target.ingest.inbox._transfers
+
+
+@pytest.mark.parametrize("is_preempted", [True, False], ids=["preempted", "ended"])
+def test_blocks_that_pass_to_another_sequence_during_a_read_bring_no_features(make_cluster, monkeypatch, is_preempted):
+    """The cache is read, then the blocks change hands, then the answer would be sent."""
+    cluster = make_cluster(3 * PROMPT_LENGTH)
+    read, reads = cluster.target.cache.read, []
+
+    def read_and_lose(*arguments, **options):
+        rows = read(*arguments, **options)
+        reads.append(arguments)
+        if len(reads) == 1:
+            if is_preempted:
+                cluster.target.free(0)
+            else:
+                cluster.end(0)
+            cluster.open(1)
+            cluster.target.compute(1, cluster.sequences[1].token_ids)
+        return rows
+
+    updates = offered(cluster, 0)
+    monkeypatch.setattr(cluster.target.cache, "read", read_and_lose)
+    cluster.loop.submit(cluster.peer, updates)
+    cluster.loop.step()
+    wait_for(lambda: not cluster.loop._fetches._ended.empty())
+    cluster.loop.step()
+    (held,) = held_of(cluster)
+    assert (held.num_features, held.is_fetching) == (0, False)
+    assert reads
+    monkeypatch.undo()
+    if is_preempted:  # it is computed again, and offered again
+        wait_for(lambda: cluster.target.failed)
+        cluster.clock.advance(RESEND_SECONDS)
+        (answer,) = cluster.peer.take_answers()
+        assert cluster.book.take_answer(cluster.node, answer, is_well_formed=True)
+        cluster.commit()
+        cluster.settle()
+        cluster.note()
+        assert cluster.sequences[0].had_features == [True]
+        assert cluster.head.num_wrong == 0
+
+
+def test_what_an_update_reads_from_lost_blocks_is_nothing():
+    target = FeatureTarget()
+    text = list(range(30))
+    kv, other = target.compute(0, text), target.compute(1, text)
+    ranges = [FeatureRange(kv, 5, 20), FeatureRange(other, 9, 29), FeatureRange(kv, 0, 40)]
+    assert target.plane.read(ranges) == [feature_bytes(text, 5, 20), feature_bytes(text, 9, 29), None]
+    target.free(0)
+    assert target.plane.read(ranges) == [None, feature_bytes(text, 9, 29), None]
+    assert target.plane.read(ranges[:1]) == [None]
+
+
+def test_an_address_that_nobody_serves_costs_drafts_only(make_cluster):
+    cluster = make_cluster(3 * PROMPT_LENGTH)
+    (update,) = offered(cluster, 0)
+    cluster.loop.submit(
+        cluster.peer, [update._replace(feature_offer=update.feature_offer._replace(address="127.0.0.1:1"))]
+    )
+    cluster.loop.step()
+    (answer,) = cluster.peer.take_answers()
+    assert answer.status is DraftStatus.CATCHING_UP
+    wait_for(lambda: not cluster.loop._fetches._ended.empty())
+    cluster.loop.step()
+    (answer,) = cluster.peer.take_answers()
+    assert (answer.status, answer.acked_features) == (DraftStatus.NOTHING, 0)
+    assert not cluster.loop.has_work
+
+
+def test_a_decode_node_that_goes_while_its_features_are_read_leaves_nothing_behind(make_cluster, monkeypatch):
+    cluster = make_cluster(3 * PROMPT_LENGTH)
+    is_reading, may_go_on = threading.Event(), threading.Event()
+
+    def read_slowly(*arguments, _read=cluster.target.cache.read, **options):
+        is_reading.set()
+        assert may_go_on.wait(PATIENCE_SECONDS)
+        return _read(*arguments, **options)
+
+    monkeypatch.setattr(cluster.target.cache, "read", read_slowly)
+    cluster.loop.submit(cluster.peer, offered(cluster, 0))
+    cluster.loop.step()
+    assert is_reading.wait(PATIENCE_SECONDS)
+    cluster.loop.disconnect(cluster.peer)
+    cluster.loop.step()
+    fetches = cluster.loop._fetches
+    wait_for(lambda: not fetches._ended.empty())
+    may_go_on.set()
+    cluster.loop.step()
+    assert not fetches._running
+    assert not fetches._fetches
+    assert not held_of(cluster)
