@@ -95,7 +95,7 @@ class DraftLoop:
         )
         self._fetches: FeatureFetches | None = None
         if connector is not None and proposer.info.features is not None:
-            self._fetches = FeatureFetches(connector, plane_of(proposer.info.features), on_ended=self._wake_up)
+            self._fetches = FeatureFetches(connector, plane_of(proposer.info.features), on_read=self._wake_up)
         self._refused: Answers = []  # refusals of this step's updates
         self._pending: dict[int, HeldSequence] = {}  # sequences whose last update is not answered yet, by key
         self._ahead: dict[int, HeldSequence] = {}  # answered sequences with look-ahead, by key
@@ -165,7 +165,7 @@ class DraftLoop:
         self.step_started_at = started = self._clock()
         updates = self._take_updates()
         if self._fetches is not None:  # before updates, which may continue what was read
-            for held in self._fetches.take_ended():
+            for held in self._fetches.take_read():
                 self._ahead.pop(held.key, None)
                 self._pending[held.key] = held  # is answered once more
         self._apply(updates)
@@ -227,7 +227,7 @@ class DraftLoop:
         self._ahead.pop(held.key, None)
         self._proposer.forget(held.key)
         if self._fetches is not None:
-            self._fetches.forget(held.key)
+            self._fetches.forget(held)
 
     def _requests(self, now: float) -> list[ProposalRequest]:
         """Returns requests for unanswered updates, then for look-ahead that is expected to end in time."""

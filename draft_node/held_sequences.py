@@ -11,9 +11,8 @@ import numpy as np
 
 from draft_node.draft_peer import DraftPeer
 from outrider.engine.kv_cache.array_plane import WORDS, Words
-from outrider.kv_transfer.base import Region
 from outrider.node import FeatureFormat
-from outrider.speculation.draft_stream import DraftStatus, SequenceStart, SequenceUpdate
+from outrider.speculation.draft_stream import DraftStatus, FeatureOffer, SequenceStart, SequenceUpdate
 from outrider.speculation.prefix_hash import HashedTokens
 from outrider.speculation.proposers.base import MAX_SEQUENCES
 
@@ -37,47 +36,28 @@ def max_held_bytes(*, has_head: bool) -> int:
 
 
 class HeldFeatures:
-    """The `Features` of a sequence's first tokens. Not thread-safe, except that another thread may `write` to what is
-    reserved but not held yet.
-    """
+    """The `Features` of a sequence's first tokens. Not thread-safe."""
 
-    __slots__ = ("_num_held", "_rows")
+    __slots__ = ("_data", "_format")
 
     def __init__(self, features: FeatureFormat) -> None:
-        self._rows: Words = np.empty((0, features.width), dtype=WORDS[features.dtype])
-        self._num_held = 0
+        self._format = features
+        self._data = bytearray()
 
     def __len__(self) -> int:
         """The number of tokens whose features are held."""
-        return self._num_held
+        return len(self._data) // self._format.bytes_per_token
 
-    def reserve(self, num_tokens: int) -> None:
-        """Makes room for the features of this many tokens."""
-        if num_tokens > len(self._rows):
-            rows = np.empty((num_tokens + num_tokens // 9, self._rows.shape[1]), dtype=self._rows.dtype)
-            rows[: len(self._rows)] = self._rows
-            self._rows = rows
-
-    def extend(self, start: int, payload: bytes) -> None:
+    def extend(self, start: int, payload: bytes | memoryview) -> None:
         """Adds features of the tokens from `start` (at most `len(self)`) on. Features already held stay unchanged."""
         assert start <= len(self), "no gap"
-        added = np.frombuffer(payload, dtype=self._rows.dtype).reshape(-1, self._rows.shape[1])[len(self) - start :]
-        self.reserve(len(self) + len(added))
-        self._rows[len(self) : len(self) + len(added)] = added
-        self._num_held += len(added)
-
-    def write(self, region: Region, payload: memoryview) -> None:
-        """Writes features of reserved tokens, which `complete` makes held."""
-        rows = self._rows[region.tokens.start : region.tokens.stop]
-        rows[:] = np.frombuffer(payload, dtype=rows.dtype).reshape(rows.shape)
-
-    def complete(self, num_tokens: int) -> None:
-        """Records that the features of the first `num_tokens` tokens are written."""
-        self._num_held = max(self._num_held, min(num_tokens, len(self._rows)))
+        self._data += memoryview(payload)[len(self._data) - start * self._format.bytes_per_token :]
 
     def read(self, start: int, end: int) -> Words:
         """Returns a copy of the features of tokens [start, end): [end - start, width], in the format's dtype."""
-        return self._rows[start : min(end, len(self))].copy()
+        size = self._format.bytes_per_token
+        rows = np.frombuffer(self._data[start * size : end * size], dtype=WORDS[self._format.dtype])
+        return rows.reshape(-1, self._format.width)
 
 
 @dataclass(slots=True, eq=False)
@@ -90,8 +70,9 @@ class HeldSequence:
     start: SequenceStart
     tokens: HashedTokens
     features: HeldFeatures | None = None  # None if this node needs no features
-    num_counted: int = 0  # number of tokens whose features count as memory: held ones, or those that were offered
-    is_fetching: bool = False  # whether offered features will be held soon
+    num_counted: int = 0  # number of tokens whose features count as memory: held ones, and those that are offered
+    offer: FeatureOffer | None = None  # the last one that was accepted
+    is_fetching: bool = False  # whether the offered features are being read, or wait for that
     num_wanted: int = 0
     min_reach: float = 0.0  # see ProposalRequest
     look_ahead_deadline: float = 0.0  # time (clock seconds) at which its target should have verified the last answer

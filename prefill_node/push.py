@@ -153,7 +153,7 @@ class KvPush:
             for plane in self._spec.planes
         )
         try:
-            sender.read(regions, self._blocks)
+            sender.read(regions, self._blocks.write)
         except Exception as error:  # noqa: BLE001 everything is computed instead
             log.warning(
                 "the held prefix could not be read; all of it is computed", error=_to_outrider_error(error).message

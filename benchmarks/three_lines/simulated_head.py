@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.three_lines.simulated_model import ORDER, SetTime, SimulatedKVCache, SimulatedModel
-from outrider.drafting.drafted_sequence import FeatureRange
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.engine.sampler import Sampler
@@ -37,10 +36,10 @@ class SimulatedFeatures:
 class SimulatedFeaturePlane:
     """A replacement for FeaturePlane that has zeros, all of which go in updates."""
 
-    blocks = False
+    bytes_per_token = FORMAT.bytes_per_token
 
-    def read(self, ranges: Sequence[FeatureRange]) -> list[bytes | None]:
-        return [bytes((each.end - each.start) * FORMAT.bytes_per_token) for each in ranges]
+    def read(self, ranges: Sequence[tuple[SequenceKV, int, int]]) -> list[bytes | None]:
+        return [bytes((end - start) * FORMAT.bytes_per_token) for _, start, end in ranges]
 
     def offer(self, kv: SequenceKV, end: int) -> None:
         return None

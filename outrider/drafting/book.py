@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.drafting.draft_nodes import DraftNodes, DraftNodeState
-from outrider.drafting.drafted_sequence import Assignment, DraftedSequence, FeatureRange, FeatureSource
+from outrider.drafting.drafted_sequence import Assignment, DraftedSequence, FeatureSource
 from outrider.speculation.draft_stream import (
     MAX_FEATURE_BYTES_PER_MESSAGE,
     DraftStatus,
@@ -63,14 +63,10 @@ class DraftBook:
     first is lost, late or full, or sends an invalid answer. Each such assignment has its own stream id.
     """
 
-    def __init__(
-        self, *, clock: Callable[[], float], feature_bytes: int = 0, features: FeatureSource | None = None
-    ) -> None:
-        """`feature_bytes`: bytes of a token's features; 0 if none are computed. `features`: where they are."""
+    def __init__(self, *, clock: Callable[[], float], features: FeatureSource | None = None) -> None:
+        """`features`: where the features of tokens are; None if none are computed."""
         self._clock = clock
-        self._feature_bytes = feature_bytes
-        self.features = features
-        self._ranges: dict[int, FeatureRange] = {}  # features to add to the updates taken last, by stream id
+        self._features = features
         self.nodes = DraftNodes()
         self._sequences: dict[int, DraftedSequence] = {}  # by the engine's sequence id
         self._served: dict[int, Assignment] = {}  # by stream id
@@ -159,10 +155,7 @@ class DraftBook:
         self._move_away(node, keep=0)
 
     def take_updates(self, node: DraftNodeState) -> list[SequenceUpdate]:
-        """Returns updates with everything that this node does not know yet; empty if there is nothing to send now.
-
-        Their features are to be read before they are sent: see `take_feature_ranges`.
-        """
+        """Returns updates with everything that this node does not know yet; empty if there is nothing to send now."""
         if not node.is_connected:
             return []
         now = self._clock()
@@ -171,13 +164,15 @@ class DraftBook:
             self._assign_unserved(now)
         updates = [SequenceUpdate(sequence_id=stream_id, closed=True) for stream_id in node.closed]
         node.closed.clear()
+        feature_bytes = 0 if self._features is None else self._features.bytes_per_token
         tokens_left, feature_bytes_left = MAX_TOKENS_PER_MESSAGE, MAX_FEATURE_BYTES_PER_MESSAGE
+        with_features: dict[int, tuple[Assignment, range]] = {}  # by place in `updates`
         for stream_id in tuple(node.dirty):
             served = self._served[stream_id]
             if served.pending is None and now < served.ready_at:
                 continue  # the sequence stays in `dirty` until then
             if served.pending is None and served.sequence.is_dirty:
-                if tokens_left <= 0 or feature_bytes_left < self._feature_bytes:
+                if tokens_left <= 0 or feature_bytes_left < feature_bytes:
                     break
                 update, features = served.make_update(
                     now,
@@ -187,23 +182,19 @@ class DraftBook:
                 )
                 node.unanswered[served.stream_id] = now
                 tokens_left -= len(update.token_ids)
-                if features is not None:
-                    feature_bytes_left -= (features.end - features.start) * self._feature_bytes
-                    self._ranges[stream_id] = features
+                if features:
+                    feature_bytes_left -= len(features) * feature_bytes
+                    with_features[len(updates)] = served, features
                 updates.append(update)
             del node.dirty[stream_id]  # the answer adds the id again if there is more to send
+        if with_features and self._features is not None:
+            ranges = [(served.sequence.kv, part.start, part.stop) for served, part in with_features.values()]
+            for place, payload in zip(with_features, self._features.read(ranges), strict=True):
+                updates[place] = updates[place]._replace(features=payload or b"")
+                served, pending = with_features[place][0], with_features[place][0].pending
+                if payload is None and pending is not None:
+                    served.pending = pending._replace(num_features=0)
         return updates
-
-    def take_feature_ranges(self) -> dict[int, FeatureRange]:
-        """Returns the features to add to the updates that were just taken, by stream id."""
-        ranges, self._ranges = self._ranges, {}
-        return ranges
-
-    def lose_features(self, stream_id: int) -> None:
-        """Records that an update goes without its features, because its sequence has just lost its blocks."""
-        served = self._served.get(stream_id)
-        if served is not None and served.pending is not None:
-            served.pending = served.pending._replace(num_features=0)
 
     def take_answer(self, node: DraftNodeState, answer: SequenceProposals, *, is_well_formed: bool) -> bool:
         """Applies an answer if it is due and plausible. Never raises, since a peer's input is not trusted.
@@ -314,8 +305,8 @@ class DraftBook:
             return
         self._unserved.pop(drafted, None)
         stream_id = next(self._stream_ids)
-        source = self.features if node.needs_features else None
-        drafted.assignment = self._served[stream_id] = Assignment(drafted, stream_id, node, source, self._feature_bytes)
+        source = self._features if node.needs_features else None
+        drafted.assignment = self._served[stream_id] = Assignment(drafted, stream_id, node, source)
         drafted.is_dirty = True
         node.num_sequences += 1
         if node.seems_full(length):
@@ -329,7 +320,8 @@ class DraftBook:
 
     def _unassign(self, served: Assignment) -> None:
         node, stream_id = served.node, served.stream_id
-        served.end()
+        served.withdraw()
+        served.sequence.assignment = None
         del self._served[stream_id]
         node.num_sequences -= 1
         node.dirty.pop(stream_id, None)

@@ -38,33 +38,21 @@ MAX_FEATURE_BYTES_PER_UPDATE = 1 << 18
 """Maximum bytes of features in an update. A node that lacks more, for example a prompt's, is offered them."""
 
 RENEW_SECONDS = 10.0
-"""Seconds after which features that the node has not read are offered by another transfer."""
-
-
-class FeatureRange(NamedTuple):
-    """The features of tokens [start, end) of the sequence with block table `kv`, which may have changed meanwhile."""
-
-    kv: Any
-    start: int
-    end: int
+"""Seconds after which features that the node has not read are offered once more."""
 
 
 class FeatureSource(Protocol):
-    """The features of the target's tokens, in its paged cache. Any thread may use it; it blocks only in `read`.
-
-    Nothing here keeps blocks of a sequence that has ended or was preempted: such a range has no features any more.
+    """The features of the target's tokens, in its paged cache. Any thread may use it. A range is (kv, start, end):
+    tokens [start, end) of the sequence with block table `kv`, which may lose its blocks at any time.
     """
 
-    blocks: bool  # whether `read` waits for a device
+    bytes_per_token: int
 
-    def read(self, ranges: Sequence[FeatureRange]) -> list[bytes | None]:
-        """Returns a copy of each range, in the hello's format; None if its sequence no longer has these blocks."""
+    def read(self, ranges: Sequence[tuple[Any, int, int]]) -> list[bytes | None]:
+        """Returns a copy of each range, in the hello's format; None for a sequence that has lost the blocks."""
 
     def offer(self, kv: Any, end: int) -> FeatureOffer | None:
         """Lets a draft node read the features of the first `end` tokens; None if this source cannot do that."""
-
-    def is_open(self, offer: FeatureOffer) -> bool:
-        """Returns whether a draft node may still begin or go on to read."""
 
     def withdraw(self, offer: FeatureOffer) -> None:
         """Ends an offer, and the draft node's connection if there is one."""
@@ -123,11 +111,11 @@ class Assignment:
     stream_id: int
     node: DraftNodeState
     source: FeatureSource | None = None  # of the features that the node needs; None: it needs none
-    feature_bytes: int = 0  # of a token
     acked_features: int = 0
     sent_features: int = 0  # maximum number of tokens whose features the node may have
     offer: FeatureOffer | None = None
-    offered_at: float = float("-inf")
+    offered_kv: Any = None
+    offered_at: float = 0.0
     acked_length: int = 0
     sent_length: int = 0  # number of the sequence's tokens that the node was sent
     max_wanted: int = 0  # maximum number of draft tokens wanted by any update
@@ -140,8 +128,9 @@ class Assignment:
 
     def make_update(
         self, now: float, *, max_tokens: int, max_feature_bytes: int = 0, min_reach: float = 0.0
-    ) -> tuple[SequenceUpdate, FeatureRange | None]:
-        """Returns an update with at most `max_tokens` tokens that the node does not have, and the features to add.
+    ) -> tuple[SequenceUpdate, range]:
+        """Returns an update with at most `max_tokens` tokens that the node does not have, and the tokens whose
+        features are to be added.
 
         Drafts are asked for only if the node will then have all tokens. Features may lag behind. At most
         `max_feature_bytes` of them are added; many are offered.
@@ -154,7 +143,7 @@ class Assignment:
         if drafted.is_dirty:
             length, num_wanted = start + max_tokens, 0
         features = self._features(length, now, max_feature_bytes)
-        self.pending = PendingUpdate(length, num_wanted, now, 0 if features is None else features.end)
+        self.pending = PendingUpdate(length, num_wanted, now, features.stop)
         self.sent_length = max(self.sent_length, length)
         # Branches that were allowed by the previous update may still be in transit.
         self.num_ahead_allowed = MAX_AHEAD_BRANCHES + min(self.num_ahead_allowed, MAX_AHEAD_BRANCHES)
@@ -176,55 +165,43 @@ class Assignment:
         return update, features
 
     @property
-    def num_missing_features(self) -> int:
-        """The number of tokens whose features the node needs, lacks, and could have."""
-        if self.source is None or (kv := self.sequence.kv) is None:
-            return 0
-        num_available: int = min(kv.num_tokens, len(self.sequence.committed) - 1)
-        return max(0, num_available - self.acked_features)
+    def missing_features(self) -> range:
+        """The tokens whose features the node needs, lacks and could have."""
+        kv = self.sequence.kv
+        is_known = self.source is not None and kv is not None
+        return range(self.acked_features, min(kv.num_tokens, len(self.sequence.committed) - 1) if is_known else 0)
 
     @property
-    def lacks_few_features(self) -> bool:
-        return 0 < self.num_missing_features * self.feature_bytes <= MAX_FEATURE_BYTES_PER_UPDATE
+    def max_sent_features(self) -> int:
+        return 0 if self.source is None else MAX_FEATURE_BYTES_PER_UPDATE // self.source.bytes_per_token
 
-    def _features(self, length: int, now: float, max_bytes: int) -> FeatureRange | None:
-        """Returns the features to add to an update of `length` tokens, or offers all features that the node lacks."""
-        start, end = self.acked_features, min(self.acked_features + self.num_missing_features, length - 1)
-        if self.offer is not None and self.offer.end_token <= start:
-            self._withdraw()
-            self.offered_at = float("-inf")  # it was read, so the next may follow at once
-        if start >= end:
-            return None
-        assert self.source is not None
-        if not self.lacks_few_features and (
-            length < len(self.sequence.committed) or self._offers(self.source, end, now)
-        ):
-            return None
-        end = min(end, start + min(max_bytes, MAX_FEATURE_BYTES_PER_UPDATE) // self.feature_bytes)
-        self.sent_features = max(self.sent_features, end)
-        return FeatureRange(self.sequence.kv, start, end)
+    def _features(self, length: int, now: float, max_bytes: int) -> range:
+        """Returns the tokens whose features go in an update of `length` tokens, or offers them if they are many."""
+        missing = self.missing_features
+        if self.offer is not None and self.offer.end_token <= missing.start:
+            self.withdraw()
+        missing = missing[: max(0, length - 1 - missing.start)]
+        if self.source is None or not missing:
+            return missing
+        if len(self.missing_features) > self.max_sent_features:
+            if length < len(self.sequence.committed):
+                return range(0)
+            kv = self.sequence.kv
+            if self.offer is None or self.offered_kv is not kv or now >= self.offered_at + RENEW_SECONDS:
+                self.withdraw()
+                self.offer, self.offered_kv, self.offered_at = self.source.offer(kv, missing.stop), kv, now
+            if self.offer is not None:
+                self.sent_features = max(self.sent_features, self.offer.end_token)
+                return range(0)
+        missing = missing[: min(self.max_sent_features, max_bytes // self.source.bytes_per_token)]
+        self.sent_features = max(self.sent_features, missing.stop)
+        return missing
 
-    def _offers(self, source: FeatureSource, end: int, now: float) -> bool:
-        """Offers the features of the first `end` tokens, unless that was tried just now. Returns False if it cannot."""
-        age = now - self.offered_at
-        if age >= RENEW_SECONDS or (age >= RESEND_SECONDS and (self.offer is None or not source.is_open(self.offer))):
-            self._withdraw()
-            self.offer, self.offered_at = source.offer(self.sequence.kv, end), now
-            if self.offer is None:
-                self.offered_at = float("-inf")
-                return False
-            self.sent_features = max(self.sent_features, end)
-        return True
-
-    def _withdraw(self) -> None:
+    def withdraw(self) -> None:
+        """Ends the offer, if there is one."""
         if self.offer is not None and self.source is not None:
             self.source.withdraw(self.offer)
         self.offer = None
-
-    def end(self) -> None:
-        """Records that the node no longer serves the sequence."""
-        self._withdraw()
-        self.sequence.assignment = None
 
     def is_plausible(self, answer: SequenceProposals) -> bool:
         """Returns whether an honest node could send this answer now. `is_well_formed` checks the rest."""
@@ -256,7 +233,9 @@ class Assignment:
             return None
         self.acked_length = max(self.acked_length, answer.acked_length)
         self.acked_features = max(self.acked_features, answer.acked_features)
-        self.sequence.is_dirty |= self.sequence.num_wanted > 0 and self.lacks_few_features
+        self.sequence.is_dirty |= (
+            self.sequence.num_wanted > 0 and 0 < len(self.missing_features) <= self.max_sent_features
+        )
         pending = self.pending
         is_of_newest = (
             pending is not None
@@ -287,7 +266,7 @@ class Assignment:
         self.resent_at = now
         self.acked_length = 0
         self.acked_features = 0
-        self._withdraw()
+        self.withdraw()
         self.pending = None
         self.is_catching_up = False
         self.sequence.is_dirty = True

@@ -39,8 +39,7 @@ class DraftExchange(ABC):
         self._hello = hello
         self._outlets = outlets
         self._changed = threading.Condition()
-        feature_bytes = 0 if hello.features is None else hello.features.bytes_per_token
-        self._book = DraftBook(clock=time.monotonic, feature_bytes=feature_bytes, features=features)
+        self._book = DraftBook(clock=time.monotonic, features=features)
         self._loop: asyncio.AbstractEventLoop | None = None  # None while no links run
 
     @property

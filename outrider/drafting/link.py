@@ -7,7 +7,7 @@ import contextlib
 import logging
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import grpc.aio
 import xxhash
 
 from outrider.drafting.book import UNANSWERED_SECONDS, DraftBook
-from outrider.drafting.drafted_sequence import FeatureRange, is_well_formed
+from outrider.drafting.drafted_sequence import is_well_formed
 from outrider.errors import MismatchError, PeerLostError
 from outrider.node import NodeInfo
 from outrider.rpc.status import from_rpc_error
@@ -24,7 +24,6 @@ from outrider.speculation.draft_stream import (
     MAX_ANSWERS_PER_MESSAGE,
     MAX_BRANCHES_PER_MESSAGE,
     DraftHello,
-    SequenceUpdate,
     check_fits,
 )
 from outrider.v1 import draft_pb2, draft_pb2_grpc
@@ -198,33 +197,15 @@ class DraftLink:
             self._wake.clear()
             with self._changed:
                 updates = self._book.take_updates(self.node)
-                ranges = self._book.take_feature_ranges()
                 step_seconds = self._book.nodes.step_seconds
                 has_lost_an_update = self._book.has_lost_an_update(self.node)
             if has_lost_an_update:
                 raise PeerLostError(
                     f"{self.address} did not answer an update for {UNANSWERED_SECONDS:g} s", node=self.address
                 )
-            if ranges:
-                updates = await self._with_features(updates, ranges)
             if updates:
                 async with asyncio.timeout(UNANSWERED_SECONDS):  # a write blocks if the node does not read
                     await call.write(updates_to_proto(updates, step_seconds=step_seconds))
-
-    async def _with_features(
-        self, updates: Sequence[SequenceUpdate], ranges: Mapping[int, FeatureRange]
-    ) -> list[SequenceUpdate]:
-        """Reads features and adds them to their updates. The engine may change the cache and the book meanwhile."""
-        source = self._book.features
-        assert source is not None
-        wanted = list(ranges.values())
-        read = await asyncio.to_thread(source.read, wanted) if source.blocks else source.read(wanted)
-        payloads = dict(zip(ranges, read, strict=True))
-        with self._changed:
-            for stream_id, payload in payloads.items():
-                if payload is None:
-                    self._book.lose_features(stream_id)
-        return [update._replace(features=payloads.get(update.sequence_id) or b"") for update in updates]
 
     async def _read(self, call: DraftCall) -> None:
         """Reads proposals until the stream ends. Raises: PeerLostError, grpc.RpcError."""

@@ -18,7 +18,6 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from outrider.faults import fault_point
 from outrider.kv_transfer.base import (
@@ -35,6 +34,7 @@ from outrider.kv_transfer.base import (
     frames_digest,
 )
 from outrider.kv_transfer.coverage import Coverage
+from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.service.telemetry.logging import get_logger
 
 NUM_REMEMBERED_COMMITS = 4096
@@ -76,22 +76,12 @@ class TransferState(enum.Enum):
     ENDED = "ended"  # failed, or closed by the owner before its commit
 
 
-class TransferBlocks(Protocol):
-    """The blocks of a transfer's tokens and those before it, by token position. Any thread may use it."""
-
-    def write(self, region: Region, payload: Payload) -> None:
-        """Writes bytes [layers, tokens, heads, head_dim]. An exception fails the transfer."""
-
-    def read(self, region: Region) -> memoryview | None:
-        """Returns bytes [layers, tokens, heads, head_dim]; None if the blocks no longer have this content."""
-
-
 @dataclass(slots=True)
 class _Transfer:
     """The state of one transfer. `changed` guards the fields that follow it."""
 
     spec: TransferSpec
-    blocks: TransferBlocks
+    blocks: ReservedBlocks
     changed: threading.Condition = field(default_factory=threading.Condition)
     state: TransferState = TransferState.OPEN
     is_attached: bool = False
@@ -140,7 +130,7 @@ class TransferInbox:
 
     # ---- the owner's side
 
-    def open(self, spec: TransferSpec, blocks: TransferBlocks) -> None:
+    def open(self, spec: TransferSpec, blocks: ReservedBlocks) -> None:
         """Adds a transfer, whose id must be new. Call this before a `Granted` announces it."""
         assert spec.incarnation == self.incarnation, "a transfer is addressed to this process"
         with self._lock:
@@ -179,11 +169,6 @@ class TransferInbox:
             if transfer.num_copying:
                 return None
             return 0 if transfer.has_failed_write else transfer.coverage.complete_until()
-
-    def is_open(self, transfer_id: bytes) -> bool:
-        """Returns whether the transfer can still be read and completed."""
-        transfer = self._find(transfer_id)
-        return transfer is not None and transfer.state is TransferState.OPEN
 
     def is_used_id(self, transfer_id: bytes) -> bool:
         """Returns whether this id cannot be opened: its transfer is not drained yet, or was committed recently."""
@@ -267,7 +252,7 @@ class TransferInbox:
     def read(self, transfer_id: bytes, region: Region) -> tuple[FrameHeader, memoryview] | None:
         """Reads KV of tokens that precede the transfer's own.
 
-        Returns None if that KV is not held here (any more), or if the transfer's reads together would exceed its size.
+        Returns None if that KV is not held here any more, or if the transfer's reads together would exceed its size.
         """
         transfer = self._find(transfer_id)
         if transfer is None:
@@ -286,7 +271,7 @@ class TransferInbox:
             payload = transfer.blocks.read(region)
         finally:
             transfer.end_copy()
-        return None if payload is None else (FrameHeader.of(spec, region, payload), payload)
+        return (FrameHeader.of(spec, region, payload), payload) if transfer.blocks.are_held() else None
 
     def commit(self, transfer_id: bytes, digest: int, *, connector: str) -> CommitResult:
         """Commits the transfer and answers COMMITTED, also when asked again. INCOMPLETE leaves the transfer open.

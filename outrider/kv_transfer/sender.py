@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
@@ -26,12 +26,6 @@ from outrider.kv_transfer.sender_stream import SenderStream
 
 READ_AHEAD = 4
 """Maximum number of requested regions that have not been taken yet. It limits memory, as each may be a whole frame."""
-
-
-class WritableBlocks(Protocol):
-    """Where what is read is written, by token position."""
-
-    def write(self, region: Region, payload: memoryview) -> None: ...
 
 
 class Sender:
@@ -103,10 +97,10 @@ class Sender:
         self._stream.send(header, None, offset=offset, release=partial(arena.release, offset))
         return header
 
-    def read(self, regions: Iterable[Region], blocks: WritableBlocks) -> None:
+    def read(self, regions: Iterable[Region], write: Callable[[Region, memoryview], None]) -> None:
         """Fetches the receiver's KV of tokens before `spec.start_token`. Call it before the first `put`.
 
-        Each region is checked like a frame, then written to `blocks`. Raises: PeerLostError; AbortedError if the
+        Each region is checked like a frame, then passed to `write`. Raises: PeerLostError; AbortedError if the
         receiver does not hold a region or a region was altered in transit, after which the transfer can continue.
         """
         asked: deque[Region] = deque()
@@ -114,14 +108,14 @@ class Sender:
             self._stream.ask(region)
             asked.append(region)
             if len(asked) == READ_AHEAD:
-                self._take_held(asked.popleft(), blocks)
+                self._take_held(asked.popleft(), write)
         for region in asked:
-            self._take_held(region, blocks)
+            self._take_held(region, write)
 
-    def _take_held(self, region: Region, blocks: WritableBlocks) -> None:
+    def _take_held(self, region: Region, write: Callable[[Region, memoryview], None]) -> None:
         held = self._stream.next_fetched()
         check_fetched(held, self._spec, region)
-        blocks.write(region, held.payload)
+        write(region, held.payload)
 
     @property
     def num_frames(self) -> int:

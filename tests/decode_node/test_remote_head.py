@@ -139,20 +139,16 @@ def test_a_draft_node_with_a_head_drafts_and_tokens_are_those_without(make_clust
     cluster.node.assert_nothing_is_held()
 
 
-@pytest.mark.parametrize("blocks", [False, True], ids=["on the event loop", "beside it, as on a GPU"])
-def test_a_draft_node_reads_the_features_of_a_prompt_that_no_update_has_room_for(
-    make_cluster, expected, monkeypatch, blocks
-):
+def test_a_draft_node_reads_the_features_of_a_prompt_that_no_update_has_room_for(make_cluster, expected, monkeypatch):
     cluster = make_cluster()
-    source = cluster.client._book.features
-    num_tokens = len(PROMPT) - 2
-    limit = num_tokens * source.plane.bytes_per_token
+    limit = (len(PROMPT) - 2) * cluster.client._book._features.bytes_per_token
     monkeypatch.setattr(drafted_sequence, "MAX_FEATURE_BYTES_PER_UPDATE", limit)
-    monkeypatch.setattr(source, "blocks", blocks)
-    groups = [cluster.generate(waits=True) for _ in range(2)]
+    inbox, opened = cluster.node.parts.ingest.inbox, []
+    monkeypatch.setattr(inbox, "read", lambda *part, read=inbox.read: opened.append(part) or read(*part))
+    groups = [cluster.generate() for _ in range(2)]
     assert [cluster.node.tokens(group) for group in groups] == [expected] * 2
     assert cluster.node.num_accepted == cluster.node.num_drafted > 20
-    assert len(cluster.node.parts.ingest.inbox._commits) >= 2, "draft nodes have read what was offered"
+    assert len(opened) >= 2, "draft nodes have read what was offered"
     assert_fed_rightly([*PROMPT, *expected])
     cluster.node.assert_nothing_is_held()
 

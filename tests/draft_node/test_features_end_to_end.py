@@ -13,7 +13,7 @@ from draft_node.draft_loop import DraftLoop
 from outrider.drafting import drafted_sequence
 from outrider.drafting.book import DraftBook
 from outrider.drafting.drafted_sequence import is_well_formed
-from outrider.speculation.draft_stream import SequenceProposals, SequenceUpdate
+from outrider.speculation.draft_stream import SequenceProposals
 from outrider.v1 import draft_pb2
 from outrider.wire.draft import proposals_from_proto, proposals_to_proto, update_from_proto, updates_to_proto
 from tests.decode_node.drafting.feature_target import FeatureTarget
@@ -49,7 +49,7 @@ class DraftSide:
     def held(self) -> list[tuple[list[int], bytes]]:
         """Returns the tokens and features of each sequence."""
         return [
-            (held.tokens.token_ids, held.features.read(0, held.num_features).tobytes())
+            (held.tokens.token_ids, bytes(held.features._data))
             for holding in self.loop._held._holdings.values()
             for held in holding.sequences.values()
         ]
@@ -59,7 +59,7 @@ class Cluster:
     def __init__(self):
         self.clock = FakeClock(100.0)
         self.target = FeatureTarget()
-        self.book = DraftBook(clock=self.clock, feature_bytes=FEATURES.bytes_per_token, features=self.target.plane)
+        self.book = DraftBook(clock=self.clock, features=self.target.plane)
         self.nodes = [self.book.nodes.add() for _ in range(NUM_NODES)]
         self.sides = [DraftSide() for _ in range(NUM_NODES)]
         self.num_committed = [PROMPT_LENGTH] * NUM_SEQUENCES
@@ -82,20 +82,9 @@ class Cluster:
         if number in self.target.tables:
             self.target.free(number)
 
-    def take(self, number: int) -> list[SequenceUpdate]:
-        """Takes the updates for a draft node, with their features."""
-        updates = self.book.take_updates(self.nodes[number])
-        ranges = self.book.take_feature_ranges()
-        read = self.target.plane.read(list(ranges.values())) if ranges else []
-        payloads = dict(zip(ranges, read, strict=True))
-        for stream_id, payload in payloads.items():
-            if payload is None:
-                self.book.lose_features(stream_id)
-        return [update._replace(features=payloads.get(update.sequence_id) or b"") for update in updates]
-
     def exchange(self, number: int) -> None:
         node, side = self.nodes[number], self.sides[number]
-        updates = self.take(number)
+        updates = self.book.take_updates(node)
         for answer in side.exchange(updates_to_proto(updates, step_seconds=0.02).SerializeToString()):
             is_sound = is_well_formed(answer, vocab_size=VOCAB_SIZE)
             assert self.book.take_answer(node, answer, is_well_formed=is_sound), "it is honest"
@@ -119,7 +108,7 @@ class Cluster:
 
     def send_into_the_void(self, number: int) -> None:
         """Ends the stream while a message is in transit."""
-        self.take(number)
+        self.book.take_updates(self.nodes[number])
         self.lose(number)
 
     def assert_sound(self) -> None:
@@ -186,7 +175,7 @@ def test_in_a_steady_state_each_step_sends_each_feature_once():
     for _ in range(10):
         cluster.step(2)
         for number in range(NUM_NODES):
-            updates = cluster.take(number)
+            updates = cluster.book.take_updates(cluster.nodes[number])
             sent += sum(len(update.features) for update in updates)
             message = updates_to_proto(updates, step_seconds=0.02).SerializeToString()
             for answer in cluster.sides[number].exchange(message):

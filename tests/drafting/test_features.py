@@ -11,8 +11,6 @@ from outrider.drafting.drafted_sequence import (
     KEEP_UP_TOKENS,
     MAX_FEATURE_BYTES_PER_UPDATE,
     RENEW_SECONDS,
-    RESEND_SECONDS,
-    FeatureRange,
 )
 from outrider.speculation.draft_stream import MAX_FEATURE_BYTES_PER_MESSAGE, FeatureOffer
 from tests.drafting.books import Book, answer_to, catching_up, unknown_prefix
@@ -28,11 +26,16 @@ class Table:
 
 @dataclass
 class Source:
-    """A `FeatureSource` that records its offers."""
+    """A `FeatureSource` that records its offers. Features are zeros."""
 
+    bytes_per_token: int
     can_offer: bool = True
+    loses: bool = False  # whether sequences have lost their blocks
     offers: list[FeatureOffer] = field(default_factory=list)
     open: list[FeatureOffer] = field(default_factory=list)
+
+    def read(self, ranges):
+        return [None if self.loses else bytes((end - start) * self.bytes_per_token) for _, start, end in ranges]
 
     def offer(self, kv, end):
         if not self.can_offer:
@@ -41,37 +44,36 @@ class Source:
         self.open.append(self.offers[-1])
         return self.offers[-1]
 
-    def is_open(self, offer):
-        return offer in self.open
-
     def withdraw(self, offer):
-        if offer in self.open:
-            self.open.remove(offer)
+        self.open.remove(offer)
 
 
 class Sent:
-    """A book whose nodes have a head, and the ranges of features in its updates."""
+    """A book whose nodes have a head, and the tokens whose features are in its updates."""
 
     def __init__(self, num_nodes=1, *, size=SIZE, can_offer=True, **options):
-        self.source = Source(can_offer)
-        self.books = Book(num_nodes, feature_bytes=size, features=self.source, **options)
-        self.size = size
+        self.source = Source(size, can_offer)
+        self.books = Book(num_nodes, features=self.source, **options)
+        self.tables = {}
 
     def __getattr__(self, name):
         return getattr(self.books, name)
 
     def step(self, num_features, *token_ids, sequence_id=1, num_wanted=3):
         """Commits a step's tokens. `num_features`: the number of the sequence's tokens that have features."""
-        self.books.update(sequence_id, token_ids, num_wanted=num_wanted, kv=Table(num_features))
+        table = self.tables.setdefault(sequence_id, Table(0))
+        table.num_tokens = num_features
+        self.books.update(sequence_id, token_ids, num_wanted=num_wanted, kv=table)
 
     def send(self, number=0):
-        """Takes updates. Returns each with (start, end) of its features."""
-        updates = self.books.take(number)
-        ranges = self.books.book.take_feature_ranges()
-        for update in updates:
-            if update.sequence_id in ranges:
-                assert ranges[update.sequence_id].start == update.feature_start
-        return [(update, ranges.get(update.sequence_id, FeatureRange(None, 0, 0))[1:]) for update in updates]
+        """Takes updates. Returns each with (start, end) of its features; (0, 0) if it has none."""
+        size = self.source.bytes_per_token
+        return [
+            (update, (update.feature_start, update.feature_start + len(update.features) // size))
+            if update.features
+            else (update, (0, 0))
+            for update in self.books.take(number)
+        ]
 
 
 def held(sent, **changes):
@@ -157,14 +159,14 @@ def test_a_sequence_that_moves_begins_without_features():
 
 
 def test_an_update_that_loses_its_features_on_the_way_is_answered_by_its_tokens():
-    """The sequence is preempted between the making of the message and the read of its features."""
+    """The sequence is preempted while the message is made."""
     book = Sent()
     book.open(1, *range(9))
     book.answer(held(*book.send()))
     book.step(9, 9)
+    book.source.loses = True
     ((update, features),) = book.send()
-    assert features == (0, 9)
-    book.book.lose_features(update.sequence_id)
+    assert features == (0, 0)
     book.answer(answer_to(update))
     book.step(0, 10)
     ((_, features),) = book.send()
@@ -207,7 +209,7 @@ def test_a_long_text_is_offered_with_its_last_tokens(monkeypatch):
     assert [each is not None for each in offered] == [False, False, True]
 
 
-def test_an_offer_that_fails_is_renewed_after_a_pause_and_one_that_stays_unread_later():
+def test_an_offer_that_stays_unread_is_renewed_and_that_of_a_preempted_sequence_at_once():
     book = Sent(size=WIDE)
     book.open(1, *range(20))
     book.answer(held(*book.send()))
@@ -219,16 +221,14 @@ def test_an_offer_that_fails_is_renewed_after_a_pause_and_one_that_stays_unread_
         return update.feature_offer
 
     first = offered(0)
-    book.source.open.clear()
-    book.clock.advance(RESEND_SECONDS / 2)
+    book.clock.advance(RENEW_SECONDS * 0.9)
     assert offered(1) == first
-    book.clock.advance(RESEND_SECONDS / 2)
+    book.clock.advance(RENEW_SECONDS * 0.1)
     second = offered(2)
     assert second not in (None, first)
-    book.clock.advance(RENEW_SECONDS / 2)
     assert offered(3) == second
-    book.clock.advance(RENEW_SECONDS / 2)
-    assert offered(4) not in (first, second)
+    book.tables.clear()
+    assert offered(4) not in (None, second)
     assert len(book.source.open) == 1
 
 

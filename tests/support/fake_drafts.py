@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from outrider.drafting.exchange import NO_TABLES
 from outrider.drafting.book import StepDrafts
+from outrider.drafting.exchange import NO_TABLES
 from outrider.speculation.draft_tree import DraftTree
 
 

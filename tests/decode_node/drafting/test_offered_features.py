@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from draft_node.draft_loop import DraftLoop
-from draft_node.feature_fetches import MAX_FETCHES
 from outrider.drafting.book import DraftBook
-from outrider.drafting.drafted_sequence import RESEND_SECONDS, FeatureRange, is_well_formed
+from outrider.drafting.drafted_sequence import is_well_formed
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
 from outrider.node import FeatureFormat
@@ -83,7 +82,7 @@ class Cluster:
         self.target = FeatureTarget(
             num_blocks, offers=True, features=WIDE, bytes_of=lambda *part: wide_rows(*part).tobytes()
         )
-        self.book = DraftBook(clock=self.clock, feature_bytes=WIDE.bytes_per_token, features=self.target.plane)
+        self.book = DraftBook(clock=self.clock, features=self.target.plane)
         self.node = self.book.nodes.add()
         self.book.connected(self.node, needs_features=True)
         self.head = WideHead()
@@ -122,9 +121,6 @@ class Cluster:
     def exchange(self) -> list[SequenceProposals]:
         """Sends the newest states, and takes the answers."""
         updates = self.book.take_updates(self.node)
-        ranges = self.book.take_feature_ranges()
-        read = dict(zip(ranges, self.target.plane.read(list(ranges.values())), strict=True)) if ranges else {}
-        updates = [update._replace(features=read.get(update.sequence_id) or b"") for update in updates]
         self.max_sent_bytes = max(self.max_sent_bytes, sum(len(update.features) for update in updates))
         self.loop.submit(self.peer, updates)
         self.loop.step()
@@ -140,8 +136,8 @@ class Cluster:
         for _ in range(4):
             self.exchange()
         fetches = self.loop._fetches
-        while fetches._running:
-            wait_for(lambda: not fetches._ended.empty())
+        while fetches._busy:
+            wait_for(lambda: not fetches._read.empty())
             self.exchange()
         for _ in range(2):
             self.exchange()
@@ -199,7 +195,7 @@ def offered(cluster: Cluster, *keys: int):
     return updates
 
 
-def test_the_newest_sequences_are_read_first_and_few_at_a_time(make_cluster, monkeypatch):
+def test_the_newest_sequences_are_read_first_and_one_at_a_time(make_cluster, monkeypatch):
     cluster = make_cluster(4 * 2 * PROMPT_LENGTH)
     order, may_connect = [], threading.Event()
 
@@ -212,14 +208,14 @@ def test_the_newest_sequences_are_read_first_and_few_at_a_time(make_cluster, mon
     updates = offered(cluster, 0, 1, 2, 3)
     cluster.loop.submit(cluster.peer, updates)
     cluster.loop.step()
-    wait_for(lambda: len(order) == MAX_FETCHES)
+    wait_for(lambda: len(order) == 1)
     may_connect.set()
     fetches = cluster.loop._fetches
-    while fetches._running:
-        wait_for(lambda: not fetches._ended.empty())
+    while fetches._busy:
+        wait_for(lambda: not fetches._read.empty())
         cluster.loop.step()
     ids = [update.feature_offer.transfer_id for update in updates]
-    assert order[MAX_FETCHES:] == [ids[3], ids[2]], "the first two came before the others"
+    assert order == [ids[0], ids[3], ids[2], ids[1]], "the first one came before the others"
     assert {held.num_features for held in held_of(cluster)} == {PROMPT_LENGTH + TOKENS_PER_STEP - 1}
 
 
@@ -257,7 +253,7 @@ def test_blocks_that_pass_to_another_sequence_during_a_read_bring_no_features(ma
     monkeypatch.setattr(cluster.target.cache, "read", read_and_lose)
     cluster.loop.submit(cluster.peer, updates)
     cluster.loop.step()
-    wait_for(lambda: not cluster.loop._fetches._ended.empty())
+    wait_for(lambda: not cluster.loop._fetches._read.empty())
     cluster.loop.step()
     (held,) = held_of(cluster)
     assert (held.num_features, held.is_fetching) == (0, False)
@@ -265,7 +261,6 @@ def test_blocks_that_pass_to_another_sequence_during_a_read_bring_no_features(ma
     monkeypatch.undo()
     if is_preempted:  # it is computed again, and offered again
         wait_for(lambda: cluster.target.failed)
-        cluster.clock.advance(RESEND_SECONDS)
         (answer,) = cluster.peer.take_answers()
         assert cluster.book.take_answer(cluster.node, answer, is_well_formed=True)
         cluster.commit()
@@ -279,7 +274,7 @@ def test_what_an_update_reads_from_lost_blocks_is_nothing():
     target = FeatureTarget()
     text = list(range(30))
     kv, other = target.compute(0, text), target.compute(1, text)
-    ranges = [FeatureRange(kv, 5, 20), FeatureRange(other, 9, 29), FeatureRange(kv, 0, 40)]
+    ranges = [(kv, 5, 20), (other, 9, 29), (kv, 0, 40)]
     assert target.plane.read(ranges) == [feature_bytes(text, 5, 20), feature_bytes(text, 9, 29), None]
     target.free(0)
     assert target.plane.read(ranges) == [None, feature_bytes(text, 9, 29), None]
@@ -295,7 +290,7 @@ def test_an_address_that_nobody_serves_costs_drafts_only(make_cluster):
     cluster.loop.step()
     (answer,) = cluster.peer.take_answers()
     assert answer.status is DraftStatus.CATCHING_UP
-    wait_for(lambda: not cluster.loop._fetches._ended.empty())
+    wait_for(lambda: not cluster.loop._fetches._read.empty())
     cluster.loop.step()
     (answer,) = cluster.peer.take_answers()
     assert (answer.status, answer.acked_features) == (DraftStatus.NOTHING, 0)
@@ -318,9 +313,9 @@ def test_a_decode_node_that_goes_while_its_features_are_read_leaves_nothing_behi
     cluster.loop.disconnect(cluster.peer)
     cluster.loop.step()
     fetches = cluster.loop._fetches
-    wait_for(lambda: not fetches._ended.empty())
+    wait_for(lambda: not fetches._read.empty())
     may_go_on.set()
     cluster.loop.step()
-    assert not fetches._running
-    assert not fetches._fetches
+    assert not fetches._busy
+    assert not fetches._waiting
     assert not held_of(cluster)
