@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 
@@ -34,13 +35,9 @@ class FeaturePlane:
     def read(self, ranges: Sequence[tuple[SequenceKV, int, int]]) -> list[bytes | None]:
         size = self._kv_cache.block_size
         tables = [_HeldBlocks(kv, start, end, size) for kv, start, end in ranges]
-        slots = [
-            (np.asarray(table.block_ids, dtype=np.int64)[:, None] * size + np.arange(size)).reshape(-1)
-            for table in tables
-        ]
-        parts = [each[start % size :][: end - start] for each, (_, start, end) in zip(slots, ranges, strict=True)]
-        rows = self._kv_cache.read(self._plane.name, range(1), np.concatenate(parts))
-        ends = np.cumsum([part.size for part in parts]) * self.bytes_per_token
+        slots = [table.slots(size) for table in tables]
+        rows = self._kv_cache.read(self._plane.name, range(1), np.array([*itertools.chain(*slots)], dtype=np.int64))
+        ends = np.cumsum([len(part) for part in slots]) * self.bytes_per_token
         read = zip(np.split(rows, ends[:-1]), tables, strict=True)
         return [part.tobytes() if table.are_held() else None for part, table in read]
 
@@ -71,9 +68,15 @@ class _HeldBlocks:
 
     def __init__(self, kv: SequenceKV, start: int, end: int, block_size: int) -> None:
         self._kv = kv
-        self._end = end
+        self._start, self._end = start, end
         self._places = slice(start // block_size, -(-end // block_size))
         self.block_ids = kv.block_ids[self._places]
 
     def are_held(self) -> bool:
         return self._kv.num_tokens >= self._end and self._kv.block_ids[self._places] == self.block_ids
+
+    def slots(self, size: int) -> list[int]:
+        """Returns the slots of the tokens; none if the sequence has lost them."""
+        first = self._start // size
+        tokens = range(self._start, self._end) if self.are_held() else ()
+        return [self.block_ids[token // size - first] * size + token % size for token in tokens]
