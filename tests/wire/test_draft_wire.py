@@ -6,7 +6,14 @@ import pytest
 
 from outrider.node import FeatureFormat
 from outrider.request import RequestOptions, SamplingParams
-from outrider.speculation.draft_stream import DraftHello, DraftStatus, SequenceProposals, SequenceStart, SequenceUpdate
+from outrider.speculation.draft_stream import (
+    DraftHello,
+    DraftStatus,
+    FeatureOffer,
+    SequenceProposals,
+    SequenceStart,
+    SequenceUpdate,
+)
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.token_distribution import TokenDistribution
 from outrider.v1 import draft_pb2
@@ -46,14 +53,21 @@ START = SequenceStart(
         SequenceUpdate(
             sequence_id=1, start_length=9, length=9, feature_start=4, features=bytes(range(32)), min_reach=0.25
         ),
+        SequenceUpdate(sequence_id=1, length=9, feature_offer=FeatureOffer(bytes(range(16)), 8, "[::1]:50052")),
     ],
-    ids=["first", "later", "closed", "features"],
+    ids=["first", "later", "closed", "features", "offered features"],
 )
 def test_an_update_survives_the_wire(update):
     data = updates_to_proto([update], step_seconds=0.5).SerializeToString()
     message = draft_pb2.DraftUpdate.FromString(data)
     assert [update_from_proto(each) for each in message.sequences] == [update]
     assert message.step_microseconds == 500_000
+
+
+def test_an_offer_whose_transfer_id_is_none_is_ignored():
+    for transfer_id in (b"", bytes(15), bytes(17)):
+        offer = draft_pb2.FeatureOffer(transfer_id=transfer_id, end_token=8, address="decode:50052")
+        assert update_from_proto(draft_pb2.SequenceUpdate(feature_offer=offer)).feature_offer is None
 
 
 def test_a_traceparent_without_end_is_not_held():
