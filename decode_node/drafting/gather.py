@@ -11,7 +11,6 @@ from decode_node.groups import Sample
 from outrider.drafting.book import StepDrafts
 from outrider.drafting.exchange import WAIT_SHARE_OF_STEP
 from outrider.engine.scheduler import EngineSequence, StepReservation
-from outrider.request import RequestOptions
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import OpenSequenceGroup, SampleStart
 from outrider.speculation.ask_cost import expected_gain
@@ -147,6 +146,7 @@ class DraftGatherer:
         self._num_ahead = 0  # number of consecutive steps that were launched ahead
         self._drafts: dict[int, list[RankedDraft]] = {}  # unverified drafts of this step, by sequence
         self._starts: dict[int, SequenceStart] = {}  # by sequence: the start of each open sequence that may have drafts
+        self._judged: set[int] = set()  # the sequences among them whose tokens do not depend on drafts
 
     def open(self, sequence_id: int, opened: OpenSequenceGroup, start: SampleStart) -> None:
         """Announces a sequence when it is granted, so that drafters read the prompt during its prefill."""
@@ -159,11 +159,13 @@ class DraftGatherer:
         if options.adapter is not None:
             self._controller.set_adapter(sequence_id, options.adapter.fingerprint)
             options = replace(options, adapter=None)  # drafters draft for the model itself
+        if is_judged := options.is_reproducible or options.sampling.is_greedy:
+            self._judged.add(sequence_id)
         self._starts[sequence_id] = sequence_start = SequenceStart(
             options=options,
             sample=start.sample,
             prompt_length=len(opened.prompt_token_ids),
-            takes_trees=self._takes_trees and _is_coupled(options),  # otherwise only a single path is verified
+            takes_trees=self._takes_trees and is_judged,  # otherwise only a single path is verified
             traceparent=opened.traceparent,
         )
         for local in self._local:
@@ -178,6 +180,7 @@ class DraftGatherer:
         if self._client is not None:
             self._client.close(sequence_id)
         self._controller.forget(sequence_id)
+        self._judged.discard(sequence_id)
         if self._starts.pop(sequence_id, None) is not None:
             for local in self._local:
                 local.close(sequence_id)
@@ -234,16 +237,19 @@ class DraftGatherer:
             samples = [sample for sample in samples if sample.sampling.constraint is not None]
             if not samples:
                 return
-        is_cheap = controller.is_cheap(source)
+        is_cheap, unread = (
+            controller.is_cheap(source),
+            {each.sequence.key: local.num_unread(each.sequence) for each in samples},
+        )
         asked = controller.choose_calls(
             source,
             {sample.sequence.key: sample.max_draft_tokens for sample in samples},
             best,
-            {} if is_cheap else {sample.sequence.key: local.num_unread(sample.sequence) for sample in samples},
+            unread,
         )
         min_reach = controller.min_reach(source, len(asked))
         samples = [sample for sample in samples if sample.sequence.key in asked]
-        num_unread = sum([local.num_unread(sample.sequence) for sample in samples])
+        num_unread = sum([unread[sample.sequence.key] for sample in samples])
         started = self._clock()
         requests = [
             local.request(each, self._starts[each.sequence.key], asked[each.sequence.key], min_reach=min_reach)
@@ -273,7 +279,7 @@ class DraftGatherer:
         `samples`: the samples of the sequences in `room`. `num_waiting`: prompts that wait for the step's processors.
         """
         limits = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
-        return self._controller.choose(drafts.ranked, limits, room, num_waiting=num_waiting)
+        return self._controller.choose(drafts.ranked, limits, room, num_waiting=num_waiting, judged=self._judged)
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
         """Records which tokens of a verified draft were accepted. `accepted`: their indices, from the root on."""
@@ -309,7 +315,7 @@ class DraftGatherer:
         for sample, token_ids in committed:
             sequence_id = sample.sequence.key
             unverified = self._drafts.pop(sequence_id, ())
-            if unverified and _is_coupled(self._starts[sequence_id].options):
+            if unverified and sequence_id in self._judged:
                 for draft, _ in unverified:
                     self._controller.observe_committed(sequence_id, draft, token_ids)
                     self._warn_if_misloaded(draft.source)
@@ -341,8 +347,3 @@ class DraftGatherer:
                 num_drafts=known.num_checked,
                 num_first_tokens_accepted=known.num_first_accepted,
             )
-
-
-def _is_coupled(options: RequestOptions) -> bool:
-    """Returns whether tokens do not depend on drafts, by coupled sampling or because the request is greedy."""
-    return options.is_reproducible or options.sampling.is_greedy
