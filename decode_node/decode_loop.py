@@ -228,7 +228,7 @@ class DecodeLoop:
             self._time.mark(Part.SAMPLING)
             self._process_commands_while_computing()
             if step.is_ahead and self._drafts.may_gather_late:
-                step = replace(step, drafts=self._gather(may_wait=False))
+                step = step._replace(drafts=self._gather(may_wait=False))
             samples = [item.sample for item in verifying]
             if not self._delayed and not self._drafts.awaits_drafts(samples, step.drafts):
                 batch = lay_out_next(step, self._engine)

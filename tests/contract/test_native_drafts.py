@@ -53,7 +53,7 @@ class TokenByToken(HeadForward):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(steps, "draft", logits_only, raising=False)
-            HeadForward._draft(self, steps, [replace(row, max_tokens=1, wants_distribution=True) for row in rows])
+            HeadForward._draft(self, steps, [row._replace(max_tokens=1, wants_distribution=True) for row in rows])
         ((drafts, logits),) = made
         params = [row.sampling.params for row in deciding]
         temperatures = np.array([[1.0 if each.is_greedy else each.temperature] for each in params], dtype=np.float32)
@@ -158,7 +158,7 @@ def test_all_kinds_in_one_batch_are_drafted_like_each_alone(pair):
     requests = [request_of([key, *PROMPT], 5, key=key, params=each) for key, each in enumerate(PARAMS)]
     found, _ = drafts_of(pair[1], *requests)
     for request, each in zip(requests, found, strict=True):
-        (alone,), _ = drafts_of(pair[1], replace(request, sequence_id=100 + request.sequence_id))
+        (alone,), _ = drafts_of(pair[1], request._replace(sequence_id=100 + request.sequence_id))
         assert alone.tree.token_ids == each.tree.token_ids
 
 

@@ -180,7 +180,7 @@ class Sampler:
     def queue(self, logits: Array, rows: Sequence[SampleRows]) -> Pending[SampledRows]:
         """Does what `sample` does, without waiting for the device."""
         if not rows:
-            return Pending((), lambda _: SampledRows())
+            return Pending((), lambda _: SampledRows([], []))
         return self.with_logprobs(logits, rows, self.decide(logits, rows))
 
     def decide(self, logits: Array, rows: Sequence[SampleRows]) -> Array:
