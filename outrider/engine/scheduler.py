@@ -110,7 +110,7 @@ class StepPlan(NamedTuple):
     @property
     def num_rows(self) -> int:
         """Rows in the forward pass."""
-        return sum(item.num_rows + item.num_draft_tokens for item in self.scheduled)
+        return sum([item.num_rows + item.num_draft_tokens for item in self.scheduled])
 
 
 class Scheduler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -192,6 +193,22 @@ def test_the_loop_ends_with_the_draft(pair):
     drafts_of(pair[1], request_of(PROMPT, 6, stops=(token_ids[1],)))
     num_until_stop = 1 + token_ids.index(token_ids[1])
     assert [len(drafts[0].token_ids) for drafts, _ in made] == [6, 1, num_until_stop]
+
+
+def test_the_loop_knows_how_likely_a_begun_path_is(pair):
+    """A path that goes on in another call ends where it would in one call, and no token is decided in vain."""
+    drafts_of(pair[1], request_of(PROMPT, 6, stops=()))
+    decided = pair[1]._trees[1].main.decided
+    reach = math.prod(each.confidence for each in decided[:4]) * 1.01
+    pair[1].forget(1)
+    drafts_of(pair[1], request_of(PROMPT, 2, stops=()))
+    steps, made = pair[1]._forward.steps, []
+    draft = steps.draft
+    steps.draft = lambda *args, **options: made.append(draft(*args, **options)) or made[-1]
+    drafts_of(pair[1], request_of(PROMPT, 6, stops=(), min_reach=reach))
+    num_tokens = next(num for num in range(1, 7) if math.prod(each.confidence for each in decided[:num]) < reach)
+    assert len(pair[1]._trees[1].main) == num_tokens > 2
+    assert len(made[0][0][0].token_ids) == num_tokens - 2
 
 
 @pytest.mark.parametrize("num_sequences", [1, 3])

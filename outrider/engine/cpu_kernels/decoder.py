@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from outrider.engine.cpu_kernels.adapter import addresses_of_rows
 from outrider.engine.cpu_kernels.decoder_weights import LAYER_MATRICES, LAYER_NORMS, DecoderWeights, PackedReduction
-from outrider.engine.cpu_kernels.interface import structures
+from outrider.engine.cpu_kernels.interface import layout_of, structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.feature_spec import FeatureSpec
@@ -26,6 +26,7 @@ from outrider.engine.runner_base import ModelRunner
 from outrider.errors import InternalError
 
 Logits = npt.NDArray[np.float32]
+_BATCH = layout_of(structures.OutriderBatch)
 
 
 class NativeDecoder:
@@ -90,15 +91,16 @@ class NativeStep(ModelRunner):
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Logits:
         """Implements ModelRunner.forward: returns [num_logits, vocab_size]."""
         struct = batch_struct(batch)
-        adapters = addresses_of_rows(batch)
-        struct.adapters = _address(adapters) if adapters else None
+        if batch.adapters:
+            adapters = addresses_of_rows(batch)
+            struct.adapters = _address(adapters)
+        logits = np.empty((batch.num_logits, self._struct.vocab_size), dtype=np.float32)
         if on_layer_done is None:
             self._run_layers(struct, 0, self._struct.num_layers)
         else:
             for layer in range(self._struct.num_layers):
                 self._run_layers(struct, layer, layer + 1)
                 on_layer_done(layer)
-        logits = np.empty((batch.num_logits, self._struct.vocab_size), dtype=np.float32)
         self._functions.outrider_decoder_logits(
             self._team,
             self._workspace.handle,
@@ -141,11 +143,14 @@ class NativeStep(ModelRunner):
 
 def batch_struct(batch: InputBatch) -> ctypes.Structure:
     """Returns an OutriderBatch that points to the batch's memory; the caller must keep the batch alive."""
-    arrays = batch.arrays
-    return structures.OutriderBatch(
-        batch.num_rows,
-        batch.num_logits,
-        batch.num_seqs,
+    arrays, has_trees = batch.arrays, batch.has_trees
+    struct = structures.OutriderBatch()
+    _BATCH.pack_into(
+        struct,
+        0,
+        len(arrays.token_ids),
+        len(arrays.logits_rows),
+        len(arrays.seq_lens),
         batch.block_size,
         _address(arrays.token_ids),
         _address(arrays.positions),
@@ -155,9 +160,12 @@ def batch_struct(batch: InputBatch) -> ctypes.Structure:
         _address(arrays.table_starts),
         _address(arrays.block_tables),
         _address(arrays.logits_rows),
-        _address(arrays.path_starts) if batch.has_trees else None,
-        _address(arrays.path_slots) if batch.has_trees else None,
+        _address(arrays.path_starts) if has_trees else 0,
+        _address(arrays.path_slots) if has_trees else 0,
+        0,
+        0,
     )
+    return struct
 
 
 def _address(values: array[int]) -> int:

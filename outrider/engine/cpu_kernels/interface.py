@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import struct
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,14 @@ def _signatures() -> dict[str, tuple[Any, list[Any]]]:
 structures: Any = SimpleNamespace(**_structures())
 """The structures by their C names. Pointers in them are addresses, which do not keep memory alive."""
 SIGNATURES = _signatures()
+
+
+def layout_of(structure: type[ctypes.Structure]) -> struct.Struct:
+    """Returns the layout of a structure without inner ones. Packing all fields is faster than setting them one by one.
+
+    Pointers are packed as addresses; 0: null.
+    """
+    return struct.Struct("@" + "".join(kind._type_ for _, kind in structure._fields_))  # type: ignore[union-attr,misc]
 
 
 def address_of(values: np.ndarray | None) -> int | None:

@@ -48,6 +48,7 @@ class PathRows(NamedTuple):
     states: tuple[object, ...] = ()  # a head's own hidden states, one for each token from `num_committed` onwards
     max_tokens: int = 1  # maximum number of tokens to decide, if the forward can decide several
     min_reach: float = 0.0  # the request's min_reach; tokens after a less likely path are dropped
+    reach: float = 1.0  # the path's confidence
 
 
 @dataclass(slots=True)

@@ -100,7 +100,8 @@ class DraftModelProposer:
         self._skipped_forward = len(undrafted) < len(waiting) and not (undrafted and self._skipped_forward)
         if not self._skipped_forward:
             self._plan_answers(plan, undrafted)
-            self._plan_look_ahead(plan, [(request, tree) for request, tree in served if request.looks_ahead])
+            if len(waiting) < len(served):
+                self._plan_look_ahead(plan, [(request, tree) for request, tree in served if request.looks_ahead])
             self._run(plan)
         return [self._proposal(plan, request, tree) for request, tree in zip(requests, trees, strict=True)]
 
@@ -297,6 +298,7 @@ class DraftModelProposer:
             ),
             max_tokens,
             min_reach,
+            path.confidence,
         )
         plan.rows.append(rows)
         plan.paths.append((tree, path))

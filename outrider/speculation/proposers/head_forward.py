@@ -244,6 +244,7 @@ class HeadForward(DraftForward):
                 sample,
                 row.num_decisions,
                 1 if row.wants_distribution or sample.state.constraint is not None else row.max_tokens,
+                row.reach,
                 row.min_reach,
                 row.block_ids,
             )
