@@ -194,10 +194,10 @@ class StepReport(NamedTuple):
 
     def publish_blocks(self) -> None:
         """Publishes the full blocks of running samples. Ended and preempted samples have published theirs."""
-        for item in self.verifying:
-            sequence = item.sample.sequence
-            if sequence.kv is not None:
-                sequence.kv.publish(sequence.token_ids)
+        for (scheduled, sample, _), verdict in zip(self.verifying, self.verdicts, strict=True):
+            kv = sample.sequence.kv
+            if kv is not None and (scheduled.num_rows > 1 or kv.has_filled_a_block(len(verdict.token_ids))):
+                kv.publish(sample.sequence.token_ids)
 
     def stats(self) -> StepStats:
         """Returns the statistics. They are counted here, not in the commit, since by now the device is busy again."""

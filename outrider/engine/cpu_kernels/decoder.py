@@ -143,28 +143,13 @@ class NativeStep(ModelRunner):
 
 def batch_struct(batch: InputBatch) -> ctypes.Structure:
     """Returns an OutriderBatch that points to the batch's memory; the caller must keep the batch alive."""
-    arrays, has_trees = batch.arrays, batch.has_trees
-    struct = structures.OutriderBatch()
-    _BATCH.pack_into(
-        struct,
-        0,
-        len(arrays.token_ids),
-        len(arrays.logits_rows),
-        len(arrays.seq_lens),
-        batch.block_size,
-        _address(arrays.token_ids),
-        _address(arrays.positions),
-        _address(arrays.slot_mapping),
-        _address(arrays.query_start_loc),
-        _address(arrays.seq_lens),
-        _address(arrays.table_starts),
-        _address(arrays.block_tables),
-        _address(arrays.logits_rows),
-        _address(arrays.path_starts) if has_trees else 0,
-        _address(arrays.path_slots) if has_trees else 0,
-        0,
-        0,
-    )
+    arrays, struct = batch.arrays, structures.OutriderBatch()
+    rows = arrays.token_ids, arrays.positions, arrays.slot_mapping
+    sequences = arrays.query_start_loc, arrays.seq_lens, arrays.table_starts, arrays.block_tables, arrays.logits_rows
+    addresses = [values.buffer_info()[0] for values in (*rows, *sequences)]
+    trees = (_address(arrays.path_starts), _address(arrays.path_slots)) if batch.has_trees else (0, 0)
+    sizes = len(arrays.token_ids), len(arrays.logits_rows), len(arrays.seq_lens), batch.block_size
+    _BATCH.pack_into(struct, 0, *sizes, *addresses, *trees, 0, 0)
     return struct
 
 
