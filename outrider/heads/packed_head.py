@@ -166,8 +166,9 @@ class NativeHeadSteps:
             token_ids = [
                 tuple(self._token_ids[at : at + races]) for at in range(first * max_races, end * max_races, max_races)
             ]
-            states = list(self._states[first:end].copy())
-            found.append(HeadDraft(token_ids, self._confidences[first:end].tolist(), states))
+            states = self._states[first:end].tobytes()  # numpy's `copy` gives up Python's lock, and then waits for it
+            own = list(np.frombuffer(states, dtype=self._dtype).reshape(-1, self._width))
+            found.append(HeadDraft(token_ids, self._confidences[first:end].tolist(), own))
         return found, logits
 
     def _make_room(self, size: int) -> None:

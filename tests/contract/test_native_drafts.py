@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.engine.cpu_kernels import decoder
 from outrider.heads.checkpoint import Target
 from outrider.heads.open import open_head
 from outrider.request import SamplingParams, VerificationMethod
@@ -193,6 +194,18 @@ def test_the_loop_ends_with_the_draft(pair):
     drafts_of(pair[1], request_of(PROMPT, 6, stops=(token_ids[1],)))
     num_until_stop = 1 + token_ids.index(token_ids[1])
     assert [len(drafts[0].token_ids) for drafts, _ in made] == [6, 1, num_until_stop]
+
+
+def test_only_a_short_draft_keeps_the_interpreters_lock(pair, monkeypatch):
+    step = pair[1]._forward.steps._step
+    monkeypatch.setattr(step, "_functions", None)
+    (short,), _ = drafts_of(pair[1], request_of(PROMPT, 6))
+    monkeypatch.undo()
+    monkeypatch.setattr(step, "_short_functions", None)
+    monkeypatch.setattr(decoder, "_SHORT_DRAFT", 0)
+    pair[1].forget(1)
+    (long,), _ = drafts_of(pair[1], request_of(PROMPT, 6))
+    assert long == short
 
 
 def test_the_loop_knows_how_likely_a_begun_path_is(pair):

@@ -27,6 +27,11 @@ from outrider.errors import InternalError
 
 Logits = npt.NDArray[np.float32]
 _BATCH = layout_of(structures.OutriderBatch)
+_SHORT_DRAFT = 1 << 29
+"""A draft of fewer multiplications keeps Python's lock, so that it need not wait for the event loop afterwards. It
+takes one or two milliseconds on a server processor, and on others less than the five for which a thread may keep the
+lock (an estimate).
+"""
 
 
 class NativeDecoder:
@@ -71,6 +76,9 @@ class NativeStep(ModelRunner):
         self._struct = struct = decoder.struct
         self._kv_cache = kv_cache
         self._functions = decoder.kernels.library.functions
+        self._short_functions = decoder.kernels.library.functions_holding_lock
+        sizes = decoder.weights.shape.matrix_sizes.values()
+        self._row_products = sum(size.out_features * size.in_features for size in sizes)  # of a row with logits
         self._team = decoder.kernels.team
         self._workspace = Workspace(decoder.kernels.library)
         self.phases = self._workspace
@@ -115,7 +123,7 @@ class NativeStep(ModelRunner):
         return logits
 
     def draft(self, batch: InputBatch, features: Words, sampler: int, paths: ctypes.Array[Any], drafts: Any) -> None:
-        """Runs a drafter head (`outrider_draft`) without Python's lock.
+        """Runs a drafter head (`outrider_draft`), without Python's lock unless it is short.
 
         `features`: [num_rows, hidden_size], the head's input in addition to the tokens. `sampler`: the address of one
         for the head's ids. `paths`: OutriderPath, one for each row with logits; `drafts`: OutriderDrafts.
@@ -123,7 +131,9 @@ class NativeStep(ModelRunner):
         struct = batch_struct(batch)
         features = np.ascontiguousarray(features)
         struct.features = features.ctypes.data
-        self._functions.outrider_draft(
+        num_rows = batch.num_rows + batch.num_logits * (drafts.max_tokens - 1)
+        functions = self._short_functions if num_rows * self._row_products < _SHORT_DRAFT else self._functions
+        functions.outrider_draft(
             self._team, self._workspace.handle, self._struct, struct, self._keys, self._values, sampler, paths, drafts
         )
 
