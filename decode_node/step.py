@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -201,15 +202,13 @@ class StepReport(NamedTuple):
 
     def stats(self) -> StepStats:
         """Returns the statistics. They are counted here, not in the commit, since by now the device is busy again."""
-        num_tokens: dict[str, int] = {}
-        num_accepted: dict[str, int] = {}
-        num_by_method: dict[VerificationMethod, int] = {}
+        num_tokens, num_accepted = defaultdict[str, int](int), defaultdict[str, int](int)
+        num_by_method = defaultdict[VerificationMethod, int](int)
         for item, verdict in zip(self.verifying, self.verdicts, strict=True):
             if verdict.num_draft_tokens:
-                source, method = item.draft.source, item.sample.group.opened.options.verification_method
-                num_tokens[source] = num_tokens.get(source, 0) + verdict.num_draft_tokens
-                num_accepted[source] = num_accepted.get(source, 0) + verdict.num_accepted
-                num_by_method[method] = num_by_method.get(method, 0) + 1
+                num_tokens[item.draft.source] += verdict.num_draft_tokens
+                num_accepted[item.draft.source] += verdict.num_accepted
+                num_by_method[item.sample.group.opened.options.verification_method] += 1
         preempted = [each.group for each in self.step.preempted]
         return StepStats(
             seconds=self.seconds,

@@ -89,10 +89,8 @@ class LocalProposer:
             Proposals by sequence, and whether prompts were read ahead.
         """
         found: dict[int, Proposal] = {}
-        ahead: list[ProposalRequest] = []
-        if reads_ahead and self._unread:
-            requested = {request.sequence_id for request in requests}
-            ahead = [each for key, each in self._unread.items() if key not in requested]
+        requested = {request.sequence_id for request in requests}
+        ahead = [each for key, each in self._unread.items() if key not in requested] if reads_ahead else []
         drafting = [*requests, *ahead]
         while drafting:
             asked, drafting = drafting, []

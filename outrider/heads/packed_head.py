@@ -138,19 +138,9 @@ class NativeHeadSteps:
             assumed = array("q", sample.assumed_token_ids)
             table = block_ids if isinstance(block_ids, array) else array("i", block_ids)
             kept.append((masks, assumed, table))
-            _PATHS.pack_into(
-                self._paths,
-                place * _PATHS.size,
-                sampling_address(sample.state),
-                address_of(masks) or 0,
-                *assumed.buffer_info(),
-                sample.position,
-                num_races,
-                num_tokens,
-                reach,
-                min_reach,
-                table.buffer_info()[0],
-            )
+            known = sampling_address(sample.state), address_of(masks) or 0, *assumed.buffer_info(), sample.position
+            wanted = num_races, num_tokens, reach, min_reach, table.buffer_info()[0]
+            _PATHS.pack_into(self._paths, place * _PATHS.size, *known, *wanted)
         logits, ids = None, self._target_ids
         if wants_logits:
             logits = np.empty((num, self._vocab_size if ids is None else len(ids)), dtype=np.float32)

@@ -321,10 +321,8 @@ class PathTree:
             missed = reached * (1.0 - acceptance)
             reached *= acceptance
             for rank, token_id in enumerate(decided.token_ids):
-                if rank:
-                    siblings.append((missed * chances[rank - 1], place, rank, token_id))
-                else:
-                    on_path.append((reached, place, 0, token_id))
+                probability = missed * chances[rank - 1] if rank else reached
+                (siblings if rank else on_path).append((probability, place, rank, token_id))
         if not siblings:
             return tuple([token_id for *_, token_id in on_path]), ()
         tokens = sorted(on_path + sorted(siblings)[:MAX_SIBLINGS])

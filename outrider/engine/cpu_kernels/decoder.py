@@ -27,11 +27,9 @@ from outrider.errors import InternalError
 
 Logits = npt.NDArray[np.float32]
 _BATCH = layout_of(structures.OutriderBatch)
+# A draft of fewer multiplications keeps Python's lock, and need not wait for the event loop afterwards. It takes one or
+# two milliseconds on a server processor, and elsewhere less than the five for which a thread may keep it (an estimate).
 _SHORT_DRAFT = 1 << 29
-"""A draft of fewer multiplications keeps Python's lock, so that it need not wait for the event loop afterwards. It
-takes one or two milliseconds on a server processor, and on others less than the five for which a thread may keep the
-lock (an estimate).
-"""
 
 
 class NativeDecoder:

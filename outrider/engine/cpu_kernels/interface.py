@@ -85,10 +85,7 @@ SIGNATURES = _signatures()
 
 
 def layout_of(structure: type[ctypes.Structure]) -> struct.Struct:
-    """Returns the layout of a structure without inner ones. Packing all fields is faster than setting them one by one.
-
-    Pointers are packed as addresses; 0: null.
-    """
+    """Returns the layout of a structure without inner ones, to pack all fields in one call. 0: a null pointer."""
     return struct.Struct("@" + "".join(kind._type_ for _, kind in structure._fields_))  # type: ignore[union-attr,misc]
 
 

@@ -283,6 +283,7 @@ class DraftModelProposer:
                     max_tokens = 1
                 elif kept is None or not self._evict(plan, kept):
                     return False
+        own = path.decided[max(0, start - len(tree)) : max(0, start + num_rows - len(tree))]
         rows = PathRows(
             missing,
             start,
@@ -293,9 +294,7 @@ class DraftModelProposer:
             tree.start.wants_distributions,
             tree.features,
             len(tree),
-            tuple(
-                each.state for each in path.decided[max(0, start - len(tree)) : max(0, start + num_rows - len(tree))]
-            ),
+            tuple([each.state for each in own]),
             max_tokens,
             min_reach,
             path.confidence,
