@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from decode_node.drafting.client import DraftClient
@@ -57,9 +57,10 @@ class LocalProposer:
         self._num_read.pop(sequence_id, None)
         self._proposer.forget(sequence_id)
 
-    def num_unread(self, sequence: EngineSequence) -> int:
-        """Returns the number of tokens of the sequence that are not read."""
-        return len(sequence.token_ids) - self._num_read.get(sequence.key, 0)
+    def num_unread(self, samples: Sequence[Sample]) -> dict[int, int]:
+        """Returns the number of tokens of each sequence that are not read, by sequence id."""
+        num_read, sequences = self._num_read, [sample.sequence for sample in samples]
+        return {sequence.key: len(sequence.token_ids) - num_read.get(sequence.key, 0) for sequence in sequences}
 
     def request(self, sample: Sample, start: SequenceStart, num_wanted: int, *, min_reach: float) -> ProposalRequest:
         """Returns a request for a draft after the newest token of the sample.
@@ -237,27 +238,26 @@ class DraftGatherer:
             samples = [sample for sample in samples if sample.sampling.constraint is not None]
             if not samples:
                 return
-        is_cheap, unread = (
-            controller.is_cheap(source),
-            {each.sequence.key: local.num_unread(each.sequence) for each in samples},
-        )
+        is_cheap = controller.is_cheap(source)
+        num_unread = local.num_unread(samples)
         asked = controller.choose_calls(
             source,
             {sample.sequence.key: sample.max_draft_tokens for sample in samples},
             best,
-            unread,
+            num_unread,
         )
+        if not (asked or is_cheap):
+            return
         min_reach = controller.min_reach(source, len(asked))
-        samples = [sample for sample in samples if sample.sequence.key in asked]
-        num_unread = sum([unread[sample.sequence.key] for sample in samples])
         started = self._clock()
         requests = [
-            local.request(each, self._starts[each.sequence.key], asked[each.sequence.key], min_reach=min_reach)
-            for each in samples
+            local.request(sample, self._starts[key], asked[key], min_reach=min_reach)
+            for sample in samples
+            if (key := sample.sequence.key) in asked
         ]
         proposals, has_read_ahead = local.propose(requests, reads_ahead=is_cheap)
         seconds = self._clock() - started
-        num_read = num_unread - sum([local.num_unread(sample.sequence) for sample in samples])
+        num_read = sum([num_unread[key] - proposals[key].num_behind for key in asked])
         found = {key: controller.rank(key, each.tree) for key, each in proposals.items() if each.tree}
         controller.observe_calls(
             source,
@@ -304,14 +304,13 @@ class DraftGatherer:
             is_ahead=is_ahead,
         )
 
-    def announce(self, committed: Iterable[tuple[Sample, tuple[int, ...]]]) -> None:
+    def announce(self, committed: Sequence[tuple[Sample, tuple[int, ...]]]) -> None:
         """Judges unverified drafts by the committed tokens.
 
         Sends draft nodes the committed tokens and the number of draft tokens that are wanted next.
         """
         if self._controller.num_speculative_tokens <= 0:
             return
-        committed = list(committed)
         for sample, token_ids in committed:
             sequence_id = sample.sequence.key
             unverified = self._drafts.pop(sequence_id, ())
