@@ -52,7 +52,8 @@ def make_build(
         from decode_node.admission import Admission
         from decode_node.commands import TransferCompleted, TransferFailed
         from decode_node.decode_loop import DecodeLoop
-        from decode_node.drafting.client import DraftClient, FeaturePlane
+        from decode_node.drafting.client import DraftClient
+        from decode_node.drafting.feature_plane import FeaturePlane
         from decode_node.drafting.gather import DraftGatherer
         from decode_node.drafting.local_proposers import open_local_head, open_local_proposers
         from decode_node.ingest import Ingest
@@ -98,36 +99,6 @@ def make_build(
         scheduler = Scheduler(pool, max_running=max_running, max_rows_per_step=config.max_rows_per_step)
         sampler = model.open_sampler()
         engine = Engine(pool, scheduler, kv_cache, runner, sampler, find_adapter=compute.adapters.find)
-        client = (
-            DraftClient(
-                config.draft_targets,
-                DraftHello(
-                    incarnation=incarnation,
-                    name=name,
-                    vocab_size=info.vocab_size,
-                    vocabulary_fingerprint=info.vocabulary_fingerprint,
-                    max_model_len=info.max_model_len,
-                    features=info.features,
-                ),
-                resolve_interval_seconds=config.resolve_interval_seconds,
-                open_channel=security.open_channel,
-                feature_plane=None if model.spec.features is None else FeaturePlane(kv_cache, model.spec.features),
-            )
-            if config.draft_targets
-            else None
-        )
-        drafts = DraftGatherer(
-            client=client,
-            proposers=proposers,
-            controller=DraftController(
-                num_speculative_tokens=config.num_speculative_tokens,
-                cost=StepCostModel(buckets=runner.padded_rows),
-                verifies_all=config.draft_rows == "all",
-            ),
-            max_wait_seconds=config.draft_wait_seconds,
-            takes_trees=config.draft_trees,
-            features_of=features_of,
-        )
         kv_host = config.kv_transfer.host or server.host
         ingest = Ingest(
             KvReceiver(
@@ -144,6 +115,36 @@ def make_build(
             host=kv_host,
             advertise_address="" if config.kv_transfer.host else server.advertise_address,
             security=security,
+        )
+        client = (
+            DraftClient(
+                config.draft_targets,
+                DraftHello(
+                    incarnation=incarnation,
+                    name=name,
+                    vocab_size=info.vocab_size,
+                    vocabulary_fingerprint=info.vocabulary_fingerprint,
+                    max_model_len=info.max_model_len,
+                    features=info.features,
+                ),
+                resolve_interval_seconds=config.resolve_interval_seconds,
+                open_channel=security.open_channel,
+                features=None if model.spec.features is None else FeaturePlane(kv_cache, model.spec.features, ingest),
+            )
+            if config.draft_targets
+            else None
+        )
+        drafts = DraftGatherer(
+            client=client,
+            proposers=proposers,
+            controller=DraftController(
+                num_speculative_tokens=config.num_speculative_tokens,
+                cost=StepCostModel(buckets=runner.padded_rows),
+                verifies_all=config.draft_rows == "all",
+            ),
+            max_wait_seconds=config.draft_wait_seconds,
+            takes_trees=config.draft_trees,
+            features_of=features_of,
         )
         kept_answers = None
         if config.keep_answers:

@@ -219,16 +219,17 @@ class DecodeLoop:
         plan = step.plan
         verifying = [item for item in step.planned if item.scheduled.reaches_end]
         logits, scored = split_scored_rows(plan, step.logits)
-        for item in plan.scheduled:
-            if not item.reaches_end and item.sequence.kv is not None:
-                item.sequence.kv.advance(item.sequence.num_computed + item.num_rows)
+        if len(verifying) < len(plan.scheduled):
+            for item in plan.scheduled:
+                if not item.reaches_end and item.sequence.kv is not None:
+                    item.sequence.kv.advance(item.sequence.num_computed + item.num_rows)
         pending = self._verifier.queue(logits, [item.draft_rows() for item in verifying])
         batch = None
         if self._engine.runner.is_asynchronous:
             self._time.mark(Part.SAMPLING)
             self._process_commands_while_computing()
             if step.is_ahead and self._drafts.may_gather_late:
-                step = replace(step, drafts=self._gather(may_wait=False))
+                step = step._replace(drafts=self._gather(may_wait=False))
             samples = [item.sample for item in verifying]
             if not self._delayed and not self._drafts.awaits_drafts(samples, step.drafts):
                 batch = lay_out_next(step, self._engine)
@@ -242,12 +243,12 @@ class DecodeLoop:
         self._time.mark(Part.SAMPLING)
         verdicts = self._commit(verifying, verified)
         if self._launched is not None:
-            self._drafts.begin_step({})  # its drafts, if any, come later
+            self._begin(self._launched.planned)
         self._drafts.observe_step(
             seconds=self.progress.clock() - max(started, step.launched_at),
             num_rows=plan.num_rows,
             num_sequences=len(plan.scheduled),
-            num_prompt_rows=sum(item.num_rows for item in plan.scheduled if item.num_rows > 1),
+            num_prompt_rows=sum([item.num_rows for item in plan.scheduled if item.num_rows > 1]),
             is_ahead=step.is_ahead,
         )
         self._time.mark(Part.COMMIT)
@@ -279,11 +280,14 @@ class DecodeLoop:
         self._cpu_turns.keep(self.progress.current_step.expected_seconds)
         constrained = [each for each in planned if each.scheduled.reaches_end and each.sample.sampling.constraint]
         self._verifier.prepare([each.draft_rows() for each in constrained])
-        verified = {each.sample.sequence.key: each.draft for each in planned if each.scheduled.reaches_end}
-        self._drafts.begin_step(verified)
+        self._begin(planned)
         launched_at = self.progress.clock()
         logits = self._engine.forward(plan.block_copies, [item.rows() for item in planned])
         return LaunchedStep(plan, planned, logits, launched_at, drafts, preempted)
+
+    def _begin(self, planned: Sequence[PlannedSequence]) -> None:
+        """Sends draft nodes what the last step has committed and what the next one verifies."""
+        self._drafts.begin_step({each.sample.sequence.key: each.draft for each in planned if each.scheduled.reaches_end})
 
     def _may_launch_next(self) -> bool:
         """Returns whether the next step may begin before queued commands. Their new groups then join a later step."""
@@ -320,8 +324,9 @@ class DecodeLoop:
             self._handle(self._delayed.popleft())
         if wait:
             self._wait_for_a_command()
-        for command in self._inbox.take_batch():
-            self._handle(command)
+        if not self._inbox.is_empty:
+            for command in self._inbox.take_batch():
+                self._handle(command)
 
     def _handle(self, command: Command) -> None:
         match command:
@@ -359,26 +364,20 @@ class DecodeLoop:
         moved = [pair for item, outcome in outcomes if outcome.path for pair in item.moved_slots(outcome)]
         if moved:  # the KV must be in place before any block is published
             self._engine.kv_cache.move_slots(moved)
-        verdicts = [
-            apply_stop_conditions(
-                outcome,
-                item.draft,
-                stop_token_ids=item.sample.stop_token_ids,
-                num_tokens_left=item.sample.num_tokens_left,
+        verdicts: list[Verdict] = []
+        continuing: list[tuple[Sample, tuple[int, ...]]] = []
+        for (_, sample, draft), outcome in outcomes:
+            verdict = apply_stop_conditions(
+                outcome, draft, stop_token_ids=sample.stop_token_ids, num_tokens_left=sample.num_tokens_left
             )
-            for item, outcome in outcomes
-        ]
-        for item, outcome in outcomes:
-            if item.draft.token_ids:
-                accepted = outcome.path or range(outcome.num_accepted)
-                self._drafts.observe_verdict(item.sample.sequence.key, item.draft, accepted)
-        for item, verdict in zip(verifying, verdicts, strict=True):
-            self._apply(item.sample, verdict)
-        self._drafts.announce(
-            (item.sample, verdict.token_ids)
-            for item, verdict in zip(verifying, verdicts, strict=True)
-            if verdict.finish_reason is None
-        )
+            verdicts.append(verdict)
+            if draft.token_ids:
+                accepted = outcome.path or range(len(outcome.token_ids) - 1)
+                self._drafts.observe_verdict(sample.sequence.key, draft, accepted)
+            self._apply(sample, verdict)
+            if verdict.finish_reason is None:
+                continuing.append((sample, verdict.token_ids))
+        self._drafts.announce(continuing)
         return verdicts
 
     def _apply(self, sample: Sample, verdict: Verdict) -> None:

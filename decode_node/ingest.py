@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from outrider.kv_transfer.base import DrainState, TransferSpec
@@ -13,6 +13,7 @@ from outrider.service.address import is_local, is_wildcard, own_host, split_port
 from outrider.service.security import warn_if_unauthenticated
 
 if TYPE_CHECKING:
+    from outrider.engine.kv_cache.planes import PlaneSpec
     from outrider.engine.ranks.sharded_cache import KVCache
 
 
@@ -47,16 +48,26 @@ class Ingest:
         """Returns the host:port that a prefill node dials."""
         return f"{kv_host(self._host, self._advertised_host, reached_host)}:{self._port}"
 
-    def open(self, transfer_id: bytes, block_ids: Sequence[int], *, start_token: int, end_token: int) -> None:
+    def open(
+        self,
+        transfer_id: bytes,
+        block_ids: Sequence[int],
+        *,
+        start_token: int,
+        end_token: int,
+        planes: tuple[PlaneSpec, ...] = (),
+        are_held: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Expects a transfer. `planes`: by default all. `are_held`: see ReservedBlocks."""
         self.inbox.open(
             TransferSpec(
                 transfer_id=transfer_id,
                 incarnation=self.inbox.incarnation,
                 start_token=start_token,
                 end_token=end_token,
-                planes=self._kv_cache.planes,
+                planes=planes or self._kv_cache.planes,
             ),
-            ReservedBlocks(self._kv_cache, block_ids),
+            ReservedBlocks(self._kv_cache, block_ids, are_held),
         )
 
     def close(self, transfer_id: bytes) -> DrainState:

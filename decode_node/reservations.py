@@ -145,6 +145,8 @@ class Reservations:
         Returns (groups whose samples can start and compute the rest, groups that waited too long for a new transfer).
         The caller must fail the latter groups.
         """
+        if not (self._fillings or self._undrained):
+            return [], []
         for transfer_id, kv in tuple(self._undrained.items()):
             if self._ingest.close(transfer_id) is DrainState.DRAINED:
                 del self._undrained[transfer_id]

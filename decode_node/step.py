@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -68,15 +67,14 @@ class PlannedSequence(NamedTuple):
                 yield kv.slot(first + index), kv.slot(first + place)
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
+class LaunchedStep(NamedTuple):
     """A step whose forward pass has begun."""
 
     plan: StepPlan
     planned: Sequence[PlannedSequence]
     logits: Array  # as Engine.forward returns them
     launched_at: float  # when the forward pass was queued, in seconds of a monotonic clock
-    drafts: StepDrafts = field(default_factory=StepDrafts)
+    drafts: StepDrafts
     preempted: Sequence[Sample] = ()
     is_ahead: bool = False  # whether the forward pass was queued before the previous step was committed
 
@@ -140,8 +138,7 @@ def speculation_counts(num_draft_tokens: int, num_accepted: int, requested: bool
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
+class StepStats(NamedTuple):
     """The statistics of a step, which the engine thread passes to the event loop for its metrics."""
 
     seconds: float
@@ -149,9 +146,9 @@ class StepStats:
     num_rows: int
     num_generated_tokens: int
     preempted_groups: Sequence[tuple[int, bytes]]  # session and sequence group of each preempted sequence
-    num_drafts_by_method: Mapping[VerificationMethod, int] = field(default_factory=dict)  # verified drafts
-    num_draft_tokens_by_source: Mapping[str, int] = field(default_factory=dict)
-    num_accepted_by_source: Mapping[str, int] = field(default_factory=dict)
+    num_drafts_by_method: Mapping[VerificationMethod, int]  # verified drafts
+    num_draft_tokens_by_source: Mapping[str, int]
+    num_accepted_by_source: Mapping[str, int]
 
 
 def step_kind(plan: StepPlan) -> StepKind:
@@ -160,8 +157,7 @@ def step_kind(plan: StepPlan) -> StepKind:
     return StepKind.VERIFY if any(item.num_draft_tokens for item in plan.scheduled) else StepKind.DECODE
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
+class StepReport(NamedTuple):
     """The committed verdicts of a step that are not reported yet. They are reported before the next step commits."""
 
     step: LaunchedStep
@@ -199,15 +195,15 @@ class StepReport:
 
     def publish_blocks(self) -> None:
         """Publishes the full blocks of running samples. Ended and preempted samples have published theirs."""
-        for item in self.verifying:
-            sequence = item.sample.sequence
-            if sequence.kv is not None:
-                sequence.kv.publish(sequence.token_ids)
+        for (scheduled, sample, _), verdict in zip(self.verifying, self.verdicts, strict=True):
+            kv = sample.sequence.kv
+            if kv is not None and (scheduled.num_rows > 1 or kv.has_filled_a_block(len(verdict.token_ids))):
+                kv.publish(sample.sequence.token_ids)
 
     def stats(self) -> StepStats:
         """Returns the statistics. They are counted here, not in the commit, since by now the device is busy again."""
-        num_tokens, num_accepted = Counter[str](), Counter[str]()
-        num_by_method = Counter[VerificationMethod]()
+        num_tokens, num_accepted = defaultdict[str, int](int), defaultdict[str, int](int)
+        num_by_method = defaultdict[VerificationMethod, int](int)
         for item, verdict in zip(self.verifying, self.verdicts, strict=True):
             if verdict.num_draft_tokens:
                 num_tokens[item.draft.source] += verdict.num_draft_tokens

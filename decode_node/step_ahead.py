@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from decode_node.step import LaunchedStep, PlannedSequence
+from outrider.drafting.book import StepDrafts
 from outrider.engine.engine import Engine
 from outrider.engine.input_batch import InputBatch, SequenceRows
 from outrider.engine.scheduler import StepPlan
@@ -53,7 +54,7 @@ def launch_next(
             return None
     launched_at = clock()
     logits = engine.run(batch, token_ids)
-    return LaunchedStep(StepPlan(step.plan.scheduled), step.planned, logits, launched_at, is_ahead=True)
+    return LaunchedStep(StepPlan(step.plan.scheduled), step.planned, logits, launched_at, StepDrafts(), is_ahead=True)
 
 
 def _may_continue(item: PlannedSequence) -> bool:

@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name=process.config.name,
         registry=REGISTRY,
         tracer=process.tracer,
+        security=process.security,
     )
     return process.run(service)
 

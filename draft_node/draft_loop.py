@@ -19,7 +19,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from draft_node.draft_peer import DraftPeer, ReceivedUpdate
+from draft_node.feature_fetches import FeatureFetches
 from draft_node.held_sequences import HeldSequence, HeldSequences
+from outrider.engine.feature_spec import plane_of
+from outrider.kv_transfer.connectors import Connector
 from outrider.node import NodeLoad
 from outrider.service.telemetry.logging import get_logger
 from outrider.service.telemetry.recent_sum import RecentSum
@@ -73,10 +76,14 @@ class DraftLoop:
         *,
         max_alternatives: int = 0,
         max_sequences: int = MAX_SEQUENCES,
+        connector: Connector | None = None,
         on_step: Callable[[DraftStepStats], None] = lambda _stats: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_alternatives`: maximum number of paths per sequence that look-ahead follows; 0 disables it."""
+        """`max_alternatives`: maximum number of paths per sequence that look-ahead follows; 0 disables it.
+
+        `connector`: reads the features that decode nodes offer; None: offers are ignored.
+        """
         self._proposer = IsolatedProposer(proposer, on_failure=self._log_failure, clock=clock)
         self._max_alternatives = max_alternatives
         self._on_step = on_step
@@ -87,6 +94,9 @@ class DraftLoop:
             on_forgotten=self._forget,
             on_evicted=self._refuse_pending,
         )
+        self._fetches: FeatureFetches | None = None
+        if connector is not None and proposer.info.features is not None:
+            self._fetches = FeatureFetches(connector, plane_of(proposer.info.features), on_read=self._wake_up)
         self._refused: Answers = []  # refusals of this step's updates
         self._pending: dict[int, HeldSequence] = {}  # sequences whose last update is not answered yet, by key
         self._ahead: dict[int, HeldSequence] = {}  # answered sequences with look-ahead, by key
@@ -159,7 +169,12 @@ class DraftLoop:
     def step(self) -> DraftStepStats:
         """Takes newest states and sends proposals. The next step continues unfinished drafts."""
         self.step_started_at = started = self._clock()
-        self._apply(self._take_updates())
+        updates = self._take_updates()
+        if self._fetches is not None:  # before updates, which may continue what was read
+            for held in self._fetches.take_read():
+                self._ahead.pop(held.key, None)
+                self._pending[held.key] = held  # is answered once more
+        self._apply(updates)
         refused, self._refused = self._refused, []  # for unknown prefixes, lack of room, or invalid updates
         requests = self._requests(started)  # for unanswered updates, then for look-ahead
         num_wasted = self._proposer.num_wasted_tokens
@@ -207,6 +222,8 @@ class DraftLoop:
                 outcome.look_ahead_deadline = look_ahead_deadline
                 outcome.num_branches_left = MAX_AHEAD_BRANCHES
                 self._ahead.pop(outcome.key, None)
+                if self._fetches is not None and update.feature_offer is not None:
+                    self._fetches.take_offer(outcome, update.feature_offer)
                 self._pending[outcome.key] = outcome
 
     def _heed(self, peer: DraftPeer, notice: StepNotice, look_ahead_deadline: float) -> None:
@@ -227,6 +244,8 @@ class DraftLoop:
         self._pending.pop(held.key, None)
         self._ahead.pop(held.key, None)
         self._proposer.forget(held.key)
+        if self._fetches is not None:
+            self._fetches.forget(held)
 
     def _requests(self, now: float) -> list[ProposalRequest]:
         """Returns requests for unanswered updates, then for look-ahead that is expected to end in time."""
@@ -291,7 +310,8 @@ class DraftLoop:
         status = DraftStatus.CATCHING_UP
         tree = _to_send(proposal.tree, held)
         if proposal.progress is Progress.DONE:
-            status = DraftStatus.PROPOSED if tree else DraftStatus.NOTHING
+            if tree or not held.is_fetching:  # otherwise another answer follows, with the features
+                status = DraftStatus.PROPOSED if tree else DraftStatus.NOTHING
             del self._pending[held.key]
             if request.max_alternatives and request.num_wanted > 0:
                 self._ahead[held.key] = held
@@ -338,6 +358,10 @@ class DraftLoop:
             num_ahead_tokens=num_tokens[True],
             num_wasted_tokens=num_wasted_tokens,
         )
+
+    def _wake_up(self) -> None:
+        with self._changed:
+            self._wake()
 
     def _wake(self) -> None:
         self._has_changes = True

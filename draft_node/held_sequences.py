@@ -12,7 +12,7 @@ import numpy as np
 from draft_node.draft_peer import DraftPeer
 from outrider.engine.kv_cache.array_plane import WORDS, Words
 from outrider.node import FeatureFormat
-from outrider.speculation.draft_stream import DraftStatus, SequenceStart, SequenceUpdate
+from outrider.speculation.draft_stream import DraftStatus, FeatureOffer, SequenceStart, SequenceUpdate
 from outrider.speculation.prefix_hash import HashedTokens
 from outrider.speculation.proposers.base import MAX_SEQUENCES
 
@@ -48,7 +48,7 @@ class HeldFeatures:
         """The number of tokens whose features are held."""
         return len(self._data) // self._format.bytes_per_token
 
-    def extend(self, start: int, payload: bytes) -> None:
+    def extend(self, start: int, payload: bytes | memoryview) -> None:
         """Adds features of the tokens from `start` (at most `len(self)`) on. Features already held stay unchanged."""
         assert start <= len(self), "no gap"
         self._data += memoryview(payload)[len(self._data) - start * self._format.bytes_per_token :]
@@ -70,6 +70,9 @@ class HeldSequence:
     start: SequenceStart
     tokens: HashedTokens
     features: HeldFeatures | None = None  # None if this node needs no features
+    num_counted: int = 0  # number of tokens whose features count as memory: held ones, and those that are offered
+    offer: FeatureOffer | None = None  # the last one that was accepted
+    is_fetching: bool = False  # whether the offered features are being read, or wait for that
     num_wanted: int = 0
     min_reach: float = 0.0  # see ProposalRequest
     verified: tuple[int, ...] | None = None  # see ProposalRequest
@@ -91,7 +94,7 @@ class _Holding:
 
     def count(self, held: HeldSequence, sign: int) -> None:
         """Counts a sequence. `sign`: 1 for one that is added, -1 for one that is removed."""
-        for place, number in enumerate((1, len(held.tokens), held.num_features)):
+        for place, number in enumerate((1, len(held.tokens), held.num_counted)):
             self.used[place] += sign * number
 
 
@@ -156,7 +159,8 @@ class HeldSequences:
         num_features = 0
         if self._features is not None:
             num_new, num_odd_bytes = divmod(len(update.features), self._features.bytes_per_token)
-            num_features = max(held.num_features, update.feature_start + num_new)
+            offered = 0 if update.feature_offer is None else update.feature_offer.end_token
+            num_features = max(held.num_counted, update.feature_start + num_new, offered)
             if num_odd_bytes or num_features >= update.length:
                 return DraftStatus.NO_ROOM
             if update.feature_start > held.num_features:
@@ -165,6 +169,7 @@ class HeldSequences:
             return DraftStatus.NO_ROOM
         if held.features is not None:
             held.features.extend(update.feature_start, update.features)
+            held.num_counted = num_features
         held.tokens.extend(update.token_ids[len(held.tokens) - update.start_length :])
         held.num_wanted, held.min_reach, held.verified = update.num_wanted, update.min_reach, None
         return held if held.tokens.hash == update.prefix_hash else DraftStatus.UNKNOWN_PREFIX

@@ -17,7 +17,10 @@ from draft_node.held_sequences import max_held_bytes
 from draft_node.servicer import DraftServicer
 from outrider.engine_node import EngineNode, end_process
 from outrider.errors import PeerLostError
+from outrider.kv_transfer.config import KvTransferConfig
+from outrider.kv_transfer.connectors import Connector
 from outrider.node import ModelInfo, NodeLoad, NodeReport, NodeRole, NodeState
+from outrider.rpc.tls import PLAINTEXT, PeerSecurity
 from outrider.service.node_service import NodeServicer
 from outrider.service.telemetry.metrics import EngineMetrics
 from outrider.service.telemetry.tracing import NO_TRACER, Tracer
@@ -42,6 +45,7 @@ class DraftNode(EngineNode[DraftLoop]):
         name: str = "",
         registry: CollectorRegistry,
         tracer: Tracer = NO_TRACER,
+        security: PeerSecurity = PLAINTEXT,
         on_loop_failure: Callable[[Exception], None] = end_process,
     ) -> None:
         """`make_proposer` is called in the draft loop's thread. `name`: by default, the role and the address."""
@@ -56,6 +60,7 @@ class DraftNode(EngineNode[DraftLoop]):
         self._config = config
         self._registry = registry
         self._make_proposer = make_proposer
+        self._connector = Connector(KvTransferConfig(connector="grpc"), security)  # messages carry what is read
         self._proposer: Proposer | None = None  # None until `start`
         self._streams = DraftServicer(self.draft_loop, self.info, tracer)
 
@@ -79,6 +84,7 @@ class DraftNode(EngineNode[DraftLoop]):
         if self._parts is not None:
             self._parts.stop()
             await asyncio.to_thread(self._thread.join, 5.0)
+        self._connector.close()
 
     def _build_loop(self) -> DraftLoop:
         """Builds the draft loop, in its thread."""
@@ -87,6 +93,7 @@ class DraftNode(EngineNode[DraftLoop]):
         return DraftLoop(
             proposer,
             max_alternatives=self._config.max_alternatives,
+            connector=self._connector,
             on_step=partial(_count_step, metrics),
         )
 

@@ -20,7 +20,7 @@ from outrider.engine.kv_cache.planes import PlaneSpec
 from outrider.engine.ranks.sharded_cache import KVCache
 from outrider.errors import AbortedError, InternalError, OutriderError
 from outrider.faults import fault_point
-from outrider.kv_transfer.base import MAX_FRAME_BYTES, CommitResult, CommitState, Region, TransferSpec
+from outrider.kv_transfer.base import MAX_FRAME_BYTES, CommitResult, CommitState, Region, TransferSpec, cut_frames
 from outrider.kv_transfer.config import CUDA_IPC
 from outrider.kv_transfer.connectors import Connector
 from outrider.kv_transfer.reserved_blocks import ReservedBlocks
@@ -153,7 +153,7 @@ class KvPush:
             for plane in self._spec.planes
         )
         try:
-            sender.read(regions, self._blocks)
+            sender.read(regions, self._blocks.write)
         except Exception as error:  # noqa: BLE001 everything is computed instead
             log.warning(
                 "the held prefix could not be read; all of it is computed", error=_to_outrider_error(error).message
@@ -257,28 +257,6 @@ class LayerGroups:
         if (layer + 1) % size and not is_last:
             return None
         return range(layer - layer % size, layer + 1)
-
-
-def cut_frames(
-    plane: PlaneSpec, heads: range, layers: range, start_token: int, end_token: int, *, max_frame_bytes: int
-) -> Iterator[Region]:
-    """Cuts the region of these heads, layers and tokens into frames.
-
-    A frame has all layers of its tokens, unless one token's data for all layers does not fit into a frame. Then the
-    layers are divided, too.
-    """
-    per_layer = len(heads) * plane.bytes_per_head
-    assert per_layer <= max_frame_bytes, "one token of one layer fits into a frame"
-    num_layers = min(len(layers), max_frame_bytes // per_layer)
-    num_tokens = max_frame_bytes // (num_layers * per_layer)
-    for first_layer in range(layers.start, layers.stop, num_layers):
-        for first_token in range(start_token, end_token, num_tokens):
-            yield Region(
-                plane.name,
-                range(first_layer, min(first_layer + num_layers, layers.stop)),
-                range(first_token, min(first_token + num_tokens, end_token)),
-                heads,
-            )
 
 
 def add_part(parts: list[TimedPart], part: TimedPart) -> None:

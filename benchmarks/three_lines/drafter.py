@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import grpc.aio
 import numpy as np
@@ -67,7 +67,7 @@ def warm_up(proposer: DraftModelProposer) -> None:
     request = ProposalRequest(0, (1, 2, 3, 4), 8, start, max_alternatives=4, features=features)
     while proposer.propose([request])[0].progress is not Progress.DONE:
         continue
-    while proposer.propose([replace(request, looks_ahead=True)])[0].has_more:
+    while proposer.propose([request._replace(looks_ahead=True)])[0].has_more:
         continue
     proposer.forget(0)
 

@@ -230,7 +230,7 @@ async def _connected(port: int, pair: Pair, engine: Engine) -> AsyncIterator[Dra
         max_model_len=pair.max_model_len,
         features=pair.features,
     )
-    client = DraftClient([f"127.0.0.1:{port}"], hello, feature_plane=pair.feature_plane(engine))
+    client = DraftClient([f"127.0.0.1:{port}"], hello, features=pair.feature_plane(engine))
     await client.start()
     try:
         async with asyncio.timeout(CONNECT_SECONDS):

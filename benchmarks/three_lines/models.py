@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from decode_node.config import DecodeNodeConfig
-from decode_node.drafting.client import FeaturePlane
+from decode_node.drafting.feature_plane import FeaturePlane
 from decode_node.drafting.local_proposers import open_local_head
 from outrider.bench.prompts import BenchPrompt, load_prompts
 from outrider.client import ChatMessage

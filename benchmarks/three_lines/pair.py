@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from benchmarks.three_lines.speed_model import SpeedModel
-    from decode_node.drafting.client import FeaturePlane
+    from decode_node.drafting.feature_plane import FeaturePlane
     from decode_node.drafting.gather import FeaturesOf
     from outrider.engine.engine import Engine
     from outrider.node import FeatureFormat

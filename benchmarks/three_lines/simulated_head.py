@@ -34,10 +34,15 @@ class SimulatedFeatures:
 
 
 class SimulatedFeaturePlane:
-    """A replacement for FeaturePlane that returns zeros."""
+    """A replacement for FeaturePlane that has zeros, all of which go in updates."""
 
-    def read(self, ranges: Sequence[tuple[SequenceKV, int, int]]) -> list[bytes]:
+    bytes_per_token = FORMAT.bytes_per_token
+
+    def read(self, ranges: Sequence[tuple[SequenceKV, int, int]]) -> list[bytes | None]:
         return [bytes((end - start) * FORMAT.bytes_per_token) for _, start, end in ranges]
+
+    def offer(self, kv: SequenceKV, end: int) -> None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from benchmarks.three_lines.simulated_model import (
     noise_for,
 )
 from benchmarks.three_lines.speed_model import SpeedModel, acceptance_of
-from decode_node.drafting.client import FeaturePlane
+from decode_node.drafting.feature_plane import FeaturePlane
 from decode_node.drafting.gather import FeaturesOf
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.engine import Engine

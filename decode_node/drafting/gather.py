@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from decode_node.drafting.client import DraftClient
@@ -11,7 +11,6 @@ from decode_node.groups import Sample
 from outrider.drafting.book import StepDrafts
 from outrider.drafting.exchange import WAIT_SHARE_OF_STEP
 from outrider.engine.scheduler import EngineSequence, StepReservation
-from outrider.request import RequestOptions
 from outrider.service.telemetry.logging import get_logger
 from outrider.session import OpenSequenceGroup, SampleStart
 from outrider.speculation.ask_cost import expected_gain
@@ -58,9 +57,10 @@ class LocalProposer:
         self._num_read.pop(sequence_id, None)
         self._proposer.forget(sequence_id)
 
-    def num_unread(self, sequence: EngineSequence) -> int:
-        """Returns the number of tokens of the sequence that are not read."""
-        return len(sequence.token_ids) - self._num_read.get(sequence.key, 0)
+    def num_unread(self, samples: Sequence[Sample]) -> dict[int, int]:
+        """Returns the number of tokens of each sequence that are not read, by sequence id."""
+        num_read, sequences = self._num_read, [sample.sequence for sample in samples]
+        return {sequence.key: len(sequence.token_ids) - num_read.get(sequence.key, 0) for sequence in sequences}
 
     def request(self, sample: Sample, start: SequenceStart, num_wanted: int, *, min_reach: float) -> ProposalRequest:
         """Returns a request for a draft after the newest token of the sample.
@@ -147,6 +147,7 @@ class DraftGatherer:
         self._num_ahead = 0  # number of consecutive steps that were launched ahead
         self._drafts: dict[int, list[RankedDraft]] = {}  # unverified drafts of this step, by sequence
         self._starts: dict[int, SequenceStart] = {}  # by sequence: the start of each open sequence that may have drafts
+        self._judged: set[int] = set()  # the sequences among them whose tokens do not depend on drafts
 
     def open(self, sequence_id: int, opened: OpenSequenceGroup, start: SampleStart) -> None:
         """Announces a sequence when it is granted, so that drafters read the prompt during its prefill."""
@@ -159,11 +160,13 @@ class DraftGatherer:
         if options.adapter is not None:
             self._controller.set_adapter(sequence_id, options.adapter.fingerprint)
             options = replace(options, adapter=None)  # drafters draft for the model itself
+        if is_judged := options.is_reproducible or options.sampling.is_greedy:
+            self._judged.add(sequence_id)
         self._starts[sequence_id] = sequence_start = SequenceStart(
             options=options,
             sample=start.sample,
             prompt_length=len(opened.prompt_token_ids),
-            takes_trees=self._takes_trees and _is_coupled(options),  # otherwise only a single path is verified
+            takes_trees=self._takes_trees and is_judged,  # otherwise only a single path is verified
             traceparent=opened.traceparent,
         )
         for local in self._local:
@@ -178,6 +181,7 @@ class DraftGatherer:
         if self._client is not None:
             self._client.close(sequence_id)
         self._controller.forget(sequence_id)
+        self._judged.discard(sequence_id)
         if self._starts.pop(sequence_id, None) is not None:
             for local in self._local:
                 local.close(sequence_id)
@@ -235,23 +239,25 @@ class DraftGatherer:
             if not samples:
                 return
         is_cheap = controller.is_cheap(source)
+        num_unread = local.num_unread(samples)
         asked = controller.choose_calls(
             source,
             {sample.sequence.key: sample.max_draft_tokens for sample in samples},
             best,
-            {} if is_cheap else {sample.sequence.key: local.num_unread(sample.sequence) for sample in samples},
+            num_unread,
         )
+        if not (asked or is_cheap):
+            return
         min_reach = controller.min_reach(source, len(asked))
-        samples = [sample for sample in samples if sample.sequence.key in asked]
-        num_unread = sum([local.num_unread(sample.sequence) for sample in samples])
         started = self._clock()
         requests = [
-            local.request(each, self._starts[each.sequence.key], asked[each.sequence.key], min_reach=min_reach)
-            for each in samples
+            local.request(sample, self._starts[key], asked[key], min_reach=min_reach)
+            for sample in samples
+            if (key := sample.sequence.key) in asked
         ]
         proposals, has_read_ahead = local.propose(requests, reads_ahead=is_cheap)
         seconds = self._clock() - started
-        num_read = num_unread - sum([local.num_unread(sample.sequence) for sample in samples])
+        num_read = sum([num_unread[key] - proposals[key].num_behind for key in asked])
         found = {key: controller.rank(key, each.tree) for key, each in proposals.items() if each.tree}
         controller.observe_calls(
             source,
@@ -273,7 +279,7 @@ class DraftGatherer:
         `samples`: the samples of the sequences in `room`. `num_waiting`: prompts that wait for the step's processors.
         """
         limits = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
-        return self._controller.choose(drafts.ranked, limits, room, num_waiting=num_waiting)
+        return self._controller.choose(drafts.ranked, limits, room, num_waiting=num_waiting, judged=self._judged)
 
     def begin_step(self, verified: Mapping[int, DraftTree]) -> None:
         """Tells draft nodes which drafts the step verifies, by id of each sequence whose next token it decides."""
@@ -303,18 +309,17 @@ class DraftGatherer:
             is_ahead=is_ahead,
         )
 
-    def announce(self, committed: Iterable[tuple[Sample, tuple[int, ...]]]) -> None:
+    def announce(self, committed: Sequence[tuple[Sample, tuple[int, ...]]]) -> None:
         """Judges unverified drafts by the committed tokens.
 
         Sends draft nodes the committed tokens and the number of draft tokens that are wanted next.
         """
         if self._controller.num_speculative_tokens <= 0:
             return
-        committed = list(committed)
         for sample, token_ids in committed:
             sequence_id = sample.sequence.key
             unverified = self._drafts.pop(sequence_id, ())
-            if unverified and _is_coupled(self._starts[sequence_id].options):
+            if unverified and sequence_id in self._judged:
                 for draft, _ in unverified:
                     self._controller.observe_committed(sequence_id, draft, token_ids)
                     self._warn_if_misloaded(draft.source)
@@ -325,13 +330,14 @@ class DraftGatherer:
         if self._client.needs_features:
             tables = {each.sequence.key: kv for each, _ in drafting if (kv := each.sequence.kv) is not None}
         num_wanted = self._controller.num_wanted
-        self._client.update(
+        self._client.commit(
             [
                 (sample.sequence.key, token_ids, num_wanted(sample.sequence.key, sample.max_draft_tokens, DRAFT_NODE))
                 for sample, token_ids in drafting
             ],
             tables,
             min_reach=self._controller.min_reach(DRAFT_NODE, len(drafting)),
+            wakes=False,
         )
 
     def _warn_if_misloaded(self, source: str) -> None:
@@ -346,8 +352,3 @@ class DraftGatherer:
                 num_drafts=known.num_checked,
                 num_first_tokens_accepted=known.num_first_accepted,
             )
-
-
-def _is_coupled(options: RequestOptions) -> bool:
-    """Returns whether tokens do not depend on drafts, by coupled sampling or because the request is greedy."""
-    return options.is_reproducible or options.sampling.is_greedy

@@ -31,7 +31,7 @@ def open_local_proposers(config: DecodeNodeConfig) -> list[IsolatedProposer]:
     return [IsolatedProposer(proposer, on_failure=log_failed_proposer) for proposer in proposers]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlaneFeatures:
     """The `Features` of all computed tokens of a sequence on this node. Engine thread only."""
 

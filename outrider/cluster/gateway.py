@@ -93,7 +93,7 @@ def _accompany(ports: GatewayPorts, drain_seconds: float, config: GatewayConfig)
 
 
 def choose_ports(server: ServerConfig) -> GatewayPorts:
-    """Picks free ports where the settings name none. Metrics are served on loopback only, unless their port is set.
+    """Reserves free ports where the settings name none. Metrics are served on loopback only, unless their port is set.
 
     Raises: ConfigError if a configured port is taken.
     """
@@ -103,19 +103,28 @@ def choose_ports(server: ServerConfig) -> GatewayPorts:
         probe_port(server.host, server.port, taken.format("port"))
     if server.metrics_port:
         probe_port(metrics_host, server.metrics_port, "choose another with --set server.metrics_port=N")
+    serving = _reserve_port(server.host, server.port or 0)
+    metrics = _reserve_port(metrics_host, server.metrics_port or 0)
     return GatewayPorts(
-        host=server.host,
-        port=server.port or _free_port(server.host),
-        metrics_host=metrics_host,
-        metrics_port=server.metrics_port or _free_port(metrics_host),
-    )
+        host=server.host, port=serving.getsockname()[1],
+        metrics_host=metrics_host, metrics_port=metrics.getsockname()[1],
+        reserved=(serving, metrics),
+    )  # fmt: skip
 
 
-def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def _reserve_port(host: str, port: int) -> socket.socket:
+    """Returns a socket that is bound to the port, or to a free one if it is 0.
+
+    While the socket is open, the system gives the port to no other process, but smg may listen on it: on Linux, several
+    sockets with SO_REUSEADDR may be bound to a port if at most one of them listens.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    reserved = socket.socket(family, kind, protocol)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(address)
+    return reserved
 
 
 def served_model(ports: GatewayPorts) -> str | None:
@@ -142,6 +151,7 @@ class GatewayPorts:
     metrics_host: str
     metrics_port: int
     control_key: str = field(default_factory=secrets.token_hex, repr=False)
+    reserved: tuple[socket.socket, ...] = field(default=(), repr=False)  # sockets that keep the ports for smg
 
     @property
     def url(self) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 from outrider.drafting.draft_nodes import DraftNodes, DraftNodeState
-from outrider.drafting.drafted_sequence import Assignment, DraftedSequence, UnackedFeatures
+from outrider.drafting.drafted_sequence import Assignment, DraftedSequence, FeatureSource
 from outrider.speculation.draft_stream import (
     MAX_FEATURE_BYTES_PER_MESSAGE,
     DraftStatus,
@@ -27,12 +27,6 @@ MAX_TOKENS_PER_UPDATE = 4096
 """Maximum tokens of one update. More tokens take several updates, each sent after the previous one is acknowledged."""
 
 MAX_TOKENS_PER_MESSAGE = 16_384
-
-MAX_COPIED_BYTES = 1 << 20
-"""Maximum bytes of features that a step copies from their plane, including those that a node has lost."""
-
-MAX_ALL_UNACKED_BYTES = 64 << 20
-"""Total bytes of unacknowledged features, of all sequences, at which no more are copied."""
 
 UNANSWERED_SECONDS = 10.0
 """Seconds after which an unanswered update counts as lost, and the stream is opened again."""
@@ -60,14 +54,6 @@ class StepDrafts:
     ranked: dict[int, RankedDraft] = field(default_factory=dict)  # the best draft of each sequence, from any source
 
 
-class FeatureRange(NamedTuple):
-    """A range of a sequence's features to copy from their plane."""
-
-    sequence_id: int
-    start: int  # token positions
-    end: int
-
-
 class DraftBook:
     """The newest state of every sequence, for any number of draft nodes. Guarded by its owner's lock.
 
@@ -78,10 +64,10 @@ class DraftBook:
     first is lost, late or full, or sends an invalid answer. Each such assignment has its own stream id.
     """
 
-    def __init__(self, *, clock: Callable[[], float], feature_bytes: int = 0) -> None:
-        """`feature_bytes`: bytes of a token's features; 0 if none are computed."""
+    def __init__(self, *, clock: Callable[[], float], features: FeatureSource | None = None) -> None:
+        """`features`: where the features of tokens are; None if none are computed."""
         self._clock = clock
-        self._feature_bytes = feature_bytes
+        self._features = features
         self.nodes = DraftNodes()
         self._sequences: dict[int, DraftedSequence] = {}  # by the engine's sequence id
         self._served: dict[int, Assignment] = {}  # by stream id
@@ -100,10 +86,11 @@ class DraftBook:
         self._sequences[sequence_id] = drafted
         self._assign(drafted, self._clock())
 
-    def update(self, sequence_id: int, new_token_ids: Sequence[int], *, num_wanted: int) -> None:
-        """Adds newly committed tokens; an unknown sequence is ignored."""
+    def update(self, sequence_id: int, new_token_ids: Sequence[int], *, num_wanted: int, kv: Any = None) -> None:
+        """Adds newly committed tokens; an unknown sequence is ignored. `kv`: the table of the blocks with features."""
         drafted = self._sequences.get(sequence_id)
         if drafted is not None:
+            drafted.kv = kv
             drafted.commit(new_token_ids, num_wanted=num_wanted)
             self._mark_dirty(drafted)
 
@@ -118,41 +105,6 @@ class DraftBook:
             if drafted is not None and served is not None and served.sent_length:
                 notice = StepNotice(served.stream_id, len(drafted.committed), token_ids)
                 served.node.notices[served.stream_id] = notice
-
-    def missing_features(self, available: Mapping[int, int]) -> list[FeatureRange]:
-        """Returns the features to copy for nodes that need them, at most `MAX_COPIED_BYTES`.
-
-        Sequences that lack the fewest features come first; among equals, the newest one. A head can draft only when it
-        has all features, so many transfers at a time would all end too late. No transfer is begun for a sequence that
-        would end first.
-
-        `available`: by sequence id, how many of the sequence's first tokens have features in the plane.
-        """
-        missing: list[tuple[int, int, FeatureRange]] = []
-        for sequence_id, num_available in available.items():
-            drafted = self._sequences.get(sequence_id)
-            if drafted is None or drafted.assignment is None or (features := drafted.assignment.features) is None:
-                continue
-            start, num_missing = features.end, num_available - features.end
-            num_steps = num_missing * self._feature_bytes / MAX_COPIED_BYTES
-            if num_missing > 0 and features.room > 0 and num_steps < drafted.num_left:
-                each = FeatureRange(sequence_id, start, min(num_available, start + features.room))
-                missing.append((num_missing, -sequence_id, each))
-        num_unacked = sum(each.features.num_bytes for each in self._served.values() if each.features is not None)
-        num_left = min(MAX_COPIED_BYTES, MAX_ALL_UNACKED_BYTES - num_unacked) // max(self._feature_bytes, 1)
-        cut: list[FeatureRange] = []
-        for *_, each in sorted(missing):
-            if num_left > 0:
-                cut.append(each._replace(end=min(each.end, each.start + num_left)))
-                num_left -= each.end - each.start
-        return cut
-
-    def add_features(self, copied: FeatureRange, payload: bytes) -> None:
-        """Adds the bytes of a range of `missing_features`, unless the node has meanwhile lost the sequence."""
-        drafted = self._sequences.get(copied.sequence_id)
-        if drafted is not None:
-            drafted.add_features(copied.start, payload)
-            self._mark_dirty(drafted)
 
     def close(self, sequence_id: int) -> None:
         """Forgets a sequence, if it is known."""
@@ -225,15 +177,17 @@ class DraftBook:
             self._assign_unserved(now)
         updates = [SequenceUpdate(sequence_id=stream_id, closed=True) for stream_id in node.closed]
         node.closed.clear()
+        feature_bytes = 0 if self._features is None else self._features.bytes_per_token
         tokens_left, feature_bytes_left = MAX_TOKENS_PER_MESSAGE, MAX_FEATURE_BYTES_PER_MESSAGE
+        with_features: dict[int, tuple[Assignment, range]] = {}  # by place in `updates`
         for stream_id in tuple(node.dirty):
             served = self._served[stream_id]
             if served.pending is None and now < served.ready_at:
                 continue  # the sequence stays in `dirty` until then
             if served.pending is None and served.sequence.is_dirty:
-                if tokens_left <= 0 or feature_bytes_left < self._feature_bytes:
+                if tokens_left <= 0 or feature_bytes_left < feature_bytes:
                     break
-                update = served.make_update(
+                update, features = served.make_update(
                     now,
                     max_tokens=min(MAX_TOKENS_PER_UPDATE, tokens_left),
                     max_feature_bytes=feature_bytes_left,
@@ -241,9 +195,18 @@ class DraftBook:
                 )
                 node.unanswered[served.stream_id] = now
                 tokens_left -= len(update.token_ids)
-                feature_bytes_left -= len(update.features)
+                if features:
+                    feature_bytes_left -= len(features) * feature_bytes
+                    with_features[len(updates)] = served, features
                 updates.append(update)
             del node.dirty[stream_id]  # the answer adds the id again if there is more to send
+        if with_features and self._features is not None:
+            ranges = [(served.sequence.kv, part.start, part.stop) for served, part in with_features.values()]
+            for place, payload in zip(with_features, self._features.read(ranges), strict=True):
+                updates[place] = updates[place]._replace(features=payload or b"")
+                served, pending = with_features[place][0], with_features[place][0].pending
+                if payload is None and pending is not None:
+                    served.pending = pending._replace(num_features=0)
         return updates
 
     def take_notices(self, node: DraftNodeState) -> list[StepNotice]:
@@ -360,8 +323,8 @@ class DraftBook:
             return
         self._unserved.pop(drafted, None)
         stream_id = next(self._stream_ids)
-        features = UnackedFeatures(self._feature_bytes) if node.needs_features else None
-        drafted.assignment = self._served[stream_id] = Assignment(drafted, stream_id, node, features)
+        source = self._features if node.needs_features else None
+        drafted.assignment = self._served[stream_id] = Assignment(drafted, stream_id, node, source)
         drafted.is_dirty = True
         node.num_sequences += 1
         if node.seems_full(length):
@@ -375,6 +338,7 @@ class DraftBook:
 
     def _unassign(self, served: Assignment) -> None:
         node, stream_id = served.node, served.stream_id
+        served.withdraw()
         served.sequence.assignment = None
         del self._served[stream_id]
         node.num_sequences -= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from outrider.drafting.draft_nodes import DraftNodeState
 from outrider.speculation.draft_stream import (
@@ -13,6 +13,7 @@ from outrider.speculation.draft_stream import (
     MAX_BRANCHES_PER_SEQUENCE,
     MAX_SIBLINGS,
     DraftStatus,
+    FeatureOffer,
     SequenceProposals,
     SequenceStart,
     SequenceUpdate,
@@ -33,58 +34,28 @@ KEEP_UP_TOKENS = 32
 RESEND_SECONDS = 1.0
 """Minimum seconds between two transmissions of a whole sequence to the same node."""
 
-MAX_UNACKED_BYTES = 1 << 20
-"""Bytes of a sequence's unacknowledged features at which no more are copied from the plane."""
+MAX_FEATURE_BYTES_PER_UPDATE = 1 << 18
+"""Maximum bytes of features in an update. A node that lacks more, for example a prompt's, is offered them."""
+
+RENEW_SECONDS = 10.0
+"""Seconds after which features that the node has not read are offered once more."""
 
 
-class UnackedFeatures:
-    """Copies of contiguous features that the draft node has not acknowledged. Guarded by the book's lock."""
+class FeatureSource(Protocol):
+    """The features of the target's tokens, in its paged cache. Any thread may use it. A range is (kv, start, end):
+    tokens [start, end) of the sequence with block table `kv`, which may lose its blocks at any time.
+    """
 
-    __slots__ = ("_data", "_size", "num_acked", "num_sent")
+    bytes_per_token: int
 
-    def __init__(self, bytes_per_token: int) -> None:
-        self._size = bytes_per_token
-        self._data = bytearray()
-        self.num_acked = 0  # number of acknowledged tokens; `_data` begins with the next token's features
-        self.num_sent = 0  # number of tokens sent, which is the maximum that can be acknowledged
+    def read(self, ranges: Sequence[tuple[Any, int, int]]) -> list[bytes | None]:
+        """Returns a copy of each range, in the hello's format; None for a sequence that has lost the blocks."""
 
-    @property
-    def end(self) -> int:
-        """The first token whose features must still be copied. Earlier features are acknowledged, or held here."""
-        return self.num_acked + len(self._data) // self._size
+    def offer(self, kv: Any, end: int) -> FeatureOffer | None:
+        """Lets a draft node read the features of the first `end` tokens; None if this source cannot do that."""
 
-    @property
-    def num_bytes(self) -> int:
-        return len(self._data)
-
-    @property
-    def room(self) -> int:
-        """The number of further tokens whose features may be added."""
-        return (MAX_UNACKED_BYTES - len(self._data)) // self._size
-
-    def add(self, start: int, payload: bytes) -> bool:
-        """Adds copies from the plane. Returns False, and adds nothing, if `start` is not `end`, e.g. after `reset`."""
-        if start != self.end:
-            return False
-        self._data += payload
-        return True
-
-    def take(self, end: int, max_bytes: int) -> tuple[bytes, int]:
-        """Returns, but keeps, features of tokens from `num_acked` to at most `end`, and the token where they end."""
-        end = max(self.num_acked, min(end, self.end, self.num_acked + max_bytes // self._size))
-        self.num_sent = max(self.num_sent, end)
-        return bytes(memoryview(self._data)[: (end - self.num_acked) * self._size]), end
-
-    def acknowledge(self, num_tokens: int) -> None:
-        """Drops the features of the first `num_tokens` tokens, which the node holds."""
-        if num_tokens > self.num_acked:
-            del self._data[: (num_tokens - self.num_acked) * self._size]
-            self.num_acked = num_tokens
-
-    def reset(self) -> None:
-        """Records that the node has lost all features, so that they are copied from the plane again."""
-        self._data.clear()
-        self.num_acked = 0
+    def withdraw(self, offer: FeatureOffer) -> None:
+        """Ends an offer, and the draft node's connection if there is one."""
 
 
 class PendingUpdate(NamedTuple):
@@ -107,6 +78,7 @@ class DraftedSequence:
     is_dirty: bool = True  # whether there is something to send to its node
     refused: set[int] = field(default_factory=set)  # ids of nodes that have sent invalid answers for it
     num_refusals: int = 0  # number of refusals by nodes without room
+    kv: Any = None  # the newest block table, whose first `num_tokens` tokens have features; None: not known
     trees: ProposalTable = field(default_factory=ProposalTable)
 
     def commit(self, token_ids: Sequence[int], *, num_wanted: int) -> None:
@@ -119,17 +91,6 @@ class DraftedSequence:
             if len(self.committed.token_ids) - num_sent < KEEP_UP_TOKENS:
                 return
         self.is_dirty = True
-
-    @property
-    def num_left(self) -> int:
-        """The number of tokens that the sequence may still generate."""
-        return self.start.prompt_length + self.start.options.sampling.max_tokens - len(self.committed)
-
-    def add_features(self, start: int, payload: bytes) -> None:
-        """Adds the features of tokens from `start` on."""
-        features = self.assignment.features if self.assignment is not None else None
-        if features is not None and features.add(start, payload):
-            self.is_dirty |= self.num_wanted > 0 or features.end - features.num_acked >= KEEP_UP_TOKENS
 
     def keep(self, trees: Sequence[DraftTree], now: float) -> None:
         """Keeps drafts that were received, if they may still be used."""
@@ -149,7 +110,12 @@ class Assignment:
     sequence: DraftedSequence
     stream_id: int
     node: DraftNodeState
-    features: UnackedFeatures | None = None  # None: the node needs none
+    source: FeatureSource | None = None  # of the features that the node needs; None: it needs none
+    acked_features: int = 0
+    sent_features: int = 0  # maximum number of tokens whose features the node may have
+    offer: FeatureOffer | None = None
+    offered_kv: Any = None
+    offered_at: float = 0.0
     acked_length: int = 0
     sent_length: int = 0  # number of the sequence's tokens that the node was sent
     max_wanted: int = 0  # maximum number of draft tokens wanted by any update
@@ -162,11 +128,12 @@ class Assignment:
 
     def make_update(
         self, now: float, *, max_tokens: int, max_feature_bytes: int = 0, min_reach: float = 0.0
-    ) -> SequenceUpdate:
-        """Returns an update with at most `max_tokens` tokens that the node does not have, and with features.
+    ) -> tuple[SequenceUpdate, range]:
+        """Returns an update with at most `max_tokens` tokens that the node does not have, and the tokens whose
+        features are to be added.
 
-        Drafts are asked for only if the node will then have all tokens. Features may lag behind: those copied so far
-        are sent, at most `max_feature_bytes` of them.
+        Drafts are asked for only if the node will then have all tokens. Features may lag behind. At most
+        `max_feature_bytes` of them are added; many are offered.
         """
         assert self.pending is None, "at most one update is unanswered"
         drafted = self.sequence
@@ -175,17 +142,13 @@ class Assignment:
         drafted.is_dirty = length > start + max_tokens
         if drafted.is_dirty:
             length, num_wanted = start + max_tokens, 0
-        feature_start, payload, num_features = 0, b"", 0
-        if (features := self.features) is not None:
-            feature_start = features.num_acked
-            payload, num_features = features.take(length - 1, max_feature_bytes)
-            drafted.is_dirty |= num_features < features.end
-        self.pending = PendingUpdate(length, num_wanted, now, num_features)
+        features = self._features(length, now, max_feature_bytes)
+        self.pending = PendingUpdate(length, num_wanted, now, features.stop)
         self.sent_length = max(self.sent_length, length)
         # Branches that were allowed by the previous update may still be in transit.
         self.num_ahead_allowed = MAX_AHEAD_BRANCHES + min(self.num_ahead_allowed, MAX_AHEAD_BRANCHES)
         self.max_wanted = max(self.max_wanted, num_wanted)
-        return SequenceUpdate(
+        update = SequenceUpdate(
             self.stream_id,
             drafted.start if start == 0 else None,
             start,
@@ -193,17 +156,56 @@ class Assignment:
             length,
             committed.hash_at(length),
             num_wanted,
-            feature_start=feature_start,
-            features=payload,
+            feature_start=self.acked_features,
+            feature_offer=self.offer,
             # `min_reach` ends unlikely drafts early, so that they arrive sooner. But whether a drawn draft is judged
             # must not depend on its tokens.
             min_reach=0.0 if drafted.start.wants_distributions else min_reach,
         )
+        return update, features
+
+    @property
+    def missing_features(self) -> range:
+        """The tokens whose features the node needs, lacks and could have."""
+        kv = self.sequence.kv
+        is_known = self.source is not None and kv is not None
+        return range(self.acked_features, min(kv.num_tokens, len(self.sequence.committed) - 1) if is_known else 0)
+
+    @property
+    def max_sent_features(self) -> int:
+        return 0 if self.source is None else MAX_FEATURE_BYTES_PER_UPDATE // self.source.bytes_per_token
+
+    def _features(self, length: int, now: float, max_bytes: int) -> range:
+        """Returns the tokens whose features go in an update of `length` tokens, or offers them if they are many."""
+        missing = self.missing_features
+        if self.offer is not None and self.offer.end_token <= missing.start:
+            self.withdraw()
+        missing = missing[: max(0, length - 1 - missing.start)]
+        if self.source is None or not missing:
+            return missing
+        if len(self.missing_features) > self.max_sent_features:
+            if length < len(self.sequence.committed):
+                return range(0)
+            kv = self.sequence.kv
+            if self.offer is None or self.offered_kv is not kv or now >= self.offered_at + RENEW_SECONDS:
+                self.withdraw()
+                self.offer, self.offered_kv, self.offered_at = self.source.offer(kv, missing.stop), kv, now
+            if self.offer is not None:
+                self.sent_features = max(self.sent_features, self.offer.end_token)
+                return range(0)
+        missing = missing[: min(self.max_sent_features, max_bytes // self.source.bytes_per_token)]
+        self.sent_features = max(self.sent_features, missing.stop)
+        return missing
+
+    def withdraw(self) -> None:
+        """Ends the offer, if there is one."""
+        if self.offer is not None and self.source is not None:
+            self.source.withdraw(self.offer)
+        self.offer = None
 
     def is_plausible(self, answer: SequenceProposals) -> bool:
         """Returns whether an honest node could send this answer now. `is_well_formed` checks the rest."""
-        num_features_sent = 0 if self.features is None else self.features.num_sent
-        if answer.acked_length > self.sent_length or answer.acked_features > num_features_sent:
+        if answer.acked_length > self.sent_length or answer.acked_features > self.sent_features:
             return False
         takes_trees, committed = self.sequence.start.takes_trees, self.sequence.committed
         num_committed = len(committed.token_ids)
@@ -230,8 +232,10 @@ class Assignment:
             self._begin_again(now)
             return None
         self.acked_length = max(self.acked_length, answer.acked_length)
-        if self.features is not None:
-            self.features.acknowledge(answer.acked_features)
+        self.acked_features = max(self.acked_features, answer.acked_features)
+        self.sequence.is_dirty |= (
+            self.sequence.num_wanted > 0 and 0 < len(self.missing_features) <= self.max_sent_features
+        )
         pending = self.pending
         is_of_newest = (
             pending is not None
@@ -261,8 +265,8 @@ class Assignment:
             self.ready_at = self.resent_at + RESEND_SECONDS
         self.resent_at = now
         self.acked_length = 0
-        if self.features is not None:
-            self.features.reset()
+        self.acked_features = 0
+        self.withdraw()
         self.pending = None
         self.is_catching_up = False
         self.sequence.is_dirty = True

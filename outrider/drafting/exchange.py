@@ -11,11 +11,16 @@ import asyncio
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
-from outrider.drafting.book import DraftBook, FeatureRange, StepDrafts
+from outrider.drafting.book import DraftBook, StepDrafts
+from outrider.drafting.drafted_sequence import FeatureSource
 from outrider.drafting.link import DraftLink, LinkOutlets
 from outrider.speculation.draft_stream import DraftHello, SequenceStart
+
+NO_TABLES: Mapping[int, Any] = MappingProxyType({})
 
 WAIT_SHARE_OF_STEP = 0.2
 """Maximum share of the last step's duration for which an engine waits for drafts."""
@@ -28,12 +33,13 @@ class DraftExchange(ABC):
     No method raises because of a draft node.
     """
 
-    def __init__(self, hello: DraftHello, outlets: LinkOutlets) -> None:
+    def __init__(self, hello: DraftHello, outlets: LinkOutlets, features: FeatureSource | None = None) -> None:
+        """`features`: where the features are that the hello names; None if it names none."""
+        assert (hello.features is None) is (features is None)
         self._hello = hello
         self._outlets = outlets
         self._changed = threading.Condition()
-        feature_bytes = 0 if hello.features is None else hello.features.bytes_per_token
-        self._book = DraftBook(clock=time.monotonic, feature_bytes=feature_bytes)
+        self._book = DraftBook(clock=time.monotonic, features=features)
         self._loop: asyncio.AbstractEventLoop | None = None  # None while no links run
 
     @property
@@ -50,22 +56,20 @@ class DraftExchange(ABC):
     def commit(
         self,
         updates: Sequence[tuple[int, Sequence[int], int]],
+        tables: Mapping[int, Any] = NO_TABLES,
         *,
         min_reach: float = 0.0,
-        features: Iterable[tuple[FeatureRange, bytes]] = (),
         wakes: bool = True,
     ) -> None:
         """Records what a step has committed. An update is (sequence id, new token ids, number of draft tokens wanted).
 
-        `min_reach`: see ProposalRequest. `features`: copies of those that the book misses. `wakes`: whether they are
-        sent at once; if not, `begin_step` or a `take` that waits sends them.
+        `tables`: block tables of the tokens' features, by sequence id. `min_reach`: see ProposalRequest. `wakes`:
+        whether they are sent at once; if not, `begin_step` or a `take` that waits sends them.
         """
         with self._changed:
             self._book.min_reach = min_reach
             for sequence_id, new_token_ids, num_wanted in updates:
-                self._book.update(sequence_id, new_token_ids, num_wanted=num_wanted)
-            for feature_range, payload in features:
-                self._book.add_features(feature_range, payload)
+                self._book.update(sequence_id, new_token_ids, num_wanted=num_wanted, kv=tables.get(sequence_id))
         if wakes:
             self._wake()
 

@@ -45,12 +45,18 @@ class FeatureSpec:
     @property
     def plane_name(self) -> str:
         """The plane's name, which identifies the reduction that made its content."""
-        return FEATURE_PLANE_PREFIX + self.fingerprint[: 16 - len(FEATURE_PLANE_PREFIX)]
+        return plane_of(self.format("")).name
 
     def plane(self, dtype: str) -> PlaneSpec:
         """Returns the plane that stores the features: one layer, one head."""
-        return PlaneSpec(self.plane_name, num_layers=1, num_heads=1, head_dim=self.width, dtype=dtype)
+        return plane_of(self.format(dtype))
 
     def format(self, dtype: str) -> FeatureFormat:
         """Returns the format that nodes exchange."""
         return FeatureFormat(fingerprint=self.fingerprint, width=self.width, dtype=dtype, taps=self.taps)
+
+
+def plane_of(features: FeatureFormat) -> PlaneSpec:
+    """Returns the plane that stores features of this format: one layer, one head."""
+    name = FEATURE_PLANE_PREFIX + features.fingerprint[: 16 - len(FEATURE_PLANE_PREFIX)]
+    return PlaneSpec(name, num_layers=1, num_heads=1, head_dim=features.width, dtype=features.dtype)

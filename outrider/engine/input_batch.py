@@ -36,9 +36,9 @@ class SequenceRows(NamedTuple):
 Values = TypeVar("Values")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class BatchFields(Generic[Values]):
-    """The fields of a batch that kernels read: arrays on the host, or tensors on the model's device."""
+    """The fields of a batch that kernels read: arrays on the host, or tensors on the model's device. Never changed."""
 
     token_ids: Values  # [num_rows] int64
     positions: Values  # [num_rows] int64, absolute
@@ -62,7 +62,7 @@ ALIGNMENT = 16
 """Alignment in bytes of each field on a device: a kernel is compiled anew for each alignment of its arguments."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class InputBatch:
     """The input of one forward pass: the rows of every planned sequence, laid end to end.
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -13,8 +12,7 @@ from outrider.engine.arrays import Array, Arrays
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, slots=True)
-class Pending(Generic[Result]):
+class Pending(NamedTuple, Generic[Result]):
     """A result that a device may still be computing. `finish` makes the result from the arrays' values on the host."""
 
     arrays: tuple[Array, ...]  # all numpy arrays or all tensors, on a GPU int64 or float64; may be empty

@@ -95,8 +95,7 @@ class StepReservation:
     stalled: set[EngineSequence] = field(default_factory=set)  # running sequences without blocks for this step
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """The work of one step. All its blocks are reserved. Copy `block_copies` before the forward pass.
 
     A block may be the source of one pair and the destination of a later pair, so read all sources first or copy in
@@ -111,7 +110,7 @@ class StepPlan:
     @property
     def num_rows(self) -> int:
         """Rows in the forward pass."""
-        return sum(item.num_rows + item.num_draft_tokens for item in self.scheduled)
+        return sum([item.num_rows + item.num_draft_tokens for item in self.scheduled])
 
 
 class Scheduler:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 FIRST_STEP_SECONDS = 1.0  # minimum expected duration in a bucket without steps, since the machine may be busy
 NEWEST_WEIGHT = 0.2  # weight of a new duration in the moving average
 OUTLIER_FACTOR = 3.0  # a duration counts as at most this multiple of the average: the process may have been frozen
 
 
-@dataclass(frozen=True, slots=True)
-class StepSnapshot:
+class StepSnapshot(NamedTuple):
     """A snapshot of the current step that any thread may read."""
 
     mark: int = 0  # changes whenever the thread begins or resumes work

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from outrider.engine.cpu_kernels.decoder import Logits, NativeDecoder, NativeStep
 from outrider.engine.cpu_kernels.decoder_weights import DecoderShape, DecoderWeights, PackedReduction
-from outrider.engine.cpu_kernels.interface import address_of, structures
+from outrider.engine.cpu_kernels.interface import address_of, layout_of, structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.input_batch import InputBatch
@@ -25,6 +25,8 @@ from outrider.engine.sampler.native_decider import NativeSampler, sampling_addre
 from outrider.errors import InternalError
 from outrider.heads.spec import HeadSpec
 from outrider.model_hub.packed_weights import Packed
+
+_PATHS = layout_of(structures.OutriderPath)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +66,8 @@ class HeadPath(NamedTuple):
     sample: SampleRows  # of the first token
     num_races: int  # 1: the winner of each position's race; n: also n - 1 runners-up
     max_tokens: int = 1  # 1 if the sample has a constraint: what follows depends on tokens that the kernels do not know
-    min_reach: float = 0.0  # as in PathRows
+    reach: float = 1.0  # as in PathRows
+    min_reach: float = 0.0
     block_ids: Sequence[int] = ()  # covers max_tokens - 1 rows after the forward's; not read if max_tokens is 1
 
 
@@ -99,9 +102,9 @@ class NativeHeadSteps:
         self._step = NativeStep(NativeDecoder(kernels, head.weights), kv_cache)
         known = np.ones(self._vocab_size, dtype=np.bool_) if known_token_ids is None else known_token_ids
         self._sampler = NativeSampler(kernels, Vocabulary.of(np.asarray(known)), self._target_ids)
-        self._paths = (structures.OutriderPath * 1)()  # this and the arrays below are enlarged for the largest call
         self._drafts = structures.OutriderDrafts()
-        self._num_tokens, self._token_ids, self._confidences = array("q"), array("q"), array("d")
+        self._num_tokens = array("q")
+        self._make_room(1)
 
     def rows(self, values: Words) -> Words:
         """Returns features unchanged. Raises: InternalError if their width or dtype is not the head's."""
@@ -128,48 +131,43 @@ class NativeHeadSteps:
         num, drafts = len(paths), self._drafts
         max_tokens = drafts.max_tokens = max([path.max_tokens for path in paths], default=1)
         max_races = drafts.max_races = max([path.num_races for path in paths], default=1)
-        self._make_room(num, num * max_tokens, num * max_tokens * max_races)
+        self._make_room(num * max_tokens * max_races)
         kept = []  # memory to which the paths point
-        for native, (sample, num_races, num_tokens, min_reach, block_ids) in zip(self._paths, paths, strict=False):
-            masks, assumed = sample.masks(), array("q", sample.assumed_token_ids)
-            table = None
-            if num_tokens > 1:
-                table = block_ids if isinstance(block_ids, array) else array("i", block_ids)
-                native.block_table = table.buffer_info()[0]
-            native.sampling = sampling_address(sample.state)
-            native.mask = address_of(masks)
-            native.assumed_ids, native.num_assumed = assumed.buffer_info()
-            native.position, native.num_races = sample.position, num_races
-            native.max_tokens, native.min_reach = num_tokens, min_reach
+        for place, (sample, num_races, num_tokens, reach, min_reach, block_ids) in enumerate(paths):
+            masks = None if sample.state.constraint is None else sample.masks()
+            assumed = array("q", sample.assumed_token_ids)
+            table = block_ids if isinstance(block_ids, array) else array("i", block_ids)
             kept.append((masks, assumed, table))
-        states = np.empty((num, max_tokens, self._width), dtype=self._dtype)
+            known = sampling_address(sample.state), address_of(masks) or 0, *assumed.buffer_info(), sample.position
+            wanted = num_races, num_tokens, reach, min_reach, table.buffer_info()[0]
+            _PATHS.pack_into(self._paths, place * _PATHS.size, *known, *wanted)
         logits, ids = None, self._target_ids
         if wants_logits:
             logits = np.empty((num, self._vocab_size if ids is None else len(ids)), dtype=np.float32)
-        drafts.states, drafts.logits = states.ctypes.data, address_of(logits)
+        drafts.logits = address_of(logits)
         self._step.draft(batch, features, self._sampler.handle, self._paths, drafts)
         if logits is not None and ids is not None:
             drafted, logits = logits, np.full((num, self._vocab_size), -math.inf, dtype=np.float32)
             logits[:, np.sort(ids)] = drafted
         found = []
         for place, path in enumerate(paths):
-            first, size, races = place * max_tokens, self._num_tokens[place], path.num_races
-            # States are copied, since a view would keep those of all paths for as long as one path needs its own.
-            own = states[place] if num == 1 else states[place, :size].copy()
+            first, races = place * max_tokens, path.num_races
+            end = first + self._num_tokens[place]
             token_ids = [
-                tuple(self._token_ids[at : at + races])
-                for at in range(first * max_races, (first + size) * max_races, max_races)
+                tuple(self._token_ids[at : at + races]) for at in range(first * max_races, end * max_races, max_races)
             ]
-            found.append(HeadDraft(token_ids, self._confidences[first : first + size].tolist(), list(own[:size])))
+            states = self._states[first:end].tobytes()  # numpy's `copy` gives up Python's lock, and then waits for it
+            own = list(np.frombuffer(states, dtype=self._dtype).reshape(-1, self._width))
+            found.append(HeadDraft(token_ids, self._confidences[first:end].tolist(), own))
         return found, logits
 
-    def _make_room(self, num_paths: int, num_tokens: int, num_races: int) -> None:
-        """Enlarges the arrays of results, if necessary, for this many of all paths together."""
-        drafts = self._drafts
-        if num_paths > len(self._paths):
-            self._paths = (structures.OutriderPath * num_paths)()
-        for name, size in (("num_tokens", num_paths), ("token_ids", num_races), ("confidences", num_tokens)):
-            values = getattr(self, f"_{name}")
-            if size > len(values):
-                values.frombytes(bytes((size - len(values)) * values.itemsize))
-                setattr(drafts, name, values.buffer_info()[0])
+    def _make_room(self, size: int) -> None:
+        """Makes the arrays of paths and results larger, if necessary, for this many races of all paths together."""
+        if size <= len(self._num_tokens):
+            return
+        self._paths = (structures.OutriderPath * size)()
+        self._num_tokens, self._token_ids = array("q", bytes(8 * size)), array("q", bytes(8 * size))
+        self._confidences, self._states = array("d", bytes(8 * size)), np.empty((size, self._width), dtype=self._dtype)
+        for name in ("num_tokens", "token_ids", "confidences"):
+            setattr(self._drafts, name, getattr(self, f"_{name}").buffer_info()[0])
+        self._drafts.states = self._states.ctypes.data

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -101,6 +101,28 @@ class Region:
     def __str__(self) -> str:
         layers, tokens, heads = (f"{part.start}-{part.stop - 1}" for part in (self.layers, self.tokens, self.heads))
         return f"{self.plane} layers {layers} tokens {tokens} heads {heads}"
+
+
+def cut_frames(
+    plane: PlaneSpec, heads: range, layers: range, start_token: int, end_token: int, *, max_frame_bytes: int
+) -> Iterator[Region]:
+    """Cuts the region of these heads, layers and tokens into frames.
+
+    A frame has all layers of its tokens, unless one token's data for all layers does not fit into a frame. Then the
+    layers are divided, too.
+    """
+    per_layer = len(heads) * plane.bytes_per_head
+    assert per_layer <= max_frame_bytes, "one token of one layer fits into a frame"
+    num_layers = min(len(layers), max_frame_bytes // per_layer)
+    num_tokens = max_frame_bytes // (num_layers * per_layer)
+    for first_layer in range(layers.start, layers.stop, num_layers):
+        for first_token in range(start_token, end_token, num_tokens):
+            yield Region(
+                plane.name,
+                range(first_layer, min(first_layer + num_layers, layers.stop)),
+                range(first_token, min(first_token + num_tokens, end_token)),
+                heads,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -252,7 +252,7 @@ class TransferInbox:
     def read(self, transfer_id: bytes, region: Region) -> tuple[FrameHeader, memoryview] | None:
         """Reads KV of tokens that precede the transfer's own.
 
-        Returns None if that KV is not held here, or if the transfer's reads together would exceed the KV's size.
+        Returns None if that KV is not held here any more, or if the transfer's reads together would exceed its size.
         """
         transfer = self._find(transfer_id)
         if transfer is None:
@@ -271,7 +271,7 @@ class TransferInbox:
             payload = transfer.blocks.read(region)
         finally:
             transfer.end_copy()
-        return FrameHeader.of(spec, region, payload), payload
+        return (FrameHeader.of(spec, region, payload), payload) if transfer.blocks.are_held() else None
 
     def commit(self, transfer_id: bytes, digest: int, *, connector: str) -> CommitResult:
         """Commits the transfer and answers COMMITTED, also when asked again. INCOMPLETE leaves the transfer open.

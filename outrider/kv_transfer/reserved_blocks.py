@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from outrider.engine.kv_cache.base import Slots, slots_of
@@ -21,10 +21,14 @@ class ReservedBlocks:
     transfer.
     """
 
-    def __init__(self, kv_cache: KVCache, block_ids: Sequence[int]) -> None:
+    def __init__(
+        self, kv_cache: KVCache, block_ids: Sequence[int], are_held: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`are_held`: whether the blocks still have what is read. It is called after each read."""
         self._kv_cache: Any = kv_cache  # Any, as the type of payload depends on the cache
         self._slots = slots_of(block_ids, len(block_ids) * kv_cache.block_size, kv_cache.block_size)
         self._reserved = kv_cache.fence()
+        self.are_held = are_held
 
     def write(self, region: Region, payload: Payload) -> None:
         """Writes bytes [layers, tokens, heads, head_dim]. Regions must be within bounds, and disjoint."""

@@ -22,7 +22,6 @@ from outrider.kv_transfer.base import (
 )
 from outrider.kv_transfer.config import CUDA_IPC
 from outrider.kv_transfer.frames import Frame
-from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.kv_transfer.sender_stream import SenderStream
 
 READ_AHEAD = 4
@@ -98,10 +97,10 @@ class Sender:
         self._stream.send(header, None, offset=offset, release=partial(arena.release, offset))
         return header
 
-    def read(self, regions: Iterable[Region], blocks: ReservedBlocks) -> None:
+    def read(self, regions: Iterable[Region], write: Callable[[Region, memoryview], None]) -> None:
         """Fetches the receiver's KV of tokens before `spec.start_token`. Call it before the first `put`.
 
-        Each region is checked like a frame, then written to `blocks`. Raises: PeerLostError; AbortedError if the
+        Each region is checked like a frame, then passed to `write`. Raises: PeerLostError; AbortedError if the
         receiver does not hold a region or a region was altered in transit, after which the transfer can continue.
         """
         asked: deque[Region] = deque()
@@ -109,14 +108,14 @@ class Sender:
             self._stream.ask(region)
             asked.append(region)
             if len(asked) == READ_AHEAD:
-                self._take_held(asked.popleft(), blocks)
+                self._take_held(asked.popleft(), write)
         for region in asked:
-            self._take_held(region, blocks)
+            self._take_held(region, write)
 
-    def _take_held(self, region: Region, blocks: ReservedBlocks) -> None:
+    def _take_held(self, region: Region, write: Callable[[Region, memoryview], None]) -> None:
         held = self._stream.next_fetched()
         check_fetched(held, self._spec, region)
-        blocks.write(region, held.payload)
+        write(region, held.payload)
 
     @property
     def num_frames(self) -> int:

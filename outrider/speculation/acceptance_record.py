@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from outrider.speculation.draft_tree import ROOT, DraftTree, RankedDraft
 
-PRIOR_ACCEPTANCE = 0.8
-"""Assumed acceptance of a new proposer's draft tokens. It is high, so that first drafts are long."""
+PRIOR_ACCEPTANCE = 0.65
+"""Assumed acceptance of a new proposer's draft tokens."""
 
 PRIOR_TOKENS = 8.0
 """Weight of the acceptance that is assumed for a new sequence or proposer, in draft tokens."""

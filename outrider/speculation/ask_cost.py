@@ -47,11 +47,11 @@ class CallCost:
         """The mean duration of a call, in seconds, by which sources are ordered; 0: unknown."""
 
     def is_cheap(self, step_seconds: float) -> bool:
-        """Returns whether a call is cheaper than the decision about it. A proposer with few calls counts as cheap.
+        """Returns whether a call is cheaper than the decision about it. A proposer without calls counts as cheap.
 
         `step_seconds`: the duration of a step without drafts.
         """
-        return self._num_calls < FIRST_CALLS or self.call_seconds <= CHEAP_SHARE * step_seconds
+        return not self._num_calls or self.call_seconds <= CHEAP_SHARE * step_seconds
 
     def observe(self, seconds: float, *, depth: int, num_tokens: int, num_unread: int) -> None:
         """Learns from the total duration of all calls that made a step's drafts.
@@ -103,7 +103,7 @@ def expected_gain(probabilities: Sequence[float], row_price: float) -> float:
 
 
 def choose_calls(
-    candidates: Sequence[Candidate], cost: CallCost, *, token_rate: float, row_price: float
+    candidates: Sequence[Candidate], cost: CallCost, *, token_rate: float, row_price: float, min_gain: float = 0.0
 ) -> dict[int, int]:
     """Returns how many tokens to ask for, by sequence id; other sequences are absent.
 
@@ -116,6 +116,7 @@ def choose_calls(
         cost: the proposer's cost model.
         token_rate: tokens per second that the batch would generate, i.e. the value of time.
         row_price: lowest probability at which a draft token pays for its row.
+        min_gain: tokens that the call must gain beyond its cost.
     """
     longest = max((len(candidate.chain) for candidate in candidates), default=0)
     gains = [-token_rate * cost.seconds(depth, 0, 0) for depth in range(1, longest + 1)]
@@ -137,6 +138,6 @@ def choose_calls(
             found.append(best_number)
         numbers[candidate.sequence_id] = found
     best = max(range(longest), key=gains.__getitem__, default=0)
-    if not longest or gains[best] <= 0.0:
+    if not longest or gains[best] <= min_gain:
         return {}
     return {sequence_id: found[best] for sequence_id, found in numbers.items() if found[best]}

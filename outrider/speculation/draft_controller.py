@@ -15,35 +15,38 @@ draw, because the test is exact only if no drawn token influences whether this d
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outrider.engine.scheduler import StepReservation
 from outrider.speculation.acceptance_record import AcceptanceRecord
-from outrider.speculation.ask_cost import Candidate, choose_calls, expected_gain
-from outrider.speculation.draft_source import MODEL_ITSELF, DraftSource, SourceRecord
+from outrider.speculation.ask_cost import CHEAP_SHARE, Candidate, choose_calls, expected_gain
+from outrider.speculation.draft_source import FIRST_DRAFTS, MODEL_ITSELF, DraftSource, SourceRecord
 from outrider.speculation.draft_tree import DraftTree, RankedDraft
 from outrider.speculation.row_choice import RowChoice, StepOffer
 from outrider.speculation.step_cost import StepCostModel
+from outrider.speculation.trial_budget import TrialBudget
 
 PROBE_STEPS = 32
 """Steps without a verified draft, or without a call to a proposer, after which a sequence may be tried again."""
 
 CHEAP_PROBE_STEPS = 8
 """The same as `PROBE_STEPS`, for a proposer that costs almost nothing."""
+FEW_SEQUENCES = 8
+"""Number of sequences at which trial calls have half of the usual time, as each promises less the more there are."""
 
 SPEEDUP_STEPS = 32
 """Number of steps over which the batch's speedup is averaged. The value of time is computed from this average."""
 
-PROBE_SHARE = 0.005
-"""Fraction of the time that trials may take."""
+ROW_SHARE = 0.0025
+"""Fraction of the time that trials of rows may take."""
 
-MAX_PROBE_CREDIT = 1.0
-"""Limit of the credit for trials, in units of the duration of a step without drafts."""
+LEARN_STEPS, MAX_LEARN_SHARE = 4, 0.2
+"""One of this many steps may use a number of rows other than the best one, to learn how long such a step takes, unless
+more than this fraction of a step's duration would be lost."""
 
-LEARN_STEPS = 4
-"""One of this many steps may use a number of rows other than the best one, to learn how long such a step takes."""
-
+MIN_GAIN = 0.01
+"""Tokens per sequence that drafts, or calls, must be expected to gain, as the best of many estimates is too high."""
 MIN_SHARE_TO_ASK = 0.5
 """A draft is asked for if the probability of its first token is at least this fraction of the current row price."""
 
@@ -67,10 +70,10 @@ class DraftController:
     _step: int = 0
     _num_waiting: int = 0  # prompts that waited in the last step
     _token_rate: float = 0.0  # tokens per second that the batch was expected to generate in the last step
-    _plain_seconds: float = float("inf")  # duration of the last step without drafts; inf: unknown
+    _plain_seconds: float = 0.0  # expected duration of the last step if it had no drafts; 0: unknown
     _asked_seconds: float = 0.0  # time spent on asking for drafts since the last choice
     _speedup: float = 1.0  # running mean of the expected token rate divided by that of plain decoding
-    _probe_credit: float = float("inf")  # credit for trials, in seconds; each step caps it
+    _budget: TrialBudget = field(default_factory=lambda: TrialBudget(ROW_SHARE))
 
     def num_wanted(self, sequence_id: int, maximum: int, source: str) -> int:
         """Returns how many draft tokens of a draft node may be worth verifying in the next step, 0 to `maximum`.
@@ -82,7 +85,7 @@ class DraftController:
             return max(maximum, 0)
         found = self._record(sequence_id, source)
         min_probability = MIN_SHARE_TO_ASK * self.row_price
-        if found.adds_nothing and not self._sources[source].is_trial(self._step, PROBE_STEPS):
+        if found.adds_nothing and not found.is_trial(self._step, PROBE_STEPS):
             return 0
         chain = found.best().chain
         if chain[0] < min_probability:
@@ -101,7 +104,7 @@ class DraftController:
 
     def is_cheap(self, source: str) -> bool:
         """Returns whether a call to the proposer costs almost nothing."""
-        return self._sources[source].cost.is_cheap(self._plain_seconds)
+        return self._sources[source].cost.is_cheap(self._plain_seconds or float("inf"))
 
     def rank(self, sequence_id: int, draft: DraftTree) -> RankedDraft:
         """Orders the tokens of a draft by the probability that the text goes through them.
@@ -129,13 +132,17 @@ class DraftController:
         Returns:
             Numbers of tokens by sequence id; other sequences are absent.
         """
-        known = self._sources[source]
-        if self.is_cheap(source):
-            asked = self._ask_cheap(source, wanted)
+        known, num_tokens = self._sources[source], self.num_speculative_tokens
+        known.is_cheap = bool(known.num_drafts and self._plain_seconds and wanted)
+        if known.is_cheap:
+            seconds = known.cost.seconds(num_tokens, num_tokens * len(wanted), sum(num_unread.values()))
+            known.is_cheap = seconds <= CHEAP_SHARE * self._plain_seconds
+        if known.is_cheap:
+            asked = self._ask_cheap(source, wanted, seconds)
         else:
             asked = self._choose_asked(source, wanted, drafts, num_unread)
         for sequence_id in asked:
-            known.records[sequence_id].last_call = self._step
+            self._record(sequence_id, source).last_call = self._step
         return asked
 
     def min_reach(self, source: str, num_asked: int) -> float:
@@ -179,7 +186,11 @@ class DraftController:
             return
         depths = [found[key].tree.depth if key in found else number for key, number in asked.items()]
         known.cost.observe(seconds, depth=max(depths, default=1), num_tokens=sum(depths), num_unread=num_read)
-        if self.is_cheap(source):
+        known.num_drafts += len(asked)
+        if known.is_cheap:
+            for sequence_id in asked:
+                gain = expected_gain(found[sequence_id].probabilities, self.row_price) if sequence_id in found else 0.0
+                self._record(sequence_id, source).observe_gain(gain)
             return
         known.charge_trial(asked, num_read=num_read)
         for (sequence_id, number), depth in zip(asked.items(), depths, strict=True):
@@ -217,6 +228,7 @@ class DraftController:
         room: StepReservation,
         *,
         num_waiting: int = 0,
+        judged: Container[int] = (),
     ) -> dict[int, int]:
         """Decides how many of each draft's first tokens are verified.
 
@@ -225,6 +237,7 @@ class DraftController:
             limits: the maximum number of draft tokens that may be verified, by id of the step's sequences.
             room: what the scheduler leaves for drafts.
             num_waiting: number of prompts that wait for the step's processors, without those computed in the step.
+            judged: sequences that need no trials, because unverified drafts are judged by the committed tokens.
 
         Returns:
             Numbers of tokens by sequence id; sequences without any are absent.
@@ -244,25 +257,31 @@ class DraftController:
             num_waiting=self._num_waiting,
         )
         plain_seconds = step_seconds[0]
-        max_credit = MAX_PROBE_CREDIT * plain_seconds
         self._asked_seconds = 0.0
+        num_rows = offer.max_rows if self.verifies_all else None
         if self.cost.is_known:
             self._plain_seconds = plain_seconds
-        choice = offer.choose(num_rows=offer.max_rows if self.verifies_all else None)
+            self._budget.earn(offer.priced(plain_seconds))
+            for source in self._sources.values():
+                source.budget.earn(plain_seconds / (1.0 + offer.num_sequences / FEW_SEQUENCES))
+        elif not self.verifies_all:
+            num_rows = 0
+        choice = offer.choose(num_rows=num_rows)
+        if num_rows is None and choice.gain < MIN_GAIN * offer.num_sequences:
+            choice = offer.choose(num_rows=0)
         self.row_price = choice.row_price
         if not room.prompts:
             speedup = choice.expected_tokens / choice.expected_seconds * plain_seconds / offer.num_sequences
             self._speedup += (max(speedup, 1.0) - self._speedup) / SPEEDUP_STEPS
-        self._probe_credit = min(self._probe_credit + PROBE_SHARE * plain_seconds, max_credit)
-        for source in self._sources.values():
-            source.add_credit(PROBE_SHARE * plain_seconds, max_credit=max_credit)
-        num_rows = choice.num_rows
-        if not self.verifies_all:
+        counts = choice.num_rows
+        if self.cost.is_known and not self.verifies_all:
             if self._step % LEARN_STEPS == 0:
                 choice = self._with_other_rows(offer, choice, room.num_rows)
-            records = [self._record_of(key, drafts[key].tree) for key in offered]
-            num_rows = self._with_probes(offer, choice, records, max_credit=max_credit)
-        return {key: min(count, len(drafts[key].tree)) for key, count in zip(offered, num_rows, strict=True) if count}
+            untried = [(place, key) for place, key in enumerate(offered) if key not in judged]
+            tried = sorted((self._record_of(key, drafts[key].tree).last_step, place) for place, key in untried)
+            due = [place for step, place in tried if step <= self._step - PROBE_STEPS]
+            counts = offer.with_trials(choice, due, self._budget)
+        return {key: min(count, len(drafts[key].tree)) for key, count in zip(offered, counts, strict=True) if count}
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
         """Learns which tokens of a draft were accepted: those with the indices `accepted`, from the root on."""
@@ -294,15 +313,14 @@ class DraftController:
         for source in self._sources.values():
             source.records.pop(sequence_id, None)
 
-    def _ask_cheap(self, source: str, wanted: Mapping[int, int]) -> dict[int, int]:
-        """Asks for all sequences in which a draft of some grade could pay off. The grade is known only afterwards."""
-        min_probability = MIN_SHARE_TO_ASK * self.row_price
+    def _ask_cheap(self, source: str, wanted: Mapping[int, int], seconds: float) -> dict[int, int]:
+        """Asks for the sequences in which recent drafts gained more than their share of a call, of `seconds`, costs."""
+        min_gain = 0.0 if self.verifies_all else self._value_of_time(len(wanted)) * seconds / len(wanted)
         asked: dict[int, int] = {}
         for sequence_id, limit in wanted.items():
             if limit > 0:
                 record = self._record(sequence_id, source)
-                is_due = self.verifies_all or self._step - record.overall.last_step >= CHEAP_PROBE_STEPS
-                if is_due or record.best().chain[0] >= min_probability:
+                if record.gain >= min_gain or self._step - record.last_call >= CHEAP_PROBE_STEPS:
                     asked[sequence_id] = min(limit, self.num_speculative_tokens)
         return asked
 
@@ -311,25 +329,37 @@ class DraftController:
     ) -> dict[int, int]:
         """Chooses sequences by expected gain and expected duration, for a proposer whose calls are not cheap."""
         known = self._sources[source]
-        row_price = 0.0 if self.verifies_all else self.row_price
-        # Prompts that wait for the end of the step wait for its drafts as well, so they count like sequences.
-        self._token_rate = (
-            0.0 if self.verifies_all else self._speedup * (len(wanted) + self._num_waiting) / self._plain_seconds
-        )
+        row_price = self._token_rate = 0.0
+        keys = [key for key, limit in wanted.items() if limit > 0]
+        if not self.verifies_all:
+            if known.num_drafts < FIRST_DRAFTS:
+                keys = sorted(keys, key=lambda key: num_unread.get(key, 0))[:1]
+            if not known.num_drafts:
+                return dict.fromkeys(known.first_trial(keys), 1)
+            if not self._plain_seconds:
+                return {}
+            row_price = self.row_price
+            self._token_rate = self._value_of_time(len(wanted))
         candidates: list[Candidate] = []
-        for sequence_id, limit in wanted.items():
-            if limit > 0:
-                draft = drafts.get(sequence_id)
-                at_hand = () if draft is None else draft.probabilities[:limit]
-                chain = self._record(sequence_id, source).overall.chain[:limit]
-                missed = num_unread.get(sequence_id, 0)
-                gain = expected_gain(at_hand, row_price)
-                candidates.append(Candidate(sequence_id, chain, gain, missed, known.tree_bonus))
-        asked = choose_calls(candidates, known.cost, token_rate=self._token_rate, row_price=row_price)
+        for sequence_id in keys:
+            draft, limit = drafts.get(sequence_id), wanted[sequence_id]
+            at_hand = () if draft is None else draft.probabilities[:limit]
+            chain = self._record(sequence_id, source).overall.chain[:limit]
+            missed = num_unread.get(sequence_id, 0)
+            candidates.append(
+                Candidate(sequence_id, chain, expected_gain(at_hand, row_price), missed, known.tree_bonus)
+            )
+        asked = choose_calls(
+            candidates, known.cost, token_rate=self._token_rate, row_price=row_price, min_gain=MIN_GAIN * len(wanted)
+        )
         known.add_trial(
             asked, {each.sequence_id: each.num_unread for each in candidates}, before=self._step - PROBE_STEPS
         )
         return asked
+
+    def _value_of_time(self, num_sequences: int) -> float:
+        """Returns tokens per second of the batch. Prompts that wait for the end of the step count like sequences."""
+        return self._speedup * (num_sequences + self._num_waiting) / self._plain_seconds
 
     def _max_explored_rows(self, room: StepReservation) -> int:
         """Returns the maximum number of draft rows with which the step's duration can still be estimated."""
@@ -349,40 +379,12 @@ class DraftController:
                 continue
             other = offer.choose(num_rows=total - num_rows)
             won_tokens = other.expected_tokens - choice.expected_tokens
-            lost_seconds = (
-                offer.priced(other.expected_seconds - choice.expected_seconds) - won_tokens * choice.token_seconds
-            )
-            if lost_seconds < self._probe_credit:
-                self._probe_credit -= max(lost_seconds, 0.0)
+            more_seconds = other.expected_seconds - choice.expected_seconds
+            lost_seconds = offer.priced(more_seconds) - won_tokens * choice.token_seconds
+            if lost_seconds < min(self._budget.credit, MAX_LEARN_SHARE * self._plain_seconds):
+                self._budget.credit -= max(lost_seconds, 0.0)
                 return other
         return choice
-
-    def _with_probes(
-        self, offer: StepOffer, choice: RowChoice, records: Sequence[AcceptanceRecord], *, max_credit: float
-    ) -> Sequence[int]:
-        """Adds one token for each sequence that is due for a trial, as far as credit allows.
-
-        Sequences that have been without rows for longest come first.
-        """
-        due = [
-            (record.last_step, place)
-            for place, (count, record) in enumerate(zip(choice.num_rows, records, strict=True))
-            if not count and self._step - record.last_step >= PROBE_STEPS and offer.drafts[place]
-        ]
-        if not due:
-            return choice.num_rows
-        num_rows = list(choice.num_rows)
-        total = sum(num_rows)
-        for _, place in sorted(due):
-            if total == offer.max_rows:
-                break
-            price = offer.priced(offer.step_seconds[total + 1] - offer.step_seconds[total])
-            if price >= self._probe_credit < max_credit:
-                break  # full credit pays for any trial; negative credit is repaid before the next trial
-            self._probe_credit -= price
-            num_rows[place] = 1
-            total += 1
-        return num_rows
 
     def _record_of(self, sequence_id: int, draft: DraftTree) -> AcceptanceRecord:
         return self._record(sequence_id, draft.source).of(draft.grade)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from outrider.speculation.acceptance_record import Acceptance, AcceptanceRecord
 from outrider.speculation.ask_cost import CallCost
 from outrider.speculation.draft_tree import DraftTree
+from outrider.speculation.trial_budget import TrialBudget
 
 MIN_MARGINAL_GAIN = 0.05
 """Accepted tokens per step that a draft node's drafts must gain over all other drafts. The node's messages cost
@@ -28,12 +29,16 @@ trials, because drafts may be made on the target's own device.
 TREE_BONUS_RATE = 0.02
 """Weight of each new draft in the running mean of tree bonuses."""
 
-DEBT_FACTOR = 4.0
-DEBT_GROWTH = 0.001
-"""A trial may overdraw the credit for trials, i.e. leave a debt, up to a limit. Each step with full credit raises the
-limit by `DEBT_FACTOR` times the time that the step earned, plus `DEBT_GROWTH` times the limit. So a trial comes in
-bounded time even if it must read a long text.
-"""
+CALL_SHARE = 0.005
+"""Fraction of the time that trial calls to one proposer may take."""
+
+FIRST_DRAFTS = 4
+"""Number of first drafts of a proposer that are made for one sequence at a time, as their acceptance is unknown."""
+
+FIRST_GAIN = 0.25
+GAIN_RATE, MEAN_GAIN_RATE = 0.1, 0.01
+"""Assumed gain of a cheap proposer's draft, in tokens, and the weights of each new draft in the running means of a
+sequence and of the proposer."""
 
 NUM_CHECKED_DRAFTS = 64
 """Number of verified drafts after which a proposer is judged, once."""
@@ -73,9 +78,12 @@ class DraftSource:
         expected of a chain before the call. The difference comes from branches, and from the grade, which tells which
         tokens are worth their rows.
         """
-        self._num_found = 0  # number of drafts over which `tree_bonus` is the mean
-        self._credit = 0.0  # seconds left for trials; negative after a trial that took longer
-        self._max_debt = 0.0  # limit of the debt that the next trial may leave, in seconds
+        self.num_drafts = 0  # drafts asked for, whether or not any was found
+        self._num_priced = 0  # number of drafts over which `tree_bonus` is the mean
+        self.gain = FIRST_GAIN
+        """Running mean of `SourceRecord.gain` over all sequences, with which a new one begins."""
+        self.budget = TrialBudget(CALL_SHARE)
+        self.is_cheap = False  # whether the last calls were chosen by what calls to the proposer gained
         self._trial: int | None = None  # the sequence under trial; reading its text may take several calls
         self.marginal_gain = FIRST_MARGINAL_GAIN
         """Running mean of `SourceRecord.marginal_gain` over all sequences, with which a new one begins."""
@@ -83,15 +91,6 @@ class DraftSource:
         self.num_first_accepted = 0  # drafts whose first token was accepted
         self.records: dict[int, SourceRecord] = {}
         """Records by sequence."""
-
-    def is_trial(self, step: int, interval: int) -> bool:
-        """Returns whether a draft node is asked in this step for sequences to which it adds nothing.
-
-        It is asked in `TRIAL_STEPS` of `interval` steps. If it adds nothing to most sequences, it is asked in as many
-        of `RARE_TRIALS` * `interval` steps.
-        """
-        is_rare = self.marginal_gain < MIN_MARGINAL_GAIN
-        return step % (RARE_TRIALS * interval if is_rare else interval) < TRIAL_STEPS
 
     @property
     def best_acceptance(self) -> float:
@@ -115,20 +114,22 @@ class DraftSource:
             self.num_checked == NUM_CHECKED_DRAFTS and self.num_first_accepted < MIN_FIRST_ACCEPTED * NUM_CHECKED_DRAFTS
         )
 
-    def add_credit(self, seconds: float, *, max_credit: float) -> None:
-        """Adds time to the credit for trials, up to `max_credit`. At this limit, raises the limit of a trial's debt."""
-        self._credit += seconds
-        if self._credit >= max_credit:
-            self._credit = max_credit
-            self._max_debt += DEBT_FACTOR * seconds + DEBT_GROWTH * self._max_debt
-
     def observe_tree_bonus(self, *, expected: float, found: float) -> None:
         """Updates `tree_bonus` with one draft, from two estimates of its gain in tokens.
 
         `expected`: gain of a chain, estimated before the proposer was called; `found`: gain of the finished draft.
         """
-        self._num_found += 1
-        self.tree_bonus += max(TREE_BONUS_RATE, 1 / self._num_found) * (found - expected - self.tree_bonus)
+        self._num_priced += 1
+        self.tree_bonus += max(TREE_BONUS_RATE, 1 / self._num_priced) * (found - expected - self.tree_bonus)
+
+    def first_trial(self, keys: Sequence[int]) -> Sequence[int]:
+        """Returns the one sequence, the first of `keys`, for which the first call shows what a call costs.
+
+        If it takes several calls to read the text, they are all made for this sequence.
+        """
+        if self._trial not in keys:
+            self._trial = next(iter(keys), None)
+        return () if self._trial is None else (self._trial,)
 
     def add_trial(self, asked: dict[int, int], num_unread: Mapping[int, int], *, before: int) -> None:
         """Adds one token of one sequence to `asked` as a trial, if credit allows.
@@ -152,7 +153,8 @@ class DraftSource:
         """
         if self._trial is None:
             return
-        self._credit -= self.cost.seconds(1 if asked.keys() <= {self._trial} else 0, 1, num_read)
+        if self._num_priced:  # the first trial is free
+            self.budget.credit -= self.cost.seconds(1 if asked.keys() <= {self._trial} else 0, 1, num_read)
         if self._trial in asked:
             self._trial = None
 
@@ -163,20 +165,27 @@ class DraftSource:
             for key in num_unread.keys() - asked.keys()
             if records[key].last_call <= before
         }
-        paid = [key for key, each in seconds.items() if each <= self._credit]
+        paid = [key for key, each in seconds.items() if each <= self.budget.credit]
         if paid:
             return min(paid, key=lambda key: (records[key].last_call, key))
         cheapest = min(seconds, key=lambda key: (seconds[key], key), default=None)
-        if cheapest is None or seconds[cheapest] > self._credit + self._max_debt:
-            return None
-        self._max_debt = 0.0
-        return cheapest
+        return cheapest if cheapest is not None and self.budget.allows_debt(seconds[cheapest]) else None
 
 
 class SourceRecord:
     """The acceptance of a source's drafts in one sequence, by grade. Not thread-safe."""
 
-    __slots__ = ("_begun", "_by_grade", "_num_positions", "_priors", "_source", "last_call", "marginal_gain", "overall")
+    __slots__ = (
+        "_begun",
+        "_by_grade",
+        "_num_positions",
+        "_priors",
+        "_source",
+        "gain",
+        "last_call",
+        "marginal_gain",
+        "overall",
+    )
 
     def __init__(self, source: DraftSource, num_positions: int, *, step: int, adapter: str = MODEL_ITSELF) -> None:
         """`step`: the step that counts as the last one in which a draft was verified or asked for. `adapter`: the
@@ -190,6 +199,8 @@ class SourceRecord:
         self.overall = AcceptanceRecord(self._priors.overall, num_positions, step=step)
         """The record of drafts of all grades, used before a draft is made, when its grade is not known yet."""
         self.last_call = step
+        self.gain = source.gain
+        """Running mean of the gain of a cheap proposer's drafts, in tokens."""
         self.marginal_gain = source.marginal_gain
         """Running mean of the tokens that the source's drafts were expected to gain over the best other draft."""
 
@@ -224,10 +235,25 @@ class SourceRecord:
         self.marginal_gain += MARGINAL_GAIN_RATE * (tokens - self.marginal_gain)
         self._source.marginal_gain += SOURCE_GAIN_RATE * (tokens - self._source.marginal_gain)
 
+    def observe_gain(self, tokens: float) -> None:
+        """Learns what a call to a cheap proposer is expected to gain, minus the price of rows."""
+        self.gain += GAIN_RATE * (tokens - self.gain)
+        self._source.gain += MEAN_GAIN_RATE * (tokens - self._source.gain)
+
     @property
     def adds_nothing(self) -> bool:
         """Whether the source's drafts gain less than its messages cost."""
         return self.marginal_gain < MIN_MARGINAL_GAIN
+
+    def is_trial(self, step: int, interval: int) -> bool:
+        """Returns whether a draft node that adds nothing to the sequence is asked in this step.
+
+        It is asked in `TRIAL_STEPS` of `interval` steps of the sequence. If it adds nothing to most sequences, it is
+        asked in as many of `RARE_TRIALS` * `interval` steps.
+        """
+        is_rare = self._source.marginal_gain < MIN_MARGINAL_GAIN
+        num_steps = step - self._begun - interval  # since the first step of the sequence
+        return num_steps % (RARE_TRIALS * interval if is_rare else interval) < TRIAL_STEPS
 
     def best(self) -> AcceptanceRecord:
         """Returns the record of the grade with the highest acceptance."""

@@ -81,6 +81,14 @@ class SequenceStart:
         return self.takes_trees and not self.wants_distributions
 
 
+class FeatureOffer(NamedTuple):
+    """Features that the draft node may read from the decode node's cache, by a transfer that has nothing else."""
+
+    transfer_id: bytes
+    end_token: int  # the transfer's start and end; tokens before it have features
+    address: str  # host:port of the decode node's KV ingest
+
+
 class SequenceUpdate(NamedTuple):
     """The newest state of one sequence (decode node → draft node)."""
 
@@ -95,6 +103,7 @@ class SequenceUpdate(NamedTuple):
     feature_start: int = 0  # position of the first token in `features`; earlier features were acknowledged
     features: bytes = b""  # features of tokens [feature_start, length - 1), or fewer, in the hello's format
     min_reach: float = 0.0  # see ProposalRequest
+    feature_offer: FeatureOffer | None = None
 
 
 class StepNotice(NamedTuple):

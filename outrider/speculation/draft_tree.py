@@ -100,8 +100,6 @@ class DraftTree:
         """Returns the draft's first `num_tokens` tokens; all if it has fewer."""
         if len(self.token_ids) <= num_tokens:
             return self
-        if self.parents:
-            return self.subset(range(num_tokens))
         return DraftTree(
             self.length,
             self.prefix_hash,
@@ -109,7 +107,8 @@ class DraftTree:
             self.source,
             self.probability,
             self.distributions[:num_tokens],
-            grade=self.grade,
+            _unless_chain(self.parents[:num_tokens]),
+            self.grade,
         )
 
     def depth_first(self) -> DraftTree:
@@ -133,13 +132,15 @@ class DraftTree:
     def subset(self, indices: Sequence[int]) -> DraftTree:
         """Returns these tokens of a tree, in this order; tokens whose parents are not among them follow the root."""
         places = {index: place for place, index in enumerate(indices)}
-        parents = tuple(places.get(self.parents[index], ROOT) for index in indices)
-        is_chain = all(parent == place - 1 for place, parent in enumerate(parents))
-        return replace(
-            self,
-            token_ids=tuple(self.token_ids[index] for index in indices),
-            distributions=tuple(self.distributions[index] for index in indices) if self.distributions else (),
-            parents=() if is_chain else parents,
+        return DraftTree(
+            self.length,
+            self.prefix_hash,
+            tuple([self.token_ids[index] for index in indices]),
+            self.source,
+            self.probability,
+            tuple([self.distributions[index] for index in indices]) if self.distributions else (),
+            _unless_chain(tuple([places.get(self.parents[index], ROOT) for index in indices])),
+            self.grade,
         )
 
     def after(self, token_ids: Sequence[int]) -> DraftTree | None:
@@ -185,6 +186,11 @@ class RankedDraft(NamedTuple):
 
     tree: DraftTree  # with its tokens ordered by falling probability, parents before their children
     probabilities: Sequence[float]  # one for each token; for a drawn draft, one for each token that it could have had
+
+
+def _unless_chain(parents: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the parents, or none if each token follows the one before it."""
+    return () if parents == tuple(range(ROOT, len(parents) - 1)) else parents
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:

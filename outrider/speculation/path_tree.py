@@ -321,24 +321,24 @@ class PathTree:
         Returns ids and parents as in DraftTree, in the order of their probability.
         """
         acceptance = self.acceptance.mean
-        reached = 1.0  # probability that the text follows the path up to this place
-        on_path: list[tuple[float, int, int]] = []  # probability, place on the path, id
-        siblings: list[tuple[float, int, int]] = []
+        chances = [each.mean for each in self.runner_up_chances]
+        reached = -1.0  # negated probability that the text follows the path up to this place
+        # Negated probability, place on the path, rank, id. So tuples sort as tokens do: no token is likelier than its
+        # parent, which comes first if they are equally likely.
+        on_path: list[tuple[float, int, int, int]] = []
+        siblings: list[tuple[float, int, int, int]] = []
         for place, decided in enumerate(path.decided[start:end]):
-            token_id, *runners_up = decided.token_ids
-            on_path.append((reached * acceptance, place, token_id))
-            siblings += [
-                (reached * (1.0 - acceptance) * self.runner_up_chances[rank].mean, place, runner_up)
-                for rank, runner_up in enumerate(runners_up)
-            ]
+            missed = reached * (1.0 - acceptance)
             reached *= acceptance
+            for rank, token_id in enumerate(decided.token_ids):
+                probability = missed * chances[rank - 1] if rank else reached
+                (siblings if rank else on_path).append((probability, place, rank, token_id))
         if not siblings:
-            return tuple(path.token_ids[start:end]), ()
-        siblings = sorted(siblings, key=lambda each: -each[0])[:MAX_SIBLINGS]
-        # No token is likelier than its parent. If they are equally likely, the parent comes first.
-        tokens = sorted([*on_path, *siblings], key=lambda each: (-each[0], each[1]))
-        indices = {place: tokens.index(token) for place, token in enumerate(on_path)}
-        return tuple(token_id for *_, token_id in tokens), tuple(indices.get(place - 1, ROOT) for _, place, _ in tokens)
+            return tuple([token_id for *_, token_id in on_path]), ()
+        tokens = sorted(on_path + sorted(siblings)[:MAX_SIBLINGS])
+        indices = {place: index for index, (_, place, rank, _) in enumerate(tokens) if not rank}
+        parents = tuple([indices.get(place - 1, ROOT) for _, place, _, _ in tokens])
+        return tuple([token_id for *_, token_id in tokens]), parents
 
     # --- inside ---------------------------------------------------------------------------
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import truediv
 
+from outrider.speculation.trial_budget import TrialBudget
+
 
 @dataclass(frozen=True, slots=True)
 class RowChoice:
@@ -17,6 +19,7 @@ class RowChoice:
     expected_seconds: float  # the step's duration
     token_seconds: float  # seconds per committed token with the number of rows that has the highest rate
     row_price: float  # lowest probability at which a draft token would have been worth a row
+    gain: float  # tokens that the drafts are expected to gain over a step without drafts, minus the price of their time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,4 +87,25 @@ class StepOffer:
         while best + ahead < len(step_seconds):
             prices.append(time_price * (step_seconds[best + ahead] - step_seconds[best]) / ahead)
             ahead *= 2
-        return RowChoice(counts, gained[best], step_seconds[best], 1.0 / best_rate, min(prices, default=1.0))
+        gain = gained[best] - gained[0] - time_price * (step_seconds[best] - step_seconds[0])
+        return RowChoice(counts, gained[best], step_seconds[best], 1.0 / best_rate, min(prices, default=1.0), gain)
+
+    def with_trials(self, choice: RowChoice, due: Sequence[int], budget: TrialBudget) -> Sequence[int]:
+        """Adds one token to drafts without rows, as a trial, as far as the budget allows.
+
+        `due`: places of the drafts that may be tried, the first ones first.
+        """
+        num_rows = list(choice.num_rows)
+        total = sum(num_rows)
+        for place in due:
+            if num_rows[place] or not self.drafts[place]:
+                continue
+            if total == self.max_rows:
+                break
+            price = self.priced(self.step_seconds[total + 1] - self.step_seconds[total])
+            if price > budget.credit and not budget.allows_debt(price):
+                break
+            budget.credit -= price
+            num_rows[place] = 1
+            total += 1
+        return num_rows

@@ -34,6 +34,9 @@ MAX_OUTLIERS = 3
 FORGETTING = 0.99
 """Factor by which each new step reduces the weight of older ones."""
 
+MAX_SCALE = 1e6
+"""Weight of a step, relative to the first one, at which the weights of all steps are divided by it."""
+
 MIN_SHARE = 1e-3
 """Lower bound of expected durations, as a fraction of the mean duration of steps."""
 
@@ -75,10 +78,13 @@ class StepCostModel:
         self._weight = 0.0
         self._mean_rows = 0.0
         self._mean_seconds = 0.0
+        # Sums over all steps. Instead of shrinking them, each step weighs more than the one before it: `_scale`.
+        self._scale = 1.0
         self._squares = np.zeros((size, size))
         self._products = np.zeros(size)
         self._assumptions = _assumptions(self._knots)
-        self._found: Seconds | None = None  # the last fit
+        self._found: list[float] | None = None  # the last fit
+        self._curves: dict[tuple[int, int, int], list[float]] = {}  # results of `seconds` since the last fit
         self._num_unfitted = 0  # steps since the last fit
         self._num_outliers = 0  # consecutive outliers
 
@@ -106,14 +112,18 @@ class StepCostModel:
         self._weight = FORGETTING * self._weight + 1.0
         self._mean_rows += (self._padded(num_rows) - self._mean_rows) / self._weight
         self._mean_seconds += (step_seconds - self._mean_seconds) / self._weight
-        self._squares *= FORGETTING
-        self._products *= FORGETTING
+        self._scale /= FORGETTING
+        if self._scale > MAX_SCALE:
+            self._squares /= self._scale
+            self._products /= self._scale
+            self._scale = 1.0
         inputs = [(place, 1.0 - share), (place + 1, share), (len(self._knots), float(num_sequences))]
         inputs += [(len(self._knots) + 1, 1.0)] if is_ahead else []
         for row, one in inputs:
-            self._products[row] += one * step_seconds
+            weight = self._scale * one
+            self._products[row] += weight * step_seconds
             for column, other in inputs:
-                self._squares[row, column] += one * other
+                self._squares[row, column] += weight * other
         self._num_unfitted += 1
         if is_surprise or self._weight < FIT_STEPS or self._num_unfitted >= FIT_STEPS:
             self._found = None
@@ -124,15 +134,17 @@ class StepCostModel:
 
         There are num_more + 1 values, positive and never falling. Before any step is observed, their unit is arbitrary.
         """
-        rows = np.arange(num_rows, num_rows + num_more + 1, dtype=np.float64)
-        if self._buckets:
-            rows = np.array([self._padded(row) for row in rows])
-        if not self.is_known:
-            return [row + PRIOR_BASE_ROWS for row in rows]
-        found = self._fitted()
-        seconds = np.interp(rows, self._knots, found[:-2]) + found[-2] * num_sequences
-        rising: list[float] = np.maximum.accumulate(np.maximum(seconds, MIN_SHARE * self._mean_seconds)).tolist()
-        return rising
+        found, asked = self._fitted() if self.is_known else [], (num_sequences, num_rows, num_more)
+        if asked not in self._curves:
+            rows: Sequence[float] = range(num_rows, num_rows + num_more + 1)
+            if self._buckets:
+                rows = [self._padded(row) for row in rows]
+            if not found:
+                return [row + PRIOR_BASE_ROWS for row in rows]
+            seconds = np.interp(rows, self._knots, found[:-2]) + found[-2] * num_sequences
+            rising = np.maximum.accumulate(np.maximum(seconds, MIN_SHARE * self._mean_seconds))
+            self._curves[asked] = rising.tolist()
+        return self._curves[asked]
 
     def pays_to_wait(self, num_tokens: float, num_sequences: int) -> bool:
         """Returns whether accepted draft tokens are worth more than the time that a launch ahead saves.
@@ -141,47 +153,52 @@ class StepCostModel:
         """
         if not self.is_known:
             return num_tokens > 0.0
-        saved_seconds = -float(self._fitted()[-1])
+        saved_seconds = -self._fitted()[-1]
         return num_tokens * self.seconds(num_sequences, num_sequences)[0] > saved_seconds * num_sequences
 
     def is_known_at(self, num_rows: int) -> bool:
         """Returns whether the duration of steps of about this many rows is known from recent steps."""
         place, share = self._place(num_rows)
-        return bool(self._squares[place + round(share), place + round(share)] >= MIN_EVIDENCE)
+        return self._evidence(place + round(share)) >= MIN_EVIDENCE
 
     def max_explored_rows(self) -> int | None:
         """Returns the most rows to try in a step: one knot beyond the largest seen recently; None before any step.
 
         The duration of larger steps is unknown, because a line that is assumed to continue straight shows no cliff.
         """
-        seen = np.flatnonzero(self._squares.diagonal()[:-2] >= SEEN_EVIDENCE)
-        if not len(seen):
-            return None
-        return int(self._knots[min(int(seen[-1]) + 1, len(self._knots) - 1)])
+        last = len(self._knots) - 1
+        for place in range(last, -1, -1):
+            if self._evidence(place) >= SEEN_EVIDENCE:
+                return self._knots[min(place + 1, last)]
+        return None
 
     def unknown_near(self, num_rows: int) -> tuple[int | None, int | None]:
         """Returns the next smaller and the next larger knot, or None in place of one whose duration is known."""
         place, share = self._place(num_rows)
-        weights = self._squares.diagonal()
         above = place + 1 + (share >= 1.0)
-        is_above_unknown = above < len(self._knots) and weights[above] < MIN_EVIDENCE
+        is_above_unknown = above < len(self._knots) and self._evidence(above) < MIN_EVIDENCE
         below = place - (share <= 0.0)
-        is_below_unknown = below >= 0 and weights[below] < MIN_EVIDENCE
+        is_below_unknown = below >= 0 and self._evidence(below) < MIN_EVIDENCE
         return (
-            int(self._knots[below]) if is_below_unknown else None,
-            int(self._knots[above]) if is_above_unknown else None,
+            self._knots[below] if is_below_unknown else None,
+            self._knots[above] if is_above_unknown else None,
         )
+
+    def _evidence(self, place: int) -> float:
+        """Returns how many steps of about as many rows as the knot were observed, with older ones discounted."""
+        return float(self._squares[place, place]) / self._scale
 
     def _expected(self, num_sequences: int, place: int, share: float, *, is_ahead: bool) -> float:
         """Returns the expected duration of a step whose number of rows lies between a knot and the next one."""
         found = self._fitted()
         seconds = found[place] + share * (found[place + 1] - found[place]) + found[-2] * num_sequences
         seconds += found[-1] if is_ahead else 0.0
-        return max(float(seconds), MIN_SHARE * self._mean_seconds)
+        return max(seconds, MIN_SHARE * self._mean_seconds)
 
-    def _fitted(self) -> Seconds:
+    def _fitted(self) -> list[float]:
         if self._found is None:
-            self._found = self._solve()
+            self._found = self._solve().tolist()
+            self._curves.clear()
             self._num_unfitted = 0
         return self._found
 
@@ -190,8 +207,8 @@ class StepCostModel:
         a step that is launched ahead.
         """
         scale = self._mean_seconds  # the equations are solved in units of the mean duration
-        squares = self._squares + self._assumptions
-        products = self._products / scale
+        squares = self._squares / self._scale + self._assumptions
+        products = self._products / (scale * self._scale)
         # Between the two knots around the mean number of rows, the prior's slope is assumed as well.
         place, _ = self._place(self._mean_rows)
         width = self._knots[place + 1] - self._knots[place]

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import node_pb2 as outrider_dot_v1_dot_node__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x16outrider/v1/node.proto\"\xaa\x01\n\x0b\x44raftUpdate\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x17.outrider.v1.DraftHello\x12.\n\tsequences\x18\x02 \x03(\x0b\x32\x1b.outrider.v1.SequenceUpdate\x12\x19\n\x11step_microseconds\x18\x03 \x01(\r\x12(\n\x07notices\x18\x04 \x03(\x0b\x32\x17.outrider.v1.StepNotice\"D\n\nStepNotice\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\xe3\x01\n\nDraftHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x1e\n\x16vocabulary_fingerprint\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x1f\n\x17oldest_protocol_version\x18\x07 \x01(\r\x12,\n\x08\x66\x65\x61tures\x18\x08 \x01(\x0b\x32\x1a.outrider.v1.FeatureFormat\"\x84\x02\n\x0eSequenceUpdate\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12)\n\x05start\x18\x02 \x01(\x0b\x32\x1a.outrider.v1.SequenceStart\x12\x14\n\x0cstart_length\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0e\n\x06length\x18\x05 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x06 \x01(\x06\x12\x12\n\nnum_wanted\x18\x07 \x01(\r\x12\x0e\n\x06\x63losed\x18\t \x01(\x08\x12\x15\n\rfeature_start\x18\n \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x0b \x01(\x0c\x12\x11\n\tmin_reach\x18\x0c \x01(\x02J\x04\x08\x08\x10\t\"\xa6\x01\n\rSequenceStart\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12,\n\x07options\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.RequestOptions\x12\x15\n\rprompt_length\x18\x04 \x01(\r\x12\x13\n\x0btakes_trees\x18\x08 \x01(\x08\x12\x13\n\x0btraceparent\x18\t \x01(\tJ\x04\x08\x01\x10\x02J\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\"i\n\x0e\x44raftProposals\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x15.outrider.v1.NodeInfo\x12\x31\n\tsequences\x18\x02 \x03(\x0b\x32\x1e.outrider.v1.SequenceProposals\"\xb3\x01\n\x11SequenceProposals\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x14\n\x0c\x61\x63ked_length\x18\x02 \x01(\r\x12\x16\n\x0e\x61\x63ked_features\x18\x07 \x01(\r\x12%\n\x08\x62ranches\x18\x03 \x03(\x0b\x32\x13.outrider.v1.Branch\x12(\n\x06status\x18\x05 \x01(\x0e\x32\x18.outrider.v1.DraftStatusJ\x04\x08\x04\x10\x05J\x04\x08\x06\x10\x07\"\xb2\x01\n\x06\x42ranch\x12\x0e\n\x06length\x18\x01 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x02 \x01(\x06\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x0bprobability\x18\x05 \x01(\x02\x12\x35\n\rdistributions\x18\x06 \x03(\x0b\x32\x1e.outrider.v1.TokenDistribution\x12\x0f\n\x07parents\x18\x07 \x03(\r\x12\r\n\x05grade\x18\x08 \x01(\rJ\x04\x08\x04\x10\x05\"=\n\x11TokenDistribution\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rprobabilities\x18\x02 \x03(\x02*\xd1\x01\n\x0b\x44raftStatus\x12\x1c\n\x18\x44RAFT_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44RAFT_STATUS_PROPOSED\x10\x01\x12\x1c\n\x18\x44RAFT_STATUS_CATCHING_UP\x10\x02\x12\x18\n\x14\x44RAFT_STATUS_NO_ROOM\x10\x03\x12\x18\n\x14\x44RAFT_STATUS_NOTHING\x10\x04\x12\x1f\n\x1b\x44RAFT_STATUS_UNKNOWN_PREFIX\x10\x05\x12\x16\n\x12\x44RAFT_STATUS_AHEAD\x10\x06\x32R\n\x0c\x44raftService\x12\x42\n\x05\x44raft\x12\x18.outrider.v1.DraftUpdate\x1a\x1b.outrider.v1.DraftProposals(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x16outrider/v1/node.proto\"\xaa\x01\n\x0b\x44raftUpdate\x12&\n\x05hello\x18\x01 \x01(\x0b\x32\x17.outrider.v1.DraftHello\x12.\n\tsequences\x18\x02 \x03(\x0b\x32\x1b.outrider.v1.SequenceUpdate\x12\x19\n\x11step_microseconds\x18\x03 \x01(\r\x12(\n\x07notices\x18\x04 \x03(\x0b\x32\x17.outrider.v1.StepNotice\"D\n\nStepNotice\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\xe3\x01\n\nDraftHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x1e\n\x16vocabulary_fingerprint\x18\x05 \x01(\t\x12\x15\n\rmax_model_len\x18\x06 \x01(\r\x12\x1f\n\x17oldest_protocol_version\x18\x07 \x01(\r\x12,\n\x08\x66\x65\x61tures\x18\x08 \x01(\x0b\x32\x1a.outrider.v1.FeatureFormat\"\xb6\x02\n\x0eSequenceUpdate\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12)\n\x05start\x18\x02 \x01(\x0b\x32\x1a.outrider.v1.SequenceStart\x12\x14\n\x0cstart_length\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0e\n\x06length\x18\x05 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x06 \x01(\x06\x12\x12\n\nnum_wanted\x18\x07 \x01(\r\x12\x0e\n\x06\x63losed\x18\t \x01(\x08\x12\x15\n\rfeature_start\x18\n \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x0b \x01(\x0c\x12\x11\n\tmin_reach\x18\x0c \x01(\x02\x12\x30\n\rfeature_offer\x18\x0f \x01(\x0b\x32\x19.outrider.v1.FeatureOfferJ\x04\x08\x08\x10\t\"G\n\x0c\x46\x65\x61tureOffer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\x0c\x12\x11\n\tend_token\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xa6\x01\n\rSequenceStart\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12,\n\x07options\x18\x03 \x01(\x0b\x32\x1b.outrider.v1.RequestOptions\x12\x15\n\rprompt_length\x18\x04 \x01(\r\x12\x13\n\x0btakes_trees\x18\x08 \x01(\x08\x12\x13\n\x0btraceparent\x18\t \x01(\tJ\x04\x08\x01\x10\x02J\x04\x08\x05\x10\x06J\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\"i\n\x0e\x44raftProposals\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x15.outrider.v1.NodeInfo\x12\x31\n\tsequences\x18\x02 \x03(\x0b\x32\x1e.outrider.v1.SequenceProposals\"\xb3\x01\n\x11SequenceProposals\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x14\n\x0c\x61\x63ked_length\x18\x02 \x01(\r\x12\x16\n\x0e\x61\x63ked_features\x18\x07 \x01(\r\x12%\n\x08\x62ranches\x18\x03 \x03(\x0b\x32\x13.outrider.v1.Branch\x12(\n\x06status\x18\x05 \x01(\x0e\x32\x18.outrider.v1.DraftStatusJ\x04\x08\x04\x10\x05J\x04\x08\x06\x10\x07\"\xb2\x01\n\x06\x42ranch\x12\x0e\n\x06length\x18\x01 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x02 \x01(\x06\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x0bprobability\x18\x05 \x01(\x02\x12\x35\n\rdistributions\x18\x06 \x03(\x0b\x32\x1e.outrider.v1.TokenDistribution\x12\x0f\n\x07parents\x18\x07 \x03(\r\x12\r\n\x05grade\x18\x08 \x01(\rJ\x04\x08\x04\x10\x05\"=\n\x11TokenDistribution\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rprobabilities\x18\x02 \x03(\x02*\xd1\x01\n\x0b\x44raftStatus\x12\x1c\n\x18\x44RAFT_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15\x44RAFT_STATUS_PROPOSED\x10\x01\x12\x1c\n\x18\x44RAFT_STATUS_CATCHING_UP\x10\x02\x12\x18\n\x14\x44RAFT_STATUS_NO_ROOM\x10\x03\x12\x18\n\x14\x44RAFT_STATUS_NOTHING\x10\x04\x12\x1f\n\x1b\x44RAFT_STATUS_UNKNOWN_PREFIX\x10\x05\x12\x16\n\x12\x44RAFT_STATUS_AHEAD\x10\x06\x32R\n\x0c\x44raftService\x12\x42\n\x05\x44raft\x12\x18.outrider.v1.DraftUpdate\x1a\x1b.outrider.v1.DraftProposals(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.draft_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DRAFTSTATUS']._serialized_start=1503
-  _globals['_DRAFTSTATUS']._serialized_end=1712
+  _globals['_DRAFTSTATUS']._serialized_start=1626
+  _globals['_DRAFTSTATUS']._serialized_end=1835
   _globals['_DRAFTUPDATE']._serialized_start=65
   _globals['_DRAFTUPDATE']._serialized_end=235
   _globals['_STEPNOTICE']._serialized_start=237
@@ -41,17 +41,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTHELLO']._serialized_start=308
   _globals['_DRAFTHELLO']._serialized_end=535
   _globals['_SEQUENCEUPDATE']._serialized_start=538
-  _globals['_SEQUENCEUPDATE']._serialized_end=798
-  _globals['_SEQUENCESTART']._serialized_start=801
-  _globals['_SEQUENCESTART']._serialized_end=967
-  _globals['_DRAFTPROPOSALS']._serialized_start=969
-  _globals['_DRAFTPROPOSALS']._serialized_end=1074
-  _globals['_SEQUENCEPROPOSALS']._serialized_start=1077
-  _globals['_SEQUENCEPROPOSALS']._serialized_end=1256
-  _globals['_BRANCH']._serialized_start=1259
-  _globals['_BRANCH']._serialized_end=1437
-  _globals['_TOKENDISTRIBUTION']._serialized_start=1439
-  _globals['_TOKENDISTRIBUTION']._serialized_end=1500
-  _globals['_DRAFTSERVICE']._serialized_start=1714
-  _globals['_DRAFTSERVICE']._serialized_end=1796
+  _globals['_SEQUENCEUPDATE']._serialized_end=848
+  _globals['_FEATUREOFFER']._serialized_start=850
+  _globals['_FEATUREOFFER']._serialized_end=921
+  _globals['_SEQUENCESTART']._serialized_start=924
+  _globals['_SEQUENCESTART']._serialized_end=1090
+  _globals['_DRAFTPROPOSALS']._serialized_start=1092
+  _globals['_DRAFTPROPOSALS']._serialized_end=1197
+  _globals['_SEQUENCEPROPOSALS']._serialized_start=1200
+  _globals['_SEQUENCEPROPOSALS']._serialized_end=1379
+  _globals['_BRANCH']._serialized_start=1382
+  _globals['_BRANCH']._serialized_end=1560
+  _globals['_TOKENDISTRIBUTION']._serialized_start=1562
+  _globals['_TOKENDISTRIBUTION']._serialized_end=1623
+  _globals['_DRAFTSERVICE']._serialized_start=1837
+  _globals['_DRAFTSERVICE']._serialized_end=1919
 # @@protoc_insertion_point(module_scope)

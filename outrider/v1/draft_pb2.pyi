@@ -68,7 +68,7 @@ class DraftHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., vocabulary_fingerprint: _Optional[str] = ..., max_model_len: _Optional[int] = ..., oldest_protocol_version: _Optional[int] = ..., features: _Optional[_Union[_node_pb2.FeatureFormat, _Mapping]] = ...) -> None: ...
 
 class SequenceUpdate(_message.Message):
-    __slots__ = ("sequence_id", "start", "start_length", "token_ids", "length", "prefix_hash", "num_wanted", "closed", "feature_start", "features", "min_reach")
+    __slots__ = ("sequence_id", "start", "start_length", "token_ids", "length", "prefix_hash", "num_wanted", "closed", "feature_start", "features", "min_reach", "feature_offer")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     START_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class SequenceUpdate(_message.Message):
     FEATURE_START_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     MIN_REACH_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_OFFER_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     start: SequenceStart
     start_length: int
@@ -91,7 +92,18 @@ class SequenceUpdate(_message.Message):
     feature_start: int
     features: bytes
     min_reach: float
-    def __init__(self, sequence_id: _Optional[int] = ..., start: _Optional[_Union[SequenceStart, _Mapping]] = ..., start_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., num_wanted: _Optional[int] = ..., closed: bool = ..., feature_start: _Optional[int] = ..., features: _Optional[bytes] = ..., min_reach: _Optional[float] = ...) -> None: ...
+    feature_offer: FeatureOffer
+    def __init__(self, sequence_id: _Optional[int] = ..., start: _Optional[_Union[SequenceStart, _Mapping]] = ..., start_length: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., length: _Optional[int] = ..., prefix_hash: _Optional[int] = ..., num_wanted: _Optional[int] = ..., closed: bool = ..., feature_start: _Optional[int] = ..., features: _Optional[bytes] = ..., min_reach: _Optional[float] = ..., feature_offer: _Optional[_Union[FeatureOffer, _Mapping]] = ...) -> None: ...
+
+class FeatureOffer(_message.Message):
+    __slots__ = ("transfer_id", "end_token", "address")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    END_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: bytes
+    end_token: int
+    address: str
+    def __init__(self, transfer_id: _Optional[bytes] = ..., end_token: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class SequenceStart(_message.Message):
     __slots__ = ("sample", "options", "prompt_length", "takes_trees", "traceparent")

@@ -8,6 +8,7 @@ from outrider.speculation.draft_stream import (
     MAX_BRANCHES_PER_SEQUENCE,
     DraftHello,
     DraftStatus,
+    FeatureOffer,
     SequenceProposals,
     SequenceStart,
     SequenceUpdate,
@@ -30,6 +31,9 @@ node detects branches that are too long.
 
 MAX_GRADE = 16
 """The highest grade. Acceptance is tracked per grade, so a peer must not be able to create further grades."""
+
+TRANSFER_ID_BYTES = 16
+"""Length of a transfer's id. An offer with another one is ignored."""
 
 MAX_STEP_MICROSECONDS = 10_000_000
 """Maximum duration of a step, and of a draft node's look-ahead, in microseconds."""
@@ -76,6 +80,8 @@ def updates_to_proto(
             features=update.features,
             min_reach=update.min_reach,
         )
+        if update.feature_offer is not None:
+            added.feature_offer.CopyFrom(draft_pb2.FeatureOffer(**update.feature_offer._asdict()))
         if update.start is not None:
             added.start.CopyFrom(_START.to_proto(update.start))
     return message
@@ -86,6 +92,8 @@ def notice_from_proto(proto: draft_pb2.StepNotice) -> StepNotice:
 
 
 def update_from_proto(proto: draft_pb2.SequenceUpdate) -> SequenceUpdate:
+    offer = proto.feature_offer
+    is_offered = len(offer.transfer_id) == TRANSFER_ID_BYTES
     return SequenceUpdate(
         sequence_id=proto.sequence_id,
         start=_START.from_proto(proto.start) if proto.HasField("start") else None,
@@ -98,6 +106,7 @@ def update_from_proto(proto: draft_pb2.SequenceUpdate) -> SequenceUpdate:
         feature_start=proto.feature_start,
         features=proto.features,
         min_reach=proto.min_reach,
+        feature_offer=FeatureOffer(offer.transfer_id, offer.end_token, offer.address) if is_offered else None,
     )
 
 

@@ -27,10 +27,10 @@ from outrider.cli.main import main
 from outrider.cluster.child import ChildState
 from outrider.cluster.cluster import Cluster
 from outrider.cluster.config import ClusterConfig, Supervision
-from outrider.cluster.gateway import GatewayPorts, gateway_arguments, served_model
+from outrider.cluster.gateway import GatewayPorts, choose_ports, gateway_arguments, served_model
 from outrider.cluster.plan import GATEWAY, Launch
 from outrider.errors import ConfigError
-from outrider.service.config import GatewayConfig, TelemetryConfig
+from outrider.service.config import GatewayConfig, ServerConfig, TelemetryConfig
 from tests.support.cluster_nodes import wait_for_node
 from tests.support.tiny_model import CHAT_TEMPLATE, tiny_tokenizer
 from tests.support.traces import CALLER_ID, TRACE_ID, TRACEPARENT, Collector
@@ -238,6 +238,15 @@ def test_a_file_without_a_key_is_refused(tmp_path):
             config.key_file.write_text(content)
         with pytest.raises(ConfigError, match=reason):
             gateway_arguments(config, TelemetryConfig(), ports, 6.0)
+
+
+def test_no_other_process_gets_a_chosen_port_before_the_gateway_listens_on_it():
+    ports = choose_ports(ServerConfig(host="127.0.0.1", port=0))
+    for port in (ports.port, ports.metrics_port):
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)):  # sets SO_REUSEADDR, as smg does
+            socket.create_connection(("127.0.0.1", port), WAIT_SECONDS).close()
 
 
 SUPERVISOR = """

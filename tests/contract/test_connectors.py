@@ -272,17 +272,36 @@ def held_regions(start, end):
 def test_what_the_receiver_holds_can_be_read_before_the_rest_is_sent(link):
     spec, sink, sender = link.begin(start=40, end=60)
     copy = RecordingSink()
-    sender.read(held_regions(7, 40), copy)
+    sender.read(held_regions(7, 40), copy.write)
     assert copy.cells == link.peers.expected_cells(SimpleNamespace(start_token=7, end_token=40))
     put_all(sender, frames_of(spec))
     assert sender.commit().state is CommitState.COMMITTED
     assert sink.cells == link.peers.expected_cells(spec)
 
 
+def test_a_transfer_without_tokens_is_for_reading(link):
+    spec, _, sender = link.begin(start=16, end=16)
+    taken = RecordingSink()
+    sender.read(held_regions(0, 16), taken.write)
+    assert sender.commit().state is CommitState.COMMITTED
+    whole = replace(spec, start_token=0)
+    assert taken.cells == link.peers.expected_cells(whole)
+
+
+def test_what_is_no_longer_held_cannot_be_read(link):
+    sink = RecordingSink()
+    sink.are_held = lambda: False
+    spec, _, sender = link.begin(start=16, end=48, sink=sink)
+    with pytest.raises(AbortedError, match=r"hold|held"):
+        sender.read(held_regions(0, 16), RecordingSink().write)
+    put_all(sender, frames_of(spec))
+    assert sender.commit().state is CommitState.COMMITTED
+
+
 def test_what_is_not_held_cannot_be_read_and_the_transfer_goes_on(link):
     for regions in (held_regions(0, 17), held_regions(16, 17), held_regions(0, 16) * 2):
         spec, _, sender = link.begin(start=16, end=48)
         with pytest.raises(AbortedError, match=r"hold|held"):
-            sender.read(regions, RecordingSink())
+            sender.read(regions, RecordingSink().write)
         put_all(sender, frames_of(spec))
         assert sender.commit().state is CommitState.COMMITTED

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from outrider.engine.cpu_kernels import decoder
 from outrider.heads.checkpoint import Target
 from outrider.heads.open import open_head
 from outrider.request import SamplingParams, VerificationMethod
@@ -53,7 +55,7 @@ class TokenByToken(HeadForward):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(steps, "draft", logits_only, raising=False)
-            HeadForward._draft(self, steps, [replace(row, max_tokens=1, wants_distribution=True) for row in rows])
+            HeadForward._draft(self, steps, [row._replace(max_tokens=1, wants_distribution=True) for row in rows])
         ((drafts, logits),) = made
         params = [row.sampling.params for row in deciding]
         temperatures = np.array([[1.0 if each.is_greedy else each.temperature] for each in params], dtype=np.float32)
@@ -158,7 +160,7 @@ def test_all_kinds_in_one_batch_are_drafted_like_each_alone(pair):
     requests = [request_of([key, *PROMPT], 5, key=key, params=each) for key, each in enumerate(PARAMS)]
     found, _ = drafts_of(pair[1], *requests)
     for request, each in zip(requests, found, strict=True):
-        (alone,), _ = drafts_of(pair[1], replace(request, sequence_id=100 + request.sequence_id))
+        (alone,), _ = drafts_of(pair[1], request._replace(sequence_id=100 + request.sequence_id))
         assert alone.tree.token_ids == each.tree.token_ids
 
 
@@ -192,6 +194,34 @@ def test_the_loop_ends_with_the_draft(pair):
     drafts_of(pair[1], request_of(PROMPT, 6, stops=(token_ids[1],)))
     num_until_stop = 1 + token_ids.index(token_ids[1])
     assert [len(drafts[0].token_ids) for drafts, _ in made] == [6, 1, num_until_stop]
+
+
+def test_only_a_short_draft_keeps_the_interpreters_lock(pair, monkeypatch):
+    step = pair[1]._forward.steps._step
+    monkeypatch.setattr(step, "_functions", None)
+    (short,), _ = drafts_of(pair[1], request_of(PROMPT, 6))
+    monkeypatch.undo()
+    monkeypatch.setattr(step, "_short_functions", None)
+    monkeypatch.setattr(decoder, "_SHORT_DRAFT", 0)
+    pair[1].forget(1)
+    (long,), _ = drafts_of(pair[1], request_of(PROMPT, 6))
+    assert long == short
+
+
+def test_the_loop_knows_how_likely_a_begun_path_is(pair):
+    """A path that goes on in another call ends where it would in one call, and no token is decided in vain."""
+    drafts_of(pair[1], request_of(PROMPT, 6, stops=()))
+    decided = pair[1]._trees[1].main.decided
+    reach = math.prod(each.confidence for each in decided[:4]) * 1.01
+    pair[1].forget(1)
+    drafts_of(pair[1], request_of(PROMPT, 2, stops=()))
+    steps, made = pair[1]._forward.steps, []
+    draft = steps.draft
+    steps.draft = lambda *args, **options: made.append(draft(*args, **options)) or made[-1]
+    drafts_of(pair[1], request_of(PROMPT, 6, stops=(), min_reach=reach))
+    num_tokens = next(num for num in range(1, 7) if math.prod(each.confidence for each in decided[:num]) < reach)
+    assert len(pair[1]._trees[1].main) == num_tokens > 2
+    assert len(made[0][0][0].token_ids) == num_tokens - 2
 
 
 @pytest.mark.parametrize("num_sequences", [1, 3])

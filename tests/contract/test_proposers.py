@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ class FedProposer:
         return getattr(self._proposer, name)
 
     def propose(self, requests):
-        return self._proposer.propose([replace(each, features=self._features_of(each)) for each in requests])
+        return self._proposer.propose([each._replace(features=self._features_of(each)) for each in requests])
 
     def _features_of(self, request):
         return KnownFeatures(self._by_id[np.asarray(request.token_ids[:-1], dtype=np.int64)])

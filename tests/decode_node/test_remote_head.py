@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 import outrider.heads.open
 from draft_node.config import DraftNodeConfig
 from draft_node.node import DraftNode
+from outrider.drafting import drafted_sequence
 from outrider.model_hub.config import ModelConfig
 from outrider.speculation.proposers.factory import ProposerSettings, make_proposer
 from outrider.speculation.step_cost import StepCostModel
@@ -134,6 +135,20 @@ def test_a_draft_node_with_a_head_drafts_and_tokens_are_those_without(make_clust
     assert cluster.node.num_accepted == cluster.node.num_drafted > 20
     (head,) = EchoHead.opened
     assert len({place for place, *_ in head.fed}) > len(PROMPT) + 40
+    assert_fed_rightly([*PROMPT, *expected])
+    cluster.node.assert_nothing_is_held()
+
+
+def test_a_draft_node_reads_the_features_of_a_prompt_that_no_update_has_room_for(make_cluster, expected, monkeypatch):
+    cluster = make_cluster()
+    limit = (len(PROMPT) - 2) * cluster.client._book._features.bytes_per_token
+    monkeypatch.setattr(drafted_sequence, "MAX_FEATURE_BYTES_PER_UPDATE", limit)
+    inbox, opened = cluster.node.parts.ingest.inbox, []
+    monkeypatch.setattr(inbox, "read", lambda *part, read=inbox.read: opened.append(part) or read(*part))
+    groups = [cluster.generate() for _ in range(2)]
+    assert [cluster.node.tokens(group) for group in groups] == [expected] * 2
+    assert cluster.node.num_accepted == cluster.node.num_drafted > 20
+    assert len(opened) >= 2, "draft nodes have read what was offered"
     assert_fed_rightly([*PROMPT, *expected])
     cluster.node.assert_nothing_is_held()
 

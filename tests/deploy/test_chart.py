@@ -209,7 +209,7 @@ def test_nodes_are_reached_by_those_that_call_them_only(rendered):
             assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
     assert callers == {
         "prefill-node": {"router"},
-        "decode-node": {"router", "prefill-node"},
+        "decode-node": {"router", "prefill-node", "draft-node"},
         "draft-node": {"router", "decode-node"},
     }
 

@@ -1,4 +1,7 @@
-"""A decode node's book and draft loops with a head, with serialized messages: features arrive a few at a time."""
+"""A decode node's book and draft loops with a head, with serialized messages: features arrive a few at a time.
+
+Many at a time are read by another connection, which tests/decode_node/drafting/test_offered_features.py has.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draft_node.draft_loop import DraftLoop
-from outrider.drafting import book as book_module
+from outrider.drafting import drafted_sequence
 from outrider.drafting.book import DraftBook
 from outrider.drafting.drafted_sequence import is_well_formed
 from outrider.speculation.draft_stream import SequenceProposals
@@ -24,7 +27,7 @@ NUM_SEQUENCES = 3
 NUM_NODES = 2
 PROMPT_LENGTH = 11
 TEXTS = [[(key * 31 + place * place * 7) % VOCAB_SIZE for place in range(400)] for key in range(NUM_SEQUENCES)]
-COPIED_TOKENS = 7  # at most, in one step
+SENT_TOKENS = 7  # at most, with features in one update
 
 
 class DraftSide:
@@ -55,8 +58,8 @@ class DraftSide:
 class Cluster:
     def __init__(self):
         self.clock = FakeClock(100.0)
-        self.book = DraftBook(clock=self.clock, feature_bytes=FEATURES.bytes_per_token)
         self.target = FeatureTarget()
+        self.book = DraftBook(clock=self.clock, features=self.target.plane)
         self.nodes = [self.book.nodes.add() for _ in range(NUM_NODES)]
         self.sides = [DraftSide() for _ in range(NUM_NODES)]
         self.num_committed = [PROMPT_LENGTH] * NUM_SEQUENCES
@@ -71,13 +74,13 @@ class Cluster:
         for key, text in enumerate(TEXTS):
             old = self.num_committed[key]
             self.num_committed[key] = min(old + num_tokens, len(text) - 20)
-            self.target.compute(key, text[: self.num_committed[key]])
-            self.book.update(key, text[old : self.num_committed[key]], num_wanted=3)
-        ranges = self.book.missing_features(self.target.available)
-        if ranges:
-            read = self.target.plane.read([(self.target.tables[each.sequence_id], *each[1:]) for each in ranges])
-            for each, payload in zip(ranges, read, strict=True):
-                self.book.add_features(each, payload)
+            kv = self.target.compute(key, text[: self.num_committed[key]])
+            self.book.update(key, text[old : self.num_committed[key]], num_wanted=3, kv=kv)
+
+    def preempt(self, number: int) -> None:
+        """Frees a sequence's blocks; the next step computes it again, in other blocks."""
+        if number in self.target.tables:
+            self.target.free(number)
 
     def exchange(self, number: int) -> None:
         node, side = self.nodes[number], self.sides[number]
@@ -134,19 +137,21 @@ EVENTS = st.one_of(
     st.tuples(st.just("lose"), NUMBERS),
     st.tuples(st.just("send_into_the_void"), NUMBERS),
     st.tuples(st.just("forget"), NUMBERS),
+    st.tuples(st.just("preempt"), st.integers(0, NUM_SEQUENCES - 1)),
 )
 
 
 @pytest.fixture(autouse=True)
-def _small_copies(monkeypatch):
-    monkeypatch.setattr(book_module, "MAX_COPIED_BYTES", COPIED_TOKENS * FEATURES.bytes_per_token)
+def _small_updates(monkeypatch):
+    limit = SENT_TOKENS * FEATURES.bytes_per_token
+    monkeypatch.setattr(drafted_sequence, "MAX_FEATURE_BYTES_PER_UPDATE", limit)
 
 
 def settle(cluster: Cluster) -> None:
-    """Runs enough steps without failures to copy all features, after which all sequences must have drafts."""
+    """Runs enough steps without failures to send all features, after which all sequences must have drafts."""
     cluster.clock.advance(10.0)
     cluster.step(1)
-    for _ in range(sum(cluster.num_committed) // COPIED_TOKENS + 5):
+    for _ in range(sum(cluster.num_committed) // SENT_TOKENS + 5):
         cluster.work(0)
     cluster.assert_sound()
     cluster.assert_drafts()

@@ -16,11 +16,11 @@ VOCAB_SIZE = 1000
 class Book:
     """A book with connected nodes, which methods name by number."""
 
-    def __init__(self, num_nodes=1, *, num_connected=None, feature_bytes=0):
-        """`feature_bytes`: bytes of a token's features that the nodes need; 0: they need none."""
+    def __init__(self, num_nodes=1, *, num_connected=None, features=None):
+        """`features`: the source of the features that the nodes need; None: they need none."""
         self.clock = FakeClock(100.0)
-        self.needs_features = feature_bytes > 0
-        self.book = DraftBook(clock=self.clock, feature_bytes=feature_bytes)
+        self.needs_features = features is not None
+        self.book = DraftBook(clock=self.clock, features=features)
         self.nodes = [self.book.nodes.add() for _ in range(num_nodes)]
         self.update, self.close, self.observe_step = self.book.update, self.book.close, self.book.observe_step
         for number in range(num_nodes if num_connected is None else num_connected):

@@ -37,7 +37,7 @@ class OracleSampler(Sampler):
 
     def sample(self, logits: Floats, rows: Sequence[SampleRows]) -> SampledRows:
         decisions = [decision for part in rows for decision in part.decisions()]
-        sampled = SampledRows()
+        sampled = SampledRows([], [])
         with np.errstate(over="ignore", invalid="ignore"):
             for row, decision in zip(logits, decisions, strict=True):
                 values = edited(row, self._known, decision)

@@ -98,6 +98,9 @@ class BlockSink:
         assert self.side.read_gate.wait(60)
         return self.side.cache.read(region.plane, region.layers, self._slots_of(region)).data
 
+    def are_held(self):
+        return True
+
     def _slots_of(self, region):
         return slots_of(self.blocks, region.tokens.stop, BLOCK_SIZE)[region.tokens.start :]
 

@@ -234,7 +234,7 @@ def branches_ahead(proposer, request):
     branches = []
     for _ in range(40):
         try:
-            (ahead,) = proposer.propose([dataclasses.replace(request, looks_ahead=True)])
+            (ahead,) = proposer.propose([request._replace(looks_ahead=True)])
         except RuntimeError:
             continue
         branches += ahead.ahead
@@ -313,7 +313,7 @@ def test_for_rejection_a_draft_comes_with_what_it_was_drawn_from(model, params):
         probs = reference.probabilities(text, kept)
         assert len(distribution.token_ids) == int((probs > 0).sum()) <= 32
         assert distribution.probabilities == pytest.approx(probs[list(distribution.token_ids)].tolist(), abs=1e-6)
-    for branch in branches_ahead(proposer, dataclasses.replace(request, max_alternatives=2)):
+    for branch in branches_ahead(proposer, request._replace(max_alternatives=2)):
         assert all(map(TokenDistribution.can_have_drawn, branch.tree.distributions, branch.tree.token_ids))
         assert len(branch.tree.distributions) == len(branch.tree.token_ids)
 

@@ -9,7 +9,6 @@ influences the choice, and the check must notice it. Seeds are fixed, so a test 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -87,7 +86,7 @@ class EndsWhereUnsure(DraftModelProposer):
     """A proposer whose drafts always end when the head is unsure."""
 
     def propose(self, requests):
-        return super().propose([replace(each, min_reach=0.3) for each in requests])
+        return super().propose([each._replace(min_reach=0.3) for each in requests])
 
 
 def competition_z(*, is_unsure, num_tokens=140, seed=21):

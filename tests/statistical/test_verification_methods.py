@@ -192,7 +192,7 @@ def replayed_z(*, num_replays=3, num_streams=1500):
         rows = np.tile(logits.astype(np.float32), (sum(draft.rows.num_rows for draft in drafts), 1))
         tokens = [outcome.token_ids[0] for outcome in verify_now(RequestVerifier(sampler), rows, drafts)]
         for request, token_id in zip(texts, tokens, strict=True):
-            proposer.propose([replace(request, token_ids=[*request.token_ids, token_id], num_wanted=0)])
+            proposer.propose([request._replace(token_ids=[*request.token_ids, token_id], num_wanted=0)])
             proposer.forget(request.sequence_id)
     return chi_square_z(np.asarray(tokens), probs)
 

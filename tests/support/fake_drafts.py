@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from decode_node.drafting.client import NO_TABLES
 from outrider.drafting.book import StepDrafts
+from outrider.drafting.exchange import NO_TABLES
 from outrider.speculation.draft_tree import DraftTree
 
 
@@ -15,7 +15,7 @@ class NoDrafts:
     def open(self, sequence_id, start, token_ids, *, num_wanted):
         return
 
-    def update(self, updates, _tables=NO_TABLES, *, min_reach=0.0):
+    def commit(self, updates, _tables=NO_TABLES, *, min_reach=0.0, wakes=True):
         return
 
     def begin_step(self, verified):
@@ -47,7 +47,7 @@ class TextDrafts(NoDrafts):
         self.announced[sequence_id] = (start.sample, tuple(token_ids))
         self._texts[sequence_id], self._wanted[sequence_id] = list(token_ids), num_wanted
 
-    def update(self, updates, _tables=NO_TABLES, *, min_reach=0.0):
+    def commit(self, updates, _tables=NO_TABLES, *, min_reach=0.0, wakes=True):
         for sequence_id, token_ids, num_wanted in updates:
             self._texts[sequence_id] += token_ids
             self._wanted[sequence_id] = num_wanted

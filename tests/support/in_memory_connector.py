@@ -10,7 +10,6 @@ from outrider.errors import AbortedError, OutriderError, PeerLostError
 from outrider.kv_transfer.base import CommitResult, DrainState, FrameHeader, Region, TransferSpec, frames_digest
 from outrider.kv_transfer.frames import Frame
 from outrider.kv_transfer.inbox import AttachState, TransferInbox
-from outrider.kv_transfer.reserved_blocks import ReservedBlocks
 from outrider.kv_transfer.sender import check_fetched
 from outrider.kv_transfer.sender_stream import refusal_of
 
@@ -73,14 +72,14 @@ class InMemorySender:
         self.num_frames += 1
         self._tell_acknowledged(self.num_frames)
 
-    def read(self, regions: Iterable[Region], blocks: ReservedBlocks) -> None:
+    def read(self, regions: Iterable[Region], write: Callable[[Region, memoryview], None]) -> None:
         for region in regions:
             self._raise_if_ended()
             held = self._inbox.read(self._spec.transfer_id, region)
             if held is None:
                 raise AbortedError("not held", reason="NOT_HELD")
             check_fetched(Frame(sequence=0, header=held[0], offset=0, payload=held[1]), self._spec, region)
-            blocks.write(region, held[1])
+            write(region, held[1])
 
     def keep_alive(self) -> None:
         self._raise_if_ended()

@@ -9,6 +9,7 @@ from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import (
     DraftHello,
     DraftStatus,
+    FeatureOffer,
     SequenceProposals,
     SequenceStart,
     SequenceUpdate,
@@ -55,8 +56,9 @@ START = SequenceStart(
         SequenceUpdate(
             sequence_id=1, start_length=9, length=9, feature_start=4, features=bytes(range(32)), min_reach=0.25
         ),
+        SequenceUpdate(sequence_id=1, length=9, feature_offer=FeatureOffer(bytes(range(16)), 8, "[::1]:50052")),
     ],
-    ids=["first", "later", "closed", "features"],
+    ids=["first", "later", "closed", "features", "offered features"],
 )
 def test_an_update_survives_the_wire(update):
     data = updates_to_proto([update], step_seconds=0.5).SerializeToString()
@@ -70,6 +72,12 @@ def test_a_notice_survives_the_wire_and_a_long_one_is_cut():
     data = updates_to_proto([], step_seconds=0.0, notices=notices).SerializeToString()
     assert [notice_from_proto(each) for each in draft_pb2.DraftUpdate.FromString(data).notices] == notices
     assert len(notice_from_proto(draft_pb2.StepNotice(token_ids=[1] * 9999)).token_ids) == TOO_MANY_TOKENS
+
+
+def test_an_offer_whose_transfer_id_is_none_is_ignored():
+    for transfer_id in (b"", bytes(15), bytes(17)):
+        offer = draft_pb2.FeatureOffer(transfer_id=transfer_id, end_token=8, address="decode:50052")
+        assert update_from_proto(draft_pb2.SequenceUpdate(feature_offer=offer)).feature_offer is None
 
 
 def test_a_traceparent_without_end_is_not_held():

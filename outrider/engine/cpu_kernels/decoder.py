@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from outrider.engine.cpu_kernels.adapter import addresses_of_rows
 from outrider.engine.cpu_kernels.decoder_weights import LAYER_MATRICES, LAYER_NORMS, DecoderWeights, PackedReduction
-from outrider.engine.cpu_kernels.interface import structures
+from outrider.engine.cpu_kernels.interface import layout_of, structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.feature_spec import FeatureSpec
@@ -26,6 +26,10 @@ from outrider.engine.runner_base import ModelRunner
 from outrider.errors import InternalError
 
 Logits = npt.NDArray[np.float32]
+_BATCH = layout_of(structures.OutriderBatch)
+# A draft of fewer multiplications keeps Python's lock, and need not wait for the event loop afterwards. It takes one or
+# two milliseconds on a server processor, and elsewhere less than the five for which a thread may keep it (an estimate).
+_SHORT_DRAFT = 1 << 29
 
 
 class NativeDecoder:
@@ -70,6 +74,9 @@ class NativeStep(ModelRunner):
         self._struct = struct = decoder.struct
         self._kv_cache = kv_cache
         self._functions = decoder.kernels.library.functions
+        self._short_functions = decoder.kernels.library.functions_holding_lock
+        sizes = decoder.weights.shape.matrix_sizes.values()
+        self._row_products = sum(size.out_features * size.in_features for size in sizes)  # of a row with logits
         self._team = decoder.kernels.team
         self._workspace = Workspace(decoder.kernels.library)
         self.phases = self._workspace
@@ -90,15 +97,16 @@ class NativeStep(ModelRunner):
     def forward(self, batch: InputBatch, *, on_layer_done: Callable[[int], None] | None = None) -> Logits:
         """Implements ModelRunner.forward: returns [num_logits, vocab_size]."""
         struct = batch_struct(batch)
-        adapters = addresses_of_rows(batch)
-        struct.adapters = _address(adapters) if adapters else None
+        if batch.adapters:
+            adapters = addresses_of_rows(batch)
+            struct.adapters = _address(adapters)
+        logits = np.empty((batch.num_logits, self._struct.vocab_size), dtype=np.float32)
         if on_layer_done is None:
             self._run_layers(struct, 0, self._struct.num_layers)
         else:
             for layer in range(self._struct.num_layers):
                 self._run_layers(struct, layer, layer + 1)
                 on_layer_done(layer)
-        logits = np.empty((batch.num_logits, self._struct.vocab_size), dtype=np.float32)
         self._functions.outrider_decoder_logits(
             self._team,
             self._workspace.handle,
@@ -113,7 +121,7 @@ class NativeStep(ModelRunner):
         return logits
 
     def draft(self, batch: InputBatch, features: Words, sampler: int, paths: ctypes.Array[Any], drafts: Any) -> None:
-        """Runs a drafter head (`outrider_draft`) without Python's lock.
+        """Runs a drafter head (`outrider_draft`), without Python's lock unless it is short.
 
         `features`: [num_rows, hidden_size], the head's input in addition to the tokens. `sampler`: the address of one
         for the head's ids. `paths`: OutriderPath, one for each row with logits; `drafts`: OutriderDrafts.
@@ -121,7 +129,9 @@ class NativeStep(ModelRunner):
         struct = batch_struct(batch)
         features = np.ascontiguousarray(features)
         struct.features = features.ctypes.data
-        self._functions.outrider_draft(
+        num_rows = batch.num_rows + batch.num_logits * (drafts.max_tokens - 1)
+        functions = self._short_functions if num_rows * self._row_products < _SHORT_DRAFT else self._functions
+        functions.outrider_draft(
             self._team, self._workspace.handle, self._struct, struct, self._keys, self._values, sampler, paths, drafts
         )
 
@@ -141,23 +151,14 @@ class NativeStep(ModelRunner):
 
 def batch_struct(batch: InputBatch) -> ctypes.Structure:
     """Returns an OutriderBatch that points to the batch's memory; the caller must keep the batch alive."""
-    arrays = batch.arrays
-    return structures.OutriderBatch(
-        batch.num_rows,
-        batch.num_logits,
-        batch.num_seqs,
-        batch.block_size,
-        _address(arrays.token_ids),
-        _address(arrays.positions),
-        _address(arrays.slot_mapping),
-        _address(arrays.query_start_loc),
-        _address(arrays.seq_lens),
-        _address(arrays.table_starts),
-        _address(arrays.block_tables),
-        _address(arrays.logits_rows),
-        _address(arrays.path_starts) if batch.has_trees else None,
-        _address(arrays.path_slots) if batch.has_trees else None,
-    )
+    arrays, struct = batch.arrays, structures.OutriderBatch()
+    rows = arrays.token_ids, arrays.positions, arrays.slot_mapping
+    sequences = arrays.query_start_loc, arrays.seq_lens, arrays.table_starts, arrays.block_tables, arrays.logits_rows
+    addresses = [values.buffer_info()[0] for values in (*rows, *sequences)]
+    trees = (_address(arrays.path_starts), _address(arrays.path_slots)) if batch.has_trees else (0, 0)
+    sizes = len(arrays.token_ids), len(arrays.logits_rows), len(arrays.seq_lens), batch.block_size
+    _BATCH.pack_into(struct, 0, *sizes, *addresses, *trees, 0, 0)
+    return struct
 
 
 def _address(values: array[int]) -> int:

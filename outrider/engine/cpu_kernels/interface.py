@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import struct
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,11 @@ def _signatures() -> dict[str, tuple[Any, list[Any]]]:
 structures: Any = SimpleNamespace(**_structures())
 """The structures by their C names. Pointers in them are addresses, which do not keep memory alive."""
 SIGNATURES = _signatures()
+
+
+def layout_of(structure: type[ctypes.Structure]) -> struct.Struct:
+    """Returns the layout of a structure without inner ones, to pack all fields in one call. 0: a null pointer."""
+    return struct.Struct("@" + "".join(kind._type_ for _, kind in structure._fields_))  # type: ignore[union-attr,misc]
 
 
 def address_of(values: np.ndarray | None) -> int | None:

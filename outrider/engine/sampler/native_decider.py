@@ -6,13 +6,12 @@ import ctypes
 import math
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from outrider.constraints.compiler import Masks
-from outrider.engine.cpu_kernels.interface import address_of, structures
+from outrider.engine.cpu_kernels.interface import address_of, layout_of, structures
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.cpu_kernels.library import free_when_collected
 from outrider.engine.sampler.edits import Vocabulary
@@ -24,6 +23,7 @@ from outrider.engine.sampler.sequence_sampling import SampleRows, SequenceSampli
 # thousands, it should take less than the five milliseconds for which a thread may keep the lock (an estimate).
 _SHORT_CALL = 1 << 20
 _FILTERED_WEIGHT = 4
+_ROWS = layout_of(structures.OutriderSampleRows)
 
 
 class _Prepared:
@@ -34,6 +34,7 @@ class _Prepared:
         self._penalties = penalties
         self._counted_ids: npt.NDArray[np.int64] | None = None
         self.has_penalties = penalties.counts is not None
+        self._reads_counts = self.has_penalties or params.min_tokens > 0
         self.weight = _FILTERED_WEIGHT if has_filters(params) and not params.is_greedy else 1  # per logit
         self._sampling = structures.OutriderSampling(
             seed=params.seed,
@@ -57,7 +58,9 @@ class _Prepared:
         self._address = ctypes.addressof(self._sampling)
 
     def current(self) -> int:
-        """Returns the address of an OutriderSampling that includes everything committed so far."""
+        """Returns the address of an OutriderSampling that includes everything committed so far that kernels read."""
+        if not self._reads_counts:
+            return self._address
         sampling = self._sampling
         sampling.num_generated = self._penalties.num_generated
         counts = self._penalties.counts
@@ -70,12 +73,16 @@ class _Prepared:
         return self._address
 
 
-def sampling_address(state: SequenceSampling) -> int:
-    """Returns the address of an OutriderSampling with everything that `state` has committed. It is valid until then."""
+def _prepared(state: SequenceSampling) -> _Prepared:
     if state.prepared is None:
         state.prepared = _Prepared(state)
-    prepared: Any = state.prepared
-    return prepared.current()
+    assert isinstance(state.prepared, _Prepared)
+    return state.prepared
+
+
+def sampling_address(state: SequenceSampling) -> int:
+    """Returns the address of an OutriderSampling with everything that `state` has committed. It is valid until then."""
+    return _prepared(state).current()
 
 
 class NativeSampler:
@@ -122,22 +129,19 @@ class NativeDecider:
         assumed = array("q")
         all_masks: list[Masks] = []  # kept alive during the call
         weight = 0
-        for native, part in zip(self._rows, rows, strict=False):
-            native.sampling = sampling_address(part.state)
-            prepared: Any = part.state.prepared
-            native.num_assumed = len(part.assumed_token_ids)
-            native.num_rows = part.num_rows
-            native.position = part.position
-            native.assumed_start = len(assumed)
-            weight += part.num_rows * prepared.weight
-            masks = part.masks()
-            native.masks = None if masks is None else masks.ctypes.data
-            if masks is not None:
-                native.num_mask_words = masks.shape[1]
+        for index, part in enumerate(rows):
+            state, position, draft_token_ids, assumed_token_ids = part
+            prepared, num = _prepared(state), 1 + len(draft_token_ids)
+            mask_address = num_words = 0
+            if state.constraint is not None and (masks := part.masks()) is not None:
+                mask_address, num_words = masks.ctypes.data, masks.shape[1]
                 all_masks.append(masks)
+            fields = prepared.current(), mask_address, num_words, len(assumed), len(assumed_token_ids), num, position
+            _ROWS.pack_into(self._rows, index * _ROWS.size, *fields)
+            weight += num * prepared.weight
             if prepared.has_penalties:
-                assumed.extend(part.assumed_token_ids)
-                assumed.extend(part.draft_token_ids)
+                assumed.extend(assumed_token_ids)
+                assumed.extend(draft_token_ids)
         library = self._kernels.library
         is_short = weight * vocab_size < _SHORT_CALL
         functions = library.functions_holding_lock if is_short else library.functions

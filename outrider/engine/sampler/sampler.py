@@ -180,7 +180,7 @@ class Sampler:
     def queue(self, logits: Array, rows: Sequence[SampleRows]) -> Pending[SampledRows]:
         """Does what `sample` does, without waiting for the device."""
         if not rows:
-            return Pending((), lambda _: SampledRows())
+            return Pending((), lambda _: SampledRows([], []))
         return self.with_logprobs(logits, rows, self.decide(logits, rows))
 
     def decide(self, logits: Array, rows: Sequence[SampleRows]) -> Array:
@@ -194,7 +194,7 @@ class Sampler:
 
     def with_logprobs(self, logits: Array, rows: Sequence[SampleRows], token_ids: Array) -> Pending[SampledRows]:
         """Returns `token_ids`, [num_rows] int64, with the requested logprobs. Other arguments as for `sample`."""
-        if all(part.state.logprobs is None for part in rows):
+        if not [part for part in rows if part.state.logprobs is not None]:
             return Pending((token_ids,), lambda arrays: SampledRows(arrays[0].tolist(), [None] * len(arrays[0])))
         decisions = [decision for part in rows for decision in part.decisions()]
         logprobs = pending_logprobs(self._checked(logits, rows), decisions, token_ids, self._editor)
@@ -223,7 +223,7 @@ class Sampler:
         if self._masks_in_making is not None:
             self._masks_in_making.result()
             self._masks_in_making = None
-        num_rows = sum(part.num_rows for part in rows)
+        num_rows = len(rows) + sum([len(part.draft_token_ids) for part in rows])
         if logits.shape != (num_rows, self.vocab_size):
             raise InternalError(f"logits {tuple(logits.shape)} do not fit {num_rows} rows of {self.vocab_size}")
         return logits

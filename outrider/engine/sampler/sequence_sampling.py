@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.constraints.compiler import GrammarState, Masks
@@ -77,9 +77,8 @@ class Decision:
         return RaceKey(self.state.params.seed, self.state.sample, self.position)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRows:
+class SampledRows(NamedTuple):
     """The result of one `Sampler.sample`, in the order of the rows of logits."""
 
-    token_ids: list[int] = field(default_factory=list)  # [num_rows]
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # [num_rows]; None: not requested
+    token_ids: list[int]  # [num_rows]
+    logprobs: list[TokenLogprobs | None]  # [num_rows]; None: not requested

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from outrider.constraints.compiler import GrammarState
 
 
-@dataclass(frozen=True, slots=True)
-class ProposalRequest:
+class ProposalRequest(NamedTuple):
     """A request for draft tokens of one sequence. A proposer never changes it.
 
     `token_ids` may be the caller's own list, if it only ever grows.
@@ -51,8 +50,7 @@ class AheadBranch(NamedTuple):
     tree: DraftTree  # the draft after all these tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
+class Proposal(NamedTuple):
     """The answer to a request: a draft after the committed tokens. The draft is empty if there is no guess (yet)."""
 
     sequence_id: int

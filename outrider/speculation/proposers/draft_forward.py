@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class PathRows:
+class PathRows(NamedTuple):
     """One path's share of a forward: consecutive tokens, the last of which may be followed by a decision."""
 
     token_ids: Sequence[int]  # at least one
@@ -49,6 +48,7 @@ class PathRows:
     states: tuple[object, ...] = ()  # a head's own hidden states, one for each token from `num_committed` onwards
     max_tokens: int = 1  # maximum number of tokens to decide, if the forward can decide several
     min_reach: float = 0.0  # the request's min_reach; tokens after a less likely path are dropped
+    reach: float = 1.0  # the path's confidence
 
 
 @dataclass(slots=True)

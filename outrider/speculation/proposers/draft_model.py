@@ -101,7 +101,8 @@ class DraftModelProposer:
         self._skipped_forward = len(undrafted) < len(waiting) and not (undrafted and self._skipped_forward)
         if not self._skipped_forward:
             self._plan_answers(plan, undrafted)
-            self._plan_look_ahead(plan, [(request, tree) for request, tree in served if request.looks_ahead])
+            if len(waiting) < len(served):
+                self._plan_look_ahead(plan, [(request, tree) for request, tree in served if request.looks_ahead])
             self._run(plan)
         return [self._proposal(plan, request, tree) for request, tree in zip(requests, trees, strict=True)]
 
@@ -282,6 +283,7 @@ class DraftModelProposer:
                     max_tokens = 1
                 elif kept is None or not self._evict(plan, kept):
                     return False
+        own = path.decided[max(0, start - len(tree)) : max(0, start + num_rows - len(tree))]
         rows = PathRows(
             missing,
             start,
@@ -292,11 +294,10 @@ class DraftModelProposer:
             tree.start.wants_distributions,
             tree.features,
             len(tree),
-            tuple(
-                each.state for each in path.decided[max(0, start - len(tree)) : max(0, start + num_rows - len(tree))]
-            ),
+            tuple([each.state for each in own]),
             max_tokens,
             min_reach,
+            path.confidence,
         )
         plan.rows.append(rows)
         plan.paths.append((tree, path))

@@ -243,13 +243,16 @@ class HeadForward(DraftForward):
                 sample,
                 row.num_decisions,
                 1 if row.wants_distribution or sample.state.constraint is not None else row.max_tokens,
+                row.reach,
                 row.min_reach,
                 row.block_ids,
             )
             for row, sample in zip(deciding, samples, strict=True)
         ]
         asking = [place for place, row in enumerate(deciding) if row.wants_distribution]
-        features = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        features = parts[0]
+        if len(parts) > 1:  # joined as bytes, since numpy gives up Python's lock for a copy, and then waits for it
+            features = np.frombuffer(b"".join(parts), dtype=features.dtype).reshape(-1, features.shape[1])
         drafts, logits = steps.draft(batch, features, paths, wants_logits=bool(asking))
         (found,) = ({},) if logits is None else read(self._distributions(logits, samples, asking))
         made = (_drafted(*each, found.get(place)) for place, each in enumerate(zip(drafts, samples, strict=True)))

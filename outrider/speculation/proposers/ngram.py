@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -58,8 +59,12 @@ class NgramIndex:
     def extend(self, text: Sequence[int], end: int) -> None:
         """Reads the tokens before `end`, of which the text must have that many."""
         start = len(self._pairs)
-        ids = np.array([text[start - 1] if start else -1, *text[start:end]], dtype=np.int64)
-        self._pairs.frombytes((ids[:-1] << 32 | ids[1:]).tobytes())
+        ids = [text[start - 1] if start else -1, *text[start:end]]
+        if len(ids) <= 32:  # fewer instructions than numpy, which a step has evicted from the caches
+            self._pairs.extend([before << 32 | token_id for before, token_id in pairwise(ids)])
+            return
+        pairs = np.array(ids, dtype=np.int64)
+        self._pairs.frombytes((pairs[:-1] << 32 | pairs[1:]).tobytes())
 
     def find(self, text: Sequence[int]) -> tuple[int, int]:
         """Looks for the latest earlier occurrence of the longest n-gram that ends the text, all of which is read.
@@ -69,7 +74,7 @@ class NgramIndex:
         if len(self._pairs) <= min(NGRAM_SIZES):
             return 0, 0
         pairs = np.frombuffer(self._pairs, dtype=np.int64)
-        ends = np.flatnonzero(pairs[:-1] == pairs[-1])  # the last tokens of the earlier occurrences of the last two
+        (ends,) = (pairs[:-1] == pairs[-1]).nonzero()  # the last tokens of the earlier occurrences of the last two
         if not len(ends):
             return 0, 0
         for size in NGRAM_SIZES[:-1]:
@@ -140,8 +145,8 @@ class NgramProposer:
                 found[request.sequence_id] = nothing(request, progress, num_behind=num_missing - num_new)
                 continue
             token_ids, grade = index.continuation(text, request.num_wanted) if request.num_wanted > 0 else ((), 0)
-            tree = DraftTree(len(text), token_ids=token_ids, grade=grade)
-            found[request.sequence_id] = Proposal(sequence_id=request.sequence_id, tree=tree)
+            tree = DraftTree(len(text), None, token_ids, grade=grade)
+            found[request.sequence_id] = Proposal(request.sequence_id, tree)
         return [found[request.sequence_id] for request in requests]
 
     def forget(self, sequence_id: int) -> None:

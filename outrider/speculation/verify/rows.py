@@ -33,23 +33,17 @@ def runs_of_tree(draft: DraftRows) -> list[SampleRows]:
     As in a chain, the tokens on the path to a run count as generated: penalties and min_tokens apply to each row's own
     path.
     """
-    rows = draft.rows
+    state, position, token_ids, assumed_token_ids = draft.rows
     paths: list[tuple[int, ...]] = []  # for each draft token, the path up to and including it
     firsts = [ROOT]  # the draft token whose row begins each run
-    for index, (token_id, parent) in enumerate(zip(rows.draft_token_ids, draft.parents, strict=True)):
+    for index, (token_id, parent) in enumerate(zip(token_ids, draft.parents, strict=True)):
         paths.append((*(paths[parent] if parent != ROOT else ()), token_id))
         if parent != index - 1:
             firsts.append(index)
     runs: list[SampleRows] = []
     for first, following in zip(firsts, [*firsts[1:], len(paths)], strict=True):
         path = paths[first] if first != ROOT else ()
-        runs.append(
-            rows._replace(
-                position=rows.position + len(path),
-                draft_token_ids=rows.draft_token_ids[first + 1 : following],
-                assumed_token_ids=rows.assumed_token_ids + path,
-            )
-        )
+        runs.append(SampleRows(state, position + len(path), token_ids[first + 1 : following], assumed_token_ids + path))
     return runs
 
 

@@ -43,7 +43,7 @@ async def test_committed_tokens_use_up_the_branch_and_bring_the_next():
             assert draft == tuple(1 + (length + index) % 8 for index in range(len(draft)))
             committed = [1 + (length + index) % 8 for index in range(4)]
             length += 4
-            client.update([(7, committed, 3)])
+            client.commit([(7, committed, 3)])
 
 
 async def test_a_node_without_a_proposal_answers_at_once_and_is_not_late():
@@ -54,7 +54,7 @@ async def test_a_node_without_a_proposal_answers_at_once_and_is_not_late():
             began_at = time.monotonic()
             assert tokens(await take(client, 7)) == {}
             assert time.monotonic() - began_at < GENEROUS_WAIT_SECONDS / 2
-            client.update([(7, (token_id,), 3)])
+            client.commit([(7, (token_id,), 3)])
         assert not any(client.status().is_late.values())
 
 
@@ -78,7 +78,7 @@ async def test_a_node_that_forgot_a_sequence_asks_for_it_and_goes_on():
         loop = node.draft_loop()
         for sequence_id in list(loop._held._holdings[0].sequences):
             loop._held.close(loop._peers[0], sequence_id)
-        client.update([(7, TEXT[:40], 2)])
+        client.commit([(7, TEXT[:40], 2)])
         await until(lambda: tokens(client.take([7], wait_seconds=0.0)) == {7: (1, 2)})
 
 
@@ -99,7 +99,7 @@ async def test_a_head_of_other_features_is_refused_and_both_are_named(computed: 
     hello, plane = dataclasses.replace(HELLO, features=computed), FeatureTarget().plane if computed else None
     async with (
         serving(draft_node(FakeHead([]))) as port,
-        started(DraftClient([f"127.0.0.1:{port}"], hello, feature_plane=plane)) as client,
+        started(DraftClient([f"127.0.0.1:{port}"], hello, features=plane)) as client,
     ):
         await until(lambda: any(link.refusal for link in client.links))
         for part in ("decode@test", "draft@test", str(FEATURES), str(computed or "none")):

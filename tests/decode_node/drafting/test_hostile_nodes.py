@@ -38,7 +38,7 @@ async def test_a_frozen_node_is_waited_for_once(monkeypatch):
         taken = await take(client, 7, wait_seconds=0.02)
         assert taken.waited_seconds >= 0.019
         clock.advance(0.03)
-        client.update([(7, (1,), 3)])
+        client.commit([(7, (1,), 3)])
         monkeypatch.setattr(client._changed, "wait", waits.append)
         for _ in range(5):
             clock.advance(0.01)
@@ -56,7 +56,7 @@ async def test_a_node_that_thaws_finds_one_message_with_the_newest_state():
         text = list(TEXT)
         for step in range(300):
             text.append(step % 10)
-            client.update([(7, (step % 10,), 3)])
+            client.commit([(7, (step % 10,), 3)])
             await asyncio.sleep(0)
         impostor.may_read.set()
         await until(lambda: impostor.messages[-1][-1].length == len(text))

@@ -54,6 +54,12 @@ def unread_bytes(pipe):
     return int.from_bytes(fcntl.ioctl(pipe.fileno(), termios.FIONREAD, bytes(4)), "little")
 
 
+def stop(process):
+    """Returns once the process is stopped. A signal alone comes too late for data that is written right after it."""
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+
+
 async def test_the_endless_one_is_refused_in_time_and_the_next_ones_are_compiled(checker):
     found = await asyncio.gather(*(verdict(checker, each) for each in (GOOD, ENDLESS, BAD, GOOD)))
     assert found[0] == found[3] == ""
@@ -190,7 +196,7 @@ async def test_a_tokenizer_of_an_unknown_kind_supports_no_constraint(checker, mo
 async def test_what_else_ends_the_process_says_nothing_of_a_constraint(checker):
     assert await verdict(checker, GOOD) == ""
     process = checker._process
-    os.kill(process.pid, signal.SIGSTOP)  # before it reads the constraint
+    stop(process)  # before it reads the constraint
     asking = asyncio.create_task(verdict(checker, BAD))
     async with asyncio.timeout(10):
         while not unread_bytes(process.stdin):
@@ -211,7 +217,7 @@ async def test_a_process_that_is_stopped_is_given_up(checker, monkeypatch):
     """This holds even if the process has not read a long constraint."""
     assert await verdict(checker, GOOD) == ""
     monkeypatch.setattr(constraint_checker, "ANSWER_SECONDS", 0.5)
-    os.kill(checker._process.pid, signal.SIGSTOP)
+    stop(checker._process)
     with pytest.raises(CapacityError, match="timed out waiting for CPU"):
         await verdict(checker, Constraint(ConstraintKind.REGEX, "a" * 300_000))
 

@@ -121,7 +121,7 @@ def test_it_looks_ahead_by_whole_drafts_in_a_few_calls(config, monkeypatch):
         proposals_of(proposer, request)
         ahead, calls, has_more = {}, 0, True
         while has_more:
-            (proposal,) = proposer.propose([dataclasses.replace(request, looks_ahead=True)])
+            (proposal,) = proposer.propose([request._replace(looks_ahead=True)])
             ahead |= {branch.assumed_token_ids: branch.tree.token_ids for branch in proposal.ahead}
             calls, has_more = calls + 1, proposal.has_more
         found.append(ahead)

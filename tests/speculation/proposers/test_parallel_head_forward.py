@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -117,7 +115,7 @@ def test_it_looks_ahead_by_a_block_after_each_assumed_outcome(head, proposer):
         proposer.propose([request])
         branches, has_more = [], True
         while has_more:
-            (proposal,) = proposer.propose([replace(request, looks_ahead=True)])
+            (proposal,) = proposer.propose([request._replace(looks_ahead=True)])
             check_proposer(proposer)
             branches += proposal.ahead
             has_more = proposal.has_more

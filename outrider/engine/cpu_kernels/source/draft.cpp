@@ -45,7 +45,7 @@ class Drafting {
     states_ = workspace->states.of<char>(num * state_bytes_);
     int64_t most_assumed = 0;
     for (int64_t path = 0; path < num; path++) {
-      going_.push_back({path, batch.positions[batch.logits_rows[path]], 1.0});
+      going_.push_back({path, batch.positions[batch.logits_rows[path]], paths[path].reach});
       assumed_.emplace_back(paths[path].assumed_ids, paths[path].assumed_ids + paths[path].num_assumed);
       most_assumed = std::max(most_assumed, paths[path].num_assumed + paths[path].max_tokens);
     }
@@ -77,7 +77,7 @@ class Drafting {
   struct Going {
     int64_t path;
     int64_t row_position;  // of the row that decides its next token
-    double reach;          // product of confidences
+    double reach;          // product of confidences, also of the tokens before this call
   };
 
   int64_t place(int64_t path, int64_t token) const { return path * drafts_.max_tokens + token; }

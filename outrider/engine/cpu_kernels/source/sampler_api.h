@@ -72,7 +72,8 @@ struct OutriderPath {
   int64_t position;
   int64_t num_races;            // 1: the winner; n: also n - 1 runners-up, the winners without those before them
   int64_t max_tokens;           // at least 1
-  double min_reach;             // the draft ends when the product of confidences is below this, or with a stop token
+  double reach;                 // the product of the path's confidences; 1 if it has no token
+  double min_reach;             // the draft ends when this product is below `min_reach`, or with a stop token
   const int32_t* block_table;   // covers max_tokens - 1 rows after the batch's; not read if max_tokens is 1
 };
 
