@@ -190,6 +190,7 @@ class DecodeLoop:
         """Waits for a turn on the processors and handles commands meanwhile. Returns False if no work is left."""
         is_taken = self._cpu_turns.take(0.0)
         if not is_taken:
+            self._drafts.send_updates()
             self._report()
         while not is_taken and self._engine.scheduler.has_work and not self._stopping.is_set():
             with self.progress.paused():
@@ -287,7 +288,8 @@ class DecodeLoop:
 
     def _begin(self, planned: Sequence[PlannedSequence]) -> None:
         """Sends draft nodes what the last step has committed and what the next one verifies."""
-        self._drafts.begin_step({each.sample.sequence.key: each.draft for each in planned if each.scheduled.reaches_end})
+        deciding = [each for each in planned if each.scheduled.reaches_end]
+        self._drafts.begin_step({each.sample.sequence.key: each.draft for each in deciding})
 
     def _may_launch_next(self) -> bool:
         """Returns whether the next step may begin before queued commands. Their new groups then join a later step."""
@@ -352,6 +354,7 @@ class DecodeLoop:
                 self._profiler.end(command.capture)
 
     def _wait_for_a_command(self) -> None:
+        self._drafts.send_updates()
         with self.progress.paused():
             self._inbox.wait(IDLE_WAIT_SECONDS)
         self._time.mark(Part.IDLE)

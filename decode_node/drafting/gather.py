@@ -282,9 +282,17 @@ class DraftGatherer:
         return self._controller.choose(drafts.ranked, limits, room, num_waiting=num_waiting, judged=self._judged)
 
     def begin_step(self, verified: Mapping[int, DraftTree]) -> None:
-        """Tells draft nodes which drafts the step verifies, by id of each sequence whose next token it decides."""
-        if self._client is not None and self._controller.num_speculative_tokens > 0:
+        """Sends what `announce` has recorded, and which drafts the step verifies.
+
+        `verified`: by id of each sequence whose next token the step decides.
+        """
+        if self._client is not None:
             self._client.begin_step({key: draft.likeliest_path() for key, draft in verified.items()})
+
+    def send_updates(self) -> None:
+        """Sends what `announce` has recorded, as no step begins now."""
+        if self._client is not None:
+            self._client.wake()
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
         """Records which tokens of a verified draft were accepted. `accepted`: their indices, from the root on."""
@@ -312,7 +320,8 @@ class DraftGatherer:
     def announce(self, committed: Sequence[tuple[Sample, tuple[int, ...]]]) -> None:
         """Judges unverified drafts by the committed tokens.
 
-        Sends draft nodes the committed tokens and the number of draft tokens that are wanted next.
+        Records for draft nodes the committed tokens and the number of draft tokens that are wanted next, which leave
+        with `begin_step`, or with `send_updates` where no step begins at once.
         """
         if self._controller.num_speculative_tokens <= 0:
             return

@@ -51,7 +51,7 @@ class DraftExchange(ABC):
         """Announces a sequence when its prompt is known, and asks for its first draft."""
         with self._changed:
             self._book.open(sequence_id, start, token_ids, num_wanted=num_wanted)
-        self._wake()
+        self.wake()
 
     def commit(
         self,
@@ -64,14 +64,14 @@ class DraftExchange(ABC):
         """Records what a step has committed. An update is (sequence id, new token ids, number of draft tokens wanted).
 
         `tables`: block tables of the tokens' features, by sequence id. `min_reach`: see ProposalRequest. `wakes`:
-        whether they are sent at once; if not, `begin_step` or a `take` that waits sends them.
+        whether they are sent at once; if not, `begin_step`, `wake` or a `take` that waits must follow.
         """
         with self._changed:
             self._book.min_reach = min_reach
             for sequence_id, new_token_ids, num_wanted in updates:
                 self._book.update(sequence_id, new_token_ids, num_wanted=num_wanted, kv=tables.get(sequence_id))
         if wakes:
-            self._wake()
+            self.wake()
 
     def begin_step(self, verified: Mapping[int, tuple[int, ...]]) -> None:
         """Tells draft nodes what the step that now begins verifies; see `DraftBook.begin_step`.
@@ -80,13 +80,13 @@ class DraftExchange(ABC):
         """
         with self._changed:
             self._book.begin_step(verified)
-        self._wake()
+        self.wake()
 
     def close(self, sequence_id: int) -> None:
         """Forgets a sequence that has ended, if it is known."""
         with self._changed:
             self._book.close(sequence_id)
-        self._wake()
+        self.wake()
 
     def take(self, sequence_ids: Sequence[int], *, wait_seconds: float) -> StepDrafts:
         """Returns the proposals for this step, after waiting at most `wait_seconds` for missing ones.
@@ -99,7 +99,7 @@ class DraftExchange(ABC):
             found = self._book.find(sequence_ids, wait_seconds=wait_seconds)
             deadline = started + wait_seconds
             if found.missing:
-                self._wake()
+                self.wake()
             while found.missing and (remaining := deadline - time.monotonic()) > 0.0:
                 if not self._changed.wait(remaining):
                     break
@@ -125,7 +125,7 @@ class DraftExchange(ABC):
             outlets=self._outlets,
         )
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Makes the streams send new updates. Any thread may call it."""
         loop = self._loop  # read only once, since the event loop's thread may clear it between two reads
         if loop is None or not self._book.has_unsent:

@@ -99,6 +99,38 @@ def test_waiting_for_blocks_keeps_nobody_from_computing(node, turns):
     assert held == [False, False]  # waits for a command, then for blocks
 
 
+class UnsentDrafts(NoDrafts):
+    has_unsent = False
+
+    def commit(self, updates, tables=None, *, min_reach=0.0, wakes=True):
+        self.has_unsent = not wakes
+
+    def wake(self):
+        self.has_unsent = False
+
+    def begin_step(self, verified):
+        self.has_unsent = False
+
+
+def test_draft_nodes_get_what_was_committed_at_once_where_the_next_step_waits(turns):
+    drafts = UnsentDrafts()
+    node = Node(cpu_turns=turns, drafts=drafts, num_speculative_tokens=3)
+    node.open(prompt=SHORT_PROMPT, sampling={"max_tokens": 20})
+    unsent = []
+    turns.on_refusal = lambda: unsent.append(drafts.has_unsent)
+    node.iterate()
+    assert drafts.has_unsent, "the next step takes it along"
+    turns.num_refusals = 2  # the first without a wait
+    node.iterate()
+    assert unsent == [True, False]
+    assert drafts.has_unsent
+    turns.num_refusals = 0
+    node.engine.scheduler.assign_rows = lambda *_: StepPlan()
+    node.loop._inbox.wait = lambda _seconds: unsent.append(drafts.has_unsent)
+    node.iterate()
+    assert unsent == [True, False, False]
+
+
 def test_time_without_the_processors_is_counted_as_that_and_nothing_else_is(node, turns):
     now = 0
 

@@ -21,6 +21,9 @@ class NoDrafts:
     def begin_step(self, verified):
         return
 
+    def wake(self):
+        return
+
     def close(self, sequence_id):
         return
 
