@@ -37,6 +37,9 @@ FORGETTING = 0.99
 MAX_SCALE = 1e6
 """Weight of a step, relative to the first one, at which the weights of all steps are divided by it."""
 
+MAX_CURVES = 256
+"""Maximum number of results that are kept until the next fit."""
+
 MIN_SHARE = 1e-3
 """Lower bound of expected durations, as a fraction of the mean duration of steps."""
 
@@ -143,6 +146,8 @@ class StepCostModel:
                 return [row + PRIOR_BASE_ROWS for row in rows]
             seconds = np.interp(rows, self._knots, found[:-2]) + found[-2] * num_sequences
             rising = np.maximum.accumulate(np.maximum(seconds, MIN_SHARE * self._mean_seconds))
+            if len(self._curves) >= MAX_CURVES:
+                self._curves.clear()
             self._curves[asked] = rising.tolist()
         return self._curves[asked]
 

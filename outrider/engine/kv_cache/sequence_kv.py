@@ -137,9 +137,10 @@ class SequenceKV:
             del self.block_ids[num_kept:]
             del self._table[num_kept:]
 
-    def has_filled_a_block(self, num_new: int) -> bool:
-        """Returns whether a block has become full with the last `num_new` valid tokens."""
-        return self.num_tokens % self._block_size < num_new
+    @property
+    def has_unpublished_blocks(self) -> bool:
+        """Whether `publish` has something to do, if all valid tokens are committed."""
+        return self.num_tokens // self._block_size > len(self._hashes)
 
     def publish(self, token_ids: Sequence[int]) -> None:
         """Publishes the full blocks of valid, committed tokens in the prefix cache. Only new blocks are hashed.
