@@ -45,7 +45,7 @@ class FeaturePlane:
         table = _HeldBlocks(kv, 0, end, self._kv_cache.block_size)
         if self._ingest is None or not table.are_held():
             return None
-        self._address = self._address or self._ingest.address("")
+        self._address = self._address or self._ingest.address("localhost")
         offer = FeatureOffer(os.urandom(16), end, self._address)
         self._ingest.open(
             offer.transfer_id,

@@ -15,6 +15,7 @@ from outrider.drafting.drafted_sequence import is_well_formed
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
 from outrider.node import FeatureFormat
+from outrider.service.address import own_host, split_port
 from outrider.speculation.draft_stream import (
     MAX_FEATURE_BYTES_PER_MESSAGE,
     DraftStatus,
@@ -279,6 +280,13 @@ def test_what_an_update_reads_from_lost_blocks_is_nothing():
     target.free(0)
     assert target.plane.read(ranges) == [None, feature_bytes(text, 9, 29), None]
     assert target.plane.read(ranges[:1]) == [None]
+
+
+def test_a_node_that_listens_everywhere_offers_an_address_that_others_reach():
+    target = FeatureTarget(offers=True, host="0.0.0.0")  # noqa: S104
+    offer = target.plane.offer(target.compute(1, range(10)), 9)
+    target.stop()
+    assert split_port(offer.address)[0] == own_host()
 
 
 def test_an_address_that_nobody_serves_costs_drafts_only(make_cluster):
