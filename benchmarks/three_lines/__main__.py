@@ -51,10 +51,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS, metavar="FILE", help="JSONL file")
     parser.add_argument(
         "--draft-cpus",
-        type=_processors,
+        type=_numbers,
         default=(),
         metavar="N,N",
-        help="processors of the remote drafter and of all that talks to it, which the target's engine leaves to them; "
+        help="processors of the remote drafter and of the network between, which the target's process leaves to them; "
         "default: shared",
     )
     parser.add_argument(
@@ -66,7 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--temperature", type=float, metavar="T", help="default: 0 and 1")
     parser.add_argument("--rounds", type=int, default=1, metavar="N")
-    parser.add_argument("--sequences", type=int, default=1, metavar="N", help="at a time")
+    parser.add_argument(
+        "--sequences", type=_numbers, default=(1,), metavar="N,N", help="at a time; one comparison for each"
+    )
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
     arguments = parser.parse_args(argv)
@@ -76,19 +78,21 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     from benchmarks.three_lines.lines import Comparison, as_text, compare_lines
 
-    comparison = Comparison(
-        pair=pair,
-        round_trips_ms=arguments.draft_rtt_ms,
-        temperatures=(0.0, 1.0) if arguments.temperature is None else (arguments.temperature,),
-        num_rounds=arguments.rounds,
-        num_sequences=arguments.sequences,
-        max_tokens=arguments.max_tokens,
-    )
-    figures = asyncio.run(compare_lines(comparison))
+    found = []
+    for num_sequences in arguments.sequences:
+        comparison = Comparison(
+            pair=pair,
+            round_trips_ms=arguments.draft_rtt_ms,
+            temperatures=(0.0, 1.0) if arguments.temperature is None else (arguments.temperature,),
+            num_rounds=arguments.rounds,
+            num_sequences=num_sequences,
+            max_tokens=arguments.max_tokens,
+        )
+        figures = asyncio.run(compare_lines(comparison))
+        found.append({"comparison": comparison.description, "lines": [asdict(each) for each in figures]})
+        print(as_text(comparison, figures), flush=True)
     if arguments.json:
-        value = {"comparison": comparison.description, "lines": [asdict(each) for each in figures]}
-        arguments.json.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    print(as_text(comparison, figures))
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
@@ -132,7 +136,7 @@ def _shares(text: str) -> tuple[float, ...]:
     return values
 
 
-def _processors(text: str) -> tuple[int, ...]:
+def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 

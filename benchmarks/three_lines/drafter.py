@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc.aio
-import torch
+import numpy as np
 from prometheus_client import CollectorRegistry
-from torch import Tensor
 
 from benchmarks.three_lines.simulation import Simulation, simulated_drafter
 from draft_node.config import DraftNodeConfig
 from draft_node.node import DraftNode
+from outrider.engine.kv_cache.array_plane import WORDS, Words
 from outrider.engine.kv_cache.config import KVCacheConfig
 from outrider.model_hub.config import ModelConfig
 from outrider.node import FeatureFormat
@@ -54,8 +54,8 @@ class NoFeatures:
     def __len__(self) -> int:
         return 3
 
-    def read(self, start: int, end: int) -> Tensor:
-        return torch.zeros(end - start, self.format.width)
+    def read(self, start: int, end: int) -> Words:
+        return np.zeros((end - start, self.format.width), dtype=WORDS[self.format.dtype])
 
 
 def warm_up(proposer: DraftModelProposer) -> None:

@@ -16,7 +16,6 @@ from benchmarks.three_lines.pair import Pair
 from benchmarks.three_lines.speed_model import SpeedModel, acceptance_of
 from decode_node.drafting.client import DraftClient
 from outrider.engine.engine import Engine
-from outrider.engine.processor import usable_cpus
 from outrider.errors import InternalError, PeerLostError
 from outrider.speculation.draft_stream import DraftHello
 
@@ -71,10 +70,7 @@ async def compare_lines(comparison: Comparison) -> list[LineFigures]:
     Raises: InternalError if two lines generate different tokens, PeerLostError if the drafter does not start or answer.
     """
     figures: list[LineFigures] = []
-    engine_cpus = usable_cpus()
-    if comparison.pair.draft_cpus:  # for the network's work, which this thread and those that it starts do
-        os.sched_setaffinity(0, comparison.pair.draft_cpus)
-    with ThreadPoolExecutor(1, "engine", os.sched_setaffinity, (0, engine_cpus)) as engine_thread:
+    with ThreadPoolExecutor(1, "engine") as engine_thread:
         for temperature in comparison.temperatures:
             figures += await _at_temperature(comparison, temperature, engine_thread)
     return figures
