@@ -195,9 +195,9 @@ class StepReport(NamedTuple):
 
     def publish_blocks(self) -> None:
         """Publishes the full blocks of running samples. Ended and preempted samples have published theirs."""
-        for (scheduled, sample, _), verdict in zip(self.verifying, self.verdicts, strict=True):
+        for _, sample, _ in self.verifying:
             kv = sample.sequence.kv
-            if kv is not None and (scheduled.num_rows > 1 or kv.has_filled_a_block(len(verdict.token_ids))):
+            if kv is not None and kv.has_unpublished_blocks:
                 kv.publish(sample.sequence.token_ids)
 
     def stats(self) -> StepStats:

@@ -20,7 +20,7 @@ class FeaturePlane:
     """The `FeatureSource` of a decode node.
 
     It pins no blocks. What is read counts only if the table has the same blocks afterwards: a table gives blocks back
-    before another sequence can get, and write, them.
+    before another sequence can get, and write, them. While a shared block is copied for the sequence, nothing counts.
     """
 
     def __init__(self, kv_cache: KVCache, plane: PlaneSpec, ingest: Ingest | None = None) -> None:
@@ -39,13 +39,13 @@ class FeaturePlane:
         rows = self._kv_cache.read(self._plane.name, range(1), np.array([*itertools.chain(*slots)], dtype=np.int64))
         ends = np.cumsum([len(part) for part in slots]) * self.bytes_per_token
         read = zip(np.split(rows, ends[:-1]), tables, strict=True)
-        return [part.tobytes() if table.are_held() else None for part, table in read]
+        return [part.tobytes() if part.size and table.are_held() else None for part, table in read]
 
     def offer(self, kv: SequenceKV, end: int) -> FeatureOffer | None:
         table = _HeldBlocks(kv, 0, end, self._kv_cache.block_size)
         if self._ingest is None or not table.are_held():
             return None
-        self._address = self._address or self._ingest.address("")
+        self._address = self._address or self._ingest.address("localhost")
         offer = FeatureOffer(os.urandom(16), end, self._address)
         self._ingest.open(
             offer.transfer_id,
@@ -73,7 +73,8 @@ class _HeldBlocks:
         self.block_ids = kv.block_ids[self._places]
 
     def are_held(self) -> bool:
-        return self._kv.num_tokens >= self._end and self._kv.block_ids[self._places] == self.block_ids
+        kv = self._kv
+        return kv.num_tokens >= self._end and kv.block_ids[self._places] == self.block_ids and not kv.is_copying
 
     def slots(self, size: int) -> list[int]:
         """Returns the slots of the tokens; none if the sequence has lost them."""

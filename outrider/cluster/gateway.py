@@ -93,7 +93,7 @@ def _accompany(ports: GatewayPorts, drain_seconds: float, config: GatewayConfig)
 
 
 def choose_ports(server: ServerConfig) -> GatewayPorts:
-    """Reserves free ports where the settings name none. Metrics are served on loopback only, unless their port is set.
+    """Reserves the configured ports, or free ones. Metrics are served on loopback only, unless their port is set.
 
     Raises: ConfigError if a configured port is taken.
     """
@@ -151,7 +151,7 @@ class GatewayPorts:
     metrics_host: str
     metrics_port: int
     control_key: str = field(default_factory=secrets.token_hex, repr=False)
-    reserved: tuple[socket.socket, ...] = field(default=(), repr=False)  # sockets that keep the ports for smg
+    reserved: tuple[socket.socket, ...] = field(default=(), repr=False)  # bound to both ports until smg listens
 
     @property
     def url(self) -> str:

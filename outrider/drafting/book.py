@@ -28,6 +28,9 @@ MAX_TOKENS_PER_UPDATE = 4096
 
 MAX_TOKENS_PER_MESSAGE = 16_384
 
+FeatureParts = dict[int, tuple[Assignment, range]]
+"""By place in a list of updates: the sequence, and the tokens whose features the update is to carry."""
+
 UNANSWERED_SECONDS = 10.0
 """Seconds after which an unanswered update counts as lost, and the stream is opened again."""
 
@@ -168,9 +171,17 @@ class DraftBook:
         self._move_away(node, keep=0)
 
     def take_updates(self, node: DraftNodeState) -> list[SequenceUpdate]:
-        """Returns updates with everything that this node does not know yet; empty if there is nothing to send now."""
+        """Does what `begin_updates`, `read_features` and `finish_updates` do, all under the owner's lock."""
+        updates, parts = self.begin_updates(node)
+        return self.finish_updates(updates, parts, self.read_features(parts))
+
+    def begin_updates(self, node: DraftNodeState) -> tuple[list[SequenceUpdate], FeatureParts]:
+        """Returns updates with everything that this node does not know yet, and the features that are to be added.
+
+        There are none if there is nothing to send now.
+        """
         if not node.is_connected:
-            return []
+            return [], {}
         now = self._clock()
         min_length = min((len(each.committed) for each in self._unserved), default=0)
         if self._unserved and any(other.is_connected and other.has_room(now, min_length) for other in self.nodes):
@@ -179,7 +190,7 @@ class DraftBook:
         node.closed.clear()
         feature_bytes = 0 if self._features is None else self._features.bytes_per_token
         tokens_left, feature_bytes_left = MAX_TOKENS_PER_MESSAGE, MAX_FEATURE_BYTES_PER_MESSAGE
-        with_features: dict[int, tuple[Assignment, range]] = {}  # by place in `updates`
+        parts: FeatureParts = {}
         for stream_id in tuple(node.dirty):
             served = self._served[stream_id]
             if served.pending is None and now < served.ready_at:
@@ -197,16 +208,25 @@ class DraftBook:
                 tokens_left -= len(update.token_ids)
                 if features:
                     feature_bytes_left -= len(features) * feature_bytes
-                    with_features[len(updates)] = served, features
+                    parts[len(updates)] = served, features
                 updates.append(update)
             del node.dirty[stream_id]  # the answer adds the id again if there is more to send
-        if with_features and self._features is not None:
-            ranges = [(served.sequence.kv, part.start, part.stop) for served, part in with_features.values()]
-            for place, payload in zip(with_features, self._features.read(ranges), strict=True):
-                updates[place] = updates[place]._replace(features=payload or b"")
-                served, pending = with_features[place][0], with_features[place][0].pending
-                if payload is None and pending is not None:
-                    served.pending = pending._replace(num_features=0)
+        return updates, parts
+
+    def read_features(self, parts: FeatureParts) -> list[bytes | None]:
+        """Reads the features. Call it without the lock: on a GPU, the read may wait for a forward pass."""
+        if not parts or self._features is None:
+            return []
+        return self._features.read([(served.sequence.kv, part.start, part.stop) for served, part in parts.values()])
+
+    def finish_updates(
+        self, updates: list[SequenceUpdate], parts: FeatureParts, payloads: Sequence[bytes | None]
+    ) -> list[SequenceUpdate]:
+        """Adds what was read. Features of a sequence that has lost its blocks are left out."""
+        for (place, (served, _)), payload in zip(parts.items(), payloads, strict=True):
+            updates[place] = updates[place]._replace(features=payload or b"")
+            if payload is None and served.pending is not None:
+                served.pending = served.pending._replace(num_features=0)
         return updates
 
     def take_notices(self, node: DraftNodeState) -> list[StepNotice]:

@@ -196,13 +196,18 @@ class DraftLink:
                     await self._wake.wait()
             self._wake.clear()
             with self._changed:
-                updates, notices = self._book.take_updates(self.node), self._book.take_notices(self.node)
+                updates, parts = self._book.begin_updates(self.node)
+                notices = self._book.take_notices(self.node)
                 step_seconds = self._book.nodes.step_seconds
                 has_lost_an_update = self._book.has_lost_an_update(self.node)
             if has_lost_an_update:
                 raise PeerLostError(
                     f"{self.address} did not answer an update for {UNANSWERED_SECONDS:g} s", node=self.address
                 )
+            if parts:  # neither the event loop nor, for the lock, a step waits until they are read
+                payloads = await asyncio.to_thread(self._book.read_features, parts)
+                with self._changed:
+                    updates = self._book.finish_updates(updates, parts, payloads)
             if updates or notices:
                 async with asyncio.timeout(UNANSWERED_SECONDS):  # a write blocks if the node does not read
                     await call.write(updates_to_proto(updates, step_seconds=step_seconds, notices=notices))

@@ -332,7 +332,7 @@ class DraftController:
         row_price = self._token_rate = 0.0
         keys = [key for key, limit in wanted.items() if limit > 0]
         if not self.verifies_all:
-            if known.num_drafts < FIRST_DRAFTS:
+            if known.num_drafts < min(FIRST_DRAFTS, len(wanted) / 4):
                 keys = sorted(keys, key=lambda key: num_unread.get(key, 0))[:1]
             if not known.num_drafts:
                 return dict.fromkeys(known.first_trial(keys), 1)

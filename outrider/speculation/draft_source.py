@@ -33,7 +33,8 @@ CALL_SHARE = 0.005
 """Fraction of the time that trial calls to one proposer may take."""
 
 FIRST_DRAFTS = 4
-"""Number of first drafts of a proposer that are made for one sequence at a time, as their acceptance is unknown."""
+"""Maximum number of first drafts that are made for one sequence at a time, as their acceptance is unknown.
+There is one for every four sequences."""
 
 FIRST_GAIN = 0.25
 GAIN_RATE, MEAN_GAIN_RATE = 0.1, 0.01

@@ -37,6 +37,9 @@ FORGETTING = 0.99
 MAX_SCALE = 1e6
 """Weight of a step, relative to the first one, at which the weights of all steps are divided by it."""
 
+MAX_CURVES = 256
+"""Maximum number of results that are kept until the next fit."""
+
 MIN_SHARE = 1e-3
 """Lower bound of expected durations, as a fraction of the mean duration of steps."""
 
@@ -53,6 +56,14 @@ known.
 
 SEEN_EVIDENCE = 0.2
 """Number of such steps after which no cliff, i.e. no sudden rise of the duration, is expected up to their size."""
+
+NOISE_RATE = 0.02
+"""Weight of each new step in the running mean of errors, each a fraction of the expected duration."""
+
+MIN_NOISE = 0.08
+"""Mean error from which on the assumptions weigh more, in proportion to the error's square: the noisier steps are, the
+less a few of them say. Otherwise one slow step among the first with drafts would stop drafts for hundreds of steps.
+"""
 
 Seconds = npt.NDArray[np.float64]
 
@@ -76,6 +87,7 @@ class StepCostModel:
         self._knots = (*self._buckets, *(knot for knot in KNOTS if not buckets or knot > buckets[-1]))
         size = len(self._knots) + 2  # the last two entries: a sequence, a launch ahead
         self._weight = 0.0
+        self._noise = 0.0  # running mean of errors
         self._mean_rows = 0.0
         self._mean_seconds = 0.0
         # Sums over all steps. Instead of shrinking them, each step weighs more than the one before it: `_scale`.
@@ -108,7 +120,9 @@ class StepCostModel:
             self._num_outliers = self._num_outliers + 1 if step_seconds > most_seconds else 0
             if self._num_outliers <= MAX_OUTLIERS:
                 step_seconds = min(step_seconds, most_seconds)
-            is_surprise = abs(step_seconds - expected) > SURPRISE * expected
+            error = abs(step_seconds - expected) / expected
+            is_surprise = error > SURPRISE
+            self._noise += NOISE_RATE * (error - self._noise)
         self._weight = FORGETTING * self._weight + 1.0
         self._mean_rows += (self._padded(num_rows) - self._mean_rows) / self._weight
         self._mean_seconds += (step_seconds - self._mean_seconds) / self._weight
@@ -143,6 +157,8 @@ class StepCostModel:
                 return [row + PRIOR_BASE_ROWS for row in rows]
             seconds = np.interp(rows, self._knots, found[:-2]) + found[-2] * num_sequences
             rising = np.maximum.accumulate(np.maximum(seconds, MIN_SHARE * self._mean_seconds))
+            if len(self._curves) >= MAX_CURVES:
+                self._curves.clear()
             self._curves[asked] = rising.tolist()
         return self._curves[asked]
 
@@ -207,18 +223,19 @@ class StepCostModel:
         a step that is launched ahead.
         """
         scale = self._mean_seconds  # the equations are solved in units of the mean duration
-        squares = self._squares / self._scale + self._assumptions
+        assumed = max(1.0, self._noise / MIN_NOISE) ** 2  # relative weight of the assumptions
+        squares = self._squares / self._scale + assumed * self._assumptions
         products = self._products / (scale * self._scale)
         # Between the two knots around the mean number of rows, the prior's slope is assumed as well.
         place, _ = self._place(self._mean_rows)
         width = self._knots[place + 1] - self._knots[place]
-        weight = SLOPE_WEIGHT * (self._mean_rows / width) ** 2
+        weight = assumed * SLOPE_WEIGHT * (self._mean_rows / width) ** 2
         rise = weight * width / (self._mean_rows + PRIOR_BASE_ROWS)
         for one, sign in ((place, -1.0), (place + 1, 1.0)):
             products[one] += sign * rise
             squares[one, one] += weight
             squares[one, 2 * place + 1 - one] -= weight
-        products[-1] -= AHEAD_WEIGHT * AHEAD_SHARE
+        products[-1] -= assumed * AHEAD_WEIGHT * AHEAD_SHARE
         found: Seconds = scale * np.asarray(np.linalg.solve(squares, products), dtype=np.float64)
         found[:-2] = np.maximum.accumulate(found[:-2])
         return found

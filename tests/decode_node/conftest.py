@@ -71,7 +71,7 @@ class ScriptedIngest:
 class GatedSink:
     def __init__(self, ingest, sink):
         self.ingest, self.sink = ingest, sink
-        self.read = sink.read
+        self.read, self.are_held = sink.read, sink.are_held
 
     def write(self, *args):
         self.ingest.writing.set()

@@ -10,6 +10,7 @@ from outrider.speculation.acceptance_record import AcceptanceRecord
 from outrider.speculation.ask_cost import CallCost
 from outrider.speculation.draft_controller import PROBE_STEPS
 from outrider.speculation.draft_tree import DRAFT_NODE
+from tests.speculation.simulated_batch import CURVES
 from tests.speculation.simulated_sources import FREE, HEAD, LOOKUP, SimulatedText, SourcesBatch, State
 
 WARM_UP_STEPS = 80
@@ -214,3 +215,12 @@ def test_negative_control_acceptance_of_the_wrong_sign_misses_the_bounds(monkeyp
     )
     of_plain, of_best = shares(("mixed", "linear", 4))
     assert of_plain < 0.975 or of_best < 0.95
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slow_step_at_the_start_does_not_stop_drafts_for_long(seed):
+    """The machine is busy, so some of the few steps that show what rows cost take five times as long."""
+    batch = SourcesBatch(
+        "hot", "measured 4", 4, sources=[LOOKUPS], has_draft_node=True, noise=0.7, stalls=0.2, length=24, seed=seed
+    )
+    assert batch.rate(400) > 1.25 * 4 / CURVES["measured 4"](4)

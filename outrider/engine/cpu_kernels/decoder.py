@@ -29,7 +29,8 @@ Logits = npt.NDArray[np.float32]
 _BATCH = layout_of(structures.OutriderBatch)
 # A draft of fewer multiplications keeps Python's lock, and need not wait for the event loop afterwards. It takes one or
 # two milliseconds on a server processor, and elsewhere less than the five for which a thread may keep it (an estimate).
-_SHORT_DRAFT = 1 << 29
+# Reading the weights of a large head takes as long as multiplying them by about four rows.
+_SHORT_DRAFT, _MIN_ROWS = 1 << 29, 4
 
 
 class NativeDecoder:
@@ -129,7 +130,7 @@ class NativeStep(ModelRunner):
         struct = batch_struct(batch)
         features = np.ascontiguousarray(features)
         struct.features = features.ctypes.data
-        num_rows = batch.num_rows + batch.num_logits * (drafts.max_tokens - 1)
+        num_rows = max(batch.num_rows, _MIN_ROWS) + max(batch.num_logits, _MIN_ROWS) * (drafts.max_tokens - 1)
         functions = self._short_functions if num_rows * self._row_products < _SHORT_DRAFT else self._functions
         functions.outrider_draft(
             self._team, self._workspace.handle, self._struct, struct, self._keys, self._values, sampler, paths, drafts

@@ -24,6 +24,7 @@ class SequenceKV:
         "_pool",
         "_table",
         "block_ids",
+        "is_copying",
         "num_cached_tokens",
         "num_tokens",
     )
@@ -37,6 +38,7 @@ class SequenceKV:
         # are added, because blocks without valid tokens are neither.
         self._owns_tail = False
         self.block_ids: list[int] = []
+        self.is_copying = False  # whether `reserve` has put a block in the table whose copy is not queued yet, perhaps
         self.num_tokens = 0
         self.num_cached_tokens = 0  # number of tokens taken from the prefix cache at creation
         self._table = array("i")  # the part of block_ids that `block_table` has converted so far
@@ -97,6 +99,7 @@ class SequenceKV:
                 source = self.block_ids[index]
                 if pool.is_shared(source):
                     taken = pool.allocate(max(num_new, 0) + 1)
+                    self.is_copying = True
                     self.block_ids[index] = taken.pop()
                     del self._table[index:]
                     self.block_ids += taken
@@ -113,6 +116,7 @@ class SequenceKV:
         """Records that the KV of tokens [0, num_tokens) is written. Reserved blocks past them stay reserved."""
         assert self.num_tokens <= num_tokens <= self.capacity
         self.num_tokens = num_tokens
+        self.is_copying = False
 
     def truncate(self, num_tokens: int) -> None:
         """Makes exactly tokens [0, num_tokens) valid, and frees whole blocks past them.
@@ -125,6 +129,7 @@ class SequenceKV:
             self._owns_tail = False
             self._hashes.truncate(num_tokens // self._block_size)
         self.num_tokens = num_tokens
+        self.is_copying = False
         if num_tokens <= capacity - self._block_size:
             self.release_beyond(num_tokens)
 
@@ -137,9 +142,10 @@ class SequenceKV:
             del self.block_ids[num_kept:]
             del self._table[num_kept:]
 
-    def has_filled_a_block(self, num_new: int) -> bool:
-        """Returns whether a block has become full with the last `num_new` valid tokens."""
-        return self.num_tokens % self._block_size < num_new
+    @property
+    def has_unpublished_blocks(self) -> bool:
+        """Whether `publish` has something to do, if all valid tokens are committed."""
+        return self.num_tokens // self._block_size > len(self._hashes)
 
     def publish(self, token_ids: Sequence[int]) -> None:
         """Publishes the full blocks of valid, committed tokens in the prefix cache. Only new blocks are hashed.

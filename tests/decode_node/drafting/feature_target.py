@@ -32,8 +32,9 @@ class FeatureTarget:
         features: FeatureFormat = FEATURES,
         bytes_of: Callable[[Sequence[int], int, int], bytes] = feature_bytes,
         incarnation: bytes = bytes(16),
+        host: str = "127.0.0.1",
     ) -> None:
-        """`offers`: whether it listens for draft nodes that read; then `stop` it."""
+        """`offers`: whether it listens at `host` for draft nodes that read; then `stop` it."""
         self.spec = plane_of(features)
         planes = [PlaneSpec(name, 1, 1, 4, "float32") for name in ("k", "v")]
         self.cache = PagedKVCache([*planes, self.spec], num_blocks=num_blocks, block_size=BLOCK_SIZE)
@@ -45,11 +46,11 @@ class FeatureTarget:
         if offers:
             receiver = KvReceiver(
                 incarnation=incarnation,
-                host="127.0.0.1",
+                host=host,
                 on_complete=lambda *_: None,
                 on_failed=lambda transfer_id, _reason: self.failed.append(transfer_id),
             )
-            self.ingest = Ingest(receiver, self.cache, host="127.0.0.1", advertise_address="", security=PLAINTEXT)
+            self.ingest = Ingest(receiver, self.cache, host=host, advertise_address="", security=PLAINTEXT)
             self.ingest.start()
         self.plane = FeaturePlane(self.cache, self.spec, self.ingest)
 

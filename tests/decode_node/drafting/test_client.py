@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import time
 
 import pytest
@@ -104,6 +105,33 @@ async def test_a_head_of_other_features_is_refused_and_both_are_named(computed: 
         await until(lambda: any(link.refusal for link in client.links))
         for part in ("decode@test", "draft@test", str(FEATURES), str(computed or "none")):
             assert part in client.links[0].refusal
+
+
+async def test_neither_a_step_nor_the_event_loop_waits_while_features_are_read():
+    target, is_reading, may_go_on, went_on = FeatureTarget(), threading.Event(), threading.Event(), []
+
+    class SlowSource:
+        bytes_per_token = target.plane.bytes_per_token
+
+        def read(self, ranges):
+            is_reading.set()
+            went_on.append(may_go_on.wait(1.0))
+            return target.plane.read(ranges)
+
+    hello = dataclasses.replace(HELLO, features=FEATURES)
+    async with (
+        serving(draft_node(FakeHead([]))) as port,
+        started(DraftClient([f"127.0.0.1:{port}"], hello, features=SlowSource())) as client,
+    ):
+        await until(is_connected(client))
+        open_sequence(client, 7)
+        client.commit([(7, (1,), 3)], {7: target.compute(7, [*TEXT, 1])})
+        await until(is_reading.is_set)
+        client.commit([(7, (2,), 3)], {7: target.compute(7, [*TEXT, 1, 2])})
+        client.take([7], wait_seconds=0.0)
+        may_go_on.set()
+        await until(lambda: went_on)
+    assert went_on[0]
 
 
 async def test_a_draft_node_that_comes_is_used_and_one_that_leaves_the_name_is_left_when_its_stream_ends():

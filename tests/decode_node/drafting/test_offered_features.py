@@ -15,6 +15,7 @@ from outrider.drafting.drafted_sequence import is_well_formed
 from outrider.kv_transfer.config import KvTransferConfig
 from outrider.kv_transfer.connectors import Connector
 from outrider.node import FeatureFormat
+from outrider.service.address import own_host, split_port
 from outrider.speculation.draft_stream import (
     MAX_FEATURE_BYTES_PER_MESSAGE,
     DraftStatus,
@@ -279,6 +280,34 @@ def test_what_an_update_reads_from_lost_blocks_is_nothing():
     target.free(0)
     assert target.plane.read(ranges) == [None, feature_bytes(text, 9, 29), None]
     assert target.plane.read(ranges[:1]) == [None]
+
+
+def test_a_shared_block_is_not_read_until_its_copy_is_made(monkeypatch):
+    """Samples share the last block of a prompt that the first has computed; it is copied before it is written."""
+    target, text = FeatureTarget(offers=True), list(range(11))
+    kv = target.compute(0, text)
+    kv.fork()
+    copies, read = kv.reserve(11), target.cache.read
+    assert target.plane.read([(kv, 8, 10)]) == [None]
+    assert target.plane.offer(kv, 10) is None
+
+    def copy_during_the_read(*arguments):
+        rows = read(*arguments)
+        target.cache.copy_blocks(copies)
+        kv.advance(10)
+        return rows
+
+    monkeypatch.setattr(target.cache, "read", copy_during_the_read)
+    assert target.plane.read([(kv, 8, 10)]) == [None]
+    assert target.plane.read([(kv, 8, 10)]) == [feature_bytes(text, 8, 10)]
+    target.stop()
+
+
+def test_a_node_that_listens_everywhere_offers_an_address_that_others_reach():
+    target = FeatureTarget(offers=True, host="0.0.0.0")
+    offer = target.plane.offer(target.compute(1, range(10)), 9)
+    target.stop()
+    assert split_port(offer.address)[0] == own_host()
 
 
 def test_an_address_that_nobody_serves_costs_drafts_only(make_cluster):

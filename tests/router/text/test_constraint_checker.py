@@ -55,7 +55,7 @@ def unread_bytes(pipe):
 
 
 def stop(process):
-    """Returns once the process is stopped. A signal alone comes too late for data that is written right after it."""
+    """Returns once the process has stopped. Until then it may still read what is written after the signal was sent."""
     os.kill(process.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
