@@ -145,6 +145,7 @@ def make_build(
             max_wait_seconds=config.draft_wait_seconds,
             takes_trees=config.draft_trees,
             features_of=features_of,
+            loop_clock=None if runner.is_asynchronous else event_loop_clock(),
         )
         kept_answers = None
         if config.keep_answers:

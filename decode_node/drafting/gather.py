@@ -126,6 +126,7 @@ class DraftGatherer:
         takes_trees: bool = False,
         features_of: FeaturesOf | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        loop_clock: Callable[[], int] | None = None,
     ) -> None:
         """Args:
         client: the client of draft nodes; None if there are none.
@@ -135,6 +136,8 @@ class DraftGatherer:
         takes_trees: whether drafts may have branches.
         features_of: needed if one of the proposers is a head.
         clock: returns seconds, for the duration of calls.
+        loop_clock: returns the processor time of the client's event loop, in nanoseconds, if it shares the target's
+        processors.
         """
         self._client = client
         self._controller = controller
@@ -142,6 +145,9 @@ class DraftGatherer:
         self._max_wait_seconds = max_wait_seconds
         self._takes_trees = takes_trees
         self._clock = clock
+        self._loop_clock = loop_clock
+        self._loop_ns = 0  # the event loop's time until the last step
+        self._num_asked = 0  # sequences of this step that wanted drafts from draft nodes
         self._last_step_seconds = 0.0
         self._mean_gain = 0.0  # running mean of the tokens that drafts are expected to gain, per sequence and step
         self._num_ahead = 0  # number of consecutive steps that were launched ahead
@@ -222,6 +228,7 @@ class DraftGatherer:
         if self._client is not None:
             budget = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds) if may_wait else 0.0
             drafts = self._client.take([sample.sequence.key for sample in samples], wait_seconds=budget)
+        self._num_asked = len(drafts.requested)
         drafts.ranked = {key: self._controller.rank(key, tree) for key, tree in drafts.trees.items() if tree}
         self._drafts = {sequence_id: [draft] for sequence_id, draft in drafts.ranked.items()}
         for local in sorted(self._local, key=lambda each: self._controller.source(each.source).cost.call_seconds):
@@ -296,6 +303,13 @@ class DraftGatherer:
         self._num_ahead = self._num_ahead + 1 if is_ahead else 0
         if self._client is not None:
             self._client.observe_step(seconds)
+        if self._loop_clock is not None:
+            before, self._loop_ns = self._loop_ns, self._loop_clock()
+            if num_rows and not num_prompt_rows:
+                loop_seconds, num_asked = (self._loop_ns - before) / 1e9, self._num_asked
+                self._controller.observe_messages(
+                    DRAFT_NODE, loop_seconds, num_asked=num_asked, num_sequences=num_sequences
+                )
         self._controller.observe_step(
             seconds,
             num_rows=num_rows,

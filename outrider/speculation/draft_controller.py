@@ -209,9 +209,18 @@ class DraftController:
         `drafts`: the drafts of all sources, by id of each sequence for which this source was asked.
         """
         for sequence_id, found in drafts.items():
-            tokens = {each.tree.source: sum(each.probabilities) for each in found}
+            tokens = {
+                draft.tree.source: sum([each for each in draft.probabilities if each >= self.row_price])
+                for draft in found
+            }
             own = tokens.pop(source, 0.0)
             self._record(sequence_id, source).observe_marginal_gain(max(own - max(tokens.values(), default=0.0), 0.0))
+
+    def observe_messages(self, source: str, seconds: float, *, num_asked: int, num_sequences: int) -> None:
+        """Learns what the messages of draft nodes cost: see `DraftSource.observe_messages`."""
+        if self._plain_seconds:
+            token_rate = (num_sequences + self._num_waiting) / self._plain_seconds  # without drafts
+            self._sources[source].observe_messages(seconds, num_asked=num_asked, token_rate=token_rate)
 
     def better(self, one: RankedDraft, other: RankedDraft) -> RankedDraft:
         """Returns whichever of two drafts of a sequence has the higher expected gain."""

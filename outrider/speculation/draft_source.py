@@ -11,19 +11,25 @@ from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.trial_budget import TrialBudget
 
 MIN_MARGINAL_GAIN = 0.05
-"""Accepted tokens per step that a draft node's drafts must gain over all other drafts. The node's messages cost
-about as much.
+"""Least tokens per step that a draft node's drafts must gain over all other drafts, even if its messages cost less."""
+
+MESSAGE_RATE, MESSAGE_FACTOR, MESSAGE_SEQUENCES = 0.1, 1.3, 6
+"""Weight of each new step in the running means of the event loop's time; the processor time of messages in units of
+what they take in the event loop's thread, as gRPC has further threads; how many sequences take as much of it as a
+step's messages without any.
 """
 
-FIRST_MARGINAL_GAIN = 1.0
-MARGINAL_GAIN_RATE, SOURCE_GAIN_RATE = 0.1, 0.01
-"""Assumed marginal gain of a new source, in tokens, and the weights of each new observation in the running means of a
-sequence and of the source."""
+FIRST_MARGINAL_GAIN, FIRST_GAINS = 1.0, 16
+"""Assumed marginal gain of a new source, in tokens, and the number of observations that the assumption counts for."""
 
-TRIAL_STEPS, RARE_TRIALS = 4, 4
+MARGINAL_GAIN_RATE, SOURCE_GAIN_RATE = 0.1, 0.01
+"""Weights of each new observation in the running means of a sequence and of the source."""
+
+TRIAL_STEPS, RARE_TRIALS, TRIAL_SHARE = 4, 4, 0.0065
 """Number of consecutive steps in which a draft node that adds nothing is asked. There are several such steps, because
 its drafts arrive some steps later. If draft nodes add nothing to most sequences, there are `RARE_TRIALS` times fewer
-trials, because drafts may be made on the target's own device.
+trials, because drafts may be made on the target's own device. Messages of trials take at most the fraction
+`TRIAL_SHARE` of the time.
 """
 
 TREE_BONUS_RATE = 0.02
@@ -88,6 +94,11 @@ class DraftSource:
         self._trial: int | None = None  # the sequence under trial; reading its text may take several calls
         self.marginal_gain = FIRST_MARGINAL_GAIN
         """Running mean of `SourceRecord.marginal_gain` over all sequences, with which a new one begins."""
+        self._num_gains = FIRST_GAINS  # number of values over which `marginal_gain` is the mean
+        self.min_marginal_gain = MIN_MARGINAL_GAIN
+        """What a draft node's messages cost, in tokens per step of each sequence that it drafts for."""
+        self._loop_seconds = 0.0  # running mean of the event loop's time in a step without messages
+        self._message_seconds = 0.0  # running mean of what the messages of one sequence add to it
         self.num_checked = 0  # drafts
         self.num_first_accepted = 0  # drafts whose first token was accepted
         self.records: dict[int, SourceRecord] = {}
@@ -122,6 +133,26 @@ class DraftSource:
         """
         self._num_priced += 1
         self.tree_bonus += max(TREE_BONUS_RATE, 1 / self._num_priced) * (found - expected - self.tree_bonus)
+
+    def observe_messages(self, seconds: float, *, num_asked: int, token_rate: float) -> None:
+        """Updates `min_marginal_gain` with one step.
+
+        `seconds`: processor time of the event loop; `num_asked`: number of sequences that wanted drafts from draft
+        nodes; `token_rate`: tokens per second that the batch would generate without drafts.
+        """
+        if not num_asked:
+            self._loop_seconds += MESSAGE_RATE * (seconds - self._loop_seconds)
+            return
+        of_sequence = max(seconds - self._loop_seconds, 0.0) / (MESSAGE_SEQUENCES + num_asked)
+        self._message_seconds += MESSAGE_RATE * (of_sequence - self._message_seconds)
+        tokens = MESSAGE_FACTOR * self._message_seconds * token_rate
+        num_sharing = sum([record.marginal_gain > tokens for record in self.records.values()])
+        self.min_marginal_gain = max(tokens * (1.0 + MESSAGE_SEQUENCES / max(num_sharing, 1)), MIN_MARGINAL_GAIN)
+
+    def observe_marginal_gain(self, tokens: float) -> None:
+        """Updates `marginal_gain` with one sequence's draft in one step."""
+        self._num_gains += 1
+        self.marginal_gain += max(SOURCE_GAIN_RATE, 1 / self._num_gains) * (tokens - self.marginal_gain)
 
     def first_trial(self, keys: Sequence[int]) -> Sequence[int]:
         """Returns the one sequence, the first of `keys`, for which the first call shows what a call costs.
@@ -234,7 +265,7 @@ class SourceRecord:
     def observe_marginal_gain(self, tokens: float) -> None:
         """Learns from a step in which the source was asked. `tokens` is 0 if its drafts were no better than others."""
         self.marginal_gain += MARGINAL_GAIN_RATE * (tokens - self.marginal_gain)
-        self._source.marginal_gain += SOURCE_GAIN_RATE * (tokens - self._source.marginal_gain)
+        self._source.observe_marginal_gain(tokens)
 
     def observe_gain(self, tokens: float) -> None:
         """Learns what a call to a cheap proposer is expected to gain, minus the price of rows."""
@@ -244,17 +275,18 @@ class SourceRecord:
     @property
     def adds_nothing(self) -> bool:
         """Whether the source's drafts gain less than its messages cost."""
-        return self.marginal_gain < MIN_MARGINAL_GAIN
+        return self.marginal_gain < self._source.min_marginal_gain
 
     def is_trial(self, step: int, interval: int) -> bool:
         """Returns whether a draft node that adds nothing to the sequence is asked in this step.
 
-        It is asked in `TRIAL_STEPS` of `interval` steps of the sequence. If it adds nothing to most sequences, it is
-        asked in as many of `RARE_TRIALS` * `interval` steps.
+        It is asked in `TRIAL_STEPS` of `interval` steps of the sequence, or of more: see `RARE_TRIALS`, `TRIAL_SHARE`.
         """
-        is_rare = self._source.marginal_gain < MIN_MARGINAL_GAIN
-        num_steps = step - self._begun - interval  # since the first step of the sequence
-        return num_steps % (RARE_TRIALS * interval if is_rare else interval) < TRIAL_STEPS
+        source, num_steps = self._source, step - self._begun - interval  # since the first step of the sequence
+        if source.marginal_gain < source.min_marginal_gain:
+            interval *= RARE_TRIALS
+        min_interval = round(TRIAL_STEPS * source.min_marginal_gain / TRIAL_SHARE)
+        return num_steps % max(interval, min_interval) < TRIAL_STEPS
 
     def best(self) -> AcceptanceRecord:
         """Returns the record of the grade with the highest acceptance."""

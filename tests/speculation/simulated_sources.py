@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 from decode_node.drafting.gather import DraftGatherer
 from outrider.drafting.book import StepDrafts
+from outrider.drafting.exchange import NO_TABLES
 from outrider.engine.scheduler import StepReservation
 from outrider.request import RequestOptions, SamplingParams
 from outrider.session import OpenSequenceGroup, SampleStart
@@ -138,32 +139,63 @@ class SimulatedProposer:
 
 @dataclass
 class SimulatedDraftNode(NoDrafts):
-    """A draft node whose drafts always arrive in time."""
+    """A draft node whose drafts always arrive in time. Each message takes `message_seconds` of the event loop's and of
+    the target's time.
+    """
 
     batch: SourcesBatch
+    message_seconds: float = 0.0
+    loop_seconds: float = 0.0
+    num_asked: int = 0
+    _wanted: dict[int, int] = field(default_factory=dict)
+
+    def open(self, sequence_id, start, token_ids, *, num_wanted):
+        self._wanted[sequence_id] = num_wanted
+
+    def commit(self, updates, _tables=NO_TABLES, *, min_reach=0.0):
+        self._wanted.update({key: num_wanted for key, _, num_wanted in updates})
 
     def take(self, sequence_ids, *, wait_seconds):
         trees = {}
         for sequence_id in sequence_ids:
-            text, position = self.batch.texts[sequence_id]
-            trees[sequence_id] = text.draft(DRAFT_NODE, position, 0, MAX_DRAFT_TOKENS)
+            if self._wanted.get(sequence_id, 0) > 0:
+                text, position = self.batch.texts[sequence_id]
+                trees[sequence_id] = text.draft(DRAFT_NODE, position, 0, MAX_DRAFT_TOKENS)
+        self.num_asked += len(trees)
+        self.loop_seconds += self.message_seconds * bool(trees)
+        self.batch.now += self.message_seconds * bool(trees)
         return StepDrafts(trees, requested=set(trees), hits=set(trees))
 
 
 class SourcesBatch(SimulatedBatch):
     """`kind` is one of `TEXTS`, or several joined by "+", between which sequences alternate."""
 
-    def __init__(self, kind, curve, num_sequences, *, sources=(), has_draft_node=False, num_draft=5, **options):
-        """`sources`: names and `SimulatedProposer` options of local proposers. `num_draft`: maximum draft tokens."""
+    def __init__(
+        self,
+        kind,
+        curve,
+        num_sequences,
+        *,
+        sources=(),
+        has_draft_node=False,
+        num_draft=5,
+        message_seconds=0.0,
+        **options,
+    ):
+        """`sources`: names and `SimulatedProposer` options of local proposers. `num_draft`: maximum draft tokens.
+        `message_seconds`: of the draft node.
+        """
         self.now = 0.0
         self.texts = {}  # by sequence: [text, position]
         self.verified = []  # for each step, a list of (sequence, source, number of tokens)
         self.proposers = {source: SimulatedProposer(self, source, **costs) for source, costs in sources}
+        self.draft_node = SimulatedDraftNode(self, message_seconds)
         self.gatherer = DraftGatherer(
-            client=SimulatedDraftNode(self) if has_draft_node else None,
+            client=self.draft_node if has_draft_node else None,
             controller=DraftController(num_draft, cost=cost_model(curve)),
             proposers=list(self.proposers.values()),
             clock=lambda: self.now,
+            loop_clock=lambda: round(1e9 * self.draft_node.loop_seconds),
         )
         self._samples = {}
         super().__init__(kind, curve, num_sequences, **options)

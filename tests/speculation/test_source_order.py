@@ -224,3 +224,20 @@ def test_a_slow_step_at_the_start_does_not_stop_drafts_for_long(seed):
         "hot", "measured 4", 4, sources=[LOOKUPS], has_draft_node=True, noise=0.7, stalls=0.2, length=24, seed=seed
     )
     assert batch.rate(400) > 1.25 * 4 / CURVES["measured 4"](4)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 4])
+@pytest.mark.parametrize("message_ms", [1, 4])
+def test_a_draft_node_is_asked_only_if_it_gains_more_than_its_messages_cost(num_sequences, message_ms):
+    """Its drafts gain 0.1 tokens, which pays for nothing, or 1.5 tokens, which pays for all messages."""
+    curve = f"measured {num_sequences}"
+    plain = num_sequences / CURVES[curve](num_sequences)
+    for kind, pays in (("poor", False), ("hot", True)):
+        batch = SourcesBatch(
+            kind, curve, num_sequences, has_draft_node=True, message_seconds=message_ms / 1000, length=1000
+        )
+        assert batch.rate(100) > 0.92 * plain
+        batch.draft_node.num_asked = 0
+        assert batch.rate(400) > (1.05 if pays else 0.975) * plain
+        asked = batch.draft_node.num_asked / (400 * num_sequences)
+        assert asked > 0.9 if pays else asked < 0.15
