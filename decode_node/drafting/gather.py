@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from decode_node.drafting.client import DraftClient
@@ -56,6 +56,11 @@ class LocalProposer:
         self._unread.pop(sequence_id, None)
         self._num_read.pop(sequence_id, None)
         self._proposer.forget(sequence_id)
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether an announced prompt is not read yet."""
+        return bool(self._unread)
 
     def num_unread(self, samples: Sequence[Sample]) -> dict[int, int]:
         """Returns the number of tokens of each sequence that are not read, by sequence id."""
@@ -229,31 +234,32 @@ class DraftGatherer:
             budget = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds) if may_wait else 0.0
             drafts = self._client.take([sample.sequence.key for sample in samples], wait_seconds=budget)
         self._num_asked = len(drafts.requested)
-        drafts.ranked = {key: self._controller.rank(key, tree) for key, tree in drafts.trees.items() if tree}
+        limits, rank = {sample.sequence.key: sample.max_draft_tokens for sample in samples}, self._controller.rank
+        drafts.ranked = {key: rank(key, tree, limits[key]) for key, tree in drafts.trees.items() if tree}
         self._drafts = {sequence_id: [draft] for sequence_id, draft in drafts.ranked.items()}
         for local in sorted(self._local, key=lambda each: self._controller.source(each.source).cost.call_seconds):
-            self._ask(local, samples, drafts.ranked)
+            self._ask(local, samples, limits, drafts.ranked)
         self._controller.observe_marginal_gain(DRAFT_NODE, {key: self._drafts.get(key, ()) for key in drafts.requested})
-        gains = [expected_gain(each.probabilities, self._controller.row_price) for each in drafts.ranked.values()]
-        self._mean_gain += GAIN_RATE * (sum(gains) / max(len(samples), 1) - self._mean_gain)
+        gain = sum([draft.gain for draft in drafts.ranked.values()])
+        self._mean_gain += GAIN_RATE * (gain / max(len(samples), 1) - self._mean_gain)
         return drafts
 
-    def _ask(self, local: LocalProposer, samples: Sequence[Sample], best: dict[int, RankedDraft]) -> None:
-        """Asks a proposer for the drafts that are worth their cost, and keeps each sequence's best draft in `best`."""
+    def _ask(
+        self, local: LocalProposer, samples: Sequence[Sample], limits: Mapping[int, int], best: dict[int, RankedDraft]
+    ) -> None:
+        """Asks a proposer for the drafts that are worth their cost, and keeps each sequence's best draft in `best`.
+
+        `limits`: the maximum number of draft tokens that may be verified, by sequence id.
+        """
         controller, source = self._controller, local.source
         if local.needs_constraint:
             samples = [sample for sample in samples if sample.sampling.constraint is not None]
             if not samples:
                 return
-        is_cheap = controller.is_cheap(source)
-        num_unread = local.num_unread(samples)
-        asked = controller.choose_calls(
-            source,
-            {sample.sequence.key: sample.max_draft_tokens for sample in samples},
-            best,
-            num_unread,
-        )
-        if not (asked or is_cheap):
+            limits = {sample.sequence.key: limits[sample.sequence.key] for sample in samples}
+        reads_ahead, num_unread = local.has_unread and controller.is_cheap(source), local.num_unread(samples)
+        asked = controller.choose_calls(source, limits, best, num_unread)
+        if not (asked or reads_ahead):
             return
         min_reach = controller.min_reach(source, len(asked))
         started = self._clock()
@@ -262,10 +268,10 @@ class DraftGatherer:
             for sample in samples
             if (key := sample.sequence.key) in asked
         ]
-        proposals, has_read_ahead = local.propose(requests, reads_ahead=is_cheap)
+        proposals, has_read_ahead = local.propose(requests, reads_ahead=reads_ahead)
         seconds = self._clock() - started
         num_read = sum([num_unread[key] - proposals[key].num_behind for key in asked])
-        found = {key: controller.rank(key, each.tree) for key, each in proposals.items() if each.tree}
+        found = {key: controller.rank(key, each.tree, limits[key]) for key, each in proposals.items() if each.tree}
         controller.observe_calls(
             source,
             {key: number for key, number in asked.items() if proposals[key].progress is Progress.DONE},
@@ -275,7 +281,7 @@ class DraftGatherer:
         )
         for sequence_id, draft in found.items():
             current = best.get(sequence_id)
-            best[sequence_id] = draft if current is None else controller.better(draft, current)
+            best[sequence_id] = draft if current is None else max(draft, current, key=lambda each: each.value)
             self._drafts.setdefault(sequence_id, []).append(draft)
 
     def choose(
@@ -285,8 +291,8 @@ class DraftGatherer:
 
         `samples`: the samples of the sequences in `room`. `num_waiting`: prompts that wait for the step's processors.
         """
-        limits = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
-        return self._controller.choose(drafts.ranked, limits, room, num_waiting=num_waiting, judged=self._judged)
+        best = {key: drafts.ranked[key] for sample in samples if (key := sample.sequence.key) in drafts.ranked}
+        return self._controller.choose(best, room, num_waiting=num_waiting, judged=self._judged)
 
     def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
         """Records which tokens of a verified draft were accepted. `accepted`: their indices, from the root on."""
@@ -329,7 +335,7 @@ class DraftGatherer:
             sequence_id = sample.sequence.key
             unverified = self._drafts.pop(sequence_id, ())
             if unverified and sequence_id in self._judged:
-                for draft, _ in unverified:
+                for draft, *_ in unverified:
                     self._controller.observe_committed(sequence_id, draft, token_ids)
                     self._warn_if_misloaded(draft.source)
         if self._client is None:

@@ -244,8 +244,10 @@ class SourceRecord:
             self._by_grade[grade] = record
         return record
 
-    def observe(self, draft: DraftTree, accepted: Sequence[int], *, step: int, reset_after: int) -> None:
-        """Learns which tokens of a draft were accepted: those with the indices `accepted`, from the root on.
+    def observe(
+        self, draft: DraftTree, accepted: Sequence[int], num_known: int, *, step: int, reset_after: int
+    ) -> None:
+        """Learns from a draft. For `accepted` and `num_known` see `DraftController.observe_verdict`.
 
         `reset_after`: number of steps without a verdict after which an accepted draft means that the text has changed
         in kind.
@@ -253,14 +255,12 @@ class SourceRecord:
         if self._priors is self._source.priors[MODEL_ITSELF]:  # drafters are not made for adapters
             self._source.num_checked += 1
             self._source.num_first_accepted += bool(accepted)
+        decisions = draft.decisions(accepted, num_known)
         for record in (self.of(draft.grade), self.overall):
             if accepted and step - record.last_step >= reset_after:
                 record.reset()
             record.last_step = step
-            if draft.parents:
-                record.observe_tree(draft, accepted)
-            else:
-                record.observe_chain(len(draft.token_ids), len(accepted))
+            record.observe(*decisions)
 
     def observe_marginal_gain(self, tokens: float) -> None:
         """Learns from a step in which the source was asked. `tokens` is 0 if its drafts were no better than others."""

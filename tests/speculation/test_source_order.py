@@ -209,9 +209,11 @@ def test_negative_control_grades_that_count_as_one_are_slower(monkeypatch):
 
 
 def test_negative_control_acceptance_of_the_wrong_sign_misses_the_bounds(monkeypatch):
-    right = AcceptanceRecord.observe_chain
+    right = AcceptanceRecord.observe
     monkeypatch.setattr(
-        AcceptanceRecord, "observe_chain", lambda record, num_draft, num: right(record, num_draft, num_draft - num)
+        AcceptanceRecord,
+        "observe",
+        lambda record, num_decided, num, rescued: right(record, num_decided, num_decided - num, rescued),
     )
     of_plain, of_best = shares(("mixed", "linear", 4))
     assert of_plain < 0.975 or of_best < 0.95
