@@ -67,8 +67,9 @@ def assert_confident(student, dataset):
     tokens, features = dataset.token_ids(0).long(), dataset.features(0)
     anchors = torch.arange(4, len(tokens) - 4)
     with torch.no_grad():
-        hidden, logits = student._blocks(features[: len(tokens) - 4], tokens[anchors], anchors)
-        right, sure = student._head.logits_after(logits[:, 0], hidden[:, :1], tokens[anchors, None])
+        chains = student.start(features[: len(tokens) - 5], [3], [len(anchors)])
+        student.step(chains, tokens[1 : len(tokens) - 4])
+        right, sure = student.logits(chains)
     accepted = right.softmax(-1)[torch.arange(len(anchors)), tokens[anchors + 1]]
     assert (sure.sigmoid() - accepted).abs().mean() < 0.15
     assert sure.sigmoid().mean() > 0.6  # it begins at 0.5
@@ -117,7 +118,8 @@ def test_losses_are_those_of_drafts_made_one_by_one(make, one_thread):
                 if place >= len(answer.token_ids):
                     assert not counted[step, chain]
                     break
-                logits = student.logits(student.step(chains, token_ids), step)
+                student.step(chains, token_ids)
+                logits, _ = student.logits(chains)
                 shares = torch.softmax(dataset.final(text)[place - 1] @ student.target_output.T, -1)
                 expected = torch.nn.functional.cross_entropy(logits, shares[None])
                 torch.testing.assert_close(losses[step, chain], expected)
