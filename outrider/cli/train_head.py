@@ -21,7 +21,7 @@ from outrider.config.arguments import load_arguments
 from outrider.errors import ConfigError
 
 PLAN_ARGUMENTS = {  # for each field of the plan: flag, type, metavariable, help
-    "form": ("--form", str, "FORM", "form of the head: eagle3 (default), dspark, medusa or mlp"),
+    "form": ("--form", str, "FORM", "form of the head: eagle3 (default) or dspark"),
     "minutes": ("--minutes", float, "N", "minutes that the whole run should take; default 60"),
     "prompts": ("--prompts", Path, "FILE", 'JSONL: {"text": …} or {"messages": […]}; default: the model writes them'),
     "traffic": ("--from-traffic", Path, "DIR", "train on the answers that decode_node.keep_answers has stored there"),

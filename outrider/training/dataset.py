@@ -186,8 +186,8 @@ class Dataset:
         return self._hidden[shard][self.starts[text] - first : self.starts[text + 1] - first]
 
     def features(self, text: int) -> Tensor:
-        """[num_tokens, num_taps * hidden_size]: the inputs of a head. If there are no taps, the final hidden states."""
-        return self.hidden(text)[:, : max(self.width - self.hidden_size, self.hidden_size)]
+        """[num_tokens, num_taps * hidden_size]: the inputs of a head."""
+        return self.hidden(text)[:, : -self.hidden_size]
 
     def final(self, text: int) -> Tensor:
         """[num_tokens, hidden_size]: the target's final hidden states, after its final norm."""

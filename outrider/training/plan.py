@@ -15,8 +15,7 @@ from outrider.cache_directory import locked
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 
-FORMS = ("eagle3", "dspark", "medusa", "mlp")
-WITH_TAPS = ("eagle3", "dspark")  # forms that read the target's hidden states after some layers
+FORMS = ("eagle3", "dspark")
 ANSWERS, FEATURES, TRAINING = "answers", "features", "training"
 
 ANSWERS_SHARE, FEATURES_SHARE, REPORT_SHARE = 0.25, 0.15, 0.05

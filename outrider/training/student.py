@@ -106,9 +106,6 @@ class Student:
         spans = [range(context) for context in contexts]
         spans += [range(context, context + length) for context, length in zip(contexts, lengths, strict=True)]
         positions = torch.cat([torch.arange(span.start, span.stop) for span in spans]).to(self.device)
-        if not self._head.spec.num_layers:  # without attention, context rows are not needed
-            features, positions = features[sum(contexts) :], positions[sum(contexts) :]
-            contexts = [0] * len(lengths)
         if self._scale is not None:
             features = features * self._scale.to(features.dtype)
         return Chains(self._reduction(features), contexts, lengths, positions)
@@ -116,13 +113,12 @@ class Student:
     def step(self, chains: Chains, token_ids: Tensor) -> None:
         """Advances all chains by one draft token.
 
-        `token_ids`: [num_rows] int64 in the first step, of which heads without attention use those of the chains, and
-        [num_chains] afterwards.
+        `token_ids`: [num_rows] int64 in the first step, and [num_chains] afterwards.
         """
         num_context = 0 if chains.depth else sum(chains.contexts)
         first_needed = num_context if self._head.spec.num_layers == 1 else 0
         rows = HeadRows(
-            token_ids[-len(chains.hidden) :],
+            token_ids,
             chains.hidden,
             torch.full((len(chains.hidden),), chains.depth),
             chains.positions,
@@ -202,12 +198,10 @@ class Student:
         Trained weights are written in bfloat16, other tensors unchanged.
         """
         tensors = dict(self._kept)
-        for name, (weight, rows, kept) in self._places.items():
+        for name, (weight, rows) in self._places.items():
             values = weight.detach()[rows]
             if self._scale is not None and weight is self._reduction.projection:
                 values = values * self._scale
-            if kept is not None:
-                values = values.new_zeros(len(self.is_drafted), *values.shape[1:]).index_copy(0, kept, values)
             tensors[name] = values.to("cpu", torch.bfloat16).contiguous()
         write_atomically(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
         config = {**self._config, "torch_dtype": "bfloat16"}

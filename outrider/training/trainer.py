@@ -60,7 +60,7 @@ class Trainer:
     def __init__(self, plan: TrainingPlan, student: Student, dataset: Dataset) -> None:
         self._plan, self._dataset, self.student = plan, dataset, student
         self._device = student.device
-        is_output = {name: "lm_head." in name or ".head." in name for name in student.weights}
+        is_output = {name: "lm_head." in name for name in student.weights}
         output = [weight for name, weight in student.weights.items() if is_output[name]]
         others = [weight for name, weight in student.weights.items() if not is_output[name]]
         groups = [(others, plan.learning_rate), (output, plan.learning_rate * OUTPUT_LAYER_RATE)]

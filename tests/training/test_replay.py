@@ -59,7 +59,7 @@ class Oracle:
     draft = Student.draft
 
     def __init__(self):
-        student = toy_student("medusa")
+        student = toy_student("eagle3")
         self.device, self.target_ids = student.device, student.target_ids
         self.target_output = student.target_output
         self.target = ToyTarget()
