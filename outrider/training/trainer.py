@@ -46,12 +46,7 @@ class HistoryPoint:
 
     def judged(self) -> float:
         """Returns the held-out loss of all steps, weighted as in training."""
-        return weighted(self.held_out_loss)
-
-
-def weighted(losses: Sequence[float]) -> float:
-    """Sums the losses of all steps with their weights."""
-    return sum(STEP_WEIGHT**step * loss for step, loss in enumerate(losses))
+        return sum(STEP_WEIGHT**step * loss for step, loss in enumerate(self.held_out_loss))
 
 
 class Trainer:
