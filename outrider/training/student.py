@@ -21,7 +21,6 @@ from torch.nn import functional
 from outrider.heads.base import HeadRows
 from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.heads.open import opened
-from outrider.training.cross_entropy import CrossEntropy
 from outrider.training.dataset import Batch
 from outrider.training.plan import write_atomically
 
@@ -167,7 +166,7 @@ class Student:
                 losses, hits = torch.zeros(num_chains, device=self.device), torch.zeros_like(counts)
                 if len(rows):
                     (logits, confidence), wanted = self.logits(chains, rows), drafted[rows]
-                    own = CrossEntropy.apply(logits, shares, wanted)
+                    own = functional.cross_entropy(logits, shares[wanted], reduction="none")
                     if not torch.is_grad_enabled():
                         hits[rows] = logits.argmax(-1) == shares.argmax(-1)[wanted]
                     elif confidence is not None:
