@@ -124,6 +124,8 @@ class DraftLink:
                         logging.DEBUG, "draft node cannot be reached", target=self.address, error=error.message
                     )
                 self.node_name = ""
+            except Exception as error:  # noqa: BLE001 a fault here must not end drafts for good
+                self._log.log(logging.ERROR, "stream to a draft node failed", target=self.address, exc_info=error)
             if clock() - began_at > STABLE_SECONDS:
                 backoff = FIRST_BACKOFF_SECONDS
             await asyncio.sleep(backoff * random.uniform(0.8, 1.2))  # noqa: S311 spreads reconnects, no secret

@@ -83,7 +83,6 @@ def test_a_text_behind_an_equal_one_of_the_batch_gets_no_wrong_draft(nodes):
 
 
 def test_a_stream_that_fails_is_opened_again(nodes, monkeypatch, caplog):
-    monkeypatch.setattr(client_module, "RESTART_SECONDS", 0.01)
     from outrider.drafting import link
 
     check, calls = link.check_fits, []
