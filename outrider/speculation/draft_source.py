@@ -19,7 +19,7 @@ what they take in the event loop's thread, as gRPC has further threads; how many
 step's messages without any.
 """
 
-FIRST_MARGINAL_GAIN, FIRST_GAINS = 1.0, 16
+FIRST_MARGINAL_GAIN, FIRST_GAINS = 1.0, 4
 """Assumed marginal gain of a new source, in tokens, and the number of observations that the assumption counts for."""
 
 MARGINAL_GAIN_RATE, SOURCE_GAIN_RATE = 0.1, 0.01
