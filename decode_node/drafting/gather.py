@@ -312,9 +312,9 @@ class DraftGatherer:
         if self._loop_clock is not None:
             before, self._loop_ns = self._loop_ns, self._loop_clock()
             if num_rows and not num_prompt_rows:
-                loop_seconds, num_asked = (self._loop_ns - before) / 1e9, self._num_asked
+                loop_seconds = min((self._loop_ns - before) / 1e9, seconds)  # without the time before, if it was idle
                 self._controller.observe_messages(
-                    DRAFT_NODE, loop_seconds, num_asked=num_asked, num_sequences=num_sequences
+                    DRAFT_NODE, loop_seconds, num_asked=self._num_asked, num_sequences=num_sequences
                 )
         self._controller.observe_step(
             seconds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -15,8 +16,8 @@ MIN_MARGINAL_GAIN = 0.05
 
 MESSAGE_RATE, MESSAGE_FACTOR, MESSAGE_SEQUENCES = 0.1, 1.3, 6
 """Weight of each new step in the running means of the event loop's time; the processor time of messages in units of
-what they take in the event loop's thread, as gRPC has further threads; how many sequences take as much of it as a
-step's messages without any.
+what they take in the event loop's thread, as gRPC has further threads; the fixed cost of a step's messages, in units
+of what one sequence adds.
 """
 
 FIRST_MARGINAL_GAIN, FIRST_GAINS = 1.0, 4
@@ -168,8 +169,8 @@ class DraftSource:
 
         Only sequences whose last call was at step `before` or earlier are tried. Among those that the credit pays for,
         the one whose last call was earliest is chosen. If the credit pays for none of them, the cheapest one is tried
-        as soon as the debt that its trial would leave is within the limit. So a trial comes eventually, however much
-        must be read, and the next trial comes when the debt is repaid. A trial continues until the text has been read.
+        as soon as the debt that its trial would leave is within the limit, which grows up to that of `MAX_DEBT`. The
+        next trial comes when the debt is repaid. A trial continues until the text has been read.
 
         `num_unread`: number of unread tokens, for each sequence that may be tried.
         """
@@ -213,6 +214,7 @@ class SourceRecord:
         "_num_positions",
         "_priors",
         "_source",
+        "_tried_at",
         "gain",
         "last_call",
         "marginal_gain",
@@ -227,6 +229,7 @@ class SourceRecord:
         self._priors = source.priors_of(adapter)
         self._num_positions = num_positions
         self._begun = step
+        self._tried_at = -math.inf  # step in which the last trial began
         self._by_grade: dict[int, AcceptanceRecord] = {}
         self.overall = AcceptanceRecord(self._priors.overall, num_positions, step=step)
         """The record of drafts of all grades, used before a draft is made, when its grade is not known yet."""
@@ -282,11 +285,12 @@ class SourceRecord:
 
         It is asked in `TRIAL_STEPS` of `interval` steps of the sequence, or of more: see `RARE_TRIALS`, `TRIAL_SHARE`.
         """
-        source, num_steps = self._source, step - self._begun - interval  # since the first step of the sequence
+        source = self._source
         if source.marginal_gain < source.min_marginal_gain:
             interval *= RARE_TRIALS
-        min_interval = round(TRIAL_STEPS * source.min_marginal_gain / TRIAL_SHARE)
-        return num_steps % max(interval, min_interval) < TRIAL_STEPS
+        if step - self._tried_at >= max(interval, TRIAL_STEPS * source.min_marginal_gain / TRIAL_SHARE):
+            self._tried_at = step
+        return step - self._tried_at < TRIAL_STEPS
 
     def best(self) -> AcceptanceRecord:
         """Returns the record of the grade with the highest acceptance."""

@@ -39,7 +39,7 @@ class StepOffer:
     max_rows: int  # maximum number of draft rows
     num_sequences: int  # at least 1; even without drafts, the step commits one token of each sequence
     num_waiting: int = 0  # number of prompts whose computation waits for the end of the step
-    min_gain: float = 0.0  # tokens that drafts must gain in all; otherwise none is verified
+    min_gain: float = 0.0  # tokens that drafts must gain in all, unless the number of rows is given
 
     def priced(self, seconds: float) -> float:
         """Returns what `seconds` cost, in seconds of the batch. A waiting prompt loses as much as a sequence."""

@@ -7,8 +7,8 @@ MAX_CREDIT = 0.2
 
 DEBT_FACTOR, MAX_DEBT = 16.0, 256.0
 """A trial may overdraw the budget, i.e. leave a debt, up to a limit. Each step with full credit raises the limit by
-`DEBT_FACTOR` times the time that the step earned, to at most the duration of `MAX_DEBT` steps without drafts. So a
-trial that costs less comes in bounded time, and the next one comes when the debt is repaid.
+`DEBT_FACTOR` times the time that the step earned, to at most `MAX_DEBT` times its duration. So a trial that costs less
+comes in bounded time, and the next one comes when the debt is repaid.
 """
 
 
@@ -27,7 +27,7 @@ class TrialBudget:
         """Seconds left; negative after a trial that took longer."""
 
     def earn(self, plain_seconds: float) -> None:
-        """Adds one step's share. `plain_seconds`: the measured duration of a step without drafts."""
+        """Adds one step's share. `plain_seconds`: the measured duration of a step without drafts, or a part of it."""
         earned, max_credit = self._share * plain_seconds, MAX_CREDIT * plain_seconds
         self.credit += earned
         if self.credit >= max_credit:

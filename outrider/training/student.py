@@ -162,7 +162,7 @@ class Student:
                 is_reached, drafted = batch.num_left > step, torch.arange(num_chains, device=self.device) + step
                 drafted.clamp_max_(num_chains - 1)
                 counts = is_known[drafted] & is_reached
-                (rows,) = counts.nonzero(as_tuple=True)  # the output layer is the dearest part: only rows that count
+                (rows,) = counts.nonzero(as_tuple=True)  # the output layer is the dearest part
                 losses, hits = torch.zeros(num_chains, device=self.device), torch.zeros_like(counts)
                 if len(rows):
                     (logits, confidence), wanted = self.logits(chains, rows), drafted[rows]
