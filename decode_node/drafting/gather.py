@@ -312,7 +312,8 @@ class DraftGatherer:
         if self._loop_clock is not None:
             before, self._loop_ns = self._loop_ns, self._loop_clock()
             if num_rows and not num_prompt_rows:
-                loop_seconds = min((self._loop_ns - before) / 1e9, seconds)  # without the time before, if it was idle
+                # If the engine was idle before the step, most of the loop's time passed before it.
+                loop_seconds = min((self._loop_ns - before) / 1e9, seconds)
                 self._controller.observe_messages(
                     DRAFT_NODE, loop_seconds, num_asked=self._num_asked, num_sequences=num_sequences
                 )

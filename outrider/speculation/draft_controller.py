@@ -286,7 +286,7 @@ class DraftController:
     ) -> None:
         """Learns which tokens of a draft were accepted: those with the indices `accepted`, from the root on.
 
-        `num_known`: known tokens of the text after the draft's prefix, which decide the draft as far as they reach.
+        `num_known`: number of known tokens after the draft's prefix. Deeper tokens of the draft are not judged.
         """
         record = self._record(sequence_id, draft.source)
         record.observe(draft, accepted, num_known, step=self._step, reset_after=PROBE_STEPS)

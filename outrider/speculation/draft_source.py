@@ -12,13 +12,16 @@ from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.trial_budget import TrialBudget
 
 MIN_MARGINAL_GAIN = 0.05
-"""Least tokens per step that a draft node's drafts must gain over all other drafts, even if its messages cost less."""
+"""Tokens per step that a draft node's drafts must gain over all other drafts, even if its messages cost less."""
 
-MESSAGE_RATE, MESSAGE_FACTOR, MESSAGE_SEQUENCES = 0.1, 1.3, 6
-"""Weight of each new step in the running means of the event loop's time; the processor time of messages in units of
-what they take in the event loop's thread, as gRPC has further threads; the fixed cost of a step's messages, in units
-of what one sequence adds.
-"""
+MESSAGE_RATE = 0.1
+"""Weight of each new step in the running means of the event loop's processor time."""
+
+MESSAGE_FACTOR = 1.3
+"""Processor time of all threads for a message, as a multiple of the event loop's: gRPC has threads of its own."""
+
+MESSAGE_SEQUENCES = 6
+"""Fixed cost of a step's messages, as a multiple of the cost that each sequence adds."""
 
 FIRST_MARGINAL_GAIN, FIRST_GAINS = 1.0, 4
 """Assumed marginal gain of a new source, in tokens, and the number of observations that the assumption counts for."""
@@ -40,8 +43,8 @@ CALL_SHARE = 0.005
 """Fraction of the time that trial calls to one proposer may take."""
 
 FIRST_DRAFTS = 4
-"""Maximum number of first drafts that are made for one sequence at a time, as their acceptance is unknown.
-There is one for every four sequences."""
+"""A new proposer drafts for one sequence at a time until it has made this many drafts, or one for every four sequences
+of the batch if these are fewer, as its acceptance is unknown."""
 
 FIRST_GAIN = 0.25
 GAIN_RATE, MEAN_GAIN_RATE = 0.1, 0.01
