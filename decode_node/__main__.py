@@ -145,6 +145,7 @@ def make_build(
             max_wait_seconds=config.draft_wait_seconds,
             takes_trees=config.draft_trees,
             features_of=features_of,
+            loop_clock=event_loop_clock() if client is not None and not runner.is_asynchronous else None,
         )
         kept_answers = None
         if config.keep_answers:

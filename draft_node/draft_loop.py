@@ -209,7 +209,7 @@ class DraftLoop:
     def _apply(self, updates: Sequence[tuple[DraftPeer, ReceivedUpdate]]) -> None:
         for peer, (update, look_ahead_deadline) in updates:
             if isinstance(update, StepNotice):
-                self._heed(peer, update, look_ahead_deadline)
+                self._take_notice(peer, update, look_ahead_deadline)
                 continue
             if update.closed:
                 self._held.close(peer, update.sequence_id)
@@ -226,7 +226,7 @@ class DraftLoop:
                     self._fetches.take_offer(outcome, update.feature_offer)
                 self._pending[outcome.key] = outcome
 
-    def _heed(self, peer: DraftPeer, notice: StepNotice, look_ahead_deadline: float) -> None:
+    def _take_notice(self, peer: DraftPeer, notice: StepNotice, look_ahead_deadline: float) -> None:
         """Looks ahead for the outcomes of the step that has begun, from now on until it should end."""
         held = self._held.find(peer, notice.sequence_id)
         if held is None or len(held.tokens) != notice.length:

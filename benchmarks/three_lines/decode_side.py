@@ -19,6 +19,7 @@ from decode_node.sequence_group_manager import SequenceGroupManager
 from decode_node.step import StepStats
 from outrider.engine.engine import Engine
 from outrider.engine.step_profiler import StepProfiler
+from outrider.engine_node import event_loop_clock
 from outrider.errors import InternalError
 from outrider.request import RequestOptions, SamplingParams
 from outrider.session import (
@@ -114,6 +115,7 @@ class LineNode:
             ),
             max_wait_seconds=MAX_WAIT_SECONDS,
             takes_trees=takes_trees,
+            loop_clock=event_loop_clock(),
         )
         self._loop = DecodeLoop(
             engine=self._engine,

@@ -57,6 +57,11 @@ class LocalProposer:
         self._num_read.pop(sequence_id, None)
         self._proposer.forget(sequence_id)
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether an announced prompt is not read yet."""
+        return bool(self._unread)
+
     def num_unread(self, samples: Sequence[Sample]) -> dict[int, int]:
         """Returns the number of tokens of each sequence that are not read, by sequence id."""
         num_read, sequences = self._num_read, [sample.sequence for sample in samples]
@@ -126,6 +131,7 @@ class DraftGatherer:
         takes_trees: bool = False,
         features_of: FeaturesOf | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        loop_clock: Callable[[], int] | None = None,
     ) -> None:
         """Args:
         client: the client of draft nodes; None if there are none.
@@ -135,6 +141,8 @@ class DraftGatherer:
         takes_trees: whether drafts may have branches.
         features_of: needed if one of the proposers is a head.
         clock: returns seconds, for the duration of calls.
+        loop_clock: returns the processor time of the client's event loop, in nanoseconds, if it shares the target's
+        processors.
         """
         self._client = client
         self._controller = controller
@@ -142,6 +150,9 @@ class DraftGatherer:
         self._max_wait_seconds = max_wait_seconds
         self._takes_trees = takes_trees
         self._clock = clock
+        self._loop_clock = loop_clock
+        self._loop_ns = 0  # the event loop's time until the last step
+        self._num_asked = 0  # sequences of this step that wanted drafts from draft nodes
         self._last_step_seconds = 0.0
         self._mean_gain = 0.0  # running mean of the tokens that drafts are expected to gain, per sequence and step
         self._num_ahead = 0  # number of consecutive steps that were launched ahead
@@ -222,31 +233,33 @@ class DraftGatherer:
         if self._client is not None:
             budget = min(self._max_wait_seconds, WAIT_SHARE_OF_STEP * self._last_step_seconds) if may_wait else 0.0
             drafts = self._client.take([sample.sequence.key for sample in samples], wait_seconds=budget)
-        drafts.ranked = {key: self._controller.rank(key, tree) for key, tree in drafts.trees.items() if tree}
+        self._num_asked = len(drafts.requested)
+        limits, rank = {sample.sequence.key: sample.max_draft_tokens for sample in samples}, self._controller.rank
+        drafts.ranked = {key: rank(key, tree, limits[key]) for key, tree in drafts.trees.items() if tree}
         self._drafts = {sequence_id: [draft] for sequence_id, draft in drafts.ranked.items()}
         for local in sorted(self._local, key=lambda each: self._controller.source(each.source).cost.call_seconds):
-            self._ask(local, samples, drafts.ranked)
+            self._ask(local, samples, limits, drafts.ranked)
         self._controller.observe_marginal_gain(DRAFT_NODE, {key: self._drafts.get(key, ()) for key in drafts.requested})
-        gains = [expected_gain(each.probabilities, self._controller.row_price) for each in drafts.ranked.values()]
-        self._mean_gain += GAIN_RATE * (sum(gains) / max(len(samples), 1) - self._mean_gain)
+        gain = sum([draft.gain for draft in drafts.ranked.values()])
+        self._mean_gain += GAIN_RATE * (gain / max(len(samples), 1) - self._mean_gain)
         return drafts
 
-    def _ask(self, local: LocalProposer, samples: Sequence[Sample], best: dict[int, RankedDraft]) -> None:
-        """Asks a proposer for the drafts that are worth their cost, and keeps each sequence's best draft in `best`."""
+    def _ask(
+        self, local: LocalProposer, samples: Sequence[Sample], limits: Mapping[int, int], best: dict[int, RankedDraft]
+    ) -> None:
+        """Asks a proposer for the drafts that are worth their cost, and keeps each sequence's best draft in `best`.
+
+        `limits`: the maximum number of draft tokens that may be verified, by sequence id.
+        """
         controller, source = self._controller, local.source
         if local.needs_constraint:
             samples = [sample for sample in samples if sample.sampling.constraint is not None]
             if not samples:
                 return
-        is_cheap = controller.is_cheap(source)
-        num_unread = local.num_unread(samples)
-        asked = controller.choose_calls(
-            source,
-            {sample.sequence.key: sample.max_draft_tokens for sample in samples},
-            best,
-            num_unread,
-        )
-        if not (asked or is_cheap):
+            limits = {sample.sequence.key: limits[sample.sequence.key] for sample in samples}
+        reads_ahead, num_unread = local.has_unread and controller.is_cheap(source), local.num_unread(samples)
+        asked = controller.choose_calls(source, limits, best, num_unread)
+        if not (asked or reads_ahead):
             return
         min_reach = controller.min_reach(source, len(asked))
         started = self._clock()
@@ -255,10 +268,10 @@ class DraftGatherer:
             for sample in samples
             if (key := sample.sequence.key) in asked
         ]
-        proposals, has_read_ahead = local.propose(requests, reads_ahead=is_cheap)
+        proposals, has_read_ahead = local.propose(requests, reads_ahead=reads_ahead)
         seconds = self._clock() - started
         num_read = sum([num_unread[key] - proposals[key].num_behind for key in asked])
-        found = {key: controller.rank(key, each.tree) for key, each in proposals.items() if each.tree}
+        found = {key: controller.rank(key, each.tree, limits[key]) for key, each in proposals.items() if each.tree}
         controller.observe_calls(
             source,
             {key: number for key, number in asked.items() if proposals[key].progress is Progress.DONE},
@@ -268,7 +281,7 @@ class DraftGatherer:
         )
         for sequence_id, draft in found.items():
             current = best.get(sequence_id)
-            best[sequence_id] = draft if current is None else controller.better(draft, current)
+            best[sequence_id] = draft if current is None else max(draft, current, key=lambda each: each.value)
             self._drafts.setdefault(sequence_id, []).append(draft)
 
     def choose(
@@ -278,8 +291,8 @@ class DraftGatherer:
 
         `samples`: the samples of the sequences in `room`. `num_waiting`: prompts that wait for the step's processors.
         """
-        limits = {sample.sequence.key: sample.max_draft_tokens for sample in samples}
-        return self._controller.choose(drafts.ranked, limits, room, num_waiting=num_waiting, judged=self._judged)
+        best = {key: drafts.ranked[key] for sample in samples if (key := sample.sequence.key) in drafts.ranked}
+        return self._controller.choose(best, room, num_waiting=num_waiting, judged=self._judged)
 
     def begin_step(self, verified: Mapping[int, DraftTree]) -> None:
         """Sends what `announce` has recorded, and which drafts the step verifies.
@@ -309,6 +322,14 @@ class DraftGatherer:
         self._num_ahead = self._num_ahead + 1 if is_ahead else 0
         if self._client is not None:
             self._client.observe_step(seconds)
+        if self._loop_clock is not None:
+            before, self._loop_ns = self._loop_ns, self._loop_clock()
+            if num_rows and not num_prompt_rows:
+                # If the engine was idle before the step, most of the loop's time passed before it.
+                loop_seconds = min((self._loop_ns - before) / 1e9, seconds)
+                self._controller.observe_messages(
+                    DRAFT_NODE, loop_seconds, num_asked=self._num_asked, num_sequences=num_sequences
+                )
         self._controller.observe_step(
             seconds,
             num_rows=num_rows,
@@ -329,7 +350,7 @@ class DraftGatherer:
             sequence_id = sample.sequence.key
             unverified = self._drafts.pop(sequence_id, ())
             if unverified and sequence_id in self._judged:
-                for draft, _ in unverified:
+                for draft, *_ in unverified:
                     self._controller.observe_committed(sequence_id, draft, token_ids)
                     self._warn_if_misloaded(draft.source)
         if self._client is None:

@@ -170,11 +170,6 @@ class DraftBook:
         node.disconnected()
         self._move_away(node, keep=0)
 
-    def take_updates(self, node: DraftNodeState) -> list[SequenceUpdate]:
-        """Does what `begin_updates`, `read_features` and `finish_updates` do, all under the owner's lock."""
-        updates, parts = self.begin_updates(node)
-        return self.finish_updates(updates, parts, self.read_features(parts))
-
     def begin_updates(self, node: DraftNodeState) -> tuple[list[SequenceUpdate], FeatureParts]:
         """Returns updates with everything that this node does not know yet, and the features that are to be added.
 

@@ -37,7 +37,6 @@ IDLE_SECONDS = 10.0
 """Further time after which a text has ended if there was no call at all. A single step may take long."""
 
 STOP_SECONDS = 5.0
-RESTART_SECONDS = 1.0  # after a fault of a link
 
 LOGGER = logging.getLogger("outrider.drafting")
 
@@ -105,7 +104,7 @@ class Client:
         )
         outlets = LinkOutlets(open_channel=security.open_channel, log=_StandardLog(logger))
         addresses = [targets] if isinstance(targets, str) else targets
-        self._streams = _Streams(hello, outlets, addresses, on_tick=self._forget_idle, logger=logger)
+        self._streams = _Streams(hello, outlets, addresses, on_tick=self._forget_idle)
         self._lock = threading.Lock()  # guards what follows
         self._texts = KnownTexts()
         self._sequence_ids = itertools.count(1)
@@ -223,10 +222,9 @@ class _Streams(DraftExchange):
         targets: Sequence[str],
         *,
         on_tick: Callable[[], None],
-        logger: logging.Logger,
     ) -> None:
         super().__init__(hello, outlets)
-        self._on_tick, self._logger = on_tick, logger
+        self._on_tick = on_tick
         self._links = [self.open_link(target) for target in targets]
         self._stopping = asyncio.Event()
         self._own_loop = asyncio.new_event_loop()
@@ -242,7 +240,7 @@ class _Streams(DraftExchange):
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        tasks = [asyncio.create_task(self._keep_open(place)) for place in range(len(self._links))]
+        tasks = [asyncio.create_task(link.run()) for link in self._links]
         while not self._stopping.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), FORGET_SECONDS)
@@ -251,16 +249,6 @@ class _Streams(DraftExchange):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _keep_open(self, place: int) -> None:
-        """Runs a link, and opens another one in its place if it fails."""
-        while True:
-            try:
-                await self._links[place].run()
-            except Exception:
-                self._logger.exception("the stream to %s failed", self._links[place].address)
-            await asyncio.sleep(RESTART_SECONDS)
-            self._links[place] = self.open_link(self._links[place].address)
 
     def stop(self) -> None:
         """Ends `run`. Any thread may call it, at any time."""
@@ -276,8 +264,9 @@ class _StandardLog:
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
 
-    def log(self, level: int, event: str, **fields: Any) -> None:
-        self._logger.log(level, "%s: %s", event, ", ".join(f"{name}={value}" for name, value in fields.items()))
+    def log(self, level: int, event: str, *, exc_info: Exception | None = None, **fields: Any) -> None:
+        described = ", ".join(f"{name}={value}" for name, value in fields.items())
+        self._logger.log(level, "%s: %s", event, described, exc_info=exc_info)
 
 
 def vocabulary_of(tokenizer_json: bytes) -> str:

@@ -48,7 +48,7 @@ DraftCall = grpc.aio.StreamStreamCall[draft_pb2.DraftUpdate, draft_pb2.DraftProp
 
 
 class DraftLog(Protocol):
-    """A logger of events with fields, as structlog's are, and of a level of `logging`."""
+    """A logger of events with fields, as structlog's are, and of a level of `logging`. `exc_info`: an exception."""
 
     def log(self, level: int, event: str, **fields: Any) -> Any: ...
 
@@ -109,25 +109,35 @@ class DraftLink:
         while True:
             began_at = clock()
             try:
-                await self._serve_one_stream()
-            except MismatchError as error:
-                if error.message != self.refusal:
-                    self._log.log(logging.WARNING, "draft node refused", target=self.address, error=error.message)
-                    self._outlets.on_refused(self.address, error.message)
-                self.refusal = error.message
+                is_refused = await self._serve_and_log()
+            except Exception as error:  # noqa: BLE001 a fault here, also of a logger, must not end drafts for good
+                is_refused, self.node_name = False, ""
+                with contextlib.suppress(Exception):
+                    self._log.log(logging.ERROR, "stream to a draft node failed", target=self.address, exc_info=error)
+            if is_refused:
                 backoff = REFUSED_BACKOFF_SECONDS
-            except PeerLostError as error:
-                if self.node_name:
-                    self._log.log(logging.WARNING, "draft node lost", target=self.address, error=error.message)
-                else:
-                    self._log.log(
-                        logging.DEBUG, "draft node cannot be reached", target=self.address, error=error.message
-                    )
-                self.node_name = ""
             if clock() - began_at > STABLE_SECONDS:
                 backoff = FIRST_BACKOFF_SECONDS
             await asyncio.sleep(backoff * random.uniform(0.8, 1.2))  # noqa: S311 spreads reconnects, no secret
             backoff = min(backoff * 2.0, MAX_BACKOFF_SECONDS)
+
+    async def _serve_and_log(self) -> bool:
+        """Serves one stream, and logs why it has ended. Returns whether the node does not fit."""
+        try:
+            await self._serve_one_stream()
+        except MismatchError as error:
+            if error.message != self.refusal:
+                self._log.log(logging.WARNING, "draft node refused", target=self.address, error=error.message)
+                self._outlets.on_refused(self.address, error.message)
+            self.refusal = error.message
+            return True
+        except PeerLostError as error:
+            level, event = logging.DEBUG, "draft node cannot be reached"
+            if self.node_name:
+                level, event = logging.WARNING, "draft node lost"
+            self._log.log(level, event, target=self.address, error=error.message)
+            self.node_name = ""
+        return False
 
     async def _serve_one_stream(self) -> None:
         """Serves one stream. Raises: PeerLostError when it ends, MismatchError for an incompatible node."""

@@ -23,8 +23,7 @@ class Place(NamedTuple):
     """The rows of a loaded weight that hold a stored tensor's values."""
 
     weight: Tensor
-    rows: slice  # the rows of `weight` that hold the values
-    kept: Tensor | None = None  # [n] int64: the rows of the stored tensor that were kept; None: all
+    rows: slice
 
 
 class HeadFiles:
@@ -91,10 +90,6 @@ class HeadFiles:
         all_biases = {name: weight.new_zeros(size) if bias is None else bias for (name, bias), size in sized}
         return Linear(weight, self._joined(all_biases))
 
-    def select_rows(self, name: str, rows: Tensor) -> Tensor:
-        """Returns only `rows` [n] int64 of a tensor that was taken before."""
-        return self._placed(name, self.places[self._stored[name]].weight[rows], rows)
-
     def drop(self, *names: str) -> None:
         """Marks tensors as known although the form does not need them, so that `spec` does not refuse them."""
         self._left -= {self._stored.get(name, name) for name in names}
@@ -107,8 +102,8 @@ class HeadFiles:
         self._digest.update(tensor.contiguous().flatten().view(torch.uint8).cpu().numpy().data)
         return tensor
 
-    def _placed(self, name: str, tensor: Tensor, kept: Tensor | None = None) -> Tensor:
-        self.places[self._stored.get(name, name)] = Place(tensor, slice(None), kept)
+    def _placed(self, name: str, tensor: Tensor) -> Tensor:
+        self.places[self._stored.get(name, name)] = Place(tensor, slice(None))
         return tensor
 
     def _joined(self, tensors: Mapping[str, Tensor]) -> Tensor:

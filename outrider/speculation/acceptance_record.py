@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.speculation.draft_tree import ROOT, DraftTree, RankedDraft
+from outrider.speculation.draft_tree import ROOT, DraftTree
 
 PRIOR_ACCEPTANCE = 0.65
 """Assumed acceptance of a new proposer's draft tokens."""
@@ -106,38 +106,35 @@ class AcceptanceRecord:
     def chain(self) -> list[float]:
         """For each position, the probability that a chain is accepted up to it. It never rises along the chain."""
         if self._chain is None:
-            self._chain = self._estimate()
+            prior = PRIOR_TOKENS * self._source.mean
+            overall = (sum(self._accepted) + prior) / (sum(self._decided) + PRIOR_TOKENS)
+            assumed, probability, self._chain = POSITION_TOKENS * overall, 1.0, []
+            for accepted, decided in zip(self._accepted, self._decided, strict=True):
+                probability *= (accepted + assumed) / (decided + POSITION_TOKENS)
+                self._chain.append(probability)
         return self._chain
 
-    def observe_chain(self, num_draft: int, num_accepted: int) -> None:
-        """Learns how many tokens of a chain were accepted. `num_draft` is at least 1."""
-        self._observe(num_accepted + (num_accepted < num_draft), num_accepted)
+    def observe(self, num_decided: int, num_accepted: int, rescued: Sequence[bool] = ()) -> None:
+        """Learns from a draft. For the arguments see `DraftTree.decisions`."""
+        for was_sibling_right in rescued:
+            self._siblings.observe(1, was_sibling_right)
+        self._source.observe(num_decided, num_accepted)
+        decided, accepted = self._decided, self._accepted
+        for position in range(self._num_positions):
+            decided[position] = FORGETTING * decided[position] + (1.0 if position < num_decided else 0.0)
+            accepted[position] = FORGETTING * accepted[position] + (1.0 if position < num_accepted else 0.0)
+        self._chain = None
 
-    def observe_tree(self, draft: DraftTree, accepted: Sequence[int]) -> None:
-        """Learns which tokens of a draft with branches were accepted; `accepted`: their indices from the root on."""
-        children: dict[int, list[int]] = {}
-        for index, parent in enumerate(draft.parents):
-            children.setdefault(parent, []).append(index)
-        num_first = 0  # number of consecutively accepted first children, which a chain would have gained as well
-        for place, parent in enumerate((ROOT, *accepted)):
-            siblings = children.get(parent, [])
-            right = accepted[place] if place < len(accepted) else None
-            if len(siblings) > 1 and right != siblings[0]:
-                self._siblings.observe(1, right is not None)
-            num_first += num_first == place and bool(siblings) and right == siblings[0]
-        is_cut_short = bool(children.get(accepted[num_first - 1] if num_first else ROOT))
-        self._observe(num_first + is_cut_short, num_first)
-
-    def rank(self, draft: DraftTree) -> RankedDraft:
-        """Orders the draft's tokens by the probability that the text goes through them.
+    def rank(self, draft: DraftTree) -> tuple[DraftTree, list[float]]:
+        """Orders the draft's tokens by the probability that the text goes through them. Returns these as well.
 
         Parents stay before their children, because no token is likelier than its parent.
         """
         if not draft.parents:
-            return RankedDraft(draft, self.chain[: len(draft.token_ids)])
+            return draft, self.chain[: len(draft.token_ids)]
         probabilities = self._through(draft)
-        order = sorted(range(len(probabilities)), key=lambda index: -probabilities[index])
-        return RankedDraft(draft.subset(order), [probabilities[index] for index in order])
+        order = sorted(range(len(probabilities)), key=probabilities.__getitem__, reverse=True)
+        return draft.subset(order), [probabilities[index] for index in order]
 
     def _through(self, draft: DraftTree) -> list[float]:
         """Returns, for each token of a draft with branches, the probability that the text goes through it.
@@ -146,7 +143,7 @@ class AcceptanceRecord:
         times the token's acceptance in this case. It is capped at the probability of the sibling before it, so that the
         order of siblings is kept.
         """
-        sibling = self._siblings.mean
+        sibling, chain = self._siblings.mean, self.chain
         found: list[float] = []
         # By parent: (probability that the text goes through the parent and through none of its children so far,
         # probability that it goes through the last of these children).
@@ -156,37 +153,8 @@ class AcceptanceRecord:
                 (reached, limit), chance = left[parent], sibling
             else:
                 reached = limit = 1.0 if parent == ROOT else found[parent]
-                chance = self._acceptance(depth - 1)
+                place = min(depth, len(chain)) - 1
+                chance = chain[place] / chain[place - 1] if place else chain[0]
             found.append(min(reached * chance, limit))
             left[parent] = (reached * (1.0 - chance), found[-1])
         return found
-
-    def _acceptance(self, position: int) -> float:
-        """Returns the acceptance of the first child at this position, given that the text has reached it."""
-        position = min(position, len(self.chain) - 1)
-        before = self.chain[position - 1] if position > 0 else 1.0
-        return self.chain[position] / before if before else 0.0
-
-    def _observe(self, num_decided: int, num_accepted: int) -> None:
-        self._source.observe(num_decided, num_accepted)
-        decided, accepted = self._decided, self._accepted
-        for position in range(len(decided)):
-            one, other = FORGETTING * decided[position], FORGETTING * accepted[position]
-            if position < num_decided:
-                one += 1.0
-                if position < num_accepted:
-                    other += 1.0
-            decided[position], accepted[position] = one, other
-        self._chain = None
-
-    def _estimate(self) -> list[float]:
-        decided, accepted = self._decided, self._accepted
-        prior = PRIOR_TOKENS * self._source.mean
-        overall = (sum(accepted) + prior) / (sum(decided) + PRIOR_TOKENS)
-        assumed = POSITION_TOKENS * overall
-        probability = 1.0
-        chain: list[float] = []
-        for position, num_accepted in enumerate(accepted):
-            probability *= (num_accepted + assumed) / (decided[position] + POSITION_TOKENS)
-            chain.append(probability)
-        return chain

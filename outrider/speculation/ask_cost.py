@@ -118,26 +118,27 @@ def choose_calls(
         row_price: lowest probability at which a draft token pays for its row.
         min_gain: tokens that the call must gain beyond its cost.
     """
-    longest = max((len(candidate.chain) for candidate in candidates), default=0)
+    longest = max([len(candidate.chain) for candidate in candidates], default=0)
     gains = [-token_rate * cost.seconds(depth, 0, 0) for depth in range(1, longest + 1)]
     token_price = token_rate * cost.seconds(0, 1, 0) - token_rate * cost.seconds(0, 0, 0)
     missed_price = (token_rate * cost.seconds(0, 0, 1) - token_rate * cost.seconds(0, 0, 0)) / CATCH_UP_STEPS
     numbers: dict[int, list[int]] = {}  # tokens to ask for, by sequence id, for each length of the longest draft
-    for candidate in candidates:
-        chain = candidate.chain
-        gain = candidate.tree_bonus - candidate.current_gain - missed_price * candidate.num_unread
+    for sequence_id, chain, current_gain, num_unread, tree_bonus in candidates:
+        gain = tree_bonus - current_gain - missed_price * num_unread
+        if gain + expected_gain(chain, row_price) <= 0.0:
+            continue
         best_gain, best_number = 0.0, 0
         found: list[int] = []
         for place in range(longest):
-            min_probability = row_price if place else row_price - candidate.tree_bonus
+            min_probability = row_price if place else row_price - tree_bonus
             if place < len(chain) and chain[place] > min_probability:
                 gain += max(chain[place] - row_price, 0.0) - token_price
                 if gain > best_gain:
                     best_gain, best_number = gain, place + 1
             gains[place] += best_gain
             found.append(best_number)
-        numbers[candidate.sequence_id] = found
+        numbers[sequence_id] = found
     best = max(range(longest), key=gains.__getitem__, default=0)
-    if not longest or gains[best] <= min_gain:
+    if not numbers or gains[best] <= min_gain:
         return {}
     return {sequence_id: found[best] for sequence_id, found in numbers.items() if found[best]}

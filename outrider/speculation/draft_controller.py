@@ -14,12 +14,12 @@ draw, because the test is exact only if no drawn token influences whether this d
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outrider.engine.scheduler import StepReservation
-from outrider.speculation.acceptance_record import AcceptanceRecord
 from outrider.speculation.ask_cost import CHEAP_SHARE, Candidate, choose_calls, expected_gain
 from outrider.speculation.draft_source import FIRST_DRAFTS, MODEL_ITSELF, DraftSource, SourceRecord
 from outrider.speculation.draft_tree import DraftTree, RankedDraft
@@ -106,17 +106,16 @@ class DraftController:
         """Returns whether a call to the proposer costs almost nothing."""
         return self._sources[source].cost.is_cheap(self._plain_seconds or float("inf"))
 
-    def rank(self, sequence_id: int, draft: DraftTree) -> RankedDraft:
+    def rank(self, sequence_id: int, draft: DraftTree, limit: int) -> RankedDraft:
         """Orders the tokens of a draft by the probability that the text goes through them.
 
-        There is one probability for each token that may be verified; a drawn draft has one for each token that it
-        could have had, whatever its actual length.
+        There is one probability for each token that may be verified, at most `limit`; a drawn draft has one for each
+        token that it could have had, whatever its actual length.
         """
-        record = self._record_of(sequence_id, draft)
-        if draft.was_drawn:
-            return RankedDraft(draft, record.chain)
-        tree, probabilities = record.rank(draft)
-        return RankedDraft(tree, probabilities[: self.num_speculative_tokens])
+        record = self._record(sequence_id, draft.source).of(draft.grade)
+        tree, found = (draft, record.chain) if draft.was_drawn else record.rank(draft)
+        probabilities = found[: max(0, min(limit, self.num_speculative_tokens))]
+        return RankedDraft(tree, probabilities, expected_gain(probabilities, self.row_price))
 
     def choose_calls(
         self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, RankedDraft], num_unread: Mapping[int, int]
@@ -127,22 +126,23 @@ class DraftController:
             source: the proposer's name.
             wanted: the maximum number of draft tokens that may be verified, for each sequence of the batch.
             drafts: the best draft found so far, by sequence.
-            num_unread: how many tokens the proposer has not read, by sequence id; 0 for absent sequences.
+            num_unread: how many tokens the proposer has not read, by sequence id.
 
         Returns:
             Numbers of tokens by sequence id; other sequences are absent.
         """
         known, num_tokens = self._sources[source], self.num_speculative_tokens
+        records = {key: self._record(key, source) for key, limit in wanted.items() if limit > 0}
         known.is_cheap = bool(known.num_drafts and self._plain_seconds and wanted)
         if known.is_cheap:
             seconds = known.cost.seconds(num_tokens, num_tokens * len(wanted), sum(num_unread.values()))
             known.is_cheap = seconds <= CHEAP_SHARE * self._plain_seconds
         if known.is_cheap:
-            asked = self._ask_cheap(source, wanted, seconds)
+            asked = self._ask_cheap(records, wanted, seconds)
         else:
-            asked = self._choose_asked(source, wanted, drafts, num_unread)
+            asked = self._choose_asked(known, records, wanted, drafts, num_unread)
         for sequence_id in asked:
-            self._record(sequence_id, source).last_call = self._step
+            records[sequence_id].last_call = self._step
         return asked
 
     def min_reach(self, source: str, num_asked: int) -> float:
@@ -150,7 +150,7 @@ class DraftController:
 
         `num_asked`: number of sequences in the same call.
         """
-        if self.verifies_all or not num_asked:
+        if not num_asked:
             return 0.0
         known = self._sources[source]
         seconds = known.cost.seconds(1, num_asked, 0) - known.cost.seconds(0, 0, 0)
@@ -189,19 +189,16 @@ class DraftController:
         known.num_drafts += len(asked)
         if known.is_cheap:
             for sequence_id in asked:
-                gain = expected_gain(found[sequence_id].probabilities, self.row_price) if sequence_id in found else 0.0
-                self._record(sequence_id, source).observe_gain(gain)
+                known.records[sequence_id].observe_gain(found[sequence_id].gain if sequence_id in found else 0.0)
             return
         known.charge_trial(asked, num_read=num_read)
         for (sequence_id, number), depth in zip(asked.items(), depths, strict=True):
-            draft = found.get(sequence_id)
-            probabilities = () if draft is None else draft.probabilities
-            was_drawn = draft is not None and draft.tree.was_drawn
-            expected = self._record(sequence_id, source).overall.chain[: number if was_drawn else depth]
-            known.observe_tree_bonus(
-                expected=expected_gain(expected, self.row_price),
-                found=expected_gain(probabilities[:number] if was_drawn else probabilities, self.row_price),
-            )
+            draft, chain = found.get(sequence_id), known.records[sequence_id].overall.chain
+            if draft is not None and draft.tree.was_drawn:
+                gain, chain = expected_gain(draft.probabilities[:number], self.row_price), chain[:number]
+            else:
+                gain, chain = 0.0 if draft is None else draft.gain, chain[:depth]
+            known.observe_tree_bonus(expected=expected_gain(chain, self.row_price), found=gain)
 
     def observe_marginal_gain(self, source: str, drafts: Mapping[int, Sequence[RankedDraft]]) -> None:
         """Learns how many tokens a source's drafts were expected to gain over the best draft of any other source.
@@ -209,22 +206,22 @@ class DraftController:
         `drafts`: the drafts of all sources, by id of each sequence for which this source was asked.
         """
         for sequence_id, found in drafts.items():
-            tokens = {each.tree.source: sum(each.probabilities) for each in found}
+            tokens = {
+                draft.tree.source: sum([each for each in draft.probabilities if each >= self.row_price])
+                for draft in found
+            }
             own = tokens.pop(source, 0.0)
             self._record(sequence_id, source).observe_marginal_gain(max(own - max(tokens.values(), default=0.0), 0.0))
 
-    def better(self, one: RankedDraft, other: RankedDraft) -> RankedDraft:
-        """Returns whichever of two drafts of a sequence has the higher expected gain."""
-
-        def value(draft: RankedDraft) -> tuple[float, float]:
-            return expected_gain(draft.probabilities, self.row_price), sum(draft.probabilities)
-
-        return max(one, other, key=value)
+    def observe_messages(self, source: str, seconds: float, *, num_asked: int, num_sequences: int) -> None:
+        """Learns what the messages of draft nodes cost: see `DraftSource.observe_messages`."""
+        if self._plain_seconds:
+            token_rate = (num_sequences + self._num_waiting) / self._plain_seconds  # without drafts
+            self._sources[source].observe_messages(seconds, num_asked=num_asked, token_rate=token_rate)
 
     def choose(
         self,
         drafts: Mapping[int, RankedDraft],
-        limits: Mapping[int, int],
         room: StepReservation,
         *,
         num_waiting: int = 0,
@@ -233,8 +230,7 @@ class DraftController:
         """Decides how many of each draft's first tokens are verified.
 
         Args:
-            drafts: the best draft of each sequence, by sequence id.
-            limits: the maximum number of draft tokens that may be verified, by id of the step's sequences.
+            drafts: the best draft of each sequence of the step, by sequence id.
             room: what the scheduler leaves for drafts.
             num_waiting: number of prompts that wait for the step's processors, without those computed in the step.
             judged: sequences that need no trials, because unverified drafts are judged by the committed tokens.
@@ -242,19 +238,20 @@ class DraftController:
         Returns:
             Numbers of tokens by sequence id; sequences without any are absent.
         """
-        if self.num_speculative_tokens <= 0 or not room.sequences:
+        num_sequences = len(room.sequences)
+        if self.num_speculative_tokens <= 0 or not num_sequences:
             return {}
-        offered = [sequence_id for sequence_id in limits if sequence_id in drafts]
         self._num_waiting = num_waiting + len(room.prompts)
-        num_possible = min(room.max_draft_rows, len(room.sequences) * self.num_speculative_tokens)
-        step_seconds = self.cost.seconds(len(room.sequences), room.num_rows, num_more=num_possible)
-        probabilities = [drafts[key].probabilities[: max(0, limits[key])] for key in offered]
+        num_possible = min(room.max_draft_rows, num_sequences * self.num_speculative_tokens)
+        step_seconds = self.cost.seconds(num_sequences, room.num_rows, num_more=num_possible)
+        probabilities = [draft.probabilities for draft in drafts.values()]
         offer = StepOffer(
             drafts=probabilities,
             step_seconds=[each + self._asked_seconds for each in step_seconds],  # with the time spent asking
             max_rows=min(sum(map(len, probabilities)), num_possible, self._max_explored_rows(room)),
-            num_sequences=len(room.sequences),
+            num_sequences=num_sequences,
             num_waiting=self._num_waiting,
+            min_gain=MIN_GAIN * num_sequences,
         )
         plain_seconds = step_seconds[0]
         self._asked_seconds = 0.0
@@ -263,41 +260,43 @@ class DraftController:
             self._plain_seconds = plain_seconds
             self._budget.earn(offer.priced(plain_seconds))
             for source in self._sources.values():
-                source.budget.earn(plain_seconds / (1.0 + offer.num_sequences / FEW_SEQUENCES))
+                source.budget.earn(plain_seconds / (1.0 + num_sequences / FEW_SEQUENCES))
         elif not self.verifies_all:
             num_rows = 0
         choice = offer.choose(num_rows=num_rows)
-        if num_rows is None and choice.gain < MIN_GAIN * offer.num_sequences:
-            choice = offer.choose(num_rows=0)
-        self.row_price = choice.row_price
+        self.row_price = 0.0 if self.verifies_all else choice.row_price
         if not room.prompts:
-            speedup = choice.expected_tokens / choice.expected_seconds * plain_seconds / offer.num_sequences
+            speedup = choice.expected_tokens / choice.expected_seconds * plain_seconds / num_sequences
             self._speedup += (max(speedup, 1.0) - self._speedup) / SPEEDUP_STEPS
         counts = choice.num_rows
         if self.cost.is_known and not self.verifies_all:
             if self._step % LEARN_STEPS == 0:
                 choice = self._with_other_rows(offer, choice, room.num_rows)
-            untried = [(place, key) for place, key in enumerate(offered) if key not in judged]
-            tried = sorted((self._record_of(key, drafts[key].tree).last_step, place) for place, key in untried)
-            due = [place for step, place in tried if step <= self._step - PROBE_STEPS]
+            tried = [
+                (self._record(key, tree.source).of(tree.grade).last_step, place)
+                for place, (key, (tree, *_)) in enumerate(drafts.items())
+                if key not in judged
+            ]
+            due = [place for step, place in sorted(tried) if step <= self._step - PROBE_STEPS]
             counts = offer.with_trials(choice, due, self._budget)
-        return {key: min(count, len(drafts[key].tree)) for key, count in zip(offered, counts, strict=True) if count}
+        return {key: min(count, len(drafts[key].tree)) for key, count in zip(drafts, counts, strict=True) if count}
 
-    def observe_verdict(self, sequence_id: int, draft: DraftTree, accepted: Sequence[int]) -> None:
-        """Learns which tokens of a draft were accepted: those with the indices `accepted`, from the root on."""
-        self._record(sequence_id, draft.source).observe(draft, accepted, step=self._step, reset_after=PROBE_STEPS)
+    def observe_verdict(
+        self, sequence_id: int, draft: DraftTree, accepted: Sequence[int], num_known: int = sys.maxsize
+    ) -> None:
+        """Learns which tokens of a draft were accepted: those with the indices `accepted`, from the root on.
+
+        `num_known`: number of known tokens after the draft's prefix. Deeper tokens of the draft are not judged.
+        """
+        record = self._record(sequence_id, draft.source)
+        record.observe(draft, accepted, num_known, step=self._step, reset_after=PROBE_STEPS)
 
     def observe_committed(self, sequence_id: int, draft: DraftTree, token_ids: Sequence[int]) -> None:
         """Learns from a draft that was not verified, by comparing it with the tokens that were committed instead.
 
         This is valid for coupled sampling, where the token of a position does not depend on drafts.
         """
-        if draft.parents:
-            depths = draft.depths()
-            draft = draft.subset([index for index, depth in enumerate(depths) if depth <= len(token_ids)])
-        else:
-            draft = draft.cut(len(token_ids))
-        self.observe_verdict(sequence_id, draft, draft.path_of(token_ids))
+        self.observe_verdict(sequence_id, draft, draft.path_of(token_ids), len(token_ids))
 
     def observe_step(
         self, seconds: float, *, num_rows: int, num_sequences: int, num_prompt_rows: int, is_ahead: bool = False
@@ -313,52 +312,47 @@ class DraftController:
         for source in self._sources.values():
             source.records.pop(sequence_id, None)
 
-    def _ask_cheap(self, source: str, wanted: Mapping[int, int], seconds: float) -> dict[int, int]:
+    def _ask_cheap(
+        self, records: Mapping[int, SourceRecord], wanted: Mapping[int, int], seconds: float
+    ) -> dict[int, int]:
         """Asks for the sequences in which recent drafts gained more than their share of a call, of `seconds`, costs."""
-        min_gain = 0.0 if self.verifies_all else self._value_of_time(len(wanted)) * seconds / len(wanted)
-        asked: dict[int, int] = {}
-        for sequence_id, limit in wanted.items():
-            if limit > 0:
-                record = self._record(sequence_id, source)
-                if record.gain >= min_gain or self._step - record.last_call >= CHEAP_PROBE_STEPS:
-                    asked[sequence_id] = min(limit, self.num_speculative_tokens)
-        return asked
+        min_gain, last_step = self._value_of_time(len(wanted)) * seconds / len(wanted), self._step - CHEAP_PROBE_STEPS
+        return {
+            key: min(wanted[key], self.num_speculative_tokens)
+            for key, record in records.items()
+            if record.gain >= min_gain or record.last_call <= last_step
+        }
 
     def _choose_asked(
-        self, source: str, wanted: Mapping[int, int], drafts: Mapping[int, RankedDraft], num_unread: Mapping[int, int]
+        self,
+        known: DraftSource,
+        records: Mapping[int, SourceRecord],
+        wanted: Mapping[int, int],
+        drafts: Mapping[int, RankedDraft],
+        num_unread: Mapping[int, int],
     ) -> dict[int, int]:
         """Chooses sequences by expected gain and expected duration, for a proposer whose calls are not cheap."""
-        known = self._sources[source]
-        row_price = self._token_rate = 0.0
-        keys = [key for key, limit in wanted.items() if limit > 0]
+        rate = self._token_rate = self._value_of_time(len(wanted))
+        keys, least = list(records), MIN_GAIN * len(wanted)
         if not self.verifies_all:
             if known.num_drafts < min(FIRST_DRAFTS, len(wanted) / 4):
-                keys = sorted(keys, key=lambda key: num_unread.get(key, 0))[:1]
+                keys = sorted(keys, key=num_unread.__getitem__)[:1]
             if not known.num_drafts:
                 return dict.fromkeys(known.first_trial(keys), 1)
             if not self._plain_seconds:
                 return {}
-            row_price = self.row_price
-            self._token_rate = self._value_of_time(len(wanted))
         candidates: list[Candidate] = []
-        for sequence_id in keys:
-            draft, limit = drafts.get(sequence_id), wanted[sequence_id]
-            at_hand = () if draft is None else draft.probabilities[:limit]
-            chain = self._record(sequence_id, source).overall.chain[:limit]
-            missed = num_unread.get(sequence_id, 0)
-            candidates.append(
-                Candidate(sequence_id, chain, expected_gain(at_hand, row_price), missed, known.tree_bonus)
-            )
-        asked = choose_calls(
-            candidates, known.cost, token_rate=self._token_rate, row_price=row_price, min_gain=MIN_GAIN * len(wanted)
-        )
-        known.add_trial(
-            asked, {each.sequence_id: each.num_unread for each in candidates}, before=self._step - PROBE_STEPS
-        )
+        for key in keys:
+            gain, chain = drafts[key].gain if key in drafts else 0.0, records[key].overall.chain[: wanted[key]]
+            candidates.append(Candidate(key, chain, gain, num_unread[key], known.tree_bonus))
+        asked = choose_calls(candidates, known.cost, token_rate=rate, row_price=self.row_price, min_gain=least)
+        known.add_trial(asked, {key: num_unread[key] for key in keys}, before=self._step - PROBE_STEPS)
         return asked
 
     def _value_of_time(self, num_sequences: int) -> float:
-        """Returns tokens per second of the batch. Prompts that wait for the end of the step count like sequences."""
+        """Returns tokens per second of the batch, with waiting prompts like sequences; 0: unknown, or of no account."""
+        if self.verifies_all or not self._plain_seconds:
+            return 0.0
         return self._speedup * (num_sequences + self._num_waiting) / self._plain_seconds
 
     def _max_explored_rows(self, room: StepReservation) -> int:
@@ -385,9 +379,6 @@ class DraftController:
                 self._budget.credit -= max(lost_seconds, 0.0)
                 return other
         return choice
-
-    def _record_of(self, sequence_id: int, draft: DraftTree) -> AcceptanceRecord:
-        return self._record(sequence_id, draft.source).of(draft.grade)
 
     def _record(self, sequence_id: int, source: str) -> SourceRecord:
         """Returns the record of a sequence. A new record is due for a trial at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -11,19 +12,28 @@ from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.trial_budget import TrialBudget
 
 MIN_MARGINAL_GAIN = 0.05
-"""Accepted tokens per step that a draft node's drafts must gain over all other drafts. The node's messages cost
-about as much.
-"""
+"""Tokens per step that a draft node's drafts must gain over all other drafts, even if its messages cost less."""
 
-FIRST_MARGINAL_GAIN = 1.0
+MESSAGE_RATE = 0.1
+"""Weight of each new step in the running means of the event loop's processor time."""
+
+MESSAGE_FACTOR = 1.3
+"""Processor time of all threads for a message, as a multiple of the event loop's: gRPC has threads of its own."""
+
+MESSAGE_SEQUENCES = 6
+"""Fixed cost of a step's messages, as a multiple of the cost that each sequence adds."""
+
+FIRST_MARGINAL_GAIN, FIRST_GAINS = 1.0, 4
+"""Assumed marginal gain of a new source, in tokens, and the number of observations that the assumption counts for."""
+
 MARGINAL_GAIN_RATE, SOURCE_GAIN_RATE = 0.1, 0.01
-"""Assumed marginal gain of a new source, in tokens, and the weights of each new observation in the running means of a
-sequence and of the source."""
+"""Weights of each new observation in the running means of a sequence and of the source."""
 
-TRIAL_STEPS, RARE_TRIALS = 4, 4
+TRIAL_STEPS, RARE_TRIALS, TRIAL_SHARE = 4, 4, 0.0065
 """Number of consecutive steps in which a draft node that adds nothing is asked. There are several such steps, because
 its drafts arrive some steps later. If draft nodes add nothing to most sequences, there are `RARE_TRIALS` times fewer
-trials, because drafts may be made on the target's own device.
+trials, because drafts may be made on the target's own device. Messages of trials take at most the fraction
+`TRIAL_SHARE` of the time.
 """
 
 TREE_BONUS_RATE = 0.02
@@ -33,8 +43,8 @@ CALL_SHARE = 0.005
 """Fraction of the time that trial calls to one proposer may take."""
 
 FIRST_DRAFTS = 4
-"""Maximum number of first drafts that are made for one sequence at a time, as their acceptance is unknown.
-There is one for every four sequences."""
+"""A new proposer drafts for one sequence at a time until it has made this many drafts, or one for every four sequences
+of the batch if these are fewer, as its acceptance is unknown."""
 
 FIRST_GAIN = 0.25
 GAIN_RATE, MEAN_GAIN_RATE = 0.1, 0.01
@@ -88,6 +98,11 @@ class DraftSource:
         self._trial: int | None = None  # the sequence under trial; reading its text may take several calls
         self.marginal_gain = FIRST_MARGINAL_GAIN
         """Running mean of `SourceRecord.marginal_gain` over all sequences, with which a new one begins."""
+        self._num_gains = FIRST_GAINS  # number of values over which `marginal_gain` is the mean
+        self.min_marginal_gain = MIN_MARGINAL_GAIN
+        """What a draft node's messages cost, in tokens per step of each sequence that it drafts for."""
+        self._loop_seconds = 0.0  # running mean of the event loop's time in a step without messages
+        self._message_seconds = 0.0  # running mean of what the messages of one sequence add to it
         self.num_checked = 0  # drafts
         self.num_first_accepted = 0  # drafts whose first token was accepted
         self.records: dict[int, SourceRecord] = {}
@@ -123,6 +138,26 @@ class DraftSource:
         self._num_priced += 1
         self.tree_bonus += max(TREE_BONUS_RATE, 1 / self._num_priced) * (found - expected - self.tree_bonus)
 
+    def observe_messages(self, seconds: float, *, num_asked: int, token_rate: float) -> None:
+        """Updates `min_marginal_gain` with one step.
+
+        `seconds`: processor time of the event loop; `num_asked`: number of sequences that wanted drafts from draft
+        nodes; `token_rate`: tokens per second that the batch would generate without drafts.
+        """
+        if not num_asked:
+            self._loop_seconds += MESSAGE_RATE * (seconds - self._loop_seconds)
+            return
+        of_sequence = max(seconds - self._loop_seconds, 0.0) / (MESSAGE_SEQUENCES + num_asked)
+        self._message_seconds += MESSAGE_RATE * (of_sequence - self._message_seconds)
+        tokens = MESSAGE_FACTOR * self._message_seconds * token_rate
+        num_sharing = sum([record.marginal_gain > tokens for record in self.records.values()])
+        self.min_marginal_gain = max(tokens * (1.0 + MESSAGE_SEQUENCES / max(num_sharing, 1)), MIN_MARGINAL_GAIN)
+
+    def observe_marginal_gain(self, tokens: float) -> None:
+        """Updates `marginal_gain` with one sequence's draft in one step."""
+        self._num_gains += 1
+        self.marginal_gain += max(SOURCE_GAIN_RATE, 1 / self._num_gains) * (tokens - self.marginal_gain)
+
     def first_trial(self, keys: Sequence[int]) -> Sequence[int]:
         """Returns the one sequence, the first of `keys`, for which the first call shows what a call costs.
 
@@ -137,8 +172,8 @@ class DraftSource:
 
         Only sequences whose last call was at step `before` or earlier are tried. Among those that the credit pays for,
         the one whose last call was earliest is chosen. If the credit pays for none of them, the cheapest one is tried
-        as soon as the debt that its trial would leave is within the limit. So a trial comes eventually, however much
-        must be read, and the next trial comes when the debt is repaid. A trial continues until the text has been read.
+        as soon as the debt that its trial would leave is within the limit, which grows up to that of `MAX_DEBT`. The
+        next trial comes when the debt is repaid. A trial continues until the text has been read.
 
         `num_unread`: number of unread tokens, for each sequence that may be tried.
         """
@@ -182,6 +217,7 @@ class SourceRecord:
         "_num_positions",
         "_priors",
         "_source",
+        "_tried_at",
         "gain",
         "last_call",
         "marginal_gain",
@@ -196,6 +232,7 @@ class SourceRecord:
         self._priors = source.priors_of(adapter)
         self._num_positions = num_positions
         self._begun = step
+        self._tried_at = -math.inf  # step in which the last trial began
         self._by_grade: dict[int, AcceptanceRecord] = {}
         self.overall = AcceptanceRecord(self._priors.overall, num_positions, step=step)
         """The record of drafts of all grades, used before a draft is made, when its grade is not known yet."""
@@ -213,8 +250,10 @@ class SourceRecord:
             self._by_grade[grade] = record
         return record
 
-    def observe(self, draft: DraftTree, accepted: Sequence[int], *, step: int, reset_after: int) -> None:
-        """Learns which tokens of a draft were accepted: those with the indices `accepted`, from the root on.
+    def observe(
+        self, draft: DraftTree, accepted: Sequence[int], num_known: int, *, step: int, reset_after: int
+    ) -> None:
+        """Learns from a draft. For `accepted` and `num_known` see `DraftController.observe_verdict`.
 
         `reset_after`: number of steps without a verdict after which an accepted draft means that the text has changed
         in kind.
@@ -222,19 +261,17 @@ class SourceRecord:
         if self._priors is self._source.priors[MODEL_ITSELF]:  # drafters are not made for adapters
             self._source.num_checked += 1
             self._source.num_first_accepted += bool(accepted)
+        decisions = draft.decisions(accepted, num_known)
         for record in (self.of(draft.grade), self.overall):
             if accepted and step - record.last_step >= reset_after:
                 record.reset()
             record.last_step = step
-            if draft.parents:
-                record.observe_tree(draft, accepted)
-            else:
-                record.observe_chain(len(draft.token_ids), len(accepted))
+            record.observe(*decisions)
 
     def observe_marginal_gain(self, tokens: float) -> None:
         """Learns from a step in which the source was asked. `tokens` is 0 if its drafts were no better than others."""
         self.marginal_gain += MARGINAL_GAIN_RATE * (tokens - self.marginal_gain)
-        self._source.marginal_gain += SOURCE_GAIN_RATE * (tokens - self._source.marginal_gain)
+        self._source.observe_marginal_gain(tokens)
 
     def observe_gain(self, tokens: float) -> None:
         """Learns what a call to a cheap proposer is expected to gain, minus the price of rows."""
@@ -244,17 +281,19 @@ class SourceRecord:
     @property
     def adds_nothing(self) -> bool:
         """Whether the source's drafts gain less than its messages cost."""
-        return self.marginal_gain < MIN_MARGINAL_GAIN
+        return self.marginal_gain < self._source.min_marginal_gain
 
     def is_trial(self, step: int, interval: int) -> bool:
         """Returns whether a draft node that adds nothing to the sequence is asked in this step.
 
-        It is asked in `TRIAL_STEPS` of `interval` steps of the sequence. If it adds nothing to most sequences, it is
-        asked in as many of `RARE_TRIALS` * `interval` steps.
+        It is asked in `TRIAL_STEPS` of `interval` steps of the sequence, or of more: see `RARE_TRIALS`, `TRIAL_SHARE`.
         """
-        is_rare = self._source.marginal_gain < MIN_MARGINAL_GAIN
-        num_steps = step - self._begun - interval  # since the first step of the sequence
-        return num_steps % (RARE_TRIALS * interval if is_rare else interval) < TRIAL_STEPS
+        source = self._source
+        if source.marginal_gain < source.min_marginal_gain:
+            interval *= RARE_TRIALS
+        if step - self._tried_at >= max(interval, TRIAL_STEPS * source.min_marginal_gain / TRIAL_SHARE):
+            self._tried_at = step
+        return step - self._tried_at < TRIAL_STEPS
 
     def best(self) -> AcceptanceRecord:
         """Returns the record of the grade with the highest acceptance."""

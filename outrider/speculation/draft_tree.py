@@ -70,7 +70,7 @@ class DraftTree:
     @property
     def depth(self) -> int:
         """The length of the longest path."""
-        return max(self.depths(), default=0)
+        return max(self.depths(), default=0) if self.parents else len(self.token_ids)
 
     def likeliest_path(self) -> tuple[int, ...]:
         """Returns the tokens of the path that follows the first of siblings everywhere."""
@@ -96,6 +96,31 @@ class DraftTree:
             path.append(index)
         return path
 
+    def decisions(self, accepted: Sequence[int], num_known: int) -> tuple[int, int, Sequence[bool]]:
+        """Returns what a text of `num_known` tokens, which goes through the tokens `accepted`, says about the draft.
+
+        `accepted`: indices of tokens, from the root on.
+
+        Returns:
+            The number of first children that were decided, one after the other from the root on, as in a chain; how
+            many of them were right; and for each wrong first child with siblings whether a sibling was right.
+        """
+        if not self.parents:
+            return min(len(accepted) + 1, len(self.token_ids), num_known), len(accepted), ()
+        children, num_decided, num_right = self._children(), 0, 0
+        rescued: list[bool] = []
+        for place, parent in enumerate((ROOT, *accepted)[:num_known]):
+            siblings = children.get(parent)
+            if siblings is None:
+                break
+            is_right = siblings[0] in accepted
+            if num_right == place:
+                num_decided += 1
+                num_right += is_right
+            if not is_right and len(siblings) > 1:
+                rescued.append(place < len(accepted))
+        return num_decided, num_right, rescued
+
     def cut(self, num_tokens: int) -> DraftTree:
         """Returns the draft's first `num_tokens` tokens; all if it has fewer."""
         if len(self.token_ids) <= num_tokens:
@@ -118,9 +143,7 @@ class DraftTree:
         """
         if not self.parents:
             return self
-        children: dict[int, list[int]] = {}
-        for index, parent in enumerate(self.parents):
-            children.setdefault(parent, []).append(index)
+        children = self._children()
         order: list[int] = []
         stack = children[ROOT][::-1]
         while stack:
@@ -131,6 +154,8 @@ class DraftTree:
 
     def subset(self, indices: Sequence[int]) -> DraftTree:
         """Returns these tokens of a tree, in this order; tokens whose parents are not among them follow the root."""
+        if list(indices) == list(range(len(self.token_ids))):
+            return self
         places = {index: place for place, index in enumerate(indices)}
         return DraftTree(
             self.length,
@@ -166,6 +191,12 @@ class DraftTree:
             grade=self.grade,
         )
 
+    def _children(self) -> dict[int, list[int]]:
+        children: dict[int, list[int]] = {}
+        for index, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(index)
+        return children
+
     def _below(self, token_ids: Sequence[int]) -> DraftTree | None:
         """Returns the subtree after `token_ids`, which must not be empty, or None if nothing follows them."""
         path = self.path_of(token_ids)
@@ -185,7 +216,13 @@ class RankedDraft(NamedTuple):
     """A draft and its tokens' probabilities in the step for which it was ranked (see `DraftController.rank`)."""
 
     tree: DraftTree  # with its tokens ordered by falling probability, parents before their children
-    probabilities: Sequence[float]  # one for each token; for a drawn draft, one for each token that it could have had
+    probabilities: Sequence[float]  # one for each token that may be verified; for a drawn draft, that it could have had
+    gain: float  # tokens that the draft is expected to gain, minus the price of their rows
+
+    @property
+    def value(self) -> tuple[float, float]:
+        """What the best of several drafts of a sequence has most of."""
+        return self.gain, sum(self.probabilities)
 
 
 def _unless_chain(parents: tuple[int, ...]) -> tuple[int, ...]:

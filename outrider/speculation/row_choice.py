@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import truediv
+from typing import NamedTuple
 
 from outrider.speculation.trial_budget import TrialBudget
 
 
-@dataclass(frozen=True, slots=True)
-class RowChoice:
+class RowChoice(NamedTuple):
     """The numbers of draft tokens that one step verifies, and the expected result."""
 
     num_rows: Sequence[int]  # for each draft, the number of its first tokens that the step verifies
@@ -19,10 +19,9 @@ class RowChoice:
     expected_seconds: float  # the step's duration
     token_seconds: float  # seconds per committed token with the number of rows that has the highest rate
     row_price: float  # lowest probability at which a draft token would have been worth a row
-    gain: float  # tokens that the drafts are expected to gain over a step without drafts, minus the price of their time
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepOffer:
     """The drafts that one step may verify, and the durations of the possible steps."""
 
@@ -40,6 +39,7 @@ class StepOffer:
     max_rows: int  # maximum number of draft rows
     num_sequences: int  # at least 1; even without drafts, the step commits one token of each sequence
     num_waiting: int = 0  # number of prompts whose computation waits for the end of the step
+    min_gain: float = 0.0  # tokens that drafts must gain in all, unless the number of rows is given
 
     def priced(self, seconds: float) -> float:
         """Returns what `seconds` cost, in seconds of the batch. A waiting prompt loses as much as a sequence."""
@@ -78,6 +78,9 @@ class StepOffer:
             best = min(num_rows, len(order))
         elif self.num_waiting:
             best = max(range(len(gained)), key=lambda row: gained[row] - time_price * step_seconds[row])
+        gain = gained[best] - gained[0] - time_price * (step_seconds[best] - step_seconds[0])
+        if num_rows is None and gain < self.min_gain:
+            best = 0
         counts = [0] * len(self.drafts)
         for index in order[:best]:
             counts[owners[index]] += 1
@@ -87,8 +90,7 @@ class StepOffer:
         while best + ahead < len(step_seconds):
             prices.append(time_price * (step_seconds[best + ahead] - step_seconds[best]) / ahead)
             ahead *= 2
-        gain = gained[best] - gained[0] - time_price * (step_seconds[best] - step_seconds[0])
-        return RowChoice(counts, gained[best], step_seconds[best], 1.0 / best_rate, min(prices, default=1.0), gain)
+        return RowChoice(counts, gained[best], step_seconds[best], 1.0 / best_rate, min(prices, default=1.0))
 
     def with_trials(self, choice: RowChoice, due: Sequence[int], budget: TrialBudget) -> Sequence[int]:
         """Adds one token to drafts without rows, as a trial, as far as the budget allows.

@@ -58,7 +58,7 @@ SEEN_EVIDENCE = 0.2
 """Number of such steps after which no cliff, i.e. no sudden rise of the duration, is expected up to their size."""
 
 NOISE_RATE = 0.02
-"""Weight of each new step in the running mean of errors, each a fraction of the expected duration."""
+"""Weight of each new step in the running mean of errors, each a fraction of the expected duration, at most 1."""
 
 MIN_NOISE = 0.08
 """Mean error from which on the assumptions weigh more, in proportion to the error's square: the noisier steps are, the
@@ -122,7 +122,7 @@ class StepCostModel:
                 step_seconds = min(step_seconds, most_seconds)
             error = abs(step_seconds - expected) / expected
             is_surprise = error > SURPRISE
-            self._noise += NOISE_RATE * (error - self._noise)
+            self._noise += NOISE_RATE * (min(error, 1.0) - self._noise)
         self._weight = FORGETTING * self._weight + 1.0
         self._mean_rows += (self._padded(num_rows) - self._mean_rows) / self._weight
         self._mean_seconds += (step_seconds - self._mean_seconds) / self._weight

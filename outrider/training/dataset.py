@@ -162,6 +162,9 @@ class Dataset:
     def training(self) -> range:
         return range(self.num_held_out, len(self))
 
+    def shard_of(self, text: int) -> int:
+        return int(self._shard_of[text])
+
     def kind(self, text: int) -> str:
         return str(self._kind_names[self._kinds[text]])
 
@@ -175,7 +178,7 @@ class Dataset:
 
     def hidden(self, text: int) -> Tensor:
         """[num_tokens, width]: the text's hidden states, whose shard must be complete."""
-        shard = int(self._shard_of[text])
+        shard = self.shard_of(text)
         first, last = self.starts[self.shards[shard].start], self.starts[self.shards[shard].stop]
         if shard not in self._hidden:
             size, dtype = int(last - first) * self.width, TORCH_DTYPES[self.dtype]
@@ -183,8 +186,8 @@ class Dataset:
         return self._hidden[shard][self.starts[text] - first : self.starts[text + 1] - first]
 
     def features(self, text: int) -> Tensor:
-        """[num_tokens, num_taps * hidden_size]: the inputs of a head. If there are no taps, the final hidden states."""
-        return self.hidden(text)[:, : max(self.width - self.hidden_size, self.hidden_size)]
+        """[num_tokens, num_taps * hidden_size]: the inputs of a head."""
+        return self.hidden(text)[:, : -self.hidden_size]
 
     def final(self, text: int) -> Tensor:
         """[num_tokens, hidden_size]: the target's final hidden states, after its final norm."""

@@ -11,7 +11,7 @@ from outrider.heads.open import open_head
 from outrider.training.block_student import BlockStudent
 from outrider.training.dataset import Dataset
 from outrider.training.new_heads import eagle3_taps, new_head
-from outrider.training.plan import SEED, WITH_TAPS, TrainingPlan
+from outrider.training.plan import SEED, TrainingPlan
 from outrider.training.student import Student
 
 SCALE_SAMPLE = 10_000  # approximate number of tokens from which the scale of features is estimated
@@ -22,8 +22,6 @@ def needed_taps(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
 
     Raises: ConfigError, ModelError if training cannot continue from the head of `--init-from`.
     """
-    if plan.form not in WITH_TAPS:
-        return ()
     if plan.init_from is None:
         return eagle3_taps(target.num_layers)
     head = open_head(plan.init_from, target, torch.device("cpu"), torch.float32)
@@ -46,8 +44,7 @@ def make_student(plan: TrainingPlan, target: Target, dataset: Dataset, device: t
     counts = dataset.answer_counts(target.vocab_size)
     kind = BlockStudent if plan.form == "dspark" else Student
     student = kind(new_head(plan, target, name, counts, device), target, device, dtype)
-    if plan.form in WITH_TAPS:
-        # Held-out texts, because their hidden states stay: a run that is continued must find the same scales.
-        apart = -(-int(dataset.starts[len(dataset.held_out)]) // SCALE_SAMPLE)
-        student.scale_features(torch.cat([dataset.features(text)[apart // 2 :: apart] for text in dataset.held_out]))
+    # Held-out texts, because their hidden states stay: a run that is continued must find the same scales.
+    apart = -(-int(dataset.starts[len(dataset.held_out)]) // SCALE_SAMPLE)
+    student.scale_features(torch.cat([dataset.features(text)[apart // 2 :: apart] for text in dataset.held_out]))
     return student

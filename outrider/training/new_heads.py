@@ -23,10 +23,8 @@ def new_head(plan: TrainingPlan, target: Target, name: str, counts: Tensor, devi
     ids = counts.argsort(descending=True, stable=True)[: plan.draft_vocab_size].sort().values
     if plan.form == "eagle3":
         config, tensors = _eagle3(target, name, ids)
-    elif plan.form == "dspark":
-        config, tensors = _dspark(plan, target, name, ids, counts)
     else:
-        config, tensors = {"medusa": _medusa, "mlp": _mlp}[plan.form](target, ids, plan.num_steps)
+        config, tensors = _dspark(plan, target, name, ids, counts)
     weights = {key: tensor.to(device) for key, tensor in tensors.items() if tensor.is_floating_point()}
     return Checkpoint.in_memory(plan.out, config, tensors | weights)
 
@@ -150,61 +148,6 @@ def _layer_config(target: Target) -> dict[str, Any]:
         "rope_theta": theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
     }
-
-
-def _medusa(target: Target, ids: Tensor, num_heads: int) -> Parts:
-    """Makes Medusa heads, which share an output layer, in vLLM's layout.
-
-    Until they are trained, all of them repeat the target's next token.
-    """
-    width = target.hidden_size
-    tensors = {"lm_head.weight": _output_layer(target, ids)}
-    for head in range(num_heads):
-        tensors[f"blocks.{head}.layers.0.weight"] = torch.zeros(width, width)
-        tensors[f"blocks.{head}.layers.0.bias"] = torch.zeros(width)
-    if len(ids) < target.vocab_size:
-        tensors["token_map"] = ids
-    config = {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "num_heads": num_heads,
-        "num_hidden_layers": 1,
-        "hidden_size": width,
-        "vocab_size": target.vocab_size,
-        "truncated_vocab_size": len(ids),
-        "original_lm_head": True,
-        "torch_dtype": "bfloat16",
-    }
-    return config, tensors
-
-
-def _mlp(target: Target, ids: Tensor, num_stages: int) -> Parts:
-    """Makes an MLPSpeculator in the layout of fms-extras. Its stages share weights.
-
-    In the output layer, the rows of tokens that are not drafted are zero.
-    """
-    width, embedding = target.hidden_size, target.embedding().float()
-    tensors = {
-        "emb.0.weight": embedding * torch.rsqrt(embedding.square().mean()),
-        "head.0.weight": torch.zeros(embedding.shape).index_copy(0, ids, _output_layer(target, ids)),
-        "ln.0.weight": torch.ones(width),
-        "ln.0.bias": torch.zeros(width),
-        **{f"proj.{stage}.weight": _linear(width, width) for stage in range(min(num_stages, 2))},
-    }
-    config = {
-        "architectures": ["MLPSpeculatorPreTrainedModel"],
-        "model_type": "mlp_speculator",
-        "emb_dim": width,
-        "inner_dim": width,
-        "n_predict": num_stages,
-        "n_candidates": num_stages,
-        "top_k_tokens_per_head": [1] * num_stages,
-        "vocab_size": target.vocab_size,
-        "tie_weights": True,
-        "scale_input": True,
-        "torch_dtype": "bfloat16",
-    }
-    return config, {f"speculator.{name}": tensor for name, tensor in tensors.items()}
 
 
 def _linear(width: int, out: int, gain: float = 1.0) -> Tensor:

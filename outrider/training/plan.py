@@ -7,16 +7,18 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from outrider.cache_directory import locked
+from outrider.config.settings import Limits
 from outrider.errors import ConfigError
 from outrider.model_hub.config import ModelConfig
 
-FORMS = ("eagle3", "dspark", "medusa", "mlp")
-WITH_TAPS = ("eagle3", "dspark")  # forms that read the target's hidden states after some layers
+FORMS = ("eagle3", "dspark")
+FIXED = ("form", "num_steps", "num_layers", "rank", "prompts", "traffic", "init_from", "draft_vocab_size")
+FIXED_OF_MODEL = ("revision", "weights", "dtype")
 ANSWERS, FEATURES, TRAINING = "answers", "features", "training"
 
 ANSWERS_SHARE, FEATURES_SHARE, REPORT_SHARE = 0.25, 0.15, 0.05
@@ -31,57 +33,77 @@ Progress = Callable[[str, int, int], None]
 """A function that is called as progress(stage, done, total)."""
 
 
+def option(default: Any, flag: str, text: str, **limits: Any) -> Any:
+    """Returns a field that the command line sets by `flag`, e.g. "--minutes N". `text`: its help; `limits`: of Limits.
+
+    The field is a path if `default` is None, and otherwise has the default's type.
+    """
+    name, metavar = flag.split()
+    argument = {"metavar": metavar, "type": Path if default is None else type(default), "help": text}
+    return field(default=default, metadata={"flag": name, "argument": argument, "limits": Limits(**limits)})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """The options of one run of `outrider train-head`."""
+    """The options of one run of `outrider train-head`. An amount of 0 is as large as time or disk allow."""
 
     out: Path  # the head's folder; the run's own files are in `work`
     model: ModelConfig
-    form: str = "eagle3"
-    minutes: float = 60.0
-    prompts: Path | None = None  # a JSONL file; None: the target writes the prompts
-    traffic: Path | None = None  # a folder of kept answers, which are used in place of new ones
-    init_from: Path | None = None  # a head to continue from; its feature reduction is not trained
-    draft_vocab_size: int = 4096
-    num_steps: int = 4  # number of trained draft steps; of a dspark head: the tokens of its block
-    num_layers: int = 1  # decoder layers of a dspark head
-    rank: int = 64  # rank of a dspark head's Markov head
-    answer_tokens: int = 0  # number of answer tokens to write; 0: as many as the time allows
-    passes: float = 0.0  # number of passes over the training texts; 0: as many as the time allows
-    batch_tokens: int = 1024  # answer tokens in a training step
-    learning_rate: float = 1.2e-3
+    form: str = option("eagle3", "--form FORM", "form of the head: eagle3 (default) or dspark", choices=FORMS)
+    minutes: float = option(60.0, "--minutes N", "minutes that the whole run should take; default 60", at_least=1e-3)
+    prompts: Path | None = option(
+        None, "--prompts FILE", 'JSONL: {"text": …} or {"messages": […]}; default: the model writes them'
+    )
+    traffic: Path | None = option(
+        None, "--from-traffic DIR", "train on the answers that decode_node.keep_answers has stored there"
+    )
+    init_from: Path | None = option(
+        None, "--init-from HEAD", "continue from this eagle3 head, and keep its feature layers"
+    )
+    draft_vocab_size: int = option(
+        4096, "--draft-vocab N", "size of the head's vocabulary, the most frequent tokens; default 4096", at_least=1
+    )
+    num_steps: int = option(
+        4,
+        "--steps N",
+        "number of draft tokens that are trained, each from the head's own outputs, or as a dspark block; default 4",
+        at_least=1,
+    )
+    num_layers: int = option(1, "--layers N", "decoder layers of a dspark head; default 1", at_least=1)
+    rank: int = option(
+        64, "--rank N", "rank of the part of a dspark head that knows the token before; default 64", at_least=1
+    )
+    answer_tokens: int = option(
+        0, "--answer-tokens N", "answer tokens to write, in place of a quarter of --minutes", at_least=0
+    )
+    passes: float = option(
+        0.0, "--passes N", "passes over all training texts, in place of a limit of time for them", at_least=0
+    )
+    batch_tokens: int = option(1024, "--batch-tokens N", "answer tokens in a training step; default 1024", at_least=1)
+    feature_gb: float = option(
+        0.0, "--feature-gb N", "disk space for hidden states in GB; default: half of what is free", at_least=0
+    )
+    learning_rate: float = option(1.2e-3, "--rate R", "learning rate; default 0.0012", at_least=1e-9, at_most=1)
     concurrency: int = 64  # requests at once
     max_answer_tokens: int = 256
     max_length: int = 1024  # maximum tokens of a prompt with its answer; longer texts are left out
-    feature_gb: float = 0.0  # maximum size of hidden states on disk; 0: half of what is free
     checkpoint_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         """Raises: ConfigError."""
-        if self.form not in FORMS:
-            raise ConfigError(f"--form {self.form!r} is not one of {', '.join(FORMS)}")
-        if not 0 < self.minutes < 1e6:
-            raise ConfigError(f"--minutes {self.minutes:g} is not above 0: give the time that the whole run may take")
+        for item in self.options():
+            value, limits = getattr(self, item.name), item.metadata["limits"]
+            if not limits.allow(value):
+                raise ConfigError(f"{item.metadata['flag']} {value!r} is not {limits}")
         if self.prompts is not None and self.traffic is not None:
             raise ConfigError("--prompts and --from-traffic are both sources of answers: give one of them")
-        counts = {
-            "--draft-vocab": self.draft_vocab_size,
-            "--batch-tokens": self.batch_tokens,
-            "--steps": self.num_steps,
-            "--layers": self.num_layers,
-            "--rank": self.rank,
-        }
-        for name, value in counts.items():
-            if value < 1:
-                raise ConfigError(f"{name} {value} is not at least 1")
-        amounts = {"--passes": self.passes, "--feature-gb": self.feature_gb, "--answer-tokens": self.answer_tokens}
-        for name, amount in amounts.items():
-            if not 0 <= amount < 1e12:
-                raise ConfigError(f"{name} {amount:g} is not 0 or more")
-        if not 0 < self.learning_rate < 1:
-            raise ConfigError(f"--rate {self.learning_rate:g} is not between 0 and 1")
         if self.init_from is not None and self.form != "eagle3":
             raise ConfigError("--init-from continues an eagle3 head: leave --form at eagle3")
+
+    @classmethod
+    def options(cls) -> list[Field[Any]]:
+        """Returns the fields that were made by `option`."""
+        return [item for item in fields(cls) if item.metadata]
 
     @property
     def work(self) -> Path:
@@ -106,21 +128,10 @@ class TrainingPlan:
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """The options that a continued run must not change, because its files depend on them."""
-        return {
-            "model": self.model.id,
-            "revision": self.model.revision,
-            "weights": self.model.weights,
-            "dtype": self.model.dtype,
-            "form": self.form,
-            "steps": self.num_steps,
-            "layers": self.num_layers,
-            "rank": self.rank,
-            "prompts": _name(self.prompts),
-            "from-traffic": _name(self.traffic),
-            "init-from": _name(self.init_from),
-            "draft-vocab": self.draft_vocab_size,
-        }
+        """The options that a continued run must not change, by name, because its files depend on them."""
+        of_model = {"model": self.model.id, **{name: getattr(self.model, name) for name in FIXED_OF_MODEL}}
+        own = {item.metadata["flag"][2:]: getattr(self, item.name) for item in self.options() if item.name in FIXED}
+        return of_model | {name: str(each.resolve()) if isinstance(each, Path) else each for name, each in own.items()}
 
 
 @dataclass(slots=True)
@@ -209,7 +220,3 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     fresh = path.with_name(f".{path.name}.new")
     fresh.write_bytes(content.encode() if isinstance(content, str) else content)
     fresh.replace(path)
-
-
-def _name(path: Path | None) -> str:
-    return "" if path is None else str(path.resolve())

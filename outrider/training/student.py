@@ -21,13 +21,14 @@ from torch.nn import functional
 from outrider.heads.base import HeadRows
 from outrider.heads.checkpoint import Checkpoint, Target
 from outrider.heads.open import opened
-from outrider.training.cross_entropy import CrossEntropy
 from outrider.training.dataset import Batch
 from outrider.training.plan import write_atomically
 
 _NOT_TRAINED = "embed_tokens.weight"
 """Name of a head's own copy of the target's embedding, which is not trained."""
 
+
+EVERY = slice(None)
 
 Choose = Callable[[int, Tensor], Tensor]
 """choose(depth, logits) chooses a draft token for each row of logits [n, draft_vocab_size] of a step. Row t is that of
@@ -44,13 +45,15 @@ class Chains:
     depth 0, and has depth j after j steps.
     """
 
-    hidden: Tensor  # [num_rows or num_chains, width]: inputs of the next step
+    hidden: Tensor  # [num_rows or num_chains, width]: inputs of the next step, and so states of the last one
     contexts: Sequence[int]  # number of context rows of each text
     lengths: Sequence[int]  # number of chains of each text
     positions: Tensor  # [num_rows or num_chains] int64: positions of the inputs of the next step
     depth: int = 0
     keys_values: dict[int, list[list[tuple[Tensor, Tensor]]]] = field(default_factory=dict)
     """By layer, step and text: keys and values [num_heads, n, head_dim], repeated for query heads."""
+    block_logits: Tensor = field(init=False)  # [num_chains, num_parallel, draft_vocab_size], of a BlockStudent
+    previous: Tensor = field(init=False)  # [num_chains, depth] int64: the tokens that its steps were given
 
 
 class Student:
@@ -102,23 +105,19 @@ class Student:
         spans = [range(context) for context in contexts]
         spans += [range(context, context + length) for context, length in zip(contexts, lengths, strict=True)]
         positions = torch.cat([torch.arange(span.start, span.stop) for span in spans]).to(self.device)
-        if not self._head.spec.num_layers:  # without attention, context rows are not needed
-            features, positions = features[sum(contexts) :], positions[sum(contexts) :]
-            contexts = [0] * len(lengths)
         if self._scale is not None:
             features = features * self._scale.to(features.dtype)
         return Chains(self._reduction(features), contexts, lengths, positions)
 
-    def step(self, chains: Chains, token_ids: Tensor) -> Tensor:
+    def step(self, chains: Chains, token_ids: Tensor) -> None:
         """Advances all chains by one draft token.
 
-        `token_ids`: [num_rows] int64 in the first step, of which heads without attention use those of the chains, and
-        [num_chains] afterwards. Returns the head's own hidden states [num_chains, width].
+        `token_ids`: [num_rows] int64 in the first step, and [num_chains] afterwards.
         """
         num_context = 0 if chains.depth else sum(chains.contexts)
         first_needed = num_context if self._head.spec.num_layers == 1 else 0
         rows = HeadRows(
-            token_ids[-len(chains.hidden) :],
+            token_ids,
             chains.hidden,
             torch.full((len(chains.hidden),), chains.depth),
             chains.positions,
@@ -128,11 +127,14 @@ class Student:
         chains.hidden = hidden[num_context - first_needed :]
         chains.positions = chains.positions[num_context:] + 1
         chains.depth += 1
-        return chains.hidden
 
-    def logits(self, hidden: Tensor, depth: int) -> Tensor:
-        """Returns logits [n, draft_vocab_size] float32 for the head's own hidden states [n, width] of step `depth`."""
-        return self._head.logits(hidden, torch.full((len(hidden),), depth))
+    def logits(self, chains: Chains, rows: Tensor | slice = EVERY) -> tuple[Tensor, Tensor | None]:
+        """Returns logits [n, draft_vocab_size] float32 of the last step of the chains `rows` [n] int64.
+
+        The second value is as in `HeadModel.logits_after`.
+        """
+        hidden = chains.hidden[rows]
+        return self._head.logits(hidden, torch.full((len(hidden),), chains.depth - 1)), None
 
     def losses(self, batch: Batch, num_steps: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns losses, and whether they count, hits, and whether steps are reached (bool).
@@ -143,6 +145,9 @@ class Student:
         All are [num_steps, num_chains]. A step of a chain is reached if the answer has the token that it drafts, and
         counts if the head can draft that token. It is a hit if the head then chooses the target's token; hits are
         counted only without gradients.
+
+        A head's confidence learns the share of drafts that rejection sampling would accept. Its loss adds gradients,
+        but is not a part of the returned losses.
         """
         num_chains = len(batch.answers)
         with torch.no_grad():
@@ -152,18 +157,23 @@ class Student:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._is_mixed):
             chains, token_ids = self.start(batch.features, batch.contexts, batch.lengths), batch.token_ids
             for step in range(num_steps):
-                hidden = self.step(chains, token_ids)
+                self.step(chains, token_ids)
                 token_ids = batch.token_ids[-num_chains:].roll(-1 - step)  # of chains that are not reached: any token
                 is_reached, drafted = batch.num_left > step, torch.arange(num_chains, device=self.device) + step
                 drafted.clamp_max_(num_chains - 1)
                 counts = is_known[drafted] & is_reached
-                (rows,) = counts.nonzero(as_tuple=True)  # the output layer is the dearest part: only rows that count
+                (rows,) = counts.nonzero(as_tuple=True)  # the output layer is the dearest part
                 losses, hits = torch.zeros(num_chains, device=self.device), torch.zeros_like(counts)
                 if len(rows):
-                    logits, wanted = self.logits(hidden[rows], step), drafted[rows]
-                    losses = losses.index_copy(0, rows, CrossEntropy.apply(logits, shares, wanted))
+                    (logits, confidence), wanted = self.logits(chains, rows), drafted[rows]
+                    own = functional.cross_entropy(logits, shares[wanted], reduction="none")
                     if not torch.is_grad_enabled():
                         hits[rows] = logits.argmax(-1) == shares.argmax(-1)[wanted]
+                    elif confidence is not None:
+                        overlap = torch.minimum(logits.detach().softmax(-1), shares[wanted]).sum(-1)
+                        further = functional.binary_cross_entropy_with_logits(confidence, overlap, reduction="none")
+                        own = own + further - further.detach()
+                    losses = losses.index_copy(0, rows, own)
                 found.append((losses, counts, hits, is_reached))
         losses, counts, hits, reached = (torch.stack(each) for each in zip(*found, strict=True))
         return losses, counts, hits, reached
@@ -176,7 +186,8 @@ class Student:
         chains, tokens = self.start(features, [0], [len(features)]), functional.pad(token_ids[1:], (0, 1))
         drafts: list[Tensor] = []
         for depth in range(num_steps):
-            tokens = self.target_ids[choose(depth, self.logits(self.step(chains, tokens), depth))]
+            self.step(chains, tokens)
+            tokens = self.target_ids[choose(depth, self.logits(chains)[0])]
             drafts.append(tokens)
         return torch.stack(drafts, 1)
 
@@ -186,12 +197,10 @@ class Student:
         Trained weights are written in bfloat16, other tensors unchanged.
         """
         tensors = dict(self._kept)
-        for name, (weight, rows, kept) in self._places.items():
+        for name, (weight, rows) in self._places.items():
             values = weight.detach()[rows]
             if self._scale is not None and weight is self._reduction.projection:
                 values = values * self._scale
-            if kept is not None:
-                values = values.new_zeros(len(self.is_drafted), *values.shape[1:]).index_copy(0, kept, values)
             tensors[name] = values.to("cpu", torch.bfloat16).contiguous()
         write_atomically(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
         config = {**self._config, "torch_dtype": "bfloat16"}
@@ -203,24 +212,24 @@ def _attend(
 ) -> Tensor:
     """Implements `Attend` for one step of all chains, text by text. The first `skipped` rows need no result."""
     group = query.shape[1] // key.shape[1]
-    keys, values = (_by_text(chains, each.repeat_interleave(group, 1)) for each in (key, value))
+    keys, values = (by_text(chains, each.repeat_interleave(group, 1)) for each in (key, value))
     steps = chains.keys_values.setdefault(layer, [])
     steps.append(list(zip(keys, values, strict=True)))
     is_whole = not chains.depth and not skipped
     if is_whole:
-        queries = _by_text(chains, query)
+        queries = by_text(chains, query)
     else:
         queries = [part.transpose(0, 1) for part in query[skipped:].split(list(chains.lengths))]
     texts = zip(queries, zip(*steps, strict=True), strict=True)
     # For texts of some hundred tokens in bfloat16 on a CPU, torch's own attention takes 1.3 times as long.
-    seen = [_over_steps(each, own, scaling).transpose(0, 1) for each, own in texts]
+    seen = [over_steps(each[:, :, None], own, scaling)[:, :, 0].transpose(0, 1) for each, own in texts]
     if not is_whole:
         return torch.cat([torch.zeros_like(query[:skipped]), *seen])
     contexts = [each[:size] for each, size in zip(seen, chains.contexts, strict=True)]
     return torch.cat([*contexts, *(each[size:] for each, size in zip(seen, chains.contexts, strict=True))])
 
 
-def _by_text(chains: Chains, rows: Tensor) -> list[Tensor]:
+def by_text(chains: Chains, rows: Tensor) -> list[Tensor]:
     """Splits rows [n, num_heads, head_dim] of a step into those of each text [num_heads, num_rows, head_dim]."""
     if chains.depth:
         return [part.transpose(0, 1) for part in rows.split(list(chains.lengths))]
@@ -229,19 +238,20 @@ def _by_text(chains: Chains, rows: Tensor) -> list[Tensor]:
     return [torch.cat(pair).transpose(0, 1) for pair in pairs]
 
 
-def _over_steps(query: Tensor, steps: Sequence[tuple[Tensor, Tensor]], scaling: float) -> Tensor:
-    """Attends over a text's true rows and each chain's own steps. `steps`: the keys and values of both, in this order.
+def over_steps(query: Tensor, steps: Sequence[tuple[Tensor, Tensor]], scaling: float) -> Tensor:
+    """Attends over a text's true rows and each chain's own rows. `steps`: the keys and values of both, in this order.
 
-    `query`: [num_heads, num_chains, head_dim], of the text's last chains. Returns the same shape.
+    `query`: [num_heads, num_chains, num_queries, head_dim], of the text's last chains. Returns the same shape.
     """
     (keys, values), *own = steps
-    num_chains, num_rows = query.shape[1], keys.shape[1]
+    shape, num_chains, num_rows = query.shape[1:3], query.shape[1], keys.shape[1]
     unseen = torch.full((num_chains, num_rows), -torch.inf, dtype=query.dtype, device=query.device)
     query = query * scaling
-    scores = [(query @ keys.transpose(-1, -2)).add_(unseen.triu(num_rows - num_chains + 1))]
-    scores += [(query * key).sum(-1, keepdim=True) for key, _ in own]
+    scores = [(query.flatten(1, 2) @ keys.transpose(-1, -2)).unflatten(1, shape)]
+    scores[0] += unseen.triu(num_rows - num_chains + 1)[:, None]
+    scores += [(query * key[:, :, None]).sum(-1, keepdim=True) for key, _ in own]
     shares = torch.softmax(torch.cat(scores, -1), -1, dtype=torch.float32).to(values.dtype)
-    summed = shares[..., :num_rows] @ values
+    summed = (shares[..., :num_rows].flatten(1, 2) @ values).unflatten(1, shape)
     for place, (_, value) in enumerate(own, num_rows):
-        summed = summed + shares[..., place, None] * value
+        summed = summed + shares[..., place, None] * value[:, :, None]
     return summed

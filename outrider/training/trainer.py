@@ -7,7 +7,7 @@ import io
 import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +46,7 @@ class HistoryPoint:
 
     def judged(self) -> float:
         """Returns the held-out loss of all steps, weighted as in training."""
-        return weighted(self.held_out_loss)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A place in the sequence of training batches, with which a killed run continues."""
-
-    whole: int = 0  # number of whole passes over the training texts
-    shard: int = 1
-    text: int = 0  # number of the shard's texts that were visited
-
-
-def weighted(losses: Sequence[float]) -> float:
-    """Sums the losses of all steps with their weights."""
-    return sum(STEP_WEIGHT**step * loss for step, loss in enumerate(losses))
+        return sum(STEP_WEIGHT**step * loss for step, loss in enumerate(self.held_out_loss))
 
 
 class Trainer:
@@ -69,7 +55,7 @@ class Trainer:
     def __init__(self, plan: TrainingPlan, student: Student, dataset: Dataset) -> None:
         self._plan, self._dataset, self.student = plan, dataset, student
         self._device = student.device
-        is_output = {name: "lm_head." in name or ".head." in name for name in student.weights}
+        is_output = {name: "lm_head." in name for name in student.weights}
         output = [weight for name, weight in student.weights.items() if is_output[name]]
         others = [weight for name, weight in student.weights.items() if not is_output[name]]
         groups = [(others, plan.learning_rate), (output, plan.learning_rate * OUTPUT_LAYER_RATE)]
@@ -90,12 +76,11 @@ class Trainer:
             self._num_workers, initializer=torch.set_num_threads, initargs=(max(1, num_threads // self._num_workers),)
         )
         self.step = 0
-        self.place = Place()
+        self.num_visited = 0  # training texts, in all passes
         self.history: list[HistoryPoint] = []
         self._running: Tensor | None = None  # [num_steps]: running means of losses
-        self._best: dict[str, Tensor] = {}  # the weights with the lowest held-out loss
-        self._finished: tuple[dict[str, Tensor], HistoryPoint] | None = None
-        """The best weights before training was continued, with their figures."""
+        self._best: tuple[dict[str, Tensor], HistoryPoint] | None = None
+        """The weights with the lowest held-out loss, also of training that was done again with more time."""
         self._part = 0.0  # fraction of the training that is done
         self._decay_from: float | None = None  # value of `_part` at which the learning rate began to fall
         by_kind: dict[str, list[int]] = {}
@@ -125,7 +110,7 @@ class Trainer:
             self._watch(clock, say)
         now = part(self._passes)
         if self._decay_from is not None and now < 0.99 * self._part:
-            finished = self._finished or (self._best, self._best_point)
+            best = self._best
             self._load(self.before_decay)
             now = part(self._passes)
             if now > 1 - DECAY_SHARE:
@@ -133,17 +118,18 @@ class Trainer:
                 say("the added time is too short to continue: the head stays unchanged; give 1.5 times the time")
                 return
             say("there is more time than before: training continues from the weights before the learning rate fell")
-            self._finished = min(finished, (self._best, self._best_point), key=lambda each: each[1].judged())
+            self._best = best
         kept_at, watched_at = clock.seconds, now
         try:
             while not self._is_over(now):
-                prepare(self.place.shard)
-                for texts in batches(self._dataset, self._order()[self.place.text :], self._plan.batch_tokens):
+                shard, left = self._next_texts()
+                prepare(shard)
+                for texts in batches(self._dataset, left, self._plan.batch_tokens):
                     if self._decay_from is None and (now >= 1 - DECAY_SHARE or self._stagnates):
                         self.save(clock, self.before_decay)
                         self._decay_from = now
                     self._learn(texts, self._rate(now))
-                    self.place = replace(self.place, text=self.place.text + len(texts))
+                    self.num_visited += len(texts)
                     now = self._part = part(self._passes)
                     progress("training, percent", int(100 * min(now, 1)), 100)
                     if self._is_over(now):
@@ -154,9 +140,6 @@ class Trainer:
                             watched_at = now
                         self.save(clock, self.checkpoint)
                         kept_at = clock.seconds
-                else:
-                    is_last = self.place.shard + 1 == len(self._dataset.shards)
-                    self.place = Place(self.place.whole + is_last, 1 if is_last else self.place.shard + 1)
             if self.history[-1].step < self.step:
                 self._watch(clock, say)
         finally:
@@ -164,27 +147,25 @@ class Trainer:
 
     def use_best(self) -> HistoryPoint:
         """Gives the student the weights with the lowest held-out loss. Returns their figures."""
-        found = [(self._best, self._best_point), *([self._finished] if self._finished else ())]
-        weights, point = min(found, key=lambda each: each[1].judged())
+        assert self._best is not None, "evaluated"
+        weights, point = self._best
         self._set(weights)
         return point
 
     @property
-    def _best_point(self) -> HistoryPoint:
-        return min(self.history, key=HistoryPoint.judged)
-
-    @property
     def _passes(self) -> float:
         """The number of times that all training texts were visited."""
-        texts, shard = self._dataset.training, self._dataset.shards[self.place.shard]
-        num_visited = shard.start + self.place.text - texts.start
-        return self.place.whole + num_visited / len(texts)
+        return self.num_visited / len(self._dataset.training)
 
-    def _order(self) -> list[int]:
-        """Returns the texts of the shard in the order of this pass."""
-        order = list(self._dataset.shards[self.place.shard])
-        random.Random(f"{SEED} {self.place.whole} {self.place.shard}").shuffle(order)  # noqa: S311 no secret
-        return order
+    def _next_texts(self) -> tuple[int, list[int]]:
+        """Returns the shard that is visited, and those of its texts that this pass has not visited, in its order."""
+        num_passes, place = divmod(self.num_visited, len(self._dataset.training))
+        text = self._dataset.training[place]
+        shard = self._dataset.shard_of(text)
+        order = list(self._dataset.shards[shard])
+        num_visited = text - order[0]
+        random.Random(f"{SEED} {num_passes} {shard}").shuffle(order)  # noqa: S311 no secret
+        return shard, order[num_visited:]
 
     @property
     def _decay_end(self) -> float:
@@ -212,11 +193,10 @@ class Trainer:
         torch.save(
             {
                 "weights": self.student.weights,
-                "best": self._best,
-                "finished": self._finished and (self._finished[0], asdict(self._finished[1])),
+                "best": self._best and (self._best[0], asdict(self._best[1])),
                 "optimizer": self._optimizer.state_dict(),
                 "step": self.step,
-                "place": asdict(self.place),
+                "num_visited": self.num_visited,
                 "part": self._part,
                 "decay_from": self._decay_from,
                 "running": self._running,
@@ -232,15 +212,14 @@ class Trainer:
 
     def _load(self, path: Path) -> None:
         saved: dict[str, Any] = torch.load(path, map_location=self._device)
-        if saved.get("weights", {}).keys() != self.student.weights.keys() or "place" not in saved:
+        if saved.get("weights", {}).keys() != self.student.weights.keys() or "num_visited" not in saved:
             raise ConfigError(f"{self._plan.out} holds a checkpoint with other weights: give another --out")
         self._set(saved["weights"])
         self._optimizer.load_state_dict(saved["optimizer"])
-        self.step, self.place, self._running = saved["step"], Place(**saved["place"]), saved["running"]
-        self._best, self._part, self._decay_from = saved["best"], saved["part"], saved["decay_from"]
+        self.step, self.num_visited, self._running = saved["step"], saved["num_visited"], saved["running"]
+        self._part, self._decay_from, best = saved["part"], saved["decay_from"], saved["best"]
+        self._best = best and (best[0], HistoryPoint(**best[1]))
         self.history = [HistoryPoint(**point) for point in saved["history"]]
-        kept = saved["finished"]
-        self._finished = kept and (kept[0], HistoryPoint(**kept[1]))
 
     @torch.no_grad()
     def _set(self, weights: Mapping[str, Tensor]) -> None:
@@ -317,8 +296,8 @@ class Trainer:
             acceptance=acceptance,
             kinds={kind: means(sums) for kind, sums in sorted(kinds.items())},
         )
-        if not self.history or point.judged() < min(each.judged() for each in self.history):
-            self._best = {name: weight.detach().clone() for name, weight in self.student.weights.items()}
+        if self._best is None or point.judged() < self._best[1].judged():
+            self._best = {name: weight.detach().clone() for name, weight in self.student.weights.items()}, point
         self.history.append(point)
         say(
             f"training {point.seconds:.0f} s, step {point.step}: loss {point.loss[0]:.3f}, held out "

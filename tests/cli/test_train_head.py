@@ -8,7 +8,7 @@ from outrider.cli.main import main
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--form", "eagle9"], "--form 'eagle9' is not one of eagle3, dspark, medusa, mlp"),
+        (["--form", "eagle9"], "--form 'eagle9' is not one of eagle3, dspark"),
         (["--minutes", "-1"], "--minutes -1"),
         (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl cannot be read"),
         (["--prompts", "a", "--from-traffic", "b"], "give one of them"),

@@ -108,6 +108,7 @@ def directories(model_path, tmp_path_factory):
     return [make_adapter(folder / name, model_path, seed=seed) for seed, name in enumerate(("one", "two"), start=1)]
 
 
+@pytest.mark.usefixtures("fixed_step_times")
 def test_rows_of_several_adapters_and_drafts_share_steps_on_a_real_model(model_path, directories):
     with tiny_nodes() as make:
         make_node = partial(make, model_path)

@@ -28,6 +28,7 @@ class TinyNode(DrivenNode):
         self.parts = build(bytes(16), "decode", self._emit)
         self.loop, self.groups, self.engine = self.parts.loop, self.parts.groups, self.parts.engine
         self.parts.ingest.start()
+        self.loop._drafts._loop_clock = None  # the engine runs in the main thread here
         if drafts is not None:
             self.loop._drafts._client = drafts
 

@@ -23,6 +23,7 @@ from outrider.speculation.path_tree import DraftedToken
 from outrider.speculation.proposers.base import ProposerInfo
 from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.draft_model import DraftModelProposer
+from tests.drafting.books import take_updates
 from tests.speculation.draft_trees import child
 from tests.support.draft_messages import hello_of, start_of
 from tests.support.fake_clock import FakeClock
@@ -143,7 +144,7 @@ class DecodeNode:
                 self._finish_step()
             self._begin_step()
             self._next_step = now + self._pair.step_seconds
-        updates = self.book.take_updates(self.draft_node)
+        updates = take_updates(self.book, self.draft_node)
         if updates:
             self.to_draft.append((now + self._pair.delay_seconds, updates, self.book.nodes.step_seconds))
 

@@ -17,6 +17,7 @@ from outrider.speculation.draft_stream import SequenceProposals
 from outrider.v1 import draft_pb2
 from outrider.wire.draft import proposals_from_proto, proposals_to_proto, update_from_proto, updates_to_proto
 from tests.decode_node.drafting.feature_target import FeatureTarget
+from tests.drafting.books import take_updates
 from tests.fuzz.messages import fuzzed
 from tests.support.draft_messages import hello_of, start_of
 from tests.support.fake_clock import FakeClock
@@ -84,7 +85,7 @@ class Cluster:
 
     def exchange(self, number: int) -> None:
         node, side = self.nodes[number], self.sides[number]
-        updates = self.book.take_updates(node)
+        updates = take_updates(self.book, node)
         for answer in side.exchange(updates_to_proto(updates, step_seconds=0.02).SerializeToString()):
             is_sound = is_well_formed(answer, vocab_size=VOCAB_SIZE)
             assert self.book.take_answer(node, answer, is_well_formed=is_sound), "it is honest"
@@ -108,7 +109,7 @@ class Cluster:
 
     def send_into_the_void(self, number: int) -> None:
         """Ends the stream while a message is in transit."""
-        self.book.take_updates(self.nodes[number])
+        take_updates(self.book, self.nodes[number])
         self.lose(number)
 
     def assert_sound(self) -> None:
@@ -175,7 +176,7 @@ def test_in_a_steady_state_each_step_sends_each_feature_once():
     for _ in range(10):
         cluster.step(2)
         for number in range(NUM_NODES):
-            updates = cluster.book.take_updates(cluster.nodes[number])
+            updates = take_updates(cluster.book, cluster.nodes[number])
             sent += sum(len(update.features) for update in updates)
             message = updates_to_proto(updates, step_seconds=0.02).SerializeToString()
             for answer in cluster.sides[number].exchange(message):

@@ -9,6 +9,7 @@ from outrider.speculation.draft_stream import DraftStatus, StepNotice
 from outrider.speculation.proposers.base import MAX_SEQUENCES, ProposalRequest, ProposerInfo
 from outrider.speculation.proposers.draft_model import MAX_FORWARD_ROWS, DraftModelProposer
 from tests.draft_node.simulated_pair import VOCAB_SIZE, ScriptedForward, SimulatedPair
+from tests.drafting.books import take_updates
 from tests.support.draft_messages import start_of
 from tests.support.fake_clock import FakeClock
 from tests.support.pool_integrity import check_proposer
@@ -106,7 +107,7 @@ def test_a_confirmed_path_is_answered_without_a_forward():
     pair.run(0.29)
     num_forwards = len(pair.forward.calls)
     node._finish_step()
-    (update,) = node.book.take_updates(node.draft_node)
+    (update,) = take_updates(node.book, node.draft_node)
     pair.loop.submit(node.peer, [update], step_seconds=0.03)
     pair.loop.step()
     (answer,) = node.peer.take_answers()
@@ -117,7 +118,7 @@ def test_a_confirmed_path_is_answered_without_a_forward():
 def test_the_first_token_is_the_answer_and_the_rest_follows_as_it_is_made():
     pair = SimulatedPair()
     node = pair.add_node(1.0)
-    (update,) = node.book.take_updates(node.draft_node)
+    (update,) = take_updates(node.book, node.draft_node)
     pair.loop.submit(node.peer, [update], step_seconds=0.03)
     sizes = []
     for _ in range(4):
@@ -134,7 +135,7 @@ def test_the_first_token_is_the_answer_and_the_rest_follows_as_it_is_made():
 def test_without_a_step_time_the_answer_is_the_whole_draft():
     pair = SimulatedPair()
     node = pair.add_node(1.0)
-    (update,) = node.book.take_updates(node.draft_node)
+    (update,) = take_updates(node.book, node.draft_node)
     pair.loop.submit(node.peer, [update])
     while not (answers := node.peer.take_answers()):
         pair.loop.step()
@@ -226,7 +227,7 @@ def test_a_notice_gives_the_outcomes_that_are_drafted_for_and_the_time_for_it():
     """The target verifies two tokens, of which the second is not the drafter's own."""
     pair = SimulatedPair(max_alternatives=4)
     node = pair.add_node(1.0)
-    (update,) = node.book.take_updates(node.draft_node)
+    (update,) = take_updates(node.book, node.draft_node)
     pair.loop.submit(node.peer, [update])
     while not node.peer.take_answers():
         pair.loop.step()

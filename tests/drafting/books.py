@@ -13,6 +13,12 @@ from tests.support.fake_clock import FakeClock
 VOCAB_SIZE = 1000
 
 
+def take_updates(book, node):
+    """Returns the updates for this node, with the features that they carry, as a link does."""
+    updates, parts = book.begin_updates(node)
+    return book.finish_updates(updates, parts, book.read_features(parts))
+
+
 class Book:
     """A book with connected nodes, which methods name by number."""
 
@@ -37,7 +43,7 @@ class Book:
 
     def take(self, number=0):
         """Takes this node's updates, without those that close a sequence."""
-        return [update for update in self.book.take_updates(self.nodes[number]) if not update.closed]
+        return [update for update in take_updates(self.book, self.nodes[number]) if not update.closed]
 
     def answer(self, *answers, node=0):
         """Returns whether the last answer was accepted as valid."""

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.drafting.book import DraftBook
 from outrider.drafting.draft_nodes import MAX_RETRY_SECONDS
-from tests.drafting.books import Book, answer_to, no_room
+from tests.drafting.books import Book, answer_to, no_room, take_updates
 
 STEP_SECONDS = 0.0125
 LATE_SECONDS = 5 * STEP_SECONDS
@@ -147,7 +147,7 @@ def test_a_quarantined_sequence_is_offered_to_another_node():
     book.connect(1)
     book.answer(answer_to(update, 1000))
     assert book.num_sequences == [0, 1]
-    assert [update.closed for update in book.book.take_updates(book.nodes[0])] == [True]
+    assert [update.closed for update in take_updates(book.book, book.nodes[0])] == [True]
     (update,) = book.take(1)
     book.answer(answer_to(update, 9), node=1)
     assert book.found() == (9,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 
@@ -83,7 +84,6 @@ def test_a_text_behind_an_equal_one_of_the_batch_gets_no_wrong_draft(nodes):
 
 
 def test_a_stream_that_fails_is_opened_again(nodes, monkeypatch, caplog):
-    monkeypatch.setattr(client_module, "RESTART_SECONDS", 0.01)
     from outrider.drafting import link
 
     check, calls = link.check_fits, []
@@ -99,6 +99,22 @@ def test_a_stream_that_fails_is_opened_again(nodes, monkeypatch, caplog):
     expect(client, [array(TEXT[:20])], [TEXT[20:23]])
     assert "failed" in caplog.text
     assert "a bug" in caplog.text
+
+
+def test_a_logger_that_fails_ends_no_stream_for_good(nodes):
+    class Failing(logging.Handler):
+        num_left = 3
+
+        def emit(self, _record):
+            self.num_left -= 1
+            if self.num_left >= 0:
+                raise RuntimeError("the log collector is away")
+
+    logger = logging.getLogger("failing")
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler := Failing())
+    nodes.client(unused_port(), logger=logger)
+    wait_for(lambda: handler.num_left < 0)
 
 
 def test_texts_that_cannot_be_drafted_are_not_sent(nodes):

@@ -12,6 +12,7 @@ from outrider.speculation.draft_stream import SequenceStart
 from outrider.speculation.prefix_hash import prefix_hash
 from outrider.v1 import draft_pb2
 from outrider.wire.draft import proposals_from_proto
+from tests.drafting.books import take_updates
 
 PROMPT = (5, 6, 7, 5, 6)
 VOCAB_SIZE = 64
@@ -67,7 +68,7 @@ def test_no_answer_of_a_draft_node_raises(messages, takes_trees):
         )
         book.open(sequence_id, start, PROMPT, num_wanted=3)
     for message in messages:
-        book.take_updates(node)
+        take_updates(book, node)
         for proto in message:
             answer = proposals_from_proto(proto)
             book.take_answer(node, answer, is_well_formed=is_well_formed(answer, vocab_size=VOCAB_SIZE))

@@ -144,11 +144,11 @@ class ControlledBatch:
             if (num_wanted := controller.num_wanted(sequence_id, MAX_DRAFT_TOKENS, self.source))
         }
         drafts = {
-            key: controller.rank(key, DraftTree(0, token_ids=(1,) * num_wanted, source=self.source))
+            key: controller.rank(key, DraftTree(0, token_ids=(1,) * num_wanted, source=self.source), num_wanted)
             for key, num_wanted in limits.items()
         }
         room = StepReservation(batch.sequence_ids, max_draft_rows=self.max_rows, num_rows=batch.num_sequences)
-        chosen = controller.choose(drafts, limits, room, num_waiting=self.num_waiting)
+        chosen = controller.choose(drafts, room, num_waiting=self.num_waiting)
         tokens, seconds = batch.step(
             chosen,
             lambda key, num: controller.observe_verdict(key, drafts[key].tree.cut(chosen[key]), range(num)),

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 from decode_node.drafting.gather import DraftGatherer
 from outrider.drafting.book import StepDrafts
+from outrider.drafting.exchange import NO_TABLES
 from outrider.engine.scheduler import StepReservation
 from outrider.request import RequestOptions, SamplingParams
 from outrider.session import OpenSequenceGroup, SampleStart
@@ -23,6 +24,7 @@ from tests.support.fake_drafts import NoDrafts
 LOOKUP, HEAD = "ngram", "head"
 RIGHT, WRONG, WRONG_SIBLING = 7, 8, 9  # token ids
 PROMPT_TOKENS = 40
+ROUTER_SECONDS = 0.0003
 MAX_TOKENS = 1_000_000
 
 
@@ -138,32 +140,70 @@ class SimulatedProposer:
 
 @dataclass
 class SimulatedDraftNode(NoDrafts):
-    """A draft node whose drafts always arrive in time."""
+    """A draft node whose drafts arrive in time, but for the first `num_late` of those that are wanted in a row. Each
+    step's messages take `message_seconds` of the event loop's and of the target's time. The loop also takes
+    `ROUTER_SECONDS` a step, and `idle_seconds` before each text.
+    """
 
     batch: SourcesBatch
+    message_seconds: float = 0.0
+    num_late: int = 0
+    idle_seconds: float = 0.0
+    loop_seconds: float = 0.0
+    num_asked: int = 0
+    _wanted: dict[int, int] = field(default_factory=dict)
+    _num_in_a_row: dict[int, int] = field(default_factory=dict)  # steps in which drafts were wanted
+
+    def open(self, sequence_id, start, token_ids, *, num_wanted):
+        self._wanted[sequence_id] = num_wanted
+        self.loop_seconds += self.idle_seconds
+
+    def commit(self, updates, _tables=NO_TABLES, *, min_reach=0.0, wakes=True):
+        self._wanted.update({key: num_wanted for key, _, num_wanted in updates})
 
     def take(self, sequence_ids, *, wait_seconds):
-        trees = {}
-        for sequence_id in sequence_ids:
-            text, position = self.batch.texts[sequence_id]
-            trees[sequence_id] = text.draft(DRAFT_NODE, position, 0, MAX_DRAFT_TOKENS)
-        return StepDrafts(trees, requested=set(trees), hits=set(trees))
+        found = StepDrafts(requested={key for key in sequence_ids if self._wanted.get(key, 0) > 0})
+        self._num_in_a_row = {key: self._num_in_a_row.get(key, 0) + 1 for key in found.requested}
+        for key, number in self._num_in_a_row.items():
+            if number > self.num_late:
+                text, position = self.batch.texts[key]
+                found.trees[key] = text.draft(DRAFT_NODE, position, 0, MAX_DRAFT_TOKENS)
+        found.hits = set(found.trees)
+        self.num_asked += len(found.requested)
+        self.loop_seconds += ROUTER_SECONDS + self.message_seconds * bool(found.requested)
+        self.batch.now += self.message_seconds * bool(found.requested)
+        return found
 
 
 class SourcesBatch(SimulatedBatch):
     """`kind` is one of `TEXTS`, or several joined by "+", between which sequences alternate."""
 
-    def __init__(self, kind, curve, num_sequences, *, sources=(), has_draft_node=False, num_draft=5, **options):
-        """`sources`: names and `SimulatedProposer` options of local proposers. `num_draft`: maximum draft tokens."""
+    def __init__(
+        self,
+        kind,
+        curve,
+        num_sequences,
+        *,
+        sources=(),
+        has_draft_node=False,
+        num_draft=5,
+        draft_node=None,
+        **options,
+    ):
+        """`sources`: names and `SimulatedProposer` options of local proposers. `num_draft`: maximum draft tokens.
+        `draft_node`: fields of `SimulatedDraftNode`.
+        """
         self.now = 0.0
         self.texts = {}  # by sequence: [text, position]
         self.verified = []  # for each step, a list of (sequence, source, number of tokens)
         self.proposers = {source: SimulatedProposer(self, source, **costs) for source, costs in sources}
+        self.draft_node = SimulatedDraftNode(self, **draft_node or {})
         self.gatherer = DraftGatherer(
-            client=SimulatedDraftNode(self) if has_draft_node else None,
+            client=self.draft_node if has_draft_node else None,
             controller=DraftController(num_draft, cost=cost_model(curve)),
             proposers=list(self.proposers.values()),
             clock=lambda: self.now,
+            loop_clock=lambda: round(1e9 * self.draft_node.loop_seconds),
         )
         self._samples = {}
         super().__init__(kind, curve, num_sequences, **options)

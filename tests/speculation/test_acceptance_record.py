@@ -18,7 +18,7 @@ from outrider.speculation.draft_tree import ROOT, DraftTree
 def record_of(verdicts=(), *, source=None, num_positions=5):
     record = AcceptanceRecord(source or Acceptance(), num_positions, step=0)
     for num_draft, num_accepted in verdicts:
-        record.observe_chain(num_draft, num_accepted)
+        record.observe(min(num_accepted + 1, num_draft), num_accepted)
     return record
 
 
@@ -33,7 +33,7 @@ def test_probabilities_are_calibrated(acceptance):
     sums = [0.0] * 5
     for _ in range(2000):
         num_accepted = next((n for n in range(5) if chosen.random() >= acceptance), 5)
-        record.observe_chain(5, num_accepted)
+        record.observe(min(num_accepted + 1, 5), num_accepted)
         sums = [total + each for total, each in zip(sums, record.chain, strict=True)]
     means = [total / 2000 for total in sums]
     assert means == pytest.approx([acceptance**n for n in range(1, 6)], abs=0.05)
@@ -49,7 +49,7 @@ def test_a_position_that_is_not_reached_any_more_is_taken_for_one_like_the_other
     record = record_of([(3, 2)] * 30)
     assert record.chain[2] < 0.2
     for _ in range(60):
-        record.observe_chain(2, 2)
+        record.observe(2, 2)
     assert record.chain[2] > 0.8
 
 
@@ -89,16 +89,16 @@ def test_a_tree_counts_like_a_chain_along_its_first_children():
         ((), 3, 0),
         ((0, 2), 3, 2),
     ]:
-        tree.observe_tree(TREE, accepted)
-        chain.observe_chain(num_draft, num_accepted)
+        tree.observe(*TREE.decisions(accepted, 3))
+        chain.observe(min(num_accepted + 1, num_draft), num_accepted)
         assert tree.chain == pytest.approx(chain.chain)
 
 
 def test_siblings_that_are_right_are_worth_more():
     rescued, lost = record_of(), record_of()
     for right in (0, 1) * 20:
-        rescued.observe_tree(TREE, (right,))
-        lost.observe_tree(TREE, () if right else (0,))
+        rescued.observe(*TREE.decisions((right,), 3))
+        lost.observe(*TREE.decisions(() if right else (0,), 3))
     assert rescued.chain == pytest.approx(lost.chain)
     by_token = [dict(zip(ranked.token_ids, found, strict=True)) for ranked, found in map(ranked_tree, (rescued, lost))]
     assert by_token[0][11] > 5 * by_token[1][11]

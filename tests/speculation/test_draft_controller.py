@@ -68,9 +68,11 @@ def test_where_texts_change_it_is_faster_than_any_fixed_length():
 
 @pytest.mark.parametrize("case", [("even", "linear", 4), ("hopeless", "linear", 4)])
 def test_negative_control_acceptance_of_the_wrong_sign_misses_the_bounds(monkeypatch, case):
-    right = AcceptanceRecord.observe_chain
+    right = AcceptanceRecord.observe
     monkeypatch.setattr(
-        AcceptanceRecord, "observe_chain", lambda record, num_draft, num: right(record, num_draft, num_draft - num)
+        AcceptanceRecord,
+        "observe",
+        lambda record, num_decided, num, rescued: right(record, num_decided, num_decided - num, rescued),
     )
     of_plain, of_best = share_of_plain_and_best(*case)
     assert of_plain < 0.98 or of_best < 0.95
@@ -93,8 +95,8 @@ def room_for(num_sequences, *, max_rows=100, num_prompts=0):
 
 def choose(controller, drafts, room, *, limit=99, **options):
     """Returns the part of each draft that is verified."""
-    ranked = {sequence_id: controller.rank(sequence_id, draft) for sequence_id, draft in drafts}
-    num_rows = controller.choose(ranked, dict.fromkeys(ranked, limit), room, **options)
+    ranked = {sequence_id: controller.rank(sequence_id, draft, limit) for sequence_id, draft in drafts}
+    num_rows = controller.choose(ranked, room, **options)
     return {sequence_id: ranked[sequence_id].tree.cut(num) for sequence_id, num in num_rows.items()}
 
 
@@ -226,14 +228,14 @@ def test_a_draft_node_that_adds_nothing_to_what_others_have_is_asked_now_and_the
         asked.append(controller.num_wanted(1, 4, DRAFT_NODE) > 0)
         if asked[-1]:
             found = [draft_of(4), same] if has_another else [draft_of(4)]
-            controller.observe_marginal_gain(DRAFT_NODE, {1: [controller.rank(1, each) for each in found]})
+            controller.observe_marginal_gain(DRAFT_NODE, {1: [controller.rank(1, each, 4) for each in found]})
         step_of(controller, [(1, draft_of(4))], 4)
         controller.observe_verdict(1, same, range(4))
     assert sum(asked[-PROBE_STEPS:]) == (TRIAL_STEPS if has_another else PROBE_STEPS)
     num_before = 0  # consecutive steps in which the draft node was asked
     for _ in range(PROBE_STEPS):  # now only the draft node has drafts, two steps after it is asked
         if controller.num_wanted(1, 4, DRAFT_NODE):
-            found = [controller.rank(1, draft_of(4))] if num_before >= 2 else []
+            found = [controller.rank(1, draft_of(4), 4)] if num_before >= 2 else []
             controller.observe_marginal_gain(DRAFT_NODE, {1: found})
             num_before += 1
         else:
@@ -250,7 +252,7 @@ def test_a_draft_node_that_adds_nothing_to_any_sequence_is_rarely_tried_with_new
         for _ in range(RARE_TRIALS * PROBE_STEPS):
             if controller.num_wanted(sequence_id, 4, DRAFT_NODE):
                 number += 1
-                found = [controller.rank(sequence_id, draft_of(4))] if adds else []
+                found = [controller.rank(sequence_id, draft_of(4), 4)] if adds else []
                 controller.observe_marginal_gain(DRAFT_NODE, {sequence_id: found})
             step_of(controller, [(sequence_id, draft_of(4))], 4)
         controller.forget(sequence_id)
@@ -303,7 +305,7 @@ def test_nothing_depends_on_how_long_a_drawn_draft_has_become():
     decided = []
     for length in (1, 2, 5):
         controller, clock = DraftController(5), CURVES["stairs"]
-        controller.choose_calls("head", {1: 5, 2: 5}, {}, {})
+        controller.choose_calls("head", {1: 5, 2: 5}, {}, {1: 0, 2: 0})
         for num_rows in (2, 4, 7, 12) * 20:
             controller.observe_step(clock(num_rows), num_rows=num_rows, num_sequences=2, num_prompt_rows=0)
         for _ in range(20):
@@ -311,12 +313,12 @@ def test_nothing_depends_on_how_long_a_drawn_draft_has_become():
             controller.observe_verdict(1, draft_of(5, source="lookup"), range(3))
         draft, lookup = drawn(length, "head"), draft_of(2, source="lookup")
         for _ in range(20):
-            one, other = controller.rank(1, draft), controller.rank(1, lookup)
+            one, other = controller.rank(1, draft, 5), controller.rank(1, lookup, 5)
             asked = controller.choose_calls("head", {1: 5}, {1: other}, {1: 1})
             # The call's duration depends on the draft's length, so this step must not use the duration.
             controller.observe_calls("head", {1: 5}, {1: one}, seconds=0.002 * length, num_read=1)
             controller.observe_marginal_gain("head", {1: [one, other]})
-            better = controller.better(one, other).tree.source
+            better = max(one, other, key=lambda each: each.value).tree.source
             chosen = choose(controller, [(1, draft), (2, draft_of(5))], room_for(2, max_rows=4), limit=5)
             controller.observe_step(clock(6), num_rows=6, num_sequences=2, num_prompt_rows=0)
             decided.append((asked, better, 1 in chosen, len(chosen.get(2, ()))))
@@ -335,15 +337,26 @@ def test_of_two_drafts_the_better_one_is_that_whose_tokens_can_be_verified():
         parents = (*range(ROOT, depth - 1), *(place // 3 - 1 for place in range(8)))
         return DraftTree(0, None, tuple(range(len(parents))), source, parents=parents)
 
-    near, far = (controller.rank(1, with_siblings(*each)) for each in ((5, "head"), (13, DRAFT_NODE)))
-    assert controller.better(near, far) is near
-    assert controller.better(far, near) is near
+    near, far = (controller.rank(1, with_siblings(*each), 9) for each in ((5, "head"), (13, DRAFT_NODE)))
+    assert near.value > far.value
+
+
+def test_near_the_end_of_an_answer_the_better_draft_is_that_with_the_better_first_tokens():
+    controller = DraftController(5, row_price=0.02)
+    for num_accepted in (2, 2, 2, 0) * 50:
+        controller.observe_verdict(1, draft_of(5, source="head"), range(2 * num_accepted))
+        controller.observe_verdict(1, draft_of(1, source="lookup"), range(1))
+    for limit, better in ((5, "head"), (1, "lookup")):
+        ranked = [controller.rank(1, draft_of(*each), limit) for each in ((5, "head"), (1, "lookup"))]
+        assert max(ranked, key=lambda each: each.value).tree.source == better
 
 
 def test_no_more_is_verified_than_a_request_allows():
     controller = DraftController(4, verifies_all=True)
-    drafts = {key: controller.rank(key, draft_of(length)) for key, length in ((1, 4), (2, 4), (3, 9))}
-    assert controller.choose(drafts, {1: 2, 2: -1, 3: 9}, room_for(3)) == {1: 2, 3: 4}
+    drafts = {
+        key: controller.rank(key, draft_of(length), limit) for key, length, limit in ((1, 4, 2), (2, 4, -1), (3, 9, 9))
+    }
+    assert controller.choose(drafts, room_for(3)) == {1: 2, 3: 4}
 
 
 def test_steps_that_compute_prompts_say_nothing_about_drafts():

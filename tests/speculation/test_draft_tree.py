@@ -60,6 +60,30 @@ def test_order_does_not_change_what_is_proposed(tree: DraftTree) -> None:
 
 
 @given(tree=trees(), data=st.data())
+def test_a_text_decides_a_draft_only_as_far_as_it_reaches(tree: DraftTree, data: st.DataObject) -> None:
+    """Tokens deeper than the known ones might as well not be there."""
+    text = data.draw(st.lists(st.sampled_from(tree.token_ids), max_size=4) | st.sampled_from(paths(tree)))
+    known = [index for index, depth in enumerate(tree.depths()) if depth <= len(text)]
+    if known:
+        part = tree.subset(known) if tree.parents else tree.cut(len(text))
+        *said, rescued = tree.decisions(tree.path_of(text), len(text))
+        *said_of_part, rescued_of_part = part.decisions(part.path_of(text), 99)
+        assert (said, list(rescued)) == (said_of_part, list(rescued_of_part))
+
+
+def test_what_a_text_says_about_a_tree() -> None:
+    tree = DraftTree(0, None, (10, 11, 12, 13, 14), parents=(ROOT, ROOT, 0, 0, 2))  # 10 → 12 → 14, siblings 11 and 13
+    said = {path: tree.decisions(path, 3) for path in ((), (1,), (0,), (0, 3), (0, 2, 4))}
+    assert said == {
+        (): (1, 0, [False]),
+        (1,): (1, 0, [True]),
+        (0,): (2, 1, [False]),
+        (0, 3): (2, 1, [True]),
+        (0, 2, 4): (3, 3, []),
+    }
+
+
+@given(tree=trees(), data=st.data())
 def test_what_follows_a_path_of_a_tree(tree: DraftTree, data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(paths(tree)))
     expected = [other[len(path) :] for other in paths(tree) if other[: len(path)] == path and len(other) > len(path)]

@@ -209,9 +209,11 @@ def test_negative_control_grades_that_count_as_one_are_slower(monkeypatch):
 
 
 def test_negative_control_acceptance_of_the_wrong_sign_misses_the_bounds(monkeypatch):
-    right = AcceptanceRecord.observe_chain
+    right = AcceptanceRecord.observe
     monkeypatch.setattr(
-        AcceptanceRecord, "observe_chain", lambda record, num_draft, num: right(record, num_draft, num_draft - num)
+        AcceptanceRecord,
+        "observe",
+        lambda record, num_decided, num, rescued: right(record, num_decided, num_decided - num, rescued),
     )
     of_plain, of_best = shares(("mixed", "linear", 4))
     assert of_plain < 0.975 or of_best < 0.95
@@ -224,3 +226,42 @@ def test_a_slow_step_at_the_start_does_not_stop_drafts_for_long(seed):
         "hot", "measured 4", 4, sources=[LOOKUPS], has_draft_node=True, noise=0.7, stalls=0.2, length=24, seed=seed
     )
     assert batch.rate(400) > 1.25 * 4 / CURVES["measured 4"](4)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 4])
+@pytest.mark.parametrize("message_ms", [1, 4])
+def test_a_draft_node_is_asked_only_if_it_gains_more_than_its_messages_cost(num_sequences, message_ms):
+    """Its drafts gain 0.1 tokens, which pays for nothing, or 1.5 tokens, which pays for all messages."""
+    curve = f"measured {num_sequences}"
+    plain = num_sequences / CURVES[curve](num_sequences)
+    for kind, pays in (("poor", False), ("hot", True)):
+        draft_node = {"message_seconds": message_ms / 1000}
+        batch = SourcesBatch(kind, curve, num_sequences, has_draft_node=True, draft_node=draft_node, length=1000)
+        assert batch.rate(100) > 0.92 * plain
+        batch.draft_node.num_asked = 0
+        assert batch.rate(400) > (1.05 if pays else 0.97) * plain
+        asked = batch.draft_node.num_asked / (400 * num_sequences)
+        assert asked > 0.9 if pays else asked < 0.2
+
+
+def test_the_time_of_the_event_loop_before_an_answer_is_no_price_of_messages():
+    """An idle event loop takes some milliseconds in each second, and begins the next request."""
+    draft_node = {"message_seconds": 0.001, "idle_seconds": 1.0}
+    batch = SourcesBatch("hot", "measured 1", 1, has_draft_node=True, draft_node=draft_node)
+    batch.rate(200)
+    assert batch.rate(400) > 1.5 / CURVES["measured 1"](1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_trials_find_a_draft_node_whose_drafts_pay_again(seed):
+    """Its drafts come two steps after they are asked for, so a trial must last for longer."""
+    draft_node = {"message_seconds": 0.001, "num_late": 2}
+    batch = SourcesBatch("hot", "measured 4", 4, has_draft_node=True, draft_node=draft_node, length=ENDLESS, seed=seed)
+    batch.rate(300)
+    known = batch.gatherer._controller.source(DRAFT_NODE)
+    for each in (known, *known.records.values()):
+        each.marginal_gain = 0.0
+    batch.rate(400)
+    batch.draft_node.num_asked = 0
+    batch.rate(50)
+    assert batch.draft_node.num_asked > 0.8 * 50 * 4

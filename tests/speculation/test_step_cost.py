@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -144,3 +145,12 @@ def test_a_device_that_became_slower_is_not_mistaken_for_a_lost_launch_ahead():
         cost.observe(num_sequences=1, num_rows=1, step_seconds=1.0 + step / 1000 - 0.2 * is_ahead, is_ahead=is_ahead)
     assert not cost.pays_to_wait(0.03, 1)
     assert cost.pays_to_wait(0.12, 1)
+
+
+def test_long_stalls_do_not_outweigh_what_is_known_of_rows():
+    model, rows = StepCostModel(), itertools.cycle((1, 1, 2, 3, 4, 6))
+    for stall in [1.0] * 300 + [1000.0] * 5 + [1.0] * 120:
+        num_rows = next(rows)
+        model.observe(num_sequences=1, num_rows=num_rows, step_seconds=0.010 * num_rows * stall)
+    one, *_, six = model.seconds(1, 1, num_more=5)
+    assert six > 2.5 * one

@@ -9,7 +9,7 @@ from outrider.training.plan import RunState, only_run
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"form": "eagle9"}, "eagle3, dspark, medusa, mlp"),
+        ({"form": "eagle9"}, "one of eagle3, dspark$"),
         ({"minutes": 0}, "--minutes 0"),
         ({"minutes": float("nan")}, "--minutes nan"),
         ({"prompts": "x"}, "--prompts and --from-traffic"),
@@ -22,7 +22,7 @@ from outrider.training.plan import RunState, only_run
         ({"answer_tokens": -1}, "--answer-tokens -1"),
         ({"feature_gb": float("nan")}, "--feature-gb nan"),
         ({"learning_rate": float("nan")}, "--rate nan"),
-        ({"form": "mlp", "init_from": "x"}, "--init-from"),
+        ({"form": "dspark", "init_from": "x"}, "--init-from"),
     ],
 )
 def test_wrong_arguments_are_named(plan_of, fields, said):
@@ -39,8 +39,8 @@ def test_a_run_goes_on_only_as_it_began(plan_of):
     again = RunState.open(plan_of(minutes=5))
     assert again.done == ["answers"]
     assert again.seconds == state.seconds
-    with pytest.raises(ConfigError, match="--form eagle3, not mlp"):
-        RunState.open(plan_of(form="mlp"))
+    with pytest.raises(ConfigError, match="--form eagle3, not dspark"):
+        RunState.open(plan_of(form="dspark"))
     with pytest.raises(ConfigError, match="--steps 3, not 2"):
         RunState.open(plan_of(num_steps=2))
 

@@ -59,7 +59,7 @@ class Oracle:
     draft = Student.draft
 
     def __init__(self):
-        student = toy_student("medusa")
+        student = toy_student("eagle3")
         self.device, self.target_ids = student.device, student.target_ids
         self.target_output = student.target_output
         self.target = ToyTarget()
@@ -70,10 +70,9 @@ class Oracle:
 
     def step(self, chains, token_ids):
         self.tokens = torch.tensor([self.target.follower(int(token)) for token in self.tokens])
-        return torch.nn.functional.one_hot(self.tokens, VOCAB).float() * 1000
 
-    def logits(self, hidden, depth):
-        return hidden
+    def logits(self, chains):
+        return torch.nn.functional.one_hot(self.tokens, VOCAB).float() * 1000, None
 
 
 def test_chains_are_placed_where_their_tokens_are(plan_of):
@@ -91,10 +90,9 @@ def test_a_sampled_answer_is_drafted_with_the_noise_that_drew_it(plan_of):
     dataset, target = toy_dataset(plan_of()), ToyTarget()
 
     class Same(Oracle):
-        def step(self, chains, token_ids):
-            super().step(chains, token_ids)
+        def logits(self, chains):
             final = target.output_layer()[self.tokens]  # the hidden state that chooses this token
-            return torch.nn.functional.linear(final, target.output_layer())
+            return torch.nn.functional.linear(final, target.output_layer()), None
 
     texts = [text for text in dataset.held_out if dataset.text(text).temperature > 0]
     assert texts

@@ -60,7 +60,7 @@ class ToyTarget:
         return torch.cat([one, 3 * one, final], -1)
 
 
-def toy_dataset(plan, *, has_taps=True, num_texts=40):
+def toy_dataset(plan, *, num_texts=40):
     """Writes a data set to the plan's folder, and returns it."""
     target = ToyTarget()
     answers = [
@@ -68,8 +68,7 @@ def toy_dataset(plan, *, has_taps=True, num_texts=40):
         for number in range(num_texts)
         for text in [target.text(number % VOCAB, 12 + number % 9)]
     ]
-    num_taps = len(TAPS) if has_taps else 0
-    dataset = choose_texts(plan, answers, vocab_size=VOCAB, hidden_size=HIDDEN, num_taps=num_taps, dtype="float32")
+    dataset = choose_texts(plan, answers, vocab_size=VOCAB, hidden_size=HIDDEN, num_taps=len(TAPS), dtype="float32")
     for shard in range(len(dataset.shards)):
         write_toy_shard(dataset, shard)
     return dataset

@@ -38,7 +38,7 @@ class SequenceKV:
         # are added, because blocks without valid tokens are neither.
         self._owns_tail = False
         self.block_ids: list[int] = []
-        self.is_copying = False  # whether `reserve` has put a block in the table whose copy is not queued yet, perhaps
+        self.is_copying = False  # whether the copy of a block in the table may not be queued yet
         self.num_tokens = 0
         self.num_cached_tokens = 0  # number of tokens taken from the prefix cache at creation
         self._table = array("i")  # the part of block_ids that `block_table` has converted so far

@@ -35,7 +35,7 @@ class _Stage(NamedTuple):
     projection: Tensor | None  # [inner_dim, inner_dim]; None in the first stage, whose projection is in the reduction
     norm_weight: Tensor  # [inner_dim]
     norm_bias: Tensor  # [inner_dim]
-    output: Tensor  # [draft_vocab_size, inner_dim]
+    output: Tensor  # [vocab_size, inner_dim]
 
 
 class MLPSpeculator(HeadModel):
@@ -68,17 +68,12 @@ class MLPSpeculator(HeadModel):
         width, vocab_size, num_stages = self.reduction.width, files.target.vocab_size, int(files.config["n_predict"])
         if num_stages < 1:
             raise files.refusal("n_predict", num_stages, "1 or more")
-        outputs = _of_stages(files, "head.{}.weight", range(num_stages), vocab_size, width)
-        is_drafted = torch.stack([output.any(1) for output in outputs]).any(0)
-        if not is_drafted.all():  # tokens whose rows are zero are not drafted
-            self.target_ids = torch.nonzero(is_drafted)[:, 0]
-            outputs = _of_stages(files, "head.{}.weight", range(num_stages), rows=self.target_ids)
         parts = (
             _of_stages(files, "emb.{}.weight", range(num_stages), vocab_size, width),
             [None, *_of_stages(files, "proj.{}.weight", range(1, num_stages), width, width)],
             _of_stages(files, "ln.{}.weight", range(num_stages), width),
             _of_stages(files, "ln.{}.bias", range(num_stages), width),
-            outputs,
+            _of_stages(files, "head.{}.weight", range(num_stages), vocab_size, width),
         )
         self._stages = [_Stage(*each) for each in zip(*parts, strict=True)]
         # The stages' weights together leave the target's state a share of one half in the last stage.
@@ -105,13 +100,10 @@ class MLPSpeculator(HeadModel):
         )
 
 
-def _of_stages(files: HeadFiles, name: str, stages: range, *shape: int, rows: Tensor | None = None) -> list[Tensor]:
-    """Takes one tensor for each stage. Tied stages share the first one; the file may repeat it.
-
-    `rows`: the rows to keep of tensors that were taken before; None: takes whole tensors.
-    """
+def _of_stages(files: HeadFiles, name: str, stages: range, *shape: int) -> list[Tensor]:
+    """Takes one tensor for each stage. Tied stages share the first one; the file may repeat it."""
     names = [name.format(stage) for stage in stages]
     own = names[:1] if files.config.get("tie_weights") else names
     files.drop(*names[len(own) :])
-    tensors = [files.take(each, *shape) if rows is None else files.select_rows(each, rows) for each in own]
+    tensors = [files.take(each, *shape) for each in own]
     return tensors if len(own) == len(names) else tensors * len(names)

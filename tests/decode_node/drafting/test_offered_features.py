@@ -23,6 +23,7 @@ from outrider.speculation.draft_stream import (
 )
 from outrider.speculation.proposers.base import nothing
 from tests.decode_node.drafting.feature_target import BLOCK_SIZE, FeatureTarget
+from tests.drafting.books import take_updates
 from tests.support.draft_messages import hello_of, start_of
 from tests.support.fake_clock import FakeClock
 from tests.support.fake_head import feature_bytes
@@ -121,7 +122,7 @@ class Cluster:
 
     def exchange(self) -> list[SequenceProposals]:
         """Sends the newest states, and takes the answers."""
-        updates = self.book.take_updates(self.node)
+        updates = take_updates(self.book, self.node)
         self.max_sent_bytes = max(self.max_sent_bytes, sum(len(update.features) for update in updates))
         self.loop.submit(self.peer, updates)
         self.loop.step()
@@ -191,7 +192,7 @@ def offered(cluster: Cluster, *keys: int):
     for key in keys:
         cluster.open(key)
     cluster.commit()
-    updates = cluster.book.take_updates(cluster.node)
+    updates = take_updates(cluster.book, cluster.node)
     assert all(update.feature_offer is not None for update in updates)
     return updates
 
