@@ -244,7 +244,7 @@ class DecodeLoop:
         self._time.mark(Part.SAMPLING)
         verdicts = self._commit(verifying, verified)
         if self._launched is not None:
-            self._begin(self._launched.planned)
+            self._drafts.begin_step(self._launched.planned)
         self._drafts.observe_step(
             seconds=self.progress.clock() - max(started, step.launched_at),
             num_rows=plan.num_rows,
@@ -281,15 +281,10 @@ class DecodeLoop:
         self._cpu_turns.keep(self.progress.current_step.expected_seconds)
         constrained = [each for each in planned if each.scheduled.reaches_end and each.sample.sampling.constraint]
         self._verifier.prepare([each.draft_rows() for each in constrained])
-        self._begin(planned)
+        self._drafts.begin_step(planned)
         launched_at = self.progress.clock()
         logits = self._engine.forward(plan.block_copies, [item.rows() for item in planned])
         return LaunchedStep(plan, planned, logits, launched_at, drafts, preempted)
-
-    def _begin(self, planned: Sequence[PlannedSequence]) -> None:
-        """Sends draft nodes what the last step has committed and what the next one verifies."""
-        deciding = [each for each in planned if each.scheduled.reaches_end]
-        self._drafts.begin_step({each.sample.sequence.key: each.draft for each in deciding})
 
     def _may_launch_next(self) -> bool:
         """Returns whether the next step may begin before queued commands. Their new groups then join a later step."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from decode_node.drafting.client import DraftClient
 from decode_node.groups import Sample
+from decode_node.step import PlannedSequence
 from outrider.drafting.book import StepDrafts
 from outrider.drafting.exchange import WAIT_SHARE_OF_STEP
 from outrider.engine.scheduler import EngineSequence, StepReservation
@@ -294,13 +295,11 @@ class DraftGatherer:
         best = {key: drafts.ranked[key] for sample in samples if (key := sample.sequence.key) in drafts.ranked}
         return self._controller.choose(best, room, num_waiting=num_waiting, judged=self._judged)
 
-    def begin_step(self, verified: Mapping[int, DraftTree]) -> None:
-        """Sends what `announce` has recorded, and which drafts the step verifies.
-
-        `verified`: by id of each sequence whose next token the step decides.
-        """
+    def begin_step(self, planned: Sequence[PlannedSequence]) -> None:
+        """Sends what `announce` has recorded, and which drafts the step verifies."""
         if self._client is not None:
-            self._client.begin_step({key: draft.likeliest_path() for key, draft in verified.items()})
+            deciding = [each for each in planned if each.scheduled.reaches_end]
+            self._client.begin_step({each.sample.sequence.key: each.draft.likeliest_path() for each in deciding})
 
     def send_updates(self) -> None:
         """Sends what `announce` has recorded, as no step begins now."""

@@ -243,9 +243,10 @@ class DraftModelProposer:
         """Adds the next tokens of a path, all of a draft if it can. Returns False if there is no block for them."""
         tree = row.tree
         path = tree.open(row.path) if isinstance(row.path, Opening) else row.path
-        num_rows = tree.num_missing(path)
-        num_decisions, max_tokens = 1 + NUM_RUNNERS_UP, row.max_tokens
-        is_added = self._add(plan, tree, path, num_rows=num_rows, num_decisions=num_decisions, max_tokens=max_tokens)
+        num_rows, max_tokens = tree.num_missing(path), row.max_tokens
+        is_added = self._add(
+            plan, tree, path, num_rows=num_rows, num_decisions=1 + NUM_RUNNERS_UP, max_tokens=max_tokens
+        )
         if not is_added and isinstance(row.path, Opening):
             tree.free_alternative(path)
         return is_added
