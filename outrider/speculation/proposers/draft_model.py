@@ -203,8 +203,7 @@ class DraftModelProposer:
                 continue
             num_decisions = 0
             if request.num_wanted > 0 and num_rows == num_missing:
-                wants_runners_up = request.max_alternatives or tree.start.takes_siblings
-                num_decisions = 1 + (NUM_RUNNERS_UP if wants_runners_up else 0)
+                num_decisions = 1 + NUM_RUNNERS_UP * (request.max_alternatives > 0 or tree.start.takes_siblings)
             is_added = self._add(
                 plan,
                 tree,
@@ -259,7 +258,7 @@ class DraftModelProposer:
         *,
         num_rows: int,
         num_decisions: int,
-        max_tokens: int = 1,
+        max_tokens: int,
         min_reach: float = 0.0,
         kept: Sequence[PathTree] | None = None,
     ) -> bool:
@@ -272,9 +271,8 @@ class DraftModelProposer:
         missing = tree.missing(path)[:num_rows]
         start = tree.first_missing(path)
         num_parallel_rows = self._head.num_parallel_rows if self._head and num_decisions else 0
-        if max_tokens > 1:
-            limit = min(self._forward.max_tokens, tree.num_left_of(path)) if num_decisions else 1
-            max_tokens = max(1, min(max_tokens, limit))
+        limit = min(self._forward.max_tokens, tree.num_left_of(path)) if num_decisions else 1
+        max_tokens = max(1, min(max_tokens, limit))
         while True:
             try:
                 plan.copies += path.kv.reserve(tree.rows_before(start + num_rows) + num_parallel_rows + max_tokens - 1)
