@@ -10,9 +10,10 @@ import argparse
 import asyncio
 import json
 import sys
-from dataclasses import asdict
+import tempfile
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.bench.prompts import DEFAULT_PROMPTS
 from outrider.errors import OutriderError
@@ -48,6 +49,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--model", metavar="ID", help="as for `outrider up`")
     parser.add_argument("--dtype", default="auto", help="as for `outrider up`")
+    parser.add_argument(
+        "--added-layers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="append N layers to the target that add nothing, for longer steps with the same text",
+    )
     parser.add_argument("--prompts", type=Path, default=DEFAULT_PROMPTS, metavar="FILE", help="JSONL file")
     parser.add_argument(
         "--draft-cpus",
@@ -72,10 +80,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
     arguments = parser.parse_args(argv)
-    try:
-        pair = _pair(arguments)
-    except OutriderError as error:
-        parser.error(str(error))
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            pair = _pair(arguments, Path(directory))
+        except OutriderError as error:
+            parser.error(str(error))
+        found = _compare(pair, arguments)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _compare(pair: Pair, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Prints the figures of each comparison, and returns them."""
     from benchmarks.three_lines.lines import Comparison, as_text, compare_lines
 
     found = []
@@ -91,13 +108,11 @@ def main(argv: list[str] | None = None) -> int:
         figures = asyncio.run(compare_lines(comparison))
         found.append({"comparison": comparison.description, "lines": [asdict(each) for each in figures]})
         print(as_text(comparison, figures), flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    return 0
+    return found
 
 
-def _pair(arguments: argparse.Namespace) -> Pair:
-    """Opens the models or their simulation. Raises: OutriderError."""
+def _pair(arguments: argparse.Namespace, directory: Path) -> Pair:
+    """Opens the models or their simulation. `directory`: for a target that is made. Raises: OutriderError."""
     if arguments.simulated:
         from benchmarks.three_lines.simulation import SimulatedPair, Simulation
 
@@ -119,9 +134,18 @@ def _pair(arguments: argparse.Namespace) -> Pair:
     from benchmarks.three_lines.models import ModelPair
     from outrider.engine.kv_cache.config import KVCacheConfig
     from outrider.model_hub.config import DEFAULT_MODEL_ID, ModelConfig
+    from outrider.model_hub.locate import locate_model
 
+    config = ModelConfig(id=arguments.model or DEFAULT_MODEL_ID, dtype=arguments.dtype)
+    if arguments.added_layers:
+        from benchmarks.three_lines.slower_target import write_slower_target
+
+        location = locate_model(config)
+        made = directory / f"{location.name}-and-{arguments.added_layers}-layers"
+        write_slower_target(location.directory, made, num_added_layers=arguments.added_layers)
+        config = replace(config, id=str(made))
     return ModelPair.open(
-        ModelConfig(id=arguments.model or DEFAULT_MODEL_ID, dtype=arguments.dtype),
+        config,
         arguments.draft,
         kv_cache=KVCacheConfig(num_blocks=NUM_BLOCKS),
         prompts_file=arguments.prompts,
