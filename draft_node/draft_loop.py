@@ -16,6 +16,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from draft_node.draft_peer import DraftPeer, ReceivedUpdate
@@ -177,6 +178,8 @@ class DraftLoop:
         self._apply(updates)
         refused, self._refused = self._refused, []  # for unknown prefixes, lack of room, or invalid updates
         requests = self._requests(started)  # for unanswered updates, then for look-ahead
+        if self._pending:
+            self._flush(started)  # the forward of an answer may take long
         num_wasted = self._proposer.num_wasted_tokens
         proposals = self._proposer.propose(requests)  # bounded work: at most one forward pass and a rollout
         answers = self._answers(requests, proposals)
@@ -334,10 +337,14 @@ class DraftLoop:
         for peer, theirs in by_peer.values():
             peer.answer(theirs, now)
         looking_ahead = {held.peer.peer_id for held in self._ahead.values()}
+        self._flush(now, looking_ahead)
+
+    def _flush(self, now: float, looking_ahead: AbstractSet[int] = frozenset()) -> None:
+        """Sends branches that were collected for long enough, and all of peers without a look-ahead."""
         with self._changed:
-            peers = [peer for key, peer in self._peers.items() if key not in looking_ahead]
+            peers = list(self._peers.values())
         for peer in peers:
-            peer.flush(now)
+            peer.flush(now, at_once=peer.peer_id not in looking_ahead)
 
     def _finish(self, started: float, num_requests: int, answers: Answers, num_wasted_tokens: int) -> DraftStepStats:
         now = self._clock()

@@ -36,7 +36,7 @@ MAX_TOKENS_PER_STEP = 1 << 16
 
 AHEAD_SECONDS = 0.006
 """Minimum seconds between two messages with branches of a look-ahead only. Each message takes about 0.3 ms of the
-target's processors, so branches are collected; the last ones are sent when the look-ahead ends.
+target's processors, so branches are collected. The last ones are sent when the look-ahead ends.
 """
 
 
@@ -94,6 +94,7 @@ class DraftPeer:
         self._num_feature_bytes = 0
         self._unsent: dict[int, _Unsent] = {}
         self._flushed_at = -math.inf
+        self._is_keeping = False  # whether there are answers that the stream was not told of
 
     @property
     def has_room(self) -> bool:
@@ -143,21 +144,23 @@ class DraftPeer:
     def answer(self, answers: Sequence[SequenceProposals], now: float = 0.0) -> None:
         """Adds answers to the unsent ones. A newer answer replaces an older one of the same sequence.
 
-        Branches of a look-ahead that goes on may be kept back until another call. `now`: clock seconds.
+        Branches of a look-ahead may be kept back until `flush` or another answer. `now`: clock seconds.
         """
         if not answers:
             return
         with self._lock:
             for answer in answers:
                 self._unsent.setdefault(answer.sequence_id, _Unsent()).put(answer)
-        is_urgent = any(answer.status is not DraftStatus.AHEAD for answer in answers)
-        if is_urgent or now - self._flushed_at >= AHEAD_SECONDS:
-            self.flush(now)
+        self._is_keeping = True
+        self.flush(now, at_once=any(answer.status is not DraftStatus.AHEAD for answer in answers))
 
-    def flush(self, now: float) -> None:
-        """Sends all answers that are kept back. `now`: clock seconds."""
-        if self._unsent:
-            self._flushed_at = now
+    def flush(self, now: float, *, at_once: bool = False) -> None:
+        """Sends what is kept back, but not within `AHEAD_SECONDS` of the last message unless `at_once`.
+
+        `now`: clock seconds.
+        """
+        if self._is_keeping and (at_once or now - self._flushed_at >= AHEAD_SECONDS):
+            self._is_keeping, self._flushed_at = False, now
             self._notify()
 
     def drop_answers(self, sequence_id: int) -> None:

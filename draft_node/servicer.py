@@ -160,8 +160,10 @@ async def _read_updates(
             traces.take_updates(updates)
             loop.submit(peer, updates, step_seconds=step_seconds)
             await asyncio.sleep(0)  # lets other streams' messages have their turn
-        if message.notices:
-            loop.submit(peer, [notice_from_proto(each) for each in message.notices], step_seconds=step_seconds)
+        for start in range(0, len(message.notices), UPDATES_AT_ONCE):
+            notices = [notice_from_proto(each) for each in message.notices[start : start + UPDATES_AT_ONCE]]
+            loop.submit(peer, notices, step_seconds=step_seconds)
+            await asyncio.sleep(0)
         while not peer.has_room:
             room.clear()
             if not peer.has_room:

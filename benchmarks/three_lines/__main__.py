@@ -80,6 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
     arguments = parser.parse_args(argv)
+    if arguments.added_layers < 0 or (arguments.simulated and arguments.added_layers):
+        parser.error(f"--added-layers {arguments.added_layers}: give a number of layers for a real target")
     with tempfile.TemporaryDirectory() as directory:
         try:
             pair = _pair(arguments, Path(directory))

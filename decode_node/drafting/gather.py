@@ -340,8 +340,8 @@ class DraftGatherer:
     def announce(self, committed: Sequence[tuple[Sample, tuple[int, ...]]]) -> None:
         """Judges unverified drafts by the committed tokens.
 
-        Records for draft nodes the committed tokens and the number of draft tokens that are wanted next, which leave
-        with `begin_step`, or with `send_updates` where no step begins at once.
+        Tells draft nodes the committed tokens and the number of draft tokens that are wanted next. If streams share the
+        target's processors, both are sent by `begin_step`, or by `send_updates` if no step begins at once.
         """
         if self._controller.num_speculative_tokens <= 0:
             return
@@ -366,7 +366,8 @@ class DraftGatherer:
             ],
             tables,
             min_reach=self._controller.min_reach(DRAFT_NODE, len(drafting)),
-            wakes=False,
+            # With processors of their own, streams send at once: on a GPU, features are read before the next forward.
+            wakes=self._loop_clock is None,
         )
 
     def _warn_if_misloaded(self, source: str) -> None:

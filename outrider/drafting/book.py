@@ -108,6 +108,7 @@ class DraftBook:
             if drafted is not None and served is not None and served.sent_length:
                 notice = StepNotice(served.stream_id, len(drafted.committed), token_ids)
                 served.node.notices[served.stream_id] = notice
+                served.node.has_due_notices |= notice.length == served.sent_length
 
     def close(self, sequence_id: int) -> None:
         """Forgets a sequence, if it is known."""
@@ -225,9 +226,15 @@ class DraftBook:
         return updates
 
     def take_notices(self, node: DraftNodeState) -> list[StepNotice]:
-        """Returns the notices of the newest step that this node has not been sent, after `take_updates`."""
-        notices, node.notices = list(node.notices.values()), {}
-        return notices
+        """Returns the newest notices of sequences whose newest tokens the node was sent. Comes after `begin_updates`.
+
+        A notice whose update waits for the answer to the one before stays, until both leave or a newer one replaces it.
+        """
+        due = [each for key, each in node.notices.items() if each.length == self._served[key].sent_length]
+        for notice in due:
+            del node.notices[notice.sequence_id]
+        node.has_due_notices = False
+        return due
 
     def take_answer(self, node: DraftNodeState, answer: SequenceProposals, *, is_well_formed: bool) -> bool:
         """Applies an answer if it is due and plausible. Never raises, since a peer's input is not trusted.
@@ -284,7 +291,7 @@ class DraftBook:
     @property
     def has_unsent(self) -> bool:
         """Whether there may be something to send to a node."""
-        return any(node.dirty or node.closed or node.notices for node in self.nodes)
+        return any(node.dirty or node.closed or node.has_due_notices for node in self.nodes)
 
     @property
     def needs_features(self) -> bool:
@@ -358,6 +365,7 @@ class DraftBook:
         del self._served[stream_id]
         node.num_sequences -= 1
         node.dirty.pop(stream_id, None)
+        node.notices.pop(stream_id, None)
         node.unanswered.pop(stream_id, None)
         if node.trial == stream_id:
             node.trial = None

@@ -40,7 +40,8 @@ class DraftNodeState:
     num_sequences: int = 0
     closed: list[int] = field(default_factory=list)  # ended stream ids that are not announced to the node yet
     dirty: dict[int, None] = field(default_factory=dict)  # stream ids of sequences that may have something to send
-    notices: dict[int, StepNotice] = field(default_factory=dict)  # of the newest step, by stream id
+    notices: dict[int, StepNotice] = field(default_factory=dict)  # the newest ones, by stream id
+    has_due_notices: bool = False  # whether some of them need not wait for an update
     unanswered: dict[int, float] = field(default_factory=dict)  # by stream id: when its update was sent, oldest first
     answer_seconds: float = 0.0  # running mean
     was_relieved: bool = False  # whether all its sequences but one were moved because it is late

@@ -29,8 +29,7 @@ WAIT_SHARE_OF_STEP = 0.2
 class DraftExchange(ABC):
     """Proposals of all draft nodes for an engine. Every node can serve every sequence.
 
-    `open`, `commit`, `close`, `take` and `observe_step` may be called by any thread; `links` belongs to the event loop.
-    No method raises because of a draft node.
+    `links` belongs to the event loop; any thread may call the other methods. None raises because of a draft node.
     """
 
     def __init__(self, hello: DraftHello, outlets: LinkOutlets, features: FeatureSource | None = None) -> None:
@@ -64,7 +63,7 @@ class DraftExchange(ABC):
         """Records what a step has committed. An update is (sequence id, new token ids, number of draft tokens wanted).
 
         `tables`: block tables of the tokens' features, by sequence id. `min_reach`: see ProposalRequest. `wakes`:
-        whether they are sent at once; if not, `begin_step`, `wake` or a `take` that waits must follow.
+        whether streams send this at once; if not, `begin_step`, `wake` or a `take` that waits must follow.
         """
         with self._changed:
             self._book.min_reach = min_reach

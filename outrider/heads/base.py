@@ -47,8 +47,8 @@ class HeadModel(ABC):
 
     A head with `spec.num_parallel` > 1 drafts from parallel rows. They follow the last true row, which has a feature of
     the target, in the same forward. Their positions are the next ones and their depths 1, 2, …. The last `num_parallel`
-    of all rows draft the tokens after the newest. Rows of assumed tokens may come before the masks: with the head's own
-    hidden states, or among the parallel rows if `spec.attends_both_ways`.
+    of all rows draft the tokens after the newest. Tokens that a look-ahead assumes have rows before the masks'. If
+    `spec.attends_both_ways`, these belong to the parallel rows; if not, they get the head's own hidden states.
     Parallel rows leave nothing behind: the next true rows overwrite their keys and values.
     """
 

@@ -27,7 +27,7 @@ class HeadRules:
     """
 
     keeps_kv: bool = True  # whether the head has KV; if not, a row depends only on its own token and input
-    keeps_own_rows: bool = True  # whether rows after the committed tokens' leave KV; if not, each forward has all
+    keeps_own_rows: bool = True  # whether rows of uncommitted tokens leave KV; if not, each forward repeats them
     max_own_rows: int | None = None  # maximum number of a path's rows with the head's own states; None: no limit
     num_parallel_rows: int = 0  # rows after a path's rows in a forward that decides tokens; they need room in the cache
     drafts_blocks: bool = False  # whether a forward decides several tokens, whose rows it does not feed

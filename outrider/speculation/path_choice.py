@@ -45,7 +45,7 @@ def candidate_rows(tree: PathTree, *, owner: int, num_wanted: int, max_alternati
     for path in tree.paths:
         num_tokens = len(path)
         if tree.num_missing(path) > tree.max_path_rows:
-            continue  # the path's KV was evicted
+            continue  # the path's KV was evicted, or the path feeds too many rows of its own
         if path.num_assumed > num_first + 1:
             continue  # the target accepts fewer tokens of the main path
         max_tokens = num_first + 1 + num_wanted if path is tree.main else path.num_assumed + num_wanted
@@ -54,7 +54,8 @@ def candidate_rows(tree: PathTree, *, owner: int, num_wanted: int, max_alternati
         is_wanted = path is tree.main and num_tokens < num_wanted
         probability = tree.probability(path, num_tokens) * acceptance
         rows.append(AheadRow(owner, probability, tree, path, max_tokens - num_tokens, is_wanted))
-    num_left = max_alternatives - len(tree.alternatives) if tree.num_left > 1 else 0
+    num_open = len([path for path in tree.alternatives if path.num_assumed <= num_first + 1])
+    num_left = max_alternatives - num_open if tree.num_left > 1 else 0
     is_other = num_first < min(len(verified), len(tree.main))
     openings = tree.openings(num_first + 1, verified=verified[num_first] if is_other else None)
     rows += [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from outrider.speculation.draft_stream import (
+    MAX_BRANCH_TOKENS,
     MAX_BRANCHES_PER_SEQUENCE,
     DraftHello,
     DraftStatus,
@@ -25,8 +26,8 @@ from outrider.wire.request import OPTIONS
 DRAFT_STATUSES = EnumTable(DraftStatus, draft_pb2.DraftStatus, "DRAFT_STATUS")
 
 TOO_MANY_TOKENS = 256
-"""Maximum number of tokens that are read from a branch or a notice. It is above the allowed number, so that the decode
-node detects branches that are too long.
+"""Maximum number of tokens that are read from a branch. It is above the allowed number, so that the decode node detects
+branches that are too long.
 """
 
 MAX_GRADE = 16
@@ -88,7 +89,7 @@ def updates_to_proto(
 
 
 def notice_from_proto(proto: draft_pb2.StepNotice) -> StepNotice:
-    return StepNotice(proto.sequence_id, proto.length, tuple(proto.token_ids[:TOO_MANY_TOKENS]))
+    return StepNotice(proto.sequence_id, proto.length, tuple(proto.token_ids[:MAX_BRANCH_TOKENS]))
 
 
 def update_from_proto(proto: draft_pb2.SequenceUpdate) -> SequenceUpdate:

@@ -28,6 +28,14 @@ def test_a_round_trip_is_no_negative_time():
         main(["--simulated", "--draft-rtt-ms", "-1"])
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--simulated", "--added-layers", "2"], ["--draft", "ngram", "--added-layers", "-2"]]
+)
+def test_layers_are_added_to_real_targets_only(arguments):
+    with pytest.raises(SystemExit):
+        main(arguments)
+
+
 @pytest.mark.usefixtures("fixed_step_times")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_drafter_beside_the_target_changes_no_token(temperature):

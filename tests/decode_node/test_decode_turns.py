@@ -115,6 +115,7 @@ class UnsentDrafts(NoDrafts):
 def test_draft_nodes_get_what_was_committed_at_once_where_the_next_step_waits(turns):
     drafts = UnsentDrafts()
     node = Node(cpu_turns=turns, drafts=drafts, num_speculative_tokens=3)
+    node.loop._drafts._loop_clock = lambda: 0  # the streams share the target's processors
     node.open(prompt=SHORT_PROMPT, sampling={"max_tokens": 20})
     unsent = []
     turns.on_refusal = lambda: unsent.append(drafts.has_unsent)
@@ -129,6 +130,15 @@ def test_draft_nodes_get_what_was_committed_at_once_where_the_next_step_waits(tu
     node.loop._inbox.wait = lambda _seconds: unsent.append(drafts.has_unsent)
     node.iterate()
     assert unsent == [True, False, False]
+
+
+def test_streams_with_processors_of_their_own_send_what_was_committed_before_the_next_forward(turns):
+    """On a GPU, a read of features waits for all forwards that were queued before it."""
+    drafts = UnsentDrafts()
+    node = Node(cpu_turns=turns, drafts=drafts, num_speculative_tokens=3)
+    node.open(prompt=SHORT_PROMPT, sampling={"max_tokens": 20})
+    node.iterate()
+    assert not drafts.has_unsent
 
 
 def test_time_without_the_processors_is_counted_as_that_and_nothing_else_is(node, turns):

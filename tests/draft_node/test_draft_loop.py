@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from draft_node.draft_loop import DraftLoop
 from draft_node.draft_peer import MAX_UPDATES_PER_STEP
 from outrider.speculation.draft_stream import DraftStatus, SequenceUpdate
 from outrider.speculation.draft_tree import DraftTree
-from outrider.speculation.proposers.base import Progress, Proposal
+from outrider.speculation.proposers.base import AheadBranch, Progress, Proposal
 from outrider.speculation.proposers.isolated import COOLDOWN_SECONDS
 from tests.support.draft_messages import hello_of, update_of
 from tests.support.fake_clock import FakeClock
@@ -205,3 +207,51 @@ def test_a_proposer_that_needs_no_features_gets_none():
     (answer,) = answers_to(loop, connect(loop), with_features(update_of(TEXT[:10]), 0, 9))
     assert (answer.status, answer.acked_features) == (DraftStatus.PROPOSED, 0)
     assert proposer.requests[0].features is None
+
+
+class BranchingProposer(ScriptedProposer):
+    """Finds a branch in each call with look-ahead, and takes long for texts of 40 tokens."""
+
+    def __init__(self, clock):
+        super().__init__([TEXT])
+        self.info = replace(self.info, can_look_ahead=True)
+        self._clock, self._num_branches = clock, 0
+
+    def propose(self, requests):
+        self._clock.advance(0.1 if any(len(each.token_ids) == 40 for each in requests) else 0.002)
+        answers = {
+            each.sequence_id: each for each in super().propose([each for each in requests if not each.looks_ahead])
+        }
+        return [answers.get(each.sequence_id) or self._ahead(each) for each in requests]
+
+    def _ahead(self, request):
+        self._num_branches += 1
+        length = len(request.token_ids)
+        branch = AheadBranch((self._num_branches,), DraftTree(length + 1, token_ids=(5,)))
+        return Proposal(request.sequence_id, DraftTree(length), ahead=(branch,), has_more=True)
+
+
+def test_branches_are_not_kept_back_during_the_forward_of_an_answer():
+    clock, sent_at = FakeClock(100.0), []
+    loop = loop_of(BranchingProposer(clock), max_alternatives=7, clock=clock)
+    peer = loop.connect(hello_of(), lambda: sent_at.append(clock()))
+    other = connect(loop)
+    loop.submit(peer, [update_of(TEXT[:10])], step_seconds=1.0)
+    loop.step()
+    assert len(sent_at) == 1
+    loop.step()
+    assert len(sent_at) == 1, "the branch is kept back"
+    made_at = clock()
+    loop.submit(other, [update_of(TEXT[:40])])
+    loop.step()
+    assert sent_at[1] == made_at
+
+
+def test_a_stream_is_told_once_of_an_answer_that_it_does_not_read():
+    calls = []
+    loop = loop_of(ScriptedProposer([TEXT]))
+    peer = loop.connect(hello_of(), lambda: calls.append(1))
+    loop.submit(peer, [update_of(TEXT[:10])])
+    for _ in range(3):
+        loop.step()
+    assert calls == [1]

@@ -97,10 +97,14 @@ def test_branches_are_collected_for_a_while_and_answers_are_not():
     peer.answer([answer(DraftStatus.AHEAD, branch(1))], now=1.002 + AHEAD_SECONDS)
     assert len(calls) == 3
     peer.flush(1.003 + AHEAD_SECONDS)
+    assert len(calls) == 3, "it is too early"
+    peer.flush(1.004 + AHEAD_SECONDS, at_once=True)
     assert len(calls) == 4
-    peer.take_answers()
+    peer.answer([answer(DraftStatus.AHEAD, branch(1))], now=1.005 + AHEAD_SECONDS)
     peer.flush(2.0)
-    assert len(calls) == 4, "nothing waits"
+    assert len(calls) == 5
+    peer.flush(3.0, at_once=True)
+    assert len(calls) == 5, "the stream knows of all answers"
 
 
 def test_a_notice_waits_behind_its_update_and_only_the_newest_is_kept():

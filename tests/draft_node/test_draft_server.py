@@ -16,6 +16,7 @@ from draft_node.config import DraftNodeConfig
 from draft_node.draft_loop import DraftLoop
 from draft_node.draft_peer import DraftPeer
 from draft_node.node import DraftNode
+from draft_node.servicer import UPDATES_AT_ONCE
 from outrider.errors import CapacityError
 from outrider.protocol_versions import SUPPORTED_VERSIONS
 from outrider.speculation.draft_stream import (
@@ -238,6 +239,23 @@ def test_answers_that_are_not_read_count_against_what_may_wait(monkeypatch):
         peer.submit([SequenceUpdate(sequence_id=10)], look_ahead_deadline=0.0)
     peer.take_answers()
     peer.submit([SequenceUpdate(sequence_id=10)], look_ahead_deadline=0.0)
+
+
+async def test_a_message_with_many_notices_keeps_no_other_stream_waiting(monkeypatch):
+    sizes, submit = [], DraftLoop.submit
+
+    def recorded(self, peer, updates, **values):
+        sizes.append(len(updates))
+        submit(self, peer, updates, **values)
+
+    monkeypatch.setattr(DraftLoop, "submit", recorded)
+    async with running() as (_, channel):
+        call, _ = await connect(channel)
+        await call.write(draft_pb2.DraftUpdate(notices=[draft_pb2.StepNotice()] * (3 * UPDATES_AT_ONCE)))
+        await call.write(draft_pb2.DraftUpdate(sequences=[update_of([1, 2])]))
+        await call.read()
+    assert sum(sizes) == 3 * UPDATES_AT_ONCE + 1
+    assert max(sizes) <= UPDATES_AT_ONCE
 
 
 async def test_a_message_with_too_many_features_ends_its_stream():

@@ -198,13 +198,36 @@ def test_a_notice_names_what_a_step_verifies_to_the_node_that_has_the_sequence()
     book.book.begin_step({1: (7, 8), 2: (), 3: (9,)})
     assert book.book.has_unsent
     assert book.book.take_notices(book.nodes[0]) == [StepNotice(first.sequence_id, 3, (7, 8))]
-    book.update(1, [7, 9], num_wanted=3)
+    assert not book.book.take_notices(book.nodes[0])
     book.book.begin_step({1: (5,)})
     book.book.begin_step({1: ()})
-    assert book.book.take_notices(book.nodes[0]) == [StepNotice(first.sequence_id, 5, ())], (
-        "only the newest step counts"
-    )
-    assert not book.book.take_notices(book.nodes[0])
+    assert book.book.take_notices(book.nodes[0]) == [StepNotice(first.sequence_id, 3, ())], "the newest step counts"
     book.book.begin_step({1: ()})
     book.disconnect()
+    assert not book.book.take_notices(book.nodes[0])
+
+
+def test_a_notice_waits_for_the_update_that_it_belongs_to(book):
+    book.open(1, 5)
+    (update,) = book.take()
+    book.book.begin_step({1: ()})
+    book.book.take_notices(book.nodes[0])
+    for token_id in (7, 8):
+        book.update(1, [token_id], num_wanted=3)
+        book.book.begin_step({1: (token_id,)})
+        assert not book.book.has_unsent
+        assert not book.take()
+        assert not book.book.take_notices(book.nodes[0])
+    book.answer(answer_to(update, 7))
+    (update,) = book.take()
+    assert update.length == 3
+    assert book.book.take_notices(book.nodes[0]) == [StepNotice(update.sequence_id, 3, (8,))]
+
+
+def test_a_notice_of_a_sequence_that_has_ended_is_dropped(book):
+    book.open(1, 5)
+    book.take()
+    book.update(1, [7], num_wanted=3)
+    book.book.begin_step({1: (8,)})
+    book.close(1)
     assert not book.book.take_notices(book.nodes[0])

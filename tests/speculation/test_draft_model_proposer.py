@@ -25,8 +25,10 @@ from outrider.speculation.proposers.base import Progress, ProposalRequest, Propo
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.model_forward import ModelForward
 from outrider.speculation.token_distribution import TokenDistribution
+from tests.draft_node.simulated_pair import ScriptedForward
 from tests.speculation.asking import PROMPT, proposals_of, start_of
 from tests.speculation.draft_trees import likeliest_path
+from tests.support.fake_clock import FakeClock
 from tests.support.pool_integrity import check_proposer
 from tests.support.tiny_model import make_tiny_model
 
@@ -345,3 +347,23 @@ def test_what_is_verified_counts_unless_drafts_are_drawn_or_an_id_is_unknown(mod
         proposer.propose([ProposalRequest(7, PROMPT, 2, start, verified=verified)])
         assert proposer._trees[7].verified == expected
         proposer.forget(7)
+
+
+def test_an_answer_waits_for_no_longer_rollout_of_a_look_ahead_than_its_own():
+    clock = FakeClock()
+    forward = ScriptedForward(clock)
+    forward.max_tokens = 8
+    proposer = DraftModelProposer(forward, ProposerInfo(name="draft_model:scripted"), clock=clock)
+    decide, limits = forward.decide, []
+    forward.decide = lambda rows, copies: limits.append([row.max_tokens for row in rows]) or decide(rows, copies)
+    ahead = ProposalRequest(
+        1, [1, 2, 3, 4], 8, start_of(SamplingParams(seed=1, max_tokens=60), prompt_length=4), max_alternatives=31
+    )
+    proposer.propose([ahead])
+    proposer.propose([ahead._replace(looks_ahead=True)])
+    assert max(limits[-1]) > 1, "alone, it drafts whole branches"
+    proposer.propose(
+        [ahead._replace(looks_ahead=True), ahead._replace(sequence_id=2, token_ids=[5, 6, 7, 8], num_wanted=1)]
+    )
+    assert limits[-1]
+    assert set(limits[-1]) == {1}

@@ -338,3 +338,12 @@ def test_outcomes_are_those_of_what_is_verified(sequence):
     sequence.tree.verified = (10, 111)
     assert [row.path.token_id for row in rows(sequence) if isinstance(row.path, Opening)].count(111) == 1
     sequence.check()
+
+
+def test_a_token_that_is_verified_gets_the_place_of_an_alternative_that_cannot_come_any_more(sequence):
+    sequence.draft(sequence.tree.main, *range(10, 20))
+    for _ in range(6):
+        sequence.tree.open(sequence.tree.openings(4)[0])
+    sequence.tree.verified = (10, 55)
+    found = [row.path for row in rows(sequence, num_wanted=3, max_alternatives=6)]
+    assert 55 in [path.token_id for path in found if isinstance(path, Opening)]

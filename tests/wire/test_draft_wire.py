@@ -7,6 +7,7 @@ import pytest
 from outrider.node import FeatureFormat
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import (
+    MAX_BRANCH_TOKENS,
     DraftHello,
     DraftStatus,
     FeatureOffer,
@@ -19,7 +20,6 @@ from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.token_distribution import TokenDistribution
 from outrider.v1 import draft_pb2
 from outrider.wire.draft import (
-    TOO_MANY_TOKENS,
     hello_from_proto,
     hello_to_proto,
     notice_from_proto,
@@ -71,7 +71,7 @@ def test_a_notice_survives_the_wire_and_a_long_one_is_cut():
     notices = [StepNotice(1, 9, (5, 6)), StepNotice(2, 4, ())]
     data = updates_to_proto([], step_seconds=0.0, notices=notices).SerializeToString()
     assert [notice_from_proto(each) for each in draft_pb2.DraftUpdate.FromString(data).notices] == notices
-    assert len(notice_from_proto(draft_pb2.StepNotice(token_ids=[1] * 9999)).token_ids) == TOO_MANY_TOKENS
+    assert len(notice_from_proto(draft_pb2.StepNotice(token_ids=[1] * 9999)).token_ids) == MAX_BRANCH_TOKENS
 
 
 def test_an_offer_whose_transfer_id_is_none_is_ignored():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -71,9 +71,9 @@ def add_decided(tree: PathTree, path: DraftPath, rows: PathRows, decided: Drafte
             break
         if index and path.confidence < rows.min_reach:
             break
+        if index and tree.is_complete(path):
+            break
         if index and rows.max_tokens > 1:
-            if tree.is_complete(path):
-                break
             path.kv.advance(path.kv.num_tokens + 1)  # the rollout has fed the token before this one
         path.decided.append(each)
     if path is tree.main:
@@ -185,8 +185,11 @@ class DraftForward(Protocol):
             if again:
                 logits = _without(logits, again, sampled)
             deciding = [deciding[at] for at in again]
-        # States are copied, since a view would keep those of all sequences for as long as one path needs its own.
-        own = repeat(None) if states is None else iter([namespace(states).asarray(each, copy=True) for each in states])
+        # Each path's states are copied, since a view would keep those of all sequences for as long as it needs its own.
+        own: Iterator[Any] = repeat(None)
+        if states is not None:
+            parts = [states[at : at + num_parallel] for at in range(0, len(states), num_parallel)]
+            own = chain.from_iterable([namespace(states).asarray(part, copy=True) for part in parts])
         sure = Pending(() if confidences is None else (confidences,), lambda arrays: [each.tolist() for each in arrays])
         found, confident, rolled, *winners = read(distributions, sure, rollout, *(pending for _, pending in rounds))
         token_ids: list[list[int]] = [[] for _ in places]

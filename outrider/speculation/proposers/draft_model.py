@@ -16,7 +16,7 @@ from dataclasses import replace
 from outrider.engine.kv_cache.block_pool import NoFreeBlocksError
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
 from outrider.speculation.acceptance_record import NUM_RUNNERS_UP
-from outrider.speculation.draft_stream import max_offered_tokens
+from outrider.speculation.draft_stream import MAX_BRANCH_TOKENS, max_offered_tokens
 from outrider.speculation.draft_tree import DraftTree
 from outrider.speculation.path_choice import AheadRow, candidate_rows, num_verified, round_robin
 from outrider.speculation.path_tree import DraftPath, Opening, PathTree
@@ -112,8 +112,6 @@ class DraftModelProposer:
             tree.free()
             self._count_waste(tree)
 
-    # --- sequences ------------------------------------------------------------------------
-
     def _tree(self, request: ProposalRequest) -> PathTree | None:
         """Returns the request's paths, rooted at its newest token, or None if the model cannot serve it (yet)."""
         token_ids, start = request.token_ids, request.start
@@ -172,8 +170,6 @@ class DraftModelProposer:
             bool(answer) and (tree.is_complete(answer) or answer.confidence < request.min_reach)
         )
 
-    # --- planning -------------------------------------------------------------------------
-
     def _plan_answers(self, plan: Plan, waiting: Sequence[tuple[ProposalRequest, PathTree]]) -> None:
         """Adds the rows of requests that wait for an answer, the shortest missing prefixes first.
 
@@ -228,21 +224,23 @@ class DraftModelProposer:
             if rows:
                 plan.looking_ahead.add(request.sequence_id)
                 candidates += rows
+        # An answer in the same forward waits for no longer rollout than its own.
+        max_tokens = max([row.max_tokens for row in plan.rows], default=MAX_BRANCH_TOKENS)
         for row in (row for row in candidates if row.is_wanted):
-            self._add_ahead(plan, row)
+            self._add_ahead(plan, row, max_tokens)
         num_left = self._budget.num_more(len(plan.rows), share=SHARE_WITH_ANSWERS if plan.rows else SHARE_ALONE)
         for row in round_robin(row for row in candidates if not row.is_wanted):
             if num_left <= 0:
                 break
-            num_left -= self._add_ahead(plan, row)
+            num_left -= self._add_ahead(plan, row, max_tokens)
         if not plan.rows:
             plan.looking_ahead.clear()  # no block is free: another call would not help
 
-    def _add_ahead(self, plan: Plan, row: AheadRow) -> bool:
-        """Adds the next tokens of a path, all of a draft if it can. Returns False if there is no block for them."""
+    def _add_ahead(self, plan: Plan, row: AheadRow, max_tokens: int) -> bool:
+        """Adds at most `max_tokens` next tokens of a path. Returns False if there is no block for them."""
         tree = row.tree
         path = tree.open(row.path) if isinstance(row.path, Opening) else row.path
-        num_rows, max_tokens = tree.num_missing(path), row.max_tokens
+        num_rows, max_tokens = tree.num_missing(path), min(max_tokens, row.max_tokens)
         is_added = self._add(
             plan, tree, path, num_rows=num_rows, num_decisions=1 + NUM_RUNNERS_UP, max_tokens=max_tokens
         )
@@ -316,8 +314,6 @@ class DraftModelProposer:
                 tree.main.kv.free()
                 return True
         return False
-
-    # --- the forward ----------------------------------------------------------------------
 
     def _run(self, plan: Plan) -> None:
         if not plan.rows:
