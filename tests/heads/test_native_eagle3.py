@@ -10,15 +10,17 @@ from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.tensor_planes import tensor_of
-from outrider.engine.sampler import Sampler, SampleRows
+from outrider.engine.sampler import Sampler
 from outrider.heads.base import HeadRows
 from outrider.heads.checkpoint import Target
 from outrider.heads.open import open_head
-from outrider.heads.packed_head import HeadPath, NativeHeadSteps, PackedHead
+from outrider.heads.packed_head import PackedHead
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import start_kernels
 from outrider.request import SamplingParams
+from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
+from outrider.speculation.proposers.native_head import NativeHeadSteps
 from tests.heads.golden_files import DenseAttention
 from tests.support.random_eagle3 import make_random_eagle3
 
@@ -27,11 +29,8 @@ BLOCK_SIZE, NUM_TOKENS, VOCAB_SIZE, HIDDEN = 16, 40, 320, 64
 TOKEN_IDS = torch.randint(0, VOCAB_SIZE, (2, NUM_TOKENS + 1), generator=torch.Generator().manual_seed(1))
 FEATURES = 3 * torch.randn((2, NUM_TOKENS, HIDDEN), generator=torch.Generator().manual_seed(2))
 KNOWN = torch.ones(VOCAB_SIZE, dtype=torch.bool)
-GREEDY = SampleRows(
-    Sampler(vocab_size=VOCAB_SIZE, known_token_ids=KNOWN).start(
-        SamplingParams(seed=0, max_tokens=9, temperature=0.0), sample=0, prompt_token_ids=()
-    ),
-    0,
+GREEDY = Sampler(vocab_size=VOCAB_SIZE, known_token_ids=KNOWN).start(
+    SamplingParams(seed=0, max_tokens=9, temperature=0.0), sample=0, prompt_token_ids=()
 )
 KINDS = {
     "plain": {},
@@ -82,9 +81,9 @@ class Native:
         fed = torch.cat([features[index, start:end] for index, start, end in parts]).to(self.dtype)
         fed = fed.view(torch.uint16) if self.dtype == torch.bfloat16 else fed
         batch = build_input_batch(rows, BLOCK_SIZE)
-        paths = [HeadPath(GREEDY, 1)] * batch.num_logits
+        paths = [PathRows((0,), 0, (), GREEDY, num_decisions=1)] * batch.num_logits
         drafts, logits = self.steps.draft(batch, fed.numpy(), paths, wants_logits=True)
-        own = [each.states[0] for each in drafts]
+        own = [each.state for each in drafts]
         states = tensor_of(np.stack(own)) if own else torch.empty((0, HIDDEN))
         logits = tensor_of(logits)
         sizes = [each.num_logits for each in rows]

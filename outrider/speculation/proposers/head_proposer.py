@@ -13,7 +13,7 @@ from outrider.constraints.compiler import GrammarCompiler
 from outrider.engine.cpu_kernels.kernels import CpuKernels
 from outrider.engine.device import device_type
 from outrider.engine.memory import KVMemory
-from outrider.heads.packed_head import NativeHeadSteps, PackedHead
+from outrider.heads.packed_head import PackedHead
 from outrider.model_hub.checkpoint_text import open_text, vocabulary_fingerprint
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels, resolve_device, start_kernels
@@ -24,6 +24,7 @@ from outrider.speculation.proposers.base import ProposerInfo
 from outrider.speculation.proposers.draft_forward import open_rollouts
 from outrider.speculation.proposers.draft_model import CATCH_UP_SECONDS, MAX_CATCH_UP_ROWS, DraftModelProposer
 from outrider.speculation.proposers.head_forward import HeadForward
+from outrider.speculation.proposers.native_head import NativeHeadSteps
 
 if TYPE_CHECKING:
     from outrider.heads.base import HeadModel
