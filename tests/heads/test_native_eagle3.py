@@ -65,7 +65,7 @@ class Native:
     def __init__(self, head, kernels):
         self.dtype = getattr(torch, head.spec.dtype)
         cache = PagedKVCache(head.spec.planes, num_blocks=8, block_size=BLOCK_SIZE, kernels=kernels)
-        self.steps = NativeHeadSteps(head.pack(kernels), kernels, cache)
+        self.steps = NativeHeadSteps(head.pack(kernels), kernels, cache, KNOWN.numpy())
 
     def run(self, *parts, num_logits=None, features=FEATURES):
         """Returns (states, logits) of each part's rows, or of its last `num_logits` rows."""

@@ -189,7 +189,7 @@ def test_features_of_another_reduction_never_reach_the_kernels(open_target, head
     head = open_packed_head(head_path, model)
     kv_cache = PagedKVCache(head.spec.planes, num_blocks=1, block_size=BLOCK_SIZE, kernels=model.cpu_kernels)
     with pytest.raises(InternalError, match="features are"):
-        NativeHeadSteps(head, model.cpu_kernels, kv_cache).rows(features)
+        NativeHeadSteps(head, model.cpu_kernels, kv_cache, model.known_token_ids).rows(features)
 
 
 def test_a_large_head_is_not_read_into_memory_to_be_known(tmp_path):

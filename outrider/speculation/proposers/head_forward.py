@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from outrider.engine.kv_cache.array_plane import WORDS
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.pending import read
-from outrider.engine.sampler import Sampler, SequenceSampling
+from outrider.engine.sampler import Sampler
 from outrider.heads.packed_head import PackedHead
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import MAX_PROPOSAL_TOKENS, SequenceStart
@@ -185,7 +185,7 @@ class HeadForward(DraftForward):
         hidden, logits = self.steps.forward(batch, features, depths, attended)
         if not batch.num_logits:
             return [DraftedToken(()) for _ in rows]
-        params = [cast("SequenceSampling", row.sampling).params for row in rows if row.num_decisions]
+        params = [row.sampling.params for row in rows if row.num_decisions]
         temperatures = np.array([[1.0 if each.is_greedy else each.temperature] for each in params], dtype=np.float32)
         winners, confidences = None, None
         if spec.is_chained:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,7 @@ from outrider.engine.sampler.native_decider import NativeSampler, sampling_addre
 from outrider.errors import InternalError
 from outrider.heads.packed_head import PackedHead
 from outrider.speculation.path_tree import DraftedToken
-from outrider.speculation.proposers.draft_forward import PathRows, may_follow, sample_rows
+from outrider.speculation.proposers.draft_forward import PathRows, allowed_of, sample_rows
 
 _PATHS = layout_of(structures.OutriderPath)
 
@@ -36,19 +35,14 @@ class NativeHeadSteps:
     parallel_feature = None
 
     def __init__(
-        self,
-        head: PackedHead,
-        kernels: CpuKernels,
-        kv_cache: PagedKVCache,
-        known_token_ids: npt.NDArray[np.bool_] | None = None,
+        self, head: PackedHead, kernels: CpuKernels, kv_cache: PagedKVCache, known_token_ids: npt.NDArray[np.bool_]
     ) -> None:
-        """`known_token_ids`: as for Sampler; None: all are known."""
+        """`known_token_ids`: as for Sampler."""
         self._target_ids = head.target_ids
         self._vocab_size = head.spec.vocab_size
         self._width, self._dtype = head.reduction.width, WORDS[head.spec.dtype]
         self._step = NativeStep(NativeDecoder(kernels, head.weights), kv_cache)
-        known = np.ones(self._vocab_size, dtype=np.bool_) if known_token_ids is None else known_token_ids
-        self._sampler = NativeSampler(kernels, Vocabulary.of(np.asarray(known)), self._target_ids)
+        self._sampler = NativeSampler(kernels, Vocabulary.of(np.asarray(known_token_ids)), self._target_ids)
         self._drafts = structures.OutriderDrafts()
         self._num_tokens = array("q")
         self._make_room(1)
@@ -109,10 +103,7 @@ class NativeHeadSteps:
             end = first + self._num_tokens[place]
             starts = range(first * max_races, end * max_races, max_races)
             token_ids = [tuple(self._token_ids[start : start + path.num_decisions]) for start in starts]
-            if sample.state.constraint is not None:
-                raced = token_ids[0]
-                may_stay = (not rank or may_follow(raced[:rank], each, sample) for rank, each in enumerate(raced))
-                token_ids[0] = tuple(compress(raced, may_stay))
+            token_ids[0] = allowed_of(token_ids[0], sample)
             states = self._states[first:end].tobytes()  # numpy's `copy` gives up Python's lock, and then waits for it
             own = np.frombuffer(states, dtype=self._dtype).reshape(-1, self._width)
             decided, *following = (
