@@ -105,7 +105,7 @@ def _speculator(
     """Adds what all heads in the layout of the `speculators` library have. `parts`: weights without that ending."""
     hidden, form = target.hidden_size, config["speculators_model_type"]
     taps = eagle3_taps(target.num_layers)
-    parts |= {"fc": _linear(len(taps) * hidden, hidden), "lm_head": _output_layer(target, ids)}
+    parts |= {"fc": _linear(len(taps) * hidden, hidden), "lm_head": target.output_layer()[ids].float()}
     tensors = {f"{part}.weight": tensor for part, tensor in (parts | {"norm": torch.ones(hidden)}).items()}
     # d2t holds offsets: a draft id plus its offset is the target's id. The mask t2d requires ascending ids.
     tensors["d2t"] = ids - torch.arange(len(ids))
@@ -153,8 +153,3 @@ def _layer_config(target: Target) -> dict[str, Any]:
 def _linear(width: int, out: int, gain: float = 1.0) -> Tensor:
     """Returns a random matrix [out, width] whose outputs are about `gain` times as large as its inputs."""
     return torch.randn(out, width) * (gain * width**-0.5)
-
-
-def _output_layer(target: Target, ids: Tensor) -> Tensor:
-    """Returns the rows of `ids` in the target's output layer [len(ids), hidden_size], with which training starts."""
-    return target.output_layer()[ids].float()
