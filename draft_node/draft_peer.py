@@ -130,8 +130,6 @@ class DraftPeer:
 
     def answer(self, answers: Sequence[SequenceProposals]) -> None:
         """Adds answers to the unsent ones. A newer answer replaces an older one of the same sequence."""
-        if not answers:
-            return
         with self._lock:
             for answer in answers:
                 self._unsent.setdefault(answer.sequence_id, _Unsent()).put(answer)
