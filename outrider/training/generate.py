@@ -38,19 +38,12 @@ def answers_folder(plan: TrainingPlan) -> Path:
     return plan.work / "answers"
 
 
-def write_answers(
-    plan: TrainingPlan, address: str, clock: PhaseClock, *, seconds: float, say: Say, progress: Progress
-) -> None:
-    """Sends requests to the cluster at `address` until there are `plan.answer_tokens` or, if that is 0, until the phase
-    has taken `seconds`. Ends earlier if the prompt file is used up.
+class AnswerPhase:
+    """Sends many requests at once, and writes each answer as it arrives.
 
-    Raises: OutriderError if requests keep failing.
+    It ends when there are `plan.answer_tokens` or, if that is 0, when the phase has taken `seconds`; and earlier if the
+    prompt file is used up.
     """
-    asyncio.run(_Asking(plan, clock, seconds, say, progress).run(address))
-
-
-class _Asking:
-    """Runs many concurrent requests and writes each answer as it arrives."""
 
     def __init__(self, plan: TrainingPlan, clock: PhaseClock, seconds: float, say: Say, progress: Progress) -> None:
         self._plan, self._clock, self._seconds = plan, clock, seconds
@@ -67,6 +60,7 @@ class _Asking:
         self._writer = AnswerWriter(folder, max_bytes=MAX_ANSWERS_BYTES)
 
     async def run(self, address: str) -> None:
+        """Runs the phase with the cluster at `address`. Raises: OutriderError if requests keep failing."""
         async with AsyncClient(address) as client:
             work = {asyncio.create_task(self._work(client)) for _ in range(self._plan.concurrency)}
             left = work

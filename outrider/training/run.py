@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import math
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from outrider.model_hub.kernels import resolve_device
 from outrider.model_hub.locate import locate_model
 from outrider.training.answer_files import read_answers
 from outrider.training.dataset import Dataset, choose_texts, features_folder, has_texts
-from outrider.training.generate import answers_folder, write_answers
+from outrider.training.generate import AnswerPhase, answers_folder
 from outrider.training.hidden_states import MAX_DRAFT_TOKENS, measure_rows, open_target, write_hidden_states
 from outrider.training.make_student import make_student, needed_taps
 from outrider.training.plan import (
@@ -89,7 +90,7 @@ def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress
             say_and_keep(f"answers: the target {own}answers {amount}")
             # The later phases run without the cluster, which would make torch three to four times as slow.
             with serve() as address, state.phase(ANSWERS) as clock:
-                write_answers(plan, address, clock, seconds=seconds, say=say_and_keep, progress=progress)
+                asyncio.run(AnswerPhase(plan, clock, seconds, say_and_keep, progress).run(address))
         if FEATURES not in state.done:
             with state.phase(FEATURES) as clock:
                 state.row_seconds = _begin_features(plan, target, taps, clock, say_and_keep, progress)
