@@ -27,7 +27,7 @@ from outrider.training.answer_files import read_answers
 from outrider.training.dataset import Dataset, choose_texts, features_folder, has_texts
 from outrider.training.generate import AnswerPhase, answers_folder
 from outrider.training.hidden_states import MAX_DRAFT_TOKENS, measure_rows, open_target, write_hidden_states
-from outrider.training.make_student import make_student, needed_taps
+from outrider.training.new_heads import make_student, needed_taps
 from outrider.training.plan import (
     ANSWERS,
     ANSWERS_SHARE,
