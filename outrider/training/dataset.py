@@ -105,11 +105,6 @@ def features_folder(plan: TrainingPlan) -> Path:
     return plan.work / "features"
 
 
-def has_texts(plan: TrainingPlan) -> bool:
-    """Returns whether the run has chosen its texts."""
-    return (features_folder(plan) / TEXTS).is_file()
-
-
 def _write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     content = io.BytesIO()
     np.savez(content, **arrays)  # type: ignore[arg-type]
