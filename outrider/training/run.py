@@ -26,26 +26,18 @@ from outrider.training.dataset import TEXTS, Dataset, choose_texts, features_fol
 from outrider.training.generate import AnswerPhase, answers_folder
 from outrider.training.hidden_states import MAX_DRAFT_TOKENS, measure_rows, opened_target, write_hidden_states
 from outrider.training.new_heads import make_student, needed_taps
-from outrider.training.plan import (
-    ANSWERS,
-    ANSWERS_SHARE,
-    FEATURES,
-    FEATURES_SHARE,
-    REPORT_SHARE,
-    TRAINING,
-    PhaseClock,
-    Progress,
-    RunState,
-    Say,
-    TrainingPlan,
-    only_run,
-    write_atomically,
-)
+from outrider.training.plan import PhaseClock, Progress, RunState, Say, TrainingPlan, only_run, write_atomically
 from outrider.training.plot import draw
 from outrider.training.prompts import read_prompts
 from outrider.training.replay import replay
 from outrider.training.report import measure_head, write_report
 from outrider.training.trainer import Trainer
+
+ANSWERS, FEATURES, TRAINING = "answers", "features", "training"
+
+ANSWERS_SHARE, FEATURES_SHARE, REPORT_SHARE = 0.25, 0.15, 0.05
+"""Maximum fractions of a run's time by phase; training takes the rest. Two cores write as many answers in a quarter of
+an hour as they can learn from in half an hour."""
 
 MIN_HELD_OUT = 20
 """Number of held-out texts below which the report's figures differ more between runs than between heads."""
