@@ -19,8 +19,9 @@ from outrider.training.prompts import TrainingPrompt, read_prompts, tokenize, wr
 SAMPLED = (0.7, 1.0)
 TEMPERATURES = (0.0, 0.0, *SAMPLED)
 """The temperature of an answer to a given prompt is drawn uniformly from these. Greedy answers teach the likeliest
-tokens, sampled ones the others. To a prompt of its own, which costs the target 0.4 tokens for each token of an answer,
-it writes one greedy answer and one sampled answer: a sixth more answer tokens in the same time.
+tokens, sampled ones the others. Each prompt that the target writes itself gets two answers, a greedy one and a sampled
+one. Since such a prompt takes 0.4 times as long as an answer, this gives a sixth more answer tokens in the same time
+than one answer to each prompt.
 """
 MAX_ANSWERS_BYTES = 8 << 30
 """Limit of the answers' files; the oldest answers go first. It is enough for 700 million answer tokens."""

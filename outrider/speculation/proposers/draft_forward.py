@@ -310,7 +310,7 @@ def _can_be_rolled_out(row: PathRows) -> bool:
 
 
 def allowed_of(raced: Sequence[int], sample: SampleRows) -> tuple[int, ...]:
-    """Returns the winner of a race and its valid runners-up: under a constraint there may be fewer than were raced."""
+    """Returns the winner of a race and its valid runners-up, of which a constraint may leave fewer than were wanted."""
     masks = sample.masks() if len(raced) > 1 else None
     if masks is None:
         return tuple(raced)

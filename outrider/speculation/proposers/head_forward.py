@@ -225,7 +225,10 @@ class HeadForward(DraftForward):
     def _draft(
         self, steps: NativeHeadSteps, batch: InputBatch, parts: Sequence[Array], rows: Sequence[PathRows]
     ) -> list[DraftedToken]:
-        """Returns what `_decide` does. The kernels decide, and feed the tokens of paths that may get several."""
+        """Returns what `_decide` does. The kernels decide, and feed the tokens of paths that may get several.
+
+        `parts`: the inputs of the batch's rows.
+        """
         features = parts[0]
         if len(parts) > 1:  # joined as bytes, since numpy gives up Python's lock for a copy, and then waits for it
             features = np.frombuffer(b"".join(parts), dtype=features.dtype).reshape(-1, features.shape[1])
