@@ -97,7 +97,7 @@ class DraftLoop:
         )
         self._fetches: FeatureFetches | None = None
         if connector is not None and proposer.info.features is not None:
-            self._fetches = FeatureFetches(connector, plane_of(proposer.info.features), on_read=self._wake_up)
+            self._fetches = FeatureFetches(connector, plane_of(proposer.info.features), on_read=self._wake)
         self._refused: Answers = []  # refusals of this step's updates
         self._pending: dict[int, HeldSequence] = {}  # sequences whose last update is not answered yet, by key
         self._ahead: dict[int, HeldSequence] = {}  # answered sequences with look-ahead, by key
@@ -128,7 +128,7 @@ class DraftLoop:
         with self._changed:
             if self._peers.pop(peer.peer_id, None) is not None:
                 self._gone.append(peer.peer_id)
-            self._wake()
+        self._wake()
 
     def submit(
         self, peer: DraftPeer, updates: Sequence[SequenceUpdate | StepNotice], *, step_seconds: float = 0.0
@@ -138,14 +138,12 @@ class DraftLoop:
         `step_seconds`: the duration of a step of their target; 0 if unknown.
         """
         peer.submit(updates, look_ahead_deadline=self._clock() + step_seconds)
-        with self._changed:
-            self._wake()
+        self._wake()
 
     def stop(self) -> None:
         """Makes `run` return after the current step."""
-        with self._changed:
-            self._is_stopping = True
-            self._wake()
+        self._is_stopping = True
+        self._wake()
 
     def load(self) -> NodeLoad:
         return NodeLoad(num_running=self._num_running, tokens_per_second=self._proposed.per_second())
@@ -331,10 +329,10 @@ class DraftLoop:
         return SequenceProposals(held.sequence_id, DraftStatus.AHEAD, len(held.tokens), trees) if trees else None
 
     def _push(self, answers: Answers, now: float) -> None:
-        by_peer: dict[int, tuple[DraftPeer, list[SequenceProposals]]] = {}
+        by_peer: dict[DraftPeer, list[SequenceProposals]] = {}
         for peer, answer in answers:
-            by_peer.setdefault(peer.peer_id, (peer, []))[1].append(answer)
-        for peer, theirs in by_peer.values():
+            by_peer.setdefault(peer, []).append(answer)
+        for peer, theirs in by_peer.items():
             peer.answer(theirs, now)
         looking_ahead = {held.peer.peer_id for held in self._ahead.values()}
         self._flush(now, looking_ahead)
@@ -366,13 +364,10 @@ class DraftLoop:
             num_wasted_tokens=num_wasted_tokens,
         )
 
-    def _wake_up(self) -> None:
-        with self._changed:
-            self._wake()
-
     def _wake(self) -> None:
-        self._has_changes = True
-        self._changed.notify_all()
+        with self._changed:
+            self._has_changes = True
+            self._changed.notify_all()
 
 
 def _to_send(tree: DraftTree, held: HeldSequence, *assumed_token_ids: int) -> DraftTree:

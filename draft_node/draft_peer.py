@@ -146,8 +146,6 @@ class DraftPeer:
 
         Branches of a look-ahead may be kept back until `flush` or another answer. `now`: clock seconds.
         """
-        if not answers:
-            return
         with self._lock:
             for answer in answers:
                 self._unsent.setdefault(answer.sequence_id, _Unsent()).put(answer)

@@ -266,5 +266,6 @@ def one_thread():
 @pytest.fixture
 def light_training(one_thread, monkeypatch):
     """Makes `train-head` use one thread, and no longer read 128 MiB to empty the caches before it times steps."""
-    monkeypatch.setattr("outrider.training.run.usable_cpus", lambda: (0,))
+    for module in ("run", "hidden_states"):
+        monkeypatch.setattr(f"outrider.training.{module}.usable_cpus", lambda: (0,))
     monkeypatch.setattr("outrider.training.hidden_states.FLUSHED_BYTES", 1024)

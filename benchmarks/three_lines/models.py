@@ -16,13 +16,15 @@ from outrider.client import ChatMessage
 from outrider.engine.engine import Engine
 from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.graph_shapes import GraphShapes
+from outrider.engine.kv_cache.block_pool import BlockPool
+from outrider.engine.open_runner import open_runner
 from outrider.engine.scheduler import Scheduler
 from outrider.heads.of_target import TargetHead
 from outrider.model_hub.checkpoint_text import read_text
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.open import open_model
+from outrider.speculation.proposers.draft_model import MAX_FORWARD_LOGITS, MAX_FORWARD_ROWS
 from outrider.speculation.proposers.factory import LOOKUP_NAMES, ProposerSettings, make_proposer, parse_draft_choice
-from outrider.speculation.proposers.model_forward import ModelForward
 from router.text.chat_template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -109,14 +111,20 @@ class ModelPair:
         return self.model.info.max_model_len
 
     def engine(self) -> Engine:
-        forward = ModelForward.of(
+        cache, runner, _ = open_runner(
             self.model,
-            kv_cache=replace(self.kv_cache, prefix_cache=False),
+            "auto",
+            self.kv_cache,
+            num_rows=MAX_FORWARD_ROWS,
+            num_logits=MAX_FORWARD_LOGITS,
             graphs=GraphShapes(has_trees=True) if self.settings.model.cuda_graphs else None,
             features=self.reduction,
         )
-        scheduler = Scheduler(forward.pool, max_running=MAX_RUNNING, max_rows_per_step=MAX_ROWS)
-        return Engine(forward.pool, scheduler, forward.kv_cache, forward.runner, forward.sampler)
+        pool = BlockPool(
+            num_blocks=cache.num_blocks, block_size=cache.block_size, hash_seed=b"", enable_prefix_cache=False
+        )
+        scheduler = Scheduler(pool, max_running=MAX_RUNNING, max_rows_per_step=MAX_ROWS)
+        return Engine(pool, scheduler, cache, runner, self.model.open_sampler())
 
     @property
     def features(self) -> FeatureFormat | None:

@@ -47,7 +47,11 @@ class DraftClient(DraftExchange):
         features: FeatureSource | None = None,
     ) -> None:
         """`features`: where the features are that the hello names; None if it names none."""
-        outlets = LinkOutlets(open_channel=open_channel, log=get_logger("drafts"), on_refused=_announce_refused)
+        outlets = LinkOutlets(
+            open_channel=open_channel,
+            log=get_logger("drafts"),
+            on_refused=lambda address, reason: announce(refused=reason, address=address),
+        )
         super().__init__(hello, outlets, features)
         self._nodes = PeerSet(
             addresses,
@@ -79,7 +83,3 @@ class DraftClient(DraftExchange):
         with self._changed:
             is_late = {link.address: self._book.is_late(link.node) for link in self.links}
             return DraftClientStatus(is_late, replace(self._book.counters))
-
-
-def _announce_refused(address: str, reason: str) -> None:
-    announce(refused=reason, address=address)

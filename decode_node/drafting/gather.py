@@ -39,29 +39,22 @@ class LocalProposer:
     """A proposer in this process, and how many tokens of each sequence it has read. Engine thread only."""
 
     def __init__(self, proposer: Proposer, features_of: FeaturesOf | None = None) -> None:
-        self.source = proposer.info.name
-        self.needs_constraint = proposer.info.needs_constraint
-        self.needs_features = proposer.info.features is not None
+        self.info = proposer.info
         self._proposer = proposer
         self._features_of = features_of if proposer.info.features is not None else None
-        self._unread: dict[int, ProposalRequest] = {}  # requests to read prompts that are not read yet, by sequence
+        self.unread: dict[int, ProposalRequest] = {}  # requests to read prompts that are not read yet, by sequence
         self._num_read: dict[int, int] = {}  # number of tokens that are read, by sequence
 
     def open(self, sequence_id: int, start: SequenceStart, token_ids: Sequence[int]) -> None:
         """Announces a sequence, whose prompt may be read while its KV is transferred."""
-        if self._proposer.info.features is None:  # a head needs features, which come with the KV
-            self._unread[sequence_id] = ProposalRequest(sequence_id, token_ids, 0, start)
+        if self.info.features is None:  # a head needs features, which come with the KV
+            self.unread[sequence_id] = ProposalRequest(sequence_id, token_ids, 0, start)
 
     def close(self, sequence_id: int) -> None:
         """Forgets a sequence."""
-        self._unread.pop(sequence_id, None)
+        self.unread.pop(sequence_id, None)
         self._num_read.pop(sequence_id, None)
         self._proposer.forget(sequence_id)
-
-    @property
-    def has_unread(self) -> bool:
-        """Whether an announced prompt is not read yet."""
-        return bool(self._unread)
 
     def num_unread(self, samples: Sequence[Sample]) -> dict[int, int]:
         """Returns the number of tokens of each sequence that are not read, by sequence id."""
@@ -95,7 +88,7 @@ class LocalProposer:
         """
         found: dict[int, Proposal] = {}
         requested = {request.sequence_id for request in requests}
-        ahead = [each for key, each in self._unread.items() if key not in requested] if reads_ahead else []
+        ahead = [each for key, each in self.unread.items() if key not in requested] if reads_ahead else []
         drafting = [*requests, *ahead]
         while drafting:
             asked, drafting = drafting, []
@@ -103,11 +96,11 @@ class LocalProposer:
                 if proposal.progress is Progress.DRAFTING:
                     drafting.append(request)
                     continue
-                proposal.tree.source = self.source
+                proposal.tree.source = self.info.name
                 found[request.sequence_id] = proposal
                 self._num_read[request.sequence_id] = len(request.token_ids) - proposal.num_behind
                 if proposal.progress is Progress.DONE:
-                    self._unread.pop(request.sequence_id, None)
+                    self.unread.pop(request.sequence_id, None)
         return found, bool(ahead)
 
 
@@ -201,7 +194,7 @@ class DraftGatherer:
     @property
     def may_gather_late(self) -> bool:
         """Whether `gather` may be called while the device computes the step, since it needs no features of it."""
-        return not any(local.needs_features for local in self._local)
+        return all(local.info.features is None for local in self._local)
 
     def awaits_drafts(self, samples: Sequence[Sample], found: StepDrafts) -> bool:
         """Returns whether the next step should be planned after the commit, rather than launched before it.
@@ -238,7 +231,7 @@ class DraftGatherer:
         limits, rank = {sample.sequence.key: sample.max_draft_tokens for sample in samples}, self._controller.rank
         drafts.ranked = {key: rank(key, tree, limits[key]) for key, tree in drafts.trees.items() if tree}
         self._drafts = {sequence_id: [draft] for sequence_id, draft in drafts.ranked.items()}
-        for local in sorted(self._local, key=lambda each: self._controller.source(each.source).cost.call_seconds):
+        for local in sorted(self._local, key=lambda each: self._controller.source(each.info.name).cost.call_seconds):
             self._ask(local, samples, limits, drafts.ranked)
         self._controller.observe_marginal_gain(DRAFT_NODE, {key: self._drafts.get(key, ()) for key in drafts.requested})
         gain = sum([draft.gain for draft in drafts.ranked.values()])
@@ -252,13 +245,13 @@ class DraftGatherer:
 
         `limits`: the maximum number of draft tokens that may be verified, by sequence id.
         """
-        controller, source = self._controller, local.source
-        if local.needs_constraint:
+        controller, source = self._controller, local.info.name
+        if local.info.needs_constraint:
             samples = [sample for sample in samples if sample.sampling.constraint is not None]
             if not samples:
                 return
             limits = {sample.sequence.key: limits[sample.sequence.key] for sample in samples}
-        reads_ahead, num_unread = local.has_unread and controller.is_cheap(source), local.num_unread(samples)
+        reads_ahead, num_unread = bool(local.unread) and controller.is_cheap(source), local.num_unread(samples)
         asked = controller.choose_calls(source, limits, best, num_unread)
         if not (asked or reads_ahead):
             return

@@ -252,10 +252,8 @@ class _Streams(DraftExchange):
 
     def stop(self) -> None:
         """Ends `run`. Any thread may call it, at any time."""
-        try:
+        with contextlib.suppress(RuntimeError):  # it has ended already
             self._own_loop.call_soon_threadsafe(self._stopping.set)
-        except RuntimeError:  # it has ended already
-            return
 
 
 class _StandardLog:

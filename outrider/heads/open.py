@@ -18,18 +18,12 @@ from outrider.heads.head_files import HeadFiles
 from outrider.heads.packed_head import PackedHead
 
 
-def open_head(
-    folder: Path, target: Target, device: torch.device, dtype: torch.dtype, *, torch_dtype: torch.dtype | None = None
-) -> HeadModel:
+def open_head(folder: Path, target: Target, device: torch.device, dtype: torch.dtype) -> HeadModel:
     """Opens the head of this folder.
-
-    `torch_dtype`: the dtype to use in place of `dtype` if native kernels cannot compute the head; None: `dtype`.
 
     Raises: ConfigError if the head is for another target or not supported, ModelError for damaged files.
     """
     with opened(Checkpoint.open(folder), target, device, dtype) as (head, files):
-        if torch_dtype is not None and not head.suits_kernels:
-            files.dtype = torch_dtype
         head.load(files)
         return head
 

@@ -132,7 +132,7 @@ class DraftTree:
             self.source,
             self.probability,
             self.distributions[:num_tokens],
-            _unless_chain(self.parents[:num_tokens]),
+            unless_chain(self.parents[:num_tokens]),
             self.grade,
         )
 
@@ -164,7 +164,7 @@ class DraftTree:
             self.source,
             self.probability,
             tuple([self.distributions[index] for index in indices]) if self.distributions else (),
-            _unless_chain(tuple([places.get(self.parents[index], ROOT) for index in indices])),
+            unless_chain(tuple([places.get(self.parents[index], ROOT) for index in indices])),
             self.grade,
         )
 
@@ -178,30 +178,18 @@ class DraftTree:
             return self
         if num_since >= len(self.token_ids):
             return None
-        if self.parents:
-            return self._below(token_ids[self.length :])
-        if tuple(token_ids[self.length :]) != self.token_ids[:num_since]:
+        path = self.path_of(token_ids[self.length :])
+        if len(path) < num_since:
             return None
-        return DraftTree(
-            len(token_ids),
-            None,
-            self.token_ids[num_since:],
-            self.source,
-            distributions=self.distributions[num_since:],
-            grade=self.grade,
-        )
-
-    def _children(self) -> dict[int, list[int]]:
-        children: dict[int, list[int]] = {}
-        for index, parent in enumerate(self.parents):
-            children.setdefault(parent, []).append(index)
-        return children
-
-    def _below(self, token_ids: Sequence[int]) -> DraftTree | None:
-        """Returns the subtree after `token_ids`, which must not be empty, or None if nothing follows them."""
-        path = self.path_of(token_ids)
-        if len(path) < len(token_ids):
-            return None
+        if not self.parents:
+            return DraftTree(
+                len(token_ids),
+                None,
+                self.token_ids[num_since:],
+                self.source,
+                distributions=self.distributions[num_since:],
+                grade=self.grade,
+            )
         below = {path[-1]}
         for index in range(path[-1] + 1, len(self.token_ids)):
             if self.parents[index] in below:
@@ -209,14 +197,20 @@ class DraftTree:
         below.remove(path[-1])
         if not below:
             return None
-        return replace(self.subset(sorted(below)), length=self.length + len(path), prefix_hash=None, probability=1.0)
+        return replace(self.subset(sorted(below)), length=len(token_ids), prefix_hash=None, probability=1.0)
+
+    def _children(self) -> dict[int, list[int]]:
+        children: dict[int, list[int]] = {}
+        for index, parent in enumerate(self.parents):
+            children.setdefault(parent, []).append(index)
+        return children
 
 
 class RankedDraft(NamedTuple):
     """A draft and its tokens' probabilities in the step for which it was ranked (see `DraftController.rank`)."""
 
     tree: DraftTree  # with its tokens ordered by falling probability, parents before their children
-    probabilities: Sequence[float]  # one for each token that may be verified; for a drawn draft, that it could have had
+    probabilities: Sequence[float]  # one for each token that may be verified; of a drawn draft, also for those it lacks
     gain: float  # tokens that the draft is expected to gain, minus the price of their rows
 
     @property
@@ -225,7 +219,7 @@ class RankedDraft(NamedTuple):
         return self.gain, sum(self.probabilities)
 
 
-def _unless_chain(parents: tuple[int, ...]) -> tuple[int, ...]:
+def unless_chain(parents: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the parents, or none if each token follows the one before it."""
     return () if parents == tuple(range(ROOT, len(parents) - 1)) else parents
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from outrider.engine.kv_cache.sequence_kv import SequenceKV
+from outrider.engine.sampler import SequenceSampling
 from outrider.speculation.acceptance_record import PRIOR_RUNNERS_UP, path_acceptance
 from outrider.speculation.draft_stream import MAX_PROPOSAL_TOKENS, MAX_SIBLINGS, SequenceStart
 from outrider.speculation.draft_tree import ROOT, DraftTree, num_common
@@ -95,7 +96,7 @@ class PathTree:
         start: SequenceStart,
         *,
         max_model_len: int,
-        sampling: object = None,
+        sampling: SequenceSampling,
         head: HeadRules | None = None,
     ) -> None:
         """`kv` may hold a cached prefix of `token_ids`, but not the last token, whose logits begin the draft.

@@ -12,6 +12,7 @@ import hashlib
 import io
 import random
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,11 +105,6 @@ def features_folder(plan: TrainingPlan) -> Path:
     return plan.work / "features"
 
 
-def has_texts(plan: TrainingPlan) -> bool:
-    """Returns whether the run has chosen its texts."""
-    return (features_folder(plan) / TEXTS).is_file()
-
-
 def _write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     content = io.BytesIO()
     np.savez(content, **arrays)  # type: ignore[arg-type]
@@ -134,9 +130,8 @@ class Dataset:
         self.prompt_lengths, self.response_lengths = facts["lengths"].T  # [num_texts] int32
         self.starts = np.concatenate([[0], facts["lengths"].sum(1, dtype=np.int64).cumsum()])  # of texts in `tokens`
         self._temperatures = facts["temperatures"]
-        self._kinds, self._kind_names = facts["kinds"], facts["kind_names"].tolist()
+        self._kinds = facts["kind_names"][facts["kinds"]]  # [num_texts] of strings
         self.shards = [range(self.num_held_out)]  # the texts of each shard
-        self._shard_of = np.zeros(len(self), np.int32)
         self._hidden: dict[int, Tensor] = {}  # [num_tokens, width] by shard; it takes memory only when it is read
         for text in range(self.num_held_out, len(self)):
             last = self.shards[-1]
@@ -144,7 +139,6 @@ class Dataset:
                 self.shards.append(range(text, text + 1))
             else:
                 self.shards[-1] = range(last.start, text + 1)
-            self._shard_of[text] = len(self.shards) - 1
 
     def __len__(self) -> int:
         """Returns the number of texts."""
@@ -163,10 +157,10 @@ class Dataset:
         return range(self.num_held_out, len(self))
 
     def shard_of(self, text: int) -> int:
-        return int(self._shard_of[text])
+        return bisect_right(self.shards, text, key=lambda texts: texts.start) - 1
 
     def kind(self, text: int) -> str:
-        return str(self._kind_names[self._kinds[text]])
+        return str(self._kinds[text])
 
     def token_ids(self, text: int) -> Tensor:
         """[num_tokens] int32: the text's prompt and response."""

@@ -19,8 +19,9 @@ from outrider.training.prompts import TrainingPrompt, read_prompts, tokenize, wr
 SAMPLED = (0.7, 1.0)
 TEMPERATURES = (0.0, 0.0, *SAMPLED)
 """The temperature of an answer to a given prompt is drawn uniformly from these. Greedy answers teach the likeliest
-tokens, sampled ones the others. To a prompt of its own, which costs the target 0.4 tokens for each token of an answer,
-it writes one greedy answer and one sampled answer: a sixth more answer tokens in the same time.
+tokens, sampled ones the others. Each prompt that the target writes itself gets two answers, a greedy one and a sampled
+one. Since such a prompt takes 0.4 times as long as an answer, this gives a sixth more answer tokens in the same time
+than one answer to each prompt.
 """
 MAX_ANSWERS_BYTES = 8 << 30
 """Limit of the answers' files; the oldest answers go first. It is enough for 700 million answer tokens."""
@@ -38,19 +39,12 @@ def answers_folder(plan: TrainingPlan) -> Path:
     return plan.work / "answers"
 
 
-def write_answers(
-    plan: TrainingPlan, address: str, clock: PhaseClock, *, seconds: float, say: Say, progress: Progress
-) -> None:
-    """Sends requests to the cluster at `address` until there are `plan.answer_tokens` or, if that is 0, until the phase
-    has taken `seconds`. Ends earlier if the prompt file is used up.
+class AnswerPhase:
+    """Sends many requests at once, and writes each answer as it arrives.
 
-    Raises: OutriderError if requests keep failing.
+    It ends when there are `plan.answer_tokens` or, if that is 0, when the phase has taken `seconds`; and earlier if the
+    prompt file is used up.
     """
-    asyncio.run(_Asking(plan, clock, seconds, say, progress).run(address))
-
-
-class _Asking:
-    """Runs many concurrent requests and writes each answer as it arrives."""
 
     def __init__(self, plan: TrainingPlan, clock: PhaseClock, seconds: float, say: Say, progress: Progress) -> None:
         self._plan, self._clock, self._seconds = plan, clock, seconds
@@ -67,6 +61,7 @@ class _Asking:
         self._writer = AnswerWriter(folder, max_bytes=MAX_ANSWERS_BYTES)
 
     async def run(self, address: str) -> None:
+        """Runs the phase with the cluster at `address`. Raises: OutriderError if requests keep failing."""
         async with AsyncClient(address) as client:
             work = {asyncio.create_task(self._work(client)) for _ in range(self._plan.concurrency)}
             left = work

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,11 +17,12 @@ from outrider.engine.device import device_type
 from outrider.engine.features import FeatureReduction
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.config import KVCacheConfig
+from outrider.engine.processor import usable_cpus, within_quota
 from outrider.errors import InternalError
+from outrider.heads.checkpoint import Target
 from outrider.model_hub.compute import PROMPT_ROWS, ModelRuntime, open_model_runtime
-from outrider.model_hub.config import ModelConfig
 from outrider.training.dataset import Dataset
-from outrider.training.plan import PhaseClock, Progress
+from outrider.training.plan import PhaseClock, Progress, TrainingPlan
 
 if TYPE_CHECKING:
     from outrider.engine.ranks.channel import RankLostError
@@ -31,16 +34,28 @@ FLUSHED_BYTES = 128 << 20
 MIN_TIMED_CALLS = 5
 
 
-def open_target(config: ModelConfig, taps: Sequence[int], hidden_size: int, *, max_length: int) -> ModelRuntime:
-    """Opens the target with a KV cache that also keeps hidden states of `taps`. Raises: as `open_model_runtime`."""
+@contextmanager
+def opened_target(plan: TrainingPlan, target: Target, taps: tuple[int, ...]) -> Iterator[ModelRuntime]:
+    """Opens the target with a KV cache that also keeps the hidden states of `taps` and the final ones.
+
+    Gives all processors back to torch afterwards. Raises: as `open_model_runtime`.
+    """
 
     def on_rank_lost(error: RankLostError) -> None:
         raise InternalError(f"a rank of the target was lost: {error}; run the same command again") from error
 
-    identity = FeatureReduction(taps=tuple(taps), hidden_size=hidden_size, takes_final_norm=True)
-    return open_model_runtime(
-        config, KVCacheConfig(), max_rows_per_step=max_length, features=lambda _: identity, on_rank_lost=on_rank_lost
+    identity = FeatureReduction(taps=(*taps, target.num_layers), hidden_size=target.hidden_size, takes_final_norm=True)
+    runtime = open_model_runtime(
+        plan.model,
+        KVCacheConfig(),
+        max_rows_per_step=plan.max_length,
+        features=lambda _: identity,
+        on_rank_lost=on_rank_lost,
     )
+    with runtime.ranks:
+        yield runtime
+    torch.set_num_threads(len(within_quota(usable_cpus())))  # loading a model may have limited torch to one thread
+    gc.collect()
 
 
 def write_hidden_states(

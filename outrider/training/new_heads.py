@@ -1,4 +1,4 @@
-"""Makes untrained heads, i.e. the contents of their folders, in published layouts."""
+"""Makes the head that a run trains: an untrained one in a published layout, or the head of `--init-from`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,52 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
+from outrider.errors import ConfigError
 from outrider.heads.checkpoint import Checkpoint, Target
-from outrider.training.plan import TrainingPlan
+from outrider.heads.open import open_head
+from outrider.training.block_student import BlockStudent
+from outrider.training.dataset import Dataset
+from outrider.training.plan import SEED, TrainingPlan
+from outrider.training.student import Student
+
+SCALE_SAMPLE = 10_000  # approximate number of tokens from which the scale of features is estimated
 
 Parts = tuple[dict[str, Any], dict[str, Tensor]]
 """The content of config.json, and tensors by name, of which all weights are float32."""
+
+
+def needed_taps(plan: TrainingPlan, target: Target) -> tuple[int, ...]:
+    """Returns the taps of the target's residual stream that the head needs, except the final hidden state.
+
+    Raises: ConfigError, ModelError if training cannot continue from the head of `--init-from`.
+    """
+    if plan.init_from is None:
+        return eagle3_taps(target.num_layers)
+    head = open_head(plan.init_from, target, torch.device("cpu"), torch.float32)
+    if head.form != "eagle3":
+        raise ConfigError(f"--init-from {plan.init_from} is not an eagle3 head: its form is {head.form}")
+    if target.num_layers in head.reduction.taps:  # the last layer's states are kept only after the final norm
+        raise ConfigError(f"--init-from {plan.init_from} reads the last layer's output before the final norm")
+    return head.reduction.taps
+
+
+def make_student(plan: TrainingPlan, target: Target, dataset: Dataset, device: torch.device, *, name: str) -> Student:
+    """Makes a new head, or opens the head of `--init-from`, whose reduction is not trained.
+
+    `name`: the target's name. Raises: as `needed_taps`.
+    """
+    torch.manual_seed(SEED)
+    dtype = TORCH_DTYPES[dataset.dtype]
+    if plan.init_from is not None:
+        return Student(Checkpoint.open(plan.init_from), target, device, dtype, trains_reduction=False)
+    counts = dataset.answer_counts(target.vocab_size)
+    kind = BlockStudent if plan.form == "dspark" else Student
+    student = kind(new_head(plan, target, name, counts, device), target, device, dtype)
+    # Held-out texts, because their hidden states stay: a run that is continued must find the same scales.
+    apart = -(-int(dataset.starts[len(dataset.held_out)]) // SCALE_SAMPLE)
+    student.scale_features(torch.cat([dataset.features(text)[apart // 2 :: apart] for text in dataset.held_out]))
+    return student
 
 
 def new_head(plan: TrainingPlan, target: Target, name: str, counts: Tensor, device: torch.device) -> Checkpoint:
@@ -105,7 +146,7 @@ def _speculator(
     """Adds what all heads in the layout of the `speculators` library have. `parts`: weights without that ending."""
     hidden, form = target.hidden_size, config["speculators_model_type"]
     taps = eagle3_taps(target.num_layers)
-    parts |= {"fc": _linear(len(taps) * hidden, hidden), "lm_head": _output_layer(target, ids)}
+    parts |= {"fc": _linear(len(taps) * hidden, hidden), "lm_head": target.output_layer()[ids].float()}
     tensors = {f"{part}.weight": tensor for part, tensor in (parts | {"norm": torch.ones(hidden)}).items()}
     # d2t holds offsets: a draft id plus its offset is the target's id. The mask t2d requires ascending ids.
     tensors["d2t"] = ids - torch.arange(len(ids))
@@ -153,8 +194,3 @@ def _layer_config(target: Target) -> dict[str, Any]:
 def _linear(width: int, out: int, gain: float = 1.0) -> Tensor:
     """Returns a random matrix [out, width] whose outputs are about `gain` times as large as its inputs."""
     return torch.randn(out, width) * (gain * width**-0.5)
-
-
-def _output_layer(target: Target, ids: Tensor) -> Tensor:
-    """Returns the rows of `ids` in the target's output layer [len(ids), hidden_size], with which training starts."""
-    return target.output_layer()[ids].float()

@@ -19,11 +19,6 @@ from outrider.model_hub.config import ModelConfig
 FORMS = ("eagle3", "dspark")
 FIXED = ("form", "num_steps", "num_layers", "rank", "prompts", "traffic", "init_from", "draft_vocab_size")
 FIXED_OF_MODEL = ("revision", "weights", "dtype")
-ANSWERS, FEATURES, TRAINING = "answers", "features", "training"
-
-ANSWERS_SHARE, FEATURES_SHARE, REPORT_SHARE = 0.25, 0.15, 0.05
-"""Maximum fractions of a run's time by phase; training takes the rest. Two cores write as many answers in a quarter of
-an hour as they can learn from in half an hour."""
 
 SEED = 1
 """Seed of all random choices of a run."""

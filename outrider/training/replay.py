@@ -24,7 +24,7 @@ from outrider.speculation.proposers.ngram import NgramIndex
 from outrider.training.dataset import Dataset
 from outrider.training.student import Choose, Student
 
-FIRST_GRADE = 4  # length in tokens of a match from which lookup drafts first; after shorter ones the head is better
+FIRST_GRADE = 4  # minimum tokens of a match after which lookup drafts first; after a shorter match, the head is better
 SOURCES = ("head", "lookup", "lookup, then head")
 HEAD, LOOKUP, BOTH = range(len(SOURCES))
 

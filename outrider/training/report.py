@@ -59,7 +59,7 @@ def write_report(
     """Returns the report as Markdown. `lines`: facts about the run. `point`: the figures of the head in training.
 
     `row_seconds` and `head_seconds` have one entry per number of CLIENTS: the first as in `speedup`, and the seconds of
-    one draft step. `num_at_once`: the number of tokens that it drafts.
+    one draft step, which drafts `num_at_once` tokens for each client.
     """
     max_k = next(iter(results.values())).shape[1]
     by_temperature: dict[float, dict[str, np.ndarray]] = {}

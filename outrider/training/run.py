@@ -9,44 +9,35 @@
 
 from __future__ import annotations
 
-import gc
+import asyncio
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
 from outrider.engine.processor import usable_cpus, within_quota
 from outrider.errors import ConfigError
 from outrider.heads.checkpoint import Target
-from outrider.model_hub.compute import ModelRuntime
 from outrider.model_hub.kernels import resolve_device
 from outrider.model_hub.locate import locate_model
 from outrider.training.answer_files import read_answers
-from outrider.training.dataset import Dataset, choose_texts, features_folder, has_texts
-from outrider.training.generate import answers_folder, write_answers
-from outrider.training.hidden_states import MAX_DRAFT_TOKENS, measure_rows, open_target, write_hidden_states
-from outrider.training.make_student import make_student, needed_taps
-from outrider.training.plan import (
-    ANSWERS,
-    ANSWERS_SHARE,
-    FEATURES,
-    FEATURES_SHARE,
-    REPORT_SHARE,
-    TRAINING,
-    PhaseClock,
-    Progress,
-    RunState,
-    Say,
-    TrainingPlan,
-    only_run,
-    write_atomically,
-)
+from outrider.training.dataset import TEXTS, Dataset, choose_texts, features_folder
+from outrider.training.generate import AnswerPhase, answers_folder
+from outrider.training.hidden_states import MAX_DRAFT_TOKENS, measure_rows, opened_target, write_hidden_states
+from outrider.training.new_heads import make_student, needed_taps
+from outrider.training.plan import PhaseClock, Progress, RunState, Say, TrainingPlan, only_run, write_atomically
 from outrider.training.plot import draw
 from outrider.training.prompts import read_prompts
 from outrider.training.replay import replay
 from outrider.training.report import measure_head, write_report
 from outrider.training.trainer import Trainer
+
+ANSWERS, FEATURES, TRAINING = "answers", "features", "training"
+
+ANSWERS_SHARE, FEATURES_SHARE, REPORT_SHARE = 0.25, 0.15, 0.05
+"""Maximum fractions of a run's time by phase; training takes the rest. Two cores write as many answers in a quarter of
+an hour as they can learn from in half an hour."""
 
 MIN_HELD_OUT = 20
 """Number of held-out texts below which the report's figures differ more between runs than between heads."""
@@ -89,11 +80,11 @@ def train_head(plan: TrainingPlan, serve: Serve, *, say: Say, progress: Progress
             say_and_keep(f"answers: the target {own}answers {amount}")
             # The later phases run without the cluster, which would make torch three to four times as slow.
             with serve() as address, state.phase(ANSWERS) as clock:
-                write_answers(plan, address, clock, seconds=seconds, say=say_and_keep, progress=progress)
+                asyncio.run(AnswerPhase(plan, clock, seconds, say_and_keep, progress).run(address))
         if FEATURES not in state.done:
             with state.phase(FEATURES) as clock:
                 state.row_seconds = _begin_features(plan, target, taps, clock, say_and_keep, progress)
-        elif not has_texts(plan):
+        elif not (features_folder(plan) / TEXTS).is_file():
             raise ConfigError(f"{plan.out} holds a run of an older version: give another --out")
         torch.set_num_threads(len(within_quota(usable_cpus())))
         return _train(plan, state, target, taps, location.name, say_and_keep, progress)
@@ -107,7 +98,7 @@ def _begin_features(
 
     Returns the cost of a step on this machine, i.e. the result of `measure_rows`.
     """
-    with _opened(plan, target, taps) as compute:
+    with opened_target(plan, target, taps) as compute:
         try:
             dataset = Dataset(features_folder(plan))
         except FileNotFoundError:
@@ -132,16 +123,6 @@ def _begin_features(
                 dataset.leave_out(first)
                 break
         return measure_rows(compute, limit_seconds=plan.measure_seconds)
-
-
-@contextmanager
-def _opened(plan: TrainingPlan, target: Target, taps: tuple[int, ...]) -> Iterator[ModelRuntime]:
-    """Opens the target for hidden states, and gives all processors back to torch afterwards."""
-    compute = open_target(plan.model, (*taps, target.num_layers), target.hidden_size, max_length=plan.max_length)
-    with compute.ranks:
-        yield compute
-    torch.set_num_threads(len(within_quota(usable_cpus())))  # loading a model may have limited torch to one thread
-    gc.collect()
 
 
 def _train(
@@ -184,7 +165,7 @@ def _train(
 
         def prepare(shard: int) -> None:
             if not dataset.is_done(shard):
-                with clock.paused(), state.phase(FEATURES) as pause, _opened(plan, target, taps) as compute:
+                with clock.paused(), state.phase(FEATURES) as pause, opened_target(plan, target, taps) as compute:
                     dataset.make_room(shard, plan.feature_bytes)
                     write_hidden_states(compute, dataset, shard, pause, seconds=math.inf, progress=progress)
 

@@ -55,9 +55,8 @@ class Trainer:
     def __init__(self, plan: TrainingPlan, student: Student, dataset: Dataset) -> None:
         self._plan, self._dataset, self.student = plan, dataset, student
         self._device = student.device
-        is_output = {name: "lm_head." in name for name in student.weights}
-        output = [weight for name, weight in student.weights.items() if is_output[name]]
-        others = [weight for name, weight in student.weights.items() if not is_output[name]]
+        output = [weight for name, weight in student.weights.items() if "lm_head." in name]
+        others = [weight for name, weight in student.weights.items() if "lm_head." not in name]
         groups = [(others, plan.learning_rate), (output, plan.learning_rate * OUTPUT_LAYER_RATE)]
         groups = [(parameters, rate) for parameters, rate in groups if parameters]
         self._peaks = [rate for _, rate in groups]

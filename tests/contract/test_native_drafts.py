@@ -44,7 +44,7 @@ class TokenByToken(HeadForward):
     __slots__ = ()
     max_tokens = 1
 
-    def _draft(self, steps, rows):
+    def _draft(self, steps, batch, parts, rows):
         deciding = [row for row in rows if row.num_decisions]
         made = []
 
@@ -55,7 +55,8 @@ class TokenByToken(HeadForward):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(steps, "draft", logits_only, raising=False)
-            HeadForward._draft(self, steps, [row._replace(max_tokens=1, wants_distribution=True) for row in rows])
+            alone = [row._replace(max_tokens=1, wants_distribution=True) for row in rows]
+            HeadForward._draft(self, steps, batch, parts, alone)
         ((drafts, logits),) = made
         params = [row.sampling.params for row in deciding]
         temperatures = np.array([[1.0 if each.is_greedy else each.temperature] for each in params], dtype=np.float32)
@@ -63,7 +64,7 @@ class TokenByToken(HeadForward):
             logits,
             rows,
             confidences=confidences_of(logits, temperatures, steps._target_ids),
-            states=np.stack([each.states[0] for each in drafts]),
+            states=np.stack([each.state for each in drafts]),
         )
 
 
@@ -193,7 +194,7 @@ def test_the_loop_ends_with_the_draft(pair):
     pair[1].forget(1)
     drafts_of(pair[1], request_of(PROMPT, 6, stops=(token_ids[1],)))
     num_until_stop = 1 + token_ids.index(token_ids[1])
-    assert [len(drafts[0].token_ids) for drafts, _ in made] == [6, 1, num_until_stop]
+    assert [1 + len(drafts[0].following) for drafts, _ in made] == [6, 1, num_until_stop]
 
 
 def test_only_a_short_draft_keeps_the_interpreters_lock(pair, monkeypatch):
@@ -221,7 +222,7 @@ def test_the_loop_knows_how_likely_a_begun_path_is(pair):
     drafts_of(pair[1], request_of(PROMPT, 6, stops=(), min_reach=reach))
     num_tokens = next(num for num in range(1, 7) if math.prod(each.confidence for each in decided[:num]) < reach)
     assert len(pair[1]._trees[1].main) == num_tokens > 2
-    assert len(made[0][0][0].token_ids) == num_tokens - 2
+    assert 1 + len(made[0][0][0].following) == num_tokens - 2
 
 
 @pytest.mark.parametrize("num_sequences", [1, 3])

@@ -10,15 +10,18 @@ from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.kv_cache.tensor_planes import tensor_of
-from outrider.engine.sampler import Sampler, SampleRows
+from outrider.engine.sampler import Sampler
 from outrider.heads.base import HeadRows
 from outrider.heads.checkpoint import Target
+from outrider.heads.forms.eagle3 import Eagle3
 from outrider.heads.open import open_head
-from outrider.heads.packed_head import HeadPath, NativeHeadSteps, PackedHead
+from outrider.heads.packed_head import PackedHead
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import start_kernels
 from outrider.request import SamplingParams
+from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
+from outrider.speculation.proposers.native_head import NativeHeadSteps
 from tests.heads.golden_files import DenseAttention
 from tests.support.random_eagle3 import make_random_eagle3
 
@@ -27,11 +30,8 @@ BLOCK_SIZE, NUM_TOKENS, VOCAB_SIZE, HIDDEN = 16, 40, 320, 64
 TOKEN_IDS = torch.randint(0, VOCAB_SIZE, (2, NUM_TOKENS + 1), generator=torch.Generator().manual_seed(1))
 FEATURES = 3 * torch.randn((2, NUM_TOKENS, HIDDEN), generator=torch.Generator().manual_seed(2))
 KNOWN = torch.ones(VOCAB_SIZE, dtype=torch.bool)
-GREEDY = SampleRows(
-    Sampler(vocab_size=VOCAB_SIZE, known_token_ids=KNOWN).start(
-        SamplingParams(seed=0, max_tokens=9, temperature=0.0), sample=0, prompt_token_ids=()
-    ),
-    0,
+GREEDY = Sampler(vocab_size=VOCAB_SIZE, known_token_ids=KNOWN).start(
+    SamplingParams(seed=0, max_tokens=9, temperature=0.0), sample=0, prompt_token_ids=()
 )
 KINDS = {
     "plain": {},
@@ -66,7 +66,7 @@ class Native:
     def __init__(self, head, kernels):
         self.dtype = getattr(torch, head.spec.dtype)
         cache = PagedKVCache(head.spec.planes, num_blocks=8, block_size=BLOCK_SIZE, kernels=kernels)
-        self.steps = NativeHeadSteps(head.pack(kernels), kernels, cache)
+        self.steps = NativeHeadSteps(head.pack(kernels), kernels, cache, KNOWN.numpy())
 
     def run(self, *parts, num_logits=None, features=FEATURES):
         """Returns (states, logits) of each part's rows, or of its last `num_logits` rows."""
@@ -82,9 +82,9 @@ class Native:
         fed = torch.cat([features[index, start:end] for index, start, end in parts]).to(self.dtype)
         fed = fed.view(torch.uint16) if self.dtype == torch.bfloat16 else fed
         batch = build_input_batch(rows, BLOCK_SIZE)
-        paths = [HeadPath(GREEDY, 1)] * batch.num_logits
+        paths = [PathRows((0,), 0, (), GREEDY, num_decisions=1)] * batch.num_logits
         drafts, logits = self.steps.draft(batch, fed.numpy(), paths, wants_logits=True)
-        own = [each.states[0] for each in drafts]
+        own = [each.state for each in drafts]
         states = tensor_of(np.stack(own)) if own else torch.empty((0, HIDDEN))
         logits = tensor_of(logits)
         sizes = [each.num_logits for each in rows]
@@ -159,14 +159,9 @@ def test_a_head_keeps_its_targets_dtype_where_kernels_compute_it(
         vocabulary_fingerprint="",
         kernels=kernels if has_kernels else None,
     )
-    opened_in = []
-
-    def noting(*args, **options):
-        opened_in.append(open_head(*args, **options))
-        return opened_in[-1]
-
-    monkeypatch.setattr("outrider.heads.open.open_head", noting)
+    loaded, load = [], Eagle3.load
+    monkeypatch.setattr(Eagle3, "load", lambda head, files: loaded.append(head) or load(head, files))
     model = load_head(head, opened_for)
-    assert opened_in == [model], "once: it may have gigabytes"
+    assert loaded == [model], "once: it may have gigabytes"
     assert model.spec.dtype == dtype
     assert isinstance(make_head_proposer(model, opened_for)._forward.model, PackedHead) == (dtype == "bfloat16")

@@ -14,7 +14,6 @@ import torch
 from outrider.engine.cpu_kernels.paths import choose_kernels
 from outrider.engine.input_batch import SequenceRows, build_input_batch
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
-from outrider.engine.sampler import SampleRows
 from outrider.errors import InternalError, ModelError
 from outrider.heads import of_target
 from outrider.heads import open as open_module
@@ -22,13 +21,14 @@ from outrider.heads.checkpoint import Target
 from outrider.heads.module_steps import ModuleHeadSteps
 from outrider.heads.of_target import TargetHead, open_packed_head
 from outrider.heads.open import open_head, read_reduction
-from outrider.heads.packed_head import HeadPath, NativeHeadSteps
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.model_hub.open import open_model
 from outrider.request import SamplingParams
+from outrider.speculation.proposers.draft_forward import PathRows
 from outrider.speculation.proposers.head_forward import HeadForward, confidences_of
 from outrider.speculation.proposers.head_proposer import HeadTarget, load_head, make_head_proposer
+from outrider.speculation.proposers.native_head import NativeHeadSteps
 from tests.heads.golden_heads import rewrite_config, rewrite_tensors
 from tests.support.random_eagle3 import make_random_eagle3
 from tests.support.tiny_head import make_tiny_head
@@ -87,8 +87,9 @@ def run(head, model, values):
     features = values.view(torch.uint16) if values.dtype == torch.bfloat16 else values
     steps = NativeHeadSteps(head, model.cpu_kernels, kv_cache, model.known_token_ids)
     params = SamplingParams(seed=0, max_tokens=99, temperature=0.0)
-    greedy = SampleRows(model.open_sampler().start(params, sample=0, prompt_token_ids=()), 0)
-    return steps.draft(batch, features.numpy(), [HeadPath(greedy, 1)] * NUM_ROWS, wants_logits=True)
+    greedy = model.open_sampler().start(params, sample=0, prompt_token_ids=())
+    paths = [PathRows((0,), 0, (), greedy, num_decisions=1)] * NUM_ROWS
+    return steps.draft(batch, features.numpy(), paths, wants_logits=True)
 
 
 def random_features():
@@ -98,7 +99,7 @@ def random_features():
 def drafts(head, model):
     """Returns (states, logits) of NUM_ROWS rows."""
     drafted, logits = run(head, model, random_features())
-    return np.stack([each.states[0] for each in drafted]), logits
+    return np.stack([each.state for each in drafted]), logits
 
 
 def model_dtype(model):
@@ -188,7 +189,7 @@ def test_features_of_another_reduction_never_reach_the_kernels(open_target, head
     head = open_packed_head(head_path, model)
     kv_cache = PagedKVCache(head.spec.planes, num_blocks=1, block_size=BLOCK_SIZE, kernels=model.cpu_kernels)
     with pytest.raises(InternalError, match="features are"):
-        NativeHeadSteps(head, model.cpu_kernels, kv_cache).rows(features)
+        NativeHeadSteps(head, model.cpu_kernels, kv_cache, model.known_token_ids).rows(features)
 
 
 def test_a_large_head_is_not_read_into_memory_to_be_known(tmp_path):
@@ -238,9 +239,9 @@ def test_a_packed_heads_confidence_is_its_largest_probability_and_0_after_nan(op
     head = open_packed_head(head_path, model)
     found, logits = run(head, model, random_features())
     expected = torch.softmax(torch.from_numpy(logits), 1).amax(1).tolist()
-    assert [each.confidences[0] for each in found] == pytest.approx(expected, rel=1e-5)
+    assert [each.confidence for each in found] == pytest.approx(expected, rel=1e-5)
     found, _ = run(head, model, torch.full((NUM_ROWS, HIDDEN), torch.nan))
-    assert [each.confidences[0] for each in found] == [0.0] * NUM_ROWS
+    assert [each.confidence for each in found] == [0.0] * NUM_ROWS
 
 
 def test_a_heads_confidence_is_its_largest_probability(open_target, head_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.load import load_model
 from outrider.request import Constraint, ConstraintKind, SamplingParams
 from outrider.speculation.proposers.base import ProposalRequest, ProposerInfo
+from outrider.speculation.proposers.draft_forward import allowed_of
 from outrider.speculation.proposers.draft_model import DraftModelProposer
 from outrider.speculation.proposers.head_forward import HeadForward
 from outrider.speculation.proposers.model_forward import ModelForward
@@ -108,3 +111,12 @@ def test_a_constraint_that_cannot_be_compiled_here_has_no_drafts_and_fails_nobod
     proposer = DraftModelProposer(forward, ProposerInfo(name="toy:tiny"))
     compile_beside(constraints, proposer, request(PROMPT, bad, features=ToyFeatures(PROMPT)))
     assert draft(proposer, request(PROMPT, bad, features=ToyFeatures(PROMPT))) == ()
+
+
+def test_runners_up_are_different_tokens_that_the_grammar_allows():
+    """A race among few allowed tokens is won again by one of them, or by one that is not allowed."""
+    masks = np.zeros((1, 2), dtype=np.uint32)
+    masks[0, 0], masks[0, 1] = 0b1010, 0b1
+    constrained, free = SimpleNamespace(masks=lambda: masks), SimpleNamespace(masks=lambda: None)
+    assert allowed_of((3, 2, 32, 3, 33, 1), constrained) == (3, 32, 1)
+    assert allowed_of((3, 2, 32), free) == (3, 2, 32)

@@ -18,8 +18,8 @@ def simulated(mix, curve, num_sequences, forward_ms):
     head = (HEAD, {"forward_seconds": seconds, "row_seconds": seconds / 40, "read_seconds": seconds / 40})
     batch = SourcesBatch(mix, curve, num_sequences, sources=[lookup, head], length=128)
     for local in batch.gatherer._local:
-        if local.source == HEAD:
-            local._unread.clear()  # a head reads features, which come with the KV
+        if local.info.name == HEAD:
+            local.unread.clear()  # a head reads features, which come with the KV
     return batch, num_sequences / CURVES[curve](num_sequences)
 
 

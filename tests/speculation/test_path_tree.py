@@ -34,7 +34,7 @@ class Sequence:
         sampling = SamplingParams(seed=1, max_tokens=max_tokens, temperature=1.0)
         options = RequestOptions(sampling=sampling, stop_token_ids=(STOP,), verification_method=method)
         start = SequenceStart(options=options, sample=0, prompt_length=len(PROMPT))
-        self.tree = PathTree(SequenceKV(self.pool), PROMPT, start, max_model_len=1000, head=head)
+        self.tree = PathTree(SequenceKV(self.pool), PROMPT, start, max_model_len=1000, sampling=None, head=head)
 
     def draft(self, path: DraftPath, *token_ids: int) -> DraftPath:
         for token_id in token_ids:

@@ -61,17 +61,17 @@ def test_trees_commit_the_targets_distribution(settings, sampler_kernels, is_ful
 
 def test_races_of_rows_instead_of_positions_are_noticed(monkeypatch):
     """Mistake: a row is decided with the race of its slot's position, so that two positions share a race."""
-    runs_of_tree = coupled.runs_of_tree
+    runs_of = coupled.runs_of
 
     def of_slots(draft):
-        runs = runs_of_tree(draft)
+        runs = runs_of(draft)
         firsts = accumulate((run.num_rows for run in runs[:-1]), initial=draft.rows.position)
         return [run._replace(position=first) for run, first in zip(runs, firsts, strict=True)]
 
     settings = {"temperature": 0.3}  # siblings are accepted often
     probs = probabilities(small_logits(), **settings)
     assert worst_z(generate(small_logits(), num_tokens=120, **settings)[0], probs) < PASS
-    monkeypatch.setattr(coupled, "runs_of_tree", of_slots)
+    monkeypatch.setattr(coupled, "runs_of", of_slots)
     assert worst_z(generate(small_logits(), num_tokens=120, **settings)[0], probs) > PASS
 
 

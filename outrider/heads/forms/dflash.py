@@ -38,9 +38,7 @@ class BlockLayer(DecoderLayer):
         `context`: [num_rows, hidden_size], the normed features of all rows. `depths`: [num_places] int64; each block's
         begin with 1.
         """
-        given = context.index_copy(0, places, self.normed(rows))
-        rows = rows + self.attention(given, angles, attend, places)
-        return rows + self.feed_forward(self.normed_again(rows))
+        return self(rows, angles, attend, context.index_copy(0, places, self.normed(rows)), places=places)
 
 
 class DFlash(HeadModel):

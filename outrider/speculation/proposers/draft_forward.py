@@ -39,7 +39,7 @@ class PathRows(NamedTuple):
     # These blocks cover the rows [0, start_position + len(token_ids) + max_tokens - 1). For a head, they cover one row
     # less, and its parallel rows in addition.
     block_ids: Sequence[int]
-    sampling: object  # the sequence's sampling state, made by `start`
+    sampling: SequenceSampling  # made by `start`
     assumed_token_ids: tuple[int, ...] = ()  # the path's tokens, which count as generated
     num_decisions: int = 0  # 0: only compute KV; 1: decide the next token; n: also n - 1 runners-up
     wants_distribution: bool = False  # whether the next token's distribution is wanted
@@ -140,9 +140,8 @@ class DraftForward(Protocol):
             stop_token_ids=start.options.stop_token_ids,
         )
 
-    def commit(self, sampling: object, token_ids: Sequence[int]) -> None:
+    def commit(self, sampling: SequenceSampling, token_ids: Sequence[int]) -> None:
         """Adds newly committed tokens to a sequence's sampling state."""
-        assert isinstance(sampling, SequenceSampling)
         self.sampler.commit(sampling, token_ids)
 
     def _decide(
@@ -195,11 +194,10 @@ class DraftForward(Protocol):
         token_ids: list[list[int]] = [[] for _ in places]
         for (decided, _), ids in zip(rounds, winners, strict=True):
             for place, token_id in zip(decided, ids, strict=True):
-                if not token_ids[place] or may_follow(token_ids[place], token_id, samples[place]):
-                    token_ids[place].append(token_id)
+                token_ids[place].append(token_id)
         sure_of = confident[0] if confident else [1.0] * len(places)
         made = [
-            DraftedToken(tuple(ids), found.get(place), next(own), confidence=sure_of[place])
+            DraftedToken(allowed_of(ids, samples[place]), found.get(place), next(own), confidence=sure_of[place])
             for place, ids in enumerate(token_ids)
         ]
         firsts = iter(range(0, len(places), num_parallel))
@@ -301,7 +299,6 @@ def open_rollouts(forward: DraftForward, device: str) -> Rollouts | None:
 
 
 def sample_rows(row: PathRows, num_ahead: int) -> SampleRows:
-    assert isinstance(row.sampling, SequenceSampling)
     position = row.start_position + len(row.token_ids) + num_ahead
     # The tokens in between are unknown, and so is what a grammar allows after them.
     state = replace(row.sampling, constraint=None) if num_ahead else row.sampling
@@ -310,15 +307,17 @@ def sample_rows(row: PathRows, num_ahead: int) -> SampleRows:
 
 def _can_be_rolled_out(row: PathRows) -> bool:
     """Returns whether the row wants more than one token and the race alone decides them."""
-    assert isinstance(row.sampling, SequenceSampling)
     is_edited = row.sampling.penalties.changes(len(row.assumed_token_ids)) or row.sampling.constraint is not None
     return row.max_tokens > 1 and not (is_edited or row.wants_distribution)
 
 
-def may_follow(winners: Sequence[int], token_id: int, sample: SampleRows) -> bool:
-    """Returns whether `token_id` is a valid runner-up. It is not valid if a constraint allows only earlier winners."""
-    masks = sample.masks()
-    return masks is None or (token_id not in winners and bool(masks[0, token_id // 32] >> token_id % 32 & 1))
+def allowed_of(raced: Sequence[int], sample: SampleRows) -> tuple[int, ...]:
+    """Returns the winner of a race and its valid runners-up, of which a constraint may leave fewer than were wanted."""
+    masks = sample.masks() if len(raced) > 1 else None
+    if masks is None:
+        return tuple(raced)
+    allowed = (each for each in raced[1:] if masks[0, each // 32] >> each % 32 & 1)
+    return tuple(dict.fromkeys((raced[0], *allowed)))
 
 
 def _without(logits: Array, rows: Sequence[int], token_ids: Array) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +19,15 @@ from outrider.engine.kv_cache.array_plane import WORDS
 from outrider.engine.kv_cache.block_pool import BlockPool
 from outrider.engine.kv_cache.paged_cache import PagedKVCache
 from outrider.engine.pending import read
-from outrider.engine.sampler import Sampler, SampleRows, SequenceSampling
-from outrider.heads.packed_head import HeadDraft, HeadPath, NativeHeadSteps, PackedHead
+from outrider.engine.sampler import Sampler
+from outrider.heads.packed_head import PackedHead
 from outrider.request import RequestOptions, SamplingParams
 from outrider.speculation.draft_stream import MAX_PROPOSAL_TOKENS, SequenceStart
 from outrider.speculation.features import HeadRules
 from outrider.speculation.path_tree import DraftedToken
 from outrider.speculation.proposers.base import MAX_SEQUENCES
-from outrider.speculation.proposers.draft_forward import DraftForward, PathRows, may_follow, sample_rows
-from outrider.speculation.token_distribution import TokenDistribution
+from outrider.speculation.proposers.draft_forward import DraftForward, PathRows, sample_rows
+from outrider.speculation.proposers.native_head import NativeHeadSteps
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,8 +162,6 @@ class HeadForward(DraftForward):
         return PathRows(tokens, start_position, blocks, sampling, (), 1, num_committed=end_position, states=states)
 
     def _run(self, rows: Sequence[PathRows]) -> list[DraftedToken]:
-        if isinstance(self.steps, NativeHeadSteps):
-            return self._draft(self.steps, rows)
         spec, num_parallel = self.model.spec, self.model.spec.num_parallel
         fed_rows = [(row, *self._tokens_of(row)) for row in rows]
         batch = build_input_batch(
@@ -176,8 +174,9 @@ class HeadForward(DraftForward):
             self.pool.block_size,
         )
         parts = [part for row, own, parallel in fed_rows for part in self._fed_with(row, len(own), len(parallel))]
-        xp = namespace(parts[0])
-        features = parts[0] if len(parts) == 1 else xp.concat(parts)
+        if isinstance(self.steps, NativeHeadSteps):
+            return self._draft(self.steps, batch, parts, rows)
+        features = parts[0] if len(parts) == 1 else namespace(parts[0]).concat(parts)
         depths = [depth for row, own, parallel in fed_rows for depth in _depths(row, len(own) + len(parallel))]
         attended = batch
         if spec.attends_both_ways:
@@ -185,7 +184,7 @@ class HeadForward(DraftForward):
         hidden, logits = self.steps.forward(batch, features, depths, attended)
         if not batch.num_logits:
             return [DraftedToken(()) for _ in rows]
-        params = [cast("SequenceSampling", row.sampling).params for row in rows if row.num_decisions]
+        params = [row.sampling.params for row in rows if row.num_decisions]
         temperatures = np.array([[1.0 if each.is_greedy else each.temperature] for each in params], dtype=np.float32)
         winners, confidences = None, None
         if spec.is_chained:
@@ -222,40 +221,23 @@ class HeadForward(DraftForward):
         confidences = None if sure[0] is None else xp.stack(sure, axis=1).reshape(-1)
         return xp.stack(found, axis=1).reshape(len(logits), -1), confidences, previous[:, 1:].reshape(-1)
 
-    def _draft(self, steps: NativeHeadSteps, rows: Sequence[PathRows]) -> list[DraftedToken]:
+    def _draft(
+        self, steps: NativeHeadSteps, batch: InputBatch, parts: Sequence[Array], rows: Sequence[PathRows]
+    ) -> list[DraftedToken]:
         """Returns what `_decide` does. The kernels decide, and feed the tokens of paths that may get several.
 
-        Drawn drafts and those of a constraint get one token a call: the first send its distribution, and the second
-        need a mask for each token, which the compiled grammar makes from the tokens before it.
+        `parts`: the inputs of the batch's rows.
         """
-        deciding = [row for row in rows if row.num_decisions]
-        batch = build_input_batch(
-            [
-                SequenceRows(row.token_ids, row.start_position - 1, row.block_ids, min(row.num_decisions, 1))
-                for row in rows
-            ],
-            self.pool.block_size,
-        )
-        parts = [part for row in rows for part in self._fed_with(row, len(row.token_ids), 0)]
-        samples = [sample_rows(row, 0) for row in deciding]
-        paths = [
-            HeadPath(
-                sample,
-                row.num_decisions,
-                1 if row.wants_distribution or sample.state.constraint is not None else row.max_tokens,
-                row.reach,
-                row.min_reach,
-                row.block_ids,
-            )
-            for row, sample in zip(deciding, samples, strict=True)
-        ]
-        asking = [place for place, row in enumerate(deciding) if row.wants_distribution]
         features = parts[0]
         if len(parts) > 1:  # joined as bytes, since numpy gives up Python's lock for a copy, and then waits for it
             features = np.frombuffer(b"".join(parts), dtype=features.dtype).reshape(-1, features.shape[1])
-        drafts, logits = steps.draft(batch, features, paths, wants_logits=bool(asking))
-        (found,) = ({},) if logits is None else read(self._distributions(logits, samples, asking))
-        made = (_drafted(*each, found.get(place)) for place, each in enumerate(zip(drafts, samples, strict=True)))
+        deciding = [row for row in rows if row.num_decisions]
+        asking = [place for place, row in enumerate(deciding) if row.wants_distribution]
+        drafts, logits = steps.draft(batch, features, deciding, wants_logits=bool(asking))
+        if logits is not None:
+            (found,) = read(self._distributions(logits, [sample_rows(row, 0) for row in deciding], asking))
+            drafts = [each._replace(distribution=found.get(place)) for place, each in enumerate(drafts)]
+        made = iter(drafts)
         return [next(made) if row.num_decisions else DraftedToken(()) for row in rows]
 
     def _tokens_of(self, row: PathRows) -> tuple[Sequence[int], tuple[int, ...]]:
@@ -282,18 +264,6 @@ class HeadForward(DraftForward):
             assert feature is not None, "a parallel head has one"
             parts.append(feature.expand(num_parallel_rows, -1))
         return parts
-
-
-def _drafted(draft: HeadDraft, sample: SampleRows, distribution: TokenDistribution | None) -> DraftedToken:
-    token_ids, confidences, states = draft
-    following = tuple(
-        DraftedToken(ids, state=state, confidence=confidence)
-        for ids, confidence, state in zip(token_ids[1:], confidences[1:], states[1:], strict=True)
-    )
-    ids = token_ids[0]
-    if sample.state.constraint is not None:
-        ids = tuple(each for rank, each in enumerate(ids) if not rank or may_follow(ids[:rank], each, sample))
-    return DraftedToken(ids, distribution, states[0], following, confidences[0])
 
 
 @without_warnings

@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from outrider.constraints.compiler import GrammarCompiler
 from outrider.engine.cpu_kernels.kernels import CpuKernels
-from outrider.engine.device import device_type
 from outrider.engine.memory import KVMemory
-from outrider.heads.packed_head import NativeHeadSteps, PackedHead
+from outrider.heads.packed_head import PackedHead
 from outrider.model_hub.checkpoint_text import open_text, vocabulary_fingerprint
 from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.kernels import choose_model_kernels, resolve_device, start_kernels
@@ -24,6 +23,7 @@ from outrider.speculation.proposers.base import ProposerInfo
 from outrider.speculation.proposers.draft_forward import open_rollouts
 from outrider.speculation.proposers.draft_model import CATCH_UP_SECONDS, MAX_CATCH_UP_ROWS, DraftModelProposer
 from outrider.speculation.proposers.head_forward import HeadForward
+from outrider.speculation.proposers.native_head import NativeHeadSteps
 
 if TYPE_CHECKING:
     from outrider.heads.base import HeadModel
@@ -96,16 +96,16 @@ def load_head(folder: Path | str, target: HeadTarget) -> HeadModel:
     import torch
 
     from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
-    from outrider.heads.checkpoint import Target
-    from outrider.heads.open import open_head
+    from outrider.heads.checkpoint import Checkpoint, Target
+    from outrider.heads.open import opened
 
-    dtype, torch_dtype = TORCH_DTYPES[target.dtype], torch.float32 if device_type(target.device) == "cpu" else None
-    if target.kernels is None and torch_dtype is not None:
-        dtype = torch_dtype
-    with torch.inference_mode():
-        return open_head(
-            Path(folder), Target.open(target.directory), torch.device(target.device), dtype, torch_dtype=torch_dtype
-        )
+    checkpoint, device = Checkpoint.open(Path(folder)), torch.device(target.device)
+    opening = opened(checkpoint, Target.open(target.directory), device, TORCH_DTYPES[target.dtype])
+    with torch.inference_mode(), opening as (head, files):
+        if device.type == "cpu" and (target.kernels is None or not head.suits_kernels):
+            files.dtype = torch.float32
+        head.load(files)
+        return head
 
 
 def open_head_forward(model: HeadModel | PackedHead, target: HeadTarget, *, num_cached_tokens: int) -> HeadForward:

@@ -26,7 +26,6 @@ from outrider.speculation.proposers.draft_forward import DraftForward, PathRows,
 from outrider.speculation.proposers.draft_model import MAX_FORWARD_LOGITS, MAX_FORWARD_ROWS, DraftModelProposer
 
 if TYPE_CHECKING:
-    from outrider.engine.feature_spec import FeatureSpec
     from outrider.engine.rollouts import RolloutForward, Rollouts
 
 
@@ -52,12 +51,10 @@ class ModelForward(DraftForward):
         attention: str = "auto",
         graphs: GraphShapes | None = None,
         main_memory_bytes: int = 0,
-        features: FeatureSpec | None = None,
         may_shorten: bool = False,
     ) -> ModelForward:
         """Returns the forwards of a model with its own cache. Raises: ConfigError if the cache does not fit.
 
-        `features`: the features to compute for every row; the model's spec includes their plane of the cache.
         `may_shorten`: see `open_runner`.
         """
         cache, runner, window = open_runner(
@@ -68,7 +65,6 @@ class ModelForward(DraftForward):
             num_logits=MAX_FORWARD_LOGITS,
             graphs=graphs,
             main_memory_bytes=main_memory_bytes,
-            features=features,
             may_shorten=may_shorten,
         )
         pool = BlockPool(

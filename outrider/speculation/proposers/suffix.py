@@ -13,7 +13,7 @@ from heapq import heappop, heappush, nlargest
 from itertools import count
 
 from outrider.speculation.draft_stream import MAX_SIBLINGS
-from outrider.speculation.draft_tree import ROOT, DraftTree
+from outrider.speculation.draft_tree import ROOT, DraftTree, unless_chain
 from outrider.speculation.proposers.base import (
     MAX_INDEX_BYTES,
     Progress,
@@ -266,12 +266,8 @@ class SuffixProposer:
             depths.append(depths[parent + 1] + 1)
             if depths[-1] < num_wanted:
                 expand(len(token_ids) - 1, ending, -negated)
-        is_chain = parents == list(range(ROOT, len(parents) - 1))
         return DraftTree(
-            len(text.token_ids),
-            token_ids=tuple(token_ids),
-            parents=() if is_chain else tuple(parents),
-            grade=grade,
+            len(text.token_ids), token_ids=tuple(token_ids), parents=unless_chain(tuple(parents)), grade=grade
         )
 
     def _followers(self, text: _Text, ending: Sequence[int], most: int) -> list[Prediction]:

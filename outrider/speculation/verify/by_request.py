@@ -12,7 +12,7 @@ from outrider.request import VerificationMethod
 from outrider.speculation.verify.base import DraftRows, Verified, Verifier
 from outrider.speculation.verify.coupled import CoupledVerifier
 from outrider.speculation.verify.rejection import RejectionVerifier
-from outrider.speculation.verify.rows import row_starts, runs_of_tree
+from outrider.speculation.verify.rows import row_starts, runs_of
 from outrider.speculation.verify.typical import TypicalVerifier
 
 
@@ -31,8 +31,7 @@ class RequestVerifier:
         """Starts computing the constraint masks of these drafts while the forward that yields their logits runs."""
         constrained = [draft for draft in drafts if draft.rows.state.constraint is not None]
         if constrained:
-            rows = [run for draft in constrained for run in (runs_of_tree(draft) if draft.parents else (draft.rows,))]
-            self._sampler.prepare_masks(rows)
+            self._sampler.prepare_masks([run for draft in constrained for run in runs_of(draft)])
 
     def queue(self, logits: Array, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
         """Returns the outcome for each draft, in order. Arguments as for `Verifier.queue`; `drafts` may be empty.

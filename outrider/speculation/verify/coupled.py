@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from outrider.engine.arrays import Array
 from outrider.engine.pending import Pending
-from outrider.engine.sampler import SampledRows, Sampler, SampleRows
+from outrider.engine.sampler import SampledRows, Sampler
 from outrider.request import TokenLogprobs
 from outrider.speculation.draft_tree import ROOT, num_common
 from outrider.speculation.verify.base import DraftRows, Verified
-from outrider.speculation.verify.rows import runs_of_tree
+from outrider.speculation.verify.rows import runs_of
 
 
 class CoupledVerifier:
@@ -25,13 +25,7 @@ class CoupledVerifier:
         self._sampler = sampler
 
     def queue(self, logits: Array, drafts: Sequence[DraftRows]) -> Pending[list[Verified]]:
-        rows: list[SampleRows] = []
-        for draft in drafts:
-            if draft.parents:
-                rows += runs_of_tree(draft)
-            else:
-                rows.append(draft.rows)
-        sampled = self._sampler.queue(logits, rows)
+        sampled = self._sampler.queue(logits, [run for draft in drafts for run in runs_of(draft)])
         return Pending(sampled.arrays, lambda arrays: accept_drafts(drafts, sampled.finish(arrays)))
 
 

@@ -27,12 +27,14 @@ def draft_token_rows(drafts: Sequence[DraftRows]) -> list[int]:
     ]
 
 
-def runs_of_tree(draft: DraftRows) -> list[SampleRows]:
-    """Returns the rows of a tree, in order, as runs in which each token follows the one before it.
+def runs_of(draft: DraftRows) -> list[SampleRows]:
+    """Returns the rows of a draft, in order, as runs in which each token follows the one before it; a chain is one run.
 
     As in a chain, the tokens on the path to a run count as generated: penalties and min_tokens apply to each row's own
     path.
     """
+    if not draft.parents:
+        return [draft.rows]
     state, position, token_ids, assumed_token_ids = draft.rows
     paths: list[tuple[int, ...]] = []  # for each draft token, the path up to and including it
     firsts = [ROOT]  # the draft token whose row begins each run
