@@ -37,6 +37,7 @@ class SimulatedFeaturePlane:
     """A replacement for FeaturePlane that has zeros, all of which go in updates."""
 
     bytes_per_token = FORMAT.bytes_per_token
+    reads_wait = False
 
     def read(self, ranges: Sequence[tuple[SequenceKV, int, int]]) -> list[bytes | None]:
         return [bytes((end - start) * FORMAT.bytes_per_token) for _, start, end in ranges]

@@ -26,6 +26,7 @@ class FeaturePlane:
     def __init__(self, kv_cache: KVCache, plane: PlaneSpec, ingest: Ingest | None = None) -> None:
         """`ingest`: where draft nodes read what is offered; None: nothing can be offered."""
         self.bytes_per_token = plane.bytes_per_token
+        self.reads_wait = kv_cache.device != "cpu"
         self._kv_cache = kv_cache
         self._plane = plane
         self._ingest = ingest

@@ -71,6 +71,7 @@ class DraftBook:
         """`features`: where the features of tokens are; None if none are computed."""
         self._clock = clock
         self._features = features
+        self.reads_wait = features is not None and features.reads_wait  # whether `read_features` may wait
         self.nodes = DraftNodes()
         self._sequences: dict[int, DraftedSequence] = {}  # by the engine's sequence id
         self._served: dict[int, Assignment] = {}  # by stream id

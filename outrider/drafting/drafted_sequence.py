@@ -47,6 +47,7 @@ class FeatureSource(Protocol):
     """
 
     bytes_per_token: int
+    reads_wait: bool  # whether a read may wait for a forward pass
 
     def read(self, ranges: Sequence[tuple[Any, int, int]]) -> list[bytes | None]:
         """Returns a copy of each range, in the hello's format; None for a sequence that has lost the blocks."""

@@ -215,7 +215,8 @@ class DraftLink:
                     f"{self.address} did not answer an update for {UNANSWERED_SECONDS:g} s", node=self.address
                 )
             if parts:  # neither the event loop nor, for the lock, a step waits until they are read
-                payloads = await asyncio.to_thread(self._book.read_features, parts)
+                read = self._book.read_features
+                payloads = await asyncio.to_thread(read, parts) if self._book.reads_wait else read(parts)
                 with self._changed:
                     updates = self._book.finish_updates(updates, parts, payloads)
             if updates or notices:
@@ -234,19 +235,19 @@ class DraftLink:
                 raise PeerLostError(f"{self.address} sent too many answers at once: {num_answers}", node=self.address)
             num_refused = 0
             for start in range(0, num_answers, ANSWERS_AT_ONCE):
+                if start:
+                    await asyncio.sleep(0)
                 answers = message.sequences[start : start + ANSWERS_AT_ONCE]
                 num_refused += sum([not self._take(proto) for proto in answers])
-                await asyncio.sleep(0)
             with self._changed:
                 self._changed.notify_all()
-                has_unsent = self._book.has_unsent
             if self.node.is_flooding:
                 raise PeerLostError(f"{self.address} keeps sending unsolicited answers", node=self.address)
             if num_refused:
                 self._log.log(
                     logging.WARNING, "draft node sent invalid answers", node=self.node_name, num_sequences=num_refused
                 )
-            if has_unsent:
+            if self._book.has_unsent:
                 self._wake.set()
 
     def _take(self, proto: draft_pb2.SequenceProposals) -> bool:

@@ -30,6 +30,7 @@ class Source:
 
     bytes_per_token: int
     can_offer: bool = True
+    reads_wait: bool = False
     loses: bool = False  # whether sequences have lost their blocks
     offers: list[FeatureOffer] = field(default_factory=list)
     open: list[FeatureOffer] = field(default_factory=list)

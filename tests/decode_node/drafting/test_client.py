@@ -111,7 +111,7 @@ async def test_neither_a_step_nor_the_event_loop_waits_while_features_are_read()
     target, is_reading, may_go_on, went_on = FeatureTarget(), threading.Event(), threading.Event(), []
 
     class SlowSource:
-        bytes_per_token = target.plane.bytes_per_token
+        bytes_per_token, reads_wait = target.plane.bytes_per_token, True
 
         def read(self, ranges):
             is_reading.set()
@@ -132,6 +132,22 @@ async def test_neither_a_step_nor_the_event_loop_waits_while_features_are_read()
         may_go_on.set()
         await until(lambda: went_on)
     assert went_on[0]
+
+
+async def test_the_event_loop_itself_reads_features_in_main_memory(monkeypatch):
+    target, readers = FeatureTarget(), []
+    read = target.plane.read
+    monkeypatch.setattr(target.plane, "read", lambda ranges: readers.append(threading.current_thread()) or read(ranges))
+    hello = dataclasses.replace(HELLO, features=FEATURES)
+    async with (
+        serving(draft_node(FakeHead([]))) as port,
+        started(DraftClient([f"127.0.0.1:{port}"], hello, features=target.plane)) as client,
+    ):
+        await until(is_connected(client))
+        open_sequence(client, 7)
+        client.commit([(7, (1,), 3)], {7: target.compute(7, [*TEXT, 1])})
+        await until(lambda: readers)
+    assert set(readers) == {threading.current_thread()}
 
 
 async def test_a_draft_node_that_comes_is_used_and_one_that_leaves_the_name_is_left_when_its_stream_ends():
