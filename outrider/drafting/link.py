@@ -214,7 +214,7 @@ class DraftLink:
                 raise PeerLostError(
                     f"{self.address} did not answer an update for {UNANSWERED_SECONDS:g} s", node=self.address
                 )
-            if parts:  # neither the event loop nor, for the lock, a step waits until they are read
+            if parts:  # read without the lock, and by a thread if the read may wait for a forward
                 read = self._book.read_features
                 payloads = await asyncio.to_thread(read, parts) if self._book.reads_wait else read(parts)
                 with self._changed:
