@@ -176,8 +176,8 @@ class DraftLoop:
         self._apply(updates)
         refused, self._refused = self._refused, []  # for unknown prefixes, lack of room, or invalid updates
         requests = self._requests(started)  # for unanswered updates, then for look-ahead
-        if self._pending:
-            self._flush(started)  # the forward of an answer may take long
+        if any(len(received.update.token_ids) > MAX_BRANCH_TOKENS for _, received in updates):
+            self._flush(started)  # the forward of a new text takes long
         num_wasted = self._proposer.num_wasted_tokens
         proposals = self._proposer.propose(requests)  # bounded work: at most one forward pass and a rollout
         answers = self._answers(requests, proposals)

@@ -359,7 +359,8 @@ class DraftGatherer:
             ],
             tables,
             min_reach=self._controller.min_reach(DRAFT_NODE, len(drafting)),
-            # With processors of their own, streams send at once: on a GPU, features are read before the next forward.
+            # Streams with processors of their own send at once. On a GPU, their reads of features wait for all forwards
+            # that are queued by then.
             wakes=self._loop_clock is None,
         )
 

@@ -63,7 +63,7 @@ class DraftNodeState:
         """Records that the stream has ended, which counts as a late answer."""
         if self.is_connected:
             self.answer_seconds = LOST_SECONDS
-        self.is_connected = self.needs_features = False
+        self.is_connected = self.needs_features = self.has_due_notices = False
         self.num_unsolicited = 0
         self.closed.clear()
         self.notices.clear()

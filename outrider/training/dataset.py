@@ -130,7 +130,7 @@ class Dataset:
         self.prompt_lengths, self.response_lengths = facts["lengths"].T  # [num_texts] int32
         self.starts = np.concatenate([[0], facts["lengths"].sum(1, dtype=np.int64).cumsum()])  # of texts in `tokens`
         self._temperatures = facts["temperatures"]
-        self._kinds = facts["kind_names"][facts["kinds"]]  # [num_texts] of strings
+        self._kind_names, self._kinds = facts["kind_names"], facts["kinds"]  # the latter: [num_texts] indices
         self.shards = [range(self.num_held_out)]  # the texts of each shard
         self._hidden: dict[int, Tensor] = {}  # [num_tokens, width] by shard; it takes memory only when it is read
         for text in range(self.num_held_out, len(self)):
@@ -160,7 +160,7 @@ class Dataset:
         return bisect_right(self.shards, text, key=lambda texts: texts.start) - 1
 
     def kind(self, text: int) -> str:
-        return str(self._kinds[text])
+        return str(self._kind_names[self._kinds[text]])
 
     def token_ids(self, text: int) -> Tensor:
         """[num_tokens] int32: the text's prompt and response."""

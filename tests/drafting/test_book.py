@@ -231,3 +231,12 @@ def test_a_notice_of_a_sequence_that_has_ended_is_dropped(book):
     book.book.begin_step({1: (8,)})
     book.close(1)
     assert not book.book.take_notices(book.nodes[0])
+
+
+def test_a_notice_for_a_node_that_is_gone_leaves_nothing_to_send(book):
+    book.open(1, 5)
+    book.take()
+    book.book.begin_step({1: (8,)})
+    assert book.book.has_unsent
+    book.disconnect()
+    assert not book.book.has_unsent
