@@ -78,6 +78,9 @@ def main(argv: list[str] | None = None) -> int:
         "--sequences", type=_numbers, default=(1,), metavar="N,N", help="at a time; one comparison for each"
     )
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    parser.add_argument(
+        "--both", action="store_true", help="also lines with a drafter beside the target and a remote one"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to this file")
     arguments = parser.parse_args(argv)
     if arguments.added_layers < 0 or (arguments.simulated and arguments.added_layers):
@@ -106,6 +109,7 @@ def _compare(pair: Pair, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             num_rounds=arguments.rounds,
             num_sequences=num_sequences,
             max_tokens=arguments.max_tokens,
+            has_both=arguments.both,
         )
         figures = asyncio.run(compare_lines(comparison))
         found.append({"comparison": comparison.description, "lines": [asdict(each) for each in figures]})

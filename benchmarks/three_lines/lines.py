@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import sys
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -34,6 +35,12 @@ class Comparison:
     num_rounds: int = 1
     num_sequences: int = 1
     max_tokens: int = 128
+    has_both: bool = False  # whether there are lines with a drafter beside the target and a remote one
+
+    @property
+    def line_names(self) -> tuple[str, ...]:
+        remotes = tuple(map(remote, self.round_trips_ms))
+        return (PLAIN, COLOCATED, *remotes, *(both(each) for each in self.round_trips_ms if self.has_both))
 
     @property
     def description(self) -> str:
@@ -51,8 +58,8 @@ class LineFigures:
     temperature: float
     tokens_per_second: float
     speedup: float  # relative to the plain line
-    predicted: float  # the speedup that the speed model predicts for the line's hit rate
-    explained: float  # the same prediction, with measured times and the line's draft length
+    predicted: float | None  # the speedup that the speed model predicts for the line's hit rate; None with two drafters
+    explained: float | None  # the same prediction, with measured times and the line's draft length
     acceptance_rate: float
     hit_rate: float
     tokens_per_step: float  # per sequence
@@ -62,6 +69,10 @@ class LineFigures:
 
 def remote(round_trip_ms: float) -> str:
     return f"remote_{round_trip_ms:g}ms"
+
+
+def both(round_trip_ms: float) -> str:
+    return f"both_{round_trip_ms:g}ms"
 
 
 async def compare_lines(comparison: Comparison) -> list[LineFigures]:
@@ -96,10 +107,12 @@ async def _at_temperature(
         beside = TimedProposer(*pair.drafter_beside(engine, temperature=temperature))
         colocated = LineNode(pair, engine, beside=beside, takes_trees=pair.takes_trees)
         nodes = {PLAIN: LineNode(pair, pair.engine()), COLOCATED: colocated}
-        for round_trip_ms, link in zip(comparison.round_trips_ms, ports, strict=True):
+        for name, link in zip(comparison.line_names[2:], itertools.cycle(ports), strict=False):
             engine = pair.engine()
             client = await stack.enter_async_context(_connected(link, pair, engine))
-            nodes[remote(round_trip_ms)] = LineNode(pair, engine, client=client, takes_trees=pair.takes_trees)
+            has_two = not name.startswith("remote")
+            also = TimedProposer(*pair.drafter_beside(engine, temperature=temperature)) if has_two else None
+            nodes[name] = LineNode(pair, engine, client=client, beside=also, takes_trees=pair.takes_trees)
         for node in nodes.values():  # warm-up, since a process's first steps are slow
             await answer(node, -1, WARM_UP_TOKENS)
             node.passed = Passed()
@@ -130,8 +143,8 @@ def as_text(comparison: Comparison, figures: Sequence[LineFigures]) -> str:
             f"{each.temperature:g}",
             f"{each.tokens_per_second:.1f}",
             f"{each.speedup:.2f}",
-            f"{each.predicted:.2f}",
-            f"{each.explained:.2f}",
+            "-" if each.predicted is None else f"{each.predicted:.2f}",
+            "-" if each.explained is None else f"{each.explained:.2f}",
             "-" if each.line == PLAIN else f"{each.acceptance_rate:.0%}",
             f"{each.hit_rate:.0%}" if each.line not in (PLAIN, COLOCATED) else "-",
             f"{each.tokens_per_step:.2f}",
@@ -152,16 +165,10 @@ def as_text(comparison: Comparison, figures: Sequence[LineFigures]) -> str:
 
 def summary(comparison: Comparison, figures: Sequence[LineFigures]) -> str:
     """Returns the last line of the output: speedups over plain decoding, as means over the temperatures."""
-    means = {
-        name: (
-            _mean(each.speedup for each in figures if each.line == name),
-            _mean(each.predicted for each in figures if each.line == name),
-        )
-        for name in (PLAIN, COLOCATED, *map(remote, comparison.round_trips_ms))
-    }
-    parts = [f"{name}={speedup:.2f}" for name, (speedup, _) in means.items()]
-    if (name := remote(1.0)) in means:
-        parts.append(f"predicted_1ms={means[name][1]:.2f}")
+    names = comparison.line_names
+    parts = [f"{name}={_mean(each.speedup for each in figures if each.line == name):.2f}" for name in names]
+    if (name := remote(1.0)) in names:
+        parts.append(f"predicted_1ms={_mean(each.predicted or 0.0 for each in figures if each.line == name):.2f}")
     return "three-lines: " + " ".join(parts)
 
 
@@ -214,9 +221,11 @@ def _figures(
     )
 
 
-def _predicted(model: SpeedModel, line: str, drafted_share: float) -> float:
+def _predicted(model: SpeedModel, line: str, drafted_share: float) -> float | None:
     if line == PLAIN:
         return 1.0
+    if line.startswith("both"):
+        return None
     return model.colocated(drafted_share) if line == COLOCATED else model.ahead(drafted_share)
 
 

@@ -120,9 +120,11 @@ def test_all_lines_generate_the_same_tokens(is_full):
         pair=SimulatedPair(Simulation(step_seconds=0.01, token_seconds=0.0005)),
         round_trips_ms=(0.0, 5.0),
         max_tokens=24,
+        has_both=True,
     )
     figures = asyncio.run(compare_lines(comparison))  # raises if tokens depend on drafts
-    assert [each.line for each in figures] == ["plain", "colocated", "remote_0ms", "remote_5ms"] * 2
+    lines = ["plain", "colocated", "remote_0ms", "remote_5ms", "both_0ms", "both_5ms"]
+    assert [each.line for each in figures] == lines * 2
     assert all(each.speedup > 0.0 for each in figures)
 
 
