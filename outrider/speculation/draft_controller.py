@@ -187,6 +187,7 @@ class DraftController:
         depths = [found[key].tree.depth if key in found else number for key, number in asked.items()]
         known.cost.observe(seconds, depth=max(depths, default=1), num_tokens=sum(depths), num_unread=num_read)
         known.num_drafts += len(asked)
+        known.num_found += len(found)
         if known.is_cheap:
             for sequence_id in asked:
                 known.records[sequence_id].observe_gain(found[sequence_id].gain if sequence_id in found else 0.0)
@@ -203,15 +204,23 @@ class DraftController:
     def observe_marginal_gain(self, source: str, drafts: Mapping[int, Sequence[RankedDraft]]) -> None:
         """Learns how many tokens a source's drafts were expected to gain over the best draft of any other source.
 
-        `drafts`: the drafts of all sources, by id of each sequence for which this source was asked.
+        `drafts`: the drafts of all sources, by id of each sequence for which this source was asked. A proposer that was
+        not asked, because there was a draft, counts with its mean gain per call.
         """
+        depth, price = self.num_speculative_tokens, self.row_price
+        mean = self._sources[source].mean_tokens(depth, price) or float("inf")
+        proposers = [each for each in self._sources.values() if each.num_drafts]
+        shares = [
+            (each.records, each.gain_per_call(depth, price, len(drafts), self._token_rate) / mean) for each in proposers
+        ]
         for sequence_id, found in drafts.items():
-            tokens = {
-                draft.tree.source: sum([each for each in draft.probabilities if each >= self.row_price])
-                for draft in found
-            }
+            tokens = {each.tree.source: sum([one for one in each.probabilities if one >= price]) for each in found}
             own = tokens.pop(source, 0.0)
-            self._record(sequence_id, source).observe_marginal_gain(max(own - max(tokens.values(), default=0.0), 0.0))
+            other = max(tokens.values(), default=0.0)
+            for records, share in shares:
+                if sequence_id in records and records[sequence_id].last_call < self._step:
+                    other = max(other, own * share)
+            self._record(sequence_id, source).observe_marginal_gain(max(own - other, 0.0))
 
     def observe_messages(self, source: str, seconds: float, *, num_asked: int, num_sequences: int) -> None:
         """Learns what the messages of draft nodes cost: see `DraftSource.observe_messages`."""

@@ -90,6 +90,7 @@ class DraftSource:
         tokens are worth their rows.
         """
         self.num_drafts = 0  # drafts asked for, whether or not any was found
+        self.num_found = 0  # those that were found
         self._num_priced = 0  # number of drafts over which `tree_bonus` is the mean
         self.gain = FIRST_GAIN
         """Running mean of `SourceRecord.gain` over all sequences, with which a new one begins."""
@@ -129,6 +130,19 @@ class DraftSource:
         return (
             self.num_checked == NUM_CHECKED_DRAFTS and self.num_first_accepted < MIN_FIRST_ACCEPTED * NUM_CHECKED_DRAFTS
         )
+
+    def mean_tokens(self, depth: int, row_price: float) -> float:
+        """Returns how many tokens a draft of at most `depth` tokens gains on average, without those not worth a row."""
+        return sum([each for n in range(depth) if (each := self.best_acceptance ** (n + 1)) >= row_price])
+
+    def gain_per_call(self, depth: int, row_price: float, num_sequences: int, token_rate: float) -> float:
+        """Returns how many tokens per sequence a call gains on average, minus those that its duration costs.
+
+        `token_rate`: tokens per second that the batch generates.
+        """
+        seconds = self.cost.seconds(depth, num_sequences * depth, 0)
+        found = self.num_found / self.num_drafts
+        return found * self.mean_tokens(depth, row_price) - token_rate * seconds / max(num_sequences, 1)
 
     def observe_tree_bonus(self, *, expected: float, found: float) -> None:
         """Updates `tree_bonus` with one draft, from two estimates of its gain in tokens.

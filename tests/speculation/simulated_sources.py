@@ -45,6 +45,7 @@ COPY = State(25, {2: 0.05, 4: 0.1, 8: 0.8}, {2: 0.3, 4: 0.8, 8: 0.95}, head=0.35
 HOT = State(50, {2: 0.15, 3: 0.05}, {2: 0.05, 3: 0.1}, head=0.4, remote=0.6)
 DEPTHS = State(60, {2: 0.2, 3: 0.1, 4: 0.05}, {2: 0.1, 3: 0.3, 4: 0.7}, head=(0.48, 0.44, 0.55, 0.5, 0.5))
 POOR = State(50, {2: 0.15, 3: 0.05}, {2: 0.05, 3: 0.1}, head=0.1, remote=0.1)
+EQUAL = State(60, {}, {}, head=0.6, remote=0.6)
 DRAWN = State(60, {2: 0.05}, {2: 0.1}, head=0.3, sibling=0.4)
 TEXTS = {
     "chat": (FREE,),
@@ -53,6 +54,7 @@ TEXTS = {
     "hot": (HOT,),
     "poor": (POOR,),
     "depths": (DEPTHS,),
+    "equal": (EQUAL,),
     "drawn": (DRAWN,),
 }
 

@@ -244,6 +244,25 @@ def test_a_draft_node_is_asked_only_if_it_gains_more_than_its_messages_cost(num_
         assert asked > 0.9 if pays else asked < 0.2
 
 
+@pytest.mark.parametrize("num_sequences", [1, 4])
+def test_a_draft_node_does_not_slow_down_a_cheap_head_of_this_process_that_is_as_good(num_sequences):
+    """While there are drafts of the draft node, the head is not asked, but it would have had drafts as well."""
+    rates = []
+    for has_draft_node in (False, True):
+        batch = SourcesBatch(
+            "equal",
+            f"measured {num_sequences}",
+            num_sequences,
+            sources=[(HEAD, {"forward_seconds": 0.0002})],
+            has_draft_node=has_draft_node,
+            draft_node={"message_seconds": 0.003},
+            length=300,
+        )
+        batch.rate(100)
+        rates.append(batch.rate(600))
+    assert rates[1] > 0.95 * rates[0]
+
+
 def test_the_time_of_the_event_loop_before_an_answer_is_no_price_of_messages():
     """An idle event loop takes some milliseconds in each second, and begins the next request."""
     draft_node = {"message_seconds": 0.001, "idle_seconds": 1.0}
