@@ -233,7 +233,9 @@ class DraftGatherer:
         self._drafts = {sequence_id: [draft] for sequence_id, draft in drafts.ranked.items()}
         for local in sorted(self._local, key=lambda each: self._controller.source(each.info.name).cost.call_seconds):
             self._ask(local, samples, limits, drafts.ranked)
-        self._controller.observe_marginal_gain(DRAFT_NODE, {key: self._drafts.get(key, ()) for key in drafts.requested})
+        if drafts.requested:
+            found = {key: self._drafts.get(key, ()) for key in drafts.requested}
+            self._controller.observe_marginal_gain(DRAFT_NODE, found)
         gain = sum([draft.gain for draft in drafts.ranked.values()])
         self._mean_gain += GAIN_RATE * (gain / max(len(samples), 1) - self._mean_gain)
         return drafts
