@@ -338,7 +338,7 @@ class DraftLoop:
         self._flush(now, looking_ahead)
 
     def _flush(self, now: float, looking_ahead: AbstractSet[int] = frozenset()) -> None:
-        """Sends branches that were collected for long enough, and all of peers without a look-ahead."""
+        """Sends branches that were collected for long enough, and all branches of peers without a look-ahead."""
         with self._changed:
             peers = list(self._peers.values())
         for peer in peers:

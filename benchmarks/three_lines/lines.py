@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import sys
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -36,11 +35,6 @@ class Comparison:
     num_sequences: int = 1
     max_tokens: int = 128
     has_both: bool = False  # whether there are lines with a drafter beside the target and a remote one
-
-    @property
-    def line_names(self) -> tuple[str, ...]:
-        remotes = tuple(map(remote, self.round_trips_ms))
-        return (PLAIN, COLOCATED, *remotes, *(both(each) for each in self.round_trips_ms if self.has_both))
 
     @property
     def description(self) -> str:
@@ -107,12 +101,17 @@ async def _at_temperature(
         beside = TimedProposer(*pair.drafter_beside(engine, temperature=temperature))
         colocated = LineNode(pair, engine, beside=beside, takes_trees=pair.takes_trees)
         nodes = {PLAIN: LineNode(pair, pair.engine()), COLOCATED: colocated}
-        for name, link in zip(comparison.line_names[2:], itertools.cycle(ports), strict=False):
+        for round_trip_ms, link in zip(comparison.round_trips_ms, ports, strict=True):
             engine = pair.engine()
             client = await stack.enter_async_context(_connected(link, pair, engine))
-            has_two = not name.startswith("remote")
-            also = TimedProposer(*pair.drafter_beside(engine, temperature=temperature)) if has_two else None
-            nodes[name] = LineNode(pair, engine, client=client, beside=also, takes_trees=pair.takes_trees)
+            nodes[remote(round_trip_ms)] = LineNode(pair, engine, client=client, takes_trees=pair.takes_trees)
+            if comparison.has_both:
+                engine = pair.engine()
+                client = await stack.enter_async_context(_connected(link, pair, engine))
+                second = TimedProposer(*pair.drafter_beside(engine, temperature=temperature))
+                nodes[both(round_trip_ms)] = LineNode(
+                    pair, engine, client=client, beside=second, takes_trees=pair.takes_trees
+                )
         for node in nodes.values():  # warm-up, since a process's first steps are slow
             await answer(node, -1, WARM_UP_TOKENS)
             node.passed = Passed()
@@ -158,14 +157,14 @@ def as_text(comparison: Comparison, figures: Sequence[LineFigures]) -> str:
         [
             comparison.description,
             *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows),
-            summary(comparison, figures),
+            summary(figures),
         ]
     )
 
 
-def summary(comparison: Comparison, figures: Sequence[LineFigures]) -> str:
+def summary(figures: Sequence[LineFigures]) -> str:
     """Returns the last line of the output: speedups over plain decoding, as means over the temperatures."""
-    names = comparison.line_names
+    names = dict.fromkeys(each.line for each in figures)
     parts = [f"{name}={_mean(each.speedup for each in figures if each.line == name):.2f}" for name in names]
     if (name := remote(1.0)) in names:
         parts.append(f"predicted_1ms={_mean(each.predicted or 0.0 for each in figures if each.line == name):.2f}")

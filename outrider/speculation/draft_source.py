@@ -133,7 +133,8 @@ class DraftSource:
 
     def mean_tokens(self, depth: int, row_price: float) -> float:
         """Returns how many tokens a draft of at most `depth` tokens gains on average, without those not worth a row."""
-        return sum([each for n in range(depth) if (each := self.best_acceptance ** (n + 1)) >= row_price])
+        acceptance = self.best_acceptance
+        return sum([each for n in range(depth) if (each := acceptance ** (n + 1)) >= row_price])
 
     def gain_per_call(self, depth: int, row_price: float, num_sequences: int, token_rate: float) -> float:
         """Returns how many tokens per sequence a call gains on average, minus those that its duration costs.
