@@ -3,9 +3,12 @@
     OUTRIDER_PEERS_DIR=DIR python benchmarks/vllm_proposer.py --rounds 5
 
 vLLM computes on the first core, draft nodes on the second one. Servers stay up, and cases are measured in turns. A case
-with drafts is the same vLLM; its draft node is another one, stopped (SIGSTOP), dead, or just started again. Fails if
-vLLM without a working draft node is slower than 98 % of plain vLLM, which only a quiet machine shows, and with
-`--dtype float32` if tokens at temperature 0 differ. In bfloat16 they do, probably by rounding.
+with drafts is the same vLLM; its draft node is another one, stopped (SIGSTOP), dead, or just started again. In the case
+"switched off" its proposer does nothing at all.
+
+Fails if that vLLM without a working draft node is slower than 98 % of itself switched off, which only a quiet machine
+shows. Plain vLLM is another server, and two servers with equal arguments differ by up to 6 %. With `--dtype float32`
+it also fails if tokens at temperature 0 differ. In bfloat16 they do, probably by rounding.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import urllib.request
 from collections import defaultdict
@@ -35,6 +39,7 @@ from peer import Server, Setup
 from peer_vllm import LOOKUP, Vllm
 from process import PeerError, ServerProcess, free_port
 from reference import encode
+from switched_proposer import SWITCH_VARIABLE
 
 from outrider.bench.load import Level, LoadGenerator, Pass
 from outrider.bench.measure import stream_rate
@@ -43,18 +48,19 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.locate import locate_model
 
 MIN_SHARE_WITHOUT_DRAFTS = 0.98
-"""Minimum speed of vLLM whose draft node does not work, as a share of plain vLLM's."""
+"""Minimum speed of vLLM whose draft node does not work, as a share of the same server's with its proposer off."""
 
 PLAIN, DRAFTED, AHEAD, OWN_LOOKUP = "plain", "drafted", "plain, a step ahead", "its own lookup"
 """Ways to start vLLM. By default it schedules a step ahead, which it does not do with a custom class: so it does not
 where it is compared with one, either.
 """
+SWITCHED_OFF = "switched off"
 WITHOUT_DRAFTS = ("ngram, stopped", "dead")
 FIGURES = ("tokens_per_second", "engine_milliseconds")
 
 START_SECONDS = 600.0
 WARM_UP_PROMPTS = 2
-PROPOSER = "outrider.integrations.vllm.Proposer"
+PROPOSER = "switched_proposer.SwitchedProposer"
 PACKAGES = ("xxhash",)
 """What the proposer needs beside vLLM's own packages."""
 
@@ -62,10 +68,13 @@ PACKAGES = ("xxhash",)
 class VllmWith(Vllm):
     """vLLM with further arguments, which finds this checkout and its packages."""
 
-    def __init__(self, *arguments: str, node_port: int) -> None:
+    def __init__(self, *arguments: str, node_port: int, switch: Path) -> None:
         super().__init__()
         self._more = arguments
-        self._node_port = node_port
+        self._variables_of_proposer = {
+            "OUTRIDER_DRAFT_NODES": f"127.0.0.1:{node_port}",
+            SWITCH_VARIABLE: str(switch),
+        }
         self._packages = peers_directory() / "vllm-proposer"
 
     def install(self, model: Path, dtype: str) -> None:
@@ -80,9 +89,9 @@ class VllmWith(Vllm):
         return self._more
 
     def _variables(self, setup: Setup) -> Mapping[str, str]:
-        ours = {"PYTHONPATH": f"{self._packages}:{REPOSITORY}", "OUTRIDER_DRAFT_NODES": f"127.0.0.1:{self._node_port}"}
-        ours["VLLM_CPU_KVCACHE_SPACE"] = "1"  # several servers are up at a time
-        return {**super()._variables(setup), **ours}
+        folders = f"{self._packages}:{REPOSITORY}:{REPOSITORY / 'benchmarks'}"
+        ours = {"PYTHONPATH": folders, "VLLM_CPU_KVCACHE_SPACE": "1"}  # several servers are up at a time
+        return {**super()._variables(setup), **ours, **self._variables_of_proposer}
 
 
 @contextmanager
@@ -180,6 +189,7 @@ class Cases:
         self._prompts = [replace(prompt, content=tuple(token_ids)) for prompt, token_ids in encoded]
         self._num_clients = arguments.clients
         self._node_port = free_port()
+        self._switch = Path(started.enter_context(tempfile.TemporaryDirectory())) / "off"
         self._logs = peers_directory() / "logs"
         self._logs.mkdir(parents=True, exist_ok=True)
         self._model = model
@@ -197,7 +207,7 @@ class Cases:
             engine.measure(self._prompts[:WARM_UP_PROMPTS], 1)
 
     def _start(self, name: str, options: Sequence[str], arguments: argparse.Namespace, started: ExitStack) -> Contender:
-        vllm = VllmWith(*options, node_port=self._node_port)
+        vllm = VllmWith(*options, node_port=self._node_port, switch=self._switch)
         vllm.install(self._model, arguments.dtype)
         setup = Setup(
             model=self._model,
@@ -227,6 +237,9 @@ class Cases:
                 yield "ngram, slow", self._measure(DRAFTED)
             with stopped(node):
                 yield "ngram, stopped", self._measure(DRAFTED)
+        self._switch.touch()
+        yield SWITCHED_OFF, self._measure(DRAFTED)
+        self._switch.unlink()
         yield "dead", self._measure(DRAFTED)
         with self._node(*lookup, is_awaited=False):
             yield "ngram, restarted", self._measure(DRAFTED)
@@ -266,23 +279,23 @@ def main() -> int:
 
 def report(measured: Mapping[str, Sequence[Measured]], *, must_be_equal: bool) -> int:
     """Prints a table and what is wrong. Returns the exit status."""
-    shares = {name: _shares(found, measured[PLAIN]) for name, found in measured.items()}
     right = measured[PLAIN][0].answers
-    print(f"{'vLLM':36} tokens/s  of plain  engine ms/token  accepted/drafted  equal answers")
+    print(f"{'vLLM':36} tokens/s  of plain  of off  engine ms/token  accepted/drafted  equal answers")
     faults = []
     for name, found in measured.items():
         speed, busy = (median(getattr(each, field) for each in found) for field in FIGURES)
         accepted, drafted = sum(each.num_accepted for each in found), sum(each.num_drafted for each in found)
         num_equal = sum(each.answers[key] == right[key] for each in found for key in right)
         num_all = len(found) * len(right)
+        of_plain, of_off = (_shares(found, measured[baseline]) for baseline in (PLAIN, SWITCHED_OFF))
         print(
-            f"{name:36} {speed:8.1f}  {shares[name]:8.3f}  {busy:15.2f}  "
+            f"{name:36} {speed:8.1f}  {of_plain:8.3f}  {of_off:6.3f}  {busy:15.2f}  "
             f"{accepted:7} / {drafted:<6}  {num_equal} / {num_all}"
         )
         if must_be_equal and num_equal < num_all:
             faults.append(f"{name}: {num_all - num_equal} of {num_all} answers have other tokens than plain vLLM's")
-        if name in WITHOUT_DRAFTS and shares[name] < MIN_SHARE_WITHOUT_DRAFTS:
-            faults.append(f"{name}: {shares[name]:.3f} of plain vLLM's speed")
+        if name in WITHOUT_DRAFTS and of_off < MIN_SHARE_WITHOUT_DRAFTS:
+            faults.append(f"{name}: {of_off:.3f} of the same server's speed with its proposer off")
     print(*faults, sep="\n")
     return 1 if faults else 0
 
