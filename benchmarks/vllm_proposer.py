@@ -4,7 +4,7 @@
 
 vLLM computes on the first core, draft nodes on the second one. Servers stay up, and cases are measured in turns. A case
 with drafts is the same vLLM; its draft node is another one, stopped (SIGSTOP), dead, or just started again. In the case
-"switched off" its proposer does nothing at all.
+"switched off" its proposer does nothing.
 
 Fails if that vLLM without a working draft node is slower than 98 % of itself switched off, which only a quiet machine
 shows. Plain vLLM is another server, and two servers with equal arguments differ by up to 6 %. With `--dtype float32`
@@ -48,7 +48,7 @@ from outrider.model_hub.config import ModelConfig
 from outrider.model_hub.locate import locate_model
 
 MIN_SHARE_WITHOUT_DRAFTS = 0.98
-"""Minimum speed of vLLM whose draft node does not work, as a share of the same server's with its proposer off."""
+"""Minimum speed with a draft node that does not work, as a share of the same server's with its proposer off."""
 
 PLAIN, DRAFTED, AHEAD, OWN_LOOKUP = "plain", "drafted", "plain, a step ahead", "its own lookup"
 """Ways to start vLLM. By default it schedules a step ahead, which it does not do with a custom class: so it does not

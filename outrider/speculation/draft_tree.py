@@ -210,7 +210,7 @@ class RankedDraft(NamedTuple):
     """A draft and its tokens' probabilities in the step for which it was ranked (see `DraftController.rank`)."""
 
     tree: DraftTree  # with its tokens ordered by falling probability, parents before their children
-    probabilities: Sequence[float]  # one for each token that may be verified; of a drawn draft, also for those it lacks
+    probabilities: Sequence[float]  # one for each token that may be verified; see `DraftController.rank`
     gain: float  # tokens that the draft is expected to gain, minus the price of their rows
 
     @property

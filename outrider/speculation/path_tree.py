@@ -228,7 +228,7 @@ class PathTree:
         return len(self) + len(path) - min(self._num_fed(path), self.max_fed(path) - 1)
 
     def max_fed(self, path: DraftPath) -> int:
-        """Returns the maximum length of the prefix whose rows stay in the KV cache once they were fed."""
+        """Returns the length of the longest prefix of the path whose rows stay in the KV cache after a forward."""
         keeps_own_rows = self._head is None or self._head.keeps_own_rows
         return len(self) + len(path) * keeps_own_rows
 
@@ -271,7 +271,7 @@ class PathTree:
         """
         num_forkable = self._num_fed(self.main) - len(self) + 1  # an alternative needs the KV before the replaced token
         if self._head is not None and self._head.drafts_blocks and num_forkable > 0:
-            num_forkable = len(self.main)  # or feeds all its own rows
+            num_forkable = len(self.main)  # an alternative of a parallel head feeds all its rows itself
         last, token_ids = num_positions - 1, self.main.token_ids
         taken = {tuple(path.token_ids[: path.num_assumed]) for path in self.alternatives}
         openings = [
