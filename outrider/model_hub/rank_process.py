@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
+from outrider.engine.memory import PoolSize
 from outrider.engine.ranks.channel import Channel, RankLostError
 from outrider.errors import ConfigError, ModelError
 from outrider.lossy_stream import exit_now, guard_standard_streams
@@ -46,10 +47,10 @@ def _work(commands: socket.socket, kv: socket.socket) -> None:
     hello.send(None)
     shard = open_shard(start)
     hello.send(shard.room)
-    num_blocks: int | Stop = hello.receive(begins_within_seconds=None)
-    if isinstance(num_blocks, Stop):
+    size: PoolSize | Stop = hello.receive(begins_within_seconds=None)
+    if isinstance(size, Stop):
         return
-    cache = shard.model.make_cache(num_blocks, start.block_size)
+    cache = shard.model.make_cache(size.num_blocks, start.block_size, size.window_blocks)
     RankWorker(
         runner=make_runner(shard.model, cache, shard.attention),
         kv_cache=cache,

@@ -19,7 +19,7 @@ from outrider.engine.feature_spec import FeatureSpec
 from outrider.engine.gpu_turns import loading_turn
 from outrider.engine.input_batch import InputBatch
 from outrider.engine.kv_cache.config import KVCacheConfig
-from outrider.engine.memory import KVMemory, pool_size
+from outrider.engine.memory import KVMemory, PoolSize, pool_size
 from outrider.engine.model_runner import warm_up
 from outrider.engine.module_steps import ModuleSteps
 from outrider.engine.ranks.channel import Channel, RankLostError
@@ -108,11 +108,18 @@ def open_ranks(
         reduction = None if features is None else features(shard.model)
         shard = replace(shard, model=shard.model.with_features(reduction))
         rooms = [shard.room, *_receive(ranks.members)]
-        num_blocks, window = _pool_size(shard.model, kv_cache, rooms, may_shorten=not config.max_model_len)
-        shard = replace(shard, model=shard.model.with_window(window))
+        size = _pool_size(
+            shard.model,
+            kv_cache,
+            rooms,
+            may_shorten=not config.max_model_len,
+            max_step_tokens=max_rows_per_step,
+        )
+        shard = replace(shard, model=shard.model.with_window(size.max_model_len))
         for member in ranks.members:
-            member.commands.send(num_blocks)
-        cache = ShardedKVCache(shard.model.make_cache(num_blocks, kv_cache.block_size), ranks)
+            member.commands.send(size)
+        local = shard.model.make_cache(size.num_blocks, kv_cache.block_size, size.window_blocks)
+        cache = ShardedKVCache(local, ranks)
         runner = LeadingRunner(shard, cache, ranks, features=reduction)
         warm_up(runner, cache.local, shard.model.spec.max_model_len)
     except Exception as error:
@@ -128,8 +135,13 @@ def open_ranks(
 
 
 def _pool_size(
-    model: LoadedModel, kv_cache: KVCacheConfig, rooms: Sequence[KVMemory], *, may_shorten: bool
-) -> tuple[int, int]:
+    model: LoadedModel,
+    kv_cache: KVCacheConfig,
+    rooms: Sequence[KVMemory],
+    *,
+    may_shorten: bool,
+    max_step_tokens: int,
+) -> PoolSize:
     """Returns the `pool_size` of each rank's cache. A configured size in bytes is for the caches of all ranks together.
 
     Ranks on a CPU share its memory. On GPUs, the rank with the least room decides. All ranks are sized like
@@ -139,7 +151,8 @@ def _pool_size(
     if num_bytes is not None or device_type(model.device) == "cpu":
         num_ranks = len(rooms)
         spec = replace(spec, num_heads=spec.num_heads * num_ranks, num_kv_heads=spec.num_kv_heads * num_ranks)
-    return pool_size(spec, kv_cache, min(rooms, key=lambda room: room.share(fraction)), may_shorten=may_shorten)
+    room = min(rooms, key=lambda room: room.share(fraction))
+    return pool_size(spec, kv_cache, room, may_shorten=may_shorten, max_step_tokens=max_step_tokens)
 
 
 def _may_be_a_loss(error: Exception) -> bool:

@@ -71,6 +71,8 @@ class ShardedKVCache:
         self.local = local
         self._ranks = ranks
         self.num_blocks = local.num_blocks
+        self.window_blocks = local.window_blocks
+        self.layer_groups = local.layer_groups
         self.block_size = local.block_size
         self.device = local.device
         self.copies = None  # None, because other ranks' frames pass through main memory
