@@ -69,7 +69,7 @@ def runner(small_tiles):
     assert kinds.count(DeterministicRMSNorm) == 2 + 1
     assert not any(issubclass(kind, torch.nn.Linear) for kind in kinds)
     assert DeterministicLinear in kinds
-    cache = PagedKVCache(spec.planes, num_blocks=12, block_size=BLOCK_SIZE)
+    cache = PagedKVCache(spec.planes, layer_groups=spec.layer_groups, num_blocks=12, block_size=BLOCK_SIZE)
     loaded = SimpleNamespace(model=model, device="cpu", spec=spec, native=None, fused=None, cpu_kernels=None)
     return make_runner(loaded, cache, interpreted_attention(num_heads=2, num_kv_heads=1)), plain
 
