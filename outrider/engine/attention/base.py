@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # a comparison of tensors would not be a bool
 class AttentionOptions:
     """A layer's options beyond plain causal attention."""
 

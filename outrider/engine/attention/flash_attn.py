@@ -97,8 +97,8 @@ class FlashAttention(AttentionBackend):
         if not isinstance(plan, _Plan):
             return self._steps.attend(plan, query, key_cache, value_cache, options)
         scale, softcap, head_dim = options.scaling, options.softcap, query.shape[2]
-        is_capped = softcap is not None and "softcap" not in self._options
-        if is_capped or options.sinks is not None or head_dim > 256 or head_dim % 8:
+        lacks_cap = softcap is not None and "softcap" not in self._options
+        if lacks_cap or options.sinks is not None or head_dim > 256 or head_dim % 8:
             return self._steps.attend(plan.steps_plan, query, key_cache, value_cache, options)
         window = -1 if options.sliding_window is None else options.sliding_window - 1
         # Since version 2.13, torch needs a flag for shared key heads; earlier versions have no such argument.
