@@ -57,16 +57,16 @@ class Use:
 def cases() -> Iterator[Case]:
     """Yields every kernel, with the sizes of an 8B model of the Llama family."""
     types = dict.fromkeys(("query", "key_cache", "value_cache", "output"), "*bf16")
-    types |= dict.fromkeys(("split_values", "split_largest", "split_totals"), "*fp32")
+    types |= dict.fromkeys(("split_values", "split_largest", "split_totals", "sinks"), "*fp32")
     types |= dict.fromkeys(("block_tables", "plan"), "*i32")
     types |= dict.fromkeys(("positions", "path_starts", "path_slots"), "*i64")
     types |= {"window": "i32"}
     types |= dict.fromkeys(("scale", "softcap"), "fp32")
     sizes = {"HEADS_PER_KV": 4, "HEADS_PER_TILE": 4, "NUM_KV_HEADS": 8, "HEAD": 128, "HEAD_DIM": 128, "BLOCK_SIZE": 16}
     sizes |= {"LINES": TILE.lines, "KEYS": TILE.keys, "SPLIT_KEYS": TILE.split_keys}
-    sizes |= {"SPLITS_PER_SIZE": TILE.splits_per_size}
+    sizes |= {"SPLITS_PER_SIZE": TILE.splits_per_size, "GROUP": 0}
     for has_paths in (False, True):
-        flags = {"HAS_WINDOW": False, "HAS_SOFTCAP": False, "HAS_PATHS": has_paths}
+        flags = {"HAS_WINDOW": False, "HAS_SINKS": False, "HAS_SOFTCAP": False, "HAS_PATHS": has_paths}
         yield Case(
             f"attend{', trees' * has_paths}",
             attention.attend,
@@ -77,11 +77,11 @@ def cases() -> Iterator[Case]:
             num_warps=TILE.num_warps,
             num_stages=TILE.num_stages,
         )
-    flags = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_PATHS": False}
+    flags = {"HAS_WINDOW": True, "HAS_SINKS": True, "HAS_SOFTCAP": True, "HAS_PATHS": False}
     large = sizes | {"HEADS_PER_KV": 2, "HEADS_PER_TILE": 2, "HEAD": 256, "HEAD_DIM": 256, "KEYS": 32}
     yield Case("attend, heads of 256", attention.attend, types, large | flags, max_shared=64 << 10, max_spilled=128)
     merged = {"NUM_HEADS": 32, "HEAD": 128, "HEAD_DIM": 128, "SPLIT_KEYS": TILE.split_keys, "HAS_WINDOW": False}
-    merged |= {"SPLITS_PER_SIZE": TILE.splits_per_size}
+    merged |= {"SPLITS_PER_SIZE": TILE.splits_per_size, "HAS_SINKS": True}
     yield Case(
         "merge_splits",
         attention.merge_splits,

@@ -150,6 +150,7 @@ struct OutriderAttention {
   int64_t sliding_window;  // 0: none
   float scaling;
   float softcap;  // 0: none
+  const float* sinks;  // [num_heads]: the score of one more key of each head, which has no value; null: none
 };
 
 // Computes attention. query and output: [num_rows, num_heads, head_dim]; query_stride is the distance of two query rows
