@@ -145,10 +145,9 @@ def test_a_model_without_a_head_computes_the_same_and_keeps_nothing(loaded):
         rows = PROMPT[start:end], start
         logits = [each.forward(SequenceRows(*rows, blocks, 5)) for each, blocks in ((node, table), (plain, own))]
         assert torch.equal(*logits)
-    num_layers = loaded.spec.num_layers
-    for plane in ("k", "v"):
+    for plane in plain.cache.planes:
         slots = np.arange(NUM_BLOCKS * BLOCK_SIZE)
-        found, expected = (each.cache.read(plane, range(num_layers), slots) for each in (node, plain))
+        found, expected = (each.cache.read(plane.name, range(plane.num_layers), slots) for each in (node, plain))
         assert np.array_equal(found, expected)
 
 
