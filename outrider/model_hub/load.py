@@ -230,7 +230,7 @@ def _numerics(source: _Source, model: RunnableModel) -> Numerics:
     config, dtype = source.config, model.spec.dtype
     if model.native is not None:
         by_layers = isinstance(model.native, NativeLayers)
-        # torch computes experts, Conv1D and everything else that is not a linear layer.
+        # torch computes Conv1D, experts of unknown forms and everything else that is none of our layers.
         batch_invariance = (
             torch_batch_invariance(dtype) if by_layers and depends_on_batch(model) else BatchInvariance.EXACT
         )

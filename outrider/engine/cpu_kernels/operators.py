@@ -40,6 +40,24 @@ def linear(kernels: CpuKernels, workspace: Workspace, matrix: Structure, x: Tens
     )  # fmt: skip
 
 
+def experts(
+    kernels: CpuKernels,
+    workspace: Workspace,
+    struct: Structure,  # an OutriderExperts
+    x: Tensor,  # [num_rows, hidden_size], float32 or bfloat16; the weights' type unless they are quantised
+    expert_ids: Tensor,  # [num_rows, num_slots] int64
+    weights: Tensor,  # [num_rows, num_slots] float32
+    y: Tensor,  # like x
+) -> None:
+    """Computes the weighted sum of each row's experts."""
+    is_right = x.shape[1:] == (struct.hidden_size,) and len(x) == len(expert_ids) and expert_ids.shape == weights.shape
+    _check(is_right and expert_ids.dtype == torch.int64 and weights.dtype == torch.float32, f"experts of {x.shape}")
+    _call(
+        kernels.library.functions.outrider_experts, kernels.team, workspace.handle, ELEMENT_TYPES[x.dtype], struct,
+        x.data_ptr(), len(x), expert_ids.data_ptr(), weights.data_ptr(), expert_ids.shape[1], y.data_ptr(),
+    )  # fmt: skip
+
+
 def rms_norm(
     kernels: CpuKernels, x: Tensor, weight: Tensor, epsilon: float, y: Tensor, *, rounds_once: bool = False
 ) -> None:

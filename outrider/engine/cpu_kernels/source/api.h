@@ -92,6 +92,29 @@ OUTRIDER_API OutriderStatus outrider_unpack_row(const OutriderMatrix* matrix, in
 OUTRIDER_API OutriderStatus outrider_linear(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
                                             const void* x, int64_t num_rows, const OutriderMatrix* matrix, void* y);
 
+// ---- experts.cpp: layers with a mixture of experts
+
+// The experts of a layer: y = down (act(gate x) * up x).
+struct OutriderExperts {
+  int64_t num_experts;
+  int64_t hidden_size;
+  int64_t intermediate_size;
+  const OutriderMatrix* gate_up;  // [num_experts], each interleaved
+  const OutriderMatrix* down;     // [num_experts], of the same type as gate_up
+  int32_t is_gelu;                // 1: act is the tanh approximation of GELU; 0: act(gate) = gate * sigmoid(alpha * gate)
+  float alpha;
+  float limit;  // gate is at most `limit`, and up from -limit to limit; 0: no limit
+  float shift;  // added to up
+};
+
+// Computes the weighted sum of each row's experts. x and y: [num_rows, hidden_size] of the activations' type, FLOAT32
+// or BFLOAT16; expert_ids and weights: [num_rows, num_slots]. The slots of a row are added in their order, so a row's
+// bits do not depend on other rows. A slot whose id is not from 0 to num_experts - 1 adds nothing.
+OUTRIDER_API OutriderStatus outrider_experts(OutriderTeam* team, OutriderWorkspace* workspace, int32_t activation_type,
+                                             const OutriderExperts* experts, const void* x, int64_t num_rows,
+                                             const int64_t* expert_ids, const float* weights, int64_t num_slots,
+                                             void* y);
+
 // ---- rms_norm.cpp: y = x / sqrt(mean(x^2) + epsilon) * weight, row by row; weight is float32. `rounds_once` 0: the
 // normalised values are also rounded to `type` before they are multiplied by the weight.
 OUTRIDER_API OutriderStatus outrider_rms_norm(OutriderTeam* team, int32_t type, const void* x, int64_t num_rows,
