@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.engine.linear import MakeLinear
 
 _LAYOUT = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "num_experts")
@@ -49,8 +50,9 @@ class Gate:
 
 
 def are_experts(module: Any) -> bool:
-    """Returns whether the module consists of experts that transformers can exchange, without a norm of their own."""
-    return all(hasattr(module, name) for name in (*_LAYOUT, "down_proj")) and not module.has_post_expert_norm
+    """Returns whether the module consists of plain experts that transformers can exchange, without norms."""
+    is_known = all(hasattr(module, name) for name in (*_LAYOUT, "down_proj")) and not module.has_post_expert_norm
+    return is_known and module.down_proj.dtype in TORCH_DTYPES.values()
 
 
 def gate_of(experts: Any) -> Gate | None:

@@ -88,7 +88,9 @@ def test_a_layer_has_transformers_results_and_a_rows_bits_alone(family, dtype, k
 
 
 def test_experts_of_an_unknown_form_stay_torchs(kernels):
-    for change in ({"has_post_expert_norm": True}, {"has_gate": False}, {"act_fn": torch.nn.Tanh()}):
+    codes = torch.nn.Parameter(torch.zeros((5, 48, 24), dtype=torch.float8_e4m3fn), requires_grad=False)
+    others = {"has_post_expert_norm": True}, {"has_gate": False}, {"act_fn": torch.nn.Tanh()}, {"down_proj": codes}
+    for change in others:
         block = Block("mixtral", torch.float32)
         for name, value in change.items():
             setattr(block.mlp.experts, name, value)
