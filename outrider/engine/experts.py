@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from outrider.engine.kv_cache.tensor_planes import TORCH_DTYPES
 from outrider.engine.linear import MakeLinear
 
-_LAYOUT = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "num_experts")
+_LAYOUT = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts", "down_proj")
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 """The names of the weights of gated experts, each [num_experts, out_features, in_features], or transposed."""
 _MAX_VECTOR_SIZE = 64
@@ -51,7 +51,8 @@ class Gate:
 
 def are_experts(module: Any) -> bool:
     """Returns whether the module consists of plain experts that transformers can exchange, without norms."""
-    is_known = all(hasattr(module, name) for name in (*_LAYOUT, "down_proj")) and not module.has_post_expert_norm
+    has_norms = getattr(module, "has_post_expert_norm", False)  # older versions of transformers have no such experts
+    is_known = all(hasattr(module, name) for name in _LAYOUT) and not has_norms
     return is_known and module.down_proj.dtype in TORCH_DTYPES.values()
 
 
