@@ -23,7 +23,7 @@ EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 _MAX_VECTOR_SIZE = 64
 """Maximum number of elements in one of torch's vectors: two AVX-512 registers of bfloat16."""
 _SIGMOIDS = (torch.sigmoid, Tensor.sigmoid, nn.functional.sigmoid)
-_CONVERSIONS = (Tensor.float, Tensor.to, Tensor.type)
+_CONVERSIONS = (Tensor.float, Tensor.to, Tensor.type, Tensor.view, Tensor.reshape)
 
 MakeExperts = Callable[[Any], nn.Module | None]
 """Makes a layer from transformers' experts, or None if it cannot compute these."""
@@ -107,7 +107,7 @@ class GateLogits(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, arguments: Sequence[Any] = (), keywords: Mapping[str, Any] | None = None
     ) -> Any:
-        """Computes `function`; the result of a conversion of the dtype still is of this class."""
+        """Computes `function`; logits in another dtype or shape still are of this class."""
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 as torch's documentation asks
             if function in _SIGMOIDS:
                 return in_whole_vectors(torch.sigmoid, arguments[0])
@@ -122,9 +122,8 @@ class RouterWeight:
     attributes get the weight itself.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, make_linear: MakeLinear) -> None:
-        self.plain, self.plain_bias = weight, bias
-        self.layer = make_linear(weight.float(), None if bias is None else bias.float())
+    def __init__(self, weight: Tensor, make_linear: MakeLinear) -> None:
+        self.plain, self.layer = weight, make_linear(weight.float(), None)
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute of the weight. Conversions return this object, because products are made in float32."""
@@ -137,8 +136,9 @@ class RouterWeight:
         """Computes `function` with at least one argument of this class."""
         if function is nn.functional.linear:
             rows, weight, bias = (*arguments, *(keywords or {}).values(), None)[:3]
-            if isinstance(weight, cls) and bias is weight.plain_bias:
-                return weight.layer(rows.float()).to(rows.dtype).as_subclass(GateLogits)
+            if isinstance(weight, cls):
+                logits = weight.layer(rows.float())
+                return (logits if bias is None else logits + bias.float()).to(rows.dtype).as_subclass(GateLogits)
         plain = [each.plain if isinstance(each, cls) else each for each in arguments]
         return function(*plain, **(keywords or {}))
 
@@ -161,7 +161,7 @@ def replace_experts(model: nn.Module, make_experts: MakeExperts, make_linear: Ma
 
 def _replace_product(module: Any, num_experts: int, make_linear: MakeLinear) -> None:
     """Replaces the weight of a router by a RouterWeight. Does nothing if the module is no router."""
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    weight = getattr(module, "weight", None)
     if isinstance(weight, nn.Parameter) and type(module) is not nn.Linear and weight.shape[:-1] == (num_experts,):
         del module.weight
-        module.weight = RouterWeight(weight.detach(), bias, make_linear)
+        module.weight = RouterWeight(weight.detach(), make_linear)

@@ -22,6 +22,7 @@ from outrider.engine.kv_cache.tensor_planes import words_of
 from outrider.errors import InternalError
 
 ELEMENT_TYPES = {torch.float32: ElementType.FLOAT32, torch.bfloat16: ElementType.BFLOAT16}
+QUANTISED_TYPES = tuple(each for each in ElementType if each >= ElementType.INT8)
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> PlainLinear:
@@ -52,6 +53,8 @@ def experts(
     """Computes the weighted sum of each row's experts."""
     is_right = x.shape[1:] == (struct.hidden_size,) and len(x) == len(expert_ids) and expert_ids.shape == weights.shape
     _check(is_right and expert_ids.dtype == torch.int64 and weights.dtype == torch.float32, f"experts of {x.shape}")
+    of_weights = structures.OutriderMatrix.from_address(struct.gate_up).type
+    _check(of_weights in (*QUANTISED_TYPES, ELEMENT_TYPES[x.dtype]), f"{x.dtype} for weights of another type")
     _call(
         kernels.library.functions.outrider_experts, kernels.team, workspace.handle, ELEMENT_TYPES[x.dtype], struct,
         x.data_ptr(), len(x), expert_ids.data_ptr(), weights.data_ptr(), expert_ids.shape[1], y.data_ptr(),

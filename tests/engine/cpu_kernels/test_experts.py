@@ -12,6 +12,7 @@ from outrider.engine.cpu_kernels import operators
 from outrider.engine.cpu_kernels.interface import structures
 from outrider.engine.cpu_kernels.library import Workspace
 from outrider.engine.experts import Gate
+from outrider.errors import InternalError
 from tests.engine.cpu_kernels.operations import checked, differing_rows, guarded, guarded_copy, pack
 
 NUM_EXPERTS, NUM_ROWS, NUM_SLOTS = 5, 23, 3
@@ -138,6 +139,14 @@ def test_slots_without_an_expert_add_nothing(kernels):
     layer.expert_ids = torch.full_like(layer.expert_ids, NUM_EXPERTS)
     assert not layer.compute(kernels).any()
     assert layer.compute(kernels, slice(0, 0)).shape == (0, layer.hidden)
+
+
+def test_rows_of_another_type_than_plain_weights_are_refused(kernels):
+    layer = Layer("bfloat16")
+    packed = layer.packed(kernels)
+    layer.rows = layer.rows.float()
+    with pytest.raises(InternalError, match="weights of another type"):
+        layer.compute(kernels, packed=packed)
 
 
 def test_values_that_are_not_finite_stay_in_their_row(kernels):
